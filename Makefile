@@ -1,0 +1,51 @@
+# Two commands matter: `make demo` and `make test`. Both work from a fresh clone with Python 3.11+.
+PYTHON ?= python3
+PIP_FLAGS ?=
+BIN := .venv/bin
+
+.PHONY: demo test check sim format proto verify-proto clean
+
+demo: .venv/ready
+	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(DEMO_FLAGS)
+
+test: .venv/ready check
+	$(BIN)/pytest
+
+check: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) verify-proto
+
+sim: .venv/ready
+	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),2000)
+
+format: .venv/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+PROTOS := $(wildcard proto/evenkeel/v1/*.proto)
+
+proto: .venv/ready
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=service --pyi_out=service --grpc_python_out=service $(PROTOS)
+
+verify-proto: .venv/ready
+	rm -rf .cache/stubs && mkdir -p .cache/stubs
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=.cache/stubs --pyi_out=.cache/stubs --grpc_python_out=.cache/stubs $(PROTOS)
+	diff -r -x __pycache__ -x __init__.py .cache/stubs/evenkeel/v1 service/evenkeel/v1
+
+# PIP_FLAGS chooses another package index, for example a CPU-only one for torch.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	# Kernels are compiled once here and cached beside their sources, so that no first run waits for them.
+	$(BIN)/python -c "from evenkeel.planning.policies import warm_kernels; warm_kernels()"
+	touch $@
+
+# make bench-dispatch, bench-planning, ...: prints and writes bench/out/NAME.json; exits 0 whatever the figures.
+bench-%: .venv/ready
+	$(BIN)/python -m bench.$*
+
+clean:
+	rm -rf .venv .cache bench/out

@@ -1,0 +1,60 @@
+"""Does planning for the dispatcher in force pay, against planning for an even split?"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.dispatch_traces import Recorded, setup_of
+from bench.report import Row
+from evenkeel.planning.keel import plan_keel
+from evenkeel.planning.problem import DispatchModel
+from evenkeel.replay.walk import walk_forward
+
+__all__ = ["aware_rows", "bootstrap_upper"]
+
+
+def bootstrap_upper(
+    ours: NDArray[np.float64], theirs: NDArray[np.float64], *, draws: int = 4000, seed: int = 0
+) -> float:
+    """95 % upper bound of sum(ours) / sum(theirs), resampling paired blocks; both (n,)."""
+    rng = np.random.default_rng(seed)
+    pick = rng.integers(0, len(ours), (draws, len(ours)))
+    return float(np.quantile(ours[pick].sum(axis=1) / theirs[pick].sum(axis=1), 0.95))
+
+
+def aware_rows(traces: list[Recorded], max_evaluations: int, on_trace: Callable[[str], None]) -> list[Row]:
+    """For NEAREST and OPTIMAL: time of keel planned for it over keel planned for EVEN, both dispatched by it.
+
+    A block is one plan's horizon, its time divided by the fluid bound, so that every trace weighs alike per block.
+    """
+    rows = []
+    for dispatch in (DispatchModel.NEAREST, DispatchModel.OPTIMAL):
+        aware_all, even_all, worst = [], [], 0.0
+        print(f"\nplanned for {dispatch.value} over planned for even, under {dispatch.value}")
+        for trace in traces:
+            on_trace(trace.name)
+            setup = setup_of(trace, dispatch, max_evaluations)
+            aware = walk_forward("aware", lambda replan: plan_keel(replan.problem), setup)
+            even = walk_forward(
+                "even",
+                lambda replan: plan_keel(replace(replan.problem, dispatch=DispatchModel.EVEN)),
+                setup,
+            )
+            blocks = len(aware.steps)
+            fluid = aware.fluid.reshape(blocks, -1).sum(axis=1)
+            ours = aware.times.reshape(blocks, -1).sum(axis=1) / fluid
+            theirs = even.times.reshape(blocks, -1).sum(axis=1) / fluid
+            ratio = float(ours.sum() / theirs.sum())
+            worst = max(worst, ratio)
+            print(f"{trace.name:24}{ratio:9.4f}")
+            aware_all.append(ours)
+            even_all.append(theirs)
+        ours, theirs = np.concatenate(aware_all), np.concatenate(even_all)
+        rows += [
+            Row(f"keel_for_{dispatch.value}_ratio", float(ours.sum() / theirs.sum()), "ratio"),
+            Row(f"keel_for_{dispatch.value}_upper95", bootstrap_upper(ours, theirs), "ratio"),
+            Row(f"keel_for_{dispatch.value}_worst_trace", worst, "ratio"),
+        ]
+    return rows

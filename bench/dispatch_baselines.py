@@ -1,0 +1,151 @@
+"""What others do about one batch's imbalance, for comparison only; none of it is in the package.
+
+HarMoEny decides on exact routing, after the gate: it moves tokens of the fullest rank's hottest expert to the emptiest rank,
+fetching the expert there. Lina predicts an expert from the path a token took through earlier layers, with a table
+built beforehand. The capacity factor caps tokens per expert and drops or spills the rest.
+"""
+
+from collections import Counter, defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.dispatch.compiled import kernel
+
+__all__ = ["apply_capacity", "expert_capacity", "harmoeny", "PathTable"]
+
+
+def harmoeny(
+    demand: NDArray[np.integer], hosts: NDArray[np.bool_], max_extra: int, *, threshold: int = 1
+) -> tuple[NDArray[np.int64], int]:
+    """Rank loads and copies under HarMoEny's rule.
+
+    Args:
+        demand: (R, E) [tokens] exact.
+        hosts: (E, R) residents; a token starts on its own rank if that is one, else on the first.
+        max_extra: experts a rank may fetch for the batch.
+        threshold: fewest tokens worth a move.
+
+    Returns:
+        ((R,) int64 [tokens], experts fetched).
+
+    Source: HarMoEny as described in Libra section 2.2.
+    """
+    tokens = np.ascontiguousarray(demand, np.int64)
+    return _harmoeny_kernel(tokens, np.array(hosts, np.bool_, order="C"), max_extra, threshold)
+
+
+@kernel
+def _harmoeny_kernel(
+    demand: NDArray[np.int64], hosts: NDArray[np.bool_], max_extra: int, threshold: int
+) -> tuple[NDArray[np.int64], int]:
+    ranks, experts = demand.shape
+    assigned = np.zeros((ranks, experts), np.int64)
+    for e in range(experts):
+        first = 0
+        while not hosts[e, first]:
+            first += 1
+        for rank in range(ranks):
+            assigned[rank if hosts[e, rank] else first, e] += demand[rank, e]
+    fetched = np.zeros(ranks, np.int64)
+    load = assigned.sum(axis=1)
+    target = -(-load.sum() // ranks)
+    moved = True
+    while moved:
+        moved = False
+        source = int(np.argmax(load))
+        for e in np.argsort(-assigned[source], kind="mergesort"):
+            if load[source] <= target or assigned[source, e] < threshold:
+                break
+            for goal in np.argsort(load, kind="mergesort"):
+                room = min(target - load[goal], load[source] - target, assigned[source, e])
+                if room < threshold:
+                    break
+                if not hosts[e, goal] and fetched[goal] >= max_extra:
+                    continue
+                if not hosts[e, goal]:
+                    fetched[goal] += 1
+                    hosts[e, goal] = True
+                assigned[source, e] -= room
+                assigned[goal, e] += room
+                load[source] -= room
+                load[goal] += room
+                moved = True
+                break
+            if moved:
+                break
+    return load, fetched.sum()
+
+
+class PathTable:
+    """Lina's table: the experts that followed a path of first choices most often.
+
+    Source: Lina as described in Libra section 2.2.
+    """
+
+    def __init__(self, depth: int = 4) -> None:
+        self.depth = depth
+        self._seen: dict[tuple[int, tuple[int, ...]], Counter[int]] = defaultdict(Counter)
+        self._popular: dict[int, Counter[int]] = defaultdict(Counter)
+
+    def build(self, ids: NDArray[np.integer]) -> "PathTable":
+        """Learn from (tokens, L, k) recorded experts."""
+        for token in ids.tolist():
+            for layer in range(1, len(token)):
+                path = tuple(choice[0] for choice in token[max(0, layer - self.depth) : layer])
+                self._seen[layer, path].update(token[layer])
+                self._popular[layer].update(token[layer])
+        return self
+
+    def predict(self, layer: int, before: list[list[int]], k: int) -> list[int]:
+        """k experts for a layer, given the token's choices in the layers before it."""
+        path = tuple(choice[0] for choice in before[max(0, layer - self.depth) : layer])
+        found = [expert for expert, _ in self._seen.get((layer, path), Counter()).most_common(k)]
+        for expert, _ in self._popular[layer].most_common():
+            if len(found) == k:
+                break
+            if expert not in found:
+                found.append(expert)
+        return found[:k]
+
+    def accuracy(self, ids: NDArray[np.integer]) -> NDArray[np.float64]:
+        """(L - 1,) share of chosen experts predicted, layers 1.."""
+        hits = np.zeros(ids.shape[1] - 1)
+        for token in ids.tolist():
+            for layer in range(1, len(token)):
+                hits[layer - 1] += len(set(self.predict(layer, token, len(token[layer]))) & set(token[layer]))
+        return np.asarray(hits / (ids.shape[0] * ids.shape[2]), np.float64)
+
+
+def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """Tokens one expert takes per batch: floor(factor * tokens * k / E). Source: Switch, GShard."""
+    return int(np.floor(factor * num_tokens * top_k / num_experts))
+
+
+def apply_capacity(
+    experts: NDArray[np.integer], num_experts: int, capacity: int, *, spill: NDArray[np.integer] | None = None
+) -> NDArray[np.int64]:
+    """Cap every expert, in order of arrival.
+
+    Args:
+        experts: (n,) first choice of each token.
+        num_experts: E.
+        capacity: tokens an expert takes.
+        spill: (n,) second choice for tokens that overflow; None drops them.
+
+    Returns:
+        (n,) the expert that serves each token, -1 where it is dropped and passes by on the residual.
+    """
+    taken = np.zeros(num_experts, np.int64)
+    served = np.full(len(experts), -1, np.int64)
+    for token, expert in enumerate(experts.tolist()):
+        if taken[expert] < capacity:
+            taken[expert] += 1
+            served[token] = expert
+    if spill is not None:
+        for late in np.flatnonzero(served < 0).tolist():
+            second = int(spill[late])
+            if taken[second] < capacity:
+                taken[second] += 1
+                served[late] = second
+    return served

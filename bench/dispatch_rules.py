@@ -1,0 +1,176 @@
+"""Every dispatch rule on every placement, step by step over recorded traffic."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.dispatch_baselines import harmoeny
+from bench.dispatch_traces import RANKS, TWO_NODES, Recorded, setup_of
+from bench.report import Row
+from evenkeel.dispatch import ExactSplit, ShardingRule, plan_replicas, resident_mask, shard_tokens
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import ModelShape
+from evenkeel.planning.eplb import plan_eplb
+from evenkeel.planning.keel import plan_keel
+from evenkeel.planning.metrics import rank_load
+from evenkeel.planning.problem import DispatchModel
+from evenkeel.planning.split import SplitModel
+from evenkeel.replay.walk import walk_forward
+
+__all__ = ["PLACEMENTS", "RULES", "rule_rows", "rule_table"]
+
+PLACEMENTS = ("none", "eplb", "keel")
+# "libra" is as published: Algorithm 1 stops when the prediction is balanced, Algorithm 2 is greedy. "ours" spends all
+# of N and shards exactly; "2N" has twice the room.
+RULES = ("even", "nearest", "lplb", "libra sharding", "libra", "libra, ours", "libra, ours 2N", "harmoeny")
+EXTRA = 4
+"""Transient experts per rank of Libra and HarMoEny: half of the 8 a rank holds, as in Libra's evaluation."""
+STEPS = 40
+"""Steps sampled per trace, evenly over those scored."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over steps and layers."""
+
+    balance: float = 0.0
+    peak: float = 0.0
+    fluid: float = 0.0
+    shared_home_peak: float = 0.0
+    shared_poured_peak: float = 0.0
+    shared_fluid: float = 0.0
+    cells: int = 0
+    copies: int = 0
+
+    def add(self, load: NDArray[np.generic], home: NDArray[np.int64], cost: int, copies: int = 0) -> None:
+        """One step and layer: (R,) load, and the shared work of each source rank in routed choices."""
+        values = np.asarray(load, np.float64)
+        top, mean = float(values.max()), float(values.mean())
+        if top <= 0.0:
+            return
+        self.cells += 1
+        self.balance += mean / top
+        self.peak += top
+        self.fluid += mean
+        self.copies += copies
+        shared = float(home.sum())
+        self.shared_home_peak += float((values + home).max())
+        # All-rank Waterfill at its best: water levels out unless one rank already stands above.
+        self.shared_poured_peak += max(top, np.ceil((values.sum() + shared) / len(values) / cost) * cost)
+        self.shared_fluid += mean + shared / len(values)
+
+
+Tallies = dict[tuple[str, str], Tally]
+
+
+def rule_table(
+    traces: list[Recorded], max_evaluations: int, on_trace: Callable[[str], None]
+) -> dict[str, Tallies]:
+    """Per trace, the tally of every (placement, rule)."""
+    return {trace.name: _tallies(trace, max_evaluations, on_trace) for trace in traces}
+
+
+def _tallies(trace: Recorded, max_evaluations: int, on_trace: Callable[[str], None]) -> Tallies:
+    on_trace(trace.name)
+    setup = setup_of(trace, DispatchModel.EVEN, max_evaluations)
+    walks = {
+        "eplb": walk_forward("eplb", lambda replan: plan_eplb(replan.problem), setup),
+        "keel": walk_forward("keel", lambda replan: plan_keel(replan.problem), setup),
+    }
+    _, layers, experts = trace.load.shape
+    bare = Placement.initial(ModelShape(layers, experts, RANKS, -(-experts // RANKS), trace.top_k, 1))
+    first, horizon = int(walks["keel"].steps[0]), setup.horizon_steps
+    last = int(walks["keel"].steps[-1]) + horizon
+    out: Tallies = {(placement, rule): Tally() for placement in PLACEMENTS for rule in RULES}
+    solvers: dict[str, tuple[int, ExactSplit, list[NDArray[np.bool_]]]] = {}
+    for step in np.unique(np.linspace(first, last - 1, STEPS).astype(int)).tolist():
+        index = (step - first) // horizon
+        for name in PLACEMENTS:
+            placement = bare if name == "none" else walks[name].placements[index]
+            if name not in solvers or solvers[name][0] != index:
+                masks = [resident_mask(placement, layer) for layer in range(layers)]
+                solvers[name] = index, ExactSplit(placement), masks
+            _, solver, residents = solvers[name]
+            _one_step(out, name, trace, step, placement, solver, residents)
+    return out
+
+
+def _one_step(
+    out: Tallies,
+    name: str,
+    trace: Recorded,
+    step: int,
+    placement: Placement,
+    solver: ExactSplit,
+    residents: list[NDArray[np.bool_]],
+) -> None:
+    import torch
+
+    load = trace.load[step : step + 1].astype(np.float64)
+    demand = trace.source[step]
+    near = SplitModel(DispatchModel.NEAREST, TWO_NODES, demand.astype(np.float64))
+    even, nearest = rank_load(load, placement)[0], rank_load(load, placement, near)[0]
+    solver.quotas(torch.from_numpy(trace.load[step]))
+    exact = solver.rank_load
+    home = demand.sum(axis=2) // trace.top_k * trace.shared_cost
+    for layer in range(trace.load.shape[1]):
+        own, cost = home[:, layer], trace.shared_cost
+        asked = np.ascontiguousarray(demand[:, layer])
+        resident = residents[layer]
+        out[name, "even"].add(even[layer], own, cost)
+        out[name, "nearest"].add(nearest[layer], own, cost)
+        out[name, "lplb"].add(exact[layer], own, cost)
+        sharded = shard_tokens(asked, resident, rule=ShardingRule.GREEDY)
+        out[name, "libra sharding"].add(sharded.rank_load, own, cost)
+        expected = _predicted(trace, step, layer)
+        published = plan_replicas(expected, resident, EXTRA, fill=False)
+        done = shard_tokens(asked, published.hosts, resident, rule=ShardingRule.GREEDY)
+        out[name, "libra"].add(done.rank_load, own, cost, published.copies)
+        for extra, rule in ((EXTRA, "libra, ours"), (2 * EXTRA, "libra, ours 2N")):
+            plan = plan_replicas(expected, resident, extra)
+            done = shard_tokens(asked, plan.hosts, resident)
+            out[name, rule].add(done.rank_load, own, cost, plan.copies)
+        fetched, copies = harmoeny(asked, resident, EXTRA)
+        out[name, "harmoeny"].add(fetched, own, cost, copies)
+
+
+def _predicted(trace: Recorded, step: int, layer: int) -> NDArray[np.float64]:
+    """(R, E) what is expected: lookahead where recorded, else the step before. Nothing of the step itself.
+
+    The recorded lookahead has no source ranks: it is spread over them evenly.
+    """
+    if trace.lookahead is not None and layer > 0:
+        return np.repeat(trace.lookahead[step, layer - 1][None] / RANKS, RANKS, axis=0)
+    return trace.source[step - 1, :, layer].astype(np.float64)
+
+
+def rule_rows(table: dict[str, Tallies]) -> list[Row]:
+    """Means over traces, every trace alike, and the same as a printed table."""
+    rows = []
+    print(f"\nmean over {len(table)} traces, {RANKS} ranks; time is over the fluid bound of the same work")
+    print(
+        f"{'placement':10}{'rule':16}{'balancedness':>13}{'max/mean':>10}{'time':>8}"
+        f"{'+ shared at home':>18}{'+ waterfill':>13}{'copies':>8}"
+    )
+    for placement in PLACEMENTS:
+        for rule in RULES:
+            tallies = [row[placement, rule] for row in table.values()]
+            balance = float(np.mean([t.balance / t.cells for t in tallies]))
+            time = float(np.mean([t.peak / t.fluid for t in tallies]))
+            home = float(np.mean([t.shared_home_peak / t.shared_fluid for t in tallies]))
+            poured = float(np.mean([t.shared_poured_peak / t.shared_fluid for t in tallies]))
+            copies = float(np.mean([t.copies / t.cells for t in tallies]))
+            print(
+                f"{placement:10}{rule:16}{balance:13.4f}{1 / balance:10.3f}{time:8.3f}"
+                f"{home:18.3f}{poured:13.3f}{copies:8.1f}"
+            )
+            key = f"{placement}_{rule.replace(',', '').replace(' ', '_')}"
+            rows += [
+                Row(f"{key}_balancedness", balance, "1"),
+                Row(f"{key}_time_over_fluid", time, "ratio"),
+                Row(f"{key}_shared_home_time_over_fluid", home, "ratio"),
+                Row(f"{key}_waterfill_time_over_fluid", poured, "ratio"),
+            ]
+    return rows

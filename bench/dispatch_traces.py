@@ -1,0 +1,85 @@
+"""Recorded traffic for the dispatch bench: loads, source ranks, lookahead predictions."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning.problem import DispatchModel
+from evenkeel.replay.walk import Setup
+
+__all__ = ["RANKS", "TWO_NODES", "Recorded", "read_all", "setup_of"]
+
+RANKS = 8
+TWO_NODES = Topology((0, 0, 0, 0, 1, 1, 1, 1))
+"""With one node, nearest dispatch of evenly spread sources is an even split; with two it is not."""
+SLOTS_PER_RANK = 9
+"""72 slots for 64 experts: one redundant slot per rank and layer."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recorded:
+    """One trace."""
+
+    name: str
+    load: NDArray[np.int64]
+    """(T, L, E) [tokens]."""
+    source: NDArray[np.int64]
+    """(T, R, L, E) [tokens] by source rank: recorded, or drawn evenly where the trace does not have it."""
+    source_recorded: bool
+    lookahead: NDArray[np.int64] | None
+    """(T, L - 1, E) predicted load of layers 1.., None where not recorded."""
+    recall: NDArray[np.float64] | None
+    """(L - 1,) share of the true experts predicted, as recorded."""
+    top_k: int
+    shared_cost: int
+    """Routed choices one token's shared expert costs."""
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(window, horizon) steps: 100/50, shorter where the trace is too short for four plans of those."""
+        for window, horizon in ((100, 50), (50, 25), (16, 8)):
+            if (len(self.load) - window) // horizon >= 4:
+                return window, horizon
+        raise ValueError(f"{self.name} has {len(self.load)} steps, too few to plan on")
+
+
+def read_all(folder: Path) -> list[Recorded]:
+    """Every trace with loads in a folder, by name; the draws of source ranks are seeded."""
+    found = []
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path, allow_pickle=False) as archive:
+            if "T" not in archive.files:
+                continue
+            load = archive["T"].astype(np.int64)
+            top_k = int(archive["topk"])
+            recorded = "S" in archive.files and archive["S"].shape[1] == RANKS
+            if recorded:
+                source = archive["S"].astype(np.int64)
+            else:
+                rng = np.random.default_rng(len(found))
+                source = np.moveaxis(rng.multinomial(load, np.full(RANKS, 1 / RANKS)), -1, 1)
+            lookahead = archive["P"].astype(np.int64) if "P" in archive.files else None
+            recall = archive["lookahead_recall"].astype(np.float64) if "P" in archive.files else None
+        # DeepSeek-V2-Lite has two shared experts as wide as routed ones; model A is given one.
+        cost = 2 if path.stem.startswith("dsv2lite") else 1
+        found.append(Recorded(path.stem, load, source, recorded, lookahead, recall, top_k, cost))
+    return found
+
+
+def setup_of(trace: Recorded, dispatch: DispatchModel, max_evaluations: int) -> Setup:
+    """The trace on 8 ranks with 72 slots per layer; two nodes where the dispatcher cares."""
+    _, layers, experts = trace.load.shape
+    window, horizon = trace.window
+    return Setup(
+        load=trace.load.astype(np.float64),
+        shape=ModelShape(layers, experts, RANKS, SLOTS_PER_RANK, trace.top_k, 1),
+        topology=TWO_NODES if dispatch is DispatchModel.NEAREST else Topology.single_node(RANKS),
+        window_steps=window,
+        horizon_steps=horizon,
+        source=trace.source.astype(np.float64),
+        dispatch=dispatch,
+        max_evaluations=max_evaluations,
+    )

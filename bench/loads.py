@@ -1,0 +1,42 @@
+"""Load generators of the benches. Every one takes its seed."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["drifted", "lognormal_steps", "zipf_load"]
+
+
+def zipf_load(
+    num_layers: int, num_experts: int, *, exponent: float = 1.0, tokens: int = 2_000_000, seed: int = 0
+) -> NDArray[np.int64]:
+    """(L, E) [tokens]: Zipf popularity, permuted per layer, drawn as one multinomial a layer."""
+    rng = np.random.default_rng(seed)
+    popularity = 1.0 / np.arange(1, num_experts + 1) ** exponent
+    popularity /= popularity.sum()
+    return np.stack([rng.multinomial(tokens, rng.permutation(popularity)) for _ in range(num_layers)])
+
+
+def drifted(load: NDArray[np.generic], *, sigma: float = 0.25, seed: int = 1) -> NDArray[np.float64]:
+    """The same load with every expert multiplied by exp(N(0, sigma)): 0.25 is the drift of the benches."""
+    rng = np.random.default_rng(seed)
+    return np.asarray(load, np.float64) * np.exp(rng.normal(0.0, sigma, load.shape))
+
+
+def lognormal_steps(
+    num_steps: int,
+    num_layers: int,
+    num_experts: int,
+    *,
+    sigma: float = 0.6,
+    step_sigma: float = 0.25,
+    tokens: int = 32_768,
+    seed: int = 0,
+) -> NDArray[np.float64]:
+    """(T, L, E) [tokens]: lognormal popularity per layer, lognormal noise per step, whole tokens.
+
+    Every step and layer routes about `tokens`.
+    """
+    rng = np.random.default_rng(seed)
+    popularity = np.exp(rng.normal(0.0, sigma, (num_layers, num_experts)))
+    steps = popularity * np.exp(rng.normal(0.0, step_sigma, (num_steps, num_layers, num_experts)))
+    return np.asarray(np.round(steps / steps.sum(axis=2, keepdims=True) * tokens), np.float64)

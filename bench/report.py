@@ -1,0 +1,66 @@
+"""What every bench shares: interleaved timing, and the JSON file it writes.
+
+Ratios are what counts: the contenders run in turn in the same process, one thread each, and each is judged by the
+best of its runs. Seconds are printed, never judged.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Row", "best_of", "write_report"]
+
+OUT = Path(__file__).parent / "out"
+
+
+class Row(NamedTuple):
+    """One figure of a bench."""
+
+    name: str
+    value: float
+    unit: str
+
+
+def best_of(contenders: Mapping[str, Callable[[], object]], repeats: int = 20) -> dict[str, float]:
+    """Best seconds of each contender over interleaved runs, after one warm-up of each."""
+    for run in contenders.values():
+        run()
+    best = dict.fromkeys(contenders, float("inf"))
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def _machine() -> str:
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+                break
+    return f"{cpu}, Python {platform.python_version()}"
+
+
+def write_report(bench: str, rows: list[Row], packages: tuple[str, ...] = ()) -> Path:
+    """Print the rows and the versions behind them, and write bench/out/BENCH.json."""
+    for package in packages:
+        try:
+            print(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            print(f"{package} not installed")
+    for row in rows:
+        print(f"{row.name:40} {row.value:14.6g} {row.unit}")
+    OUT.mkdir(exist_ok=True)
+    path = OUT / f"{bench}.json"
+    body = {"machine": _machine(), "rows": [row._asdict() for row in rows]}
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    print(f"wrote {path}")
+    return path

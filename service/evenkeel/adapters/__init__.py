@@ -1,0 +1,1 @@
+"""Adapters: one outside world per file."""

@@ -1,0 +1,196 @@
+"""The rank's end of the stream: keeps one open to whichever replica leads, and never gives up."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from evenkeel.errors import EvenkeelError, InvalidInput
+from evenkeel.protocol.messages import Hello
+from evenkeel.v1 import agent_pb2_grpc
+from evenkeel.wire.codec import decode_controller_message, encode_rank_message
+from evenkeel.wire.link import (
+    FromRankLink,
+    Heartbeat,
+    NotLeader,
+    Registration,
+    RegistrationOutcome,
+    ToRankLink,
+)
+
+__all__ = ["GrpcRankLink", "LinkTiming"]
+
+_log = structlog.get_logger(__name__)
+_MAX_MESSAGE_BYTES = 64 << 20
+"""A full map with checksums of the largest models is a few megabytes."""
+
+
+class _Listener(Protocol):
+    def hello(self) -> Hello: ...
+    def heartbeat(self) -> Heartbeat: ...
+    def received(self, stream: int, message: ToRankLink) -> None: ...
+    def lost(self, stream: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """How patient the link is."""
+
+    backoff_min_s: float = 0.2
+    """Wait after the first failure; doubles with each further one."""
+    backoff_max_s: float = 10.0
+    keepalive_s: float = 10.0
+    """Silence on the connection after which it is probed; the server must allow probes this often."""
+    keepalive_timeout_s: float = 5.0
+    connect_timeout_s: float = 10.0
+    """From opening a stream to its Registration."""
+
+
+class GrpcRankLink:
+    """Client of RankLink.Attach. Made on any thread, used on the event loop that runs `run`.
+
+    Args:
+        addresses: `host:port` of the controller replicas, tried in turn.
+        timing: patience.
+        seed: of the jitter, so that the ranks of a fleet do not come back all at once: give each its own.
+        credentials: None connects in clear text.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        timing: LinkTiming | None = None,
+        seed: int = 0,
+        credentials: Any = None,
+    ) -> None:
+        if not addresses:
+            raise InvalidInput("a link needs at least one controller address")
+        self._addresses = itertools.cycle(addresses)
+        self._timing = timing if timing is not None else LinkTiming()
+        self._jitter = random.Random(seed)
+        self._credentials = credentials
+        self._redirect = ""
+        self._stream = 0
+        self._outbox: asyncio.Queue[FromRankLink] | None = None
+
+    async def run(self, listener: _Listener) -> None:
+        """Keep a stream open until cancelled; each has a number of its own, from 1."""
+        failures = 0
+        while True:
+            address, self._redirect = self._redirect or next(self._addresses), ""
+            wait_s = None
+            try:
+                wait_s = await self._attach(address, listener)
+            except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
+                _log.info("link_lost", address=address, detail=_brief(error))
+            except EvenkeelError as error:
+                _log.warning("link_violated", address=address, reason=error.reason, detail=str(error))
+            if wait_s is None:
+                failures += 1
+                doubled = self._timing.backoff_min_s * 2.0 ** min(failures - 1, 16)
+                wait_s = min(self._timing.backoff_max_s, doubled)
+            else:
+                failures = 0
+            await asyncio.sleep(wait_s * self._jitter.uniform(0.5, 1.0))
+
+    def send(self, message: FromRankLink, stream: int | None = None) -> None:
+        """Queue a message; dropped unless `stream` (None: any) is open."""
+        if self._outbox is not None and stream in (None, self._stream):
+            self._outbox.put_nowait(message)
+
+    async def _attach(self, address: str, listener: _Listener) -> float | None:
+        """One stream, to its end: seconds to wait before the next; None to back off."""
+        async with self._channel(address) as channel:
+            call = agent_pb2_grpc.RankLinkStub(channel).Attach()  # type: ignore[no-untyped-call]
+            self._stream += 1
+            stream = self._stream
+            try:
+                async with asyncio.timeout(self._timing.connect_timeout_s):
+                    await call.write(encode_rank_message(listener.hello()))
+                    first = await _read(call)
+                if isinstance(first, Registration) and first.outcome is not RegistrationOutcome.REFUSED:
+                    return await self._serve(call, stream, first, listener)
+                return self._turned_away(address, first)
+            finally:
+                call.cancel()
+
+    def _turned_away(self, address: str, answer: ToRankLink | None) -> float | None:
+        match answer:
+            case NotLeader(address=leader, retry_after_s=retry_after_s):
+                self._redirect = leader if leader != address else ""
+                return self._timing.backoff_min_s if self._redirect else retry_after_s
+            case Registration(reason=reason, detail=detail):
+                _log.warning("registration_refused", address=address, reason=reason, detail=detail)
+        return None
+
+    async def _serve(
+        self, call: Any, stream: int, registration: Registration, listener: _Listener
+    ) -> float | None:
+        self._outbox = asyncio.Queue()
+        listener.received(stream, registration)
+        helpers = [
+            asyncio.create_task(_write(call, self._outbox), name="link-writer"),
+            asyncio.create_task(self._beat(registration.heartbeat_interval_s, listener), name="heartbeat"),
+        ]
+        try:
+            while (message := await _read(call)) is not None:
+                if isinstance(message, NotLeader):
+                    return self._turned_away("", message)
+                listener.received(stream, message)
+            return self._timing.backoff_min_s
+        finally:
+            self._outbox = None
+            listener.lost(stream)
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _beat(self, interval_s: float, listener: _Listener) -> None:
+        while True:
+            self.send(listener.heartbeat())
+            await asyncio.sleep(interval_s)
+
+    def _channel(self, address: str) -> Any:
+        timing = self._timing
+        options = [
+            ("grpc.keepalive_time_ms", int(timing.keepalive_s * 1000)),
+            ("grpc.keepalive_timeout_ms", int(timing.keepalive_timeout_s * 1000)),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+            # Two agents of one process must not share a connection: its loss would be felt twice.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, options)
+        return grpc.aio.secure_channel(address, self._credentials, options)
+
+
+async def _read(call: Any) -> ToRankLink | None:
+    """The next message; None at the end of the stream."""
+    message = await call.read()
+    return None if message is grpc.aio.EOF else decode_controller_message(message)
+
+
+async def _write(call: Any, outbox: asyncio.Queue[FromRankLink]) -> None:
+    """Write what is queued. A message the codec refuses is our own mistake: said, and left out."""
+    while True:
+        message = await outbox.get()
+        try:
+            encoded = encode_rank_message(message)
+        except EvenkeelError as error:
+            _log.error("message_not_sent", kind=type(message).__name__, detail=str(error))
+            continue
+        await call.write(encoded)
+
+
+def _brief(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return repr(error)

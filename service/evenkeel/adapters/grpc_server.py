@@ -1,0 +1,290 @@
+"""The controller's end of the rank link: streams, bounded queues, health, limits."""
+
+import asyncio
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from evenkeel.errors import EvenkeelError, InvalidInput, PeerViolation
+from evenkeel.protocol.messages import Hello
+from evenkeel.v1 import agent_pb2
+from evenkeel.wire.codec import decode_rank_message, encode_controller_message
+from evenkeel.wire.link import FromRankLink, ReportAck, ToRankLink
+
+__all__ = ["Attached", "GrpcServer", "RankHub", "RankStream", "ServerOptions"]
+
+_log = structlog.get_logger(__name__)
+_SERVICE = "evenkeel.v1.RankLink"
+_HELLO_WITHIN_S = 10.0
+_LAST_WORDS_S = 2.0
+"""For what is queued when a stream ends."""
+
+
+class RankStream:
+    """One open stream, as the controller writes to it."""
+
+    def __init__(self, number: int, peer: str, *, capacity: int) -> None:
+        self.number = number
+        """Rises over the life of this process."""
+        self.peer = peer
+        self._capacity = capacity
+        self._queue: deque[ToRankLink] = deque()
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will be sent."""
+        return self._closed
+
+    def send(self, message: ToRankLink) -> None:
+        """Queue a message; dropped when the stream is closed. A rank too slow to take them is cut off."""
+        if self._closed:
+            return
+        if isinstance(message, ReportAck) and self._queue and isinstance(self._queue[-1], ReportAck):
+            last = self._queue.pop()
+            assert isinstance(last, ReportAck)
+            message = _join_acks(last, message)
+        if len(self._queue) >= self._capacity:
+            _log.warning("rank_too_slow", peer=self.peer, stream=self.number, queued=len(self._queue))
+            self._queue.clear()
+            self.close()
+            return
+        self._queue.append(message)
+        self._wake.set()
+
+    def close(self, last: ToRankLink | None = None) -> None:
+        """Send what is queued and one last message, then end the stream."""
+        if last is not None:
+            self.send(last)
+        self._closed = True
+        self._wake.set()
+
+    async def next(self) -> ToRankLink | None:
+        """The next message to write; None at the end."""
+        while not self._queue:
+            if self._closed:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        return self._queue.popleft()
+
+
+class Attached(Protocol):
+    """One rank's stream, as the controller hears it."""
+
+    def received(self, message: FromRankLink) -> None:
+        """A message after the Hello."""
+        ...
+
+    def malformed(self, violation: PeerViolation, steps: tuple[int, ...]) -> None:
+        """A report that cannot be right; steps: the step numbers it claims."""
+        ...
+
+    def lost(self) -> None:
+        """The stream ended."""
+        ...
+
+
+class RankHub(Protocol):
+    """Where streams lead."""
+
+    async def attach(self, hello: Hello, stream: RankStream) -> Attached | None:
+        """Register a rank; its answer is queued on the stream. None: turned away, the stream is closed."""
+        ...
+
+    def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
+        """A first message that is no usable Hello: answer and close the stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How the server listens."""
+
+    host: str
+    port: int
+    max_message_bytes: int
+    send_queue: int
+    keepalive_s: float
+    keepalive_timeout_s: float
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_client_ca_file: Path | None = None
+
+
+class GrpcServer:
+    """RankLink and grpc.health.v1 on one port."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._hub: RankHub | None = None
+        self._options = options
+        self._numbers = itertools.count(1)
+        self._server: Any = None
+        self._health = health.aio.HealthServicer()
+        self.port = 0
+        """Known once bound."""
+
+    def bind(self) -> None:
+        """Take the port.
+
+        Raises:
+            InvalidInput: the address is taken or a TLS file cannot be read.
+        """
+        options = self._options
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", options.max_message_bytes),
+                ("grpc.max_send_message_length", options.max_message_bytes),
+                ("grpc.keepalive_time_ms", round(options.keepalive_s * 1000)),
+                ("grpc.keepalive_timeout_ms", round(options.keepalive_timeout_s * 1000)),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+                # Ranks probe too; a server that counts that as abuse would cut them off.
+                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+                ("grpc.http2.max_ping_strikes", 0),
+                # A second server on the port would get every other rank.
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        attach: Any = grpc.stream_stream_rpc_method_handler(
+            self._attach,
+            # Parsed by us: what is no message must count as a violation, not as a crash of the call.
+            request_deserializer=None,
+            response_serializer=agent_pb2.ControllerMessage.SerializeToString,
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Attach": attach}),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        address = f"{options.host}:{options.port}"
+        try:
+            credentials = _credentials(options)
+            self.port = (
+                server.add_insecure_port(address)
+                if credentials is None
+                else server.add_secure_port(address, credentials)
+            )
+        except (RuntimeError, OSError) as error:
+            raise InvalidInput(f"cannot listen for ranks on {address}: {error}") from error
+        self._server = server
+
+    async def start(self, hub: RankHub) -> None:
+        """Let ranks in."""
+        self._hub = hub
+        await self._server.start()
+        for service in ("", _SERVICE):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Stop taking streams and end those there are. May be called twice."""
+        server, self._server = self._server, None
+        if server is not None:
+            await self._health.enter_graceful_shutdown()
+            await server.stop(grace_s)
+
+    async def _attach(self, _requests: Any, context: Any) -> None:
+        stream = RankStream(next(self._numbers), context.peer(), capacity=self._options.send_queue)
+        writer = asyncio.create_task(_write(stream, context), name=f"rank-stream-{stream.number}-writer")
+        reader = asyncio.create_task(self._read(stream, context), name=f"rank-stream-{stream.number}-reader")
+        try:
+            # The writer ends when the stream is closed by us, the reader when the rank closed it.
+            await asyncio.wait((writer, reader), return_when=asyncio.FIRST_COMPLETED)
+            stream.close()
+            await asyncio.wait((writer,), timeout=_LAST_WORDS_S)
+        finally:
+            stream.close()
+            for task in (reader, writer):
+                task.cancel()
+            for outcome in await asyncio.gather(reader, writer, return_exceptions=True):
+                if isinstance(outcome, Exception) and not _is_gone(outcome):
+                    _log.error("rank_stream_failed", stream=stream.number, exc_info=outcome)
+
+    async def _read(self, stream: RankStream, context: Any) -> None:
+        """The rank's messages to its deployment, until either end is done."""
+        hub = self._hub
+        assert hub is not None
+        try:
+            async with asyncio.timeout(_HELLO_WITHIN_S):
+                first = await context.read()
+        except TimeoutError:
+            return
+        if first is grpc.aio.EOF:
+            return
+        try:
+            hello = decode_rank_message(_parse(first), None)
+        except PeerViolation as violation:
+            hub.refuse(violation, stream)
+            return
+        assert isinstance(hello, Hello)
+        attached = await hub.attach(hello, stream)
+        if attached is None:
+            return
+        try:
+            while (data := await context.read()) is not grpc.aio.EOF:
+                if not _deliver(data, hello, attached, stream):
+                    return
+        finally:
+            attached.lost()
+
+
+def _deliver(data: bytes, hello: Hello, attached: Attached, stream: RankStream) -> bool:
+    """One message; False when it ends the stream."""
+    try:
+        message = _parse(data)
+    except PeerViolation as violation:
+        _log.warning("rank_violation", stream=stream.number, peer=stream.peer, detail=str(violation))
+        return False
+    try:
+        attached.received(decode_rank_message(message, hello))
+    except PeerViolation as violation:
+        if message.WhichOneof("body") == "load_report":
+            attached.malformed(violation, tuple(meta.step for meta in message.load_report.steps))
+            return True
+        _log.warning("rank_violation", stream=stream.number, peer=stream.peer, detail=str(violation))
+        return False
+    return True
+
+
+def _join_acks(one: ReportAck, other: ReportAck) -> ReportAck:
+    """One answer for two reports, where the first was not written yet."""
+    steps = [ack.highest_step for ack in (one, other) if ack.highest_step is not None]
+    return ReportAck(
+        max(steps, default=None), one.rejected_steps + other.rejected_steps, other.reason or one.reason
+    )
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether it only says that the rank hung up."""
+    return isinstance(error, grpc.RpcError | grpc.aio.UsageError | grpc.aio.InternalError)
+
+
+def _parse(data: bytes) -> agent_pb2.RankMessage:
+    try:
+        return agent_pb2.RankMessage.FromString(data)
+    except DecodeError as error:
+        raise PeerViolation(f"{len(data)} bytes that are no message: {error}") from None
+
+
+async def _write(stream: RankStream, context: Any) -> None:
+    while (message := await stream.next()) is not None:
+        try:
+            encoded = encode_controller_message(message)
+        except (EvenkeelError, ValueError) as error:
+            _log.error("message_not_sent", kind=type(message).__name__, error=str(error))
+            continue
+        await context.write(encoded)
+
+
+def _credentials(options: ServerOptions) -> Any:
+    if options.tls_cert_file is None or options.tls_key_file is None:
+        return None
+    pair = (options.tls_key_file.read_bytes(), options.tls_cert_file.read_bytes())
+    if options.tls_client_ca_file is None:
+        return grpc.ssl_server_credentials([pair])
+    return grpc.ssl_server_credentials([pair], options.tls_client_ca_file.read_bytes(), True)

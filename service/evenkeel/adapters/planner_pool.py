@@ -1,0 +1,110 @@
+"""Planning in processes of its own, so that a long plan never holds up the event loop."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+import structlog
+
+from evenkeel.adapters.child_process import die_with_parent
+from evenkeel.errors import Reason, Unavailable
+from evenkeel.planning.policies import warm_kernels
+
+__all__ = ["PlannerPool"]
+
+_log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
+_A = TypeVar("_A")
+
+
+class PlannerPool:
+    """A few planner processes with compiled kernels.
+
+    Args:
+        workers: processes.
+        deadline_s: a call that takes longer is given up and its processes are replaced.
+    """
+
+    def __init__(self, workers: int, *, deadline_s: float) -> None:
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._pool: ProcessPoolExecutor | None = None
+        self.warm = False
+        """Whether the kernels are compiled; calls before wait for it."""
+        self.fault = ""
+        """Why the last call failed; empty when it did not."""
+        self._free = asyncio.Semaphore(workers)
+
+    async def warm_up(self) -> None:
+        """Start the processes and compile, or load, every kernel. A failure is told and left to the calls."""
+        try:
+            executor = self._executor()
+            loop = asyncio.get_running_loop()
+            await asyncio.gather(
+                *(loop.run_in_executor(executor, warm_kernels) for _ in range(self._workers))
+            )
+        except Exception as error:  # a policy that does not compile fails its own cycles, not the controller
+            self._replace(f"{type(error).__name__}: {error}")
+            _log.error("planner_does_not_start", error=str(error))
+        else:
+            self.warm = True
+            _log.info("planner_ready", workers=self._workers)
+
+    async def run(self, function: Callable[[_A], _T], argument: _A) -> _T:
+        """The function's value, worked out in another process. Both must be picklable.
+
+        Raises:
+            Unavailable: the deadline passed or the process died (PLANNER_FAILED). What the function raises
+                is raised here.
+        """
+        async with self._free:
+            executor = self._executor()
+            future = asyncio.get_running_loop().run_in_executor(executor, function, argument)
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    value = await future
+            except TimeoutError:
+                self._replace(f"no plan within {self._deadline_s:g} s")
+            except BrokenProcessPool:
+                self._replace("a planner process died")
+            else:
+                self.fault = ""
+                return value
+        raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
+
+    def close(self) -> None:
+        """End the processes, also those in the middle of a plan."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        processes = list((pool._processes or {}).values())
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                process.kill()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+    def _executor(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self._workers,
+                # Forking a process that runs gRPC threads would copy their locks half way.
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_begin_worker,
+            )
+        return self._pool
+
+    def _replace(self, fault: str) -> None:
+        self.fault = fault
+        self.warm = False
+        self.close()
+
+
+def _begin_worker() -> None:
+    """Ctrl-C reaches every process of a terminal: only the controller decides about it, and is outlived by none."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()

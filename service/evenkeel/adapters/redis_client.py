@@ -1,0 +1,96 @@
+"""Connections to Redis or Valkey: the URL forms, and its errors as ours."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from redis.asyncio import Redis, RedisCluster, Sentinel
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from evenkeel.errors import InvalidInput, Unavailable
+
+__all__ = ["Client", "connect", "deployment_key", "disconnect", "store_errors"]
+
+Client = Redis | RedisCluster
+
+
+def connect(url: str, *, timeout_s: float, password: str | None = None) -> Client:
+    """A client of the store; no connection is made yet.
+
+    Args:
+        url: `redis://`, `rediss://` (TLS) or `unix://` as redis-py takes them,
+            `redis+sentinel://[user:password@]host:port[,host:port]/master-name[/db]`, or
+            `redis+cluster://host:port` and `rediss+cluster://host:port`.
+        timeout_s: for a connection and for each answer.
+        password: beats one in the URL.
+
+    Raises:
+        InvalidInput: a URL of another form; its password is not repeated in the message.
+    """
+    # One retry mends a connection the server closed while it was idle; more would hide an outage.
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 1),
+    }
+    if password is not None:
+        options["password"] = password
+    scheme = url.split("://", 1)[0]
+    try:
+        if scheme in ("redis", "rediss", "unix"):
+            return Redis.from_url(url, **options)
+        if scheme in ("redis+cluster", "rediss+cluster"):
+            return RedisCluster.from_url(url.replace("+cluster", "", 1), **options)
+        if scheme == "redis+sentinel":
+            return _sentinel(url, options)
+    except ValueError as error:
+        raise InvalidInput(f"{scheme}:// URL cannot be used: {error}") from None
+    raise InvalidInput(
+        f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel, redis+cluster,"
+        " rediss+cluster"
+    )
+
+
+def _sentinel(url: str, options: dict[str, Any]) -> Redis:
+    parts = urlsplit(url)
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    path = [piece for piece in parts.path.split("/") if piece]
+    if not hosts or not 1 <= len(path) <= 2:
+        raise ValueError("it must read redis+sentinel://host:port[,host:port]/master-name[/db]")
+    nodes = []
+    for host in hosts.split(","):
+        name, _, port = host.rpartition(":")
+        nodes.append((name.strip("[]"), int(port)))
+    if credentials:
+        user, _, password = credentials.partition(":")
+        options = {"username": unquote(user) or None, "password": unquote(password) or None} | options
+    sentinels = Sentinel(  # type: ignore[no-untyped-call]
+        nodes, sentinel_kwargs={"socket_timeout": options["socket_timeout"]}
+    )
+    master: Redis = sentinels.master_for(path[0], db=int(path[1]) if len(path) == 2 else 0, **options)
+    return master
+
+
+async def disconnect(client: Client) -> None:
+    """Close every connection of a client, those to sentinels too."""
+    await client.aclose()
+    manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
+    for sentinel in getattr(manager, "sentinels", ()):
+        await sentinel.aclose()
+
+
+@contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Turn whatever keeps the store from answering into Unavailable."""
+    try:
+        yield
+    except (RedisError, OSError, TimeoutError) as error:
+        raise Unavailable(f"store: {what} failed: {type(error).__name__}: {error}") from error
+
+
+def deployment_key(prefix: str, deployment: str, name: str) -> str:
+    """A key of one deployment; all keys of one share a hash tag, so that a Cluster keeps them together."""
+    return f"{prefix}:{{{deployment}}}:{name}"

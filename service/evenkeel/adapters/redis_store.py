@@ -1,0 +1,281 @@
+"""`ports.DeploymentStore` on Redis or Valkey.
+
+Every write but the decision log is one Lua script that compares the writer's term with the highest term
+the store has seen: a leader that was paused while another took over cannot write any more.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evenkeel.adapters.redis_client import Client, deployment_key, store_errors
+from evenkeel.adapters.stored_forms import (
+    Unreadable,
+    pack_placement,
+    pack_plan,
+    unpack_placement,
+    unpack_plan,
+)
+from evenkeel.errors import Conflict, Reason
+from evenkeel.model.ids import DeploymentId, Epoch
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import PlanRecord
+from evenkeel.ports import Lease
+
+__all__ = ["RedisDeploymentStore"]
+
+# KEYS: lease, term. ARGV: holder, ttl in ms, least term to be above.
+_ACQUIRE = """
+local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
+if held[1] and held[1] ~= ARGV[1] then return {held[1], held[2]} end
+local term = math.max(tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[3])) + 1
+local text = string.format('%.0f', term)
+redis.call('SET', KEYS[2], text)
+redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'term', text)
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return {ARGV[1], text}
+"""
+
+# KEYS: lease. ARGV: holder, term, ttl in ms.
+_RENEW = """
+local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
+if held[1] ~= ARGV[1] or held[2] ~= ARGV[2] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+
+# KEYS: lease. ARGV: holder, term.
+_RELEASE = """
+local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
+if held[1] == ARGV[1] and held[2] == ARGV[2] then redis.call('DEL', KEYS[1]) end
+return 1
+"""
+
+# Every fenced write begins with this. KEYS[1]: term. ARGV[1]: the writer's term. A flushed store knows no
+# term and takes the writer's.
+_FENCE = """
+local known = tonumber(redis.call('GET', KEYS[1]) or '0')
+if known > tonumber(ARGV[1]) then return known end
+if known < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
+"""
+
+# KEYS: term, plans, order. ARGV: term, plan id, created at, body, plans kept.
+_STORE_PLAN = (
+    _FENCE
+    + """
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[4])
+redis.call('ZADD', KEYS[3], ARGV[3], ARGV[2])
+local excess = redis.call('ZCARD', KEYS[3]) - tonumber(ARGV[5])
+if excess > 0 then
+  for _, old in ipairs(redis.call('ZRANGE', KEYS[3], 0, excess - 1)) do
+    redis.call('HDEL', KEYS[2], old)
+    redis.call('ZREM', KEYS[3], old)
+  end
+end
+return 0
+"""
+)
+
+# KEYS: term, epochs. ARGV: term, epoch, body, epochs kept. Epochs above the written one are of a history
+# that did not happen.
+_STORE_EPOCH = (
+    _FENCE
+    + """
+local kept = tonumber(ARGV[2]) - tonumber(ARGV[4])
+for _, epoch in ipairs(redis.call('HKEYS', KEYS[2])) do
+  if tonumber(epoch) > tonumber(ARGV[2]) or tonumber(epoch) <= kept then redis.call('HDEL', KEYS[2], epoch) end
+end
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+return 0
+"""
+)
+
+# KEYS: term, documents. ARGV: term, name, body.
+_STORE_DOCUMENT = (
+    _FENCE
+    + """
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+return 0
+"""
+)
+
+# KEYS: decisions. ARGV: body, rows kept, age in ms.
+_APPEND_DECISION = """
+redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'd', ARGV[1])
+local now = redis.call('TIME')
+local oldest = tonumber(now[1]) * 1000 - tonumber(ARGV[3])
+if oldest > 0 then redis.call('XTRIM', KEYS[1], 'MINID', '~', string.format('%.0f', oldest)) end
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+
+
+class RedisDeploymentStore:
+    """Leases, plans, epochs, documents and decisions.
+
+    Methods raise Unavailable when the store does not answer, and Conflict(LEASE_LOST) when a newer term
+    fenced the write; nothing was then written.
+
+    Args:
+        client: connected by `redis_client.connect`.
+        prefix: first part of every key.
+        plans_kept, epochs_kept, decisions_kept: the oldest give way beyond these.
+        decision_age_s: decisions older than this are dropped.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        prefix: str = "evenkeel",
+        plans_kept: int = 1000,
+        epochs_kept: int = 64,
+        decisions_kept: int = 10_000,
+        decision_age_s: float = 30 * 86_400.0,
+    ) -> None:
+        self._client: Any = client  # The clients share their commands but no typed base.
+        self._prefix = prefix
+        self._plans_kept = plans_kept
+        self._epochs_kept = epochs_kept
+        self._decisions_kept = decisions_kept
+        self._decision_age_s = decision_age_s
+
+    def _key(self, deployment: DeploymentId, name: str) -> str:
+        return deployment_key(self._prefix, deployment, name)
+
+    async def acquire_lease(
+        self, deployment: DeploymentId, holder: str, ttl_s: float, at_least_term: int
+    ) -> Lease:
+        """Take the lease if it is free, expired or the same holder's; the reply is the winner."""
+        with store_errors("acquiring a lease"):
+            await self._client.sadd(f"{self._prefix}:deployments", deployment)
+            keys = (self._key(deployment, "lease"), self._key(deployment, "term"))
+            winner, term = await self._client.eval(
+                _ACQUIRE, 2, *keys, holder, _milliseconds(ttl_s), at_least_term
+            )
+        return Lease(winner.decode(), int(term))
+
+    async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
+        """Prolong a lease; False when it is no longer ours."""
+        with store_errors("renewing a lease"):
+            key = self._key(deployment, "lease")
+            answer = await self._client.eval(_RENEW, 1, key, lease.holder, lease.term, _milliseconds(ttl_s))
+        return bool(answer)
+
+    async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
+        """Give the lease up if it is still ours."""
+        with store_errors("releasing a lease"):
+            await self._client.eval(_RELEASE, 1, self._key(deployment, "lease"), lease.holder, lease.term)
+
+    async def store_plan(self, record: PlanRecord, term: int) -> None:
+        """Write one plan record whole."""
+        plan = record.plan
+        names = ("term", "plans", "plan_order")
+        values = (plan.plan_id, repr(plan.created_at), pack_plan(record), self._plans_kept)
+        await self._write(plan.deployment, _STORE_PLAN, names, term, values)
+
+    async def fetch_plans(self, deployment: DeploymentId, limit: int = 1000) -> Sequence[PlanRecord]:
+        """Plan records, newest first."""
+        with store_errors("reading plans"):
+            order = await self._client.zrevrange(self._key(deployment, "plan_order"), 0, limit - 1)
+            if not order:
+                return []
+            found = await self._client.hmget(self._key(deployment, "plans"), order)
+        return [record for record in map(_readable_plan, found) if record is not None]
+
+    async def store_epoch(
+        self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int
+    ) -> None:
+        """Record a committed placement under its epoch; recorded epochs above it are dropped."""
+        values = (epoch, pack_placement(placement), self._epochs_kept)
+        await self._write(deployment, _STORE_EPOCH, ("term", "epochs"), term, values)
+
+    async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
+        """Recorded placements by epoch, as many as are kept."""
+        with store_errors("reading epochs"):
+            found = await self._client.hgetall(self._key(deployment, "epochs"))
+        epochs: dict[Epoch, Placement] = {}
+        for epoch, body in sorted(found.items(), key=lambda item: int(item[0])):
+            try:
+                epochs[Epoch(int(epoch))] = unpack_placement(body)
+            except Unreadable:
+                continue
+        return epochs
+
+    async def store_document(
+        self, deployment: DeploymentId, name: str, body: Mapping[str, Any], term: int
+    ) -> None:
+        """Write a small named JSON document."""
+        values = (name, json.dumps(body))
+        await self._write(deployment, _STORE_DOCUMENT, ("term", "documents"), term, values)
+
+    async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
+        """Read a named document."""
+        with store_errors("reading a document"):
+            body = await self._client.hget(self._key(deployment, "documents"), name)
+        document = None if body is None else _readable_json(body)
+        return document if isinstance(document, dict) else None
+
+    async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
+        """Add a row to the decision log, bounded by count and age."""
+        with store_errors("appending a decision"):
+            await self._client.eval(
+                _APPEND_DECISION,
+                1,
+                self._key(deployment, "decisions"),
+                json.dumps(decision),
+                self._decisions_kept,
+                _milliseconds(self._decision_age_s),
+            )
+
+    async def fetch_decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
+        """Decision rows, newest first."""
+        if limit < 1:
+            return []
+        with store_errors("reading decisions"):
+            rows = await self._client.xrevrange(self._key(deployment, "decisions"), count=limit)
+        decisions = (_readable_json(fields.get(b"d", b"")) for _, fields in rows)
+        return [row for row in decisions if isinstance(row, dict)]
+
+    async def deployments(self) -> Sequence[DeploymentId]:
+        """Every deployment with a record here."""
+        with store_errors("listing deployments"):
+            names = await self._client.smembers(f"{self._prefix}:deployments")
+        return sorted(DeploymentId(name.decode()) for name in names)
+
+    async def ping(self) -> None:
+        """Raise Unavailable unless the store answers."""
+        with store_errors("ping"):
+            await self._client.ping()
+
+    async def _write(
+        self,
+        deployment: DeploymentId,
+        script: str,
+        names: tuple[str, ...],
+        term: int,
+        values: tuple[object, ...],
+    ) -> None:
+        keys = [self._key(deployment, name) for name in names]
+        with store_errors(f"writing {names[1]}"):
+            newer = await self._client.eval(script, len(keys), *keys, term, *values)
+        if newer:
+            raise Conflict(f"{deployment}: term {newer} has taken over from term {term}", Reason.LEASE_LOST)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _readable_plan(body: bytes | None) -> PlanRecord | None:
+    try:
+        return None if body is None else unpack_plan(body)
+    except Unreadable:
+        return None
+
+
+def _readable_json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None

@@ -1,0 +1,254 @@
+"""The bytes in which plans, placements and window chunks are stored, and back.
+
+Whatever is read may be old, cut off or written by something else: reading raises Unreadable and nothing
+else, and the store drops what it cannot read instead of failing on it.
+"""
+
+import base64
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from evenkeel.errors import EvenkeelError, Reason
+from evenkeel.model.ids import DeploymentId, Epoch, Generation, PlanId
+from evenkeel.model.load import LoadWindow
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
+
+__all__ = [
+    "Unreadable",
+    "pack_placement",
+    "pack_plan",
+    "pack_source",
+    "pack_window",
+    "unpack_placement",
+    "unpack_plan",
+    "unpack_source",
+    "unpack_window",
+]
+
+_T = TypeVar("_T")
+_VERSION = 1
+_WINDOW_HEADER = struct.Struct("<BBIIII")
+"""Version, bytes per count, steps, layers, experts, ranks."""
+_SOURCE_HEADER = struct.Struct("<BIII")
+_MAX_BYTES = 1 << 30
+"""No stored value may unpack to more."""
+
+
+class Unreadable(Exception):
+    """Stored bytes that are not what was written."""
+
+
+def pack_window(steps: LoadWindow) -> bytes:
+    """One chunk of a window; the source-side sums are stored apart."""
+    length, layers, experts = steps.counts.shape
+    narrow = steps.counts.size == 0 or int(steps.counts.max()) <= np.iinfo(np.uint16).max
+    counts = steps.counts.astype("<u2" if narrow else "<u4")
+    header = _WINDOW_HEADER.pack(
+        _VERSION, counts.itemsize, length, layers, experts, int(steps.tokens.shape[1])
+    )
+    body = b"".join(
+        (
+            steps.steps.astype("<i8").tobytes(),
+            steps.epochs.astype("<i8").tobytes(),
+            steps.tokens.astype("<i8").tobytes(),
+            steps.compute_s.astype("<f8").tobytes(),
+            counts.tobytes(),
+        )
+    )
+    return header + zstandard.ZstdCompressor(level=1).compress(body)
+
+
+def unpack_window(data: bytes) -> LoadWindow:
+    """A chunk as it was packed, without source-side sums."""
+    version, itemsize, length, layers, experts, ranks = _unpack_header(_WINDOW_HEADER, data)
+    if version != _VERSION or itemsize not in (2, 4):
+        raise Unreadable(f"window chunk of version {version} with counts of {itemsize} bytes")
+    want = length * (16 + 16 * ranks + itemsize * layers * experts)
+    body = _decompress(data[_WINDOW_HEADER.size :], want)
+    offset = 0
+
+    def take(dtype: str, *shape: int) -> NDArray[Any]:
+        nonlocal offset
+        array = np.frombuffer(body, dtype, count=int(np.prod(shape)), offset=offset).reshape(shape)
+        offset += array.nbytes
+        return array
+
+    steps, epochs = take("<i8", length), take("<i8", length)
+    tokens, compute_s = take("<i8", length, ranks), take("<f8", length, ranks)
+    counts = take(f"<u{itemsize}", length, layers, experts)
+    return LoadWindow(
+        counts.astype(np.uint32),
+        steps.astype(np.int64),
+        epochs.astype(np.int64),
+        tokens.astype(np.int64),
+        compute_s.astype(np.float64),
+    )
+
+
+def pack_source(source: NDArray[np.uint32]) -> bytes:
+    """(R, L, E) [tokens] source-side sums."""
+    header = _SOURCE_HEADER.pack(_VERSION, *source.shape)
+    return header + zstandard.ZstdCompressor(level=1).compress(source.astype("<u4").tobytes())
+
+
+def unpack_source(data: bytes) -> NDArray[np.uint32]:
+    """The sums as they were packed."""
+    version, *shape = _unpack_header(_SOURCE_HEADER, data)
+    if version != _VERSION:
+        raise Unreadable(f"source sums of version {version}")
+    body = _decompress(data[_SOURCE_HEADER.size :], 4 * int(np.prod(shape)))
+    return np.frombuffer(body, "<u4").reshape(shape).astype(np.uint32)
+
+
+def pack_placement(placement: Placement) -> bytes:
+    """A map of its own."""
+    return json.dumps(_placement_form(placement)).encode()
+
+
+def unpack_placement(data: bytes) -> Placement:
+    """The map as it was packed."""
+    return _read(lambda: _placement_of(json.loads(data)))
+
+
+def pack_plan(record: PlanRecord) -> bytes:
+    """A plan record whole."""
+    plan = record.plan
+    form = {
+        "version": _VERSION,
+        "plan": {
+            "plan_id": plan.plan_id,
+            "deployment": plan.deployment,
+            "kind": plan.kind,
+            "policy": plan.policy,
+            "reason": plan.reason,
+            "generation": plan.generation,
+            "weights_version": plan.weights_version,
+            "base_epoch": plan.base_epoch,
+            "base": _placement_form(plan.base),
+            "target": _placement_form(plan.target),
+            "waves": [_wave_form(wave) for wave in plan.waves],
+            "created_at": plan.created_at,
+            "expires_at": plan.expires_at,
+            "allow_duplicates": plan.allow_duplicates,
+            "numbers": plan.numbers,
+        },
+        "phase": record.phase,
+        "reason": record.reason,
+        "waves_committed": record.waves_committed,
+        "updated_at": record.updated_at,
+        "error": record.error,
+        "approved_by": record.approved_by,
+        "request_digest": record.request_digest,
+        "story": record.story,
+    }
+    return zstandard.ZstdCompressor(level=3).compress(json.dumps(form).encode())
+
+
+def unpack_plan(data: bytes) -> PlanRecord:
+    """The record as it was packed."""
+    return _read(lambda: _plan_of(json.loads(_decompress(data, None))))
+
+
+def _plan_of(form: dict[str, Any]) -> PlanRecord:
+    body = form["plan"]
+    plan = Plan(
+        plan_id=PlanId(body["plan_id"]),
+        deployment=DeploymentId(body["deployment"]),
+        kind=PlanKind(body["kind"]),
+        policy=body["policy"],
+        reason=Reason(body["reason"]),
+        generation=Generation(body["generation"]),
+        weights_version=int(body["weights_version"]),
+        base_epoch=Epoch(int(body["base_epoch"])),
+        base=_placement_of(body["base"]),
+        target=_placement_of(body["target"]),
+        waves=tuple(_wave_of(wave) for wave in body["waves"]),
+        created_at=float(body["created_at"]),
+        expires_at=body["expires_at"],
+        allow_duplicates=bool(body["allow_duplicates"]),
+        numbers=dict(body["numbers"]),
+    )
+    return PlanRecord(
+        plan=plan,
+        phase=PlanPhase(form["phase"]),
+        reason=Reason(form["reason"]),
+        waves_committed=int(form["waves_committed"]),
+        updated_at=float(form["updated_at"]),
+        error=form["error"],
+        approved_by=form["approved_by"],
+        request_digest=form["request_digest"],
+        story=tuple(form["story"]),
+    )
+
+
+def _placement_form(placement: Placement) -> dict[str, Any]:
+    return {
+        "shape": placement.phy2log.shape,
+        "ranks": placement.num_ranks,
+        "experts": placement.num_logical_experts,
+        "phy2log": _array_form(placement.phy2log),
+    }
+
+
+def _placement_of(form: dict[str, Any]) -> Placement:
+    return Placement(_array_of(form["phy2log"], form["shape"]), int(form["ranks"]), int(form["experts"]))
+
+
+def _wave_form(wave: Wave) -> dict[str, Any]:
+    return {
+        "index": wave.index,
+        "layers": wave.layers,
+        "shape": wave.rows.shape,
+        "rows": _array_form(wave.rows),
+        "batches": [[list(asdict(t).values()) for t in batch] for batch in wave.batches],
+    }
+
+
+def _wave_of(form: dict[str, Any]) -> Wave:
+    batches = tuple(tuple(Transfer(*map(int, t)) for t in batch) for batch in form["batches"])
+    rows = _array_of(form["rows"], form["shape"])
+    return Wave(int(form["index"]), tuple(map(int, form["layers"])), rows, batches)
+
+
+def _array_form(array: NDArray[np.int32]) -> str:
+    packed = zstandard.ZstdCompressor(level=3).compress(array.astype("<i4").tobytes())
+    return base64.b64encode(packed).decode()
+
+
+def _array_of(text: str, shape: list[int]) -> NDArray[np.int32]:
+    data = _decompress(base64.b64decode(text), 4 * int(np.prod(shape)))
+    return np.frombuffer(data, "<i4").reshape(shape).astype(np.int32)
+
+
+def _unpack_header(header: struct.Struct, data: bytes) -> tuple[int, ...]:
+    if len(data) < header.size:
+        raise Unreadable(f"{len(data)} bytes, the header alone has {header.size}")
+    return header.unpack_from(data)
+
+
+def _decompress(data: bytes, want: int | None) -> bytes:
+    """The unpacked bytes, exactly `want` of them where that is known."""
+    if want is not None and want > _MAX_BYTES:
+        raise Unreadable(f"would unpack to {want} bytes, at most {_MAX_BYTES}")
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+        if size > _MAX_BYTES or (want is not None and size != want):
+            raise Unreadable(f"unpacks to {size} bytes, expected {want}")
+        return zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise Unreadable(f"not a zstd frame: {error}") from None
+
+
+def _read(build: Callable[[], _T]) -> _T:
+    try:
+        return build()
+    except (EvenkeelError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unreadable(f"{type(error).__name__}: {error}") from None

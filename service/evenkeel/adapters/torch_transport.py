@@ -1,0 +1,301 @@
+"""Copies experts between ranks into staging memory, on a communicator of its own.
+
+Every rank runs the same global list of batches in the same order; in a batch it has at most one peer
+(R10). What arrives stays in staging, which no router reaches (R11), and is hashed here, by the
+receiver, against the checksum registered when the model was loaded (R4).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from evenkeel.adapters.torch_groups import Communicator, Operation, Work
+from evenkeel.errors import Reason, Unavailable
+from evenkeel.model.plan import Transfer
+from evenkeel.protocol.messages import Prepare
+
+__all__ = ["Progress", "StageOutcome", "TorchWeightTransport", "checksum"]
+
+_MAX_OPS = 32
+"""Point-to-point operations posted at once."""
+_ALIGN = 256
+"""Staged tensors begin at multiples of this many bytes, as allocators give them."""
+_CHUNKS_PER_BATCH = 4096
+"""Room in the tag for the chunks of one batch."""
+_ABORT_WAIT = timedelta(seconds=5)
+
+Progress = Callable[[int, int], None]
+"""(bytes staged so far, bytes to stage on this rank)."""
+
+
+def checksum(tensors: Sequence[Tensor]) -> int:
+    """xxh3-64 over the bytes of all tensors of an expert, in order."""
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(_bytes_of(tensor).cpu().numpy().data)
+    return int(digest.intdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutcome:
+    """How staging a wave ended on this rank."""
+
+    reason: Reason | None = None
+    """Why it failed; None when everything arrived and matches."""
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every transfer to this rank is staged and verified."""
+        return self.reason is None
+
+
+class TorchWeightTransport:
+    """The transfer communicator of one rank and its staging memory. One thread uses it, `cancel` apart.
+
+    Args:
+        rank: this rank.
+        slots_per_rank: slot -> rank.
+        staging_bytes: room for received experts, allocated once.
+        tensors_of: (layer, local slot) -> every tensor of the expert there; destination slots included.
+        tensors_per_expert: how many that are.
+        min_expert_bytes: bytes of the smallest expert.
+        connect: serial -> a communicator over all ranks, made anew; collective.
+        device: where staging lies.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        slots_per_rank: int,
+        staging_bytes: int,
+        tensors_of: Callable[[int, int], Sequence[Tensor]],
+        tensors_per_expert: int,
+        min_expert_bytes: int,
+        connect: Callable[[int], Communicator],
+        device: torch.device,
+    ) -> None:
+        self._rank = rank
+        self._slots_per_rank = slots_per_rank
+        self._tensors_of = tensors_of
+        self._connect = connect
+        self._device = device
+        experts = -(-staging_bytes // max(1, min_expert_bytes))
+        padding = experts * tensors_per_expert * _ALIGN
+        self._arena = torch.zeros(staging_bytes + padding, dtype=torch.uint8, device=device)
+        self._used = 0
+        self._staged: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._lock = threading.Lock()
+        self._communicator: Communicator | None = None
+        self.serial = -1
+        """Number of the communicator in use, or of the one that broke."""
+
+    @property
+    def broken(self) -> bool:
+        """The communicator was aborted; nothing can be staged until `rebuild`."""
+        return self._communicator is None
+
+    @property
+    def staged(self) -> dict[tuple[int, int], tuple[Tensor, ...]]:
+        """(layer, local slot) -> staged tensors of the wave, in this rank's slots."""
+        return self._staged
+
+    def rebuild(self, serial: int) -> None:
+        """Connect all ranks anew and warm every connection; collective.
+
+        Raises:
+            Unavailable: not all ranks came in time, or one went away; `broken` stays true.
+        """
+        self.abort()
+        self.serial = serial
+        fresh = self._connect(serial)
+        try:
+            fresh.all_gather(torch.zeros(1, device=self._device))
+            self._warm(fresh)
+        except RuntimeError as error:
+            fresh.abort()
+            raise Unavailable(f"transfer communicator {serial}: {error}", Reason.TRANSFER_FAILED) from error
+        with self._lock:
+            self._communicator = fresh
+
+    def abort(self) -> None:
+        """Break the communicator, from any thread: operations in flight end with an error, at their deadline at the latest."""
+        with self._lock:
+            communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
+
+    def clear(self) -> None:
+        """Forget what is staged; the memory serves the next wave."""
+        self._staged = {}
+        self._used = 0
+
+    def stage(self, prepare: Prepare, cancel: threading.Event, progress: Progress) -> StageOutcome:
+        """Run every batch of the wave; on return no operation of it is in flight here.
+
+        A wrong checksum or a cancellation does not stop the batches, for the peers wait for their
+        halves; a cancelled wave only runs without throttle. A batch past its deadline, or a peer that
+        went away, aborts the communicator.
+        """
+        with self._own_stream():
+            return self._stage(prepare, cancel, progress)
+
+    def _stage(self, prepare: Prepare, cancel: threading.Event, progress: Progress) -> StageOutcome:
+        self.clear()
+        total = sum(t.nbytes for t in prepare.body.transfers if self._rank_of(t.dst_slot) == self._rank)
+        wrong = StageOutcome()
+        done = position = 0
+        pace_s = 0.0
+        for index, batch in enumerate(prepare.body.batches):
+            began = time.monotonic()
+            failure = self._run_batch(prepare, index, batch, began + prepare.batch_deadline_s + pace_s)
+            if failure is not None:
+                return failure
+            for transfer, expected in zip(
+                batch, prepare.checksums[position : position + len(batch)], strict=True
+            ):
+                if self._rank_of(transfer.dst_slot) != self._rank:
+                    continue
+                done += transfer.nbytes
+                if wrong.ok:
+                    wrong = self._verify(transfer, expected)
+            position += len(batch)
+            progress(done, total)
+            pace_s = self._pace_s(batch, prepare.max_bytes_per_s)
+            cancel.wait(max(0.0, pace_s - (time.monotonic() - began)))
+        return wrong
+
+    # --- one batch ------------------------------------------------------------------------------
+
+    def _run_batch(
+        self, prepare: Prepare, index: int, batch: Sequence[Transfer], deadline: float
+    ) -> StageOutcome | None:
+        communicator = self._communicator
+        if communicator is None:
+            return StageOutcome(Reason.TRANSFER_FAILED, f"batch {index}: the communicator is down")
+        tag = prepare.wave.fingerprint + index * _CHUNKS_PER_BATCH
+        works: list[Work] = []
+        try:
+            for chunk, operations in enumerate(self._chunks(batch)):
+                works = communicator.start_exchange(operations, (tag + chunk) % 2**31)
+                for work in works:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return self._give_up(
+                            works, Reason.TRANSFER_TIMEOUT, f"batch {index}: past its deadline"
+                        )
+                    work.wait(timedelta(seconds=left))
+            self._finish_copies()
+        except RuntimeError as error:
+            late = time.monotonic() >= deadline
+            reason = Reason.TRANSFER_TIMEOUT if late else Reason.TRANSFER_FAILED
+            return self._give_up(works, reason, f"batch {index}: {str(error)[:200]}")
+        return None
+
+    def _give_up(self, works: Sequence[Work], reason: Reason, detail: str) -> StageOutcome:
+        """Abort the communicator and see every operation end, so that no late byte lands in staging."""
+        self.abort()
+        for work in works:
+            with suppress(RuntimeError):
+                work.wait(_ABORT_WAIT)
+        return StageOutcome(reason, detail)
+
+    def _chunks(self, batch: Sequence[Transfer]) -> Iterator[list[Operation]]:
+        """Both ranks of a pair cut the same list at the same places; copies inside the rank are done on the way."""
+        pending: list[Operation] = []
+        for transfer in batch:
+            source, target = self._rank_of(transfer.src_slot), self._rank_of(transfer.dst_slot)
+            if self._rank not in (source, target):
+                continue
+            here = [] if source != self._rank else self._slot_tensors(transfer.layer, transfer.src_slot)
+            there = [] if target != self._rank else self._make_room(transfer)
+            if source == target:
+                for tensor, value in zip(there, here, strict=True):
+                    tensor.copy_(value)
+                continue
+            pending += [Operation(_bytes_of(tensor), target, sends=True) for tensor in here]
+            pending += [Operation(_bytes_of(tensor), source, sends=False) for tensor in there]
+            while len(pending) >= _MAX_OPS:
+                yield pending[:_MAX_OPS]
+                pending = pending[_MAX_OPS:]
+        if pending:
+            yield pending
+
+    def _make_room(self, transfer: Transfer) -> tuple[Tensor, ...]:
+        local_slot = transfer.dst_slot % self._slots_per_rank
+        room = []
+        for like in self._tensors_of(transfer.layer, local_slot):
+            nbytes = like.numel() * like.element_size()
+            piece = self._arena[self._used : self._used + nbytes]
+            self._used += -(-nbytes // _ALIGN) * _ALIGN
+            room.append(piece.view(like.dtype).view(like.shape))
+        self._staged[transfer.layer, local_slot] = tuple(room)
+        return tuple(room)
+
+    def _slot_tensors(self, layer: int, slot: int) -> Sequence[Tensor]:
+        return self._tensors_of(layer, slot % self._slots_per_rank)
+
+    def _verify(self, transfer: Transfer, expected: int) -> StageOutcome:
+        found = checksum(self._staged[transfer.layer, transfer.dst_slot % self._slots_per_rank])
+        if found == expected:
+            return StageOutcome()
+        return StageOutcome(
+            Reason.CHECKSUM_MISMATCH,
+            f"layer {transfer.layer} expert {transfer.logical_expert} from slot {transfer.src_slot} to slot"
+            f" {transfer.dst_slot}: got {found:016x}, registered {expected:016x}",
+        )
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """On a GPU: copy beside the engine's stream, after every swap it was given is done."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.synchronize(self._device)
+        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
+
+    def _finish_copies(self) -> None:
+        """On a GPU the batch is done only when its stream is."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    # --- small parts ----------------------------------------------------------------------------
+
+    def _pace_s(self, batch: Sequence[Transfer], max_bytes_per_s: float) -> float:
+        """Seconds the batch should take: by its busiest rank, so that all ranks pause alike."""
+        if max_bytes_per_s <= 0:
+            return 0.0
+        share: dict[int, int] = {}
+        for transfer in batch:
+            for rank in {self._rank_of(transfer.src_slot), self._rank_of(transfer.dst_slot)}:
+                share[rank] = share.get(rank, 0) + transfer.nbytes
+        return max(share.values(), default=0) / max_bytes_per_s
+
+    def _warm(self, communicator: Communicator) -> None:
+        """One small message between every two ranks, so that no connection is made under a deadline."""
+        for distance in range(1, communicator.size):
+            target = (self._rank + distance) % communicator.size
+            source = (self._rank - distance) % communicator.size
+            out = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            pair = [Operation(torch.empty_like(out), source, sends=False), Operation(out, target, sends=True)]
+            for work in communicator.start_exchange(pair, distance):
+                work.wait()
+
+    def _rank_of(self, slot: int) -> int:
+        return slot // self._slots_per_rank
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A flat byte view: backends differ in the number types they carry, not in bytes."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

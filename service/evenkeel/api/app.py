@@ -1,0 +1,87 @@
+"""The REST application."""
+
+from typing import Any
+
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
+
+from evenkeel import __version__
+from evenkeel.api import deployments, health, plans
+from evenkeel.api.auth import BearerAuth, TokenSet
+from evenkeel.api.problems import KINDS, add_problem_handlers
+from evenkeel.api.schemas import ProblemOut
+from evenkeel.ports import Operations
+
+__all__ = ["create_app"]
+
+_DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
+
+Success means that the change is stored; a failure other than 4xx may have happened all the same, so every
+call can be repeated: plans carry the client's id, targets are absolute. Errors are RFC 9457 problems of
+these types:
+
+"""
+
+
+def create_app(operations: Operations, tokens: TokenSet) -> FastAPI:
+    """The application over one controller.
+
+    Args:
+        operations: what the routes call; errors it raises become problems.
+        tokens: who may call; every path but `/healthz` and `/readyz` needs one of them.
+    """
+    listing = "\n".join(
+        f"- `urn:evenkeel:problem:{name}` ({kind.status}): {kind.title}." for name, kind in KINDS.items()
+    )
+    app = FastAPI(
+        title="Evenkeel",
+        version=__version__,
+        description=_DESCRIPTION + listing,
+        docs_url=None,
+        redoc_url=None,
+        # The documents would otherwise offer two schemas for one type; clients generate from this file.
+        separate_input_output_schemas=False,
+    )
+    app.state.operations = operations
+    add_problem_handlers(app)
+    app.add_middleware(BearerAuth, tokens=tokens)
+    bearer = [Security(HTTPBearer(auto_error=False, description="A token of the controller's token file."))]
+    refusals: dict[int | str, dict[str, Any]] = {
+        code: {"model": ProblemOut, "description": title}
+        for code, title in (
+            (401, "No valid token"),
+            (403, "The token may not do this"),
+            (404, "No such deployment, plan or epoch"),
+            (422, "The input can never be right"),
+            (503, "Out of reach for now"),
+        )
+    }
+    for router in (deployments.router, plans.router):
+        app.include_router(router, prefix="/v1", dependencies=bearer, responses=refusals)
+    app.include_router(health.router)
+    generate = app.openapi
+
+    def document() -> dict[str, Any]:
+        return _with_problem_media_type(generate())
+
+    app.openapi = document  # type: ignore[method-assign]
+    return app
+
+
+def _with_problem_media_type(document: dict[str, Any]) -> dict[str, Any]:
+    """The same document, with problems under the media type they are sent with.
+
+    Mutates: `document`. The framework files every model under `application/json`.
+    """
+    for item in document["paths"].values():
+        for operation in item.values():
+            for response in operation["responses"].values():
+                content = response.get("content", {})
+                if (
+                    content.get("application/json", {})
+                    .get("schema", {})
+                    .get("$ref", "")
+                    .endswith("/ProblemOut")
+                ):
+                    content["application/problem+json"] = content.pop("application/json")
+    return document

@@ -1,0 +1,200 @@
+"""Model values to answer bodies, and request bodies to model values."""
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from evenkeel.api.schemas import (
+    DeploymentOut,
+    PhaseLoad,
+    PlacementOut,
+    PlanIn,
+    PlanOut,
+    PlanSummary,
+    RankOut,
+    ShapeOut,
+    WaveOut,
+)
+from evenkeel.errors import ShapeMismatch
+from evenkeel.model.ids import PlanId
+from evenkeel.model.load import LoadWindow
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import Plan, PlanLimits, PlanRecord
+from evenkeel.model.topology import ModelShape
+from evenkeel.planning import metrics
+from evenkeel.ports import DeploymentStatus, PlanRequest
+
+__all__ = [
+    "deployment_out",
+    "phase_load",
+    "placement_out",
+    "plain",
+    "plan_out",
+    "plan_request",
+    "plan_summary",
+]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: numpy scalars unwrapped, numbers that are not finite null."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _plan_fields(record: PlanRecord) -> dict[str, Any]:
+    plan = record.plan
+    return {
+        "plan_id": plan.plan_id,
+        "deployment": plan.deployment,
+        "kind": plan.kind.value,
+        "policy": plan.policy,
+        "phase": record.phase.value,
+        "reason": record.reason.value,
+        "planned_because": plan.reason.value,
+        "error": record.error,
+        "base_epoch": plan.base_epoch,
+        "waves": len(plan.waves),
+        "waves_committed": record.waves_committed,
+        "moves": plan.moves,
+        "nbytes": plan.nbytes,
+        "created_at": plan.created_at,
+        "updated_at": record.updated_at,
+        "expires_at": plan.expires_at,
+        "approved_by": record.approved_by,
+        "numbers": plain(plan.numbers),
+    }
+
+
+def plan_summary(record: PlanRecord) -> PlanSummary:
+    """A plan without its maps."""
+    return PlanSummary(**_plan_fields(record))
+
+
+def plan_out(record: PlanRecord) -> PlanOut:
+    """A plan with its target, waves and story."""
+    plan = record.plan
+    return PlanOut(
+        **_plan_fields(record),
+        generation=plan.generation,
+        weights_version=plan.weights_version,
+        target=placement_out(plan.target, None),
+        wave_list=_waves(plan),
+        story=plain(record.story),
+    )
+
+
+def _waves(plan: Plan) -> list[WaveOut]:
+    per_rank = plan.target.slots_per_rank
+    return [
+        WaveOut(
+            index=wave.index,
+            layers=list(wave.layers),
+            moves=sum(t.src_slot // per_rank != t.dst_slot // per_rank for t in wave.transfers),
+            nbytes=wave.nbytes(per_rank),
+        )
+        for wave in plan.waves
+    ]
+
+
+def placement_out(placement: Placement, epoch: int | None) -> PlacementOut:
+    """A placement with its derived maps."""
+    return PlacementOut(
+        epoch=epoch,
+        digest=placement.digest,
+        num_ranks=placement.num_ranks,
+        slots_per_rank=placement.slots_per_rank,
+        physical_to_logical=placement.phy2log.tolist(),
+        logical_to_physical=[
+            [[slot for slot in slots if slot >= 0] for slots in layer] for layer in placement.log2phy.tolist()
+        ],
+        replica_count=placement.logcnt.tolist(),
+    )
+
+
+def deployment_out(status: DeploymentStatus) -> DeploymentOut:
+    """A deployment as operators see it."""
+    return DeploymentOut(
+        deployment=status.deployment,
+        state=str(status.state),
+        reason=str(status.reason),
+        mode=str(status.mode),
+        policy=status.policy,
+        leader=status.leader,
+        term=status.term,
+        generation=status.generation,
+        epoch=status.epoch,
+        shape=ShapeOut.model_validate(status.shape),
+        ranks=[RankOut.model_validate(rank) for rank in status.ranks],
+        step=status.step,
+        window_steps=status.window_steps,
+        balancedness_mean=plain(status.balancedness_mean),
+        balancedness_worst=plain(status.balancedness_worst),
+        active_plan=None if status.active_plan is None else plan_summary(status.active_plan),
+        staging_bytes_done=status.staging_bytes_done,
+        staging_bytes_total=status.staging_bytes_total,
+        last_decision=plain(status.last_decision),
+        frozen_until_unix=status.frozen_until_unix,
+        held=status.held,
+    )
+
+
+def phase_load(window: LoadWindow | None, placement: Placement | None) -> PhaseLoad | None:
+    """Mean load per step of one window; None where there is no step."""
+    if window is None or not len(window):
+        return None
+    per_rank: list[list[float]] | None = None
+    by_layer: list[float | None] | None = None
+    if placement is not None:
+        carried = metrics.rank_load(window.counts, placement)
+        per_rank = carried.mean(axis=0).tolist()
+        by_layer = plain(metrics.balancedness_by_layer(carried))
+    return PhaseLoad(
+        steps=len(window),
+        first_step=int(window.steps[0]),
+        newest_step=int(window.steps[-1]),
+        tokens_per_expert=window.counts.mean(axis=0).tolist(),
+        tokens_per_rank=per_rank,
+        balancedness_by_layer=by_layer,
+    )
+
+
+def plan_request(body: PlanIn, plan_id: str | None, shape: ModelShape, by: str) -> PlanRequest:
+    """What the controller is asked for.
+
+    Raises:
+        ShapeMismatch: the explicit target has another shape than the deployment.
+    """
+    target: Placement | None = None
+    if body.target is not None:
+        rows = body.target.physical_to_logical
+        lengths = {len(row) for row in rows}
+        if len(rows) != shape.num_layers or lengths != {shape.num_slots}:
+            raise ShapeMismatch(
+                f"target has {len(rows)} rows of {sorted(lengths)} slots,"
+                f" the deployment has {shape.num_layers} layers of {shape.num_slots} slots"
+            )
+        target = Placement(np.array(rows, np.int32), shape.num_ranks, shape.num_logical_experts)
+    return PlanRequest(
+        plan_id=None if plan_id is None else PlanId(plan_id),
+        policy=body.policy,
+        limits=PlanLimits(body.limits.max_moves, body.limits.max_bytes, body.limits.max_layers),
+        phases=tuple(dict.fromkeys(body.phases)),
+        dry_run=body.dry_run,
+        target=target,
+        approve=body.approve,
+        requested_by=by,
+    )

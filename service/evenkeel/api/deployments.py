@@ -1,0 +1,149 @@
+"""Routes of a deployment: state, placement, load, policy, freeze, decisions."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, Response
+
+from evenkeel.api.context import (
+    Caller,
+    DeploymentPath,
+    OperationsOf,
+    PageSize,
+    PageToken,
+    entity_tag,
+    page,
+)
+from evenkeel.api.convert import deployment_out, phase_load, placement_out, plain
+from evenkeel.api.problems import problem_response
+from evenkeel.api.schemas import (
+    DecisionPage,
+    DeploymentOut,
+    DeploymentPage,
+    FreezeIn,
+    LoadOut,
+    PlacementOut,
+    ProblemOut,
+)
+from evenkeel.errors import Reason, Unavailable
+from evenkeel.model.load import Phase
+from evenkeel.ports import DeploymentStatus, Operations
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["deployments"])
+
+_DECISIONS_SHOWN = 1000
+"""Newest rows that can be paged through."""
+
+
+def _told(operations: Operations) -> Iterator[DeploymentStatus]:
+    """States of the deployments that have one: a name alone, without a shape, is none yet."""
+    for view in operations.deployments():
+        with suppress(Unavailable):
+            yield view.status()
+
+
+@router.get("/deployments")
+async def list_deployments(
+    operations: OperationsOf, page_size: PageSize = 100, page_token: PageToken = None
+) -> DeploymentPage:
+    """Every deployment whose ranks have said what they are, by name."""
+    rows = sorted(_told(operations), key=lambda status: status.deployment)
+    chosen, after = page(rows, lambda status: str(status.deployment), page_token, page_size)
+    return DeploymentPage(items=[deployment_out(status) for status in chosen], next_page_token=after)
+
+
+@router.get("/deployments/{deployment}")
+async def get_deployment(operations: OperationsOf, deployment: DeploymentPath) -> DeploymentOut:
+    """One deployment: state and why, ranks, balance, the active plan, the last decision."""
+    return deployment_out(operations.deployment(deployment).status())
+
+
+@router.get("/deployments/{deployment}/placement")
+async def get_placement(operations: OperationsOf, deployment: DeploymentPath) -> PlacementOut:
+    """The committed placement; 503 before the ranks told it."""
+    view = operations.deployment(deployment)
+    placement = view.placement()
+    if placement is None:
+        raise Unavailable(
+            f"the ranks of {deployment} have not told their placement yet", Reason.RANKS_MISSING
+        )
+    return placement_out(placement, view.status().epoch)
+
+
+@router.get("/deployments/{deployment}/load")
+async def get_load(operations: OperationsOf, deployment: DeploymentPath) -> LoadOut:
+    """Load matrices of each phase's window: layers x experts, and layers x ranks under the committed placement."""
+    view = operations.deployment(deployment)
+    placement = view.placement()
+    windows = {phase: view.window(phase) for phase in Phase}
+    # Summing a window of a large model takes a good part of a second: off the loop that serves the ranks.
+    phases = {
+        phase: await asyncio.to_thread(phase_load, window, placement) for phase, window in windows.items()
+    }
+    return LoadOut(deployment=deployment, epoch=view.status().epoch, phases=phases)
+
+
+@router.get("/deployments/{deployment}/policy")
+async def get_policy(
+    operations: OperationsOf, deployment: DeploymentPath, response: Response
+) -> dict[str, Any]:
+    """The policy document, with an ETag for `If-Match`."""
+    document: dict[str, Any] = plain(operations.policy(deployment))
+    response.headers["ETag"] = entity_tag(document)
+    return document
+
+
+@router.patch(
+    "/deployments/{deployment}/policy",
+    responses={412: {"model": ProblemOut, "description": "The document has changed since it was read"}},
+    response_model=None,
+)
+async def set_policy(
+    operations: OperationsOf,
+    caller: Caller,
+    deployment: DeploymentPath,
+    changes: Annotated[dict[str, Any], Body(description="Fields to change; the others stay.")],
+    response: Response,
+    if_match: Annotated[str | None, Header(description="ETag the change rests on.")] = None,
+) -> Any:
+    """Change mode, policy, limits or gates; answers with the whole document."""
+    if if_match is not None and if_match != entity_tag(plain(operations.policy(deployment))):
+        return problem_response(
+            "precondition-failed",
+            "the policy document is not the one If-Match names, read it again",
+            f"/v1/deployments/{deployment}/policy",
+        )
+    document: dict[str, Any] = plain(await operations.set_policy(deployment, changes, caller))
+    response.headers["ETag"] = entity_tag(document)
+    return document
+
+
+@router.post("/deployments/{deployment}/freeze", status_code=204)
+async def freeze(
+    operations: OperationsOf, caller: Caller, deployment: DeploymentPath, body: FreezeIn
+) -> None:
+    """No new plan for so many seconds; it ends by itself, 0 ends it now. A running plan goes on."""
+    await operations.freeze(deployment, body.seconds, caller)
+
+
+@router.post("/deployments/{deployment}/resume", status_code=204)
+async def resume(operations: OperationsOf, caller: Caller, deployment: DeploymentPath) -> None:
+    """Let automatic plans run again after a rollback."""
+    await operations.resume(deployment, caller)
+
+
+@router.get("/deployments/{deployment}/decisions")
+async def list_decisions(
+    operations: OperationsOf,
+    deployment: DeploymentPath,
+    page_size: PageSize = 100,
+    page_token: PageToken = None,
+) -> DecisionPage:
+    """What each cycle decided and why, newest first, also when it did nothing."""
+    rows = [plain(row) for row in await operations.decisions(deployment, _DECISIONS_SHOWN)]
+    chosen, after = page(rows, lambda row: f"{row['at']!r} {row['reason']}", page_token, page_size)
+    return DecisionPage(items=chosen, next_page_token=after)

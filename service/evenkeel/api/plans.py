@@ -1,0 +1,127 @@
+"""Routes of plans: make, look, approve, cancel, roll back."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Response
+
+from evenkeel.api.context import (
+    PLAN_ID_PATTERN,
+    Caller,
+    DeploymentPath,
+    OperationsOf,
+    PageSize,
+    PageToken,
+    PlanPath,
+    page,
+)
+from evenkeel.api.convert import plain, plan_out, plan_request, plan_summary
+from evenkeel.api.schemas import PlanIn, PlanOut, PlanPage, ProblemOut, RollbackIn, StoryOut
+from evenkeel.model.ids import Epoch
+from evenkeel.model.plan import PlanPhase, PlanRecord
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["plans"])
+
+_CONFLICT: dict[int | str, dict[str, Any]] = {
+    409: {"model": ProblemOut, "description": "The state has moved on"}
+}
+
+
+def _accepted(record: PlanRecord, response: Response) -> PlanOut:
+    plan = record.plan
+    response.headers["Location"] = f"/v1/deployments/{plan.deployment}/plans/{plan.plan_id}"
+    return plan_out(record)
+
+
+@router.post(
+    "/deployments/{deployment}/plans",
+    status_code=202,
+    responses={201: {"model": PlanOut, "description": "Proposed: approve starts it"}, **_CONFLICT},
+)
+async def create_plan(
+    operations: OperationsOf,
+    caller: Caller,
+    deployment: DeploymentPath,
+    body: PlanIn,
+    response: Response,
+    idempotency_key: Annotated[
+        str | None, Header(pattern=PLAN_ID_PATTERN, description="Used as plan_id where the body has none.")
+    ] = None,
+) -> PlanOut:
+    """Plan by hand; 202 when it runs, 201 when it waits for approval. Location is the plan.
+
+    The same plan_id with the same body gives the same plan again, with another body 409 `id_reused`.
+    """
+    shape = operations.deployment(deployment).status().shape
+    request = plan_request(body, body.plan_id or idempotency_key, shape, caller)
+    record = await operations.create_plan(deployment, request)
+    if record.phase is PlanPhase.PROPOSED:
+        response.status_code = 201
+    return _accepted(record, response)
+
+
+@router.get("/deployments/{deployment}/plans")
+async def list_plans(
+    operations: OperationsOf,
+    deployment: DeploymentPath,
+    page_size: PageSize = 100,
+    page_token: PageToken = None,
+) -> PlanPage:
+    """Plans, newest first, without their maps."""
+    records = await operations.plans(deployment)
+    chosen, after = page(records, lambda record: str(record.plan.plan_id), page_token, page_size)
+    return PlanPage(items=[plan_summary(record) for record in chosen], next_page_token=after)
+
+
+@router.get("/deployments/{deployment}/plans/{plan_id}")
+async def get_plan(operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath) -> PlanOut:
+    """One plan with its target, waves and story."""
+    return plan_out(await operations.plan(deployment, plan_id))
+
+
+@router.get("/deployments/{deployment}/plans/{plan_id}/story")
+async def get_story(operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath) -> StoryOut:
+    """What happened to one plan and why, in order."""
+    record = await operations.plan(deployment, plan_id)
+    return StoryOut(
+        plan_id=plan_id, phase=record.phase.value, reason=record.reason.value, rows=plain(record.story)
+    )
+
+
+@router.post("/deployments/{deployment}/plans/{plan_id}/approve", status_code=202, responses=_CONFLICT)
+async def approve_plan(
+    operations: OperationsOf,
+    caller: Caller,
+    deployment: DeploymentPath,
+    plan_id: PlanPath,
+    response: Response,
+) -> PlanOut:
+    """Start a proposed plan; 409 `stale_base` when the placement has changed since it was made."""
+    return _accepted(await operations.approve(deployment, plan_id, caller), response)
+
+
+@router.post("/deployments/{deployment}/plans/{plan_id}/cancel", status_code=202, responses=_CONFLICT)
+async def cancel_plan(
+    operations: OperationsOf,
+    caller: Caller,
+    deployment: DeploymentPath,
+    plan_id: PlanPath,
+    response: Response,
+) -> PlanOut:
+    """Stop a plan; a wave whose votes are in still commits, the later ones never start."""
+    return _accepted(await operations.cancel(deployment, plan_id, caller), response)
+
+
+@router.post("/deployments/{deployment}/rollback", status_code=202, responses=_CONFLICT)
+async def rollback(
+    operations: OperationsOf,
+    caller: Caller,
+    deployment: DeploymentPath,
+    response: Response,
+    body: RollbackIn | None = None,
+) -> PlanOut:
+    """Return to an earlier epoch's placement and hold automatic plans until `resume`."""
+    from_body = body if body is not None else RollbackIn(to_epoch=None)
+    epoch = None if from_body.to_epoch is None else Epoch(from_body.to_epoch)
+    return _accepted(await operations.rollback(deployment, epoch, caller), response)

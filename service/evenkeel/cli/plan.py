@@ -1,0 +1,199 @@
+"""`evenkeel plan`: make, look at, approve, cancel and roll back plans."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evenkeel.cli import tables
+from evenkeel.cli.client import CliError, Exit
+from evenkeel.cli.options import (
+    DEFAULT_DATA_DIR,
+    DEFAULT_URL,
+    DataDirOption,
+    DeploymentOption,
+    JsonOption,
+    TokenFileOption,
+    TokenOption,
+    UrlOption,
+    connect,
+    show,
+)
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Make, look at, approve, cancel and roll back plans.")
+
+PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="Plan id.")]
+
+
+@app.command()
+def create(
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    deployment: DeploymentOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only plan; `plan approve` starts this very plan later.")
+    ] = False,
+    start: Annotated[bool, typer.Option("--start", help="Start at once, also in propose mode.")] = False,
+    plan_id: Annotated[
+        str | None,
+        typer.Option(
+            "--id",
+            help="Id of the plan; repeating the command with it changes nothing.",
+            show_default="chosen by the controller",
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="eplb, craft, gem, libra or keel.", show_default="the deployment's")
+    ] = None,
+    max_moves: Annotated[
+        int | None, typer.Option(min=0, help="Most copies between ranks.", show_default="no bound")
+    ] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Most bytes between ranks.", show_default="no bound")
+    ] = None,
+    max_layers: Annotated[
+        int | None, typer.Option(min=0, help="Most layers that may change.", show_default="no bound")
+    ] = None,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Window to plan on: prefill, decode or mixed; repeat for several.",
+            show_default="all, weighed by tokens",
+        ),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file with physical_to_logical, (layers x slots), to move to instead of planning.",
+            show_default="plan by the policy",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a plan by hand."""
+    body: dict[str, Any] = {
+        "plan_id": plan_id,
+        "policy": policy,
+        "limits": {"max_moves": max_moves, "max_bytes": max_bytes, "max_layers": max_layers},
+        "phases": phase or [],
+        "dry_run": dry_run,
+        "approve": start,
+        "target": None if target is None else _read_target(target),
+    }
+    with connect(url, token, token_file, data_dir) as client:
+        answer = client.post(f"deployments/{client.deployment(deployment)}/plans", body)
+    show(answer, as_json, tables.plan_view(answer))
+
+
+def _read_target(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return {"physical_to_logical": document["physical_to_logical"]}
+    except OSError as error:
+        raise CliError(f"cannot read {path}: {error.strerror}", Exit.USAGE) from error
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CliError(f"{path} is not a JSON object with physical_to_logical", Exit.USAGE) from error
+
+
+@app.command("list")
+def list_plans(
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List plans, newest first."""
+    with connect(url, token, token_file, data_dir) as client:
+        rows = client.every(f"deployments/{client.deployment(deployment)}/plans")
+    show(rows, as_json, tables.plans_table(rows))
+
+
+@app.command("show")
+def show_plan(
+    plan: PlanArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one plan and the figures it rests on."""
+    with connect(url, token, token_file, data_dir) as client:
+        answer = client.get(f"deployments/{client.deployment(deployment)}/plans/{plan}")
+    show(answer, as_json, tables.plan_view(answer))
+
+
+@app.command()
+def story(
+    plan: PlanArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what happened to a plan and why, in order."""
+    with connect(url, token, token_file, data_dir) as client:
+        answer = client.get(f"deployments/{client.deployment(deployment)}/plans/{plan}/story")
+    show(answer, as_json, tables.story_table(answer["rows"]))
+
+
+@app.command()
+def approve(
+    plan: PlanArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a proposed plan; refused as stale_base when the placement has changed since."""
+    with connect(url, token, token_file, data_dir) as client:
+        answer = client.post(f"deployments/{client.deployment(deployment)}/plans/{plan}/approve")
+    show(answer, as_json, tables.plan_view(answer))
+
+
+@app.command()
+def cancel(
+    plan: PlanArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop a plan; a wave whose votes are in still commits, later ones never start."""
+    with connect(url, token, token_file, data_dir) as client:
+        answer = client.post(f"deployments/{client.deployment(deployment)}/plans/{plan}/cancel")
+    show(answer, as_json, tables.plan_view(answer))
+
+
+@app.command()
+def rollback(
+    to_epoch: Annotated[
+        int | None,
+        typer.Option(min=0, help="Epoch whose placement to return to.", show_default="the one before"),
+    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Return to an earlier placement; automatic plans then wait for `evenkeel resume`."""
+    with connect(url, token, token_file, data_dir) as client:
+        name = client.deployment(deployment)
+        answer = client.post(f"deployments/{name}/rollback", {"to_epoch": to_epoch})
+    show(answer, as_json, tables.plan_view(answer))

@@ -1,0 +1,103 @@
+"""How balanced the window is under the present placement, kept up to date step by step."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.model.load import LoadWindow, Phase
+from evenkeel.model.placement import Placement
+from evenkeel.planning import metrics
+from evenkeel.planning.split import EVEN_SPLIT, SplitModel
+
+__all__ = ["Balance"]
+
+
+class _PhaseBalance:
+    """Figures of the newest steps of one phase, oldest first."""
+
+    def __init__(self, placement: Placement) -> None:
+        layers, ranks = placement.num_layers, placement.num_ranks
+        self.steps = np.zeros(0, np.int64)
+        self.balance = np.zeros((0, layers))
+        """(T, L) in (0, 1], NaN where nothing was routed."""
+        self.tokens = np.zeros((0, ranks))
+        """(T, R) tokens each rank carried over all layers."""
+        self.compute_s = np.zeros((0, ranks))
+        """(T, R) MoE compute seconds; NaN where not measured."""
+
+
+class Balance:
+    """Balancedness, load shares and speeds of one deployment's windows.
+
+    A step costs its own rank loads once; only a new placement makes everything be worked out again.
+
+    Args:
+        capacity: newest steps of a phase that count.
+    """
+
+    def __init__(self, capacity: int, split: SplitModel = EVEN_SPLIT) -> None:
+        self._capacity = capacity
+        self._split = split
+        self._placement: Placement | None = None
+        self._phases: dict[Phase, _PhaseBalance] = {}
+
+    def clear(self) -> None:
+        """Forget everything: the windows begin anew."""
+        self._placement = None
+        self._phases.clear()
+
+    def update(self, windows: dict[Phase, LoadWindow], placement: Placement) -> None:
+        """Take in the steps that are new since the last call."""
+        if self._placement is None or placement.digest != self._placement.digest:
+            self._placement = placement
+            self._phases.clear()
+        for phase, window in windows.items():
+            known = self._phases.setdefault(phase, _PhaseBalance(placement))
+            newest = int(known.steps[-1]) if len(known.steps) else -1
+            first = int(np.searchsorted(window.steps, newest, side="right"))
+            new = window.slice(slice(max(first, len(window) - self._capacity), None))
+            if not len(new):
+                continue
+            by_rank = metrics.rank_load(new.counts, placement, self._split)
+            cut = slice(-self._capacity, None)
+            known.steps = np.concatenate([known.steps, new.steps])[cut]
+            known.balance = np.concatenate([known.balance, metrics.balancedness(by_rank)])[cut]
+            known.tokens = np.concatenate([known.tokens, by_rank.sum(axis=1)])[cut]
+            known.compute_s = np.concatenate([known.compute_s, new.compute_s])[cut]
+
+    def summary(self, phase: Phase | None = None) -> tuple[float | None, float | None]:
+        """(mean, worst layer) of one phase or of all; None where no load is known."""
+        values = self._joined("balance", phase)
+        if values is None:
+            return None, None
+        known = ~np.isnan(values)
+        steps = known.sum(axis=0)
+        by_layer = np.where(known, values, 0.0).sum(axis=0)[steps > 0] / steps[steps > 0]
+        if not len(by_layer):
+            return None, None
+        return float(by_layer.mean()), float(by_layer.min())
+
+    def load_shares(self) -> NDArray[np.float64] | None:
+        """(R,) each rank's share of the tokens carried; None without load."""
+        tokens = self._joined("tokens")
+        if tokens is None or tokens.sum() <= 0:
+            return None
+        return np.asarray(tokens.sum(axis=0) / tokens.sum(), np.float64)
+
+    def seconds_per_token(self) -> NDArray[np.float64]:
+        """(R,) median compute seconds per token carried in a layer; NaN where not measured. Empty before load."""
+        tokens, seconds = self._joined("tokens"), self._joined("compute_s")
+        if tokens is None or seconds is None:
+            return np.zeros(0)
+        measured = np.where((tokens > 0) & (seconds > 0), seconds / np.maximum(tokens, 1.0), np.nan)
+        return np.array(
+            [
+                np.median(column[~np.isnan(column)]) if (~np.isnan(column)).any() else math.nan
+                for column in measured.T
+            ]
+        )
+
+    def _joined(self, name: str, phase: Phase | None = None) -> NDArray[np.float64] | None:
+        parts = [getattr(known, name) for key, known in self._phases.items() if phase in (None, key)]
+        return np.concatenate(parts) if parts else None

@@ -1,0 +1,384 @@
+"""One deployment on this replica: its machine with everything the machine reaches."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from evenkeel.adapters.grpc_server import RankStream
+from evenkeel.adapters.metrics import ControllerMetrics
+from evenkeel.adapters.planner_pool import PlannerPool
+from evenkeel.controller.balance import Balance
+from evenkeel.controller.cycle import CycleSettings
+from evenkeel.controller.documents import (
+    policy_from_document,
+    shape_document,
+    shape_from_document,
+)
+from evenkeel.controller.hands import ControlHands, StoreHealth
+from evenkeel.controller.ingest import Ingest
+from evenkeel.controller.leases import LeaseKeeper
+from evenkeel.controller.planning import Planning
+from evenkeel.controller.session import Session
+from evenkeel.controller.tasks import end_tasks
+from evenkeel.driver import Driver
+from evenkeel.errors import EvenkeelError, PeerViolation, Reason, Unavailable
+from evenkeel.model.ids import DeploymentId, Epoch, EpRank
+from evenkeel.model.policy import DeploymentPolicy
+from evenkeel.ports import Clock, DeploymentStore, Lease, WindowStore
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol.control import DeploymentControl
+from evenkeel.protocol.messages import ControllerMessage, Hello, Leader, Prepare, Tick
+from evenkeel.protocol.operator import Operator
+from evenkeel.protocol.tables import ControlState
+from evenkeel.protocol.timing import ControlTiming
+from evenkeel.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
+
+if TYPE_CHECKING:
+    from evenkeel.model.topology import ModelShape
+
+__all__ = ["Deployment", "DeploymentOptions", "Outside"]
+
+_log = structlog.get_logger(__name__)
+_TICK_S = 0.1
+_LEASE_WAIT_S = 3.0
+_REGISTER_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentOptions:
+    """Settings as one deployment needs them."""
+
+    replica_id: str
+    advertise: str
+    """host:port by which ranks reach this replica."""
+    alone: bool
+    """There is no other replica."""
+    lease_s: float
+    renew_s: float
+    timing: ControlTiming
+    policy: DeploymentPolicy
+    """Until an operator sets another."""
+    cycle: CycleSettings
+    window_steps: int
+    max_pending: int
+    flow: FlowControl
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What all deployments of a replica share."""
+
+    store: DeploymentStore
+    windows: WindowStore
+    clock: Clock
+    metrics: ControllerMetrics
+    health: StoreHealth
+    planner: PlannerPool
+    spawn: "Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]"
+    """Run a named task to its end or the controller's; a failure ends the controller."""
+
+
+class Deployment:
+    """Everything of one deployment. `run_tasks` must be running for anything to happen."""
+
+    def __init__(self, deployment: DeploymentId, options: DeploymentOptions, outside: Outside) -> None:
+        self.deployment = deployment
+        self.options = options
+        self.outside = outside
+        clock = outside.clock
+        self.unix_offset_s = clock.unix() - clock.monotonic()
+        self.control = DeploymentControl(
+            deployment, timing=options.timing, policy=options.policy, unix_offset_s=self.unix_offset_s
+        )
+        self.operator = Operator(self.control)
+        self.shape: ModelShape | None = None
+        """As the ranks declared; before they do, as stored. None: never known."""
+        self.sessions: dict[int, Session] = {}
+        """Open streams by number."""
+        self.balance = Balance(options.cycle.plan_steps)
+        self.ingest = Ingest(
+            deployment,
+            outside.windows,
+            clock,
+            window_steps=options.window_steps,
+            max_pending=options.max_pending,
+            stride=options.flow.stride,
+            accepted=lambda steps: outside.metrics.reports_received(deployment, steps),
+            rejected=lambda reason, steps: outside.metrics.reports_rejected(deployment, reason, steps),
+            dropped=lambda rank, steps: outside.metrics.steps_dropped(deployment, rank, steps),
+        )
+        self.hands = ControlHands(
+            deployment,
+            outside.store,
+            outside.health,
+            clock,
+            outside.metrics,
+            self,
+            lambda plan_id: next(
+                (r for r in self.control.book.records.values() if r.plan.plan_id == plan_id), None
+            ),
+        )
+        self.driver: Driver[ctl.ControlAction] = Driver(
+            self.control, self.hands, clock, tick=Tick(), tick_s=_TICK_S, after=self._follow_machine
+        )
+        self.keeper = LeaseKeeper(
+            deployment,
+            options.replica_id,
+            outside.store,
+            clock,
+            lease_s=options.lease_s,
+            renew_s=options.renew_s,
+            alone=options.alone,
+            won=self._won,
+            lost=lambda: self.driver.post(ctl.LeaseLost()),
+            outrun=self._outrun,
+        )
+        self.planning = Planning(self)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._seen_at = clock.monotonic()
+        self._term = 0
+        self._settled_at: tuple[Epoch, str] | None = None
+        self._restored = False
+        self._shape_unstored = False
+
+    # --- tasks ------------------------------------------------------------------------------------
+
+    def run_tasks(self) -> None:
+        """Start the machine's loop and the lease's."""
+        self._tasks = [
+            self.outside.spawn(self.driver.run(), f"driver-{self.deployment}"),
+            self.outside.spawn(self.keeper.run(), f"lease-{self.deployment}"),
+        ]
+
+    async def leave(self) -> None:
+        """End what `run_tasks` started and give the lease up; records and windows stay in the store."""
+        await end_tasks(self._tasks)
+        await self.keeper.release()
+
+    def idle_s(self) -> float:
+        """How long no rank has had a stream here."""
+        now = self.outside.clock.monotonic()
+        if self.sessions:
+            self._seen_at = now
+        return now - self._seen_at
+
+    async def store_windows(self) -> None:
+        """Bring the store up to date with the windows.
+
+        Raises:
+            Unavailable: the store is out of reach; nothing is lost that the windows hold.
+        """
+        if not self.keeper.leading:
+            return
+        await self.ingest.store()
+        generation = self.ingest.generation
+        if self._shape_unstored and self.shape is not None and generation is not None:
+            body = shape_document(generation, self.shape)
+            await self.outside.store.store_document(self.deployment, "shape", body, self.term)
+            self._shape_unstored = False
+
+    # --- leadership -------------------------------------------------------------------------------
+
+    @property
+    def term(self) -> int:
+        """Term to write under; the last one held when none is."""
+        return self._term
+
+    async def _won(self, lease: Lease) -> None:
+        """Load what is stored, then let the machine lead, and show it the ranks that are here."""
+        store, deployment = self.outside.store, self.deployment
+        me = {"replica_id": self.options.replica_id, "address": self.options.advertise}
+        await store.store_document(deployment, "leader", me, lease.term)
+        control = await store.fetch_document(deployment, "control") or {}
+        policy = policy_from_document(await store.fetch_document(deployment, "policy"), self.options.policy)
+        stored = ctl.StoredRecords(
+            tuple(await store.fetch_plans(deployment)),
+            await store.fetch_epochs(deployment),
+            bool(control.get("held", False)),
+            float(control.get("frozen_until", 0.0)),
+        )
+        if not self._restored:
+            await self._restore()
+        self._term = lease.term
+        self.operator.set_policy(policy)
+        self.driver.post(ctl.LeaseAcquired(Leader(self.options.replica_id, lease.term), stored))
+        for session in self.sessions.values():
+            if session.registered:
+                self.driver.post(session.event(session.hello))
+
+    async def _restore(self) -> None:
+        known = shape_from_document(await self.outside.store.fetch_document(self.deployment, "shape"))
+        if known is not None and self.ingest.generation is None:
+            generation, shape = known
+            steps = await self.ingest.restore(generation, shape)
+            self.shape = self.shape or shape
+            _log.info("window_restored", deployment=self.deployment, steps=steps, generation=generation)
+        rows = await self.outside.store.fetch_decisions(self.deployment, 100)
+        self.hands.decisions.extendleft(dict(row) for row in rows)
+        self._restored = True
+
+    def _outrun(self, _winner: Lease) -> None:
+        """Another replica leads: the ranks are sent to it."""
+        if any(session.registered for session in self.sessions.values()):
+            self.outside.spawn(self._send_away(), f"send-away-{self.deployment}")
+
+    async def _send_away(self) -> None:
+        answer = await self.leader_address()
+        for session in list(self.sessions.values()):
+            if session.registered and not self.keeper.leading:
+                session.stream.close(answer)
+
+    async def leader_address(self) -> NotLeader:
+        """Where ranks should go instead."""
+        winner = self.keeper.winner
+        try:
+            body = await self.outside.store.fetch_document(self.deployment, "leader") or {}
+        except Unavailable:
+            body = {}
+        if winner is not None and body.get("replica_id") == winner.holder != self.options.replica_id:
+            return NotLeader(winner.holder, str(body.get("address", "")), self.options.renew_s)
+        return NotLeader(winner.holder if winner else "", "", self.options.renew_s)
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    async def attach(self, hello: Hello, stream: RankStream) -> Session | None:
+        """Register a rank's stream; None when it was turned away."""
+        session = Session(self, hello, stream)
+        self.sessions[stream.number] = session
+        # The lease may be taken anew in between, for the term that this very Hello tells of.
+        for _ in range(_REGISTER_TRIES):
+            await self.keeper.decided(_LEASE_WAIT_S)
+            if not self.keeper.leading or stream.closed:
+                break
+            try:
+                await self.driver.call(lambda now: (None, self._register(session, now)))
+            except Unavailable:
+                # Registered all the same: what could not be stored is tried again.
+                _log.info("registered_without_store", deployment=self.deployment, rank=session.rank)
+            if session.registered:
+                return session
+        if not stream.closed:
+            stream.close(await self.leader_address())
+        session.lost()
+        return None
+
+    def _register(self, session: Session, now: float) -> Sequence[ctl.ControlAction]:
+        """Show the machine a Hello. The answer goes out before anything else on the stream."""
+        if self.control.leader is None:
+            return ()
+        actions = self.control.handle(session.event(session.hello), now)
+        refused = any(
+            isinstance(action, ctl.CloseStream) and action.stream == session.stream.number
+            for action in actions
+        )
+        if refused or self.control.leader is None:
+            return actions
+        session.registered = True
+        hello, timing = session.hello, self.options.timing
+        observing = "migrate" not in hello.capabilities
+        self.shape = self.shape or hello.shape
+        session.stream.send(
+            Registration(
+                outcome=RegistrationOutcome.OBSERVE_ONLY if observing else RegistrationOutcome.ACCEPTED,
+                heartbeat_interval_s=timing.heartbeat_s,
+                lease_s=timing.rank_lease_s,
+                flow=self.options.flow,
+                reason=Reason.OBSERVE_ONLY if observing else None,
+                detail="the rank does not offer to migrate" if observing else "",
+                leader=self.control.leader,
+                highest_step=self.ingest.highest_step(hello.identity.rank, hello.identity.generation),
+            )
+        )
+        return actions
+
+    def refusal(self, reason: Reason, detail: str) -> Registration:
+        """The answer to a rank that cannot be taken."""
+        timing = self.options.timing
+        return Registration(
+            RegistrationOutcome.REFUSED,
+            timing.heartbeat_s,
+            timing.rank_lease_s,
+            self.options.flow,
+            reason,
+            detail,
+        )
+
+    # --- what the hands reach -----------------------------------------------------------------------
+
+    def send(self, rank: int, stream: int, message: ControllerMessage) -> None:
+        """Send on a stream if it is there."""
+        session = self.sessions.get(stream)
+        if session is not None and session.rank == rank:
+            session.stream.send(message)
+
+    def turn_away(self, stream: int, reason: Reason, detail: str) -> None:
+        """Refuse a stream and close it."""
+        session = self.sessions.get(stream)
+        if session is None:
+            return
+        _log.warning(
+            "rank_refused", deployment=self.deployment, rank=session.rank, reason=reason, detail=detail
+        )
+        if reason is Reason.NOT_LEADER:
+            session.stream.close(NotLeader("", "", self.options.renew_s))
+        else:
+            session.stream.close(self.refusal(reason, detail))
+
+    def expect_wave(self, prepare: Prepare) -> None:
+        """A wave goes out: some rank may report steps under its map before it says that it swapped."""
+        placement = self.control.placement
+        if placement is None or self.control.epoch != prepare.base_epoch:
+            return
+        try:
+            after = placement.with_rows(prepare.body.layers, prepare.body.rows)
+            self.ingest.expect(Epoch(prepare.base_epoch + 1), after)
+        except EvenkeelError as error:
+            _log.error("wave_map_unusable", deployment=self.deployment, error=str(error))
+
+    def raise_term(self, at_least: int) -> None:
+        """Take the lease anew above a term that ranks know."""
+        self.keeper.raise_term(at_least)
+
+    def fenced(self, why: str) -> None:
+        """A write was refused: another replica has the lease."""
+        self.keeper.drop(why)
+
+    def begin_cycle(self, action: ctl.RunCycle) -> None:
+        """Plan in the background."""
+        self.outside.spawn(self.planning.run_cycle(action), f"cycle-{self.deployment}-{action.cycle}")
+
+    # --- what follows the machine's state -----------------------------------------------------------
+
+    def _follow_machine(self) -> None:
+        """After every batch: telemetry needs the generation and the map the machine settled on."""
+        control, ingest = self.control, self.ingest
+        shape, generation = control.membership.shape, control.generation
+        if generation is not None and shape is not None and generation != ingest.generation:
+            ingest.begin_generation(generation, shape)
+            self.shape = shape
+            self.balance.clear()
+            self.planning.forget()
+            self._settled_at = None
+            self._shape_unstored = True
+        if control.state is ControlState.FOLLOWER:
+            return  # Loads are counted on under the last map while the lease is sought.
+        if control.state in (ControlState.READY, ControlState.MIGRATING):
+            epoch, placement = control.epoch, control.placement
+            assert epoch is not None and placement is not None
+            if (epoch, placement.digest) != self._settled_at:
+                self._settled_at = (epoch, placement.digest)
+                for earlier in sorted(e for e in control.history if e < epoch)[-3:]:
+                    known = control.history[earlier]
+                    if shape is not None and known.phy2log.shape == (shape.num_layers, shape.num_slots):
+                        ingest.expect(earlier, known)
+                ingest.settle(epoch, placement)
+        elif self._settled_at is not None:
+            self._settled_at = None
+            ingest.unsettle()
+
+    def malformed(self, session: Session, violation: PeerViolation, steps: tuple[int, ...]) -> None:
+        """A report that cannot be right: counted, and answered so that it is not sent again."""
+        session.stream.send(self.ingest.malformed(EpRank(session.rank), violation, steps))

@@ -1,0 +1,114 @@
+"""The small documents kept of a deployment, and the policy as operators read and write it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from evenkeel.errors import EvenkeelError, InvalidInput
+from evenkeel.model.ids import Generation
+from evenkeel.model.plan import PlanLimits
+from evenkeel.model.policy import DeploymentPolicy, Mode
+from evenkeel.model.topology import ModelShape
+from evenkeel.planning.gates import GateSettings
+from evenkeel.planning.policies import resolve_policy
+
+__all__ = [
+    "change_policy",
+    "policy_document",
+    "policy_from_document",
+    "shape_document",
+    "shape_from_document",
+]
+
+
+def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
+    """A policy as operators see it, every threshold with its value."""
+    gates = GateSettings.from_thresholds(policy.thresholds)
+    return {
+        "mode": policy.mode.value,
+        "policy": policy.policy,
+        "limits": asdict(policy.limits),
+        "cycle_s": policy.cycle_s,
+        "proposal_ttl_s": policy.proposal_ttl_s,
+        "thresholds": {setting.name: float(getattr(gates, setting.name)) for setting in fields(gates)},
+    }
+
+
+def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> DeploymentPolicy:
+    """The policy with some fields changed; `limits` and `thresholds` change field by field.
+
+    Raises:
+        InvalidInput: an unknown field or a value out of range, with what is known.
+    """
+    document = policy_document(policy)
+    unknown = sorted(set(changes) - set(document))
+    if unknown:
+        raise InvalidInput(f"unknown policy fields {', '.join(unknown)}; known: {', '.join(document)}")
+    for name, value in changes.items():
+        if name in ("limits", "thresholds"):
+            if not isinstance(value, Mapping):
+                raise InvalidInput(f"{name} must be an object, not {type(value).__name__}")
+            strange = sorted(set(value) - set(document[name]))
+            if strange:
+                raise InvalidInput(
+                    f"unknown {name} {', '.join(strange)}; known: {', '.join(sorted(document[name]))}"
+                )
+            document[name] |= value
+        else:
+            document[name] = value
+    return _policy_of(document)
+
+
+def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
+    mode, name = document["mode"], document["policy"]
+    if not isinstance(mode, str) or mode not in set(Mode):
+        raise InvalidInput(f"mode {mode!r} is not observe, propose or auto")
+    if not isinstance(name, str):
+        raise InvalidInput(f"policy {name!r} is no name")
+    resolve_policy(name)
+    limits: dict[str, int | None] = {}
+    for bound, value in document["limits"].items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise InvalidInput(f"limits.{bound} is {value!r}, must be null or an integer from 0")
+        limits[bound] = value
+    thresholds = {key: _number(f"thresholds.{key}", value) for key, value in document["thresholds"].items()}
+    GateSettings.from_thresholds(thresholds)
+    return DeploymentPolicy(
+        mode=Mode(mode),
+        policy=name,
+        limits=PlanLimits(**limits),
+        cycle_s=_number("cycle_s", document["cycle_s"]),
+        proposal_ttl_s=_number("proposal_ttl_s", document["proposal_ttl_s"]),
+        thresholds=thresholds,
+    )
+
+
+def _number(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise InvalidInput(f"{what} is {value!r}, must be a finite number")
+    return float(value)
+
+
+def policy_from_document(body: Mapping[str, Any] | None, default: DeploymentPolicy) -> DeploymentPolicy:
+    """The stored policy; the default where none is stored or it can no longer be used."""
+    if body is None:
+        return default
+    try:
+        return change_policy(default, body)
+    except EvenkeelError:
+        return default
+
+
+def shape_document(generation: Generation, shape: ModelShape) -> dict[str, Any]:
+    """Whose windows are stored."""
+    return {"generation": generation, "shape": asdict(shape)}
+
+
+def shape_from_document(body: Mapping[str, Any] | None) -> tuple[Generation, ModelShape] | None:
+    """The same back; None where none is stored or it cannot be read."""
+    if body is None:
+        return None
+    try:
+        return Generation(str(body["generation"])), ModelShape(**body["shape"])
+    except (EvenkeelError, KeyError, TypeError):
+        return None

@@ -1,0 +1,221 @@
+"""All deployments of this replica: where rank streams arrive and operators ask."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from evenkeel.adapters.grpc_server import RankStream
+from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outside
+from evenkeel.controller.documents import change_policy, policy_document
+from evenkeel.controller.session import Session
+from evenkeel.controller.status import LiveView
+from evenkeel.errors import Conflict, NotFound, PeerViolation, Reason, Unavailable
+from evenkeel.model.ids import DeploymentId, Epoch, PlanId
+from evenkeel.model.plan import PlanRecord
+from evenkeel.ports import DeploymentView, PlanRequest
+from evenkeel.protocol.control_messages import ControlAction, PersistDocument
+from evenkeel.protocol.messages import Hello
+from evenkeel.wire.link import NotLeader, Registration, RegistrationOutcome
+
+__all__ = ["Fleet"]
+
+_log = structlog.get_logger(__name__)
+
+
+class Fleet:
+    """`adapters.grpc_server.RankHub` and `ports.Operations` over this replica's deployments."""
+
+    def __init__(self, options: DeploymentOptions, outside: Outside, *, max_deployments: int) -> None:
+        self.members: dict[DeploymentId, Deployment] = {}
+        self._options = options
+        self._outside = outside
+        self._max_deployments = max_deployments
+
+    def add(self, name: DeploymentId) -> Deployment:
+        """The deployment of a name, made if it is new here."""
+        known = self.members.get(name)
+        if known is None:
+            known = self.members[name] = Deployment(name, self._options, self._outside)
+            known.run_tasks()
+        return known
+
+    async def return_to(self, names: Sequence[DeploymentId]) -> None:
+        """Take up again what this replica led when it went away, before its ranks are back.
+
+        Raises:
+            Unavailable: the store is out of reach.
+        """
+        for name in names:
+            leader = await self._outside.store.fetch_document(name, "leader") or {}
+            if (
+                leader.get("replica_id") == self._options.replica_id
+                and len(self.members) < self._max_deployments
+            ):
+                self.add(name).keeper.want()
+
+    async def forget_idle(self, after_s: float) -> None:
+        """Let go of deployments whose ranks have all been gone for that long."""
+        for name in [name for name, member in self.members.items() if member.idle_s() > after_s]:
+            _log.info("deployment_forgotten", deployment=name)
+            await self.members.pop(name).leave()
+            self._outside.metrics.forget(name)
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    async def attach(self, hello: Hello, stream: RankStream) -> Session | None:
+        """Register a rank; None when it was turned away."""
+        name = hello.identity.deployment
+        if name not in self.members and len(self.members) >= self._max_deployments:
+            detail = f"{len(self.members)} deployments are here, no more are taken"
+            _log.error("deployment_refused", deployment=name, detail=detail)
+            stream.close(self._refusal(Reason.LIMIT_EXCEEDED, detail))
+            return None
+        return await self.add(name).attach(hello, stream)
+
+    def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
+        """A first message that is no usable Hello."""
+        _log.warning("hello_refused", peer=stream.peer, reason=violation.reason, detail=str(violation))
+        stream.close(self._refusal(violation.reason, str(violation)))
+
+    def _refusal(self, reason: Reason, detail: str) -> Registration:
+        timing = self._options.timing
+        return Registration(
+            RegistrationOutcome.REFUSED,
+            timing.heartbeat_s,
+            timing.rank_lease_s,
+            self._options.flow,
+            reason,
+            detail,
+        )
+
+    def say_goodbye(self) -> None:
+        """End every stream: the ranks look for another replica, or wait for this one."""
+        for deployment in self.members.values():
+            for session in list(deployment.sessions.values()):
+                session.stream.close(NotLeader("", "", self._options.renew_s))
+
+    # --- operators: reading -------------------------------------------------------------------------
+
+    def deployments(self) -> Sequence[DeploymentView]:
+        """All deployments this replica knows the shape of."""
+        return [LiveView(member) for member in self.members.values() if member.shape is not None]
+
+    def deployment(self, deployment: DeploymentId) -> DeploymentView:
+        """One deployment."""
+        member = self._member(deployment)
+        if member.shape is None:
+            raise NotFound(f"no rank of {deployment} has connected yet")
+        return LiveView(member)
+
+    def _member(self, deployment: DeploymentId) -> Deployment:
+        member = self.members.get(deployment)
+        if member is None:
+            raise NotFound(f"no deployment {deployment} on this replica")
+        return member
+
+    async def plans(self, deployment: DeploymentId) -> Sequence[PlanRecord]:
+        """Plan records, newest first; only those in memory while the store is out of reach."""
+        member = self._member(deployment)
+        found = {record.plan.plan_id: record for record in member.control.book.records.values()}
+        if not self._outside.health.resting:
+            try:
+                stored = await self._outside.store.fetch_plans(deployment)
+                self._outside.health.answered()
+                found = {record.plan.plan_id: record for record in stored} | found
+            except Unavailable as error:
+                self._outside.health.failed(error)
+        return sorted(found.values(), key=lambda record: -record.plan.created_at)
+
+    async def plan(self, deployment: DeploymentId, plan_id: PlanId) -> PlanRecord:
+        """One plan record with its story."""
+        record = self._member(deployment).control.book.records.get(plan_id)
+        if record is not None:
+            return record
+        for stored in await self.plans(deployment):
+            if stored.plan.plan_id == plan_id:
+                return stored
+        raise NotFound(f"no plan {plan_id}")
+
+    def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
+        """The policy document."""
+        return policy_document(self._member(deployment).control.policy)
+
+    async def decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
+        """Decision log, newest first; only the rows in memory while the store is out of reach."""
+        member = self._member(deployment)
+        if not self._outside.health.resting:
+            try:
+                rows = await self._outside.store.fetch_decisions(deployment, limit)
+                self._outside.health.answered()
+                return rows
+            except Unavailable as error:
+                self._outside.health.failed(error)
+        return list(reversed(member.hands.decisions))[:limit]
+
+    async def healthy(self) -> Mapping[str, str]:
+        """Component -> `ok` or what is wrong."""
+        return {
+            "store": self._outside.health.fault or "ok",
+            "planner": self._outside.planner.fault or "ok",
+        }
+
+    # --- operators: changing ------------------------------------------------------------------------
+
+    def _durable(self, deployment: DeploymentId) -> Deployment:
+        """A deployment to be changed.
+
+        Raises:
+            Unavailable: the change could not be stored now.
+        """
+        member = self._member(deployment)
+        if self._outside.health.resting:
+            raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
+        return member
+
+    async def create_plan(self, deployment: DeploymentId, request: PlanRequest) -> PlanRecord:
+        """Plan by hand. Same id and body: the same plan; same id, other body: Conflict(ID_REUSED)."""
+        return await self._durable(deployment).planning.by_hand(request)
+
+    async def approve(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
+        """Start a proposed plan; Conflict(STALE_BASE) when the epoch moved (R16)."""
+        member = self._durable(deployment)
+        return await member.driver.call(lambda now: member.operator.approve(plan_id, by, now))
+
+    async def cancel(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
+        """Stop a plan; after the votes it takes effect at the next wave (R16)."""
+        member = self._durable(deployment)
+        return await member.driver.call(lambda now: member.operator.cancel(plan_id, by, now))
+
+    async def rollback(self, deployment: DeploymentId, to_epoch: Epoch | None, by: str) -> PlanRecord:
+        """Return to an earlier epoch's placement (None: the one before the current) and hold `auto`."""
+        return await self._durable(deployment).planning.rollback(to_epoch, by)
+
+    async def resume(self, deployment: DeploymentId, by: str) -> None:
+        """Let automatic plans run again after a rollback."""
+        member = self._durable(deployment)
+        _log.info("resumed", deployment=deployment, by=by)
+        await member.driver.call(lambda now: (None, member.operator.resume(now)))
+
+    async def freeze(self, deployment: DeploymentId, seconds: float, by: str) -> None:
+        """No new plan for that long; 0 thaws."""
+        member = self._durable(deployment)
+        _log.info("frozen", deployment=deployment, seconds=seconds, by=by)
+        await member.driver.call(lambda now: (None, member.operator.freeze(seconds, now)))
+
+    async def set_policy(
+        self, deployment: DeploymentId, changes: Mapping[str, Any], by: str
+    ) -> Mapping[str, Any]:
+        """Change mode, policy name, limits or gate settings; returns the whole policy document."""
+        member = self._durable(deployment)
+
+        def change(_now: float) -> tuple[Mapping[str, Any], list[ControlAction]]:
+            policy = change_policy(member.control.policy, changes)
+            if member.control.leader is None:
+                raise Conflict("this replica does not lead the deployment", Reason.NOT_LEADER)
+            member.operator.set_policy(policy)
+            document = policy_document(policy)
+            return document, member.control.outgoing([PersistDocument("policy", document)])
+
+        _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)
+        return await member.driver.call(change)

@@ -1,0 +1,272 @@
+"""Reports to windows: assembly, the window in memory, and its copy in the store."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from evenkeel.errors import PeerViolation, Reason, Unavailable
+from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel.model.load import LoadReport, LoadWindow, Phase
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import ModelShape
+from evenkeel.ports import Clock, WindowStore
+from evenkeel.protocol.assembly import Intake, Quarantine, Rejection, StepAssembler
+from evenkeel.protocol.windows import StepRing, join_windows
+from evenkeel.wire.link import ReportAck
+
+__all__ = ["Ingest"]
+
+_log = structlog.get_logger(__name__)
+_MAX_WAITING = 64
+"""Reports of one rank held until its generation's placement is known."""
+_SOURCE_EVERY_S = 10.0
+
+
+@dataclass(slots=True)
+class _Unstored:
+    """Steps of one phase on their way to the store."""
+
+    parts: deque[LoadWindow] = field(default_factory=deque)
+    steps: int = 0
+
+
+class Ingest:
+    """All telemetry of one deployment.
+
+    Args:
+        window_steps: complete steps kept per phase.
+        max_pending: incomplete steps kept.
+        stride: ranks were told to report only the steps with step % stride == 0.
+        rejected: told (reason, rank steps) of everything that was not used.
+        dropped: told (rank, steps) of what a recorder had to drop.
+        accepted: told the rank steps taken.
+    """
+
+    def __init__(
+        self,
+        deployment: DeploymentId,
+        store: WindowStore,
+        clock: Clock,
+        *,
+        window_steps: int,
+        max_pending: int,
+        stride: int,
+        accepted: Callable[[int], None],
+        rejected: Callable[[Reason, int], None],
+        dropped: Callable[[int, int], None],
+    ) -> None:
+        self.deployment = deployment
+        self.generation: Generation | None = None
+        """Whose steps are assembled."""
+        self.rings: dict[Phase, StepRing] = {}
+        self.quarantine = Quarantine()
+        self.newest_step: int | None = None
+        self.newest_at: float | None = None
+        """Monotonic seconds at which the newest step was complete; None when none ever was."""
+        self._store = store
+        self._clock = clock
+        self._window_steps = window_steps
+        self._max_pending = max_pending
+        self._stride = stride
+        self._accepted = accepted
+        self._rejected = rejected
+        self._dropped = dropped
+        self._assembler: StepAssembler | None = None
+        self._restored: Generation | None = None
+        self._settled = False
+        self._waiting: dict[EpRank, deque[tuple[LoadReport, Callable[[ReportAck], None]]]] = {}
+        self._unstored: dict[Phase, _Unstored] = {}
+        self._forget_stored = False
+        self._source_stored_at: dict[Phase, float] = {}
+
+    # --- what the deployment says -----------------------------------------------------------------
+
+    def begin_generation(self, generation: Generation, shape: ModelShape) -> None:
+        """Assemble another generation's steps: its step numbers begin anew, so the windows do too."""
+        if generation == self.generation:
+            return
+        restored = generation == self._restored
+        self.generation, self._restored = generation, None
+        self._assembler = StepAssembler(shape, max_pending=self._max_pending)
+        self._assembler.sample(self._stride, 0)
+        self._settled = False
+        if not restored:
+            self._forget_stored = True
+            self._unstored.clear()
+            self.newest_step = self.newest_at = None
+            self.rings = {}
+        for phase in Phase:
+            self.rings.setdefault(phase, StepRing(shape, self._window_steps))
+
+    async def restore(self, generation: Generation, shape: ModelShape) -> int:
+        """Take back the stored windows of a generation, should it still be the one; the steps found.
+
+        Raises:
+            Unavailable: the store is out of reach.
+        """
+        found = 0
+        for phase in Phase:
+            window = await self._store.fetch(self.deployment, phase)
+            ring = self.rings[phase] = StepRing(shape, self._window_steps)
+            sizes = (shape.num_layers, shape.num_logical_experts)
+            if (
+                window is None
+                or window.counts.shape[1:] != sizes
+                or window.tokens.shape[1] != shape.num_ranks
+            ):
+                continue
+            found += len(ring.append(window))
+            for rank in range(shape.num_ranks) if window.source is not None else ():
+                assert window.source is not None
+                ring.add_source(EpRank(rank), window.source[rank].astype("int64"))
+            newest = ring.newest_step
+            if newest is not None and (self.newest_step is None or newest > self.newest_step):
+                self.newest_step = newest
+        self._restored = generation
+        return found
+
+    def windows(self) -> dict[Phase, LoadWindow]:
+        """The windows in memory; phases without a step are left out."""
+        found = {phase: ring.window() for phase, ring in self.rings.items()}
+        return {phase: window for phase, window in found.items() if window is not None}
+
+    def settle(self, epoch: Epoch, placement: Placement) -> None:
+        """The map the group runs under; reports that waited for it are taken in."""
+        assert self._assembler is not None
+        self._assembler.learn_epoch(epoch, placement)
+        self._settled = True
+        waiting, self._waiting = self._waiting, {}
+        for reports in waiting.values():
+            for report, answer in reports:
+                answer(self._take(report))
+
+    def expect(self, epoch: Epoch, placement: Placement) -> None:
+        """The map a wave under way leads to: some rank may run under it before it says so."""
+        if self._assembler is not None:
+            self._assembler.learn_epoch(epoch, placement)
+
+    def unsettle(self) -> None:
+        """The map is in question: reports wait."""
+        self._settled = False
+
+    def highest_step(self, rank: EpRank, generation: Generation) -> int | None:
+        """Highest step taken from a rank in a generation; None before the first."""
+        if self._assembler is None or generation != self.generation:
+            return None
+        return self._assembler.highest_step(rank)
+
+    # --- what ranks say -----------------------------------------------------------------------------
+
+    def take(self, report: LoadReport, answer: Callable[[ReportAck], None]) -> None:
+        """Take one report in, at once or when the map is known; the answer says what became of it."""
+        if report.dropped_steps:
+            self._dropped(report.rank, report.dropped_steps)
+        if self._assembler is None or report.generation != self.generation:
+            if self._assembler is not None and self._settled:
+                detail = f"rank {report.rank} is of generation {report.generation}, not {self.generation}"
+                self._reject(report.rank, Rejection(Reason.UNKNOWN_GENERATION, len(report.steps), detail))
+                answer(ReportAck(_last(report), len(report.steps), Reason.UNKNOWN_GENERATION))
+                return
+            self._wait(report, answer)
+        elif not self._settled:
+            self._wait(report, answer)
+        else:
+            answer(self._take(report))
+
+    def malformed(self, rank: EpRank, violation: PeerViolation, steps: tuple[int, ...]) -> ReportAck:
+        """Count a report that cannot be right; its answer lets the rank forget it."""
+        self._reject(rank, Rejection(violation.reason, max(1, len(steps)), str(violation)))
+        highest = max((step for step in steps if step < 1 << 62), default=None)
+        return ReportAck(highest, len(steps), violation.reason)
+
+    def _wait(self, report: LoadReport, answer: Callable[[ReportAck], None]) -> None:
+        queue = self._waiting.setdefault(report.rank, deque())
+        if len(queue) >= _MAX_WAITING:
+            old, old_answer = queue.popleft()
+            detail = f"rank {report.rank}: no placement known for {_MAX_WAITING} reports"
+            self._reject(report.rank, Rejection(Reason.UNKNOWN_EPOCH, len(old.steps), detail))
+            old_answer(ReportAck(_last(old), len(old.steps), Reason.UNKNOWN_EPOCH))
+        queue.append((report, answer))
+
+    def _take(self, report: LoadReport) -> ReportAck:
+        if self._assembler is None or report.generation != self.generation:
+            return ReportAck(_last(report), len(report.steps), Reason.UNKNOWN_GENERATION)
+        intake = self._assembler.take(report)
+        if intake.accepted_steps:
+            self._accepted(intake.accepted_steps)
+        for rejection in intake.rejected:
+            self._reject(report.rank, rejection)
+        self._enter(report.rank, intake)
+        refused = sum(rejection.rank_steps for rejection in intake.rejected)
+        reason = intake.rejected[0].reason if intake.rejected else None
+        return ReportAck(intake.highest_step, refused, reason)
+
+    def _enter(self, rank: EpRank, intake: Intake) -> None:
+        for phase, steps in intake.complete:
+            added = self.rings[phase].append(steps)
+            if not len(added):
+                continue
+            queue = self._unstored.setdefault(phase, _Unstored())
+            queue.parts.append(added)
+            queue.steps += len(added)
+            while queue.steps - len(queue.parts[0]) >= self._window_steps:
+                queue.steps -= len(queue.parts.popleft())
+            newest = int(added.steps[-1])
+            if self.newest_step is None or newest > self.newest_step:
+                self.newest_step = newest
+            self.newest_at = self._clock.monotonic()
+        for phase, sums in (intake.source or {}).items():
+            self.rings[phase].add_source(rank, sums)
+
+    def _reject(self, rank: EpRank, rejection: Rejection) -> None:
+        first = self.quarantine.rank_steps[rejection.reason] == 0
+        self.quarantine.add(rank, rejection)
+        self._rejected(rejection.reason, rejection.rank_steps)
+        level = _log.warning if first and rejection.reason is not Reason.DUPLICATE_STEP else _log.debug
+        level("report_rejected", deployment=self.deployment, reason=rejection.reason, detail=rejection.detail)
+
+    # --- the copy in the store ----------------------------------------------------------------------
+
+    async def store(self) -> None:
+        """Append what is new to the stored windows.
+
+        Raises:
+            Unavailable: the store is out of reach; what could not be stored is kept, as much as a window holds.
+        """
+        if self._forget_stored:
+            await self._store.forget(self.deployment)
+            self._forget_stored = False
+        for phase, queue in list(self._unstored.items()):
+            if not queue.parts:
+                continue
+            parts, steps = list(queue.parts), queue.steps
+            queue.parts.clear()
+            queue.steps = 0
+            try:
+                await self._store.append(
+                    self.deployment, phase, self._with_source(phase, join_windows(parts))
+                )
+            except Unavailable:
+                queue.parts.extendleft(reversed(parts))
+                queue.steps += steps
+                raise
+
+    def _with_source(self, phase: Phase, steps: LoadWindow) -> LoadWindow:
+        """The steps with the ring's source-side sums now and then: they are large and change slowly."""
+        now = self._clock.monotonic()
+        if now - self._source_stored_at.get(phase, float("-inf")) < _SOURCE_EVERY_S:
+            return steps
+        ring = self.rings.get(phase)
+        window = ring.window() if ring is not None else None
+        if window is None or window.source is None:
+            return steps
+        self._source_stored_at[phase] = now
+        return LoadWindow(
+            steps.counts, steps.steps, steps.epochs, steps.tokens, steps.compute_s, window.source
+        )
+
+
+def _last(report: LoadReport) -> int | None:
+    return report.steps[-1].step if report.steps else None

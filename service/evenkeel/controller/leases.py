@@ -1,0 +1,153 @@
+"""Who leads a deployment: takes the lease, keeps it, and says at once when it may be gone."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from evenkeel.errors import EvenkeelError, Unavailable
+from evenkeel.model.ids import DeploymentId
+from evenkeel.ports import Clock, DeploymentStore, Lease
+
+__all__ = ["LeaseKeeper"]
+
+_log = structlog.get_logger(__name__)
+
+
+class LeaseKeeper:
+    """The lease of one deployment.
+
+    Args:
+        holder: this replica.
+        alone: there is no other replica, so that an unreachable store cannot have given the lease away.
+        won: told the lease; what it raises Unavailable for is tried again.
+        lost: told that it may be gone. outrun: told who holds it instead.
+    """
+
+    def __init__(
+        self,
+        deployment: DeploymentId,
+        holder: str,
+        store: DeploymentStore,
+        clock: Clock,
+        *,
+        lease_s: float,
+        renew_s: float,
+        alone: bool,
+        won: Callable[[Lease], Awaitable[None]],
+        lost: Callable[[], None],
+        outrun: Callable[[Lease], None],
+    ) -> None:
+        self.deployment = deployment
+        self.holder = holder
+        self.lease: Lease | None = None
+        """Ours, while it holds."""
+        self.winner: Lease | None = None
+        """The newest answer of the store: who leads, as far as known."""
+        self._store = store
+        self._clock = clock
+        self._lease_s = lease_s
+        self._renew_s = renew_s
+        self._alone = alone
+        self._won = won
+        self._lost = lost
+        self._outrun = outrun
+        self._held_since = 0.0
+        self._at_least = 0
+        self._wanted = asyncio.Event()
+        self._changed = asyncio.Condition()
+
+    @property
+    def leading(self) -> bool:
+        """Whether the lease is ours and everything that comes with it is loaded."""
+        return self.lease is not None
+
+    def want(self) -> None:
+        """Ranks are here: try for the lease now."""
+        self._wanted.set()
+
+    def raise_term(self, at_least: int) -> None:
+        """Ranks know a higher term: take the lease anew above it (R2)."""
+        self._at_least = max(self._at_least, at_least)
+        self.lease = None
+        self._wanted.set()
+
+    def drop(self, why: str) -> None:
+        """The store fenced a write of ours: another leads. The machine was told by the caller."""
+        _log.warning("lease_lost", deployment=self.deployment, why=why)
+        self.lease = None
+
+    async def decided(self, timeout_s: float) -> None:
+        """Wait until it is known whether this replica leads, or for the timeout."""
+        self.want()
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.lease is not None or self._is_led())
+        except TimeoutError:
+            return
+
+    def _is_led(self) -> bool:
+        return self.winner is not None and self.winner.holder != self.holder
+
+    async def run(self) -> None:
+        """Take the lease when wanted, keep it, take it again; until cancelled."""
+        while True:
+            await self._wanted.wait()
+            if await self._acquire():
+                await self._keep()
+            else:
+                await asyncio.sleep(self._renew_s)
+
+    async def release(self) -> None:
+        """Give the lease up, so that another replica need not wait for it to run out."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            try:
+                await self._store.release_lease(self.deployment, lease)
+            except Unavailable as error:
+                _log.info("lease_not_released", deployment=self.deployment, error=str(error))
+
+    async def _acquire(self) -> bool:
+        asked_at = self._clock.monotonic()
+        try:
+            self.winner = await self._store.acquire_lease(
+                self.deployment, self.holder, self._lease_s, self._at_least
+            )
+            if self.winner.holder == self.holder:
+                await self._won(self.winner)
+                self.lease = self.winner
+                self._held_since = asked_at
+                self._at_least = max(self._at_least, self.winner.term)
+                _log.info("leading", deployment=self.deployment, term=self.winner.term)
+            else:
+                self._outrun(self.winner)
+        except EvenkeelError as error:
+            _log.warning("lease_not_acquired", deployment=self.deployment, error=str(error))
+            return False
+        async with self._changed:
+            self._changed.notify_all()
+        return self.lease is not None
+
+    async def _keep(self) -> None:
+        """Renew until the lease is lost, may be lost, or is to be taken anew."""
+        while (lease := self.lease) is not None:
+            await asyncio.sleep(self._renew_s)
+            if self.lease is None:
+                break
+            asked_at = self._clock.monotonic()
+            try:
+                if not await self._store.renew_lease(self.deployment, lease, self._lease_s):
+                    self._lose("the store says it is another's")
+                    break
+                self._held_since = asked_at
+            except Unavailable as error:
+                # Another replica may take a lease that ran out, so it is dropped before it does.
+                gone_at = self._held_since + self._lease_s - self._renew_s
+                if not self._alone and self._clock.monotonic() >= gone_at:
+                    self._lose(str(error))
+                    break
+
+    def _lose(self, why: str) -> None:
+        _log.warning("lease_lost", deployment=self.deployment, why=why)
+        self.lease = None
+        self._lost()

@@ -1,0 +1,308 @@
+"""The controller process: builds everything, runs it, takes it down in order."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from evenkeel.adapters.clock import SystemClock
+from evenkeel.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel.adapters.grpc_server import GrpcServer, ServerOptions
+from evenkeel.adapters.http_servers import MetricsServer, RestServer
+from evenkeel.adapters.metrics import ControllerMetrics
+from evenkeel.adapters.planner_pool import PlannerPool
+from evenkeel.adapters.redis_client import connect, disconnect
+from evenkeel.adapters.redis_store import RedisDeploymentStore
+from evenkeel.adapters.redis_windows import RedisWindowStore
+from evenkeel.api.app import create_app
+from evenkeel.api.auth import TokenSet
+from evenkeel.controller.cycle import CycleSettings
+from evenkeel.controller.deployment import DeploymentOptions, Outside
+from evenkeel.controller.fleet import Fleet
+from evenkeel.controller.hands import StoreHealth
+from evenkeel.controller.status import LiveView
+from evenkeel.controller.tasks import LastResort, Spawner
+from evenkeel.errors import Conflict, InvalidInput, Unavailable
+from evenkeel.model.policy import DeploymentPolicy
+from evenkeel.protocol.timing import ControlTiming, WaveTiming
+from evenkeel.settings import Settings
+from evenkeel.wire.link import FlowControl
+
+__all__ = ["run", "serve"]
+
+_log = structlog.get_logger(__name__)
+_STOP_S = 20.0
+"""A controller that still waits for something this long after it was told to stop is ended."""
+
+
+def run(settings: Settings) -> None:
+    """`serve` for a process of its own.
+
+    Raises:
+        InvalidInput: an address is taken, a file cannot be read, the data folder is in use.
+        Unavailable: the embedded store does not start.
+    """
+    asyncio.run(serve(settings))
+
+
+async def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT, then stop cleanly: steps stored, leases given up, no process left.
+
+    Raises:
+        InvalidInput: an address is taken, a file cannot be read, the data folder is in use.
+        Unavailable: the embedded store does not start.
+    """
+    configure_logs(settings.log_level)
+    stop, last_resort = asyncio.Event(), LastResort(_STOP_S)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            await _serve(settings, stack, stop, last_resort)
+    finally:
+        last_resort.disarm()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _serve(
+    settings: Settings, stack: contextlib.AsyncExitStack, stop: asyncio.Event, last_resort: LastResort
+) -> None:
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    tokens = _tokens(settings)
+    clock, registry = SystemClock(), CollectorRegistry()
+    metrics = ControllerMetrics(registry)
+    health = StoreHealth(clock, metrics)
+    # Before gRPC has threads: a fork beside them makes it complain on stderr.
+    embedded = None if settings.redis.url else EmbeddedValkey(settings.data_dir / "valkey")
+    if embedded is not None:
+        stack.push_async_callback(embedded.stop)
+        await embedded.start()
+    grpc_server = GrpcServer(_server_options(settings))
+    grpc_server.bind()
+    stack.push_async_callback(grpc_server.stop)
+    metrics_server = MetricsServer(registry, settings.metrics.host, settings.metrics.port)
+    stack.callback(metrics_server.close)
+    url = settings.redis.url if embedded is None else embedded.url
+    client = connect(url, timeout_s=settings.redis.timeout_s, password=settings.redis.password or None)
+    stack.push_async_callback(disconnect, client)
+    planner = PlannerPool(settings.planner.workers, deadline_s=settings.planner.deadline_s)
+    stack.callback(planner.close)
+    prefix, window = settings.redis.prefix, settings.window
+    async with asyncio.TaskGroup() as tasks:
+        spawner = Spawner(tasks, failed=last_resort.arm)
+        outside = Outside(
+            store=RedisDeploymentStore(client, prefix=prefix),
+            windows=RedisWindowStore(client, prefix=prefix, capacity=window.steps, ttl_s=window.ttl_s),
+            clock=clock,
+            metrics=metrics,
+            health=health,
+            planner=planner,
+            spawn=spawner.spawn,
+        )
+        options = _deployment_options(settings, _advertised(settings, grpc_server.port))
+        fleet = Fleet(options, outside, max_deployments=settings.ingest.max_deployments)
+        rest = RestServer(create_app(fleet, tokens), settings.rest.host, settings.rest.port)
+        stack.callback(rest.close)
+        if embedded is not None:
+            spawner.spawn(embedded.watch(), "embedded-store")
+        spawner.spawn(planner.warm_up(), "planner-warm-up")
+        spawner.spawn(_take_up(fleet, outside), "take-up")
+        spawner.spawn(_store_windows(fleet, outside, window.store_interval_s), "store-windows")
+        spawner.spawn(_refresh_metrics(fleet, metrics, settings.metrics.refresh_s), "refresh-metrics")
+        spawner.spawn(_forget_idle(fleet, settings.ingest.forget_after_s), "forget-idle")
+        spawner.spawn(rest.run(), "rest")
+        await grpc_server.start(fleet)
+        _log.info(
+            "serving",
+            grpc=grpc_server.port,
+            rest=rest.port,
+            metrics=metrics_server.port,
+            replica=settings.leader.replica_id,
+            store="embedded" if embedded is not None else "external",
+        )
+        await stop.wait()
+        _log.info("stopping")
+        last_resort.arm()
+        await _stop(fleet, grpc_server, rest)
+        await spawner.end()
+    _log.info("stopped")
+
+
+async def _stop(fleet: Fleet, grpc_server: GrpcServer, rest: RestServer) -> None:
+    """Say goodbye in order; whatever the store does not take now is the next leader's to ask the ranks."""
+    await rest.stop()
+    fleet.say_goodbye()
+    await grpc_server.stop()
+    for deployment in fleet.members.values():
+        with contextlib.suppress(Unavailable, Conflict):
+            await deployment.store_windows()
+        await deployment.leave()
+
+
+# --- tasks ------------------------------------------------------------------------------------------
+
+
+async def _take_up(fleet: Fleet, outside: Outside) -> None:
+    """Return to the deployments this replica led before it was restarted."""
+    while True:
+        try:
+            await fleet.return_to(await outside.store.deployments())
+        except Unavailable as error:
+            outside.health.failed(error)
+            await asyncio.sleep(1.0)
+        else:
+            return
+
+
+async def _store_windows(fleet: Fleet, outside: Outside, interval_s: float) -> None:
+    """Keep the stored windows up to date, and notice when the store goes and comes back."""
+    while True:
+        await asyncio.sleep(interval_s)
+        if outside.health.resting:
+            continue
+        try:
+            for deployment in list(fleet.members.values()):
+                await deployment.store_windows()
+            if outside.health.fault:
+                await outside.store.ping()
+        except Unavailable as error:
+            outside.health.failed(error)
+        except Conflict as error:
+            _log.warning("window_not_stored", error=str(error))
+        else:
+            outside.health.answered()
+
+
+async def _refresh_metrics(fleet: Fleet, metrics: ControllerMetrics, interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        for deployment in list(fleet.members.values()):
+            if deployment.shape is not None:
+                view = LiveView(deployment)
+                metrics.refresh(view.status(), view.balance())
+
+
+async def _forget_idle(fleet: Fleet, after_s: float) -> None:
+    while True:
+        await asyncio.sleep(min(60.0, after_s / 4))
+        await fleet.forget_idle(after_s)
+
+
+# --- settings as the parts need them ------------------------------------------------------------------
+
+
+def _tokens(settings: Settings) -> TokenSet:
+    """Who may use the API; at the first start a token is made and left in the data folder."""
+    path = settings.rest.token_file
+    if path is None:
+        path = settings.data_dir / "tokens"
+        with contextlib.suppress(FileExistsError):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(f"admin operate {secrets.token_urlsafe(32)}\n")
+            _log.info("token_written", path=str(path))
+    try:
+        return TokenSet.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInput(f"cannot read the token file {path}: {error.strerror}") from error
+
+
+def _server_options(settings: Settings) -> ServerOptions:
+    grpc = settings.grpc
+    return ServerOptions(
+        host=grpc.host,
+        port=grpc.port,
+        max_message_bytes=grpc.max_message_bytes,
+        send_queue=grpc.send_queue,
+        keepalive_s=grpc.keepalive_s,
+        keepalive_timeout_s=grpc.keepalive_timeout_s,
+        tls_cert_file=grpc.tls_cert_file,
+        tls_key_file=grpc.tls_key_file,
+        tls_client_ca_file=grpc.tls_client_ca_file,
+    )
+
+
+def _advertised(settings: Settings, port: int) -> str:
+    if settings.grpc.advertise:
+        return settings.grpc.advertise
+    host = settings.grpc.host
+    if host in ("0.0.0.0", "::", "[::]"):
+        host = socket.gethostname()
+    return f"{host}:{port}"
+
+
+def _deployment_options(settings: Settings, advertise: str) -> DeploymentOptions:
+    planner, ingest, migration = settings.planner, settings.ingest, settings.migration
+    timing = ControlTiming(
+        heartbeat_s=ingest.heartbeat_s,
+        rank_lease_s=ingest.rank_lease_s,
+        cycle_deadline_s=2 * planner.deadline_s,
+        batch_deadline_s=migration.batch_deadline_s,
+        max_bytes_per_s=migration.max_bytes_per_s,
+        wave=WaveTiming(
+            prepare_deadline_s=migration.prepare_deadline_s,
+            commit_deadline_s=migration.commit_deadline_s,
+            commit_deadline_steps=migration.commit_deadline_steps,
+            stall_after_s=migration.stall_after_s,
+        ),
+    )
+    return DeploymentOptions(
+        replica_id=settings.leader.replica_id,
+        advertise=advertise,
+        alone=settings.leader.replicas == 1,
+        lease_s=settings.leader.lease_s,
+        renew_s=settings.leader.renew_s,
+        timing=timing,
+        policy=DeploymentPolicy(
+            mode=planner.mode,
+            policy=planner.policy,
+            cycle_s=planner.cycle_s,
+            proposal_ttl_s=planner.proposal_ttl_s,
+            thresholds=dict(planner.thresholds),
+        ),
+        cycle=CycleSettings(
+            plan_steps=settings.window.plan_steps,
+            recent_steps=planner.recent_steps,
+            lifetime_steps=planner.lifetime_steps,
+            copy_bytes_per_s=planner.copy_bytes_per_s,
+            copy_cost_tokens=planner.copy_cost_tokens,
+            rank_speeds=planner.rank_speeds,
+            dispatch=planner.dispatch,
+        ),
+        window_steps=settings.window.steps,
+        max_pending=ingest.max_pending_steps,
+        flow=FlowControl(
+            report_interval_s=ingest.report_interval_s,
+            stride=ingest.stride,
+            from_step=0,
+            max_steps_per_report=ingest.max_steps_per_report,
+        ),
+    )
+
+
+def configure_logs(level: str) -> None:
+    """One JSON object a line on standard output; libraries speak from warnings on."""
+    numbers = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            # No local variables: they hold maps, loads and perhaps secrets.
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(default=str),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(numbers[level]),
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(
+        level=max(logging.WARNING, numbers[level]), format="%(levelname)s %(name)s %(message)s"
+    )

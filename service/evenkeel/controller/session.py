@@ -1,0 +1,67 @@
+"""One rank's stream: what it says goes to the machine or to telemetry."""
+
+from typing import TYPE_CHECKING
+
+from evenkeel.adapters.grpc_server import RankStream
+from evenkeel.errors import PeerViolation
+from evenkeel.model.ids import EpRank
+from evenkeel.model.load import LoadReport
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol.messages import Ack, Hello, RankMessage, RankState
+from evenkeel.wire.link import FromRankLink, Heartbeat
+
+if TYPE_CHECKING:
+    from evenkeel.controller.deployment import Deployment
+
+__all__ = ["Session"]
+
+
+class Session:
+    """`adapters.grpc_server.Attached` for one rank of a deployment."""
+
+    def __init__(self, deployment: "Deployment", hello: Hello, stream: RankStream) -> None:
+        self.hello = hello
+        self.stream = stream
+        self.registered = False
+        """Whether the rank was told that it is taken; nothing else may be sent before."""
+        self.free_bytes = hello.free_bytes
+        """As of the newest heartbeat."""
+        self.epoch: int = hello.epoch
+        """As the rank last said."""
+        self._deployment = deployment
+
+    @property
+    def rank(self) -> EpRank:
+        """Whose stream it is."""
+        return self.hello.identity.rank
+
+    def event(self, message: RankMessage) -> ctl.FromRank:
+        """A message as the machine takes it."""
+        return ctl.FromRank(self.rank, self.hello.identity.incarnation, self.stream.number, message)
+
+    def received(self, message: FromRankLink) -> None:
+        """Telemetry stops here; the rest is the machine's. Both say that the rank lives."""
+        deployment = self._deployment
+        if isinstance(message, LoadReport | Heartbeat):
+            now = deployment.outside.clock.monotonic()
+            incarnation = self.hello.identity.incarnation
+            deployment.control.membership.heard(self.rank, incarnation, self.stream.number, now)
+            if isinstance(message, LoadReport):
+                deployment.ingest.take(message, self.stream.send)
+            else:
+                self.free_bytes = message.free_bytes
+            return
+        if isinstance(message, Ack | RankState):
+            self.epoch = message.epoch
+        if isinstance(message, Ack):
+            deployment.outside.metrics.swap_stall(deployment.deployment, message.swap_s)
+        deployment.driver.post(self.event(message))
+
+    def malformed(self, violation: PeerViolation, steps: tuple[int, ...]) -> None:
+        """A report that cannot be right."""
+        self._deployment.malformed(self, violation, steps)
+
+    def lost(self) -> None:
+        """The stream ended. May be called twice."""
+        if self._deployment.sessions.pop(self.stream.number, None) is not None:
+            self._deployment.driver.post(ctl.StreamClosed(self.rank, self.stream.number))

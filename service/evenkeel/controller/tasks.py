@@ -1,0 +1,86 @@
+"""Named tasks under one group, and their end."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import structlog
+
+__all__ = ["LastResort", "Spawner", "end_tasks"]
+
+_log = structlog.get_logger(__name__)
+_AGAIN_S = 0.2
+_EXIT_STUCK = 70
+
+
+class LastResort:
+    """Ends a process that cannot end itself: it must not look alive.
+
+    Args:
+        after_s: from `arm`.
+    """
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self._timer: threading.Timer | None = None
+
+    def arm(self) -> None:
+        """The process is to end: should it still be there after a while, it is made to."""
+        if self._timer is None:
+            self._timer = threading.Timer(self._after_s, os._exit, (_EXIT_STUCK,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def disarm(self) -> None:
+        """It ends by itself."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Spawner:
+    """Starts tasks; a failure is logged and ends the group, for it is a mistake of ours.
+
+    Args:
+        tasks: the group.
+        failed: called when a task failed.
+    """
+
+    def __init__(self, tasks: asyncio.TaskGroup, failed: Callable[[], None] = lambda: None) -> None:
+        self._tasks = tasks
+        self._failed = failed
+        self._running: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run work in a task of its own."""
+        task = self._tasks.create_task(self._guard(work, name), name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def _guard(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        try:
+            await work
+        except Exception:
+            _log.exception("task_failed", task=name)
+            self._failed()
+            raise
+
+    async def end(self) -> None:
+        """Cancel everything that runs and wait for it."""
+        await end_tasks(self._running)
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait until they are done.
+
+    A cancellation can be lost: on this Python `asyncio.wait_for` drops one that comes together with its
+    result, and libraries use it. So it is repeated until it was heard.
+    """
+    waiting = set(tasks)
+    while waiting := {task for task in waiting if not task.done()}:
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting, timeout=_AGAIN_S)

@@ -1,0 +1,1 @@
+"""The reference engine, and adapters to engines."""

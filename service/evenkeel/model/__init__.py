@@ -1,0 +1,1 @@
+"""Frozen value types, no behaviour beyond invariants."""

@@ -1,0 +1,43 @@
+"""What an operator sets per deployment: the mode, the policy and how often to look."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from evenkeel.errors import InvalidInput
+from evenkeel.model.plan import PlanLimits
+
+__all__ = ["DeploymentPolicy", "Mode"]
+
+
+class Mode(StrEnum):
+    """Who starts a plan."""
+
+    OBSERVE = "observe"
+    """Nobody: decisions are recorded, no weight moves."""
+    PROPOSE = "propose"
+    """A person: plans wait for approval."""
+    AUTO = "auto"
+    """The control loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentPolicy:
+    """Operator's wishes for one deployment."""
+
+    mode: Mode = Mode.OBSERVE
+    policy: str = "keel"
+    """Name of the planning algorithm."""
+    limits: PlanLimits = PlanLimits()
+    cycle_s: float = 30.0
+    """Seconds between cycles; a cycle ends in one recorded decision."""
+    proposal_ttl_s: float = 3600.0
+    """A proposal not approved within this is EXPIRED: loads have moved on."""
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """Gate settings by name, read where the gates are evaluated; absent names have defaults there."""
+
+    def __post_init__(self) -> None:
+        if not self.cycle_s > 0:
+            raise InvalidInput(f"cycle_s is {self.cycle_s}, must be above 0")
+        if not self.proposal_ttl_s > 0:
+            raise InvalidInput(f"proposal_ttl_s is {self.proposal_ttl_s}, must be above 0")

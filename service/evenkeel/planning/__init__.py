@@ -1,0 +1,1 @@
+"""Pure placement functions over numpy."""

@@ -1,0 +1,120 @@
+"""The keel policy: least predicted MoE time, replicas and rank speeds and moves weighed at once.
+
+Objective: sum over steps and layers of max over ranks of C_r(rank load), plus the price of every copy. Steps
+are weighed by how much they say about the future (`change`), and the maximum is searched through a p-norm
+(`keel_state`). The search starts from the current placement, so that what stays costs nothing, or from
+EPLB's where there is none.
+"""
+
+from dataclasses import dataclass, field
+
+from evenkeel.errors import InfeasiblePlan, InvalidInput
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import PlanLimits
+from evenkeel.planning import bounds, metrics, relabel
+from evenkeel.planning.change import ChangeRules, step_weights
+from evenkeel.planning.eplb import plan_eplb
+from evenkeel.planning.keel_fleet import Fleet
+from evenkeel.planning.keel_starts import cold_start, fit_to_budget
+from evenkeel.planning.problem import PlacementProblem, Proposal
+
+__all__ = ["KeelOptions", "plan_keel"]
+
+_MOST_CAUTION = 0.003
+"""Loads that are shares instead of tokens would make caution forbid everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeelOptions:
+    """Choices of keel that a problem does not state."""
+
+    stickiness: float = 0.0002
+    """What one copy must save per step, as a share of the layer's time under a perfect split."""
+    caution: float = 0.085
+    """What it must save besides, over the square root of the tokens a rank saw in the window: with few tokens
+    most of what a move seems to save is chance. A `cost_per_move` above both together takes their place."""
+    first_stickiness: float = 0.0
+    """What a copy must save in the first plan after an engine's start, all told: that gain lasts."""
+    change: ChangeRules = field(default_factory=ChangeRules)
+
+    def __post_init__(self) -> None:
+        for name in ("stickiness", "caution", "first_stickiness"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InvalidInput(f"{name} is {getattr(self, name)}, must be in [0, 1)")
+
+
+def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -> Proposal:
+    """Plan by keel.
+
+    Args:
+        problem: without `current` nothing has a price and every slot in the budget is filled; with it, copies are
+            made only where they pay, and limits hold.
+        options: how sticky, and how the window is weighed.
+
+    Returns:
+        numbers: `change_at` (first step after the newest change), `change_strength`, `copies`, `price` (of a
+        copy, in layer times), `gap` (score over lower bound, minus 1).
+
+    Raises:
+        InfeasiblePlan: the slots cannot hold one copy of every expert.
+        ShapeMismatch: the current placement or the curves are of another deployment.
+    """
+    weights, change = step_weights(problem.load, options.change)
+    start = None if problem.current is None else fit_to_budget(problem, problem.current)
+    fleet = Fleet(problem, start if start is not None else cold_start(problem), weights)
+    price = _price(problem, fleet, options)
+    fleet.search(price, problem.max_evaluations)
+    best, evaluations = fleet.placement(), fleet.evaluations
+    rival = _rival(problem)
+    if rival is not None and _total(problem, rival, price, fleet) < _total(problem, best, price, fleet):
+        second = Fleet(problem, rival, weights)
+        second.evaluations = evaluations
+        second.search(price, problem.max_evaluations)
+        evaluations = second.evaluations
+        best = min((rival, second.placement()), key=lambda found: _total(problem, found, price, fleet))
+    score = metrics.score(problem, best)
+    bound = bounds.lower_bound(problem)
+    numbers = {
+        "change_at": float(change.first_step),
+        "change_strength": change.strength,
+        "price": price,
+        "gap": score / bound - 1.0 if bound > 0 else 0.0,
+        "copies": 0.0 if problem.current is None else float(relabel.count_moves(problem.current, best)),
+    }
+    return Proposal(best, score, evaluations, bound, numbers)
+
+
+def _price(problem: PlacementProblem, fleet: Fleet, options: KeelOptions) -> float:
+    """What a copy must save per step, in layer times."""
+    if problem.current is None:
+        return 0.0
+    price = options.first_stickiness
+    if not _unplanned(problem.current):
+        seen = fleet.unit_tokens * len(problem.load)
+        price = options.stickiness + min(options.caution / seen**0.5, _MOST_CAUTION)
+    return max(price, fleet.price_of(problem.cost_per_move))
+
+
+def _total(problem: PlacementProblem, placement: Placement, price: float, fleet: Fleet) -> float:
+    """Predicted time of the window plus the price of the copies, both in the unit of the score."""
+    score = metrics.score(problem, placement)
+    if problem.current is None or price == 0.0:
+        return score
+    per_copy = price * fleet.unit_cost * len(problem.load)
+    return score + per_copy * relabel.count_moves(problem.current, placement)
+
+
+def _unplanned(placement: Placement) -> bool:
+    """Whether every layer has the same map, as engines start: nobody looked at loads yet."""
+    return placement.num_layers > 1 and bool((placement.phy2log == placement.phy2log[0]).all())
+
+
+def _rival(problem: PlacementProblem) -> Placement | None:
+    """EPLB's placement with the fewest moves; None where it cannot plan or knows nothing of the limits."""
+    if problem.limits != PlanLimits():
+        return None
+    try:
+        proposal = plan_eplb(problem)
+    except (InvalidInput, InfeasiblePlan):
+        return None
+    return relabel.relabel(problem, proposal.placement, keep_nodes=proposal.numbers["keep_nodes"] > 0)

@@ -1,0 +1,272 @@
+"""All layers under search at once: one price, one move budget, one evaluation budget, shared pools."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.model.placement import EMPTY, Placement
+from evenkeel.planning import metrics
+from evenkeel.planning.keel_moves import apply_change, copies_of_change
+from evenkeel.planning.keel_pool import edges
+from evenkeel.planning.keel_search import descend
+from evenkeel.planning.keel_starts import Budget
+from evenkeel.planning.keel_state import Curves, Layer, Split, build_layer, load_ranks, refresh
+from evenkeel.planning.problem import DispatchModel, PlacementProblem
+
+__all__ = ["Fleet"]
+
+_LEAST = 1e-9
+"""Smallest gain of a move, in layer times: below it is rounding."""
+_UNLIMITED = 1 << 40
+_TOP_PRICE = 0.1
+_LEVEL_RATIO = 2.0**0.5
+_LEVELS = 20
+"""With a move limit the price falls through these levels, so that the copies that save most come first."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    copies: int = 0
+    """Copies between ranks the layer needs."""
+    filled: int = 0
+    """Slots the layer fills."""
+
+
+class Fleet:
+    """The search state of one problem. Loads are in mean rank loads, costs in fluid layer times."""
+
+    def __init__(self, problem: PlacementProblem, start: Placement, weights: NDArray[np.float64]) -> None:
+        self.problem = problem
+        self.start = start
+        self.evaluations = 0
+        steps, num_layers, _ = problem.load.shape
+        ranks = problem.shape.num_ranks
+        self.unit_tokens = float(problem.load.sum()) / (steps * num_layers * ranks) or 1.0
+        fluid = metrics.fluid_bound(problem.load, ranks, problem.costs) / (steps * num_layers)
+        self.unit_cost = fluid or 1.0
+        self.curves = _scaled_curves(problem, self.unit_tokens, self.unit_cost)
+        self.split = Split(
+            problem.dispatch is DispatchModel.NEAREST, np.array(problem.topology.node_of_rank, np.int64)
+        )
+        source = _origin_shares(problem)
+        self.layers: list[Layer] = [
+            build_layer(
+                problem.load[:, layer].T / self.unit_tokens,
+                weights,
+                source[layer],
+                start.phy2log[layer],
+                None if problem.current is None else problem.current.phy2log[layer],
+                self.split,
+                problem.cross_node_factor,
+            )
+            for layer in range(num_layers)
+        ]
+        self.budget = Budget(problem)
+        self._settle()
+
+    def price_of(self, cost_per_move: float) -> float:
+        """A price per copy in score units, in layer times."""
+        return cost_per_move / self.unit_cost
+
+    def placement(self) -> Placement:
+        """What the layers hold now."""
+        rows = np.stack([layer.row for layer in self.layers])
+        return Placement(rows, self.problem.shape.num_ranks, self.problem.shape.num_logical_experts)
+
+    def search(self, price: float, evaluations: int) -> None:
+        """Improve every layer until no move gains more than its price, within limits and evaluations."""
+        self._descend_levels(range(len(self.layers)), price, evaluations)
+        most = self.problem.limits.max_layers
+        if most is None:
+            return
+        changed = [i for i, layer in enumerate(self.layers) if (layer.row != self.start.phy2log[i]).any()]
+        if len(changed) <= most:
+            return
+        gains = {i: self._gain(i, price) for i in changed}
+        chosen = sorted(sorted(changed, key=lambda i: -gains[i])[:most])
+        self._reset()
+        self._descend_levels(chosen, price, evaluations)
+
+    def _descend_levels(self, which: "range | list[int]", price: float, evaluations: int) -> None:
+        if price == 0.0 and self._allowance() >= _UNLIMITED:
+            levels = [0.0]
+        elif self._allowance() >= _UNLIMITED:
+            levels = [4.0 * price, 2.0 * price, price]
+        else:
+            top = max(_TOP_PRICE, price)
+            levels = [max(price, top * _LEVEL_RATIO**-level) for level in range(_LEVELS)] + [price]
+        for level in levels:
+            for i in which:
+                self._descend(i, level, evaluations, False)
+            if self.budget.pool_per_rank is not None:
+                self._trade(which, level, evaluations, False)
+
+    def _descend(self, i: int, price: float, evaluations: int, sharp: bool) -> None:
+        left = evaluations - self.evaluations
+        if left <= 0 or not self.layers[i].load.any():
+            return
+        layer, tally = self.layers[i], self.tallies[i]
+        copies, added, used = descend(
+            layer,
+            self.curves,
+            self.split,
+            self.rooms[i],
+            self._spare(i),
+            price,
+            self._allowance() - self._copies(),
+            _LEAST,
+            sharp,
+            left,
+        )
+        tally.copies += copies
+        tally.filled += added
+        self.evaluations += used
+
+    def _trade(self, which: "range | list[int]", price: float, evaluations: int, sharp: bool) -> None:
+        """Add copies where they save most, paid for by spare slots or by copies of other layers."""
+        offers: dict[int, list[NDArray[Any]]] = {}
+
+        def look(i: int) -> None:
+            if self.evaluations < evaluations:
+                *offer, used = edges(self.layers[i], self.curves, self.split, price, sharp)
+                offers[i] = offer
+                self.evaluations += used
+            else:
+                offers.pop(i, None)
+
+        for i in which:
+            if self.layers[i].load.any():
+                look(i)
+        touched: set[int] = set()
+        for _ in range(self.problem.shape.num_slots * len(self.layers)):
+            best = self._best_trade(offers)
+            if best is None:
+                break
+            giver, taker, rank = best
+            add_slot, add_expert = int(offers[taker][1][rank]), int(offers[taker][2][rank])
+            if giver >= 0:
+                self._change(giver, int(offers[giver][4][rank]), EMPTY)
+            self._change(taker, add_slot, add_expert)
+            for i in {giver, taker} - {-1}:
+                touched.add(i)
+                look(i)
+        for i in sorted(touched):
+            self._descend(i, price, evaluations, sharp)
+
+    def _best_trade(self, offers: dict[int, list[NDArray[Any]]]) -> tuple[int, int, int] | None:
+        """(layer that gives a copy up or -1, layer that adds one, rank) with the largest net gain."""
+        if not offers:
+            return None
+        keys = sorted(offers)
+        add = np.stack([offers[i][0] for i in keys])
+        drop = np.stack([offers[i][3] for i in keys])
+        allowance = self._allowance() - self._copies()
+        if allowance < 1:
+            new = np.array(
+                [[not self._had(i, offers[i][2][r], r) for r in range(add.shape[1])] for i in keys]
+            )
+            add = np.where(new, -np.inf, add)
+        best, found = _LEAST, None
+        for rank in range(add.shape[1]):
+            taker = int(np.argmax(add[:, rank]))
+            if self.rooms[0][rank] > 0 and self._spare(keys[taker]) > 0 and add[taker, rank] > best:
+                best, found = add[taker, rank], (-1, keys[taker], rank)
+            both = drop[:, rank][:, None] + add[:, rank][None, :]
+            np.fill_diagonal(both, -np.inf)
+            if both.size and both.max() > best:
+                giver, taker = divmod(int(np.argmax(both)), both.shape[1])
+                best, found = both[giver, taker], (keys[giver], keys[taker], rank)
+        return found
+
+    def _had(self, i: int, expert: float, rank: int) -> bool:
+        return bool(expert >= 0 and self.layers[i].had[int(expert), rank])
+
+    def _change(self, i: int, slot: int, expert: int) -> None:
+        layer, tally = self.layers[i], self.tallies[i]
+        rank = slot // self.problem.shape.slots_per_rank
+        old = int(layer.row[slot])
+        tally.copies += copies_of_change(layer, rank, old, expert)[0]
+        change = int(expert >= 0) - int(old >= 0)
+        tally.filled += change
+        self.rooms[i][rank] -= change
+        apply_change(layer, self.split, slot, expert)
+
+    def _gain(self, i: int, price: float) -> float:
+        """Net objective layer i has gained since the start."""
+        layer = self.layers[i]
+        after = refresh(layer, self.curves, False)
+        row = layer.row.copy()
+        layer.row[:] = self.start.phy2log[i]
+        load_ranks(layer, self.split)
+        before = refresh(layer, self.curves, False)
+        layer.row[:] = row
+        load_ranks(layer, self.split)
+        return before - after - price * self.tallies[i].copies
+
+    def _reset(self) -> None:
+        for layer, row in zip(self.layers, self.start.phy2log, strict=True):
+            layer.row[:] = row
+            load_ranks(layer, self.split)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Count copies and free places from the rows."""
+        self.tallies = [
+            _Tally(int(((layer.held > 0) & ~layer.had).sum()), int((layer.row >= 0).sum()))
+            for layer in self.layers
+        ]
+        ranks = self.problem.shape.num_ranks
+        pool = self.budget.pool_per_rank
+        if pool is None:
+            self.rooms = [np.full(ranks, _UNLIMITED) for _ in self.layers]
+            return
+        filled = np.stack([(layer.row.reshape(ranks, -1) >= 0).sum(axis=1) for layer in self.layers])
+        shared = np.asarray(pool - filled.sum(axis=0), np.int64)
+        self.rooms = [shared] * len(self.layers)
+
+    def _spare(self, i: int) -> int:
+        if self.budget.pool_per_rank is None:
+            return self.budget.per_layer - self.tallies[i].filled
+        return self.budget.total - sum(tally.filled for tally in self.tallies)
+
+    def _copies(self) -> int:
+        return sum(tally.copies for tally in self.tallies)
+
+    def _allowance(self) -> int:
+        limits, shape = self.problem.limits, self.problem.shape
+        allowed = _UNLIMITED
+        if self.problem.current is None:
+            return allowed
+        if limits.max_moves is not None:
+            allowed = min(allowed, limits.max_moves)
+        if limits.max_bytes is not None and shape.bytes_per_expert > 0:
+            allowed = min(allowed, limits.max_bytes // shape.bytes_per_expert)
+        return allowed
+
+
+def _scaled_curves(problem: PlacementProblem, unit_tokens: float, unit_cost: float) -> Curves:
+    """The problem's cost curves in search units; straight ones without stairs."""
+    ranks = problem.shape.num_ranks
+    costs = problem.costs
+    if costs is None:
+        return Curves(np.ones(ranks) * unit_tokens / unit_cost, 0.0, np.zeros((ranks, 1)))
+    _, stairs, slope = metrics.cost_arrays(costs, ranks)
+    rates = slope * unit_tokens / unit_cost
+    straight = np.arange(1, stairs.shape[1] + 1) * costs.tile_tokens * slope[:, None]
+    if costs.tile_tokens == 1 and np.allclose(stairs, straight, rtol=1e-9, atol=0.0):
+        return Curves(rates, 0.0, np.zeros((ranks, 1)))
+    return Curves(rates, costs.tile_tokens / unit_tokens, stairs / unit_cost)
+
+
+def _origin_shares(problem: PlacementProblem) -> NDArray[np.float64]:
+    """(L, E, R) share of each expert's tokens that start on each rank; even where unknown."""
+    shape = problem.shape
+    ranks = shape.num_ranks
+    even = np.full((shape.num_layers, shape.num_logical_experts, ranks), 1.0 / ranks)
+    if problem.source_load is None:
+        return even
+    source = np.moveaxis(np.asarray(problem.source_load, np.float64), 0, 2)
+    total = source.sum(axis=2, keepdims=True)
+    return np.where(total > 0, source / np.where(total > 0, total, 1.0), even)

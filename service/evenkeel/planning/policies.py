@@ -1,0 +1,70 @@
+"""The policies by name. To add one: write `plan(problem) -> Proposal` in its own file and name it here."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+
+from evenkeel.errors import InvalidInput, Reason
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning import metrics
+from evenkeel.planning.craft import plan_craft
+from evenkeel.planning.eplb import plan_eplb
+from evenkeel.planning.gem import plan_gem
+from evenkeel.planning.keel import plan_keel
+from evenkeel.planning.libra import plan_libra
+from evenkeel.planning.problem import CostCurves, DispatchModel, PlacementProblem, Policy
+from evenkeel.planning.relabel import relabel
+from evenkeel.planning.split import SplitModel
+from evenkeel.planning.waves import schedule_waves
+
+__all__ = ["POLICIES", "resolve_policy", "warm_kernels"]
+
+POLICIES: dict[str, Policy] = {
+    "craft": plan_craft,
+    "eplb": plan_eplb,
+    "gem": plan_gem,
+    "keel": plan_keel,
+    "libra": plan_libra,
+}
+
+
+def resolve_policy(name: str) -> Policy:
+    """The policy of a name.
+
+    Raises:
+        InvalidInput: no policy has that name; the message lists those that do.
+    """
+    policy = POLICIES.get(name)
+    if policy is None:
+        raise InvalidInput(
+            f"unknown policy {name!r}; known: {', '.join(sorted(POLICIES))}", Reason.UNKNOWN_POLICY
+        )
+    return policy
+
+
+def warm_kernels() -> None:
+    """Compile every kernel by planning toy problems with every policy; seconds at first, then cached."""
+    fixed = ModelShape(2, 8, 4, 3, 2, 1024, num_expert_groups=4)
+    pooled = replace(fixed, pool_slots_per_rank=5)
+    load = np.arange(4 * 2 * 8, dtype=np.float64).reshape(4, 2, 8) % 7 + 1
+    for shape, dispatch in product((fixed, pooled), DispatchModel):
+        problem = PlacementProblem(
+            load,
+            shape,
+            Topology((0, 0, 1, 1)),
+            current=Placement.initial(shape),
+            costs=CostCurves.linear(np.full(4, 1e-6)),
+            dispatch=dispatch,
+            max_evaluations=1000,
+        )
+        for policy in POLICIES.values():
+            _plan_to_waves(problem, policy)
+
+
+def _plan_to_waves(problem: PlacementProblem, policy: Policy) -> None:
+    current = problem.current if problem.current is not None else Placement.initial(problem.shape)
+    target = relabel(problem, policy(problem).placement)
+    schedule_waves(current, target, problem.shape, problem.topology, None)
+    metrics.balancedness(metrics.rank_load(problem.load, target, SplitModel.of(problem)))

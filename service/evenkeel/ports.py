@@ -1,0 +1,303 @@
+"""The seams: the smallest Protocols between the core and the outside world."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from evenkeel.model.ids import DeploymentId, Epoch, PlanId
+from evenkeel.model.load import LoadWindow, Phase
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import PlanLimits, PlanRecord
+from evenkeel.model.topology import ModelShape, Topology
+
+__all__ = [
+    "Clock",
+    "CycleOutcome",
+    "DeploymentStatus",
+    "DeploymentStore",
+    "DeploymentView",
+    "Lease",
+    "Operations",
+    "PlanRequest",
+    "RankStatus",
+    "WindowStore",
+]
+
+
+class Clock(Protocol):
+    """Two clocks: one to compare, one to write down."""
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary start; never falls."""
+        ...
+
+    def unix(self) -> float:
+        """Unix seconds."""
+        ...
+
+
+class WindowStore(Protocol):
+    """Keeps the newest steps of each (deployment, phase), bounded by count and time to live."""
+
+    async def append(self, deployment: DeploymentId, phase: Phase, steps: LoadWindow) -> None:
+        """Add complete steps, newest last.
+
+        Raises:
+            Unavailable: the store is out of reach; nothing is known to be stored.
+        """
+        ...
+
+    async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
+        """The stored window, oldest step first; None when there is none."""
+        ...
+
+    async def forget(self, deployment: DeploymentId) -> None:
+        """Drop every window of a deployment."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Leadership of one deployment as the store has it."""
+
+    holder: str
+    term: int
+
+
+class DeploymentStore(Protocol):
+    """Durable records of one controller's deployments. Every write is fenced by the lease's term."""
+
+    async def acquire_lease(
+        self, deployment: DeploymentId, holder: str, ttl_s: float, at_least_term: int
+    ) -> Lease:
+        """Take the lease if it is free, expired or the same holder's; the reply is the winner.
+
+        A new holding carries a term above both the stored one and `at_least_term`.
+        """
+        ...
+
+    async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
+        """Prolong a lease; False when it is no longer ours."""
+        ...
+
+    async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
+        """Give the lease up if it is still ours."""
+        ...
+
+    async def store_plan(self, record: PlanRecord, term: int) -> None:
+        """Write one plan record whole."""
+        ...
+
+    async def fetch_plans(self, deployment: DeploymentId, limit: int = 1000) -> Sequence[PlanRecord]:
+        """Plan records, newest first."""
+        ...
+
+    async def store_epoch(
+        self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int
+    ) -> None:
+        """Record a committed placement under its epoch."""
+        ...
+
+    async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
+        """Recorded placements by epoch, as many as are kept."""
+        ...
+
+    async def store_document(
+        self, deployment: DeploymentId, name: str, body: Mapping[str, Any], term: int
+    ) -> None:
+        """Write a small named JSON document: policy, shape, freeze, intent."""
+        ...
+
+    async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
+        """Read a named document."""
+        ...
+
+    async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
+        """Add a row to the decision log, bounded by count and age."""
+        ...
+
+    async def fetch_decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
+        """Decision rows, newest first."""
+        ...
+
+    async def deployments(self) -> Sequence[DeploymentId]:
+        """Every deployment with a record here."""
+        ...
+
+    async def ping(self) -> None:
+        """Raise Unavailable unless the store answers."""
+        ...
+
+
+# --- what REST, metrics and the command line see -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank as operators see it."""
+
+    rank: int
+    node: str
+    gpu_uuid: str
+    fresh: bool
+    """Whether its heartbeat lease holds."""
+    last_seen_unix: float
+    epoch: int
+    state: str
+    """ParticipantState of the wave it holds."""
+    load_share: float | None
+    """Its share of the window's tokens; 1/R is balanced; None without data."""
+    seconds_per_token: float | None
+    """Pre-collective compute, median over the window; None where not measured."""
+    free_bytes: int
+    staging_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentStatus:
+    """One deployment as operators see it. None always means unknown, never zero."""
+
+    deployment: DeploymentId
+    state: str
+    """Of the control machine: waiting_for_ranks, recovering, ready, migrating, ..."""
+    reason: str
+    """Why it is in this state: a Reason."""
+    mode: str
+    """observe, propose or auto."""
+    policy: str
+    leader: str
+    term: int
+    generation: str
+    epoch: int
+    shape: ModelShape
+    ranks: tuple[RankStatus, ...]
+    step: int | None
+    """Newest complete step."""
+    window_steps: int
+    """Complete steps in the fullest window."""
+    balancedness_mean: float | None
+    """Mean over steps and layers of the window."""
+    balancedness_worst: float | None
+    """Worst layer's mean over the window's steps."""
+    active_plan: PlanRecord | None
+    staging_bytes_done: int = 0
+    staging_bytes_total: int = 0
+    last_decision: Mapping[str, Any] | None = None
+    frozen_until_unix: float | None = None
+    held: bool = False
+    """Automatic plans wait for `resume` after a rollback."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Body of a manual plan."""
+
+    plan_id: PlanId | None = None
+    """Chosen by the client; None lets the controller choose."""
+    policy: str | None = None
+    """None uses the deployment's."""
+    limits: PlanLimits = PlanLimits()
+    phases: tuple[Phase, ...] = ()
+    """Windows to plan on; empty weighs all by tokens."""
+    dry_run: bool = False
+    """Plan and store as PROPOSED without ever starting by itself; approve accepts this very plan."""
+    target: Placement | None = None
+    """An explicit placement instead of a policy."""
+    approve: bool = False
+    """Start at once, also in propose mode."""
+    requested_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CycleOutcome:
+    """What a cycle decided, as logged."""
+
+    at_unix: float
+    reason: str
+    plan_id: str | None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class DeploymentView(Protocol):
+    """Read access to one deployment."""
+
+    def status(self) -> DeploymentStatus:
+        """Now."""
+        ...
+
+    def placement(self) -> Placement | None:
+        """The committed placement; None before the ranks told it."""
+        ...
+
+    def topology(self) -> Topology:
+        """Which node each rank is on."""
+        ...
+
+    def window(self, phase: Phase) -> LoadWindow | None:
+        """The window in memory."""
+        ...
+
+
+class Operations(Protocol):
+    """What an operator may ask of the controller; the API is a thin skin over this.
+
+    Methods raise NotFound, Conflict, InvalidInput, InfeasiblePlan and Unavailable.
+    """
+
+    def deployments(self) -> Sequence[DeploymentView]:
+        """All deployments this replica knows."""
+        ...
+
+    def deployment(self, deployment: DeploymentId) -> DeploymentView:
+        """One deployment."""
+        ...
+
+    async def create_plan(self, deployment: DeploymentId, request: PlanRequest) -> PlanRecord:
+        """Plan by hand. Same id and body: the same plan; same id, other body: Conflict(ID_REUSED)."""
+        ...
+
+    async def plans(self, deployment: DeploymentId) -> Sequence[PlanRecord]:
+        """Plan records, newest first."""
+        ...
+
+    async def plan(self, deployment: DeploymentId, plan_id: PlanId) -> PlanRecord:
+        """One plan record with its story."""
+        ...
+
+    async def approve(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
+        """Start a proposed plan; Conflict(STALE_BASE) when the epoch moved (R16)."""
+        ...
+
+    async def cancel(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
+        """Stop a plan; after the votes it takes effect at the next wave (R16)."""
+        ...
+
+    async def rollback(self, deployment: DeploymentId, to_epoch: Epoch | None, by: str) -> PlanRecord:
+        """Return to an earlier epoch's placement (None: the one before the current) and hold `auto`."""
+        ...
+
+    async def resume(self, deployment: DeploymentId, by: str) -> None:
+        """Let automatic plans run again after a rollback."""
+        ...
+
+    async def set_policy(
+        self, deployment: DeploymentId, changes: Mapping[str, Any], by: str
+    ) -> Mapping[str, Any]:
+        """Change mode, policy name, limits or gate settings; returns the whole policy document."""
+        ...
+
+    def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
+        """The policy document."""
+        ...
+
+    async def freeze(self, deployment: DeploymentId, seconds: float, by: str) -> None:
+        """No new plan for that long; 0 thaws."""
+        ...
+
+    async def decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
+        """Decision log, newest first."""
+        ...
+
+    async def healthy(self) -> Mapping[str, str]:
+        """Component -> `ok` or what is wrong."""
+        ...

@@ -1,0 +1,1 @@
+"""Sans-IO state machines: no await, no clock, no lock."""

@@ -1,0 +1,109 @@
+"""The control loop's rhythm: every cycle ends in one recorded decision with a Reason."""
+
+from collections.abc import Mapping
+
+from evenkeel.errors import Reason
+from evenkeel.model.plan import Plan, PlanPhase
+from evenkeel.model.policy import DeploymentPolicy, Mode
+from evenkeel.protocol.control_messages import ControlAction, CycleDecided, PersistDecision, RunCycle
+from evenkeel.protocol.migration import Migration
+
+__all__ = ["Cycles"]
+
+
+class Cycles:
+    """When to look, and what becomes of what the planner answers.
+
+    Args:
+        deadline_s: a RunCycle not answered by then counts as a failed planner.
+    """
+
+    def __init__(
+        self, migration: Migration, policy: DeploymentPolicy, *, first_at: float, deadline_s: float
+    ) -> None:
+        self.migration = migration
+        self.policy = policy
+        self.deadline_s = deadline_s
+        self.held = False
+        """Automatic plans wait for `resume` after a rollback (R16)."""
+        self.frozen_until = 0.0
+        """Unix seconds."""
+        self.last: Mapping[str, object] | None = None
+        """The newest decision row."""
+        self._next_at = first_at
+        self._number = 0
+        self._began: float | None = None
+
+    def tick(self, now: float, hindrance: Reason | None) -> list[ControlAction]:
+        """Begin a cycle if it is time. `hindrance`: why the machine cannot plan now."""
+        if self._began is not None and now - self._began >= self.deadline_s:
+            self._began = None
+            return [self.decide(Reason.PLANNER_FAILED, now, numbers={"waited_s": self.deadline_s})]
+        if now < self._next_at or self._began is not None:
+            return []
+        self._next_at = now + self.policy.cycle_s
+        reason = hindrance or self._gate(now)
+        if reason is not None:
+            return [self.decide(reason, now)]
+        migration = self.migration
+        fleet, generation = migration.fleet, migration.membership.generation
+        assert fleet is not None and generation is not None
+        self._number += 1
+        self._began = now
+        return [RunCycle(self._number, fleet.epoch, fleet.placement, generation, fleet.weights_version)]
+
+    def _gate(self, now: float) -> Reason | None:
+        """What an operator or an open plan holds against a new one."""
+        migration = self.migration
+        if now + migration.unix_offset_s < self.frozen_until:
+            return Reason.FROZEN
+        if self.policy.mode is Mode.AUTO and self.held:
+            return Reason.HELD_AFTER_ROLLBACK
+        if migration.book.active is not None:
+            return Reason.PLAN_IN_PROGRESS
+        # A proposal left from `propose` mode must not hold up `auto`: the next plan makes it stale.
+        if self.policy.mode is Mode.PROPOSE and migration.book.proposal() is not None:
+            return Reason.PLAN_PROPOSED
+        quorum = migration.membership.quorum(now)
+        if not quorum.ok and self.policy.mode is not Mode.OBSERVE:
+            return quorum.reason
+        return None
+
+    def take(self, event: CycleDecided, now: float, hindrance: Reason | None) -> list[ControlAction]:
+        """Record what a cycle came to; enter its plan if one came and may be."""
+        if event.cycle != self._number or self._began is None:
+            return []
+        self._began = None
+        plan, migration = event.plan, self.migration
+        if plan is None:
+            return [self.decide(event.reason, now, numbers=event.numbers)]
+        if self.policy.mode is Mode.OBSERVE:
+            return [self.decide(Reason.OBSERVE_MODE, now, numbers=event.numbers)]
+        reason = hindrance or self._gate(now)
+        if reason is None and (
+            migration.is_stale(plan, 0) or plan.generation != migration.membership.generation
+        ):
+            reason = Reason.STALE_BASE
+        if reason is not None:
+            return [self.decide(reason, now, numbers=event.numbers)]
+        refusal, unix = migration.plan_problem(plan), now + migration.unix_offset_s
+        if refusal is not None:
+            refused = migration.book.add(plan, PlanPhase.REFUSED, refusal[0], unix, detail=refusal[1])
+            return [refused, self.decide(refusal[0], now, plan, event.numbers)]
+        auto = self.policy.mode is Mode.AUTO
+        phase = PlanPhase.APPROVED if auto else PlanPhase.PROPOSED
+        decided = Reason.PLAN_STARTED if auto else Reason.PLAN_PROPOSED
+        entered = migration.book.add(plan, phase, plan.reason, unix, by="auto" if auto else "")
+        return [entered, self.decide(decided, now, plan, event.numbers)]
+
+    def decide(
+        self, reason: Reason, now: float, plan: Plan | None = None, numbers: Mapping[str, float] | None = None
+    ) -> PersistDecision:
+        """One row of the decision log."""
+        self.last = {
+            "at": now + self.migration.unix_offset_s,
+            "reason": reason.value,
+            "plan_id": plan.plan_id if plan is not None else None,
+            "numbers": dict(numbers or {}),
+        }
+        return PersistDecision(self.last)

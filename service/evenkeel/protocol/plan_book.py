@@ -1,0 +1,170 @@
+"""The plan records of one deployment: which there are, what each may become, and its story.
+
+Pure bookkeeping: every change returns the PersistPlan that stores it. Who may run is decided in
+`control`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from evenkeel.errors import Conflict, NotFound, Reason
+from evenkeel.model.ids import PlanId
+from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
+from evenkeel.protocol.control_messages import PersistPlan
+
+__all__ = ["PlanBook"]
+
+_KEPT_TERMINAL = 200
+"""Ended plans kept in memory; the store keeps more."""
+
+_ACTIVE = frozenset({PlanPhase.APPROVED, PlanPhase.MIGRATING, PlanPhase.PAUSED, PlanPhase.STALLED})
+
+
+class PlanBook:
+    """Records by plan id, oldest first."""
+
+    def __init__(self) -> None:
+        self.records: dict[PlanId, PlanRecord] = {}
+
+    def load(self, records: Iterable[PlanRecord]) -> None:
+        """Replace everything by what the store held."""
+        self.records = {r.plan.plan_id: r for r in sorted(records, key=lambda r: r.plan.created_at)}
+
+    def get(self, plan_id: PlanId) -> PlanRecord:
+        """One record.
+
+        Raises:
+            NotFound: no such plan in memory.
+        """
+        if plan_id not in self.records:
+            raise NotFound(f"no plan {plan_id}")
+        return self.records[plan_id]
+
+    @property
+    def active(self) -> PlanRecord | None:
+        """The accepted plan that has not ended; there is at most one."""
+        return next((r for r in reversed(self.records.values()) if r.phase in _ACTIVE), None)
+
+    @property
+    def open(self) -> tuple[PlanRecord, ...]:
+        """Records that have not ended, oldest first."""
+        return tuple(r for r in self.records.values() if not r.phase.terminal)
+
+    def proposal(self) -> PlanRecord | None:
+        """The newest automatic proposal that waits for approval."""
+        waiting = (r for r in reversed(self.records.values()) if r.phase is PlanPhase.PROPOSED)
+        return next((r for r in waiting if r.plan.kind is PlanKind.AUTOMATIC), None)
+
+    def add(
+        self,
+        plan: Plan,
+        phase: PlanPhase,
+        reason: Reason,
+        unix: float,
+        *,
+        digest: str | None = None,
+        by: str = "",
+        detail: str = "",
+    ) -> PersistPlan:
+        """Enter a new plan."""
+        row: dict[str, Any] = {"at": unix, "event": "created", "phase": phase.value, "reason": reason.value}
+        if by:
+            row["by"] = by
+        if detail:
+            row["detail"] = detail
+        error = detail or reason.value if phase.terminal else None
+        record = PlanRecord(plan, phase, reason, 0, unix, error, request_digest=digest, story=(row,))
+        self.records[plan.plan_id] = record
+        self._forget_old()
+        return PersistPlan(record)
+
+    def change(
+        self,
+        record: PlanRecord,
+        event: str,
+        unix: float,
+        *,
+        phase: PlanPhase | None = None,
+        reason: Reason | None = None,
+        detail: str = "",
+        by: str = "",
+        waves_committed: int | None = None,
+    ) -> PersistPlan:
+        """Replace a record and append a story row saying what happened, and why."""
+        phase = record.phase if phase is None else phase
+        reason = record.reason if reason is None else reason
+        waves = record.waves_committed if waves_committed is None else waves_committed
+        row: dict[str, Any] = {"at": unix, "event": event, "phase": phase.value, "reason": reason.value}
+        if waves_committed is not None:
+            row["waves_committed"] = waves
+        if detail:
+            row["detail"] = detail
+        if by:
+            row["by"] = by
+        failed = phase.terminal and phase is not PlanPhase.COMMITTED
+        new = replace(
+            record,
+            phase=phase,
+            reason=reason,
+            waves_committed=waves,
+            updated_at=unix,
+            error=(detail or reason.value) if failed else record.error,
+            approved_by=by if event == "approved" else record.approved_by,
+            story=(*record.story, row),
+        )
+        self.records[record.plan.plan_id] = new
+        return PersistPlan(new)
+
+    def end(self, record: PlanRecord, reason: Reason, unix: float, detail: str = "") -> PersistPlan:
+        """End a plan early: CANCELLED if asked for, REFUSED before its first wave began, else ABORTED."""
+        if reason is Reason.CANCELLED:
+            phase = PlanPhase.CANCELLED
+        elif record.phase in (PlanPhase.PROPOSED, PlanPhase.APPROVED):
+            phase = PlanPhase.REFUSED
+        else:
+            phase = PlanPhase.ABORTED
+        return self.change(record, "ended", unix, phase=phase, reason=reason, detail=detail)
+
+    def complete(self, record: PlanRecord, unix: float) -> PersistPlan | None:
+        """End a plan whose every wave is committed; None if one is not."""
+        if record.waves_committed < len(record.plan.waves):
+            return None
+        phase, reason = PlanPhase.COMMITTED, Reason.COMMITTED
+        return self.change(record, "ended", unix, phase=phase, reason=reason)
+
+    def sweep(self, is_stale: Callable[[PlanRecord], bool], unix: float) -> list[PersistPlan]:
+        """End proposals that ran out of time or whose base is no more."""
+        changes = []
+        for record in self.open:
+            expires_at = record.plan.expires_at
+            if record.phase is not PlanPhase.PROPOSED:
+                continue
+            if expires_at is not None and unix >= expires_at:
+                phase, reason = PlanPhase.EXPIRED, Reason.EXPIRED
+                changes.append(self.change(record, "ended", unix, phase=phase, reason=reason))
+            elif is_stale(record):
+                detail = f"based on epoch {record.plan.base_epoch}"
+                changes.append(self.end(record, Reason.STALE_BASE, unix, detail))
+        return changes
+
+    def same_request(self, plan_id: PlanId, digest: str | None) -> PlanRecord | None:
+        """The record an id already names; None if it is new.
+
+        Raises:
+            Conflict: the id names a plan another request created.
+        """
+        record = self.records.get(plan_id)
+        if record is not None and record.request_digest != digest:
+            raise Conflict(f"plan {plan_id} was created by another request", Reason.ID_REUSED)
+        return record
+
+    @staticmethod
+    def cancel_requested(record: PlanRecord) -> bool:
+        """Whether an operator asked to stop it; survives a change of leader with the record."""
+        return any(row["event"] == "cancel_requested" for row in record.story)
+
+    def _forget_old(self) -> None:
+        ended = [plan_id for plan_id, record in self.records.items() if record.phase.terminal]
+        for plan_id in ended[: max(0, len(ended) - _KEPT_TERMINAL)]:
+            del self.records[plan_id]

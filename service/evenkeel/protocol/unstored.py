@@ -1,0 +1,50 @@
+"""Writes that are not known to be stored: kept, newest version only, until the store takes them."""
+
+from collections.abc import Iterable
+
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol.control_messages import PersistAction
+
+__all__ = ["Unstored"]
+
+_MAX_DECISIONS = 100
+"""Decision rows kept for a store that is away; no more than a person would read."""
+
+
+class Unstored:
+    """Failed writes in order; of every record only its newest version."""
+
+    def __init__(self) -> None:
+        self._actions: list[PersistAction] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._actions)
+
+    def keep(self, failed: Iterable[PersistAction]) -> None:
+        """Add writes that failed."""
+        self._actions = _newest([*self._actions, *failed])
+
+    def release(self, persists: Iterable[PersistAction]) -> list[PersistAction]:
+        """Everything to write now: what was kept, then `persists`, without versions they replace."""
+        actions, self._actions = _newest([*self._actions, *persists]), []
+        return actions
+
+
+def _newest(persists: list[PersistAction]) -> list[PersistAction]:
+    kept: dict[object, PersistAction] = {}
+    decisions = 0
+    for action in reversed(persists):
+        key: object = type(action)
+        match action:
+            case ctl.PersistPlan(record=record):
+                key = record.plan.plan_id
+            case ctl.PersistDocument(name=name):
+                key = (type(action), name)
+            case ctl.PersistIntent(wave=wave) | ctl.PersistOutcome(wave=wave):
+                key = (type(action), wave)
+            case ctl.PersistDecision():
+                decisions += 1
+                key = decisions
+        if decisions <= _MAX_DECISIONS or not isinstance(action, ctl.PersistDecision):
+            kept.setdefault(key, action)
+    return list(reversed(kept.values()))

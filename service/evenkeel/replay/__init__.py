@@ -1,0 +1,1 @@
+"""Offline: compare policies on recorded traffic."""

@@ -1,0 +1,319 @@
+"""`evenkeel replay`: compare policies on a recorded trace, plan a placement, describe a trace.
+
+Mounted by the command line; heavy imports wait until a command runs.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from evenkeel.errors import InvalidInput
+from evenkeel.replay.console import show, stdout_console, work_bars
+from evenkeel.replay.options import (
+    BYTES_PER_EXPERT,
+    BaselinesOption,
+    BytesOption,
+    CurrentOption,
+    DispatchOption,
+    DuplicatesOption,
+    EvaluationsOption,
+    FirstMoeLayerOption,
+    FormatOption,
+    GroupsOption,
+    HorizonOption,
+    HtmlOption,
+    JsonOption,
+    NewestOption,
+    NodesOption,
+    NumHiddenLayersOption,
+    OutOption,
+    PoliciesOption,
+    PolicyOption,
+    PooledOption,
+    PriceOption,
+    RanksOption,
+    SavePlansOption,
+    SeedOption,
+    SlotsOption,
+    SpeedsOption,
+    TraceOption,
+    VerdictOption,
+    WindowOption,
+)
+
+if TYPE_CHECKING:
+    from evenkeel.formats import Trace
+    from evenkeel.replay.compare import Fleet
+    from evenkeel.replay.walk import Setup
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="replay",
+    no_args_is_help=True,
+    help="Try policies on recorded traffic, without touching a fleet.",
+)
+
+
+@app.command("compare")
+def compare_command(
+    trace: TraceOption,
+    ranks: RanksOption = 8,
+    slots: SlotsOption = None,
+    policies: PoliciesOption = None,
+    window: WindowOption = 100,
+    horizon: HorizonOption = 50,
+    verdict: VerdictOption = False,
+    baselines: BaselinesOption = True,
+    nodes: NodesOption = 1,
+    expert_groups: GroupsOption = 1,
+    bytes_per_expert: BytesOption = BYTES_PER_EXPERT,
+    rank_speeds: SpeedsOption = None,
+    dispatch: DispatchOption = "even",
+    copy_price: PriceOption = 0.0,
+    pooled: PooledOption = False,
+    max_evaluations: EvaluationsOption = 2_000_000,
+    seed: SeedOption = 0,
+    allow_duplicates: DuplicatesOption = False,
+    first_moe_layer: FirstMoeLayerOption = None,
+    save_plans: SavePlansOption = None,
+    html: HtmlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Walk policies over a trace: plan on the past window, score on the steps that follow, move on.
+
+    Copies and bytes are of all replans but the first, which starts from the initial placement. At least 4
+    replans must fit into the trace.
+    """
+    from evenkeel.replay.compare import Fleet, compare
+    from evenkeel.replay.compare import save_plans as write_plans
+    from evenkeel.replay.page import render_page
+    from evenkeel.replay.planners import choose_planners
+    from evenkeel.replay.tables import comparison_table
+
+    recorded = _read(trace, first_moe_layer)
+    fleet = Fleet(
+        ranks,
+        _slots(slots, ranks, recorded),
+        nodes,
+        expert_groups,
+        bytes_per_expert,
+        pooled,
+        _speeds(rank_speeds),
+    )
+    setup = _setup(
+        recorded, fleet, window, horizon, dispatch, copy_price, max_evaluations, seed, allow_duplicates
+    )
+    names = _names(policies)
+    if verdict:
+        names += [f"{name}+verdict" for name in names if not name.endswith("+verdict")]
+    planners = choose_planners(names, baselines=baselines)
+    for path in (save_plans, html):
+        _check_writable(path)
+    with work_bars() as (on_work, on_replan):
+        comparison = compare(
+            recorded,
+            setup,
+            planners,
+            bytes_per_expert,
+            budget=html is not None,
+            on_work=on_work,
+            on_replan=on_replan,
+        )
+    if save_plans is not None:
+        write_plans(save_plans, comparison)
+    if html is not None:
+        html.write_text(render_page(comparison), "utf-8")
+    if as_json:
+        typer.echo(json.dumps(comparison.as_dict(), indent=2, allow_nan=False))
+        return
+    facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
+    show(
+        f"[bold]{escape(comparison.name)}[/bold]: {facts}",
+        comparison_table(comparison.figures, stdout_console().width),
+    )
+
+
+@app.command("plan")
+def plan_command(
+    trace: TraceOption,
+    out: OutOption,
+    policy: PolicyOption = "keel",
+    format_: FormatOption = "neutral",
+    ranks: RanksOption = 8,
+    slots: SlotsOption = None,
+    window: NewestOption = None,
+    current: CurrentOption = None,
+    num_hidden_layers: NumHiddenLayersOption = None,
+    nodes: NodesOption = 1,
+    expert_groups: GroupsOption = 1,
+    bytes_per_expert: BytesOption = BYTES_PER_EXPERT,
+    rank_speeds: SpeedsOption = None,
+    dispatch: DispatchOption = "even",
+    copy_price: PriceOption = 0.0,
+    pooled: PooledOption = False,
+    max_evaluations: EvaluationsOption = 2_000_000,
+    seed: SeedOption = 0,
+    allow_duplicates: DuplicatesOption = False,
+    first_moe_layer: FirstMoeLayerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan one placement on a trace and write it for an engine."""
+    from evenkeel.formats import PlacementFile, read_placement, write_placement
+    from evenkeel.replay.compare import Fleet
+    from evenkeel.replay.single import plan_once
+
+    written_for = _format(format_)
+    recorded = _read(trace, first_moe_layer)
+    fleet = Fleet(
+        ranks,
+        _slots(slots, ranks, recorded),
+        nodes,
+        expert_groups,
+        bytes_per_expert,
+        pooled,
+        _speeds(rank_speeds),
+    )
+    steps = recorded.num_steps if window is None else window
+    if steps > recorded.num_steps:
+        raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
+    setup = _setup(recorded, fleet, steps, 1, dispatch, copy_price, max_evaluations, seed, allow_duplicates)
+    in_force = None
+    if current is not None:
+        in_force = read_placement(
+            current,
+            num_ranks=ranks,
+            num_logical_experts=recorded.num_experts,
+            first_moe_layer=recorded.layer_ids[0],
+        ).placement
+    _check_writable(out)
+    with work_bars() as (on_work, _):
+        on_work(f"{policy}: planning", 0)
+        placement, numbers = plan_once(policy, setup, in_force)
+    info = {"policy": policy, "trace": recorded.name, "planned_on_steps": steps, **numbers}
+    file = PlacementFile(placement, recorded.layer_ids, info)
+    write_placement(out, file, written_for, num_hidden_layers=num_hidden_layers)
+    if as_json:
+        typer.echo(
+            json.dumps({"file": str(out), "format": str(written_for), **info}, indent=2, allow_nan=False)
+        )
+        return
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    show(
+        f"[bold]{escape(str(out))}[/bold] ({written_for}): {policy} on {steps} steps of {escape(recorded.name)}; {shown}"
+    )
+
+
+@app.command("inspect")
+def inspect_command(
+    trace: TraceOption,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", help="Also the balancedness on so many ranks, without replicas.", min=1),
+    ] = None,
+    window: Annotated[int, typer.Option("--window", help="Steps per window for drift.", min=1)] = 100,
+    first_moe_layer: FirstMoeLayerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Describe a trace: skew per layer, consistent and temporal experts, correlated pairs, drift."""
+    from evenkeel.replay.describe import describe
+    from evenkeel.replay.tables import description_tables
+
+    description = describe(_read(trace, first_moe_layer), num_ranks=ranks, window_steps=window)
+    if as_json:
+        typer.echo(json.dumps(description.as_dict(), indent=2, allow_nan=False))
+        return
+    high = sum(layer.skew_class == "high" for layer in description.layers)
+    top_k = f"top-{description.top_k}, " if description.top_k else ""
+    show(
+        f"[bold]{escape(description.name)}[/bold]: {description.num_steps} steps, {description.num_layers} MoE layers,"
+        f" {description.num_experts} experts, {top_k}{description.tokens_per_step:.0f}"
+        f" {'tokens' if description.top_k else 'routed tokens'} a step; {high} layers of high skew",
+        *description_tables(description),
+    )
+
+
+def _read(path: Path, first_moe_layer: int | None) -> "Trace":
+    from evenkeel.formats import read_trace
+
+    trace = read_trace(path, first_moe_layer=first_moe_layer)
+    for note in trace.notes:
+        typer.echo(f"note: {note}", err=True)
+    return trace
+
+
+def _slots(slots: int | None, ranks: int, trace: "Trace") -> int:
+    return slots if slots is not None else (-(-trace.num_experts // ranks) + 1) * ranks
+
+
+def _names(policies: str | None) -> list[str]:
+    if policies is None:
+        from evenkeel.planning.policies import POLICIES
+
+        return list(POLICIES)
+    return [name.strip() for name in policies.split(",") if name.strip()]
+
+
+def _speeds(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise InvalidInput(f"--rank-speeds {text}: {error}") from error
+
+
+def _format(name: str) -> Any:
+    from evenkeel.formats import PlacementFormat
+
+    try:
+        return PlacementFormat(name)
+    except ValueError as error:
+        known = ", ".join(PlacementFormat)
+        raise InvalidInput(f"unknown placement format {name!r}; known: {known}") from error
+
+
+def _setup(
+    trace: "Trace",
+    fleet: "Fleet",
+    window: int,
+    horizon: int,
+    dispatch: str,
+    copy_price: float,
+    max_evaluations: int,
+    seed: int,
+    allow_duplicates: bool,
+) -> "Setup":
+    from evenkeel.planning.problem import DispatchModel
+    from evenkeel.replay.compare import load_of
+    from evenkeel.replay.walk import Setup
+
+    try:
+        model = DispatchModel(dispatch)
+    except ValueError as error:
+        known = ", ".join(DispatchModel)
+        raise InvalidInput(f"unknown dispatch model {dispatch!r}; known: {known}") from error
+    load, source = load_of(trace, fleet.ranks)
+    return Setup(
+        load=load,
+        shape=fleet.shape(trace),
+        topology=fleet.topology(),
+        window_steps=window,
+        horizon_steps=horizon,
+        source=source,
+        costs=fleet.costs(),
+        dispatch=model,
+        copy_price=copy_price,
+        max_evaluations=max_evaluations,
+        seed=seed,
+        allow_duplicates=allow_duplicates,
+    )
+
+
+def _check_writable(path: Path | None) -> None:
+    """Find out before the work, not after it."""
+    if path is not None and not path.parent.is_dir():
+        raise InvalidInput(f"{path}: there is no folder {path.parent}")

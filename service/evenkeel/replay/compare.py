@@ -1,0 +1,195 @@
+"""Compare policies on one trace: walk each, summarise, keep what the page and the files need."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.errors import ShapeMismatch
+from evenkeel.formats import Trace
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning.problem import CostCurves
+from evenkeel.replay.budget import BudgetPoint, budget_curve, budgets_to_try
+from evenkeel.replay.figures import Figures, summarise
+from evenkeel.replay.planners import warm_up
+from evenkeel.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
+
+__all__ = ["Comparison", "Fleet", "compare", "load_of", "save_plans"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The fleet a trace is replayed on, as a person states it."""
+
+    ranks: int
+    slots: int
+    """Slots of one layer over all ranks."""
+    nodes: int = 1
+    expert_groups: int = 1
+    bytes_per_expert: int = 3 * 7168 * 2048
+    """Default: a DeepSeek-V3 expert in FP8."""
+    pooled: bool = False
+    """Slots are pooled over layers: `slots` is then the average of a layer."""
+    rank_speeds: tuple[float, ...] | None = None
+    """(R,) relative speeds; None for equal ranks."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.slots < 1 or self.slots % self.ranks:
+            raise ShapeMismatch(f"{self.slots} slots do not divide over {self.ranks} ranks")
+        if self.nodes < 1 or self.ranks % self.nodes:
+            raise ShapeMismatch(f"{self.ranks} ranks do not divide over {self.nodes} nodes")
+        speeds = self.rank_speeds
+        if speeds is not None and (
+            len(speeds) != self.ranks or not all(0 < s < float("inf") for s in speeds)
+        ):
+            raise ShapeMismatch(
+                f"{self.ranks} positive rank speeds are needed, got {len(speeds)}: {list(speeds)}"
+            )
+
+    def shape(self, trace: Trace) -> ModelShape:
+        """The deployment this fleet is for the model of a trace."""
+        per_rank = self.slots // self.ranks
+        row = min(trace.num_experts, 2 * per_rank) if self.pooled else per_rank
+        return ModelShape(
+            num_layers=trace.num_layers,
+            num_logical_experts=trace.num_experts,
+            num_ranks=self.ranks,
+            slots_per_rank=row,
+            top_k=trace.top_k or 1,
+            bytes_per_expert=self.bytes_per_expert,
+            num_expert_groups=self.expert_groups,
+            pool_slots_per_rank=per_rank * trace.num_layers if self.pooled else None,
+        )
+
+    def topology(self) -> Topology:
+        """Nodes of consecutive ranks."""
+        return Topology(tuple(rank * self.nodes // self.ranks for rank in range(self.ranks)))
+
+    def costs(self) -> CostCurves | None:
+        """Seconds per token: one over the speed."""
+        return None if self.rank_speeds is None else CostCurves.linear(1.0 / np.array(self.rank_speeds))
+
+
+def load_of(trace: Trace, ranks: int) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+    """(T, L, E) loads, and by source rank where the trace has them for as many ranks."""
+    source = trace.source
+    if source is None or source.shape[1] != ranks:
+        return trace.counts.astype(np.float64), None
+    return trace.counts.astype(np.float64), source.astype(np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """All policies on one trace."""
+
+    name: str
+    layer_ids: tuple[int, ...]
+    setup: Setup
+    bytes_per_expert: int
+    walks: tuple[Walk, ...]
+    figures: tuple[Figures, ...]
+    budget: tuple[BudgetPoint, ...] = ()
+    """Empty unless asked for."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """Slots of a layer over all ranks, on average where they are pooled."""
+        shape = self.setup.shape
+        pool = shape.pool_slots_per_rank
+        return shape.num_slots if pool is None else pool * shape.num_ranks // shape.num_layers
+
+    def facts(self) -> dict[str, int]:
+        """What was replayed on what."""
+        shape = self.setup.shape
+        return {
+            "steps": len(self.setup.load),
+            "layers": shape.num_layers,
+            "experts": shape.num_logical_experts,
+            "ranks": shape.num_ranks,
+            "pooled slots" if shape.pooled else "slots": self.slots,
+            "steps planned on": self.setup.window_steps,
+            "steps scored on": self.setup.horizon_steps,
+            "replans": len(self.walks[0].steps),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: `results`, and what they rest on."""
+        shape = self.setup.shape
+        answer: dict[str, Any] = {
+            "trace": self.name,
+            "steps": len(self.setup.load),
+            "layers": shape.num_layers,
+            "experts": shape.num_logical_experts,
+            "ranks": shape.num_ranks,
+            "slots": self.slots,
+            "pooled": shape.pooled,
+            "window": self.setup.window_steps,
+            "horizon": self.setup.horizon_steps,
+            "replans": len(self.walks[0].steps),
+            "bytes_per_expert": self.bytes_per_expert,
+            "notes": list(self.notes),
+            "results": [figures.as_dict() for figures in self.figures],
+        }
+        if self.budget:
+            answer["budget"] = [point.as_dict() for point in self.budget]
+        return answer
+
+
+def compare(
+    trace: Trace,
+    setup: Setup,
+    planners: Mapping[str, Planner],
+    bytes_per_expert: int,
+    *,
+    budget: bool = False,
+    on_work: Callable[[str, int], None] = lambda name, replans: None,
+    on_replan: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Walk every planner over the trace.
+
+    Args:
+        trace: where the loads came from; names and notes are kept.
+        setup: the loads and the fleet.
+        planners: by name, in the order of the answer.
+        bytes_per_expert: every tensor of one expert.
+        budget: also walk the replica budgets of `budget_curve`.
+        on_work: called with a name and its number of replans before each piece of work, 0 replans for warming up.
+        on_replan: called after each replan.
+
+    Raises:
+        InvalidInput: too few steps.
+        EvenkeelError: a policy refused.
+    """
+    replans = len(replan_steps(len(setup.load), setup.window_steps, setup.horizon_steps))
+    warm_up(planners, setup, lambda name: on_work(f"{name}: first call", 0))
+    walks: list[Walk] = []
+    for name, planner in planners.items():
+        on_work(name, replans)
+        walks.append(walk_forward(name, planner, setup, on_replan=on_replan))
+    points: tuple[BudgetPoint, ...] = ()
+    if budget:
+        shape = setup.shape
+        budgets = budgets_to_try(shape.num_logical_experts, shape.num_ranks, shape.num_redundant)
+        on_work("replica budgets", replans * len(budgets))
+        points = budget_curve(setup, budgets, bytes_per_expert, on_replan=on_replan)
+    figures = tuple(summarise(walk, bytes_per_expert) for walk in walks)
+    return Comparison(
+        trace.name, trace.layer_ids, setup, bytes_per_expert, tuple(walks), figures, points, trace.notes
+    )
+
+
+def save_plans(path: Path, comparison: Comparison) -> None:
+    """Write every plan, so that anybody can score it again: `<policy>_steps` and `<policy>_phy2log`.
+
+    Plan i of a policy is in force, and was scored, from its step up to `horizon` steps later.
+    """
+    arrays: dict[str, Any] = {}
+    for walk in comparison.walks:
+        arrays[f"{walk.policy}_steps"] = walk.steps.astype(np.int64)
+        arrays[f"{walk.policy}_phy2log"] = np.stack([p.phy2log for p in walk.placements]).astype(np.int32)
+    with path.open("wb") as file:
+        np.savez_compressed(file, **arrays)

@@ -1,0 +1,55 @@
+"""Plan once, on the newest steps of a trace."""
+
+import math
+
+from evenkeel.errors import ShapeMismatch
+from evenkeel.model.placement import Placement
+from evenkeel.planning import metrics
+from evenkeel.planning.relabel import count_moves, relabel
+from evenkeel.replay.planners import choose_planners
+from evenkeel.replay.walk import Replan, Setup
+
+__all__ = ["plan_once"]
+
+
+def plan_once(policy: str, setup: Setup, current: Placement | None) -> tuple[Placement, dict[str, float]]:
+    """A placement for what comes after the trace, planned on its last `setup.window_steps` steps.
+
+    Args:
+        policy: a policy or a baseline.
+        setup: trace and fleet.
+        current: placement in force; None at a cold start.
+
+    Returns:
+        The placement, and figures of it on the window it was planned on: `balancedness_mean`,
+        `time_over_fluid`, and `copies` from `current` if there is one; those without a value are left out.
+
+    Raises:
+        InvalidInput: no such policy.
+        ShapeMismatch: `current` is of another deployment.
+        EvenkeelError: the policy refused.
+    """
+    planner = choose_planners([policy], baselines=False)[policy]
+    steps = len(setup.load)
+    first = steps - setup.window_steps
+    shape = setup.shape
+    if current is not None:
+        want = (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts)
+        have = (current.num_layers, current.num_slots, current.num_ranks, current.num_logical_experts)
+        if want != have:
+            raise ShapeMismatch(f"the current placement is (L, S, R, E) = {have}, the fleet {want}")
+    problem = setup.problem(first, steps, current)
+    proposal = planner(Replan(0, steps, problem, setup.load, setup))
+    target = current if current is not None else Placement.initial(shape)
+    if proposal is not None:
+        proposal.placement.check(shape, allow_duplicates=setup.allow_duplicates)
+        keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
+        target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
+    load, split = setup.load[first:], setup.split(first, steps)
+    numbers = {
+        "balancedness_mean": metrics.balancedness_mean(metrics.rank_load(load, target, split)),
+        "time_over_fluid": metrics.time_over_fluid(load, target, setup.costs, split),
+    }
+    if current is not None:
+        numbers["copies"] = float(count_moves(current, target))
+    return target, {name: value for name, value in numbers.items() if math.isfinite(value)}

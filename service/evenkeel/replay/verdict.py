@@ -1,0 +1,64 @@
+"""A policy behind the gates of gain, as a controller would run it: what does not pay on later steps is not done.
+
+The window is cut in two: the policy plans on the older part, the newer part decides. What is adopted
+is the plan that was scored.
+"""
+
+from dataclasses import replace
+
+from evenkeel.model.policy import Mode
+from evenkeel.planning import metrics
+from evenkeel.planning.cycle import held_out_gain
+from evenkeel.planning.gates import AfterInputs, GateSettings, decide_after
+from evenkeel.planning.problem import Proposal
+from evenkeel.planning.relabel import count_moves, relabel
+from evenkeel.planning.split import SplitModel
+from evenkeel.replay.walk import Planner, Replan
+
+__all__ = ["behind_verdict"]
+
+LIFETIME_STEPS = 1000
+"""Steps a copy's price is spread over, as in the controller: price per step times this is what it costs once."""
+
+
+def behind_verdict(planner: Planner) -> Planner:
+    """The planner, with its answer adopted only if it passes the gates that follow planning.
+
+    The newest third of the window decides. Thresholds are the controller's defaults, except that a short window
+    may decide on fewer steps.
+    """
+
+    def plan(replan: Replan) -> Proposal | None:
+        problem = replan.problem
+        current = problem.current
+        later = len(problem.load) // 3
+        if current is None or later == 0:
+            return None
+        part = replace(problem, load=problem.load[:-later])
+        step, history = replan.step - later, replan.history[: replan.step - later]
+        proposal = planner(replace(replan, step=step, problem=part, history=history))
+        if proposal is None:
+            return None
+        keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
+        target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
+        scored, split = problem.load[-later:], SplitModel.of(problem)
+        old = metrics.step_times(scored, current, problem.costs, split).sum(axis=1)
+        new = metrics.step_times(scored, target, problem.costs, split).sum(axis=1)
+        settings = GateSettings()
+        decision = decide_after(
+            AfterInputs(
+                mode=Mode.AUTO,
+                shape=problem.shape,
+                base=current,
+                target=target,
+                held_out=held_out_gain(old, new, seed=problem.seed),
+                saved_per_step=float((old - new).mean()),
+                move_cost=problem.cost_per_move * LIFETIME_STEPS * count_moves(current, target),
+                limits=problem.limits,
+                allow_duplicates=problem.allow_duplicates,
+            ),
+            replace(settings, min_held_out_steps=min(settings.min_held_out_steps, later)),
+        )
+        return replace(proposal, placement=target) if decision.passed else None
+
+    return plan

@@ -1,0 +1,413 @@
+"""What the controller reads from its environment and its settings file, checked whole at start.
+
+`EVENKEEL_SECTION__FIELD` beats the file, the file beats the defaults. A variable or key that names nothing is
+an error, and so are values that contradict each other. For the secrets `EVENKEEL_REDIS__URL` and
+`EVENKEEL_REDIS__PASSWORD` the same name with `_FILE` behind it is read from the file named there.
+
+Sections are frozen dataclasses of plain values; the rest of the program takes those and reads nothing itself.
+"""
+
+import os
+import socket
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic.dataclasses import dataclass
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from evenkeel.errors import InvalidInput
+from evenkeel.model.policy import Mode
+from evenkeel.planning.gates import GateSettings
+from evenkeel.planning.policies import resolve_policy
+from evenkeel.planning.problem import DispatchModel
+
+__all__ = [
+    "DEFAULT_THRESHOLDS",
+    "GrpcSettings",
+    "IngestSettings",
+    "LeaderSettings",
+    "MetricsSettings",
+    "MigrationSettings",
+    "PlannerSettings",
+    "RedisSettings",
+    "RestSettings",
+    "Settings",
+    "WindowSettings",
+    "load_settings",
+]
+
+_PREFIX = "EVENKEEL_"
+_STRICT = ConfigDict(extra="forbid")
+DEFAULT_THRESHOLDS: Mapping[str, float] = {
+    "cooldown_s": 8.0,
+    "consecutive_windows": 2.0,
+    "max_data_age_s": 15.0,
+}
+"""Loads are counted by logical expert, so a window needs no time to settle after a plan."""
+_SECRETS = ("redis__url", "redis__password")
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class GrpcSettings:
+    """Where ranks connect."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; a container needs 0.0.0.0."""
+    port: Port = 50051
+    """0 takes a free port, told in the log."""
+    advertise: str = ""
+    """host:port by which ranks reach this replica; followers send ranks there. Empty means host:port as
+    listened on, with the machine's name where that is every address. Wrong with several replicas: ranks are
+    sent in circles."""
+    max_message_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
+    """Largest message taken. Below a full map or a report of many steps, ranks cannot register or report."""
+    send_queue: Count = 1024
+    """Messages waiting for one rank before its stream is closed as too slow; it connects again."""
+    keepalive_s: Seconds = 20.0
+    """Silence before a ping; keep it under the idle timeout of proxies in between."""
+    keepalive_timeout_s: Seconds = 10.0
+    """Wait for the ping's answer before the connection counts as dead."""
+    tls_cert_file: Path | None = None
+    """PEM chain of this server; with it only TLS is spoken."""
+    tls_key_file: Path | None = None
+    tls_client_ca_file: Path | None = None
+    """PEM of the CA whose clients may connect; with it every rank needs a certificate."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RestSettings:
+    """The operators' API."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; a container needs 0.0.0.0."""
+    port: Port = 8080
+    token_file: Path | None = None
+    """Who may call. None writes `tokens` with one new token into the data folder at the first start."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class MetricsSettings:
+    """Prometheus."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; a container needs 0.0.0.0. Anyone who reaches it may read it."""
+    port: Port = 9090
+    refresh_s: Seconds = 2.0
+    """Between refreshes of the gauges; longer than the scrape interval repeats old values."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RedisSettings:
+    """The store."""
+
+    url: str = field(default="", repr=False)
+    """redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://. Empty starts an embedded server in
+    the data folder: durable over restarts of one replica, not shareable."""
+    password: str = field(default="", repr=False)
+    """Beats a password in the URL."""
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "evenkeel"
+    """First part of every key. Fleets that share a server must differ here, or they take each other's leases."""
+    timeout_s: Seconds = 2.0
+    """For a connection and for an answer. Above a third of leader.lease_s a slow store costs the lease."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class WindowSettings:
+    """How much of the past is kept."""
+
+    steps: Annotated[int, Field(ge=16)] = 512
+    """Complete steps per deployment and phase, in memory and in the store. Each costs layers x experts x 4
+    bytes in memory: 60 kB for 58 x 256."""
+    plan_steps: Annotated[int, Field(ge=16)] = 256
+    """Newest steps a cycle looks at. Planning time grows with it; too few and noise is planned for."""
+    ttl_s: Seconds = 86_400.0
+    """A stored window nothing was added to for this long is dropped."""
+    store_interval_s: Seconds = 0.5
+    """Between appends to the store; steps younger than this are lost when the controller dies."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PlannerSettings:
+    """The control loop. What an operator sets over the API beats mode, policy, cycle_s and thresholds."""
+
+    mode: Mode = Mode.OBSERVE
+    """observe: nothing moves. propose: plans wait for approval. auto: plans start by themselves."""
+    policy: str = "keel"
+    cycle_s: Seconds = 2.0
+    """Between looks at the window; each ends in a recorded decision. Long cycles answer a change late."""
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """Gate settings by name, see `planning.gates.GateSettings`; those not named have
+    DEFAULT_THRESHOLDS, else the gates' own."""
+    recent_steps: Annotated[int, Field(ge=4)] = 32
+    """Steps per block in which a change of traffic is looked for: four blocks at least must be in the window.
+    Small blocks take noise for change, large ones see it late."""
+    lifetime_steps: Count = 1000
+    """Steps a placement is expected to last: what a copy's price is spread over."""
+    copy_bytes_per_s: Annotated[float, Field(gt=0)] = 5e9
+    """Rate assumed for copies between ranks when their price is worked out in seconds."""
+    copy_cost_tokens: Annotated[float, Field(ge=0)] = 200.0
+    """Price of one copy where ranks do not measure compute time. Too low and plans shuffle for little."""
+    rank_speeds: bool = False
+    """Plan with each rank's measured speed. Only where measurements are steady: noise moves experts about."""
+    dispatch: DispatchModel = DispatchModel.EVEN
+    """How the engine splits an expert's tokens over its replicas. A wrong one plans for another engine."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Planner processes; each holds compiled kernels, about 300 MB."""
+    deadline_s: Seconds = 60.0
+    """A cycle that takes longer counts as failed and its process is replaced."""
+    proposal_ttl_s: Seconds = 3600.0
+    """A proposal not approved within this expires."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class MigrationSettings:
+    """Waves."""
+
+    max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """Throttle of copies per rank; 0 is none. Too low and waves miss prepare_deadline_s."""
+    batch_deadline_s: Seconds = 10.0
+    """One batch of copies; then its communicator is aborted and rebuilt."""
+    prepare_deadline_s: Seconds = 120.0
+    """From Prepare to the last vote; shorter than the copies take aborts every wave."""
+    commit_deadline_s: Seconds = 30.0
+    """From Commit to the first ack, and commit_deadline_steps must have passed too."""
+    commit_deadline_steps: Count = 256
+    """At least twice the gate's poll interval plus its delay."""
+    stall_after_s: Seconds = 30.0
+    """A wave still missing answers then is reported as stalled."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class IngestSettings:
+    """Reports of ranks."""
+
+    report_interval_s: Seconds = 0.25
+    """Between reports of one rank; the window lags by about this."""
+    stride: Count = 1
+    """Report every n-th step. Above 1 a window spans more time, and short phases may go unseen."""
+    max_steps_per_report: Annotated[int, Field(ge=1, le=4096)] = 256
+    max_pending_steps: Annotated[int, Field(ge=8)] = 512
+    """Incomplete steps held per deployment; each costs layers x slots x 4 bytes once used. Fewer than a slow
+    rank lags behind loses those steps."""
+    heartbeat_s: Seconds = 1.0
+    """Every rank is asked for its state this often."""
+    rank_lease_s: Seconds = 10.0
+    """A rank not heard for this long is lost; at least three heartbeats."""
+    forget_after_s: Seconds = 3600.0
+    """A deployment none of whose ranks was here for this long is let go: lease, memory and series. Its records
+    stay in the store."""
+    max_deployments: Count = 256
+    """Deployments taken on; more are refused, so that a misconfigured fleet cannot fill the memory."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LeaderSettings:
+    """Which replica leads."""
+
+    replica_id: str = field(default_factory=socket.gethostname)
+    """Name of this replica, different for each; one that returns under its old name takes its leases back."""
+    replicas: Count = 1
+    """How many there are. More than one needs an external store."""
+    lease_s: Seconds = 4.0
+    """A dead leader's deployments are taken over after this; a leader that cannot renew for this long stops."""
+    renew_s: Seconds = 1.0
+    """Between renewals; at most a third of lease_s."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Settings:
+    """Everything, checked."""
+
+    data_dir: Path = Path("evenkeel-data")
+    """Folder of the embedded store and the token file; made if missing."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    grpc: GrpcSettings = GrpcSettings()
+    rest: RestSettings = RestSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    redis: RedisSettings = RedisSettings()
+    window: WindowSettings = WindowSettings()
+    planner: PlannerSettings = PlannerSettings()
+    migration: MigrationSettings = MigrationSettings()
+    ingest: IngestSettings = IngestSettings()
+    leader: LeaderSettings = Field(default_factory=LeaderSettings)
+
+
+def load_settings(config: Path | None = None) -> Settings:
+    """Read and check all settings.
+
+    Args:
+        config: YAML (.yaml, .yml) or TOML (.toml) file with sections as in `Settings`.
+
+    Raises:
+        InvalidInput: every fault found, one a line, with the arithmetic where values contradict each other.
+    """
+    _refuse_unknown_variables()
+    sources = _secret_files(), ({} if config is None else _read_file(config))
+    try:
+        gathered = _root_model(*sources)()
+    except (ValidationError, SettingsError) as error:
+        raise InvalidInput(f"settings:\n{_faults(error)}") from None
+    settings = Settings(**{f.name: getattr(gathered, f.name) for f in fields(Settings)})
+    faults = list(_contradictions(settings))
+    if faults:
+        raise InvalidInput("settings:\n" + "\n".join(faults))
+    thresholds = {**DEFAULT_THRESHOLDS, **settings.planner.thresholds}
+    return replace(settings, planner=replace(settings.planner, thresholds=thresholds))
+
+
+def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSettings]:
+    """`Settings` with its sources: variables, then secret files, then the settings file."""
+
+    class Sources(BaseSettings):
+        model_config = SettingsConfigDict(env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid")
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            assert isinstance(env_settings, EnvSettingsSource)
+            hidden = {f"{_PREFIX}{secret}_FILE".lower() for secret in _SECRETS}
+            seen = env_settings.env_vars
+            env_settings.env_vars = {name: seen[name] for name in seen if name.lower() not in hidden}
+            return (
+                env_settings,
+                InitSettingsSource(settings_cls, secrets),
+                InitSettingsSource(settings_cls, file),
+            )
+
+    sections: dict[str, Any] = {
+        f.name: (f.type, Field(default_factory=f.default_factory))
+        if f.default_factory is not MISSING
+        else (f.type, f.default)
+        for f in fields(Settings)
+    }
+    return create_model("Root", __base__=Sources, **sections)
+
+
+def _refuse_unknown_variables() -> None:
+    """A misspelt section would otherwise be ignored; variables of the command line have no section."""
+    known = {f.name for f in fields(Settings)}
+    for name in os.environ:
+        section, nested, _ = name.removeprefix(_PREFIX).lower().partition("__")
+        if name.startswith(_PREFIX) and nested and section not in known:
+            raise InvalidInput(f"{name} names no section; there are {', '.join(sorted(known))}")
+
+
+def _secret_files() -> dict[str, Any]:
+    """Values of the `_FILE` variables, nested as sections."""
+    found: dict[str, Any] = {}
+    for secret in _SECRETS:
+        name = f"{_PREFIX}{secret.upper()}_FILE"
+        path = os.environ.get(name)
+        if path is None:
+            continue
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise InvalidInput(f"{name}: cannot read {path}: {error.strerror}") from None
+        section, _, key = secret.partition("__")
+        found.setdefault(section, {})[key] = text
+    return found
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            content = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            content = yaml.safe_load(text)
+        else:
+            raise InvalidInput(f"settings file {path} must end in .toml, .yaml or .yml")
+    except OSError as error:
+        raise InvalidInput(f"cannot read settings file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise InvalidInput(f"settings file {path}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidInput(f"settings file {path} must hold sections, not {type(content).__name__}")
+    return content
+
+
+def _faults(error: ValidationError | SettingsError) -> str:
+    """One line for each fault, with the name as a variable and without the value: it may be a secret."""
+    if isinstance(error, SettingsError):
+        return str(error)
+    lines = []
+    for fault in error.errors(include_url=False, include_input=False, include_context=False):
+        where = "__".join(str(part).upper() for part in fault["loc"])
+        lines.append(f"{_PREFIX}{where}: {fault['msg']}")
+    return "\n".join(lines)
+
+
+def _contradictions(settings: Settings) -> Iterator[str]:
+    """What each section alone cannot see."""
+    leader, ingest, window, planner = settings.leader, settings.ingest, settings.window, settings.planner
+    if leader.replicas > 1 and not settings.redis.url:
+        yield (
+            f"leader.replicas is {leader.replicas} and redis.url is empty: replicas with stores of their own"
+            " would all lead"
+        )
+    if 3 * leader.renew_s > leader.lease_s:
+        yield (
+            f"leader.renew_s {leader.renew_s:g} x 3 = {3 * leader.renew_s:g} exceeds leader.lease_s"
+            f" {leader.lease_s:g}: one slow answer would cost the lease"
+        )
+    if 3 * ingest.heartbeat_s > ingest.rank_lease_s:
+        yield (
+            f"ingest.heartbeat_s {ingest.heartbeat_s:g} x 3 = {3 * ingest.heartbeat_s:g} exceeds"
+            f" ingest.rank_lease_s {ingest.rank_lease_s:g}: one late answer would lose the rank"
+        )
+    if window.plan_steps > window.steps:
+        yield f"window.plan_steps {window.plan_steps} exceeds window.steps {window.steps}"
+    if 4 * planner.recent_steps > window.plan_steps:
+        yield (
+            f"planner.recent_steps {planner.recent_steps} x 4 = {4 * planner.recent_steps} exceeds"
+            f" window.plan_steps {window.plan_steps}: a change of traffic could never be seen"
+        )
+    migration = settings.migration
+    if migration.batch_deadline_s > migration.prepare_deadline_s:
+        yield (
+            f"migration.batch_deadline_s {migration.batch_deadline_s:g} exceeds migration.prepare_deadline_s"
+            f" {migration.prepare_deadline_s:g}"
+        )
+    try:
+        gates = GateSettings.from_thresholds({**DEFAULT_THRESHOLDS, **planner.thresholds})
+        if gates.min_window_steps > window.plan_steps:
+            yield (
+                f"planner.thresholds.min_window_steps {gates.min_window_steps:g} exceeds window.plan_steps"
+                f" {window.plan_steps}: no cycle could ever plan"
+            )
+        resolve_policy(planner.policy)
+    except InvalidInput as error:
+        yield f"planner: {error}"
+    grpc = settings.grpc
+    if (grpc.tls_cert_file is None) != (grpc.tls_key_file is None):
+        yield "grpc.tls_cert_file and grpc.tls_key_file need each other"
+    if grpc.tls_client_ca_file is not None and grpc.tls_cert_file is None:
+        yield "grpc.tls_client_ca_file needs grpc.tls_cert_file: without TLS no client shows a certificate"
+    ports = [s.port for s in (settings.grpc, settings.rest, settings.metrics) if s.port]
+    if len(set(ports)) < len(ports):
+        yield f"grpc, rest and metrics listen on {', '.join(map(str, ports))}: all must differ"

@@ -1,0 +1,1 @@
+"""Generated wire stubs; rebuilt by `make proto`, never edited."""

@@ -1,0 +1,205 @@
+"""The rank's end of the stream against a real gRPC server on loopback, scripted by the test."""
+
+import asyncio
+import contextlib
+
+import grpc
+import numpy as np
+import pytest
+
+from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
+from evenkeel.errors import InvalidInput, Reason
+from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
+from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.plan import WaveKey
+from evenkeel.model.topology import ModelShape
+from evenkeel.protocol.messages import Hello, Leader, QueryState, RankIdentity, Vote
+from evenkeel.v1 import agent_pb2_grpc
+from evenkeel.wire.codec import decode_rank_message, encode_controller_message
+from evenkeel.wire.link import (
+    FlowControl,
+    Heartbeat,
+    NotLeader,
+    Registration,
+    RegistrationOutcome,
+)
+
+GENERATION = Generation("11111111-2222-3333-4444-555555555555")
+IDENTITY = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 77)
+SHAPE = ModelShape(1, 4, 2, 3, 1, 100)
+FAST = LinkTiming(backoff_min_s=0.02, backoff_max_s=0.1, connect_timeout_s=2.0)
+ACCEPTED = Registration(RegistrationOutcome.ACCEPTED, 0.05, 5.0, FlowControl(0.1))
+
+
+class Server(agent_pb2_grpc.RankLinkServicer):
+    """Says what `answers` holds, one list per stream; remembers what it heard."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.heard = []
+        self.streams = 0
+        self.open = 0
+        self.closed = asyncio.Event()
+
+    async def Attach(self, requests, context):
+        self.streams += 1
+        stream, hello = self.streams, None
+        answers = self.answers[min(stream, len(self.answers)) - 1]
+        self.open += 1
+        try:
+            async for request in requests:
+                message = decode_rank_message(request, hello)
+                self.heard.append((stream, message))
+                if isinstance(message, Hello):
+                    hello = message
+                    for answer in answers:
+                        if answer is None:
+                            return
+                        await context.write(encode_controller_message(answer))
+        finally:
+            self.open -= 1
+            self.closed.set()
+
+    def of(self, kind):
+        return [message for _, message in self.heard if isinstance(message, kind)]
+
+
+class Listener:
+    def __init__(self):
+        self.got = []
+        self.lost_streams = []
+
+    def hello(self):
+        return Hello(
+            IDENTITY, SHAPE, "node-0", "", Epoch(0), "0" * 32, 1, "1" * 32, 10, 20, "2" * 32
+        )  # fmt: skip
+
+    def heartbeat(self):
+        return Heartbeat(3, 10, 20)
+
+    def received(self, stream, message):
+        self.got.append((stream, message))
+
+    def lost(self, stream):
+        self.lost_streams.append(stream)
+
+
+@contextlib.asynccontextmanager
+async def serving(*answers):
+    server, servicer = grpc.aio.server(), Server(*answers)
+    agent_pb2_grpc.add_RankLinkServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def running(link):
+    listener = Listener()
+    task = asyncio.create_task(link.run(listener))
+    try:
+        yield listener
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - conditions look at client and server
+            await asyncio.sleep(0.005)
+
+
+async def test_hello_comes_first_then_registration_heartbeats_and_orders():
+    query = QueryState(Leader("a", 1))
+    async with serving([ACCEPTED, query]) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await until(lambda: len(listener.got) == 2 and len(server.of(Heartbeat)) >= 3)
+        assert isinstance(server.heard[0][1], Hello) and server.heard[0][1].identity == IDENTITY
+        assert [stream for stream, _ in listener.got] == [1, 1]
+        assert listener.got[0][1].outcome is RegistrationOutcome.ACCEPTED
+        assert listener.got[1][1] == query
+        assert server.of(Heartbeat)[0] == Heartbeat(3, 10, 20)
+
+
+async def test_messages_go_by_the_stream_they_belong_to_or_not_at_all():
+    vote = Vote(WaveKey(GENERATION, PlanId("p"), 0, 1), True)
+    report = LoadReport(
+        IDENTITY.deployment, GENERATION, IDENTITY.rank, 77, CountingSide.DESTINATION,
+        (StepMeta(4, 0, Phase.DECODE, 2),), np.array([[[1, 0, 1]]], np.int64),
+    )  # fmt: skip
+    async with serving([ACCEPTED]) as (server, address):
+        link = GrpcRankLink([address], timing=FAST)
+        link.send(vote, 1)
+        async with running(link) as listener:
+            await until(lambda: listener.got)
+            link.send(vote, 7)
+            link.send(vote, 1)
+            link.send(report)
+            await until(lambda: server.of(LoadReport))
+        assert len(server.of(Vote)) == 1
+        [got] = server.of(LoadReport)
+        assert got.steps == report.steps and (got.counts == report.counts).all()
+
+
+async def test_a_stream_that_ends_is_opened_again_with_a_new_number():
+    async with serving([ACCEPTED, None], [ACCEPTED, None], [ACCEPTED]) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await until(lambda: len(listener.got) >= 3)
+            assert [stream for stream, _ in listener.got] == [1, 2, 3]
+            assert listener.lost_streams == [1, 2]
+        assert len(server.of(Hello)) == 3
+
+
+async def test_a_follower_sends_the_link_to_the_leader():
+    async with serving([ACCEPTED]) as (leader, leader_address):
+        not_leader = NotLeader("b", leader_address, 0.0)
+        async with serving([not_leader]) as (follower, address):
+            async with running(GrpcRankLink([address], timing=FAST)) as listener:
+                await until(lambda: listener.got)
+            assert len(follower.of(Hello)) == 1 and len(leader.of(Hello)) == 1
+
+
+async def test_a_leader_that_steps_down_later_redirects_too():
+    async with serving([ACCEPTED]) as (leader, leader_address):
+        async with serving([ACCEPTED, NotLeader("b", leader_address, 0.0)]) as (_, address):
+            async with running(GrpcRankLink([address], timing=FAST)) as listener:
+                await until(lambda: len(listener.got) == 2)
+            assert listener.lost_streams[0] == 1 and len(leader.of(Hello)) == 1
+
+
+async def test_no_leader_and_refusal_are_tried_again_later():
+    refused = Registration(
+        RegistrationOutcome.REFUSED, 1.0, 5.0, FlowControl(0.1), Reason.SHAPE_DISAGREES, "other shape"
+    )
+    async with serving([NotLeader("", "", 0.01)], [refused], [ACCEPTED]) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await until(lambda: listener.got)
+        assert len(server.of(Hello)) == 3
+        assert listener.got[0][0] == 3
+
+
+async def test_dead_addresses_are_passed_over():
+    async with serving([ACCEPTED]) as (server, address):
+        link = GrpcRankLink(["127.0.0.1:1", address], timing=FAST)
+        async with running(link) as listener:
+            await until(lambda: listener.got)
+        assert len(server.of(Hello)) == 1
+
+
+async def test_cancelling_the_link_closes_its_stream():
+    async with serving([ACCEPTED]) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await until(lambda: listener.got)
+        async with asyncio.timeout(5):
+            await server.closed.wait()
+        assert server.open == 0
+
+
+def test_a_link_needs_an_address():
+    with pytest.raises(InvalidInput):
+        GrpcRankLink([])

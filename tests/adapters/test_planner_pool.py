@@ -1,0 +1,68 @@
+"""Planner processes: their answers, their errors, and that none outlives its use."""
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
+from evenkeel.adapters.planner_pool import PlannerPool
+from evenkeel.errors import InfeasiblePlan, Reason, Unavailable
+
+pytestmark = pytest.mark.integration
+
+
+def double(value):
+    return 2 * value
+
+
+def refuse(value):
+    raise InfeasiblePlan(f"{value} does not fit", Reason.POOL_EXCEEDED)
+
+
+def die(value):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(value):
+    threading.Event().wait(60)
+
+
+def whoami(value):
+    return os.getpid()
+
+
+@pytest.fixture
+def pool():
+    pool = PlannerPool(1, deadline_s=30)
+    yield pool
+    pool.close()
+    pool.close()
+
+
+async def test_answers_and_errors_come_back_as_they_are(pool):
+    assert await pool.run(double, 21) == 42
+    with pytest.raises(InfeasiblePlan, match="7 does not fit") as caught:
+        await pool.run(refuse, 7)
+    assert caught.value.reason is Reason.POOL_EXCEEDED
+    assert pool.fault == ""
+
+
+async def test_a_process_that_dies_is_replaced(pool):
+    with pytest.raises(Unavailable, match="died") as caught:
+        await pool.run(die, 0)
+    assert caught.value.reason is Reason.PLANNER_FAILED
+    assert "died" in pool.fault
+    assert await pool.run(double, 4) == 8
+    assert pool.fault == ""
+
+
+async def test_a_plan_that_takes_too_long_is_given_up_with_its_process():
+    pool = PlannerPool(1, deadline_s=30)
+    worker = await pool.run(whoami, 0)
+    pool._deadline_s = 0.1
+    with pytest.raises(Unavailable, match="no plan within 0.1 s"):
+        await pool.run(hang, 0)
+    assert not psutil.pid_exists(worker)
+    pool.close()

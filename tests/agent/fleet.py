@@ -1,0 +1,163 @@
+"""Agents of one EP group, each on a thread that runs steps in lockstep, and links driven by hand."""
+
+import asyncio
+import queue
+import threading
+import time
+from typing import Any
+
+from evenkeel.agent import Agent, AgentConfig, GateFailed
+from evenkeel.model.ids import DeploymentId, EpRank
+from evenkeel.protocol.messages import RankIdentity
+from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome
+from tests.agent.ranks import CPU, GENERATION, Group, ToyMaps, ToyWeights, run_ranks, shape_of
+
+
+class PortLink:
+    """A RankLink without a network: the test speaks for the controller."""
+
+    def __init__(self):
+        self.sent: queue.Queue[Any] = queue.Queue()
+        self.ready = threading.Event()
+        self.listener: Any = None
+
+    async def run(self, listener):
+        self.listener = listener
+        self.ready.set()
+        await asyncio.Event().wait()
+
+    def send(self, message, stream=None):
+        self.sent.put((stream, message))
+
+    def say(self, message, stream=1):
+        self.listener.received(stream, message)
+
+    def expect(self, kind, timeout_s=20.0, where=lambda message: True):
+        deadline = time.monotonic() + timeout_s
+        while True:
+            _, message = self.sent.get(timeout=max(0.01, deadline - time.monotonic()))
+            if isinstance(message, kind) and where(message):
+                return message
+
+    def nothing(self, kind):
+        """No such message was sent so far."""
+        while not self.sent.empty():
+            assert not isinstance(self.sent.get()[1], kind)
+        return True
+
+
+class Fleet:
+    """R ranks that step until told to stop; leaves them all at the same step."""
+
+    def __init__(self, old, *, make_config=None, group=None, weights=None, steps=True):
+        self.old = old
+        self.size = old.num_ranks
+        self.group = group if group is not None else Group(self.size)
+        self.links = [PortLink() for _ in range(self.size)]
+        self.weights = weights if weights is not None else [ToyWeights(old, r) for r in range(self.size)]
+        self.maps = [ToyMaps(old) for _ in range(self.size)]
+        self.swaps: list[list[Any]] = [[] for _ in range(self.size)]
+        self.left: list[Any] = [None] * self.size
+        self.epochs: list[list[int]] = [[] for _ in range(self.size)]
+        self.make_config = make_config
+        self._stop = False
+        self._stop_now = False
+        self._barrier = threading.Barrier(self.size, action=self._sample)
+        self.agents = run_ranks(self.size, self._make)
+        self._threads = [
+            threading.Thread(target=self._steps, args=(rank,), daemon=True) for rank in range(self.size)
+        ]
+        for link in self.links:
+            assert link.ready.wait(20)
+        if steps:
+            for thread in self._threads:
+                thread.start()
+
+    def config(self, rank, **changes):
+        identity = RankIdentity(DeploymentId("toy"), EpRank(rank), GENERATION, 1000 + rank)
+        values = {
+            "identity": identity,
+            "shape": shape_of(self.old),
+            "node": "node-0",
+            "staging_bytes": 1 << 16,
+            "poll_every": 3,
+            "resolve_after": 2,
+            "gate_timeout_s": 2.0,
+        }
+        return AgentConfig(**{**values, **changes})
+
+    def _make(self, rank):
+        config = self.config(rank) if self.make_config is None else self.make_config(self, rank)
+        return Agent(
+            config,
+            self.old,
+            0,
+            self.weights[rank],
+            self.maps[rank],
+            connect=lambda name, device: self.group.connect(rank, name, device),
+            device=CPU,
+            link=self.links[rank],
+            on_swap=lambda record, placement: self.swaps[rank].append((record, placement)),
+        )
+
+    def _sample(self):
+        self._stop_now = self._stop
+
+    def _steps(self, rank):
+        try:
+            while True:
+                self._barrier.wait(30)
+                if self._stop_now:
+                    return
+                self.agents[rank].step_boundary()
+                self.epochs[rank].append(self.maps[rank].epoch)
+        except GateFailed as error:
+            self.left[rank] = error
+            self._barrier.abort()
+        except threading.BrokenBarrierError:
+            self._last_steps(rank)
+
+    def _last_steps(self, rank):
+        """A peer left: this rank goes on as it would between two exchanges, until the gate notices."""
+        try:
+            for _ in range(20):
+                self.agents[rank].step_boundary()
+        except GateFailed as error:
+            self.left[rank] = error
+
+    def register(self):
+        for link in self.links:
+            flow = FlowControl(report_interval_s=0.05)
+            link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, flow))
+
+    def say(self, message, ranks=None):
+        for rank in range(self.size) if ranks is None else ranks:
+            self.links[rank].say(message)
+
+    def wait_steps(self, count):
+        """Let every rank run at least so many further steps."""
+        goal = max(len(epochs) for epochs in self.epochs) + count
+        deadline = time.monotonic() + 20
+        while min(len(epochs) for epochs in self.epochs) < goal:
+            assert time.monotonic() < deadline, "the ranks stand still"
+            threading.Event().wait(0.005)
+
+    def wait_left(self):
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._stop = True
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(30)
+                assert not thread.is_alive(), "a rank hangs in its step"
+        for agent in self.agents:
+            agent.close()
+        # The one invariant of every test: at every step all ranks route by the same epoch.
+        if not any(self.left):
+            assert all(epochs == self.epochs[0] for epochs in self.epochs)

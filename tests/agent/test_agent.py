@@ -1,0 +1,279 @@
+"""The agent against real Gloo groups: ranks are threads, the controller is the test."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel.agent.checksums import checksums_digest
+from evenkeel.errors import PeerViolation, Reason
+from evenkeel.model.load import LoadReport, Phase
+from evenkeel.protocol.messages import (
+    Abort,
+    AbortAnswer,
+    Ack,
+    Commit,
+    QueryState,
+    RankState,
+    StagingProgress,
+    TermRefused,
+    Vote,
+    WaveOutcome,
+)
+from tests.agent.fleet import Fleet
+from tests.agent.ranks import (
+    LEADER,
+    ToyMaps,
+    ToyWeights,
+    expert_tensors,
+    prepare_for,
+    two_rank_placements,
+)
+
+OLD, NEW = two_rank_placements()
+
+
+def commit(fleet, prepare):
+    """Prepare, all yes, Commit, all Acks."""
+    fleet.say(prepare)
+    for link in fleet.links:
+        vote = link.expect(Vote)
+        assert vote.yes, vote
+    fleet.say(Commit(LEADER, prepare.wave))
+    return [link.expect(Ack) for link in fleet.links]
+
+
+def abort(fleet, prepare):
+    fleet.say(Abort(LEADER, prepare.wave))
+    return [link.expect(AbortAnswer, where=lambda answer: answer.drained) for link in fleet.links]
+
+
+def test_a_committed_wave_changes_every_rank_on_the_same_step():
+    """Gate (step 4) and R11; the fleet checks on leaving that epochs were equal at every step."""
+    prepare = prepare_for(OLD, NEW)
+    with Fleet(OLD) as fleet:
+        acks = commit(fleet, prepare)
+        assert {int(ack.epoch) for ack in acks} == {1}
+        assert {ack.placement_digest for ack in acks} == {NEW.digest}
+        for rank in range(2):
+            assert fleet.weights[rank].holds(NEW)
+            assert (fleet.maps[rank].rows == NEW.phy2log).all()
+            # What is acknowledged was saved before.
+            [(record, placement)] = fleet.swaps[rank]
+            assert placement == NEW and record.epoch == 1 and record.received_bytes > 0
+    # Slot 2 of rank 0 was empty: its memory was set aside before the vote; nothing was emptied.
+    assert fleet.weights[0].reserved == [(0, 2), (1, 2)] and fleet.weights[0].released == []
+
+
+def test_emptied_slots_are_given_back_after_the_swap_only():
+    """R11: memory a wave frees cannot serve that wave."""
+    with Fleet(OLD) as fleet:
+        commit(fleet, prepare_for(OLD, NEW))
+        back = prepare_for(NEW, OLD, plan="back", epoch=1)
+        fleet.say(back)
+        for link in fleet.links:
+            assert link.expect(Vote).yes
+        assert fleet.weights[0].released == []
+        fleet.say(Commit(LEADER, back.wave))
+        for link in fleet.links:
+            assert int(link.expect(Ack).epoch) == 2
+        assert fleet.weights[0].released == [(0, 2), (1, 2)]
+        assert all(weights.holds(OLD) for weights in fleet.weights)
+
+
+def test_commit_only_arms_and_one_unarmed_rank_holds_all():
+    """R5: nothing changes until the gate shows every rank armed."""
+    prepare = prepare_for(OLD, NEW)
+    with Fleet(OLD) as fleet:
+        fleet.say(prepare)
+        for link in fleet.links:
+            assert link.expect(Vote).yes
+        fleet.say(Commit(LEADER, prepare.wave), ranks=[0])
+        fleet.wait_steps(15)
+        assert fleet.links[0].nothing(Ack)
+        assert all(weights.holds(OLD) for weights in fleet.weights)
+        fleet.say(Commit(LEADER, prepare.wave), ranks=[1])
+        for link in fleet.links:
+            assert int(link.expect(Ack).epoch) == 1
+        assert all(weights.holds(NEW) for weights in fleet.weights)
+
+
+def test_abort_leaves_everything_as_it_was_and_the_next_wave_runs():
+    """R7: the answer says drained, and staging serves the next wave."""
+    prepare = prepare_for(OLD, NEW)
+    with Fleet(OLD) as fleet:
+        fleet.say(prepare)
+        for link in fleet.links:
+            assert link.expect(Vote).yes
+        answers = abort(fleet, prepare)
+        assert {answer.outcome for answer in answers} == {WaveOutcome.DROPPED}
+        assert all(weights.holds(OLD) for weights in fleet.weights)
+        assert fleet.weights[0].released == fleet.weights[0].reserved == [(0, 2), (1, 2)]
+        commit(fleet, prepare_for(OLD, NEW, plan="again"))
+        assert all(weights.holds(NEW) for weights in fleet.weights)
+
+
+def test_wrong_bytes_make_the_receiver_vote_no_and_name_the_expert():
+    """R4: weights that were changed after load on the sender are caught by the receiver."""
+    prepare = prepare_for(OLD, NEW)
+    with Fleet(OLD) as fleet:
+        # Expert 2 of layer 1 lives on rank 1 in local slot 0 and goes to rank 0.
+        fleet.weights[1].slots[1, 0][0].view(torch.uint8)[3, 5] ^= 1
+        fleet.say(prepare)
+        vote = fleet.links[0].expect(Vote)
+        assert not vote.yes and vote.reason is Reason.CHECKSUM_MISMATCH
+        assert "layer 1 expert 2" in vote.detail
+        assert fleet.links[1].expect(Vote).yes
+        answers = abort(fleet, prepare)
+        assert {answer.epoch for answer in answers} == {0}
+        assert fleet.weights[0].holds(OLD)
+
+
+def test_a_rank_that_cannot_reserve_votes_no_and_the_group_rebuilds_its_transfers():
+    """R10: its peer's batch ends at the deadline, the communicator is aborted, the gate agrees on a new one."""
+    prepare = prepare_for(OLD, NEW, batch_deadline_s=0.5)
+    with Fleet(OLD) as fleet:
+        fleet.weights[0].refuse = True
+        fleet.say(prepare)
+        first = fleet.links[0].expect(Vote)
+        assert not first.yes and first.reason is Reason.POOL_EXCEEDED
+        second = fleet.links[1].expect(Vote)
+        assert not second.yes and second.reason in (Reason.TRANSFER_TIMEOUT, Reason.TRANSFER_FAILED)
+        abort(fleet, prepare)
+        fleet.weights[0].refuse = False
+        commit(fleet, prepare_for(OLD, NEW, plan="again"))
+        assert all(weights.holds(NEW) for weights in fleet.weights)
+
+
+def test_engine_hooks_that_raise_cost_a_no_vote_and_nothing_else():
+    prepare = prepare_for(OLD, NEW, batch_deadline_s=0.5)
+    with Fleet(OLD) as fleet:
+        fleet.maps[1].fail_build = True
+        fleet.say(prepare)
+        vote = fleet.links[1].expect(Vote)
+        assert not vote.yes and "no memory for tables" in vote.detail
+        fleet.links[0].expect(Vote)
+        abort(fleet, prepare)
+        fleet.maps[1].fail_build = False
+        commit(fleet, prepare_for(OLD, NEW, plan="again"))
+
+
+class TornMaps(ToyMaps):
+    def install(self, built):
+        raise RuntimeError("half way")
+
+
+def test_a_swap_that_fails_takes_the_rank_out_of_the_group():
+    """R8: past the commit point a rank swaps or leaves; its peers find the gate broken and leave too."""
+    prepare = prepare_for(OLD, NEW)
+    fleet = Fleet(OLD, steps=False)
+    fleet.agents[1]._worker._maps = TornMaps(OLD)
+    with fleet:
+        for thread in fleet._threads:
+            thread.start()
+        fleet.say(prepare)
+        for link in fleet.links:
+            assert link.expect(Vote).yes
+        fleet.say(Commit(LEADER, prepare.wave))
+        fleet.wait_left()
+        assert fleet.left[1] is not None and "half way" in str(fleet.left[1])
+        assert fleet.left[0] is not None
+        assert fleet.left[0].reason is Reason.GATE_FAILED
+        with pytest.raises(type(fleet.left[1])):
+            fleet.agents[1].step_boundary()
+
+
+def test_new_weights_need_a_permit_and_raise_the_version():
+    """R4: a reload ends waves of the old version; checksums follow the new weights."""
+    prepare = prepare_for(OLD, NEW)
+    with Fleet(OLD) as fleet:
+        fleet.say(QueryState(LEADER))
+        fleet.say(prepare)
+        for link in fleet.links:
+            assert link.expect(Vote).yes
+        permits = [agent.request_reload() for agent in fleet.agents]
+        assert all(permit.wait(20) for permit in permits)
+        fleet.wait_steps(6)
+        fleet.say(Commit(LEADER, prepare.wave))
+        fleet.wait_steps(9)
+        assert all(weights.holds(OLD) for weights in fleet.weights)
+    # The ranks stand at the same boundary: the collective part of the reload.
+    for rank in range(2):
+        fleet.weights[rank].slots = ToyWeights(OLD, rank, version=1).slots
+    threads = [
+        threading.Thread(target=fleet.agents[rank].finish_reload, args=(2,), daemon=True) for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    hello = fleet.agents[0].hello()
+    assert hello.weights_version == 2 and "migrate" in hello.capabilities
+    assert hello.checksums_digest == fleet.agents[1].hello().checksums_digest
+
+
+def test_state_is_told_with_map_and_checksums_and_lower_terms_are_refused():
+    with Fleet(OLD) as fleet:
+        fleet.say(QueryState(LEADER, want_placement=True, want_checksums=True))
+        states = [link.expect(RankState) for link in fleet.links]
+        assert states[0].placement == OLD and len(states[0].checksums) == 2 * 4
+        assert states[0].checksums == states[1].checksums
+        assert checksums_digest(states[0].checksums) == fleet.agents[0].hello().checksums_digest
+        old_leader = type(LEADER)("other", LEADER.term)
+        fleet.say(QueryState(old_leader))
+        assert fleet.links[0].expect(TermRefused).leader == LEADER
+
+
+def test_recorded_steps_reach_the_controller_and_progress_is_told():
+    with Fleet(OLD) as fleet:
+        fleet.register()
+        counts = np.arange(6, dtype=np.int64).reshape(2, 3)
+        for step in range(5):
+            fleet.agents[0].record(step, counts * step, epoch=0, tokens=step, phase=Phase.DECODE)
+        got: list[tuple[int, int]] = []
+        while len(got) < 5:
+            report = fleet.links[0].expect(LoadReport)
+            got += [
+                (meta.step, int(row.sum())) for meta, row in zip(report.steps, report.counts, strict=True)
+            ]
+        assert got == [(step, 15 * step) for step in range(5)]
+        commit_later = prepare_for(OLD, NEW)
+        fleet.say(commit_later)
+        progress = fleet.links[0].expect(StagingProgress, where=lambda p: p.bytes_done == p.bytes_total)
+        assert progress.bytes_total > 0
+
+
+def test_ranks_that_disagree_on_the_gate_only_observe():
+    """R9: K and D are in a digest agreed at the start."""
+
+    def make(fleet, rank):
+        return fleet.config(rank, poll_every=3 + rank)
+
+    with Fleet(OLD, make_config=make) as fleet:
+        assert all(agent.observe_only for agent in fleet.agents)
+        assert fleet.agents[0].hello().capabilities == frozenset()
+        fleet.say(prepare_for(OLD, NEW))
+        vote = fleet.links[0].expect(Vote)
+        assert not vote.yes and vote.reason is Reason.OBSERVE_ONLY
+        fleet.wait_steps(10)
+
+
+def test_replicas_that_differ_forbid_copies():
+    """R4: one checksum per expert, equal on every replica."""
+    weights = [ToyWeights(NEW, rank) for rank in range(2)]
+    other = expert_tensors(0, 3, version=9)
+    weights[0].slots[0, 2] = tuple(t.clone() for t in other)
+    with Fleet(NEW, weights=weights) as fleet:
+        assert all(agent.observe_only for agent in fleet.agents)
+
+
+def test_ranks_that_disagree_on_what_they_serve_do_not_start():
+    """R1: one generation starts from one placement, epoch and weights version."""
+
+    def make(fleet, rank):
+        return fleet.config(rank, weights_version=1 + rank)
+
+    with pytest.raises(PeerViolation, match="weights version"):
+        Fleet(OLD, make_config=make)

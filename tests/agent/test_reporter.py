@@ -1,0 +1,117 @@
+"""Reports are kept until acknowledged, sent again after a reconnect, and never pile up."""
+
+import asyncio
+
+import numpy as np
+
+from evenkeel.agent.recorder import Recorder
+from evenkeel.agent.reporter import Reporter
+from evenkeel.model.ids import DeploymentId, EpRank
+from evenkeel.model.load import CountingSide, LoadReport, Phase
+from evenkeel.protocol.messages import RankIdentity
+from evenkeel.wire.link import FlowControl
+from tests.agent.ranks import GENERATION
+
+FLOW = FlowControl(report_interval_s=60.0, max_steps_per_report=2)
+
+
+class ListLink:
+    def __init__(self):
+        self.sent = []
+        self.rang = asyncio.Event()
+
+    async def run(self, listener):
+        raise NotImplementedError
+
+    def send(self, message, stream=None):
+        self.sent.append(message)
+        self.rang.set()
+
+    def steps(self):
+        return [[meta.step for meta in report.steps] for report in self.sent]
+
+
+def make(capacity=64):
+    recorder, link = Recorder(capacity, 1, 1), ListLink()
+    identity = RankIdentity(DeploymentId("toy"), EpRank(1), GENERATION, 5)
+    return recorder, link, Reporter(recorder, identity, CountingSide.DESTINATION, link)
+
+
+def record(recorder, *steps):
+    for step in steps:
+        recorder.record(step, np.array([[step]]), epoch=0, tokens=1, phase=Phase.DECODE)
+
+
+def test_nothing_is_sent_before_a_stream_is_open():
+    recorder, link, reporter = make()
+    record(recorder, 0, 1, 2)
+    reporter.report()
+    assert link.sent == [] and recorder.waiting == 3
+    reporter.registered(FLOW, None)
+    reporter.report()
+    assert link.steps() == [[0, 1], [2]]
+    assert isinstance(link.sent[0], LoadReport) and link.sent[0].rank == 1
+
+
+def test_unacknowledged_reports_are_sent_again_on_the_next_stream():
+    recorder, link, reporter = make()
+    reporter.registered(FLOW, None)
+    record(recorder, 0, 1, 2, 3)
+    reporter.report()
+    reporter.acknowledged(1)
+    reporter.lost()
+    record(recorder, 4)
+    reporter.report()
+    assert link.steps() == [[0, 1], [2, 3]]
+    link.sent.clear()
+    reporter.registered(FLOW, None)
+    reporter.report()
+    assert link.steps() == [[2, 3], [4]]
+
+
+def test_what_the_controller_already_has_is_not_sent_again():
+    recorder, link, reporter = make()
+    reporter.registered(FLOW, None)
+    record(recorder, 0, 1, 2, 3)
+    reporter.report()
+    link.sent.clear()
+    reporter.registered(FLOW, 3)
+    assert link.sent == []
+
+
+def test_a_slow_controller_leaves_steps_in_the_ring_where_the_oldest_fall_out():
+    recorder, link, reporter = make(capacity=16)
+    reporter.registered(FLOW, None)
+    for step in range(100):
+        record(recorder, step)
+        reporter.report()
+    sent = len(link.sent)
+    assert sent == 16
+    reporter.acknowledged(99)
+    reporter.report()
+    first = link.sent[sent]
+    assert first.dropped_steps > 0
+    total = sum(len(report.steps) + report.dropped_steps for report in link.sent)
+    assert total == 100
+
+
+def test_a_slower_rate_and_a_stride_take_hold():
+    recorder, link, reporter = make()
+    reporter.registered(FLOW, None)
+    reporter.paced(FlowControl(60.0, stride=5, from_step=0, max_steps_per_report=100))
+    record(recorder, *range(11))
+    reporter.report()
+    assert link.steps() == [[0, 5, 10]]
+
+
+async def test_a_registration_wakes_the_reporter_at_once():
+    recorder, link, reporter = make()
+    record(recorder, 0)
+    task = asyncio.create_task(reporter.run())
+    await asyncio.sleep(0)
+    reporter.registered(FlowControl(60.0), None)
+    async with asyncio.timeout(5):
+        await link.rang.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert link.steps() == [[0]]

@@ -1,0 +1,233 @@
+"""A controller small enough to read: `ports.Operations` over a dict, for the API and the command line."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from evenkeel.errors import Conflict, InvalidInput, NotFound, Reason
+from evenkeel.model.ids import DeploymentId, Epoch, Generation, PlanId
+from evenkeel.model.load import LoadWindow, Phase
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.ports import DeploymentStatus, RankStatus
+
+SHAPE = ModelShape(
+    num_layers=2, num_logical_experts=4, num_ranks=2, slots_per_rank=3, top_k=2, bytes_per_expert=1000
+)
+NOW = 1_700_000_000.0
+
+
+def make_rank(rank: int, **changes) -> RankStatus:
+    values = {
+        "rank": rank,
+        "node": f"node-{rank // 8}",
+        "gpu_uuid": f"GPU-{rank}",
+        "fresh": True,
+        "last_seen_unix": NOW,
+        "epoch": 3,
+        "state": "idle",
+        "load_share": 0.5,
+        "seconds_per_token": 1e-6,
+        "free_bytes": 10_000,
+        "staging_bytes": 4_000,
+    }
+    return RankStatus(**{**values, **changes})
+
+
+def make_status(deployment: str = "demo", **changes) -> DeploymentStatus:
+    values = {
+        "deployment": deployment,
+        "state": "ready",
+        "reason": "balance_above_threshold",
+        "mode": "auto",
+        "policy": "eplb",
+        "leader": "controller-0",
+        "term": 2,
+        "generation": "11111111-1111-1111-1111-111111111111",
+        "epoch": 3,
+        "shape": SHAPE,
+        "ranks": (make_rank(0), make_rank(1)),
+        "step": 120,
+        "window_steps": 100,
+        "balancedness_mean": 0.8,
+        "balancedness_worst": 0.6,
+        "active_plan": None,
+        "last_decision": {"at": NOW, "reason": "no_change", "plan_id": None, "numbers": {}},
+    }
+    return DeploymentStatus(**{**values, **changes})
+
+
+def make_plan(plan_id: str = "p-1", deployment: str = "demo", **changes) -> PlanRecord:
+    base = Placement.initial(SHAPE)
+    rows = base.phy2log[:1].copy()
+    rows[0, 2], rows[0, 5] = rows[0, 5], rows[0, 2]
+    wave = Wave(0, (0,), rows, ((Transfer(0, int(rows[0, 5]), 2, 5, 1000),),))
+    plan = Plan(
+        plan_id=PlanId(plan_id),
+        deployment=DeploymentId(deployment),
+        kind=PlanKind.MANUAL,
+        policy="eplb",
+        reason=Reason.MANUAL_REQUEST,
+        generation=Generation("11111111-1111-1111-1111-111111111111"),
+        weights_version=1,
+        base_epoch=Epoch(3),
+        base=base,
+        target=base.with_rows((0,), rows),
+        waves=(wave,),
+        created_at=NOW,
+        numbers={"balancedness_before": 0.6, "balancedness_after": 0.9},
+    )
+    values = {
+        "plan": plan,
+        "phase": PlanPhase.PROPOSED,
+        "reason": Reason.PLAN_PROPOSED,
+        "waves_committed": 0,
+        "updated_at": NOW,
+        "story": ({"at": NOW, "event": "created", "by": "test"},),
+    }
+    return PlanRecord(**{**values, **changes})
+
+
+def make_window(steps: int = 5) -> LoadWindow:
+    counts = np.tile(np.array([[8, 4, 2, 2], [4, 4, 4, 4]], np.uint32), (steps, 1, 1))
+    return LoadWindow(
+        counts,
+        np.arange(steps),
+        np.full(steps, 3),
+        np.full((steps, 2), 4),
+        np.full((steps, 2), np.nan),
+    )
+
+
+class FakeView:
+    def __init__(
+        self,
+        status: DeploymentStatus | Exception,
+        windows: dict[Phase, LoadWindow],
+        placement: Placement | None,
+    ):
+        self._status, self._windows, self._placement = status, windows, placement
+
+    def status(self):
+        if isinstance(self._status, Exception):
+            raise self._status
+        return self._status
+
+    def placement(self):
+        return self._placement
+
+    def topology(self):
+        return Topology.single_node(self._status.shape.num_ranks)
+
+    def window(self, phase):
+        return self._windows.get(phase)
+
+
+class FakeOperations:
+    """Keeps plans and the policy document in memory; every call is written down in `calls`."""
+
+    def __init__(self, *views: FakeView):
+        self.views = {view.status().deployment: view for view in views}
+        self.records: dict[str, list[PlanRecord]] = {name: [] for name in self.views}
+        self.document = {"mode": "auto", "policy": "eplb"}
+        self.health = {"store": "ok"}
+        self.calls: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+
+    def _check(self, deployment):
+        if self.error is not None:
+            raise self.error
+        if deployment not in self.views:
+            raise NotFound(f"no deployment {deployment}")
+
+    def deployments(self):
+        return list(self.views.values())
+
+    def deployment(self, deployment):
+        self._check(deployment)
+        return self.views[deployment]
+
+    async def create_plan(self, deployment, request):
+        self._check(deployment)
+        self.calls.append(("create_plan", deployment, request))
+        plan_id = request.plan_id or f"p-{len(self.records[deployment]) + 1}"
+        for record in self.records[deployment]:
+            if record.plan.plan_id == plan_id:
+                if record.request_digest != repr(request.policy):
+                    raise Conflict(f"plan {plan_id} was made from another body", Reason.ID_REUSED)
+                return record
+        record = make_plan(plan_id, deployment, request_digest=repr(request.policy))
+        if not request.dry_run:
+            record = replace(record, phase=PlanPhase.APPROVED, reason=Reason.MANUAL_REQUEST)
+        self.records[deployment].insert(0, record)
+        return record
+
+    async def plans(self, deployment):
+        self._check(deployment)
+        return self.records[deployment]
+
+    async def plan(self, deployment, plan_id):
+        self._check(deployment)
+        for record in self.records[deployment]:
+            if record.plan.plan_id == plan_id:
+                return record
+        raise NotFound(f"no plan {plan_id}")
+
+    async def _move(self, deployment, plan_id, phase, reason, by):
+        record = await self.plan(deployment, plan_id)
+        if record.phase.terminal:
+            raise Conflict(f"plan {plan_id} is {record.phase}", Reason.WRONG_PHASE)
+        moved = replace(record, phase=phase, reason=reason, approved_by=by)
+        self.records[deployment] = [moved if r is record else r for r in self.records[deployment]]
+        return moved
+
+    async def approve(self, deployment, plan_id, by):
+        return await self._move(deployment, plan_id, PlanPhase.APPROVED, Reason.MANUAL_REQUEST, by)
+
+    async def cancel(self, deployment, plan_id, by):
+        return await self._move(deployment, plan_id, PlanPhase.CANCELLED, Reason.CANCELLED, by)
+
+    async def rollback(self, deployment, to_epoch, by):
+        self._check(deployment)
+        self.calls.append(("rollback", deployment, to_epoch, by))
+        record = make_plan("rollback-1", deployment, phase=PlanPhase.APPROVED)
+        self.records[deployment].insert(0, record)
+        return record
+
+    async def resume(self, deployment, by):
+        self._check(deployment)
+        self.calls.append(("resume", deployment, by))
+
+    async def set_policy(self, deployment, changes, by):
+        self._check(deployment)
+        if changes.get("mode") not in (None, "observe", "propose", "auto"):
+            raise InvalidInput(f"mode {changes['mode']} is not observe, propose or auto")
+        self.document |= changes
+        return self.document
+
+    def policy(self, deployment):
+        self._check(deployment)
+        return self.document
+
+    async def freeze(self, deployment, seconds, by):
+        self._check(deployment)
+        self.calls.append(("freeze", deployment, seconds, by))
+
+    async def decisions(self, deployment, limit):
+        self._check(deployment)
+        rows: list[dict[str, Any]] = [
+            {"at": NOW - n, "reason": "no_change", "plan_id": None, "numbers": {}} for n in range(30)
+        ]
+        return rows[:limit]
+
+    async def healthy(self):
+        return self.health
+
+
+def make_operations() -> FakeOperations:
+    return FakeOperations(
+        FakeView(make_status(), {Phase.DECODE: make_window()}, Placement.initial(SHAPE)),
+        FakeView(make_status("fresh", balancedness_mean=None, step=None, window_steps=0), {}, None),
+    )

@@ -1,0 +1,143 @@
+import numpy as np
+import pytest
+
+from evenkeel.errors import Unavailable
+from evenkeel.model.load import Phase
+from evenkeel.model.placement import Placement
+from tests.api.conftest import assert_problem, make_client
+from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_plan, make_status, make_window
+
+
+async def test_deployments_are_listed_by_name_in_pages(client):
+    whole = (await client.get("/v1/deployments")).json()
+    assert [row["deployment"] for row in whole["items"]] == ["demo", "fresh"]
+    assert whole["next_page_token"] is None
+    first = (await client.get("/v1/deployments", params={"page_size": 1})).json()
+    assert [row["deployment"] for row in first["items"]] == ["demo"]
+    second = (
+        await client.get("/v1/deployments", params={"page_size": 1, "page_token": first["next_page_token"]})
+    ).json()
+    assert [row["deployment"] for row in second["items"]] == ["fresh"]
+    assert second["next_page_token"] is None
+
+
+@pytest.mark.parametrize("token", ["x", "%%%", "bm9ib2R5"])
+async def test_a_page_token_of_somebody_else_is_refused(client, token):
+    assert_problem(await client.get("/v1/deployments", params={"page_token": token}), 422)
+
+
+async def test_deployment_shows_the_plan_and_null_for_unknown(operations, client):
+    body = (await client.get("/v1/deployments/demo")).json()
+    assert (body["epoch"], body["state"], body["balancedness_mean"]) == (3, "ready", 0.8)
+    assert body["shape"]["num_logical_experts"] == 4
+    assert [rank["load_share"] for rank in body["ranks"]] == [0.5, 0.5]
+    assert body["active_plan"] is None
+    unknown = (await client.get("/v1/deployments/fresh")).json()
+    assert unknown["balancedness_mean"] is None
+    assert unknown["step"] is None
+
+
+async def test_active_plan_and_values_that_are_not_finite(app):
+    status = make_status(active_plan=make_plan(), balancedness_mean=float("nan"), staging_bytes_total=9)
+    app.state.operations = FakeOperations(FakeView(status, {}, None))
+    async with make_client(app) as client:
+        body = (await client.get("/v1/deployments/demo")).json()
+    assert body["balancedness_mean"] is None
+    assert body["active_plan"]["plan_id"] == "p-1"
+    assert body["active_plan"]["moves"] == 1
+    assert body["staging_bytes_total"] == 9
+
+
+async def test_placement_and_its_derived_maps_agree(client):
+    body = (await client.get("/v1/deployments/demo/placement")).json()
+    want = Placement.initial(SHAPE)
+    assert body["physical_to_logical"] == want.phy2log.tolist()
+    assert (body["epoch"], body["digest"]) == (3, want.digest)
+    for layer, experts in enumerate(body["logical_to_physical"]):
+        for expert, slots in enumerate(experts):
+            assert len(slots) == body["replica_count"][layer][expert]
+            assert all(body["physical_to_logical"][layer][slot] == expert for slot in slots)
+
+
+async def test_placement_before_the_ranks_told_it(client):
+    assert_problem(await client.get("/v1/deployments/fresh/placement"), 503, "ranks_missing")
+
+
+async def test_load_matrices_per_phase(client):
+    body = (await client.get("/v1/deployments/demo/load")).json()
+    assert body["phases"]["prefill"] is None
+    decode = body["phases"]["decode"]
+    assert decode["steps"] == 5
+    assert decode["tokens_per_expert"] == [[8, 4, 2, 2], [4, 4, 4, 4]]
+    per_rank = np.array(decode["tokens_per_rank"])
+    assert per_rank.shape == (2, 2)
+    assert per_rank.sum(axis=1).tolist() == [16, 16]
+    # Rank 0 holds experts 0, 1 and a copy of 2 or more, so layer 0 leans on it.
+    assert decode["balancedness_by_layer"][0] == pytest.approx(8 / per_rank[0].max())
+
+
+async def test_load_of_a_layer_without_tokens_is_unknown(app):
+    window = make_window()
+    window.counts[:, 1] = 0
+    view = FakeView(make_status(), {Phase.DECODE: window}, Placement.initial(SHAPE))
+    app.state.operations = FakeOperations(view)
+    async with make_client(app) as client:
+        decode = (await client.get("/v1/deployments/demo/load")).json()["phases"]["decode"]
+    assert decode["balancedness_by_layer"][1] is None
+
+
+async def test_policy_changes_only_what_its_etag_names(client):
+    read = await client.get("/v1/deployments/demo/policy")
+    tag = read.headers["etag"]
+    assert read.json() == {"mode": "auto", "policy": "eplb"}
+    changed = await client.patch(
+        "/v1/deployments/demo/policy", json={"mode": "observe"}, headers={"If-Match": tag}
+    )
+    assert changed.json() == {"mode": "observe", "policy": "eplb"}
+    assert changed.headers["etag"] != tag
+    late = await client.patch("/v1/deployments/demo/policy", json={"mode": "auto"}, headers={"If-Match": tag})
+    assert_problem(late, 412)
+    assert (await client.get("/v1/deployments/demo/policy")).json()["mode"] == "observe"
+    assert_problem(await client.patch("/v1/deployments/demo/policy", json={"mode": "yolo"}), 422)
+
+
+async def test_freeze_resume_and_who_asked(client, operations):
+    assert (await client.post("/v1/deployments/demo/freeze", json={"seconds": 60})).status_code == 204
+    assert (await client.post("/v1/deployments/demo/resume")).status_code == 204
+    assert operations.calls == [("freeze", "demo", 60.0, "alice"), ("resume", "demo", "alice")]
+    for seconds in (-1, 1e9, "soon"):
+        assert_problem(await client.post("/v1/deployments/demo/freeze", json={"seconds": seconds}), 422)
+
+
+async def test_decisions_page_through_without_gap_or_repeat(client):
+    seen, token = [], None
+    for _ in range(10):
+        params = {"page_size": 7} | ({"page_token": token} if token else {})
+        body = (await client.get("/v1/deployments/demo/decisions", params=params)).json()
+        seen += [row["at"] for row in body["items"]]
+        token = body["next_page_token"]
+        if token is None:
+            break
+    assert len(seen) == 30
+    assert seen == sorted(seen, reverse=True)
+
+
+async def test_liveness_never_asks_the_controller(client, operations):
+    operations.health = {"store": "connection refused", "grpc": "ok"}
+    assert (await client.get("/healthz")).json() == {"status": "ok"}
+    ready = await client.get("/readyz")
+    assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+    operations.health = {"store": "ok", "grpc": "not bound"}
+    assert (await client.get("/readyz")).status_code == 503
+
+
+async def test_a_policy_value_json_cannot_say_is_null(client, operations):
+    operations.document["max_payback_s"] = float("inf")
+    assert (await client.get("/v1/deployments/demo/policy")).json()["max_payback_s"] is None
+
+
+async def test_one_deployment_whose_ranks_never_spoke_does_not_hide_the_others(client, operations):
+    operations.views["silent"] = FakeView(Unavailable("no rank of silent has connected yet"), {}, None)
+    names = [row["deployment"] for row in (await client.get("/v1/deployments")).json()["items"]]
+    assert names == ["demo", "fresh"]
+    assert_problem(await client.get("/v1/deployments/silent"), 503)

@@ -1,0 +1,43 @@
+"""Whatever a client sends, the answer is one the document promises."""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import booleans
+from schemathesis.checks import positive_data_acceptance
+
+from evenkeel.api import create_app
+from tests.api.conftest import OPERATE, TOKENS
+from tests.api.fakes import make_operations, make_plan
+
+HEADERS = {"Authorization": f"Bearer {OPERATE}"}
+IDS = {"deployment": "demo", "plan_id": "p-1"}
+# A well-formed page token, mode or target may still name nothing that exists.
+SEMANTICS = positive_data_acceptance
+OPERATIONS = [
+    (method, path)
+    for path, item in create_app(make_operations(), TOKENS).openapi()["paths"].items()
+    for method in item
+]
+
+
+def with_a_plan():
+    operations = make_operations()
+    operations.records["demo"] = [make_plan("p-1")]
+    return operations
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda part: str(part))
+def test_no_request_gets_an_undocumented_answer(method, path):
+    app = create_app(with_a_plan(), TOKENS)
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app, headers=HEADERS)
+
+    @given(case=schema[path][method].as_strategy(), known=booleans())
+    @settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    def fuzz(case, known):
+        # Half of the requests get past "no such deployment".
+        if known:
+            case.path_parameters |= {key: IDS[key] for key in case.path_parameters}
+        case.call_and_validate(headers=HEADERS, excluded_checks=[SEMANTICS])
+
+    fuzz()

@@ -1,0 +1,114 @@
+import pytest
+
+from evenkeel.model.load import Phase
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import PlanLimits
+from tests.api.conftest import assert_problem
+from tests.api.fakes import SHAPE
+
+PLANS = "/v1/deployments/demo/plans"
+
+
+async def test_a_dry_run_is_the_plan_that_approve_takes(client):
+    made = await client.post(PLANS, json={"dry_run": True})
+    assert made.status_code == 201
+    where = made.headers["location"]
+    assert where == f"{PLANS}/{made.json()['plan_id']}"
+    assert (await client.get(where)).json() == made.json()
+    approved = await client.post(f"{where}/approve")
+    assert approved.status_code == 202
+    assert approved.headers["location"] == where
+    assert approved.json()["phase"] == "approved"
+    assert approved.json()["approved_by"] == "alice"
+    assert approved.json()["target"] == made.json()["target"]
+
+
+async def test_a_plan_that_runs_is_202(client):
+    made = await client.post(PLANS, json={"approve": True})
+    assert made.status_code == 202
+    assert made.json()["phase"] == "approved"
+
+
+async def test_the_request_reaches_the_controller_whole(client, operations):
+    target = Placement.initial(SHAPE).phy2log.tolist()
+    body = {
+        "plan_id": "mine-1",
+        "policy": "keel",
+        "limits": {"max_moves": 4, "max_bytes": 4000, "max_layers": 2},
+        "phases": ["decode", "decode", "prefill"],
+        "dry_run": True,
+        "approve": False,
+        "target": {"physical_to_logical": target},
+    }
+    assert (await client.post(PLANS, json=body)).status_code == 201
+    _, deployment, request = operations.calls[0]
+    assert (deployment, request.plan_id, request.policy) == ("demo", "mine-1", "keel")
+    assert request.limits == PlanLimits(4, 4000, 2)
+    assert request.phases == (Phase.DECODE, Phase.PREFILL)
+    assert request.target == Placement.initial(SHAPE)
+    assert request.requested_by == "alice"
+
+
+async def test_repeating_a_call_gives_the_same_plan_and_another_body_is_refused(client, operations):
+    first = await client.post(PLANS, json={"plan_id": "mine-1", "policy": "keel"})
+    again = await client.post(PLANS, json={"plan_id": "mine-1", "policy": "keel"})
+    assert again.json()["plan_id"] == first.json()["plan_id"]
+    assert len(operations.records["demo"]) == 1
+    assert_problem(await client.post(PLANS, json={"plan_id": "mine-1", "policy": "gem"}), 409, "id_reused")
+
+
+async def test_idempotency_key_stands_in_for_the_plan_id(client):
+    headers = {"Idempotency-Key": "key-1"}
+    assert (await client.post(PLANS, json={}, headers=headers)).json()["plan_id"] == "key-1"
+    assert (await client.post(PLANS, json={"plan_id": "b"}, headers=headers)).json()["plan_id"] == "b"
+    assert_problem(await client.post(PLANS, json={}, headers={"Idempotency-Key": "/"}), 422)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ([[0, 1, 2]], "wrong_shape"),
+        ([[0, 1, 2, 3, 0, 1], [0, 1]], "wrong_shape"),
+        ([[0, 1, 2, 3, 0, 9], [0, 1, 2, 3, 0, 1]], "expert_out_of_range"),
+        ([], "invalid_input"),
+        ([[-2, 1, 2, 3, 0, 1], [0, 1, 2, 3, 0, 1]], "invalid_input"),
+    ],
+)
+async def test_a_target_of_another_shape_is_refused(client, operations, target, reason):
+    body = {"target": {"physical_to_logical": target}}
+    assert_problem(await client.post(PLANS, json=body), 422, reason)
+    assert operations.calls == []
+
+
+async def test_plans_page_through(client):
+    for number in range(5):
+        await client.post(PLANS, json={"plan_id": f"p{number}"})
+    first = (await client.get(PLANS, params={"page_size": 3})).json()
+    assert [row["plan_id"] for row in first["items"]] == ["p4", "p3", "p2"]
+    # A plan made between two pages moves nothing: the token names a row, not a position.
+    await client.post(PLANS, json={"plan_id": "late"})
+    rest = (await client.get(PLANS, params={"page_size": 3, "page_token": first["next_page_token"]})).json()
+    assert [row["plan_id"] for row in rest["items"]] == ["p1", "p0"]
+    assert rest["next_page_token"] is None
+
+
+async def test_cancel_story_and_unknown_plans(client):
+    await client.post(PLANS, json={"plan_id": "p1"})
+    cancelled = await client.post(f"{PLANS}/p1/cancel")
+    assert (cancelled.status_code, cancelled.json()["phase"]) == (202, "cancelled")
+    assert_problem(await client.post(f"{PLANS}/p1/approve"), 409, "wrong_phase")
+    story = (await client.get(f"{PLANS}/p1/story")).json()
+    assert story["reason"] == "cancelled"
+    assert story["rows"][0]["event"] == "created"
+    for path in ("nope", "nope/story"):
+        assert_problem(await client.get(f"{PLANS}/{path}"), 404, "not_found")
+    assert_problem(await client.get("/v1/deployments/nope/plans"), 404, "not_found")
+
+
+async def test_rollback_names_its_epoch_or_takes_the_one_before(client, operations):
+    plain = await client.post("/v1/deployments/demo/rollback")
+    assert plain.status_code == 202
+    assert plain.headers["location"].endswith("/rollback-1")
+    await client.post("/v1/deployments/demo/rollback", json={"to_epoch": 2})
+    assert [call[2] for call in operations.calls] == [None, 2]
+    assert_problem(await client.post("/v1/deployments/demo/rollback", json={"to_epoch": -1}), 422)

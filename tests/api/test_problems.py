@@ -1,0 +1,73 @@
+import pytest
+
+from evenkeel.errors import (
+    Conflict,
+    EvenkeelError,
+    IllegalEvent,
+    InfeasiblePlan,
+    InvalidInput,
+    NotFound,
+    PeerViolation,
+    Reason,
+    ShapeMismatch,
+    Unavailable,
+)
+from tests.api.conftest import assert_problem
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (InvalidInput("mode is wrong"), 422, "invalid_input"),
+        (ShapeMismatch("2 layers, not 3"), 422, "wrong_shape"),
+        (NotFound("no such plan"), 404, "not_found"),
+        (Conflict("moved", Reason.STALE_BASE), 409, "stale_base"),
+        (InfeasiblePlan("no room", Reason.MEMORY_EXCEEDED), 422, "memory_exceeded"),
+        (PeerViolation("rank 3 lies"), 502, "malformed"),
+        (Unavailable("store is away"), 503, "store_unavailable"),
+        (Unavailable("ask controller-1", Reason.NOT_LEADER), 503, "not_leader"),
+    ],
+)
+async def test_each_error_has_its_status_and_reason(client, operations, error, status, reason):
+    operations.error = error
+    body = assert_problem(await client.get("/v1/deployments/demo"), status, reason)
+    assert body["detail"] == str(error)
+    assert body["instance"] == "/v1/deployments/demo"
+
+
+@pytest.mark.parametrize(
+    "error", [IllegalEvent("coordinator", "idle", "Ack"), RuntimeError("secret"), EvenkeelError("x")]
+)
+async def test_a_defect_tells_the_client_nothing_but_500(client, operations, error):
+    operations.error = error
+    response = await client.get("/v1/deployments/demo")
+    assert_problem(response, 500)
+    assert "secret" not in response.text
+    assert "coordinator" not in response.text
+
+
+async def test_unavailable_says_when_to_come_back(client, operations):
+    operations.error = Unavailable("store is away")
+    assert int((await client.get("/v1/deployments/demo")).headers["retry-after"]) > 0
+
+
+async def test_unknown_path_and_method(client):
+    assert_problem(await client.get("/v1/nothing"), 404, "not_found")
+    response = await client.delete("/v1/deployments/demo")
+    assert_problem(response, 405)
+    assert response.headers["allow"] == "GET"
+
+
+async def test_a_body_with_an_unknown_field_is_refused(client):
+    body = assert_problem(
+        await client.post("/v1/deployments/demo/plans", json={"dryrun": True}), 422, "invalid_input"
+    )
+    assert "dryrun" in body["detail"]
+    assert body["errors"][0]["location"] == ["body", "dryrun"]
+
+
+async def test_a_body_that_is_no_json(client):
+    response = await client.post(
+        "/v1/deployments/demo/plans", content=b"{", headers={"content-type": "application/json"}
+    )
+    assert_problem(response, 422)

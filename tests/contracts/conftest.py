@@ -1,0 +1,48 @@
+"""The stores the suite is run on: dicts, and a real Valkey."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from evenkeel.adapters.clock import SystemClock
+from evenkeel.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel.adapters.redis_client import connect, disconnect
+from evenkeel.adapters.redis_store import RedisDeploymentStore
+from evenkeel.adapters.redis_windows import RedisWindowStore
+from tests.contracts.memory_store import MemoryStore
+
+CAPACITY = 10
+EPOCHS_KEPT = 4
+
+
+@pytest.fixture
+async def valkey(tmp_path) -> AsyncIterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path / "data")
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture(params=["memory", pytest.param("valkey", marks=pytest.mark.integration)])
+async def stores(request, tmp_path):
+    """(deployment store, window store) on the same ground."""
+    if request.param == "memory":
+        store = MemoryStore(SystemClock(), capacity=CAPACITY, epochs_kept=EPOCHS_KEPT)
+        yield store, store
+        return
+    server = EmbeddedValkey(tmp_path / "data")
+    await server.start()
+    client = connect(server.url, timeout_s=5.0)
+    yield RedisDeploymentStore(client, epochs_kept=EPOCHS_KEPT), RedisWindowStore(client, capacity=CAPACITY)
+    await disconnect(client)
+    await server.stop()
+
+
+@pytest.fixture
+def store(stores):
+    return stores[0]
+
+
+@pytest.fixture
+def windows(stores):
+    return stores[1]

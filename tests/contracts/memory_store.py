@@ -1,0 +1,117 @@
+"""Both store ports over dicts, for tests that need a store and not its behaviour under failure.
+
+Held to the ports by the same suite as the real one.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evenkeel.errors import Conflict, Reason
+from evenkeel.model.ids import DeploymentId, Epoch
+from evenkeel.model.load import LoadWindow, Phase
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import PlanRecord
+from evenkeel.ports import Clock, Lease
+from evenkeel.protocol.windows import join_windows
+
+
+class MemoryStore:
+    def __init__(self, clock: Clock, *, capacity: int = 512, epochs_kept: int = 64) -> None:
+        self._clock = clock
+        self._capacity = capacity
+        self._epochs_kept = epochs_kept
+        self._leases: dict[DeploymentId, tuple[Lease, float]] = {}
+        self._terms: dict[DeploymentId, int] = {}
+        self._plans: dict[DeploymentId, dict[str, PlanRecord]] = {}
+        self._epochs: dict[DeploymentId, dict[Epoch, Placement]] = {}
+        self._documents: dict[tuple[DeploymentId, str], str] = {}
+        self._decisions: dict[DeploymentId, list[str]] = {}
+        self._windows: dict[tuple[DeploymentId, Phase], LoadWindow] = {}
+
+    async def acquire_lease(
+        self, deployment: DeploymentId, holder: str, ttl_s: float, at_least_term: int
+    ) -> Lease:
+        held = self._leases.get(deployment)
+        if held is not None and held[1] > self._clock.monotonic() and held[0].holder != holder:
+            return held[0]
+        term = max(self._terms.get(deployment, 0), at_least_term) + 1
+        self._terms[deployment] = term
+        self._leases[deployment] = (Lease(holder, term), self._clock.monotonic() + ttl_s)
+        return Lease(holder, term)
+
+    async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
+        held = self._leases.get(deployment)
+        if held is None or held[0] != lease or held[1] <= self._clock.monotonic():
+            return False
+        self._leases[deployment] = (lease, self._clock.monotonic() + ttl_s)
+        return True
+
+    async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
+        held = self._leases.get(deployment)
+        if held is not None and held[0] == lease:
+            del self._leases[deployment]
+
+    def _fence(self, deployment: DeploymentId, term: int) -> None:
+        known = self._terms.get(deployment, 0)
+        if known > term:
+            raise Conflict(f"term {known} has taken over from term {term}", Reason.LEASE_LOST)
+        self._terms[deployment] = term
+
+    async def store_plan(self, record: PlanRecord, term: int) -> None:
+        self._fence(record.plan.deployment, term)
+        self._plans.setdefault(record.plan.deployment, {})[record.plan.plan_id] = record
+
+    async def fetch_plans(self, deployment: DeploymentId, limit: int = 1000) -> Sequence[PlanRecord]:
+        records = self._plans.get(deployment, {}).values()
+        return sorted(records, key=lambda record: -record.plan.created_at)[:limit]
+
+    async def store_epoch(
+        self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int
+    ) -> None:
+        self._fence(deployment, term)
+        known = self._epochs.get(deployment, {})
+        self._epochs[deployment] = {
+            e: p for e, p in known.items() if epoch - self._epochs_kept < e < epoch
+        } | {epoch: placement}
+
+    async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
+        return dict(self._epochs.get(deployment, {}))
+
+    async def store_document(
+        self, deployment: DeploymentId, name: str, body: Mapping[str, Any], term: int
+    ) -> None:
+        self._fence(deployment, term)
+        self._documents[deployment, name] = json.dumps(body)
+
+    async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
+        body = self._documents.get((deployment, name))
+        return None if body is None else json.loads(body)
+
+    async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
+        self._decisions.setdefault(deployment, []).append(json.dumps(decision))
+
+    async def fetch_decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
+        rows = self._decisions.get(deployment, [])
+        return [json.loads(row) for row in rows[::-1][: max(0, limit)]]
+
+    async def deployments(self) -> Sequence[DeploymentId]:
+        return sorted(self._terms)
+
+    async def ping(self) -> None:
+        pass
+
+    async def append(self, deployment: DeploymentId, phase: Phase, steps: LoadWindow) -> None:
+        held = self._windows.get((deployment, phase))
+        joined = steps if held is None else join_windows([held, steps])
+        source = steps.source if steps.source is not None or held is None else held.source
+        self._windows[deployment, phase] = LoadWindow(
+            joined.counts, joined.steps, joined.epochs, joined.tokens, joined.compute_s, source
+        ).last(self._capacity)
+
+    async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
+        return self._windows.get((deployment, phase))
+
+    async def forget(self, deployment: DeploymentId) -> None:
+        for phase in Phase:
+            self._windows.pop((deployment, phase), None)

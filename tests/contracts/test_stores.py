@@ -1,0 +1,252 @@
+"""What every store must do, whatever it is made of."""
+
+import asyncio
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from evenkeel.errors import Conflict, Reason
+from evenkeel.model.ids import DeploymentId, Epoch, Generation, PlanId
+from evenkeel.model.load import LoadWindow, Phase
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
+from evenkeel.ports import Lease
+from tests.contracts.conftest import CAPACITY, EPOCHS_KEPT
+
+DEMO, OTHER = DeploymentId("demo"), DeploymentId("other")
+BASE = Placement(np.array([[0, 1, 2, -1], [2, 1, 0, 1]], np.int32), 2, 3)
+TARGET = Placement(np.array([[0, 1, 2, 0], [2, 1, 0, 1]], np.int32), 2, 3)
+
+
+def make_record(plan_id="p1", created_at=100.0, **changes) -> PlanRecord:
+    wave = Wave(0, (0,), TARGET.phy2log[:1].copy(), ((Transfer(0, 0, 0, 3, 1 << 33),), ()))
+    plan = Plan(
+        plan_id=PlanId(plan_id),
+        deployment=DEMO,
+        kind=PlanKind.AUTOMATIC,
+        policy="eplb",
+        reason=Reason.LOAD_CHANGED,
+        generation=Generation("g"),
+        weights_version=3,
+        base_epoch=Epoch(7),
+        base=BASE,
+        target=TARGET,
+        waves=(wave,),
+        created_at=created_at,
+        expires_at=200.0,
+        numbers={"gain": 0.25},
+    )
+    record = PlanRecord(plan, PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0, created_at, story=({"at": 1.5},))
+    return dataclasses.replace(record, **changes)
+
+
+def form(value):
+    """Placements compare by value; arrays and slots do not."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, tuple):
+        return tuple(form(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, Placement):
+        return {f.name: form(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return value
+
+
+def make_window(steps, *, seed=0, source=False, high=500):
+    rng = np.random.default_rng(seed)
+    length = len(steps)
+    compute_s = rng.random((length, 2))
+    compute_s[::3] = math.nan
+    return LoadWindow(
+        rng.integers(0, high, (length, 2, 3)).astype(np.uint32),
+        np.array(steps, np.int64),
+        rng.integers(0, 9, length),
+        rng.integers(0, 99, (length, 2)),
+        compute_s,
+        rng.integers(0, 9, (2, 2, 3)).astype(np.uint32) if source else None,
+    )
+
+
+def assert_same(one, other):
+    for field in dataclasses.fields(LoadWindow):
+        mine, its = getattr(one, field.name), getattr(other, field.name)
+        assert (mine is None) == (its is None), field.name
+        if mine is not None:
+            assert mine.dtype == its.dtype, field.name
+            np.testing.assert_array_equal(mine, its, err_msg=field.name)
+
+
+# --- leases ------------------------------------------------------------------------------------
+
+
+async def test_one_holder_wins_and_the_reply_is_the_winner(store):
+    answers = await asyncio.gather(*(store.acquire_lease(DEMO, f"c{n}", 60.0, 0) for n in range(5)))
+    assert len(set(answers)) == 1
+    assert answers[0].term == 1
+
+
+async def test_every_new_holding_carries_a_higher_term(store):
+    first = await store.acquire_lease(DEMO, "a", 60.0, 0)
+    again = await store.acquire_lease(DEMO, "a", 60.0, 0)
+    assert (first, again) == (Lease("a", 1), Lease("a", 2))
+    await store.release_lease(DEMO, again)
+    assert await store.acquire_lease(DEMO, "b", 60.0, 0) == Lease("b", 3)
+
+
+async def test_the_term_rises_above_what_ranks_know(store):
+    assert (await store.acquire_lease(DEMO, "a", 60.0, 41)).term == 42
+    assert (await store.acquire_lease(DEMO, "a", 60.0, 7)).term == 43
+
+
+async def test_only_the_holder_renews_and_releases(store):
+    lease = await store.acquire_lease(DEMO, "a", 60.0, 0)
+    assert await store.renew_lease(DEMO, lease, 60.0)
+    assert not await store.renew_lease(DEMO, Lease("a", 9), 60.0)
+    assert not await store.renew_lease(DEMO, Lease("b", 1), 60.0)
+    await store.release_lease(DEMO, Lease("b", 1))
+    assert await store.acquire_lease(DEMO, "b", 60.0, 0) == lease
+
+
+async def test_an_expired_lease_is_free_and_cannot_be_renewed(store):
+    lease = await store.acquire_lease(DEMO, "a", 0.02, 0)
+    for _ in range(500):
+        if (taken := await store.acquire_lease(DEMO, "b", 60.0, 0)) != lease:
+            break
+        await asyncio.sleep(0.01)
+    assert taken == Lease("b", 2)
+    assert not await store.renew_lease(DEMO, lease, 60.0)
+
+
+async def test_deployments_have_leases_of_their_own(store):
+    await store.acquire_lease(DEMO, "a", 60.0, 5)
+    assert await store.acquire_lease(OTHER, "b", 60.0, 0) == Lease("b", 1)
+    assert await store.deployments() == [DEMO, OTHER]
+
+
+# --- fenced records ----------------------------------------------------------------------------
+
+
+async def test_a_plan_comes_back_as_it_was(store):
+    record = make_record(approved_by="eve", request_digest="d", error="x", waves_committed=1)
+    await store.store_plan(record, 1)
+    (found,) = await store.fetch_plans(DEMO)
+    assert form(found) == form(record)
+    assert await store.fetch_plans(OTHER) == []
+
+
+async def test_plans_come_newest_first_and_are_replaced_whole(store):
+    for number in range(4):
+        await store.store_plan(make_record(f"p{number}", 100.0 + number), 1)
+    await store.store_plan(make_record("p1", 101.0, phase=PlanPhase.COMMITTED), 1)
+    found = await store.fetch_plans(DEMO, limit=3)
+    assert [record.plan.plan_id for record in found] == ["p3", "p2", "p1"]
+    assert found[2].phase is PlanPhase.COMMITTED
+
+
+async def test_a_leader_of_an_older_term_cannot_write(store):
+    old = await store.acquire_lease(DEMO, "a", 60.0, 0)
+    await store.release_lease(DEMO, old)
+    new = await store.acquire_lease(DEMO, "b", 60.0, 0)
+    writes = (
+        lambda term: store.store_plan(make_record(), term),
+        lambda term: store.store_epoch(DEMO, Epoch(1), BASE, term),
+        lambda term: store.store_document(DEMO, "policy", {}, term),
+    )
+    for write in writes:
+        with pytest.raises(Conflict, match="term 2 has taken over from term 1") as caught:
+            await write(old.term)
+        assert caught.value.reason is Reason.LEASE_LOST
+    assert await store.fetch_plans(DEMO) == []
+    assert await store.fetch_epochs(DEMO) == {}
+    assert await store.fetch_document(DEMO, "policy") is None
+    for write in writes:
+        await write(new.term)
+
+
+async def test_a_write_of_a_higher_term_fences_lower_ones(store):
+    await store.store_document(DEMO, "policy", {"mode": "auto"}, 8)
+    with pytest.raises(Conflict):
+        await store.store_document(DEMO, "policy", {"mode": "observe"}, 7)
+    assert await store.fetch_document(DEMO, "policy") == {"mode": "auto"}
+    assert (await store.acquire_lease(DEMO, "a", 60.0, 0)).term == 9
+
+
+async def test_epochs_keep_the_newest_and_forget_a_history_that_did_not_happen(store):
+    for epoch in range(1, 8):
+        await store.store_epoch(DEMO, Epoch(epoch), BASE, 1)
+    assert list(await store.fetch_epochs(DEMO)) == [7 - EPOCHS_KEPT + n for n in range(1, EPOCHS_KEPT + 1)]
+    await store.store_epoch(DEMO, Epoch(5), TARGET, 1)
+    epochs = await store.fetch_epochs(DEMO)
+    assert list(epochs) == [4, 5]
+    assert (epochs[4], epochs[5]) == (BASE, TARGET)
+
+
+async def test_documents_are_replaced_whole(store):
+    await store.store_document(DEMO, "policy", {"a": 1, "b": [2]}, 1)
+    await store.store_document(DEMO, "policy", {"b": {"c": None}}, 1)
+    assert await store.fetch_document(DEMO, "policy") == {"b": {"c": None}}
+    assert await store.fetch_document(DEMO, "shape") is None
+    assert await store.fetch_document(OTHER, "policy") is None
+
+
+async def test_decisions_come_newest_first(store):
+    for cycle in range(5):
+        await store.append_decision(DEMO, {"cycle": cycle, "numbers": {"gain": 0.5}})
+    found = await store.fetch_decisions(DEMO, 3)
+    assert [row["cycle"] for row in found] == [4, 3, 2]
+    assert await store.fetch_decisions(DEMO, 0) == []
+    assert await store.fetch_decisions(OTHER, 3) == []
+    await store.ping()
+
+
+# --- windows -----------------------------------------------------------------------------------
+
+
+async def test_a_window_comes_back_as_it_was(windows):
+    window = make_window(range(8))
+    assert await windows.fetch(DEMO, Phase.DECODE) is None
+    await windows.append(DEMO, Phase.DECODE, window.slice(slice(0, 3)))
+    await windows.append(DEMO, Phase.DECODE, window.slice(slice(3, 8)))
+    assert_same(await windows.fetch(DEMO, Phase.DECODE), window)
+    assert await windows.fetch(DEMO, Phase.PREFILL) is None
+    assert await windows.fetch(OTHER, Phase.DECODE) is None
+
+
+async def test_large_counts_survive(windows):
+    window = make_window(range(2), high=1 << 32)
+    await windows.append(DEMO, Phase.MIXED, window)
+    assert_same(await windows.fetch(DEMO, Phase.MIXED), window)
+
+
+async def test_source_sums_are_the_newest_given(windows):
+    await windows.append(DEMO, Phase.DECODE, make_window(range(2), source=True))
+    newest = make_window(range(2, 4), seed=1, source=True)
+    await windows.append(DEMO, Phase.DECODE, newest)
+    await windows.append(DEMO, Phase.DECODE, make_window(range(4, 6)))
+    found = await windows.fetch(DEMO, Phase.DECODE)
+    assert len(found) == 6
+    np.testing.assert_array_equal(found.source, newest.source)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 40, [7] * 6, [45], [3, 1, 20, 2]])
+async def test_a_window_holds_the_newest_steps_however_they_came(windows, sizes):
+    window = make_window(range(sum(sizes)))
+    first = 0
+    for size in sizes:
+        await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + size)))
+        first += size
+    assert_same(await windows.fetch(DEMO, Phase.DECODE), window.last(CAPACITY))
+
+
+async def test_forgetting_drops_all_phases_of_one_deployment(windows):
+    for deployment in (DEMO, OTHER):
+        for phase in (Phase.DECODE, Phase.PREFILL):
+            await windows.append(deployment, phase, make_window(range(3), source=True))
+    await windows.forget(DEMO)
+    assert await windows.fetch(DEMO, Phase.DECODE) is None
+    assert await windows.fetch(DEMO, Phase.PREFILL) is None
+    assert await windows.fetch(OTHER, Phase.DECODE) is not None
+    restarted = make_window(range(4))
+    await windows.append(DEMO, Phase.DECODE, restarted)
+    assert_same(await windows.fetch(DEMO, Phase.DECODE), restarted)

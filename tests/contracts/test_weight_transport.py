@@ -1,0 +1,258 @@
+"""What every weight transport promises, held against the memory fake and real Gloo sockets."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel.adapters.torch_transport import TorchWeightTransport
+from evenkeel.errors import Reason
+from evenkeel.model.placement import Placement
+from tests.agent.ranks import (
+    CPU,
+    EXPERT_BYTES,
+    Group,
+    ToyWeights,
+    expert_tensors,
+    prepare_for,
+    run_ranks,
+    two_rank_placements,
+)
+from tests.contracts.memory_transport import Fabric, MemoryTransport
+
+NEVER = threading.Event()
+
+
+def ignore(done, total):
+    return None
+
+
+class Memory:
+    def __init__(self, size):
+        self.fabric = Fabric(size)
+
+    def make(self, rank, placement, weights):
+        return MemoryTransport(self.fabric, rank, placement.slots_per_rank, weights.tensors)
+
+
+class Gloo:
+    def __init__(self, size):
+        self.group = Group(size)
+
+    def make(self, rank, placement, weights):
+        return TorchWeightTransport(
+            rank=rank,
+            slots_per_rank=placement.slots_per_rank,
+            staging_bytes=64 * EXPERT_BYTES,
+            tensors_of=weights.tensors,
+            tensors_per_expert=3,
+            min_expert_bytes=EXPERT_BYTES,
+            connect=lambda serial: self.group.connect(rank, f"transfer-{serial}"),
+            device=CPU,
+        )
+
+
+@pytest.fixture(params=[Memory, Gloo], ids=["memory", "gloo"])
+def kind(request):
+    return request.param
+
+
+def staged_bytes_are_right(transport, prepare, rank, per_rank):
+    for transfer in prepare.body.transfers:
+        if transfer.dst_slot // per_rank != rank:
+            continue
+        have = transport.staged[transfer.layer, transfer.dst_slot % per_rank]
+        want = expert_tensors(transfer.layer, transfer.logical_expert)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(have, want, strict=True))
+
+
+def test_every_tensor_arrives_in_staging_and_slots_stay_untouched(kind):
+    old, new = two_rank_placements()
+    seam, prepare = kind(2), prepare_for(old, new)
+
+    def rank_work(rank):
+        weights = ToyWeights(old, rank)
+        transport = seam.make(rank, old, weights)
+        transport.rebuild(0)
+        heard = []
+        outcome = transport.stage(prepare, NEVER, lambda done, total: heard.append((done, total)))
+        assert outcome.ok and not transport.broken
+        staged_bytes_are_right(transport, prepare, rank, old.slots_per_rank)
+        assert weights.holds(old)
+        assert heard[-1][0] == heard[-1][1] == EXPERT_BYTES * len(transport.staged)
+        transport.abort()
+
+    run_ranks(2, rank_work)
+
+
+def test_four_ranks_move_many_experts_in_one_batch_of_pairs(kind):
+    """R10: a batch larger than what is posted at once; ranks 0-1 and 2-3 are pairs."""
+    per_rank, layers = 8, 4
+    row = np.arange(4 * per_rank, dtype=np.int32)
+    swapped = row.reshape(2, 2, per_rank)[:, ::-1].reshape(-1)
+    old = Placement(np.tile(row, (layers, 1)), 4, len(row))
+    new = Placement(np.tile(swapped, (layers, 1)), 4, len(row))
+    seam, prepare = kind(4), prepare_for(old, new, one_batch=True)
+    assert len(prepare.body.transfers) * 3 > 32 * 4
+
+    def rank_work(rank):
+        transport = seam.make(rank, old, ToyWeights(old, rank))
+        transport.rebuild(0)
+        assert transport.stage(prepare, NEVER, ignore).ok
+        staged_bytes_are_right(transport, prepare, rank, per_rank)
+        transport.abort()
+
+    run_ranks(4, rank_work)
+
+
+def test_wrong_checksum_is_named_by_the_receiver_and_peers_get_their_halves(kind):
+    """R4: the receiver compares with what was registered; the others must not wait for it."""
+    old, new = two_rank_placements(layers=1)
+    seam, good = kind(2), prepare_for(old, new)
+    spoiled = next(i for i, t in enumerate(good.body.transfers) if t.dst_slot // 3 == 0)
+    checksums = [value ^ (1 if i == spoiled else 0) for i, value in enumerate(good.checksums)]
+    prepare = prepare_for(old, new, checksums=tuple(checksums))
+
+    def rank_work(rank):
+        transport = seam.make(rank, old, ToyWeights(old, rank))
+        transport.rebuild(0)
+        outcome = transport.stage(prepare, NEVER, ignore)
+        assert not transport.broken
+        transport.abort()
+        return outcome
+
+    first, second = run_ranks(2, rank_work)
+    transfer = good.body.transfers[spoiled]
+    assert first.reason is Reason.CHECKSUM_MISMATCH
+    assert f"layer {transfer.layer} expert {transfer.logical_expert}" in first.detail
+    assert second.ok
+
+
+def test_missing_peer_breaks_the_batch_at_its_deadline_and_a_rebuild_heals(kind):
+    """R10: late is aborted, never waited for; R7: bytes of the old wave never reach the next one's staging."""
+    old, new = two_rank_placements(layers=1)
+    seam = kind(2)
+    late_wave = prepare_for(old, new, plan="late", batch_deadline_s=0.5)
+    next_wave = prepare_for(old, new, plan="next")
+    gave_up = threading.Event()
+
+    def rank_work(rank):
+        # The late rank would send other bytes: were they to land anywhere, the next wave would show it.
+        weights = ToyWeights(old, rank, version=rank)
+        transport = seam.make(rank, old, weights)
+        transport.rebuild(0)
+        began = time.monotonic()
+        if rank == 1:
+            assert gave_up.wait(20)
+        outcome = transport.stage(late_wave, NEVER, ignore)
+        gave_up.set()
+        assert not outcome.ok and transport.broken
+        assert transport.stage(late_wave, NEVER, ignore).reason is Reason.TRANSFER_FAILED
+        waited = time.monotonic() - began
+        weights.slots = ToyWeights(old, rank).slots
+        transport.rebuild(1)
+        assert not transport.broken and transport.serial == 1
+        assert transport.stage(next_wave, NEVER, ignore).ok
+        staged_bytes_are_right(transport, next_wave, rank, old.slots_per_rank)
+        transport.abort()
+        return outcome.reason, waited
+
+    (first, waited), (second, _) = run_ranks(2, rank_work)
+    assert first is Reason.TRANSFER_TIMEOUT and 0.4 < waited < 5
+    assert second in (Reason.TRANSFER_FAILED, Reason.TRANSFER_TIMEOUT)
+
+
+def test_cancelled_wave_drains_without_its_throttle_and_leaves_the_transport_usable(kind):
+    """R7: on return nothing of the wave is in flight."""
+    old, new = two_rank_placements(layers=2)
+    seam = kind(2)
+    slow = prepare_for(old, new, plan="slow", max_bytes_per_s=EXPERT_BYTES / 2.0)
+    after = prepare_for(old, new, plan="after")
+    cancel = threading.Event()
+
+    def rank_work(rank):
+        transport = seam.make(rank, old, ToyWeights(old, rank))
+        transport.rebuild(0)
+        began = time.monotonic()
+        # Throttled, the wave would take 12 seconds; the first batch gone, rank 0 cancels for both.
+        transport.stage(slow, cancel, lambda done, total: cancel.set() if rank == 0 else None)
+        waited = time.monotonic() - began
+        transport.clear()
+        assert not transport.broken and not transport.staged
+        assert transport.stage(after, NEVER, ignore).ok
+        staged_bytes_are_right(transport, after, rank, old.slots_per_rank)
+        transport.abort()
+        return waited
+
+    assert max(run_ranks(2, rank_work)) < 5
+
+
+def test_throttle_slows_a_wave_down(kind):
+    old, new = two_rank_placements(layers=1)
+    seam = kind(2)
+    batches = len(prepare_for(old, new).body.batches)
+    prepare = prepare_for(old, new, max_bytes_per_s=EXPERT_BYTES * 10.0)
+
+    def rank_work(rank):
+        transport = seam.make(rank, old, ToyWeights(old, rank))
+        transport.rebuild(0)
+        began = time.monotonic()
+        assert transport.stage(prepare, NEVER, ignore).ok
+        waited = time.monotonic() - began
+        transport.abort()
+        return waited
+
+    assert min(run_ranks(2, rank_work)) >= 0.09 * batches
+
+
+def test_abort_from_another_thread_ends_a_wait_by_its_deadline(kind):
+    old, new = two_rank_placements(layers=1)
+    seam = kind(2)
+    prepare = prepare_for(old, new, batch_deadline_s=1.5)
+    ended = threading.Event()
+
+    def rank_work(rank):
+        transport = seam.make(rank, old, ToyWeights(old, rank))
+        transport.rebuild(0)
+        if rank == 1:
+            assert ended.wait(30)
+            transport.abort()
+            return None
+        timer = threading.Timer(0.3, transport.abort)
+        timer.start()
+        outcome = transport.stage(prepare, NEVER, ignore)
+        ended.set()
+        timer.join()
+        assert transport.broken
+        return outcome
+
+    outcome, _ = run_ranks(2, rank_work)
+    assert outcome.reason in (Reason.TRANSFER_FAILED, Reason.TRANSFER_TIMEOUT)
+
+
+def test_a_rank_that_gives_up_releases_the_peers_that_wait_for_it(kind):
+    """R10: one deadline, not one after the other: rank 1 never comes, rank 0 gives up, rank 2 must not sit on."""
+    old = Placement(np.array([[0, 3, 1, 3, 2, 3]], np.int32), 3, 4)
+    new = Placement(np.array([[1, 3, 1, 3, 0, 3]], np.int32), 3, 4)
+    seam = kind(3)
+    absent = prepare_for(old, new, batch_deadline_s=0.5)
+    patient = prepare_for(old, new, batch_deadline_s=60.0)
+    ended = threading.Event()
+
+    def rank_work(rank):
+        transport = seam.make(rank, old, ToyWeights(old, rank))
+        transport.rebuild(0)
+        began = time.monotonic()
+        if rank == 1:
+            assert ended.wait(30)
+        else:
+            outcome = transport.stage(absent if rank == 0 else patient, NEVER, ignore)
+            assert not outcome.ok
+            if rank == 2:
+                ended.set()
+        transport.abort()
+        return time.monotonic() - began
+
+    assert max(run_ranks(3, rank_work)) < 10

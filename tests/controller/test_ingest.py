@@ -1,0 +1,210 @@
+"""Telemetry of one deployment: what waits, what is stored, what a new life of the group begins anew."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from evenkeel.adapters.clock import SystemClock
+from evenkeel.controller.ingest import Ingest
+from evenkeel.errors import PeerViolation, Reason, Unavailable
+from evenkeel.model.ids import DeploymentId, EpRank, Generation
+from evenkeel.model.load import CountingSide, Phase
+from tests.contracts.memory_store import MemoryStore
+from tests.protocol.test_assembly import EPOCH, PLACEMENT, SHAPE, Fleet
+
+DEMO, GENERATION = DeploymentId("demo"), Generation("g")
+
+
+class Rig:
+    """An Ingest over a store in memory that can be told to fail."""
+
+    def __init__(self, store=None):
+        self.store = store or MemoryStore(SystemClock(), capacity=50)
+        self.rejected: Counter[Reason] = Counter()
+        self.dropped: Counter[int] = Counter()
+        self.accepted = 0
+        self.answers = []
+        self.ingest = Ingest(
+            DEMO,
+            self,
+            SystemClock(),
+            window_steps=50,
+            max_pending=64,
+            stride=1,
+            accepted=self._accept,
+            rejected=lambda reason, steps: self.rejected.update({reason: steps}),
+            dropped=lambda rank, steps: self.dropped.update({rank: steps}),
+        )
+        self.down = False
+        self.appended = []
+
+    def _accept(self, steps):
+        self.accepted += steps
+
+    async def append(self, deployment, phase, steps):
+        if self.down:
+            raise Unavailable("down")
+        self.appended.append(len(steps))
+        await self.store.append(deployment, phase, steps)
+
+    async def fetch(self, deployment, phase):
+        return await self.store.fetch(deployment, phase)
+
+    async def forget(self, deployment):
+        await self.store.forget(deployment)
+
+    def begin(self, generation=GENERATION):
+        self.ingest.begin_generation(generation, SHAPE)
+        self.ingest.settle(EPOCH, PLACEMENT)
+
+    def report(self, run, **options):
+        for rank in range(3):
+            self.ingest.take(run.report(rank, **options), self.answers.append)
+
+    def steps(self):
+        window = self.ingest.windows().get(Phase.DECODE)
+        return [] if window is None else window.steps.tolist()
+
+
+@pytest.fixture
+def rig():
+    return Rig()
+
+
+def test_complete_steps_enter_the_window(rig):
+    rig.begin()
+    rig.report(Fleet().run(range(5)))
+    assert rig.steps() == list(range(5))
+    assert rig.accepted == 15
+    assert rig.ingest.newest_step == 4
+    assert rig.ingest.newest_at is not None
+    assert [ack.highest_step for ack in rig.answers] == [4, 4, 4]
+    assert rig.ingest.highest_step(EpRank(1), GENERATION) == 4
+    assert rig.ingest.highest_step(EpRank(1), Generation("other")) is None
+
+
+def test_reports_wait_until_the_map_is_known(rig):
+    rig.report(Fleet().run(range(5)))
+    rig.ingest.begin_generation(GENERATION, SHAPE)
+    assert rig.answers == []
+    rig.ingest.settle(EPOCH, PLACEMENT)
+    assert len(rig.answers) == 3
+    assert rig.steps() == list(range(5))
+    rig.ingest.unsettle()
+    rig.report(Fleet().run(range(5, 8)))
+    assert rig.steps() == list(range(5))
+    rig.ingest.settle(EPOCH, PLACEMENT)
+    assert rig.steps() == list(range(8))
+
+
+def test_what_waits_is_bounded(rig):
+    fleet = Fleet()
+    for step in range(70):
+        rig.ingest.take(fleet.run([step]).report(0), rig.answers.append)
+    assert rig.rejected == {Reason.UNKNOWN_EPOCH: 6}
+    assert [ack.highest_step for ack in rig.answers] == list(range(6))
+
+
+def test_steps_of_another_generation_are_refused(rig):
+    rig.begin(Generation("g-2"))
+    rig.report(Fleet().run(range(4)))
+    assert rig.rejected == {Reason.UNKNOWN_GENERATION: 12}
+    assert rig.steps() == []
+    assert rig.answers[0].highest_step == 3
+
+
+def test_reports_that_waited_for_an_earlier_generation_are_not_counted_for_the_next(rig):
+    rig.report(Fleet().run(range(4)))
+    rig.begin(Generation("g-2"))
+    assert rig.steps() == []
+    assert {ack.reason for ack in rig.answers} == {Reason.UNKNOWN_GENERATION}
+
+
+def test_malformed_reports_are_counted_and_let_go(rig):
+    ack = rig.ingest.malformed(EpRank(1), PeerViolation("x", Reason.BAD_LENGTH), (4, 5, 1 << 63))
+    assert (ack.highest_step, ack.rejected_steps, ack.reason) == (5, 3, Reason.BAD_LENGTH)
+    assert rig.ingest.malformed(EpRank(1), PeerViolation("x"), ()).highest_step is None
+    assert rig.rejected == {Reason.BAD_LENGTH: 3, Reason.MALFORMED: 1}
+    assert rig.ingest.quarantine.samples(Reason.BAD_LENGTH) == ((1, "x"),)
+
+
+def test_dropped_steps_are_counted_by_rank(rig):
+    import dataclasses
+
+    rig.begin()
+    report = dataclasses.replace(Fleet().run(range(2)).report(2), dropped_steps=7)
+    rig.ingest.take(report, rig.answers.append)
+    assert rig.dropped == {2: 7}
+
+
+async def test_steps_are_stored_once_and_kept_while_the_store_is_away(rig):
+    rig.begin()
+    rig.report(Fleet().run(range(5)))
+    await rig.ingest.store()
+    await rig.ingest.store()
+    assert rig.appended == [5]
+    rig.down = True
+    for first in range(5, 205, 10):
+        rig.report(Fleet().run(range(first, first + 10)))
+        with pytest.raises(Unavailable):
+            await rig.ingest.store()
+    rig.down = False
+    await rig.ingest.store()
+    stored = await rig.store.fetch(DEMO, Phase.DECODE)
+    assert stored.steps.tolist() == rig.steps() == list(range(155, 205))
+    assert rig.appended[1] <= 60, "no more is kept for the store than a window holds"
+
+
+async def test_a_window_comes_back_for_the_same_generation_only(rig):
+    rig.begin()
+    rig.report(Fleet().run(range(20)))
+    rig.report(Fleet(1).run(range(20, 30)), side=CountingSide.SOURCE)
+    await rig.ingest.store()
+    same, other = Rig(rig.store), Rig(rig.store)
+    assert await same.ingest.restore(GENERATION, SHAPE) == 30
+    assert same.ingest.newest_step == 29
+    same.begin()
+    same.report(Fleet().run(range(25, 33)))
+    assert same.steps() == list(range(33))
+    window = same.ingest.windows()[Phase.DECODE]
+    assert window.source is not None
+    assert window.source.sum() > 0
+
+    assert await other.ingest.restore(Generation("g-0"), SHAPE) == 30
+    other.begin()
+    assert other.steps() == []
+    other.report(Fleet().run(range(3)))
+    await other.ingest.store()
+    stored = await rig.store.fetch(DEMO, Phase.DECODE)
+    assert stored.steps.tolist() == [0, 1, 2]
+
+
+async def test_a_stored_window_of_another_shape_is_left_alone(rig):
+    rig.begin()
+    rig.report(Fleet().run(range(4)))
+    await rig.ingest.store()
+    import dataclasses
+
+    wider = dataclasses.replace(SHAPE, num_layers=3)
+    assert await Rig(rig.store).ingest.restore(GENERATION, wider) == 0
+
+
+def test_a_new_generation_begins_its_window_anew(rig):
+    rig.begin()
+    rig.report(Fleet().run(range(9)))
+    rig.ingest.begin_generation(GENERATION, SHAPE)
+    assert len(rig.steps()) == 9
+    rig.begin(Generation("g-2"))
+    assert rig.steps() == []
+    assert rig.ingest.newest_step is None
+
+
+def test_a_map_a_wave_leads_to_is_expected(rig):
+    from evenkeel.model.ids import Epoch
+
+    rig.begin()
+    rig.ingest.expect(Epoch(EPOCH + 1), PLACEMENT)
+    run = Fleet().run(range(3), epoch=EPOCH + 1)
+    rig.report(run)
+    assert np.array_equal(rig.ingest.windows()[Phase.DECODE].counts, run.load)

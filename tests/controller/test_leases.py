@@ -1,0 +1,153 @@
+"""The lease: taken, kept, dropped before another can have it."""
+
+import asyncio
+
+import pytest
+
+from evenkeel.adapters.clock import SystemClock
+from evenkeel.controller.leases import LeaseKeeper
+from evenkeel.errors import Unavailable
+from evenkeel.model.ids import DeploymentId
+from evenkeel.ports import Lease
+from tests.contracts.memory_store import MemoryStore
+
+DEMO = DeploymentId("demo")
+
+
+class Rig:
+    """Keepers on one store that can be told to fail."""
+
+    def __init__(self):
+        self.store = MemoryStore(SystemClock())
+        self.down = False
+        self.happened = []
+
+    async def acquire_lease(self, *arguments):
+        return await self._ask(self.store.acquire_lease, *arguments)
+
+    async def renew_lease(self, *arguments):
+        return await self._ask(self.store.renew_lease, *arguments)
+
+    async def release_lease(self, *arguments):
+        return await self._ask(self.store.release_lease, *arguments)
+
+    async def _ask(self, method, *arguments):
+        if self.down:
+            raise Unavailable("down")
+        return await method(*arguments)
+
+    def keeper(self, holder, *, alone=False, load_fails=0) -> LeaseKeeper:
+        fails = [load_fails]
+
+        async def won(lease):
+            if fails[0]:
+                fails[0] -= 1
+                raise Unavailable("records cannot be read")
+            self.happened.append(("won", holder, lease.term))
+
+        return LeaseKeeper(
+            DEMO,
+            holder,
+            self,  # type: ignore[arg-type]
+            SystemClock(),
+            lease_s=0.3,
+            renew_s=0.03,
+            alone=alone,
+            won=won,
+            lost=lambda: self.happened.append(("lost", holder)),
+            outrun=lambda lease: self.happened.append(("outrun", holder, lease.holder)),
+        )
+
+    async def until(self, ask):
+        for _ in range(500):
+            if ask():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(self.happened)
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    tasks = []
+
+    def start(*arguments, **options):
+        keeper = rig.keeper(*arguments, **options)
+        tasks.append(asyncio.create_task(keeper.run()))
+        return keeper
+
+    rig.start = start
+    yield rig
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_nobody_leads_what_nobody_wants(rig):
+    keeper = rig.start("a")
+    await asyncio.sleep(0.1)
+    assert not keeper.leading
+    await keeper.decided(5)
+    assert keeper.leading
+    assert rig.happened == [("won", "a", 1)]
+
+
+async def test_a_follower_knows_who_leads_and_takes_over_when_the_leader_is_gone(rig):
+    one, two = rig.start("a"), rig.start("b")
+    await one.decided(5)
+    await two.decided(5)
+    assert (one.leading, two.leading) == (True, False)
+    assert two.winner == Lease("a", 1)
+    await asyncio.sleep(0.5)
+    assert not two.leading, "a lease that is renewed is not taken"
+    await one.release()
+    one.want = lambda: None  # type: ignore[method-assign]
+    await rig.until(lambda: two.leading or one.leading)
+
+
+async def test_leadership_waits_for_the_records(rig):
+    keeper = rig.start("a", load_fails=2)
+    await keeper.decided(5)
+    assert keeper.leading
+    assert rig.happened == [("won", "a", 3)]
+
+
+async def test_with_other_replicas_an_unreachable_store_costs_the_lease_before_it_runs_out(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    rig.down = True
+    await rig.until(lambda: not keeper.leading)
+    assert rig.happened[-1] == ("lost", "a")
+    assert (await rig.store.acquire_lease(DEMO, "b", 1.0, 0)).holder in ("a", "b")
+    rig.down = False
+    await rig.until(lambda: keeper.leading or keeper.winner.holder == "b")
+
+
+async def test_alone_an_unreachable_store_costs_nothing(rig):
+    keeper = rig.start("a", alone=True)
+    await keeper.decided(5)
+    rig.down = True
+    await asyncio.sleep(0.6)
+    assert keeper.leading
+    rig.down = False
+    # The lease ran out meanwhile; nobody else can have it, and it is taken anew.
+    await rig.until(lambda: ("won", "a", 2) in rig.happened)
+    assert rig.happened == [("won", "a", 1), ("lost", "a"), ("won", "a", 2)]
+
+
+async def test_the_term_rises_above_what_ranks_know(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    keeper.raise_term(40)
+    assert not keeper.leading
+    await keeper.decided(5)
+    assert keeper.lease == Lease("a", 41)
+    assert ("lost", "a") not in rig.happened, "the machine stepped down by itself"
+
+
+async def test_waiting_for_a_decision_ends(rig):
+    rig.down = True
+    keeper = rig.start("a")
+    await keeper.decided(0.05)
+    assert not keeper.leading
+    await keeper.release()

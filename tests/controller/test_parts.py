@@ -1,0 +1,241 @@
+"""The controller's pure parts: balance, prices, phases, policy documents."""
+
+import math
+
+import numpy as np
+import pytest
+
+from evenkeel.controller.balance import Balance
+from evenkeel.controller.cycle import CycleSettings, last_plan_ended, merge_phases, price, topology_of
+from evenkeel.controller.documents import (
+    change_policy,
+    policy_document,
+    policy_from_document,
+    shape_document,
+    shape_from_document,
+)
+from evenkeel.controller.planning import request_digest
+from evenkeel.errors import InvalidInput
+from evenkeel.model.ids import Generation, PlanId
+from evenkeel.model.load import LoadWindow, Phase
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import PlanLimits, PlanPhase
+from evenkeel.model.policy import DeploymentPolicy, Mode
+from evenkeel.model.topology import ModelShape
+from evenkeel.planning import metrics
+from evenkeel.planning.problem import DispatchModel
+from evenkeel.ports import PlanRequest
+from tests.contracts.test_stores import make_record
+
+SHAPE = ModelShape(2, 4, 2, 3, 2, 1000)
+PLACEMENT = Placement.initial(SHAPE)
+
+
+def make_window(steps, seed=0, *, seconds=None, source=False) -> LoadWindow:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 50, (len(steps), 2, 4)).astype(np.uint32)
+    by_rank = metrics.rank_load(counts, PLACEMENT).sum(axis=1)
+    return LoadWindow(
+        counts,
+        np.array(steps, np.int64),
+        np.zeros(len(steps), np.int64),
+        rng.integers(1, 9, (len(steps), 2)),
+        np.full((len(steps), 2), math.nan) if seconds is None else by_rank * np.array(seconds),
+        rng.integers(0, 9, (2, 2, 4)).astype(np.uint32) if source else None,
+    )
+
+
+# --- balance -----------------------------------------------------------------------------------
+
+
+def test_balance_kept_step_by_step_equals_balance_of_the_whole_window():
+    window = make_window(range(60))
+    window.counts[5] = 0
+    balance = Balance(40)
+    for end in (7, 8, 30, 60):
+        balance.update({Phase.DECODE: window.slice(slice(0, end))}, PLACEMENT)
+    by_rank = metrics.rank_load(window.last(40).counts, PLACEMENT)
+    mean, worst = balance.summary()
+    assert mean == pytest.approx(metrics.balancedness_mean(by_rank))
+    assert worst == pytest.approx(metrics.balancedness_worst(by_rank))
+    shares = balance.load_shares()
+    assert shares is not None
+    assert np.allclose(shares, by_rank.sum(axis=(0, 1)) / by_rank.sum())
+
+
+def test_balance_of_phases_is_told_apart_and_together():
+    decode, prefill = make_window(range(10)), make_window(range(10, 20), seed=1)
+    balance = Balance(100)
+    balance.update({Phase.DECODE: decode, Phase.PREFILL: prefill}, PLACEMENT)
+    for phase, window in ((Phase.DECODE, decode), (Phase.PREFILL, prefill)):
+        expected = metrics.balancedness_mean(metrics.rank_load(window.counts, PLACEMENT))
+        assert balance.summary(phase)[0] == pytest.approx(expected)
+    assert balance.summary(Phase.MIXED) == (None, None)
+    both = np.concatenate([decode.counts, prefill.counts])
+    expected = metrics.balancedness_mean(metrics.rank_load(both, PLACEMENT))
+    assert balance.summary()[0] == pytest.approx(expected)
+
+
+def test_a_new_placement_is_judged_on_the_same_steps():
+    window, balance = make_window(range(20)), Balance(100)
+    balance.update({Phase.DECODE: window}, PLACEMENT)
+    other = Placement(PLACEMENT.phy2log[:, ::-1].copy(), 2, 4)
+    moved = Placement(np.array([[0, 1, 2, 3, 0, 1], [3, 2, 0, 1, 0, 2]], np.int32), 2, 4)
+    for placement in (other, moved):
+        balance.update({Phase.DECODE: window}, placement)
+        expected = metrics.balancedness_mean(metrics.rank_load(window.counts, placement))
+        assert balance.summary()[0] == pytest.approx(expected)
+
+
+def test_what_is_not_known_is_none_and_not_zero():
+    balance = Balance(10)
+    assert balance.summary() == (None, None)
+    assert balance.load_shares() is None
+    assert len(balance.seconds_per_token()) == 0
+    silent = make_window(range(3))
+    silent.counts[:] = 0
+    balance.update({Phase.DECODE: silent}, PLACEMENT)
+    assert balance.summary() == (None, None)
+    assert balance.load_shares() is None
+    assert np.isnan(balance.seconds_per_token()).all()
+    balance.clear()
+    assert balance.load_shares() is None
+
+
+def test_speed_is_seconds_over_tokens_carried():
+    balance = Balance(100)
+    balance.update({Phase.DECODE: make_window(range(20), seconds=(1e-6, 3e-6))}, PLACEMENT)
+    assert np.allclose(balance.seconds_per_token(), [1e-6, 3e-6])
+
+
+# --- what the planner is told --------------------------------------------------------------------
+
+
+def test_phases_are_merged_in_step_order_and_the_newest_kept():
+    decode, prefill = (
+        make_window(range(0, 20, 2), source=True),
+        make_window(range(1, 21, 2), seed=1, source=True),
+    )
+    counts, source = merge_phases([decode, prefill], SHAPE, 6)
+    assert source is not None and decode.source is not None and prefill.source is not None
+    wanted = [prefill.counts[7], decode.counts[8], prefill.counts[8], decode.counts[9], prefill.counts[9]]
+    assert np.array_equal(counts[1:], np.stack(wanted))
+    assert len(counts) == 6
+    assert np.array_equal(source, decode.source.astype(float) + prefill.source)
+
+
+def test_no_load_is_an_empty_window():
+    counts, source = merge_phases([], SHAPE, 6)
+    assert counts.shape == (0, 2, 4)
+    assert source is None
+    alone, _ = merge_phases([make_window(range(9))], SHAPE, 4)
+    assert len(alone) == 4
+
+
+def settings(**changes) -> CycleSettings:
+    values = {
+        "plan_steps": 100,
+        "recent_steps": 8,
+        "lifetime_steps": 1000,
+        "copy_bytes_per_s": 1e6,
+        "copy_cost_tokens": 77.0,
+        "rank_speeds": False,
+        "dispatch": DispatchModel.EVEN,
+    }
+    return CycleSettings(**{**values, **changes})
+
+
+def test_a_copy_costs_what_a_rank_computes_meanwhile():
+    speeds = np.array([1e-6, 3e-6])
+    assert price(speeds, 1000, settings()) == (None, pytest.approx(1e-3 / 2e-6))
+    costs, in_seconds = price(speeds, 1000, settings(rank_speeds=True))
+    assert costs is not None
+    assert np.allclose(costs.slope_s_per_token, speeds)
+    assert in_seconds == pytest.approx(1e-3)
+    for unknown in (np.zeros(0), np.array([1e-6, math.nan])):
+        assert price(unknown, 1000, settings(rank_speeds=True)) == (None, 77.0)
+
+
+def test_nodes_are_numbered_as_ranks_name_them():
+    assert topology_of(["b", "b", "a", "b"]).node_of_rank == (0, 0, 1, 0)
+
+
+def test_only_plans_that_ran_start_the_cooldown():
+    records = [
+        make_record("a", phase=PlanPhase.COMMITTED, updated_at=5.0),
+        make_record("b", phase=PlanPhase.EXPIRED, updated_at=9.0),
+        make_record("c", phase=PlanPhase.ABORTED, updated_at=7.0),
+    ]
+    assert last_plan_ended(records) == 7.0
+    assert last_plan_ended(records[1:2]) is None
+
+
+# --- documents -----------------------------------------------------------------------------------
+
+
+def test_a_policy_survives_its_document():
+    policy = DeploymentPolicy(
+        Mode.AUTO, "eplb", PlanLimits(max_moves=3), 5.0, 60.0, thresholds={"min_gain": 0.2}
+    )
+    again = policy_from_document(policy_document(policy), DeploymentPolicy())
+    assert policy_document(again) == policy_document(policy)
+    assert again.limits == policy.limits
+
+
+def test_a_change_touches_only_what_it_names():
+    policy = DeploymentPolicy(thresholds={"min_gain": 0.2})
+    changed = change_policy(
+        policy, {"mode": "auto", "limits": {"max_bytes": 9}, "thresholds": {"cooldown_s": 4}}
+    )
+    assert changed.mode is Mode.AUTO
+    assert changed.limits == PlanLimits(max_bytes=9)
+    assert (changed.thresholds["min_gain"], changed.thresholds["cooldown_s"]) == (0.2, 4.0)
+    assert changed.cycle_s == policy.cycle_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"modus": "auto"}, "unknown policy fields modus; known: mode"),
+        ({"mode": "never"}, "'never' is not observe"),
+        ({"mode": 3}, "3 is not observe"),
+        ({"policy": "best"}, "unknown policy 'best'"),
+        ({"policy": None}, "None is no name"),
+        ({"limits": {"max_move": 1}}, "unknown limits max_move; known: max_bytes"),
+        ({"limits": {"max_moves": -1}}, "limits.max_moves is -1"),
+        ({"limits": {"max_moves": True}}, "limits.max_moves is True"),
+        ({"limits": 3}, "limits must be an object"),
+        ({"thresholds": {"min_gian": 1}}, "unknown thresholds min_gian"),
+        ({"thresholds": {"min_gain": "x"}}, "thresholds.min_gain is 'x'"),
+        ({"thresholds": {"stop_above": 0.1}}, "does not hold"),
+        ({"cycle_s": 0}, "cycle_s is 0"),
+        ({"cycle_s": math.nan}, "cycle_s is nan"),
+        ({"proposal_ttl_s": "1"}, "proposal_ttl_s is '1'"),
+    ],
+)
+def test_changes_that_cannot_be_right_are_refused_in_words(changes, words):
+    with pytest.raises(InvalidInput, match=words.replace("(", r"\(")):
+        change_policy(DeploymentPolicy(), changes)
+
+
+def test_a_stored_document_that_cannot_be_used_leaves_the_default():
+    default = DeploymentPolicy(cycle_s=3.0)
+    assert policy_from_document(None, default) is default
+    assert policy_from_document({"mode": "gone"}, default) is default
+    assert policy_from_document({"mode": "auto"}, default).cycle_s == 3.0
+
+
+def test_a_shape_survives_its_document():
+    generation = Generation("g")
+    assert shape_from_document(shape_document(generation, SHAPE)) == (generation, SHAPE)
+    for body in (None, {}, {"generation": "g"}, {"generation": "g", "shape": {"num_layers": 0}}):
+        assert shape_from_document(body) is None
+
+
+def test_requests_are_the_same_whoever_makes_them():
+    one = PlanRequest(PlanId("a"), "eplb", PlanLimits(3), (Phase.DECODE, Phase.PREFILL), requested_by="x")
+    other = PlanRequest(None, "eplb", PlanLimits(3), (Phase.PREFILL, Phase.DECODE), requested_by="y")
+    assert request_digest(one) == request_digest(other)
+    assert request_digest(one) != request_digest(PlanRequest(None, "eplb", PlanLimits(4)))
+    target = PlanRequest(target=PLACEMENT)
+    assert request_digest(target) != request_digest(PlanRequest())

@@ -1,0 +1,67 @@
+"""Tasks end when told, also those that miss it the first time."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from evenkeel.controller.tasks import Spawner, end_tasks
+
+
+async def test_a_lost_cancellation_is_repeated():
+    lost = []
+
+    async def hard_of_hearing():
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                lost.append(1)
+                if len(lost) == 3:
+                    raise
+
+    task = asyncio.create_task(hard_of_hearing())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(end_tasks([task]), 10)
+    assert task.cancelled()
+    assert len(lost) == 3
+
+
+async def test_a_failure_ends_the_group_and_the_rest_is_ended_on_request():
+    told: list[str] = []
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as group:
+            spawner = Spawner(group, failed=lambda: told.append("failed"))
+
+            async def fail():
+                raise ZeroDivisionError
+
+            spawner.spawn(fail(), "fail")
+            await asyncio.Event().wait()
+    assert caught.group_contains(ZeroDivisionError)
+    assert told == ["failed"]
+    async with asyncio.TaskGroup() as group:
+        spawner = Spawner(group)
+
+        async def wait():
+            await asyncio.Event().wait()
+
+        tasks = [spawner.spawn(wait(), f"wait-{n}") for n in range(3)]
+        await asyncio.sleep(0)
+        await spawner.end()
+    assert all(task.cancelled() for task in tasks)
+
+
+def test_a_process_that_cannot_end_is_ended():
+    stuck = """
+import threading
+from evenkeel.controller.tasks import LastResort
+LastResort(0.2).arm()
+threading.Event().wait(60)
+"""
+    saved = stuck.replace("LastResort(0.2).arm()", "r = LastResort(0.2); r.arm(); r.disarm()").replace(
+        "60", "1"
+    )
+    assert subprocess.run([sys.executable, "-c", stuck], timeout=60).returncode == 70
+    assert subprocess.run([sys.executable, "-c", saved], timeout=60).returncode == 0

@@ -1,0 +1,65 @@
+"""Random placements with anything the invariants allow, and some they do not."""
+
+import numpy as np
+import torch
+
+from evenkeel.dispatch import DispatchTables, count_choices
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import Topology
+
+
+def random_placement(rng, layers=3, experts=12, ranks=4, per_rank=6, duplicates=True, empty=0.15):
+    """Every expert at least once, the rest random: any replica counts, any ownership."""
+    rows = []
+    slots = ranks * per_rank
+    for _ in range(layers):
+        while True:
+            row = np.full(slots, -1)
+            row[rng.permutation(slots)[:experts]] = np.arange(experts)
+            hot = 1.0 / np.arange(1, experts + 1)
+            for slot in np.flatnonzero(row < 0):
+                if rng.random() >= empty:
+                    row[slot] = rng.choice(experts, p=hot / hot.sum())
+            if duplicates or Placement(row[None], ranks, experts).first_duplicate() is None:
+                break
+            row = _without_duplicates(row, ranks)
+            break
+        rows.append(row)
+    return Placement(np.array(rows), ranks, experts)
+
+
+def _without_duplicates(row, ranks):
+    by_rank = row.reshape(ranks, -1).copy()
+    for held in by_rank:
+        seen = set()
+        for index, expert in enumerate(held):
+            if expert in seen:
+                held[index] = -1
+            seen.add(expert)
+    return by_rank.reshape(-1)
+
+
+def random_demand(rng, ranks, experts, tokens=200):
+    """(R, E) int64: skewed, with experts nobody chose and a rank that idles."""
+    law = rng.permutation(1.0 / np.arange(1, experts + 1) ** 1.2)
+    law[rng.integers(experts)] = 0.0
+    demand = np.stack([rng.multinomial(tokens, law / law.sum()) for _ in range(ranks)])
+    if ranks > 1:
+        demand[rng.integers(ranks)] = 0
+    return torch.from_numpy(demand.astype(np.int64))
+
+
+def choices_of(rng, demand_row):
+    """(n, 1) experts in random order that count to one rank's demand."""
+    ids = np.repeat(np.arange(len(demand_row)), demand_row.numpy())
+    return torch.from_numpy(rng.permutation(ids).astype(np.int64)).reshape(-1, 1)
+
+
+def all_tables(placement, topology=None):
+    topology = topology or Topology.single_node(placement.num_ranks)
+    return [DispatchTables.of(placement, topology, rank) for rank in range(placement.num_ranks)]
+
+
+def landed(slots, num_slots):
+    """(num_slots,) how many choices each slot got."""
+    return count_choices(slots, num_slots)

@@ -1,0 +1,109 @@
+"""Dispatch on a device: the same answers, and nothing that stops the stream."""
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel.dispatch import (
+    BatchedSplit,
+    DispatchTables,
+    EvenChoice,
+    ExactSplit,
+    NearestChoice,
+    Waterfill,
+    WeightedChoice,
+    count_choices,
+)
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import Topology
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: GPU dispatch is not run"),
+]
+
+LAYERS, EXPERTS, RANKS, REDUNDANT, TOP_K = 58, 256, 32, 32, 8
+
+
+@pytest.fixture(scope="module")
+def production():
+    rng = np.random.default_rng(1)
+    rows = [
+        rng.permutation(np.concatenate([np.arange(EXPERTS), rng.choice(EXPERTS, REDUNDANT, replace=False)]))
+        for _ in range(LAYERS)
+    ]
+    placement = Placement(np.array(rows), RANKS, EXPERTS)
+    counts = torch.from_numpy(np.round(np.exp(rng.normal(4, 1, (LAYERS, EXPERTS)))))
+    experts = torch.from_numpy(rng.integers(0, EXPERTS, (4096, TOP_K)))
+    return placement, counts, experts
+
+
+def captured(run):
+    """Run once to warm up, then as a graph: capture fails on any host sync."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answer = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, answer
+
+
+def microseconds(graph, repeats=50):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats * 1000
+
+
+@pytest.mark.parametrize("rule", ["even", "nearest", "weighted"])
+def test_replica_choice_is_captured_and_equals_the_cpu(production, rule):
+    placement, _, experts = production
+    topology = Topology.single_node(RANKS)
+
+    def make(device):
+        tables = DispatchTables.of(placement, topology, 3, device)
+        if rule == "weighted":
+            even = torch.arange(tables.width, device=device) < tables.logcnt[..., None]
+            return WeightedChoice(tables, torch.where(even, 1.0 / tables.logcnt[..., None], 0.0))
+        return {"even": EvenChoice, "nearest": NearestChoice}[rule](tables)
+
+    on_device = experts.cuda()
+    chooser = make("cuda")
+    graph, answer = captured(lambda: chooser.choose(7, on_device))
+    assert torch.equal(answer.cpu(), make("cpu").choose(7, experts))
+    print(f"{rule}: {microseconds(graph):.1f} us for {experts.numel()} choices")
+
+
+def test_counting_and_waterfill_are_captured_and_equal_the_cpu(production):
+    placement, _, experts = production
+    per_rank = placement.slots_per_rank
+    slots = EvenChoice(DispatchTables.of(placement, Topology.single_node(RANKS), 3)).choose(0, experts)
+    rule = Waterfill(RANKS, per_rank, 3)
+
+    def run(device_slots, device_experts):
+        score, number = rule.static_score(device_slots)
+        return rule.choose(device_slots, score, number), count_choices(device_experts, EXPERTS)
+
+    want = run(slots, experts)
+    on_device = slots.cuda(), experts.cuda()
+    graph, (chosen, counted) = captured(lambda: run(*on_device))
+    assert torch.equal(chosen.cpu(), want[0])
+    assert torch.equal(counted.cpu(), want[1])
+    print(f"waterfill: {microseconds(graph):.1f} us for {len(slots)} tokens")
+
+
+def test_interior_point_is_captured_and_exact(production):
+    placement, counts, _ = production
+    solver = BatchedSplit(placement, "cuda")
+    on_device = counts.cuda()
+    graph, answer = captured(lambda: solver.solve(on_device))
+    want = ExactSplit(placement).solve(counts).peak
+    assert torch.allclose(answer.peak.cpu(), want, rtol=1e-6)
+    print(f"LPLB: {microseconds(graph) / LAYERS:.1f} us per layer, {LAYERS} layers a batch")

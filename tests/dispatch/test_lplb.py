@@ -1,0 +1,203 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from evenkeel.dispatch import BatchedSplit, ExactSplit, LplbChoice
+from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel.model.placement import Placement
+from evenkeel.planning.metrics import rank_load
+from evenkeel.planning.problem import DispatchModel
+from evenkeel.planning.split import SplitModel
+from tests.dispatch.placements import all_tables, choices_of, landed, random_demand, random_placement
+
+OPTIMAL = SplitModel(DispatchModel.OPTIMAL)
+
+
+def highs_peak(placement, layer, counts):
+    """The program as the source states it: a load per copy, a slack per rank, the peak; both kinds of rows."""
+    slots, ranks = placement.num_slots, placement.num_ranks
+    row = placement.phy2log[layer]
+    shared = [e for e in range(placement.num_logical_experts) if placement.logcnt[layer, e] > 1]
+    copies = [s for s in range(slots) if row[s] in shared]
+    variables = len(copies) + ranks + 1
+    matrix, right = np.zeros((ranks + len(shared), variables)), np.zeros(ranks + len(shared))
+    for column, slot in enumerate(copies):
+        matrix[slot // placement.slots_per_rank, column] = 1
+        matrix[ranks + shared.index(row[slot]), column] = 1
+    matrix[:ranks, len(copies) : len(copies) + ranks] = np.eye(ranks)
+    matrix[:ranks, -1] = -1
+    for slot in range(slots):
+        if row[slot] >= 0 and row[slot] not in shared:
+            right[slot // placement.slots_per_rank] -= counts[row[slot]]
+    right[ranks:] = counts[shared]
+    cost = np.zeros(variables)
+    cost[-1] = 1
+    answer = linprog(cost, A_eq=matrix, b_eq=right, bounds=(0, None), method="highs")
+    assert answer.status == 0
+    return answer.fun
+
+
+def realised(placement, probabilities, counts):
+    """(L, R) load under given shares."""
+    out = np.zeros((placement.num_layers, placement.num_ranks))
+    for layer, expert, replica in np.argwhere(placement.log2phy >= 0):
+        slot = placement.log2phy[layer, expert, replica]
+        share = float(probabilities[layer, expert, replica])
+        out[layer, slot // placement.slots_per_rank] += share * counts[layer, expert]
+    return out
+
+
+def random_counts(rng, placement):
+    counts = rng.integers(0, 400, (placement.num_layers, placement.num_logical_experts)).astype(float)
+    counts[rng.random(counts.shape) < 0.2] = 0
+    counts[0, rng.integers(counts.shape[1])] = 5000
+    return counts
+
+
+@pytest.mark.parametrize("solver", [ExactSplit, BatchedSplit])
+@pytest.mark.parametrize("seed", range(12))
+def test_peak_is_the_optimum_of_the_program_and_the_shares_realise_it(solver, seed):
+    rng = np.random.default_rng(seed)
+    placement = random_placement(rng, layers=2, experts=16, ranks=5, per_rank=7)
+    counts = random_counts(rng, placement)
+    answer = solver(placement).solve(torch.from_numpy(counts))
+    for layer in range(2):
+        want = highs_peak(placement, layer, counts[layer])
+        assert float(answer.peak[layer]) == pytest.approx(want, rel=1e-7)
+    assert answer.probabilities.shape == placement.log2phy.shape
+    assert (answer.probabilities >= 0).all()
+    assert (answer.probabilities[torch.from_numpy(placement.log2phy.copy()) < 0] == 0).all()
+    assert torch.allclose(answer.probabilities.sum(dim=2), torch.ones(2, 16, dtype=torch.float64))
+    peaks = realised(placement, answer.probabilities, counts).max(axis=1)
+    assert peaks == pytest.approx(answer.peak.numpy(), rel=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 100_000))
+def test_exact_split_equals_the_planners_optimal_model(seed):
+    rng = np.random.default_rng(seed)
+    placement = random_placement(rng, layers=2, experts=9, ranks=int(rng.integers(1, 7)), per_rank=9)
+    counts = random_counts(rng, placement)
+    want = rank_load(counts[None], placement, OPTIMAL)[0].max(axis=1)
+    solver = ExactSplit(placement)
+    assert solver.solve(torch.from_numpy(counts)).peak.numpy() == pytest.approx(want, rel=1e-9)
+    assert solver.rank_load.sum(axis=1) == pytest.approx(counts.sum(axis=1))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 100_000))
+def test_whole_quotas_reach_the_optimum_rounded_up_and_lose_no_token(seed):
+    rng = np.random.default_rng(seed)
+    placement = random_placement(rng, layers=2, experts=9, ranks=int(rng.integers(1, 7)), per_rank=9)
+    counts = random_counts(rng, placement)
+    solver = ExactSplit(placement)
+    best = solver.solve(torch.from_numpy(counts)).peak.numpy().copy()
+    quotas, peak = solver.quotas(torch.from_numpy(counts))
+    assert torch.equal(quotas.sum(dim=2), torch.from_numpy(counts).to(torch.int64))
+    assert (quotas >= 0).all()
+    assert peak.numpy() == pytest.approx(np.ceil(best - 1e-7), abs=1e-6)
+    load = np.zeros((2, placement.num_ranks))
+    for layer, expert, replica in np.argwhere(placement.log2phy >= 0):
+        rank = placement.log2phy[layer, expert, replica] // placement.slots_per_rank
+        load[layer, rank] += int(quotas[layer, expert, replica])
+    assert load.max(axis=1) == pytest.approx(peak.numpy())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_do_not_talk_realise_the_optimum(seed):
+    rng = np.random.default_rng(seed)
+    placement = random_placement(rng, layers=2, duplicates=False)
+    for layer in range(2):
+        demand = random_demand(rng, 4, 12)
+        got = torch.zeros(placement.num_slots, dtype=torch.int64)
+        for rank, tables in enumerate(all_tables(placement)):
+            experts = choices_of(rng, demand[rank])
+            slots = LplbChoice(tables).choose(layer, experts, demand)
+            held = torch.from_numpy(placement.phy2log[layer].astype(np.int64))
+            assert torch.equal(held[slots], experts)
+            got += landed(slots, placement.num_slots)
+        counts = demand.sum(dim=0).numpy()
+        assert int(got.sum()) == counts.sum()
+        peak = got.reshape(4, -1).sum(dim=1).max()
+        assert int(peak) == int(np.ceil(highs_peak(placement, layer, counts) - 1e-6))
+
+
+def test_one_replica_is_one_replica():
+    # All tokens on expert 0, which only rank 0 holds: no dispatcher can help.
+    placement = Placement(np.array([[0, 1, 1, 2]]), 2, 3)
+    answer = ExactSplit(placement).solve(torch.tensor([[100, 0, 0]]))
+    assert answer.peak.tolist() == [100.0]
+    # With a second one it halves.
+    twice = Placement(np.array([[0, 1, 0, 2]]), 2, 3)
+    assert ExactSplit(twice).solve(torch.tensor([[100, 0, 0]])).peak.tolist() == [50.0]
+
+
+def test_even_split_is_not_optimal_when_the_batch_differs_from_the_plan():
+    # Expert 0 on both ranks; rank 1 also carries the busy expert 1.
+    placement = Placement(np.array([[0, 2, 0, 1]]), 2, 3)
+    counts = torch.tensor([[60, 80, 20]])
+    answer = ExactSplit(placement).solve(counts)
+    assert answer.peak.tolist() == [80.0]
+    assert answer.probabilities[0, 0].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("solver", [ExactSplit, BatchedSplit])
+def test_edge_cases(solver):
+    # Rank 2 holds nothing, expert 3 gets nothing, layer 1 is idle altogether.
+    row = [0, 1, 2, 0, 3, 1, -1, -1, -1]
+    placement = Placement(np.array([row, row]), 3, 4)
+    counts = torch.tensor([[10, 20, 30, 0], [0, 0, 0, 0]])
+    answer = solver(placement).solve(counts)
+    assert answer.peak.numpy() == pytest.approx([30.0, 0.0], rel=1e-8)
+    assert answer.probabilities[1, 0].tolist() == [0.5, 0.5]
+    single = Placement(np.array([[0, 1, 1, -1]]), 1, 2)
+    alone = solver(single).solve(torch.tensor([[3, 8]]))
+    assert alone.peak.tolist() == [11.0]
+    assert alone.probabilities[0, 1].tolist() == [0.5, 0.5]
+
+
+def test_copies_on_one_rank_share_evenly():
+    placement = Placement(np.array([[0, 0, 1, 0, 2, -1]]), 2, 3)
+    quotas, peak = ExactSplit(placement).quotas(torch.tensor([[11, 0, 0]]))
+    assert peak.tolist() == [6.0]
+    first, second, third = quotas[0, 0].tolist()
+    assert abs(first - second) <= 1 and first + second in (5, 6) and first + second + third == 11
+
+
+@pytest.mark.parametrize("solver", [ExactSplit, BatchedSplit])
+def test_what_cannot_be_solved_is_refused(solver):
+    with pytest.raises(InfeasiblePlan) as lost:
+        solver(Placement(np.array([[0, 0, -1, 2]]), 2, 3))
+    assert lost.value.reason is Reason.EXPERT_WITHOUT_REPLICA
+    good = solver(Placement(np.array([[0, 1]]), 2, 2))
+    with pytest.raises(InvalidInput, match="float16"):
+        good.solve(torch.ones(1, 2, dtype=torch.float16))
+    with pytest.raises(ShapeMismatch):
+        good.solve(torch.ones(2, 2))
+    with pytest.raises(InvalidInput, match="negative"):
+        good.solve(torch.tensor([[1.0, -2.0]]))
+
+
+def test_quotas_need_whole_tokens_and_the_choice_needs_demand():
+    placement = Placement(np.array([[0, 1]]), 2, 2)
+    with pytest.raises(InvalidInput, match="whole tokens"):
+        ExactSplit(placement).quotas(torch.tensor([[1.5, 2.0]]))
+    with pytest.raises(InvalidInput, match="all-gather"):
+        LplbChoice(all_tables(placement)[0]).choose(0, torch.tensor([[0]]))
+
+
+def test_interior_point_is_exact_at_production_shape():
+    rng = np.random.default_rng(5)
+    experts, ranks, redundant = 256, 32, 32
+    rows = []
+    for _ in range(3):
+        extra = rng.choice(experts, redundant, replace=False)
+        rows.append(rng.permutation(np.concatenate([np.arange(experts), extra])))
+    placement = Placement(np.array(rows), ranks, experts)
+    counts = torch.from_numpy(np.round(np.exp(rng.normal(4, 1, (3, experts)))))
+    exact = ExactSplit(placement).solve(counts).peak
+    answer = BatchedSplit(placement).solve(counts)
+    assert answer.peak.numpy() == pytest.approx(exact.numpy(), rel=1e-7)

@@ -1,0 +1,59 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenkeel.engines.demo.fleet import FleetLog, read_new_lines
+from tests.engines.demo.lines import step_lines, swap_line
+
+
+def test_a_step_counts_once_every_rank_wrote_it():
+    fleet = FleetLog(2)
+    first, second = step_lines(0, (12, 4), seconds=0.01)
+    fleet.feed([first])
+    assert fleet.newest is None
+    assert fleet.layer_shares() is None
+    assert fleet.balancedness() is None
+    fleet.feed([{**second, "seconds": 0.5}])
+    assert fleet.newest is not None
+    assert fleet.newest.seconds == 0.5
+    assert fleet.newest.balancedness == pytest.approx(8 / 12)
+    assert fleet.layer_shares()[0] == pytest.approx([0.75, 0.25])
+
+
+def test_balance_is_taken_over_ranks_layer_by_layer():
+    fleet = FleetLog(2)
+    lines = step_lines(0, (0, 0))
+    # Each layer leans on another rank: summed over layers the ranks would look even.
+    lines[0]["rank_load"], lines[1]["rank_load"] = [8, 0], [0, 8]
+    fleet.feed(lines)
+    assert fleet.balancedness() == pytest.approx(0.5)
+
+
+def test_a_step_without_load_is_unknown_not_zero():
+    fleet = FleetLog(2)
+    fleet.feed(step_lines(0, (0, 0)))
+    assert fleet.balancedness() is None
+    assert np.isnan(fleet.layer_shares()).all()
+    fleet.feed(step_lines(1, (4, 4)))
+    assert fleet.balancedness() == 1.0
+
+
+def test_swaps_come_back_to_the_caller():
+    fleet = FleetLog(2)
+    assert [swap.rank for swap in fleet.feed([swap_line(1, 5, "p1")])] == [1]
+    assert fleet.feed(step_lines(6, (4, 4))) == []
+    assert len(fleet.swaps) == 1
+
+
+def test_half_a_line_waits_for_its_end(tmp_path):
+    path = tmp_path / "rank-0.jsonl"
+    offsets: dict[Path, int] = {}
+    whole = json.dumps({"kind": "exit", "n": 1})
+    path.write_text(whole + "\n" + whole[:7])
+    assert len(list(read_new_lines(tmp_path, 2, offsets))) == 1
+    with path.open("a") as file:
+        file.write(whole[7:] + "\n")
+    assert [line["n"] for line in read_new_lines(tmp_path, 2, offsets)] == [1]
+    assert list(read_new_lines(tmp_path, 2, offsets)) == []

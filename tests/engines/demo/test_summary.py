@@ -1,0 +1,179 @@
+from dataclasses import dataclass
+
+import pytest
+
+from evenkeel.engines.demo.fleet import FleetLog
+from evenkeel.engines.demo.options import DemoOptions
+from evenkeel.engines.demo.summary import decision_lines, summarise, summary_lines
+from evenkeel.engines.reference.config import DispatchRule, Fault
+from tests.engines.demo.lines import PLANS, check_line, exit_line, good_run, plan, step_lines, swap_line
+
+
+@dataclass(frozen=True)
+class Options(DemoOptions):
+    """A run far shorter than the demo accepts."""
+
+    ranks: int = 2
+    steps: int = 80
+
+    def __post_init__(self):
+        pass
+
+
+def run(lines, plans=PLANS, restarts=0, **options):
+    fleet = FleetLog(2)
+    fleet.feed(lines)
+    return summarise(fleet, plans, Options(**options), restarts)
+
+
+def failed(summary):
+    return [check.promise for check in summary.checks if not check.held]
+
+
+def test_a_good_run_keeps_every_promise():
+    summary = run(good_run())
+    assert failed(summary) == []
+    assert summary.passed
+    assert summary.faults_found == ()
+    first, second = summary.plans
+    assert (first.plan_id, second.plan_id) == ("p1", "p2")
+    assert first.before == pytest.approx(8 / 12)
+    assert first.after == 1.0
+    # The comparison of the second plan starts at the shift, not in the balanced steps before it.
+    assert second.before == pytest.approx(8 / 12)
+    assert second.reason == "load_changed"
+    assert (first.first_step, first.last_step, first.steps_during) == (19, 19, 4)
+    assert first.p99_during_s == pytest.approx(0.03, rel=0.05)
+    assert first.p99_before_s == pytest.approx(0.01)
+
+
+def test_the_summary_says_it_in_words():
+    text = "\n".join(summary_lines(run(good_run())))
+    for part in ("because load_changed", "0.667 -> 1.000", "3 experts, 300.0 kB", "FAIL"):
+        assert (part in text) == (part != "FAIL")
+
+
+def test_a_rule_of_its_own_may_absorb_the_shift_but_not_lose_balance_to_it():
+    lines = [line for line in good_run() if line.get("plan_id") != "p2"]
+    lost = run(lines, dispatch=DispatchRule.LPLB)
+    assert failed(lost) == ["dispatch absorbed the shift of domain"]
+    steps = [
+        line | {"rank_load": [5, 5]} if line.get("step", 0) >= 20 and line["kind"] == "step" else line
+        for line in lines
+    ]
+    held = run(steps, dispatch=DispatchRule.LPLB)
+    assert failed(held) == []
+    assert "balancedness fell when the domain shifted" in failed(run(steps))
+    # Under Libra the recorded load does not show what fetched experts carried.
+    assert failed(run(lines, dispatch=DispatchRule.LIBRA)) == []
+
+
+def test_one_plan_is_not_enough():
+    lines = [line for line in good_run() if line.get("plan_id") != "p2"]
+    assert failed(run(lines)) == [
+        "at least two plans were committed",
+        "the controller answered the shift by its own decision",
+    ]
+
+
+def test_a_plan_that_helps_nobody_is_told():
+    lines = []
+    for step in range(80):
+        lines += step_lines(step, (12, 4) if step < 70 else (8, 8))
+        lines += [swap_line(0, step, "p1")] if step == 19 else []
+        lines += [swap_line(0, step, "p2")] if step == 59 else []
+    summary = run(lines)
+    assert "balancedness rose with plan 1" in failed(summary)
+    assert "balancedness fell when the domain shifted" in failed(summary)
+
+
+def test_a_plan_by_hand_is_no_answer_of_the_controller():
+    by_hand = [PLANS[1], plan("p2", 55.5, "manual_request", kind="manual")]
+    assert failed(run(good_run(), by_hand)) == ["the controller answered the shift by its own decision"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "promise"),
+    [
+        (
+            {"wrong_slots": [{"layer": 2, "local_slot": 3, "expert": 7}], "ok": False, "problems": ["x"]},
+            "byte: rank 1 layer 2 slot 3 does not hold the weights expert 7",
+            "every slot's weights equal the original expert's",
+        ),
+        ({"maps_agree": False}, "map: the maps of the ranks differ", "all ranks agree on map and epoch"),
+        ({"epochs_agree": False}, "epoch: the ranks are at", "all ranks agree on map and epoch"),
+        (
+            {"mismatches": 5},
+            "output: rows that differ from the never-migrated model's: 5 on rank 1",
+            "every output equals the never-migrated model's",
+        ),
+        ({"rows_checked": -1000}, None, "every output equals the never-migrated model's"),
+        ({"ok": False, "problems": ["a leak"]}, "check: a leak", "all ranks agree on map and epoch"),
+    ],
+)
+def test_each_fault_is_named(change, kind, promise):
+    lines = [line for line in good_run() if line["kind"] != "check" or line["rank"] == 0]
+    summary = run([*lines, check_line(1, **change)])
+    assert not summary.passed
+    assert promise in failed(summary)
+    assert kind is None or any(fault.startswith(kind) for fault in summary.faults_found)
+
+
+def test_a_rank_that_leaves_over_its_epoch_is_named():
+    lines = [line for line in good_run() if line["kind"] != "exit"]
+    summary = run([*lines, exit_line(0), exit_line(1, 41, "epoch_mismatch", "peer 0 is at 2")])
+    assert failed(summary) == ["no rank was lost"]
+    assert summary.faults_found == ("epoch: left over epoch_mismatch: rank 1; peer 0 is at 2",)
+
+
+def test_a_run_without_final_checks_fails():
+    summary = run([line for line in good_run() if line["kind"] not in ("check", "exit")])
+    assert len(failed(summary)) == 3
+
+
+def test_a_restart_is_told():
+    assert failed(run(good_run(), restarts=1)) == ["no rank was lost"]
+
+
+def test_observe_mode_must_move_nothing():
+    assert "observe mode moves nothing" in failed(run(good_run(), mode="observe"))
+    still = [line for line in good_run() if line["kind"] != "swap"]
+    assert run(still, plans=[], mode="observe").passed
+
+
+def test_a_run_cut_short_says_so():
+    cut = [line for line in good_run() if line["kind"] != "step" or line["step"] < 70]
+    assert failed(run(cut)) == ["every step was served"]
+
+
+def test_a_run_with_a_fault_is_judged_by_what_was_found():
+    promises = [check.promise for check in run(good_run(), fault=Fault.BYTE).checks]
+    assert "every slot's weights equal the original expert's" in promises
+    assert "at least two plans were committed" not in promises
+
+
+def test_ranks_that_say_the_same_are_named_together():
+    lines = [exit_line(rank, 41, "epoch_mismatch", "rank 0 at 2, rank 1 at 1") for rank in range(2)]
+    assert run(lines).faults_found == (
+        "epoch: left over epoch_mismatch: rank 0, 1; rank 0 at 2, rank 1 at 1",
+    )
+
+
+def test_decisions_are_counted_and_the_last_judged_plan_is_told():
+    numbers = {"gain": 0.192, "gain_lower": 0.187, "held_out_steps": 42.0, "copies": 1.0}
+    rows = [
+        {"reason": "no_change", "numbers": {}},
+        {"reason": "observe_mode", "numbers": numbers},
+        {"reason": "no_change", "numbers": None},
+        {"reason": "observe_mode", "numbers": {**numbers, "gain": 0.5}},
+        {"reason": "no_change", "numbers": {}},
+    ]
+    judged = (
+        "Last plan judged (observe_mode): predicted to save 19.2% of MoE time, at least 18.7%,"
+        " on 42 steps it was not planned on, for 1 copy"
+    )
+    assert decision_lines(rows) == [
+        "Decisions: 5 cycles: no_change 3, observe_mode 2",
+        judged,
+    ]
+    assert decision_lines([]) == ["Decisions: none was recorded"]

@@ -1,0 +1,156 @@
+"""A rank process whose link is a script instead of gRPC: waves are driven by hand, at the port.
+
+`python -m tests.engines.reference.scripted CONFIG RANK PARENT`, started by the real supervisor. The script
+is read from `script.json` in the run folder::
+
+    {"seed": 7, "plans": 2, "uneven": true, "abort": [0], "stop_after": 1}
+
+Every rank derives the same targets and waves from the seed, sends itself Prepare, and Commit after its
+own yes; the gate alone makes the ranks swap together.
+"""
+
+import asyncio
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evenkeel.adapters.torch_transport import checksum
+from evenkeel.engines.reference.__main__ import die_with_parent, leave, log_json
+from evenkeel.engines.reference.config import RankConfig
+from evenkeel.engines.reference.model import original_expert
+from evenkeel.engines.reference.rank import run_rank, with_trace_sizes
+from evenkeel.model.ids import Epoch, PlanId
+from evenkeel.model.placement import EMPTY, Placement
+from evenkeel.model.plan import WaveKey
+from evenkeel.model.topology import Topology
+from evenkeel.planning.waves import schedule_waves
+from evenkeel.protocol.messages import (
+    Abort,
+    AbortAnswer,
+    Ack,
+    Commit,
+    Leader,
+    Prepare,
+    QueryState,
+    RankState,
+    Vote,
+    WaveOutcome,
+)
+from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome, ReportAck
+
+LEADER = Leader("script", 1)
+
+
+def random_placement(shape, rng, uneven):
+    """A valid placement; with `uneven` layers have different replica counts, as pooled slots allow."""
+    ranks, experts, layers = shape.num_ranks, shape.num_logical_experts, shape.num_layers
+    average = shape.pool_slots_per_rank // layers
+    phy2log = np.full((layers, ranks, shape.slots_per_rank), EMPTY, np.int32)
+    for layer in range(layers):
+        # Layers 0 and 1 trade a slot per rank: their sum stays within the pool.
+        filled = average + ((-1 if layer == 0 else 1) if uneven and layer < 2 else 0)
+        order = rng.permutation(experts)
+        per_rank = experts // ranks
+        for rank in range(ranks):
+            own = order[rank * per_rank : (rank + 1) * per_rank]
+            others = rng.permutation(np.setdiff1d(order, own))
+            held = np.concatenate([own, others])[:filled]
+            phy2log[layer, rank, :filled] = rng.permutation(held)
+    return Placement(phy2log.reshape(layers, -1), ranks, experts)
+
+
+class ScriptedLink:
+    """A RankLink without a network: says Prepare, Commit and Abort as the script wants."""
+
+    def __init__(self, config, script):
+        self.config = config
+        self.script = script
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self.seen = []
+
+    def send(self, message, stream=None):
+        self.seen.append(message)
+        self.inbox.put_nowait(message)
+
+    async def wait_for(self, kind, where=lambda message: True):
+        while True:
+            message = await self.inbox.get()
+            if isinstance(message, kind) and where(message):
+                return message
+
+    async def run(self, listener):
+        hello = listener.hello()
+        flow = FlowControl(report_interval_s=0.1)
+        listener.received(1, Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, flow))
+        listener.received(1, QueryState(LEADER, want_placement=True, want_checksums=True))
+        state = await self.wait_for(RankState)
+        self.write("registered", epoch=hello.epoch, steps=len(state.checksums))
+        placement, epoch = state.placement, int(state.epoch)
+        for number in range(self.script["plans"]):
+            rng = np.random.default_rng((self.script["seed"], epoch, number))
+            target = random_placement(self.config.shape, rng, self.script.get("uneven", False))
+            target.check(self.config.shape)
+            # A layer a wave, in order: layer 0 frees the buffers that layer 1 fills.
+            waves = schedule_waves(
+                placement, target, dataclasses.replace(self.config.shape, pool_slots_per_rank=None),
+                Topology.single_node(self.config.num_ranks), self.config.staging_bytes, max_layers_per_wave=1,
+            )  # fmt: skip
+            for wave in waves:
+                key = WaveKey(hello.identity.generation, PlanId(f"plan-{number}"), wave.index, 1)
+                abort = number in self.script.get("abort", [])
+                if await self.drive(listener, key, wave, epoch, abort):
+                    placement, epoch = placement.with_rows(wave.layers, wave.rows), epoch + 1
+                if abort or epoch == self.script.get("stop_after"):
+                    break
+        self.write("script_done", epoch=epoch, digest=placement.digest)
+        while True:
+            message = await self.inbox.get()
+            if hasattr(message, "steps"):
+                listener.received(1, ReportAck(message.steps[-1].step if message.steps else None))
+
+    async def drive(self, listener, key, wave, epoch, abort):
+        prepare = Prepare(LEADER, key, Epoch(epoch), wave, self.checksums(wave), batch_deadline_s=10.0)
+        listener.received(1, prepare)
+        vote = await self.wait_for(Vote, lambda vote: vote.wave == key)
+        self.write("vote", plan_id=key.plan_id, wave_index=key.wave_index, yes=vote.yes, detail=vote.detail)
+        if abort:
+            listener.received(1, Abort(LEADER, key))
+            answer = await self.wait_for(AbortAnswer, lambda m: m.wave == key and m.drained)
+            assert answer.outcome is not WaveOutcome.SWAPPED
+            return False
+        if not vote.yes:
+            raise RuntimeError(f"voted no: {vote}")
+        listener.received(1, Commit(LEADER, key))
+        ack = await self.wait_for(Ack, lambda ack: ack.wave == key)
+        assert int(ack.epoch) == epoch + 1
+        return True
+
+    def checksums(self, wave):
+        c = self.config
+        values = [
+            checksum(original_expert(c.seed, t.layer, t.logical_expert, c.d_model, c.d_ffn))
+            for t in wave.transfers
+        ]
+        if self.script.get("wrong_checksum") == c.rank:
+            values = [value ^ 1 for value in values]
+        return tuple(values)
+
+    def write(self, kind, **keys):
+        with (self.config.folder / f"script-{self.config.rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": kind, "attempt": self.config.attempt, **keys}) + "\n")
+
+
+def main(path, rank, parent):
+    die_with_parent(int(parent))
+    log_json()
+    config = RankConfig.from_json(Path(path).read_text()).replace(rank=int(rank))
+    script = json.loads((config.folder / "script.json").read_text())
+    leave(run_rank(config, ScriptedLink(with_trace_sizes(config), script)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,219 @@
+"""Every dispatch rule between real ranks: the undistributed model's bits, every token once, moved maps followed."""
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel.engines.reference.config import DispatchRule, RankConfig
+from evenkeel.engines.reference.dispatch import make_dispatch
+from evenkeel.engines.reference.exchange import EpochMismatch
+from evenkeel.engines.reference.forward import Forward, Witness
+from evenkeel.engines.reference.libra import TwoStageDispatch
+from evenkeel.engines.reference.model import Model
+from evenkeel.engines.reference.slots import PooledWeights, Router
+from evenkeel.engines.reference.traffic import TextTraffic
+from evenkeel.errors import InvalidInput
+from evenkeel.model.placement import Placement
+from evenkeel.planning.metrics import rank_load
+from evenkeel.planning.problem import DispatchModel
+from evenkeel.planning.split import SplitModel
+from tests.agent.ranks import Group, run_ranks
+
+RANKS, LAYERS, EXPERTS, TOKENS = 4, 3, 16, 96
+STEPS = 3
+
+
+def config_of(rank, rule, **changes):
+    values = {
+        "run_folder": "",
+        "rank": rank,
+        "num_ranks": RANKS,
+        "nodes": (0, 0, 1, 1),
+        "layers": LAYERS,
+        "experts": EXPERTS,
+        "tokens_per_step": TOKENS,
+        "dispatch": rule,
+        "d_model": 32,
+        "d_ffn": 32,
+    }
+    return RankConfig(**{**values, **changes})
+
+
+def placements():
+    """Two maps of 16 experts with 4 to 8 replicas to spare, one layer with an empty slot on a rank."""
+    rng = np.random.default_rng(8)
+    found = []
+    for _ in range(2):
+        rows = []
+        for _ in range(LAYERS):
+            while True:
+                spare = rng.choice(EXPERTS, 8, replace=False)
+                row = rng.permutation(np.concatenate([np.arange(EXPERTS), spare, np.full(8, -1)]))
+                placement = Placement(row[None].astype(np.int32), RANKS, EXPERTS)
+                if placement.first_duplicate() is None:
+                    break
+            rows.append(row)
+        found.append(Placement(np.array(rows, np.int32), RANKS, EXPERTS))
+    return found
+
+
+class OneRank:
+    """What one rank process holds, without the process."""
+
+    def __init__(self, group, config, placement):
+        cpu = torch.device("cpu")
+        self.model = Model.build(
+            seed=3, layers=LAYERS, experts=EXPERTS, top_k=config.top_k, d_model=32, d_ffn=32, device=cpu
+        )
+        self.config = config
+        self.traffic = TextTraffic(self.model, RANKS, TOKENS, 0)
+        self.weights = PooledWeights(LAYERS, config.slots_per_rank, 8 * LAYERS, 32, 32, cpu)
+        self.weights.load(placement, config.rank, 3)
+        self.router = Router(placement, 1, cpu)
+        self.dispatch = make_dispatch(
+            config,
+            self.model,
+            self.traffic,
+            self.weights,
+            self.router,
+            lambda name: group.connect(config.rank, name),
+            group.connect(config.rank, "engine"),
+        )
+        self.forward = Forward(self.model, self.traffic, self.dispatch, config.rank, RANKS)
+        self.witness = Witness(self.model, self.traffic, config.rank)
+
+    def move_to(self, placement):
+        for layer in range(LAYERS):
+            filled = np.flatnonzero(self.router.phy2log[layer].reshape(RANKS, -1)[self.config.rank] >= 0)
+            self.weights.release([(layer, int(local)) for local in filled])
+        self.weights.load(placement, self.config.rank, 3)
+        self.router.install(self.router.build(range(LAYERS), placement.phy2log, 2))
+
+
+def run_rule(rule, **changes):
+    """Steps under one map, then under another; (per step, per rank) results, and the ranks."""
+    group = Group(RANKS)
+    first, second = placements()
+
+    def work(rank):
+        one = OneRank(group, config_of(rank, rule, **changes), first)
+        try:
+            results = []
+            for step in range(2 * STEPS):
+                if step == STEPS:
+                    one.move_to(second)
+                result = one.forward.step(step, False)
+                results.append((result, one.witness.mismatches(step, result)))
+            return results, one
+        finally:
+            one.dispatch.close()
+
+    torch.set_num_threads(1)
+    return run_ranks(RANKS, work), (first, second)
+
+
+CASES = [
+    (DispatchRule.EVEN, {}),
+    (DispatchRule.NEAREST, {}),
+    (DispatchRule.LPLB, {}),
+    (DispatchRule.WATERFILL, {}),
+    (DispatchRule.LIBRA, {}),
+    (DispatchRule.LIBRA, {"transient_experts": 0}),
+    (DispatchRule.LIBRA, {"transient_experts": 5}),
+]
+
+
+@pytest.mark.parametrize(("rule", "changes"), CASES)
+def test_outputs_are_the_undistributed_models_and_every_token_is_computed_once(rule, changes):
+    ranks, maps = run_rule(rule, **changes)
+    for step in range(2 * STEPS):
+        results = [results[step][0] for results, _ in ranks]
+        assert [results[step][1] for results, _ in ranks] == [0] * RANKS
+        served = np.sum([result.served for result in results], axis=0)
+        # Every routed choice once, every shared expert once.
+        assert served.tolist() == [RANKS * TOKENS * (2 + 1)] * LAYERS
+        recorded = np.stack([result.counts for result in results], axis=1)
+        assert (recorded.sum(axis=(1, 2)) == RANKS * TOKENS * 2).all()
+        # What is recorded is recorded for slots that hold an expert, and adds up to the demand of each.
+        phy2log = maps[step >= STEPS].phy2log
+        flat = recorded.reshape(LAYERS, -1)
+        assert (flat[phy2log < 0] == 0).all()
+        want = np.zeros((LAYERS, EXPERTS), np.int64)
+        for _, one in ranks:
+            x = one.model.embed(one.traffic.tokens(step, one.config.rank))
+            for layer in range(LAYERS):
+                chosen = one.model.route(layer, x)
+                np.add.at(want[layer], chosen.numpy().reshape(-1), 1)
+                total = one.model.undistributed(layer, x, chosen, one.witness.experts[layer])
+                x = one.model.next_layer(layer, x, total)
+        for layer in range(LAYERS):
+            have = np.zeros(EXPERTS, np.int64)
+            held = phy2log[layer] >= 0
+            np.add.at(have, phy2log[layer][held], flat[layer][held])
+            assert np.array_equal(have, want[layer])
+
+
+def test_lplb_realises_the_best_peak_whole_tokens_allow():
+    ranks, maps = run_rule(DispatchRule.LPLB)
+    for step in range(2 * STEPS):
+        recorded = np.stack([results[step][0].counts for results, _ in ranks], axis=1)
+        placement = maps[step >= STEPS]
+        load = np.zeros((LAYERS, EXPERTS))
+        for layer in range(LAYERS):
+            row, flat = placement.phy2log[layer], recorded[layer].reshape(-1)
+            np.add.at(load[layer], row[row >= 0], flat[row >= 0])
+        best = rank_load(load[None], placement, SplitModel(DispatchModel.OPTIMAL))[0].max(axis=1)
+        assert recorded.sum(axis=2).max(axis=1) == pytest.approx(np.ceil(best - 1e-6))
+
+
+def test_fetched_experts_even_out_what_the_map_cannot_and_are_gone_afterwards():
+    peaks = {}
+    for transient in (0, 5):
+        ranks, _ = run_rule(DispatchRule.LIBRA, transient_experts=transient)
+        peaks[transient] = sum(
+            np.max([results[step][0].served for results, _ in ranks], axis=0).sum()
+            for step in range(2 * STEPS)
+        )
+        for _, one in ranks:
+            assert isinstance(one.dispatch, TwoStageDispatch)
+            # No map and no buffer of the pool knows of them.
+            assert one.router.phy2log.shape == (LAYERS, RANKS * one.config.slots_per_rank)
+            assert one.weights.free_buffers == 8 * LAYERS - int(
+                (one.router.phy2log.reshape(LAYERS, RANKS, -1)[:, one.config.rank] >= 0).sum()
+            )
+    assert peaks[5] < peaks[0]
+
+
+def test_stages_are_timed():
+    ranks, _ = run_rule(DispatchRule.LIBRA)
+    for _, one in ranks:
+        seconds = one.dispatch.seconds
+        assert seconds.shard_s > 0 and seconds.local_s > 0 and seconds.remote_s > 0
+
+
+@pytest.mark.parametrize("rule", DispatchRule)
+def test_ranks_under_different_epochs_never_compute_together(rule):
+    group = Group(RANKS)
+    first, _ = placements()
+
+    def work(rank):
+        one = OneRank(group, config_of(rank, rule), first)
+        one.router.epoch = 1 + (rank == 2)
+        try:
+            with pytest.raises(EpochMismatch, match="rank 2 at 2"):
+                one.forward.step(0, False)
+        finally:
+            one.dispatch.close()
+        return True
+
+    assert all(run_ranks(RANKS, work))
+
+
+def test_the_rule_survives_the_configuration_file_and_names_its_model():
+    config = config_of(1, DispatchRule.LPLB)
+    assert RankConfig.from_json(config.to_json()) == config
+    assert DispatchRule.LPLB.model is DispatchModel.OPTIMAL
+    assert DispatchRule.NEAREST.model is DispatchModel.NEAREST
+    assert DispatchRule.WATERFILL.model is DispatchModel.EVEN
+    with pytest.raises(InvalidInput):
+        config_of(0, DispatchRule.LIBRA, transient_experts=-1)

@@ -1,0 +1,116 @@
+"""Dispatch and combine between two ranks on real sockets."""
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel.engines.reference.exchange import EpochMismatch, Exchange
+from evenkeel.engines.reference.model import expert_forward, original_expert
+from evenkeel.engines.reference.state import (
+    SavedPlacement,
+    agree_on_placement,
+    load_placement,
+    save_placement,
+)
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import ModelShape
+from tests.agent.ranks import Group, run_ranks
+
+SLOTS, D = 3, 8
+
+
+def expert_in(slot):
+    return original_expert(1, 0, slot, D, 16)
+
+
+def test_every_row_comes_back_from_the_expert_in_its_slot():
+    group = Group(2)
+
+    def work(rank):
+        exchange = Exchange(group.connect(rank, "engine"), SLOTS, D)
+        rng = np.random.default_rng(rank)
+        rows = torch.from_numpy(rng.integers(-8, 9, (40, D)).astype(np.float32))
+        slots = torch.from_numpy(rng.integers(0, 2 * SLOTS, 40))
+        result = exchange.layer(rows, slots, 7, False, lambda local: expert_in(rank * SLOTS + local))
+        for row, slot, output in zip(rows, slots.tolist(), result.outputs, strict=True):
+            assert torch.equal(output, expert_forward(expert_in(slot), row[None])[0])
+        assert not result.stop and result.compute_s > 0
+        return torch.bincount(slots, minlength=2 * SLOTS), result.received
+
+    (sent0, got0), (sent1, got1) = run_ranks(2, work)
+    assert torch.equal(torch.cat([got0, got1]), sent0 + sent1)
+
+
+def test_ranks_with_nothing_to_send_or_receive_take_part():
+    group = Group(2)
+
+    def work(rank):
+        exchange = Exchange(group.connect(rank, "engine"), SLOTS, D)
+        rows = torch.ones(4 if rank == 0 else 0, D)
+        slots = torch.zeros(len(rows), dtype=torch.int64)
+        return exchange.layer(rows, slots, 0, False, lambda local: expert_in(local)).received.tolist()
+
+    assert run_ranks(2, work) == [[4, 0, 0], [0, 0, 0]]
+
+
+def test_an_epoch_that_differs_is_refused_by_every_rank_before_it_computes():
+    """R8: a split can never compute; the message names who is where."""
+    group = Group(2)
+
+    def work(rank):
+        exchange = Exchange(group.connect(rank, "engine"), SLOTS, D)
+        rows, slots = torch.ones(4, D), torch.zeros(4, dtype=torch.int64)
+
+        def never(local):
+            raise AssertionError("computed under a split")
+
+        with pytest.raises(EpochMismatch, match="rank 0 at 5, rank 1 at 6"):
+            exchange.layer(rows, slots, 5 + rank, False, never)
+        return True
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_a_wish_to_stop_reaches_all_ranks_in_the_same_exchange():
+    group = Group(2)
+
+    def work(rank):
+        exchange = Exchange(group.connect(rank, "engine"), SLOTS, D)
+        rows, slots = torch.ones(2, D), torch.zeros(2, dtype=torch.int64)
+        return exchange.layer(rows, slots, 0, rank == 1, lambda local: expert_in(local)).stop
+
+    assert run_ranks(2, work) == [True, True]
+
+
+SHAPE = ModelShape(1, 4, 2, SLOTS, 1, 100)
+OLD = Placement(np.array([[0, 1, -1, 2, 3, -1]], np.int32), 2, 4)
+NEW = Placement(np.array([[1, 0, 2, 3, 2, -1]], np.int32), 2, 4)
+
+
+def test_a_placement_is_saved_whole_and_damage_reads_as_nothing(tmp_path):
+    path = tmp_path / "state" / "rank-0.npz"
+    assert load_placement(path, SHAPE) is None
+    save_placement(path, SavedPlacement(NEW, 3, "g"))
+    saved = load_placement(path, SHAPE)
+    assert (saved.placement, saved.epoch, saved.generation) == (NEW, 3, "g")
+    assert list(path.parent.iterdir()) == [path]
+    assert load_placement(path, ModelShape(1, 4, 2, 4, 1, 100)) is None
+    path.write_bytes(path.read_bytes()[:100])
+    assert load_placement(path, SHAPE) is None
+
+
+@pytest.mark.parametrize("epochs, want", [((0, 0), 0), ((3, 2), 3), ((0, 4), 4), ((2, 2), 2)])
+def test_the_newest_saved_placement_wins_on_every_rank(epochs, want):
+    """One rank at the new epoch proves that the gate passed."""
+    group = Group(2)
+
+    def work(rank):
+        communicator = group.connect(rank, "engine")
+        saved = SavedPlacement(NEW, epochs[rank], "g") if epochs[rank] == max(epochs) else None
+        if saved is None and epochs[rank]:
+            saved = SavedPlacement(OLD, epochs[rank], "g")
+        return agree_on_placement(saved if epochs[rank] else None, OLD, communicator)
+
+    for placement, epoch, warm in run_ranks(2, work):
+        assert epoch == want and warm == (want > 0)
+        assert placement == (NEW if want else OLD)

@@ -1,0 +1,182 @@
+"""Whole runs: real processes under the supervisor, waves driven at the link's port."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from evenkeel.engines.reference.config import ExitCode, Fault, RankConfig
+from evenkeel.engines.reference.supervisor import Supervisor
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+SMALL = {"num_ranks": 2, "layers": 3, "experts": 8, "tokens_per_step": 64, "staging_bytes": 1 << 20}
+
+
+def lines(folder, rank, kind):
+    path = folder / f"rank-{rank}.jsonl"
+    rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["kind"] == kind]
+
+
+def supervisor_for(folder, script, **changes):
+    config = RankConfig(run_folder=str(folder), **{**SMALL, **changes})
+    if script is None:
+        return Supervisor(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "script.json").write_text(json.dumps(script))
+    return Supervisor(config, module="tests.engines.reference.scripted")
+
+
+def run(folder, script, *, until=None, **changes):
+    """Run to the end; `until(supervisor)` is called between polls and may interfere."""
+    supervisor = supervisor_for(folder, script, **changes)
+    deadline = time.monotonic() + 100
+    supervisor.start()
+    try:
+        while (report := supervisor.poll()) is None:
+            assert time.monotonic() < deadline, "the run does not end"
+            if until is not None:
+                until(supervisor)
+            wait_a_little(supervisor)
+        return report
+    finally:
+        supervisor.stop()
+
+
+def wait_a_little(supervisor):
+    """Blocks until a rank ends, at most for a moment."""
+    try:
+        supervisor._ranks[0].wait(0.05)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
+    """Two plans with different replica counts per layer and one aborted; outputs equal the unmigrated model's."""
+    report = run(tmp_path, {"seed": 7, "plans": 3, "uneven": True, "abort": [1]}, steps=60)
+    assert report.ok, report
+    assert report.codes == (0, 0) and report.restarts == 0
+    for rank in range(2):
+        swaps = lines(tmp_path, rank, "swap")
+        assert [swap["epoch"] for swap in swaps] == list(range(1, len(swaps) + 1)) and len(swaps) >= 4
+        # All ranks swapped after the same step.
+        assert [swap["step"] for swap in swaps] == [swap["step"] for swap in lines(tmp_path, 0, "swap")]
+        [check] = lines(tmp_path, rank, "check")
+        assert check["mismatches"] == 0 and check["rows_checked"] == 60 * 64
+        assert check["slots_checked"] == 3 * 5 and check["wrong_slots"] == []
+        steps = lines(tmp_path, rank, "step")
+        assert [step["step"] for step in steps] == list(range(60))
+        assert steps[-1]["epoch"] == len(swaps)
+
+
+@pytest.mark.parametrize(
+    "fault, named",
+    [
+        (Fault.BYTE, "rank 1 layer"),
+        (Fault.MAP, "rank 1 routes layer"),
+        (Fault.EPOCH, "epochs differ: rank 0 at"),
+    ],
+)
+def test_each_fault_after_the_first_swap_is_detected_and_named(tmp_path, fault, named):
+    script = {"seed": 7, "plans": 1, "stop_after": 1}
+    report = run(tmp_path, script, steps=40, fault=fault, fault_rank=1)
+    assert not report.ok
+    assert any(named in problem for problem in report.problems), report.problems
+    [done] = lines(tmp_path, 1, "fault")
+    assert done["fault"] == fault and not lines(tmp_path, 0, "fault")
+    if fault is Fault.EPOCH:
+        exits = lines(tmp_path, 0, "exit") + lines(tmp_path, 1, "exit")
+        assert [row["code"] for row in exits].count(ExitCode.EPOCH_MISMATCH) == 2
+        assert report.restarts == 1
+    else:
+        assert report.restarts == 0 and ExitCode.CHECK_FAILED in report.codes
+
+
+def test_a_killed_rank_restarts_the_group_warm_on_the_last_committed_placement(tmp_path):
+    killed = []
+
+    def kill_after_two_swaps(supervisor):
+        if not killed and len(lines(tmp_path, 0, "swap")) >= 2:
+            killed.append(supervisor.pids)
+            supervisor.kill_rank(1)
+
+    report = run(
+        tmp_path,
+        {"seed": 7, "plans": 1},
+        until=kill_after_two_swaps,
+        steps=120,
+        min_step_s=0.02,
+    )
+    assert killed and report.ok and report.restarts == 1, report
+    first, second = lines(tmp_path, 0, "start")
+    assert not first["warm"] and second["warm"]
+    assert second["epoch"] >= 2 and second["generation"] != first["generation"]
+    assert second["step"] > 0 and second["attempt"] == 1
+    # The rank that was killed came back with the same map and computed exactly.
+    other = lines(tmp_path, 1, "start")[1]
+    assert other["placement_digest"] == second["placement_digest"]
+    assert all(check["mismatches"] == 0 for check in report.checks)
+    steps = [row["step"] for row in lines(tmp_path, 0, "step")]
+    assert steps == sorted(set(steps)) and steps[-1] == 119
+    assert not any(psutil.pid_exists(pid) for pid in killed[0])
+
+
+def test_a_group_that_keeps_dying_is_given_up(tmp_path):
+    """Restarts are bounded; without the trace it names, no rank can start."""
+    config = RankConfig(run_folder=str(tmp_path), **{**SMALL, "trace": str(tmp_path / "missing.npz")})
+    supervisor = Supervisor(config, max_restarts=1)
+    supervisor.start()
+    try:
+        while (report := supervisor.poll()) is None:
+            wait_a_little(supervisor)
+    finally:
+        supervisor.stop()
+    assert not report.ok and report.restarts == 1 and set(report.codes) == {ExitCode.FAILED}
+
+
+FLEET = """
+import sys
+from evenkeel.engines.reference.config import RankConfig
+from evenkeel.engines.reference.supervisor import run_fleet
+report = run_fleet(RankConfig.from_json(open(sys.argv[1]).read()))
+print("ok" if report.ok else report.problems, report.steps, flush=True)
+"""
+
+
+def start_fleet(folder):
+    config = RankConfig(run_folder=str(folder / "run"), **{**SMALL, "steps": 0, "min_step_s": 0.01})
+    path = folder / "fleet.json"
+    path.write_text(config.to_json())
+    process = subprocess.Popen([sys.executable, "-c", FLEET, str(path)], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(lines(folder / "run", 0, "step")) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        try:
+            process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            continue
+    return process, psutil.Process(process.pid).children()
+
+
+def test_sigint_stops_the_group_after_its_step_with_a_passed_check(tmp_path):
+    process, children = start_fleet(tmp_path)
+    assert len(children) == 2
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and output.startswith("ok")
+    assert not any(child.is_running() for child in children)
+    counts = {len(lines(tmp_path / "run", rank, "step")) for rank in range(2)}
+    assert len(counts) == 1
+
+
+def test_a_supervisor_killed_outright_leaves_no_rank_behind(tmp_path):
+    process, children = start_fleet(tmp_path)
+    process.kill()
+    process.communicate(timeout=30)
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert len(gone) == 2 and not alive

@@ -1,0 +1,251 @@
+import json
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel.errors import EvenkeelError, InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel.formats import (
+    PlacementFile,
+    PlacementFormat,
+    parse_placement,
+    read_placement,
+    render_placement,
+    write_placement,
+)
+from evenkeel.model.placement import EMPTY, Placement
+from evenkeel.model.topology import ModelShape
+
+FIRST_MOE_LAYER = 3
+
+
+@st.composite
+def placement_files(draw, empty=False):
+    """Every expert placed, no duplicate on a rank, layers after some dense ones."""
+    ranks = draw(st.integers(1, 4))
+    experts = draw(st.integers(1, 9))
+    layers = draw(st.integers(1, 3))
+    least = -(-experts // ranks)
+    per_rank = draw(st.integers(least, min(experts, least + 2)))
+    shape = ModelShape(layers, experts, ranks, per_rank, 1, 0)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    by_rank = Placement.initial(shape).phy2log.reshape(layers, ranks, per_rank)
+    # Renaming experts, ranks and local slots keeps a legal placement legal.
+    rows = np.stack([rng.permutation(experts)[rng.permutation(layer)] for layer in by_rank])
+    rows = rng.permuted(rows, axis=2).reshape(layers, -1)
+    if empty:
+        spare = Placement(rows, ranks, experts)
+        for layer in range(layers):
+            slot = draw(st.integers(0, shape.num_slots - 1))
+            if spare.logcnt[layer, rows[layer, slot]] > 1:
+                rows[layer, slot] = EMPTY
+    first = draw(st.integers(0, 4))
+    return PlacementFile(Placement(rows, ranks, experts), tuple(range(first, first + layers)))
+
+
+def _same(a, b):
+    assert a.placement == b.placement
+    assert a.layer_ids == b.layer_ids
+
+
+@given(placement_files(empty=True))
+def test_neutral_round_trip_needs_no_help(file):
+    text = render_placement(file, PlacementFormat.NEUTRAL)
+    _same(parse_placement(text), file)
+    assert render_placement(parse_placement(text), PlacementFormat.NEUTRAL) == text
+
+
+@given(placement_files(), st.sampled_from([f for f in PlacementFormat if f is not PlacementFormat.NEUTRAL]))
+def test_engine_formats_round_trip(file, format_):
+    text = render_placement(file, format_)
+    back = parse_placement(
+        text,
+        num_ranks=file.placement.num_ranks,
+        num_logical_experts=file.placement.num_logical_experts,
+        first_moe_layer=file.layer_ids[0],
+    )
+    _same(back, file)
+
+
+def _two_layers():
+    rows = np.array([[0, 1, 2, 0], [2, 1, 0, 2]], np.int32)
+    return PlacementFile(Placement(rows, 2, 3), (3, 4), {"policy": "keel"})
+
+
+def test_neutral_keeps_what_it_was_told_and_has_a_version():
+    text = render_placement(_two_layers(), PlacementFormat.NEUTRAL)
+    content = json.loads(text)
+    assert content["format"] == "evenkeel.placement"
+    assert content["version"] == 1
+    assert content["physical_to_logical"] == [[0, 1, 2, 0], [2, 1, 0, 2]]
+    assert parse_placement(text).info == {"policy": "keel"}
+
+
+def test_sglang_file_has_one_key_and_a_row_for_every_hidden_layer():
+    content = json.loads(render_placement(_two_layers(), PlacementFormat.SGLANG, num_hidden_layers=6))
+    assert list(content) == ["physical_to_logical_map"]
+    rows = content["physical_to_logical_map"]
+    assert rows[3:5] == [[0, 1, 2, 0], [2, 1, 0, 2]]
+    assert rows[:3] + rows[5:] == [[0, 1, 2, 0]] * 4
+
+
+def test_trtllm_file_is_the_engines_yaml_with_absolute_layers():
+    content = yaml.safe_load(render_placement(_two_layers(), PlacementFormat.TRTLLM))
+    assert content == {
+        "num_slots": 4,
+        "layer_updates_per_iter": 0,
+        "initial_global_assignments": {3: [0, 1, 2, 0], 4: [2, 1, 0, 2]},
+    }
+
+
+def test_ascend_file_counts_moe_layers_and_lists_devices():
+    content = json.loads(render_placement(_two_layers(), PlacementFormat.ASCEND))
+    assert content["moe_layer_count"] == 2
+    assert content["layer_list"][1] == {
+        "layer_id": 1,
+        "device_count": 2,
+        "device_list": [
+            {"device_id": 0, "device_expert": [2, 1]},
+            {"device_id": 1, "device_expert": [0, 2]},
+        ],
+    }
+
+
+def test_file_round_trip_names_the_file_in_errors(tmp_path):
+    path = tmp_path / "placement.json"
+    write_placement(path, _two_layers(), PlacementFormat.NEUTRAL)
+    _same(read_placement(path), _two_layers())
+    path.write_text("{", "utf-8")
+    with pytest.raises(InvalidInput, match="placement.json: not JSON: .* line 1 column 2"):
+        read_placement(path)
+    with pytest.raises(InvalidInput, match="absent.json: cannot be read"):
+        read_placement(tmp_path / "absent.json")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInput, match="not UTF-8 text: byte 0 is 0xff"):
+        read_placement(path)
+
+
+@pytest.mark.parametrize("format_", [PlacementFormat.SGLANG, PlacementFormat.TRTLLM, PlacementFormat.ASCEND])
+def test_engines_are_never_given_an_empty_slot(format_):
+    rows = np.array([[0, 1, 2, EMPTY]], np.int32)
+    with pytest.raises(InfeasiblePlan, match=r"1 in 1 layers, most in layer 7 \(1 of 4\)"):
+        render_placement(PlacementFile(Placement(rows, 2, 3), (7,)), format_)
+
+
+def test_ascend_refuses_duplicates_on_a_device_both_ways():
+    rows = np.array([[0, 0, 1, 2]], np.int32)
+    with pytest.raises(InfeasiblePlan, match="layer 0 device 0 has expert 0 twice") as caught:
+        render_placement(PlacementFile(Placement(rows, 2, 3), (0,)), PlacementFormat.ASCEND)
+    assert caught.value.reason is Reason.DUPLICATE_ON_RANK
+    text = '{"moe_layer_count": 1, "layer_list": [{"layer_id": 0, "device_count": 1, "device_list": [{"device_id": 0, "device_expert": [0, 0]}]}]}'
+    with pytest.raises(InfeasiblePlan, match="twice"):
+        parse_placement(text)
+
+
+def test_sglang_needs_enough_hidden_layers():
+    with pytest.raises(InvalidInput, match="4 hidden layers, the placement names layer 4"):
+        render_placement(_two_layers(), PlacementFormat.SGLANG, num_hidden_layers=4)
+
+
+def test_a_placement_without_some_expert_is_no_placement_file():
+    with pytest.raises(InfeasiblePlan, match="1 experts without a replica, first: layer 5 expert 2"):
+        PlacementFile(Placement(np.array([[0, 1]], np.int32), 1, 3), (5,))
+
+
+MALFORMED = [
+    ("", "must be a mapping, is NoneType"),
+    ("[1]", "must be a mapping, is list"),
+    ("{}", r"no placement format known here has the keys \(none\)"),
+    ('{"physical_to_logical_map": [[0, 1]], "extra": 1}', "unknown: extra"),
+    ('{"physical_to_logical_map": []}', "is empty: 0 rows"),
+    ('{"physical_to_logical_map": [[0, 1], [0]]}', "row 1 has 1 slots, row 0 has 2"),
+    ('{"physical_to_logical_map": [[0, -1]]}', "row 0 slot 1 is -1, must be 0..2147483647"),
+    ('{"physical_to_logical_map": [[0, 99999999999]]}', "is 99999999999, must be"),
+    ('{"physical_to_logical_map": [[0, 1.5]]}', "must be a whole number, is 1.5"),
+    ('{"physical_to_logical_map": [[0, true]]}', "must be a whole number, is True"),
+    ('{"physical_to_logical_map": [[0, NaN]]}', "NaN is not JSON"),
+    ('{"physical_to_logical_map": [[0, 1, 0]]}', "3 slots do not divide over 2 ranks"),
+    ('{"physical_to_logical_map": [[0, 5]]}', "2 slots cannot hold 6 experts"),
+    ('{"physical_to_logical_map": [[0, 1]], "physical_to_logical_map": [[1, 0]]}', "occurs 2 times"),
+    ("[" * 100_000, "not JSON that can be read"),
+    ("num_slots: 2\n", "no placement format known here"),
+    ("num_slots: 3\ninitial_global_assignments: {3: [0, 1]}", "layer 3 lists 2 experts, num_slots is 3"),
+    ("num_slots: 2\ninitial_global_assignments: {3: [0, 1]}\nep: 1", "unknown: ep"),
+    ("num_slots: 2\ninitial_global_assignments: {3: [0, 1], 3: [1, 0]}", "2 keys of which 1 differ"),
+    ("num_slots: 2\ninitial_global_assignments: {a: [0, 1]}", "layer id must be a whole number, is 'a'"),
+    ("a: [", "neither JSON nor YAML"),
+    ("a: 2026-99-99", "not YAML that can be read"),
+    ('{"moe_layer_count": 2, "layer_list": []}', "moe_layer_count is 2, layer_list has 0"),
+    ('{"format": "other", "version": 1}', "missing: num_ranks"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), MALFORMED)
+def test_malformed_files_are_refused_with_the_numbers(text, message):
+    with pytest.raises(InvalidInput, match=message):
+        parse_placement(text, num_ranks=2)
+
+
+def test_a_newer_version_is_not_guessed_at():
+    text = render_placement(_two_layers(), PlacementFormat.NEUTRAL).replace('"version": 1', '"version": 2')
+    with pytest.raises(InvalidInput, match="version is 2, only 1 can be read"):
+        parse_placement(text)
+
+
+def test_what_the_file_says_and_what_was_asked_for_must_agree():
+    text = render_placement(_two_layers(), PlacementFormat.NEUTRAL)
+    with pytest.raises(ShapeMismatch, match="for 2 ranks, 4 were asked for"):
+        parse_placement(text, num_ranks=4)
+    with pytest.raises(ShapeMismatch, match="for 3 experts, 9 were asked for"):
+        parse_placement(text, num_logical_experts=9)
+    with pytest.raises(InvalidInput, match="does not carry the number of ranks"):
+        parse_placement(render_placement(_two_layers(), PlacementFormat.TRTLLM))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(st.sampled_from(list(PlacementFormat)), st.data())
+def test_a_file_with_one_part_replaced_is_read_or_refused_in_our_own_words(format_, data):
+    content = yaml.safe_load(render_placement(_two_layers(), format_))
+    node = content
+    while True:
+        key = data.draw(
+            st.sampled_from(sorted(node, key=str))
+            if isinstance(node, dict)
+            else st.integers(0, len(node) - 1)
+        )
+        if isinstance(node[key], dict | list) and node[key] and data.draw(st.booleans()):
+            node = node[key]
+            continue
+        break
+    node[key] = data.draw(json_values)
+    for text in (json.dumps(content), yaml.safe_dump(content)):
+        try:
+            read = parse_placement(text, num_ranks=2)
+        except EvenkeelError as error:
+            assert str(error)
+        else:
+            assert isinstance(read, PlacementFile)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_refused_in_our_own_words(text):
+    with pytest.raises(EvenkeelError):
+        parse_placement(text)
+
+
+@given(st.sampled_from(list(PlacementFormat)), st.integers(0, 400))
+def test_a_truncated_file_is_never_read_as_another_placement(format_, cut):
+    text = render_placement(_two_layers(), format_).rstrip()
+    cut = min(cut, len(text) - 1)
+    with pytest.raises(EvenkeelError):
+        read = parse_placement(text[:cut], num_ranks=2, num_logical_experts=3)
+        assert read.layer_ids != (3, 4)
+        raise InvalidInput("a prefix of YAML may hold fewer layers; those it holds are whole")

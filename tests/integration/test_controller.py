@@ -1,0 +1,178 @@
+"""One controller process with ranks that register, report, vote and swap: planning end to end."""
+
+import asyncio
+
+import psutil
+import pytest
+
+from evenkeel.errors import Reason
+from tests.integration.controller_rig import Controller, Group, until
+
+pytestmark = pytest.mark.integration
+
+
+def has_phase(controller, phase, kind="automatic"):
+    async def ask():
+        return [p for p in await controller.plans() if (p["phase"], p["kind"]) == (phase, kind)]
+
+    return ask
+
+
+async def test_the_controller_rebalances_by_itself_and_answers_a_change_of_traffic(tmp_path):
+    async with Controller(tmp_path, PLANNER__MODE="auto") as controller, Group() as group:
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        group.serve_on()
+        first = await until(has_phase(controller, "committed"), within_s=60)
+        assert group.epoch == 1
+        assert first[0]["planned_because"] == Reason.BALANCE_BELOW_THRESHOLD
+        assert first[0]["numbers"]["gain"] > 0.05
+        balanced = await until(lambda: _balance(controller, above=0.8))
+        before = first[0]["numbers"]["balancedness_mean"]
+        assert balanced["balancedness_mean"] > before + 0.1
+        assert balanced["epoch"] == 1
+        assert {rank["epoch"] for rank in balanced["ranks"]} == {1}
+        assert sum(rank["load_share"] for rank in balanced["ranks"]) == pytest.approx(1)
+
+        # Let the window fill with the first traffic, then serve another.
+        await until(lambda: _balance(controller, steps=300))
+        group.popularity = group.draw(seed=7)
+        await until(lambda: group.epoch >= 2, within_s=20)
+
+        async def another():
+            newest = await has_phase(controller, "committed")()
+            return newest if newest[0]["plan_id"] != first[0]["plan_id"] else None
+
+        second = (await until(another))[0]
+        assert second["planned_because"] in (Reason.LOAD_CHANGED, Reason.BALANCE_BELOW_THRESHOLD)
+        assert second["base_epoch"] == 1
+
+        series = await controller.metrics()
+        assert (
+            series['evenkeel_plans_ended_total{deployment="demo",phase="committed",reason="committed"}'] >= 2
+        )
+        assert series['evenkeel_wave_duration_seconds_count{deployment="demo"}'] >= 2
+        assert series['evenkeel_swap_stall_seconds_count{deployment="demo"}'] >= 8
+        assert series['evenkeel_report_steps_total{deployment="demo"}'] >= 4 * 300
+        reasons = {row["reason"] for row in await controller.decisions()}
+        assert reasons & {Reason.PLAN_STARTED}
+        assert not controller.events("task_failed")
+
+
+async def _balance(controller, *, above=0.0, steps=0):
+    status = await controller.status()
+    mean = status.get("balancedness_mean")
+    return status if mean is not None and mean > above and status["window_steps"] >= steps else None
+
+
+async def test_proposals_wait_for_approval_and_operators_have_the_last_word(tmp_path):
+    environment = {"PLANNER__MODE": "propose", "PLANNER__THRESHOLDS__COOLDOWN_S": "0"}
+    async with Controller(tmp_path, **environment) as controller, Group() as group:
+        http = controller.http
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        group.serve_on()
+        (proposed,) = await until(has_phase(controller, "proposed"), within_s=60)
+        assert group.epoch == 0
+        base = "/v1/deployments/demo"
+
+        # A dry run by hand plans and starts nothing; its id names it for good.
+        body = {"plan_id": "by-hand", "dry_run": True, "limits": {"max_moves": 100}}
+        made = await http.post(f"{base}/plans", json=body)
+        assert (made.status_code, made.json()["phase"]) == (201, "proposed")
+        again = await http.post(f"{base}/plans", json=body)
+        assert again.json()["created_at"] == made.json()["created_at"]
+        other = await http.post(f"{base}/plans", json={**body, "limits": {"max_moves": 7}})
+        assert (other.status_code, other.json()["reason"]) == (409, Reason.ID_REUSED)
+
+        # Approving one makes the others stale.
+        done = await http.post(f"{base}/plans/{proposed['plan_id']}/approve")
+        assert done.status_code == 202
+        await until(lambda: group.epoch == 1)
+        assert (await until(has_phase(controller, "committed")))[0]["approved_by"] == "admin"
+        stale = await http.post(f"{base}/plans/by-hand/approve")
+        assert (stale.status_code, stale.json()["reason"]) == (409, Reason.STALE_BASE)
+
+        # Back to where it was; automatic plans then wait for a person, also in auto mode.
+        back = await http.post(f"{base}/rollback")
+        assert back.status_code == 202, back.json()
+        await until(lambda: group.epoch == 2)
+        assert group.placement.digest == type(group.placement).initial(group.shape).digest
+        assert (await controller.status())["held"]
+        changed = await http.patch(f"{base}/policy", json={"mode": "auto", "thresholds": {"min_gain": 0.02}})
+        assert changed.json()["thresholds"]["min_gain"] == 0.02
+        await until(lambda: _decided(controller, Reason.HELD_AFTER_ROLLBACK))
+        wrong = await http.patch(f"{base}/policy", json={"thresholds": {"min_gian": 1}})
+        assert wrong.status_code == 422
+        assert "min_gian" in wrong.json()["detail"]
+        assert (await http.post(f"{base}/freeze", json={"seconds": 600})).status_code == 204
+        assert (await http.post(f"{base}/resume")).status_code == 204
+        await until(lambda: _decided(controller, Reason.FROZEN))
+        assert group.epoch == 2
+        refused = await http.post(f"{base}/plans", json={"approve": True})
+        assert (refused.status_code, refused.json()["reason"]) == (409, Reason.FROZEN)
+        assert (await http.post(f"{base}/freeze", json={"seconds": 0})).status_code == 204
+        await until(lambda: group.epoch == 3, within_s=30)
+        story = (await http.get(f"{base}/plans/{proposed['plan_id']}/story")).json()
+        assert [row["event"] for row in story["rows"]][:2] == ["created", "approved"]
+
+
+async def _decided(controller, reason):
+    return (await controller.decisions())[0]["reason"] == reason
+
+
+async def test_an_explicit_target_is_reached_and_an_impossible_one_refused(tmp_path):
+    async with Controller(tmp_path, PLANNER__MODE="observe") as controller, Group() as group:
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        group.serve_on()
+        await until(lambda: _balance(controller, steps=100))
+        url = "/v1/deployments/demo/plans"
+        rows = group.placement.phy2log.copy()
+        first, last = set(rows[0, :3]), set(rows[0, 9:])
+        mine = next(slot for slot in range(3) if rows[0, slot] not in last)
+        its = next(slot for slot in range(9, 12) if rows[0, slot] not in first)
+        rows[0, [mine, its]] = rows[0, [its, mine]]
+        target = {"physical_to_logical": rows.tolist()}
+        made = await controller.http.post(url, json={"target": target, "approve": True})
+        assert made.status_code == 202, made.json()
+        await until(lambda: group.epoch == 1)
+        assert sorted(group.placement.phy2log[0]) == sorted(rows[0])
+        rows[1] = 0
+        target = {"physical_to_logical": rows.tolist()}
+        refused = await controller.http.post(url, json={"target": target})
+        assert (refused.status_code, refused.json()["reason"]) == (422, Reason.EXPERT_WITHOUT_REPLICA)
+        unknown = await controller.http.post(url, json={"policy": "best"})
+        assert (unknown.status_code, unknown.json()["reason"]) == (422, Reason.UNKNOWN_POLICY)
+
+
+async def test_a_rank_that_votes_no_time_aborts_the_wave_and_all_keep_the_old_map(tmp_path):
+    environment = {
+        "PLANNER__MODE": "auto",
+        "MIGRATION__PREPARE_DEADLINE_S": "1",
+        "MIGRATION__BATCH_DEADLINE_S": "1",
+    }
+    async with Controller(tmp_path, **environment) as controller, Group() as group:
+        group.ranks[2].votes = False
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        group.serve_on()
+        (aborted, *_) = await until(has_phase(controller, "aborted"), within_s=60)
+        assert aborted["error"]
+        assert (await controller.plans())[-1]["reason"] == Reason.PREPARE_DEADLINE
+        assert group.epoch == 0
+        assert all(rank.epoch == 0 for rank in group.ranks)
+
+
+async def test_it_stops_cleanly_and_leaves_no_process(tmp_path):
+    async with Controller(tmp_path) as controller, Group() as group:
+        await group.connect(controller.address)
+        await until(lambda: controller.events("planner_ready"), within_s=60)
+        children = psutil.Process(controller.process.pid).children(recursive=True)
+        assert len(children) >= 2, "a store and a planner at least"
+        assert (tmp_path / "tokens").stat().st_mode & 0o777 == 0o600
+        assert await controller.stop() == 0
+        assert controller.events("stopped")
+        assert not controller.events("task_failed")
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
+        assert alive == []

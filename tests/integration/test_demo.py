@@ -1,0 +1,84 @@
+"""The whole loop: a controller, its store, real ranks, a plan, a shift, a second plan."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+
+def start_demo(tmp_path, *options):
+    return psutil.Popen(
+        [sys.executable, "-m", "evenkeel", "demo", "--plain", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+
+
+def family(process):
+    """The demo, its controller, the store, the ranks; kept as handles that survive their parents."""
+    return {child.pid: child for child in process.children(recursive=True)}
+
+
+def assert_all_gone(processes):
+    _, alive = psutil.wait_procs(processes.values(), timeout=10)
+    assert [child.cmdline() for child in alive] == []
+
+
+def finish(demo, seconds=200):
+    """(exit code, output) of a demo, and that nothing it started outlives it."""
+    processes: dict[int, psutil.Process] = {}
+    lines = []
+    deadline = time.monotonic() + seconds
+    for line in demo.stdout:
+        processes |= family(demo)
+        lines.append(line)
+        assert time.monotonic() < deadline, "".join(lines[-40:])
+    code = demo.wait(20)
+    demo.stdout.close()
+    assert len(processes) >= 5
+    assert_all_gone(processes)
+    return code, "".join(lines)
+
+
+def test_two_plans_and_not_a_bit_wrong(tmp_path):
+    code, output = finish(start_demo(tmp_path, "--steps", "500", "--step-s", "0.05"))
+    assert code == 0, output
+    assert "FAIL" not in output
+    assert len(re.findall(r"^Plan \d+  ", output, re.MULTILINE)) >= 2
+    assert re.search(r"^ok   every slot's weights equal", output, re.MULTILINE)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ["byte", "map", "epoch"])
+def test_a_fault_is_found_and_named(tmp_path, fault):
+    code, output = finish(start_demo(tmp_path, "--steps", "400", "--step-s", "0.05", "--fault", fault))
+    assert code == 1, output
+    assert re.search(rf"^found {fault}: ", output, re.MULTILINE), output
+    assert f"the {fault} fault was found" in output
+
+
+@pytest.mark.parametrize(("number", "seen"), [(signal.SIGINT, "balancedness 0"), (signal.SIGTERM, "step -")])
+def test_a_stopped_demo_leaves_no_process(tmp_path, number, seen):
+    demo = start_demo(tmp_path, "--steps", "2000")
+    processes: dict[int, psutil.Process] = {}
+    for line in demo.stdout:
+        processes |= family(demo)
+        if seen in line and len(processes) >= 6:
+            break
+    assert len(processes) >= 6
+    demo.send_signal(number)
+    rest = demo.stdout.read()
+    assert demo.wait(30) == 128 + number
+    demo.stdout.close()
+    assert "stopped" in rest
+    assert_all_gone(processes)
+    assert list(tmp_path.iterdir()) == []

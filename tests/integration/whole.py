@@ -1,0 +1,196 @@
+"""A controller process and a fleet of ranks on loopback, to be hurt by tests."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from evenkeel.engines.demo.fleet import read_new_lines
+from evenkeel.engines.demo.processes import free_ports
+from evenkeel.engines.reference.config import RankConfig
+from evenkeel.engines.reference.supervisor import Supervisor
+
+DEPLOYMENT = "fleet"
+THRESHOLDS = {"min_window_steps": 48, "cooldown_s": 2, "consecutive_windows": 2}
+
+
+class Served:
+    """`evenkeel serve` on fixed ports: killed and started again, it is the same controller."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.grpc_port, rest_port, self.metrics_port = free_ports(3)
+        self.grpc_address = f"127.0.0.1:{self.grpc_port}"
+        token = secrets.token_urlsafe(16)
+        tokens = folder / "tokens"
+        tokens.write_text(f"test operate {token}\n", encoding="utf-8")
+        values: dict[str, object] = {
+            "DATA_DIR": folder / "data",
+            "GRPC__PORT": self.grpc_port,
+            "REST__PORT": rest_port,
+            "REST__TOKEN_FILE": tokens,
+            "METRICS__PORT": self.metrics_port,
+            "WINDOW__STEPS": 256,
+            "WINDOW__PLAN_STEPS": 96,
+            "PLANNER__MODE": "auto",
+            "PLANNER__POLICY": "eplb",
+            "PLANNER__CYCLE_S": 0.5,
+            "PLANNER__RECENT_STEPS": 16,
+            "PLANNER__THRESHOLDS": json.dumps(THRESHOLDS),
+            "LEADER__REPLICA_ID": "test",
+        }
+        self._environment = os.environ | {
+            f"EVENKEEL_{name}": str(value) for name, value in (values | settings).items()
+        }
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{rest_port}",
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=5.0,
+            trust_env=False,
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "evenkeel", "serve"],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.wait(self.alive, 60, "the controller to serve")
+
+    def alive(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"the controller ended:\n{self.log()[-3000:]}"
+        try:
+            return self.http.get("/readyz").is_success
+        except httpx.TransportError:
+            return False
+
+    def kill(self) -> None:
+        """As a power cut would."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> int:
+        if self._process is None or self._process.poll() is not None:
+            return 0
+        self._process.terminate()
+        try:
+            return self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
+
+    def get(self, path: str = "") -> dict:
+        answer = self.http.get(f"/v1/deployments/{DEPLOYMENT}{path}")
+        answer.raise_for_status()
+        return answer.json()
+
+    def status(self) -> dict | None:
+        try:
+            answer = self.http.get(f"/v1/deployments/{DEPLOYMENT}")
+        except httpx.TransportError:
+            return None
+        return answer.json() if answer.is_success else None
+
+    def post(self, path: str, body: object = None) -> httpx.Response:
+        return self.http.post(f"/v1/deployments/{DEPLOYMENT}{path}", json=body)
+
+    def patch_policy(self, **changes: object) -> None:
+        self.http.patch(f"/v1/deployments/{DEPLOYMENT}/policy", json=changes).raise_for_status()
+
+    def wait(self, condition, timeout_s: float, what: str):
+        """Poll until the condition holds, and return what it returned."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = condition()
+            if found:
+                return found
+            signal.sigtimedwait([], 0.05)
+        raise AssertionError(
+            f"waited {timeout_s} s for {what}; status {self.status()}\nlog: {self.log()[-3000:]}"
+        )
+
+
+class Fleet:
+    """Ranks of the reference engine under one controller."""
+
+    def __init__(self, folder: Path, controllers: tuple[str, ...], **config: object) -> None:
+        known: dict = {
+            "run_folder": str(folder),
+            "num_ranks": 4,
+            "deployment": DEPLOYMENT,
+            "controllers": controllers,
+            "steps": 0,
+            "min_step_s": 0.02,
+            "tokens_per_step": 128,
+        }
+        self.config = RankConfig(**(known | config))
+        self.supervisor = Supervisor(self.config, max_restarts=3)
+        self._offsets: dict[Path, int] = {}
+        self.steps = [-1] * self.config.num_ranks
+        self.mismatches = 0
+
+    def poll(self) -> None:
+        assert self.supervisor.poll() is None, "the ranks ended"
+        for line in read_new_lines(self.supervisor.folder, self.config.num_ranks, self._offsets):
+            if line["kind"] == "step":
+                self.steps[line["rank"]] = line["step"]
+                self.mismatches = max(self.mismatches, line["mismatches"])
+
+    def newest_step(self) -> int:
+        """Newest step that every rank has written."""
+        self.poll()
+        return min(self.steps)
+
+    def finish(self):
+        """Ask the ranks to end, and return their report with the final checks."""
+        self.supervisor.request_stop()
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            report = self.supervisor.poll()
+            if report is not None:
+                return report
+            signal.sigtimedwait([], 0.05)
+        raise AssertionError("the ranks did not end")
+
+
+@contextmanager
+def whole(folder: Path, settings: dict | None = None, config: dict | None = None):
+    """(controller, fleet), both running; both gone afterwards."""
+    served = Served(folder / "controller", **(settings or {}))
+    fleet = Fleet(folder / "ranks", (served.grpc_address,), **(config or {}))
+    try:
+        served.start()
+        fleet.supervisor.start()
+        yield served, fleet
+    finally:
+        fleet.supervisor.stop()
+        served.stop()
+        served.http.close()
+
+
+def plans(served: Served, phase: str | None = None) -> list[dict]:
+    """Plans, newest first."""
+    items = served.get("/plans")["items"]
+    return [plan for plan in items if phase is None or plan["phase"] == phase]

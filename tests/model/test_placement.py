@@ -1,0 +1,124 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel.errors import InfeasiblePlan, Reason, ShapeMismatch
+from evenkeel.model.placement import EMPTY, Placement
+from evenkeel.model.topology import ModelShape
+
+
+@st.composite
+def shapes(draw):
+    ranks = draw(st.integers(1, 6))
+    experts = draw(st.integers(1, 24))
+    layers = draw(st.integers(1, 3))
+    least = -(-experts // ranks)
+    per_rank = draw(st.integers(least, least + 4))
+    pool = draw(st.one_of(st.none(), st.integers(layers * least, layers * per_rank)))
+    return ModelShape(layers, experts, ranks, per_rank, 1, 100, pool_slots_per_rank=pool)
+
+
+@given(shapes())
+def test_initial_placement_meets_every_invariant(shape):
+    Placement.initial(shape).check(shape)
+
+
+@given(shapes())
+def test_initial_placement_leaves_a_slot_empty_only_where_nothing_may_go(shape):
+    placement = Placement.initial(shape)
+    used = placement.used_per_rank()
+    per_layer = shape.slots_per_rank
+    if shape.pool_slots_per_rank is not None:
+        per_layer = min(per_layer, shape.pool_slots_per_rank // shape.num_layers)
+    assert (used == shape.num_layers * min(per_layer, shape.num_logical_experts)).all()
+
+
+@given(shapes(), st.randoms(use_true_random=False))
+def test_log2phy_and_logcnt_invert_phy2log(shape, rng):
+    phy2log = Placement.initial(shape).phy2log.copy()
+    for row in phy2log:
+        rng.shuffle(row)
+    placement = Placement(phy2log, shape.num_ranks, shape.num_logical_experts)
+    for layer in range(shape.num_layers):
+        for expert in range(shape.num_logical_experts):
+            slots = [s for s in range(shape.num_slots) if phy2log[layer, s] == expert]
+            listed = [s for s in placement.log2phy[layer, expert] if s >= 0]
+            assert listed == slots
+            assert placement.logcnt[layer, expert] == len(slots)
+
+
+def test_digest_tells_maps_and_shapes_apart():
+    base = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
+    assert base.digest == Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4).digest
+    assert base.digest != Placement(np.array([[0, 1, 3, 2]], np.int32), 2, 4).digest
+    assert base.digest != Placement(np.array([[0, 1, 2, 3]], np.int32), 4, 4).digest
+    assert base.digest != Placement(np.array([[0], [1], [2], [3]], np.int32), 1, 4).digest
+
+
+def test_placement_cannot_be_written():
+    placement = Placement(np.array([[0, 1]], np.int32), 2, 2)
+    with pytest.raises(ValueError, match="read-only"):
+        placement.phy2log[0, 0] = 1
+
+
+def test_placement_keeps_its_own_copy():
+    source = np.array([[0, 1]], np.int32)
+    placement = Placement(source, 2, 2)
+    source[0, 0] = 1
+    assert placement.phy2log[0, 0] == 0
+
+
+SHAPE = ModelShape(1, 4, 2, 3, 2, 100)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([0, 1, 2, 0, 1, 2], Reason.EXPERT_WITHOUT_REPLICA),
+        ([0, 0, 1, 2, 3, EMPTY], Reason.DUPLICATE_ON_RANK),
+    ],
+)
+def test_broken_invariants_are_named(row, reason):
+    with pytest.raises(InfeasiblePlan) as caught:
+        Placement(np.array([row], np.int32), 2, 4).check(SHAPE)
+    assert caught.value.reason is reason
+
+
+def test_duplicates_pass_only_where_allowed():
+    Placement(np.array([[0, 0, 1, 2, 3, EMPTY]], np.int32), 2, 4).check(SHAPE, allow_duplicates=True)
+
+
+def test_pool_overrun_says_how_much():
+    shape = ModelShape(2, 4, 2, 3, 2, 100, pool_slots_per_rank=5)
+    full = Placement(np.array([[0, 1, 2, 2, 3, 0], [0, 1, 2, 2, 3, 0]], np.int32), 2, 4)
+    with pytest.raises(InfeasiblePlan, match="would hold 6 experts, its pool has 5") as caught:
+        full.check(shape)
+    assert caught.value.reason is Reason.POOL_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("phy2log", "reason"),
+    [
+        (np.array([0, 1], np.int32), Reason.WRONG_SHAPE),
+        (np.array([[0, 1, 2]], np.int32), Reason.WRONG_SHAPE),
+        (np.array([[0, 4]], np.int32), Reason.EXPERT_OUT_OF_RANGE),
+        (np.array([[0, -2]], np.int32), Reason.EXPERT_OUT_OF_RANGE),
+    ],
+)
+def test_malformed_maps_are_refused(phy2log, reason):
+    with pytest.raises(ShapeMismatch) as caught:
+        Placement(phy2log, 2, 4)
+    assert caught.value.reason is reason
+
+
+def test_another_shape_is_refused():
+    with pytest.raises(ShapeMismatch):
+        Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4).check(SHAPE)
+
+
+def test_with_rows_replaces_only_the_named_layers():
+    base = Placement(np.array([[0, 1], [0, 1], [0, 1]], np.int32), 2, 2)
+    changed = base.with_rows((1,), np.array([[1, 0]], np.int32))
+    assert changed.phy2log.tolist() == [[0, 1], [1, 0], [0, 1]]
+    assert base.phy2log.tolist() == [[0, 1], [0, 1], [0, 1]]

@@ -1,0 +1,8 @@
+import pytest
+
+from evenkeel.planning.policies import warm_kernels
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_kernels():
+    warm_kernels()

@@ -1,0 +1,129 @@
+import math
+
+import numpy as np
+import pytest
+
+from evenkeel.errors import Reason
+from evenkeel.model.placement import Placement
+from evenkeel.model.policy import Mode
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning import metrics
+from evenkeel.planning.cycle import CycleInputs, held_out_gain, run_cycle
+from evenkeel.planning.gates import GateSettings
+
+SHAPE = ModelShape(2, 8, 4, 3, 2, 1000)
+SETTINGS = GateSettings(cooldown_s=10, min_window_steps=24, consecutive_windows=1, min_held_out_steps=8)
+
+
+def skewed(steps: int, hot: tuple[int, ...] = (0, 1), seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    mean = np.full((2, 8), 20.0)
+    mean[:, list(hot)] = 150.0
+    return rng.poisson(mean, (steps, 2, 8)).astype(np.uint32)
+
+
+def inputs(load, **changes) -> CycleInputs:
+    known = {
+        "load": load,
+        "shape": SHAPE,
+        "topology": Topology.single_node(4),
+        "current": Placement.initial(SHAPE),
+        "policy": "eplb",
+        "settings": SETTINGS,
+        "staging_bytes": (4000,) * 4,
+        "now_unix": 1000.0,
+        "mode": Mode.AUTO,
+        "ranks_fresh": 4,
+        "newest_step_age_s": 0.5,
+        "recent_steps": 16,
+    }
+    return CycleInputs(**(known | changes))
+
+
+def test_a_skewed_window_ends_in_waves_that_reach_a_better_target():
+    load = skewed(60)
+    result = run_cycle(inputs(load))
+    assert result.passed
+    assert result.reason is Reason.BALANCE_BELOW_THRESHOLD
+    reached = Placement.initial(SHAPE)
+    for wave in result.waves:
+        reached = reached.with_rows(wave.layers, wave.rows)
+    assert reached == result.target
+    later = skewed(30, seed=1)
+    assert metrics.predicted_time(later, reached) < 0.9 * metrics.predicted_time(
+        later, Placement.initial(SHAPE)
+    )
+    assert result.numbers["gain_lower"] > 0
+    assert result.numbers["balancedness_expected"] > result.numbers["balancedness_mean"]
+
+
+def test_after_a_change_only_the_newest_steps_are_planned_on():
+    load = np.concatenate([skewed(64, (0, 1)), skewed(16, (6, 7))])
+    settled = run_cycle(inputs(skewed(64, (0, 1)))).target
+    result = run_cycle(inputs(load, current=settled))
+    assert result.reason is Reason.LOAD_CHANGED
+    assert result.numbers["planned_on_steps"] < 16
+    later = skewed(30, (6, 7), seed=2)
+    assert metrics.predicted_time(later, result.target) < 0.9 * metrics.predicted_time(later, settled)
+
+
+def test_no_steps_is_insufficient_data_and_never_a_balance():
+    result = run_cycle(inputs(skewed(0), newest_step_age_s=math.nan))
+    assert result.reason is Reason.INSUFFICIENT_DATA
+    assert "balancedness_mean" not in result.numbers
+
+
+def test_a_lost_rank_stops_the_cycle_whatever_the_balance():
+    assert run_cycle(inputs(skewed(60), ranks_fresh=3)).reason is Reason.RANKS_MISSING
+
+
+def test_noise_alone_moves_nothing():
+    rng = np.random.default_rng(3)
+    load = rng.poisson(20.0, (60, 2, 8)).astype(np.uint32)
+    result = run_cycle(inputs(load))
+    assert not result.passed
+    assert result.reason in {Reason.GAIN_TOO_SMALL, Reason.GAIN_UNCERTAIN, Reason.NO_CHANGE}
+
+
+def test_an_unknown_policy_ends_the_cycle_by_name():
+    result = run_cycle(inputs(skewed(60), policy="wishful"))
+    assert result.reason is Reason.UNKNOWN_POLICY
+    assert "wishful" in result.detail
+
+
+def test_staging_too_small_for_one_expert_says_so():
+    result = run_cycle(inputs(skewed(60), staging_bytes=(999,) * 4))
+    assert result.reason is Reason.STAGING_TOO_SMALL
+    assert "staging holds 0" in result.detail
+
+
+def test_an_explicit_target_is_judged_and_kept():
+    target = run_cycle(inputs(skewed(60))).target
+    result = run_cycle(inputs(skewed(60, seed=5), target=target, manual=True, policy="none needed"))
+    assert result.reason is Reason.MANUAL_REQUEST
+    assert result.target == target
+
+
+def test_a_broken_target_is_refused_by_its_invariant():
+    phy2log = Placement.initial(SHAPE).phy2log.copy()
+    phy2log[phy2log == 7] = 0
+    broken = Placement(phy2log, 4, 8)
+    result = run_cycle(inputs(skewed(60), target=broken, manual=True))
+    assert result.reason is Reason.EXPERT_WITHOUT_REPLICA
+    assert not result.waves
+
+
+def test_the_same_inputs_give_the_same_bytes():
+    one, two = run_cycle(inputs(skewed(60))), run_cycle(inputs(skewed(60)))
+    assert one.target == two.target
+    assert one.numbers == two.numbers
+
+
+@pytest.mark.parametrize(("shift", "sure"), [(0.2, True), (0.0, False), (-0.2, False)])
+def test_the_bound_on_the_gain_knows_its_sign(shift, sure):
+    rng = np.random.default_rng(0)
+    before = rng.normal(1.0, 0.05, 60)
+    after = before * (1.0 - shift) + rng.normal(0.0, 0.01, 60)
+    judged = held_out_gain(before, after)
+    assert (judged.gain_lower > 0.0) is sure
+    assert judged.gain == pytest.approx(shift, abs=0.01)

@@ -1,0 +1,80 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from evenkeel.errors import InvalidInput, Reason
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning.policies import POLICIES, resolve_policy
+from evenkeel.planning.problem import PlacementProblem
+from evenkeel.planning.relabel import count_moves, relabel
+
+
+def test_policies_are_found_by_name():
+    assert resolve_policy("eplb") is POLICIES["eplb"]
+
+
+def test_unknown_policy_names_the_known_ones():
+    with pytest.raises(InvalidInput, match="unknown policy 'magic'; known: .*eplb") as error:
+        resolve_policy("magic")
+    assert error.value.reason is Reason.UNKNOWN_POLICY
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_answers_with_a_sound_placement_and_the_same_bytes_twice(name):
+    shape = ModelShape(2, 6, 3, 3, 2, 100)
+    load = np.random.default_rng(3).integers(0, 100, (4, 2, 6)).astype(float)
+    problem = PlacementProblem(load, shape, Topology((0, 0, 1)), max_evaluations=2000)
+    first, second = resolve_policy(name)(problem), resolve_policy(name)(problem)
+    first.placement.check(shape)
+    assert first.placement.digest == second.placement.digest
+    assert first.score == second.score
+
+
+PLAN_AFTER_WARMING = """
+import importlib, pkgutil
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+import evenkeel.planning
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning import policies
+from evenkeel.planning.problem import PlacementProblem
+from evenkeel.planning.relabel import relabel
+from evenkeel.planning.waves import schedule_waves
+
+def compiled():
+    modules = [importlib.import_module("evenkeel.planning." + m.name) for m in pkgutil.iter_modules(evenkeel.planning.__path__)]
+    return {k: len(v.signatures) for m in modules for k, v in vars(m).items() if isinstance(v, Dispatcher)}
+
+policies.warm_kernels()
+before = compiled()
+shape = ModelShape(3, 12, 4, 4, 2, 100, pool_slots_per_rank=11)
+load = np.random.default_rng(0).integers(0, 99, (8, 3, 12)).astype(float)
+current = Placement.initial(shape)
+problem = PlacementProblem(load, shape, Topology((0, 1, 0, 1)), current=current, max_evaluations=2000)
+for policy in policies.POLICIES.values():
+    target = relabel(problem, policy(problem).placement)
+    schedule_waves(current, target, shape, problem.topology, None)
+print(*(name for name, count in compiled().items() if count > before[name]))
+"""
+
+
+def test_nothing_compiles_after_warming():
+    # In a process of its own: here other tests have long compiled everything.
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN_AFTER_WARMING], capture_output=True, text=True, timeout=110
+    )
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_planning_again_on_the_same_load_moves_nothing(name):
+    shape = ModelShape(3, 12, 4, 4, 2, 100)
+    load = np.random.default_rng(4).lognormal(4, 1, (6, 3, 12))
+    topology = Topology.single_node(4)
+    first = resolve_policy(name)(PlacementProblem(load, shape, topology, max_evaluations=20_000)).placement
+    again = PlacementProblem(load, shape, topology, current=first, max_evaluations=20_000, cost_per_move=1.0)
+    target = relabel(again, resolve_policy(name)(again).placement)
+    assert count_moves(first, target) == 0

@@ -1,0 +1,143 @@
+"""Dumb second implementations of every kernel: plain loops over the definition."""
+
+import math
+
+import numpy as np
+from scipy.optimize import linprog
+
+
+def shares_even(row):
+    return [1.0 / list(row).count(e) if e >= 0 else 0.0 for e in row]
+
+
+def shares_nearest(row, num_ranks, node, weight):
+    """weight: (R, E) tokens from each source rank."""
+    per_rank = len(row) // num_ranks
+    shares = np.zeros(len(row))
+    for expert in range(weight.shape[1]):
+        held = [s for s, e in enumerate(row) if e == expert]
+        total = weight[:, expert].sum()
+        for source in range(num_ranks):
+            part = weight[source, expert] / total if total > 0 else 1 / num_ranks
+            own = [s for s in held if s // per_rank == source]
+            near = [s for s in held if node[s // per_rank] == node[source]]
+            for s in own or near or held:
+                shares[s] += part / len(own or near or held)
+    return shares
+
+
+def rank_load(load, row, shares, num_ranks):
+    """One step, one layer: (E,) -> (R,)."""
+    out = np.zeros(num_ranks)
+    for slot, expert in enumerate(row):
+        if expert >= 0:
+            out[slot // (len(row) // num_ranks)] += load[expert] * shares[slot]
+    return out
+
+
+def least_peak(load, row, num_ranks):
+    """Least largest rank load of any split, by linear programming."""
+    slots = len(row)
+    objective = np.append(np.zeros(slots), 1.0)
+    under = np.zeros((num_ranks, slots + 1))
+    under[:, -1] = -1.0
+    equal = np.zeros((len(load), slots + 1))
+    for slot, expert in enumerate(row):
+        under[slot // (slots // num_ranks), slot] = 1.0
+        if expert >= 0:
+            equal[expert, slot] = 1.0
+    return linprog(objective, under, np.zeros(num_ranks), equal, load).fun
+
+
+def seconds(tokens, rank, costs):
+    if costs is None:
+        return tokens
+    if tokens <= 0:
+        return 0.0
+    stair = max(1, math.ceil(tokens / costs.tile_tokens - 1e-9))
+    tiles = costs.tile_seconds.shape[1]
+    if stair <= tiles:
+        return costs.tile_seconds[rank, stair - 1]
+    return costs.tile_seconds[rank, -1] + costs.slope_s_per_token[rank] * (tokens - tiles * costs.tile_tokens)
+
+
+def takes_within(value, rank, costs):
+    """Most tokens a rank takes without exceeding `value` seconds, by bisection."""
+    low, high = 0.0, 1e9
+    if seconds(high, rank, costs) <= value:
+        return math.inf
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(middle, rank, costs) <= value else (low, middle)
+    return low
+
+
+def fluid_time(total, num_ranks, costs):
+    """Least value within which the ranks together take `total`, by bisection."""
+    if total == 0:
+        return 0.0
+    low, high = 0.0, max(seconds(total, rank, costs) for rank in range(num_ranks))
+    for _ in range(100):
+        middle = (low + high) / 2
+        fits = sum(takes_within(middle, rank, costs) for rank in range(num_ranks)) >= total * (1 - 1e-9)
+        low, high = (low, middle) if fits else (middle, high)
+    return high
+
+
+def hottest_copy(load, num_redundant, num_ranks):
+    copies = [1] * len(load)
+    for _ in range(num_redundant):
+        hot = max(range(len(load)), key=lambda e: load[e] / copies[e])
+        if copies[hot] < num_ranks:
+            copies[hot] += 1
+    return max(w / c for w, c in zip(load, copies, strict=True))
+
+
+def replicate(weight, num_slots):
+    """One row of the reference rule, float32."""
+    copies = np.ones(len(weight), np.float32)
+    logical = list(range(len(weight)))
+    while len(logical) < num_slots:
+        hot = int(np.argmax(weight / copies))
+        logical.append(hot)
+        copies[hot] += 1
+    return logical, copies
+
+
+def pack(weight, num_packs):
+    """One row of the reference rule: (pack of each item, place in it)."""
+    items = len(weight)
+    if items == num_packs:
+        return list(range(items)), [0] * items
+    total = [np.float32(0)] * num_packs
+    inside: list[list[int]] = [[] for _ in range(num_packs)]
+    for item in sorted(range(items), key=lambda i: (-weight[i], i)):
+        free = [p for p in range(num_packs) if len(inside[p]) < items // num_packs]
+        pack_ = min(free, key=lambda p: (total[p], p))
+        inside[pack_].append(item)
+        total[pack_] = np.float32(total[pack_] + weight[item])
+    where = {item: (p, place) for p, held in enumerate(inside) for place, item in enumerate(held)}
+    return [where[i][0] for i in range(items)], [where[i][1] for i in range(items)]
+
+
+def eplb(weight, num_slots, num_groups, num_nodes, num_ranks):
+    """One layer of EPLB in plain Python: (E,) -> list of S experts."""
+    weight = np.asarray(weight, np.float32)
+    size = len(weight) // num_groups
+    node_of_group, place = pack(weight.reshape(num_groups, size).sum(axis=1), num_nodes)
+    row = []
+    for node in range(num_nodes):
+        groups = sorted((g for g in range(num_groups) if node_of_group[g] == node), key=lambda g: place[g])
+        experts = [g * size + i for g in groups for i in range(size)]
+        logical, copies = replicate(weight[experts], num_slots // num_nodes)
+        per_copy = np.array([weight[experts[i]] / copies[i] for i in logical], np.float32)
+        ranks, places = pack(per_copy, num_ranks // num_nodes)
+        by_seat = sorted(range(len(logical)), key=lambda i: (ranks[i], places[i]))
+        row += [experts[logical[i]] for i in by_seat]
+    return row
+
+
+def moves(old, new, num_ranks):
+    """Copies between ranks one layer needs."""
+    old, new = np.reshape(old, (num_ranks, -1)), np.reshape(new, (num_ranks, -1))
+    return sum(len({*n[n >= 0].tolist()} - {*o.tolist()}) for o, n in zip(old, new, strict=True))

@@ -1,0 +1,281 @@
+"""Machines put into any state, and small deployments to put them in."""
+
+from typing import Any
+
+import numpy as np
+
+from evenkeel.errors import Reason
+from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import Plan, PlanKind, Transfer, Wave, WaveKey
+from evenkeel.model.topology import ModelShape
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol import messages as msg
+from evenkeel.protocol.control import DeploymentControl
+from evenkeel.protocol.coordinator import Coordinator
+from evenkeel.protocol.operator import Operator
+from evenkeel.protocol.participant import Participant
+from evenkeel.protocol.tables import ControlState, CoordinatorState
+from evenkeel.protocol.timing import ControlTiming, WaveTiming
+
+DEPLOYMENT = DeploymentId("d")
+GENERATION = Generation("g1")
+LEADER = msg.Leader("a", 1)
+SHAPE = ModelShape(2, 4, 2, 3, 1, 10)
+BASE = Placement.initial(SHAPE)
+"""Rank 0: 0 1 2, rank 1: 2 3 0, in both layers."""
+STREAM = 7
+
+
+def wave_of(layer: int = 0, index: int = 0, src: int = 4, dst: int = 2) -> Wave:
+    """One layer changes one slot: dst takes the expert of src."""
+    rows = BASE.phy2log[[layer]].copy()
+    rows[0, dst] = rows[0, src]
+    transfer = Transfer(layer, int(rows[0, src]), src, dst, SHAPE.bytes_per_expert)
+    return Wave(index, (layer,), rows, ((transfer,),))
+
+
+def key_of(plan_id: str = "p", index: int = 0, version: int = 1, generation: str = "g1") -> WaveKey:
+    return WaveKey(Generation(generation), PlanId(plan_id), index, version)
+
+
+def prepare_of(
+    wave: Wave | None = None, key: WaveKey | None = None, base_epoch: int = 0, leader: msg.Leader = LEADER
+) -> msg.Prepare:
+    body = wave or wave_of()
+    return msg.Prepare(leader, key or key_of(), Epoch(base_epoch), body, (5,) * len(body.transfers), 1.0)
+
+
+def plan_of(waves: int = 2, plan_id: str = "p", base_epoch: int = 0, **changes) -> Plan:
+    """A plan whose waves change one layer each."""
+    bodies = tuple(wave_of(layer=index, index=index) for index in range(waves))
+    target = BASE
+    for body in bodies:
+        target = target.with_rows(body.layers, body.rows)
+    values: dict[str, Any] = {
+        "plan_id": PlanId(plan_id),
+        "deployment": DEPLOYMENT,
+        "kind": PlanKind.MANUAL,
+        "policy": "keel",
+        "reason": Reason.MANUAL_REQUEST,
+        "generation": GENERATION,
+        "weights_version": 1,
+        "base_epoch": Epoch(base_epoch),
+        "base": BASE,
+        "target": target,
+        "waves": bodies,
+        "created_at": 0.0,
+    }
+    return Plan(**(values | changes))
+
+
+def participant_of(rank: int = 0, **changes) -> Participant:
+    identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), GENERATION, 1)
+    values: dict[str, Any] = {
+        "epoch": Epoch(0),
+        "weights_version": 1,
+        "checksums": (5,) * 8,
+        "staging_bytes": 100,
+        "drop_after_s": 10.0,
+    }
+    return Participant(identity, SHAPE, BASE, **(values | changes))
+
+
+def from_controller(message, stream: int = STREAM) -> msg.FromController:
+    return msg.FromController(stream, message)
+
+
+def participant_in(state: msg.ParticipantState, *, polled: bool = False) -> Participant:
+    """A participant that took the usual way to a state; `polled`: a poll in flight saw it armed."""
+    rank, key = participant_of(), key_of()
+    if state is msg.ParticipantState.IDLE:
+        return rank
+    rank.handle(from_controller(prepare_of()), 0.0)
+    if state is msg.ParticipantState.STAGING:
+        return rank
+    if state is msg.ParticipantState.ABORTED:
+        rank.handle(msg.StagingFailed(key, Reason.TRANSFER_FAILED), 0.0)
+        return rank
+    rank.handle(msg.StagingFinished(key), 0.0)
+    if state is msg.ParticipantState.PREPARED:
+        return rank
+    rank.handle(from_controller(msg.Commit(LEADER, key)), 0.0)
+    if polled or state is msg.ParticipantState.SWAPPING:
+        rank.snapshot(0.0)
+    if state is msg.ParticipantState.SWAPPING:
+        rank.handle(msg.PollPassed(Epoch(1)), 0.0)
+    assert rank.state is state
+    return rank
+
+
+def sent(actions) -> list:
+    """The messages among actions."""
+    return [action.message for action in actions if hasattr(action, "message")]
+
+
+def only(actions, kind):
+    """The one action or message of a kind."""
+    found = [item for item in [*actions, *sent(actions)] if isinstance(item, kind)]
+    assert len(found) == 1, actions
+    return found[0]
+
+
+def of_kind(actions, kind) -> list:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+assert np.array_equal(BASE.phy2log[0], [0, 1, 2, 2, 3, 0])
+
+
+# --- the controller's side -------------------------------------------------------------------------
+
+
+def from_rank(rank: int, message, incarnation: int = 1, stream: int | None = None) -> ctl.FromRank:
+    return ctl.FromRank(EpRank(rank), incarnation, 10 + rank if stream is None else stream, message)
+
+
+TIMING = WaveTiming(
+    resend_s=1.0,
+    resend_max_s=4.0,
+    prepare_deadline_s=10.0,
+    commit_deadline_s=10.0,
+    commit_deadline_steps=50,
+    stall_after_s=10.0,
+    stall_after_steps=50,
+    idle_after_s=5.0,
+)
+
+
+def coordinator_of(prepare: msg.Prepare | None = None) -> Coordinator:
+    """A coordinator of two ranks that has asked its first question at time 0."""
+    peers = {EpRank(0): (1, 10), EpRank(1): (1, 11)}
+    wave = Coordinator(key_of(), LEADER, peers, TIMING, prepare=prepare or prepare_of())
+    wave.start(0.0, 0)
+    return wave
+
+
+def recovering_coordinator() -> Coordinator:
+    """A coordinator of a wave found on the ranks, its query number 5."""
+    wave = Coordinator(key_of(), LEADER, {EpRank(0): (1, 10), EpRank(1): (1, 11)}, TIMING, query=5)
+    wave.start(0.0, 0)
+    return wave
+
+
+def coordinator_in(state: CoordinatorState) -> Coordinator:
+    """A coordinator that took the usual way to a state."""
+    if state is CoordinatorState.RECOVERING:
+        return recovering_coordinator()
+    wave, key = coordinator_of(), key_of()
+    if state is CoordinatorState.PREPARING:
+        return wave
+    if state in (CoordinatorState.ABORTING, CoordinatorState.ABORTED):
+        wave.handle(from_rank(0, msg.Vote(key, False, Reason.TRANSFER_TIMEOUT)), 0.0)
+        if state is CoordinatorState.ABORTED:
+            for rank in (0, 1):
+                answer = msg.AbortAnswer(key, Epoch(0), msg.WaveOutcome.DROPPED, True)
+                wave.handle(from_rank(rank, answer), 0.0)
+        return wave
+    for rank in (0, 1):
+        wave.handle(from_rank(rank, msg.Vote(key, True)), 0.0)
+    if state is CoordinatorState.COMMITTED:
+        wave.handle(from_rank(0, msg.Ack(key, Epoch(1), "digest")), 0.0)
+    assert wave.state is state
+    return wave
+
+
+def identity_of(rank: int = 0, generation: str = "g1", incarnation: int = 1) -> msg.RankIdentity:
+    return msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation(generation), incarnation)
+
+
+def hello_of(rank: int = 0, generation: str = "g1", incarnation: int = 1, **changes) -> msg.Hello:
+    values: dict[str, Any] = {
+        "identity": identity_of(rank, generation, incarnation),
+        "shape": SHAPE,
+        "node": "n0",
+        "gpu_uuid": "",
+        "epoch": Epoch(0),
+        "placement_digest": BASE.digest,
+        "weights_version": 1,
+        "checksums_digest": "c",
+        "free_bytes": 0,
+        "staging_bytes": 100,
+        "gate_digest": "gate",
+    }
+    return msg.Hello(**(values | changes))
+
+
+def state_of(rank: int = 0, query: int = 0, epoch: int = 0, placement=BASE, **changes) -> msg.RankState:
+    values: dict[str, Any] = {
+        "identity": identity_of(rank),
+        "state": msg.ParticipantState.IDLE,
+        "wave": None,
+        "epoch": Epoch(epoch),
+        "placement_digest": placement.digest,
+        "weights_version": 1,
+        "drained": True,
+        "last_wave": None,
+        "last_outcome": None,
+        "placement": placement,
+        "checksums": (5,) * 8,
+        "query": query,
+    }
+    return msg.RankState(**(values | changes))
+
+
+def control_of(state: ControlState = ControlState.READY, stored=None, **changes) -> DeploymentControl:
+    """A control at time 0 that took the usual way to a state."""
+    control = DeploymentControl(DEPLOYMENT, **({"timing": CONTROL_TIMING} | changes))
+    if state is ControlState.FOLLOWER:
+        return control
+    control.handle(ctl.LeaseAcquired(LEADER, stored or ctl.StoredRecords()), 0.0)
+    if state is ControlState.WAITING_FOR_RANKS:
+        return control
+    for rank in (0, 1):
+        control.handle(from_rank(rank, hello_of(rank)), 0.0)
+    if state is ControlState.RECOVERING:
+        return control
+    answer_survey(control)
+    if state is ControlState.MIGRATING:
+        Operator(control).submit(plan_of(), 0.0, approve=True)
+    assert control.state is state
+    return control
+
+
+CONTROL_TIMING = ControlTiming(heartbeat_s=1.0, rank_lease_s=3.0, recovery_deadline_s=20.0, wave=TIMING)
+
+
+def answer_survey(control: DeploymentControl, now: float = 0.0, **changes) -> list:
+    """Both ranks answer the newest query alike."""
+    actions: list = []
+    recovery = control.recovery
+    assert recovery is not None
+    for rank in (0, 1):
+        state = state_of(rank, query=recovery.query, **changes)
+        actions += control.handle(from_rank(rank, state), now)
+    return actions
+
+
+AFTER_ONE = BASE.with_rows((0,), plan_of().waves[0].rows)
+AFTER_TWO = plan_of().target
+
+
+def both(control, message_of, now=0.0):
+    """Both ranks say the same."""
+    return [action for rank in (0, 1) for action in control.handle(from_rank(rank, message_of(rank)), now)]
+
+
+def vote(control, index=0, now=0.0):
+    return both(control, lambda rank: msg.Vote(key_of(index=index), True), now)
+
+
+def ack(control, placement, epoch, index=0, now=0.0):
+    return both(control, lambda rank: msg.Ack(key_of(index=index), Epoch(epoch), placement.digest), now)
+
+
+def abort_answers(control, index=0, now=0.0):
+    gone = msg.AbortAnswer(key_of(index=index), Epoch(index), msg.WaveOutcome.DROPPED, True)
+    return both(control, lambda rank: gone, now)
+
+
+def record(control, plan_id="p"):
+    return control.book.get(PlanId(plan_id))

@@ -1,0 +1,207 @@
+"""One replica's work for one deployment: leading, recovering, planning, migrating."""
+
+import dataclasses
+
+import pytest
+
+from evenkeel.errors import NotFound, Reason, Unavailable
+from evenkeel.model.ids import Epoch, PlanId
+from evenkeel.model.plan import PlanPhase
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol import messages as msg
+from evenkeel.protocol.operator import Operator
+from evenkeel.protocol.tables import ControlState as S
+from evenkeel.protocol.tables import CoordinatorState as C
+from tests.protocol.rigs import (
+    AFTER_ONE,
+    AFTER_TWO,
+    BASE,
+    LEADER,
+    ack,
+    answer_survey,
+    both,
+    control_of,
+    from_rank,
+    hello_of,
+    identity_of,
+    key_of,
+    of_kind,
+    only,
+    plan_of,
+    record,
+    sent,
+    state_of,
+    vote,
+)
+
+# --- leading and recovering -----------------------------------------------------------------------
+
+
+def test_leader_asks_all_ranks_before_it_plans():
+    """R15: no plan before all R ranks of the generation answered."""
+    control = control_of(S.RECOVERING)
+    control.handle(from_rank(0, state_of(0, query=1)), 0.0)
+    assert control.state is S.RECOVERING and control.epoch is None
+    with pytest.raises(Unavailable) as caught:
+        Operator(control).submit(plan_of(), 0.0)
+    assert caught.value.reason is Reason.RECOVERING
+    actions = control.handle(from_rank(1, state_of(1, query=1)), 0.0)
+    assert control.state is S.READY and control.placement == BASE
+    assert only(actions, ctl.PersistEpoch).placement == BASE
+
+
+def test_survey_is_resent_to_those_who_did_not_answer():
+    control = control_of(S.RECOVERING)
+    control.handle(from_rank(0, state_of(0, query=1)), 0.0)
+    actions = control.handle(msg.Tick(), 1.0)
+    asked = [a.rank for a in of_kind(actions, ctl.SendToRank) if a.message.want_placement]
+    assert asked == [1]
+
+
+def test_records_follow_the_ranks_not_the_store():
+    """R12, R15: the store is a hint: history above the ranks' epoch belongs to a life that is gone."""
+    stored = ctl.StoredRecords(epochs={Epoch(0): BASE, Epoch(1): AFTER_ONE, Epoch(7): AFTER_TWO})
+    control = control_of(S.RECOVERING, stored)
+    actions = answer_survey(control, epoch=1, placement=AFTER_ONE)
+    assert only(actions, ctl.PersistEpoch).epoch == 1
+    assert control.history == {0: BASE, 1: AFTER_ONE}
+
+
+def test_flushed_store_leaves_no_rollback_history_and_says_so():
+    """R15."""
+    control = control_of()
+    with pytest.raises(NotFound, match="no earlier placement"):
+        Operator(control).rollback_target(None)
+
+
+def test_ranks_that_disagree_keep_the_leader_asking():
+    control = control_of(S.RECOVERING)
+    control.handle(from_rank(0, state_of(0, query=1)), 0.0)
+    actions = control.handle(from_rank(1, state_of(1, query=1, epoch=3)), 0.0)
+    assert only(actions, ctl.Alert).reason is Reason.EPOCH_DISAGREES
+    assert control.standing(0.0)[0] is Reason.EPOCH_DISAGREES
+    again = control.handle(msg.Tick(), 1.0)
+    assert len([m for m in sent(again) if m.want_placement]) == 2
+    answer_survey(control, now=1.0)
+    assert control.state is S.READY
+
+
+def test_rank_that_knows_a_higher_term_makes_the_leader_step_down_and_rise_above_it():
+    """R2: a leader takes max(store, ranks) + 1."""
+    refused = msg.TermRefused(identity_of(0), msg.Leader("b", 9))
+    control = control_of()
+    assert only(control.handle(from_rank(0, refused), 0.0), ctl.RaiseTerm).at_least == 9
+    assert control.state is S.FOLLOWER
+    control = control_of(S.WAITING_FOR_RANKS)
+    actions = control.handle(from_rank(0, hello_of(0, highest_term=4)), 0.0)
+    assert only(actions, ctl.RaiseTerm).at_least == 4
+
+
+def test_term_bound_to_another_leader_is_refused_and_an_old_refusal_is_not_heard():
+    """R2: a rank binds a term to the first leader id that used it."""
+    control = control_of()
+    old = msg.TermRefused(identity_of(0), msg.Leader("b", 0))
+    assert control.handle(from_rank(0, old), 0.0) == [] and control.state is S.READY
+    same = msg.TermRefused(identity_of(0), msg.Leader("b", LEADER.term))
+    assert only(control.handle(from_rank(0, same), 0.0), ctl.RaiseTerm)
+
+
+def test_lost_lease_drops_the_machine_in_any_state():
+    """R13: in any state: stop sending and drop the machine."""
+    for state in (S.WAITING_FOR_RANKS, S.RECOVERING, S.READY, S.MIGRATING):
+        control = control_of(state)
+        assert control.handle(ctl.LeaseLost(), 0.0) == []
+        assert (control.state, control.coordinator, control.active_plan) == (S.FOLLOWER, None, None)
+        assert control.handle(msg.Tick(), 99.0) == []
+        assert (
+            only(control.handle(from_rank(0, hello_of(0)), 99.0), ctl.CloseStream).reason is Reason.NOT_LEADER
+        )
+
+
+def test_new_generation_ends_the_plans_of_the_old_one():
+    """R1: old plans end as GENERATION_CHANGED."""
+    control = control_of(S.MIGRATING)
+    control.handle(from_rank(0, hello_of(0, "g2", 5), 5, 30), 1.0)
+    assert control.state is S.MIGRATING
+    control.handle(from_rank(1, hello_of(1, "g2", 5), 5, 31), 1.0)
+    assert (control.state, control.coordinator) == (S.RECOVERING, None)
+    assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, Reason.GENERATION_CHANGED)
+
+
+def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts():
+    control = control_of(S.MIGRATING)
+    for index, after in enumerate((AFTER_ONE, AFTER_TWO)):
+        vote(control, index)
+        control.handle(from_rank(0, msg.Ack(key_of(index=index), Epoch(index + 1), after.digest)), 0.0)
+        if index == 0:
+            control.handle(from_rank(1, msg.Ack(key_of(index=index), Epoch(1), after.digest)), 0.0)
+    assert control.state is S.MIGRATING, "one rank has not acked"
+    for rank in (0, 1):
+        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 1.0)
+    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.COMMITTED, 2)
+
+
+def test_found_wave_is_ended_before_anything_else():
+    """R12."""
+    control = control_of(S.RECOVERING)
+    for rank in (0, 1):
+        held = state_of(rank, query=1, state=msg.ParticipantState.ARMED, wave=key_of())
+        control.handle(from_rank(rank, held), 0.0)
+    assert control.coordinator.state is C.RECOVERING
+    both(control, lambda rank: state_of(rank, query=2, state=msg.ParticipantState.ARMED, wave=key_of()))
+    assert control.coordinator.state is C.COMMITTING
+    ack(control, AFTER_ONE, 1)
+    assert control.coordinator.done and control.state is S.RECOVERING
+    actions = answer_survey(control, epoch=1, placement=AFTER_ONE)
+    assert control.state is S.READY and only(actions, ctl.PersistEpoch).epoch == 1
+
+
+def stored_plan(**changes):
+    control = control_of(S.MIGRATING)
+    return ctl.StoredRecords(
+        plans=(dataclasses.replace(record(control), **changes),), epochs={Epoch(0): BASE}
+    )
+
+
+def test_new_leader_goes_on_with_a_plan_that_the_ranks_are_in_the_middle_of():
+    control = control_of(S.RECOVERING, stored_plan())
+    actions = answer_survey(control, epoch=1, placement=AFTER_ONE)
+    assert control.state is S.MIGRATING and record(control).waves_committed == 1
+    assert {m.wave for m in sent(actions) if isinstance(m, msg.Prepare)} == {key_of(index=1)}
+
+
+def test_new_leader_ends_a_plan_that_the_ranks_completed():
+    control = control_of(S.RECOVERING, stored_plan())
+    answer_survey(control, epoch=2, placement=AFTER_TWO)
+    assert (control.state, record(control).phase, record(control).waves_committed) == (
+        S.READY,
+        "committed",
+        2,
+    )
+
+
+def test_new_leader_ends_a_plan_whose_base_is_gone():
+    control = control_of(S.RECOVERING, stored_plan())
+    answer_survey(control, epoch=1, placement=AFTER_TWO)
+    assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, Reason.STALE_BASE)
+
+
+def test_new_leader_honours_a_cancel_its_predecessor_took():
+    control = control_of(S.MIGRATING)
+    vote(control)
+    Operator(control).cancel(PlanId("p"), "me", 0.0)
+    stored = ctl.StoredRecords(plans=(record(control),))
+    control = control_of(S.RECOVERING, stored)
+    answer_survey(control, epoch=1, placement=AFTER_ONE)
+    assert record(control).phase is PlanPhase.CANCELLED
+
+
+def test_heartbeat_that_does_not_fit_the_records_starts_a_new_survey():
+    control = control_of()
+    control.handle(msg.Tick(), 1.0)
+    query = control.recovery.query
+    assert control.handle(from_rank(0, state_of(0, query=query)), 1.0) == []
+    stale = state_of(0, query=0, epoch=4)
+    assert control.handle(from_rank(0, stale), 1.0) == [], "an answer from before is no news"
+    control.handle(from_rank(0, state_of(0, query=query, epoch=4)), 1.0)
+    assert control.state is S.RECOVERING

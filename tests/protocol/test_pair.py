@@ -1,0 +1,214 @@
+"""The two halves back to back: a coordinator and the participants and gates of a whole group."""
+
+import numpy as np
+import pytest
+
+from evenkeel.errors import Reason
+from evenkeel.model.ids import EpRank
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol import messages as msg
+from evenkeel.protocol.coordinator import Coordinator
+from evenkeel.protocol.gate import Gate, PollResolved
+from evenkeel.protocol.messages import ParticipantState as P
+from evenkeel.protocol.tables import CoordinatorState as C
+from tests.protocol.rigs import (
+    BASE,
+    LEADER,
+    TIMING,
+    from_controller,
+    key_of,
+    participant_of,
+    prepare_of,
+    wave_of,
+)
+
+NEW = BASE.with_rows((0,), wave_of().rows)
+
+
+class Pair:
+    """One coordinator, two ranks, and between them whatever a test lets through."""
+
+    def __init__(self, leader=LEADER, ranks=None, query=0, lose=None):
+        self.ranks = ranks or [participant_of(0), participant_of(1)]
+        self.gates = [Gate([rank], poll_every=2, resolve_after=2) for rank in self.ranks]
+        minima = np.minimum.reduce([gate.agreement() for gate in self.gates])
+        for gate in self.gates:
+            gate.settle(minima)
+        peers = {EpRank(0): (1, 10), EpRank(1): (1, 11)}
+        prepare = prepare_of(leader=leader) if query == 0 else None
+        self.wave = Coordinator(key_of(), leader, peers, TIMING, prepare=prepare, query=query)
+        self.lose = lose
+        self.outcomes: list = []
+        self.poll: list = []
+        self.to_ranks(self.wave.start(0.0, 0))
+
+    def to_ranks(self, actions, now=0.0):
+        for action in actions:
+            if isinstance(action, ctl.PersistOutcome):
+                self.outcomes.append(action.committed)
+            if isinstance(action, ctl.SendToRank) and not self.is_lost(action.message, action.rank):
+                rank = self.ranks[action.rank]
+                self.from_rank(rank, rank.handle(from_controller(action.message, action.stream), now), now)
+
+    def is_lost(self, message, rank) -> bool:
+        """The first message of the kind and rank to lose."""
+        if self.lose != (type(message), rank):
+            return False
+        self.lose = None
+        return True
+
+    def cancel(self, now=0.0):
+        """Abort the wave as its leader does when the gate's deadline passes."""
+        now += TIMING.commit_deadline_s
+        steps = TIMING.commit_deadline_steps + self.gates[0].calls
+        self.to_ranks(self.wave.handle(ctl.FleetProgress(steps), now), now)
+        self.tick(now)
+
+    def from_rank(self, rank, actions, now=0.0):
+        """Copies and drains succeed at once."""
+        for action in actions:
+            match action:
+                case msg.SendToController(message=message, stream=stream):
+                    if not self.is_lost(message, rank.identity.rank):
+                        event = ctl.FromRank(rank.identity.rank, 1, stream, message)
+                        self.to_ranks(self.wave.handle(event, now), now)
+                case msg.StartStaging(prepare=prepare):
+                    self.from_rank(rank, rank.handle(msg.StagingFinished(prepare.wave), now), now)
+                case msg.CancelStaging(wave=wave):
+                    self.from_rank(rank, rank.handle(msg.TransportDrained(wave), now), now)
+                case msg.Swap(wave=wave):
+                    digest = rank.next_placement.digest
+                    self.from_rank(rank, rank.handle(msg.SwapFinished(wave, digest), now), now)
+
+    def step(self, count=1, now=0.0):
+        for _ in range(count):
+            due = [gate.advance() for gate in self.gates]
+            for rank, gate, busy in zip(self.ranks, self.gates, due, strict=True):
+                if busy and gate.resolve_due:
+                    for item in gate.handle(PollResolved(np.minimum.reduce(self.poll)), now):
+                        self.from_rank(rank, [item.action], now)
+            if self.gates[0].poll_due:
+                self.poll = [gate.begin_poll(now) for gate in self.gates]
+            assert len({rank.placement.digest for rank in self.ranks}) == 1, "torn map"
+
+    def tick(self, now):
+        self.to_ranks(self.wave.handle(msg.Tick(), now), now)
+
+
+def test_wave_goes_through():
+    pair = Pair()
+    assert pair.wave.state is C.COMMITTING and [rank.state for rank in pair.ranks] == [P.ARMED, P.ARMED]
+    pair.step(4)
+    assert pair.wave.done and pair.outcomes == [True]
+    assert [(rank.epoch, rank.placement) for rank in pair.ranks] == [(1, NEW), (1, NEW)]
+
+
+@pytest.mark.parametrize("kind", [msg.Prepare, msg.Vote, msg.Commit, msg.Ack])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_message_lost_once_is_made_good(kind, rank):
+    """Idempotent resends: whatever is lost is asked for, or answered, again."""
+    pair = Pair(lose=(kind, rank))
+    pair.step(8)
+    if kind is not msg.Ack:
+        assert [r.epoch for r in pair.ranks] == [0, 0], "not all are armed: nobody swaps"
+    for now in (2.0, 4.0):
+        pair.tick(now)
+        pair.step(4, now)
+    assert pair.wave.done and pair.outcomes == [True]
+    assert [r.placement for r in pair.ranks] == [NEW, NEW]
+
+
+@pytest.mark.parametrize("kind", [msg.Abort, msg.AbortAnswer])
+def test_abort_lost_once_is_made_good(kind):
+    pair = Pair(lose=(kind, 1))
+    pair.cancel()
+    assert pair.wave.state is C.ABORTING
+    pair.tick(12.0)
+    assert (pair.wave.state, pair.outcomes) == (C.ABORTED, [False])
+
+
+def test_abort_races_with_the_poll_and_loses():
+    """R7: the answer to Abort is "at the new epoch", and the wave is recorded as committed, once."""
+    pair = Pair()
+    pair.step(2)
+    pair.cancel()
+    assert pair.wave.state is C.ABORTING
+    pair.step(2, 1.0)
+    assert (pair.wave.state, pair.outcomes) == (C.COMMITTED, [True])
+    assert [rank.epoch for rank in pair.ranks] == [1, 1]
+
+
+def test_abort_before_the_poll_wins():
+    pair = Pair()
+    pair.cancel()
+    pair.step(6, 1.0)
+    assert (pair.wave.state, pair.outcomes) == (C.ABORTED, [False])
+    assert [(rank.state, rank.epoch) for rank in pair.ranks] == [(P.IDLE, 0)] * 2
+
+
+def test_leader_dies_between_votes_and_commit_and_the_next_one_commits():
+    """R12: all are prepared or armed: commit."""
+    prepared = [participant_of(0), participant_of(1)]
+    for rank in prepared:
+        rank.handle(from_controller(prepare_of()), 0.0)
+        rank.handle(msg.StagingFinished(key_of()), 0.0)
+    second = Pair(msg.Leader("b", 2), prepared, query=1)
+    assert second.wave.state is C.COMMITTING
+    second.step(4)
+    assert second.wave.done and second.outcomes == [True]
+    assert [rank.placement for rank in prepared] == [NEW, NEW]
+
+
+def test_leader_dies_and_one_rank_never_heard_of_the_wave():
+    """R12: one rank that does not hold the wave: abort it everywhere, armed ranks too."""
+    armed, idle = participant_of(0), participant_of(1)
+    armed.handle(from_controller(prepare_of()), 0.0)
+    armed.handle(msg.StagingFinished(key_of()), 0.0)
+    pair = Pair(msg.Leader("b", 2), [armed, idle], query=1)
+    assert pair.wave.done and pair.outcomes == [False]
+    late = idle.handle(from_controller(prepare_of()), 0.0)
+    assert isinstance(late[0].message, msg.TermRefused), "the old leader's Prepare comes too late"
+    again = idle.handle(from_controller(prepare_of(leader=msg.Leader("b", 2))), 0.0)
+    assert again[0].message.reason is Reason.WAVE_DROPPED
+
+
+def test_old_leader_is_refused_once_a_new_one_spoke():
+    """R13: a paused old leader finds its term refused."""
+    ranks = [participant_of(0), participant_of(1)]
+    for rank in ranks:
+        rank.handle(from_controller(msg.QueryState(msg.Leader("b", 2))), 0.0)
+    pair = Pair(LEADER, ranks)
+    assert pair.wave.state is C.PREPARING and [rank.state for rank in ranks] == [P.IDLE, P.IDLE]
+
+
+def test_reload_on_one_rank_ends_the_wave_on_all():
+    """R4."""
+    pair = Pair()
+    pair.from_rank(pair.ranks[1], pair.ranks[1].handle(msg.ReloadRequested(), 0.0))
+    pair.step(6)
+    pair.tick(5.0)
+    pair.step(4, 5.0)
+    assert pair.wave.done and pair.outcomes == [False]
+    assert pair.wave.reason is Reason.WAVE_DROPPED
+
+
+def test_leaderless_ranks_drop_together_and_a_late_commit_finds_the_wave_gone():
+    """R6."""
+    ranks = [participant_of(0), participant_of(1)]
+    for rank in ranks:
+        rank.handle(from_controller(prepare_of()), 0.0)
+        rank.handle(msg.StagingFinished(key_of()), 0.0)
+    gates = [Gate([rank], poll_every=1, resolve_after=1) for rank in ranks]
+    minima = np.minimum.reduce([gate.agreement() for gate in gates])
+    for gate in gates:
+        gate.settle(minima)
+        gate.advance()
+    poll = np.minimum.reduce([gate.begin_poll(50.0) for gate in gates])
+    for rank, gate in zip(ranks, gates, strict=True):
+        gate.advance()
+        assert [item.action for item in gate.handle(PollResolved(poll), 50.0)] == [
+            msg.CancelStaging(key_of())
+        ]
+        rank.handle(msg.TransportDrained(key_of()), 50.0)
+        (answer,) = rank.handle(from_controller(msg.Commit(LEADER, key_of())), 51.0)
+        assert answer.message.outcome is msg.WaveOutcome.DROPPED

@@ -1,0 +1,349 @@
+"""A rank's half of the switch, rule by rule."""
+
+import dataclasses
+
+import pytest
+
+from evenkeel.errors import IllegalEvent, Reason
+from evenkeel.model.ids import Epoch
+from evenkeel.protocol import messages as msg
+from evenkeel.protocol.messages import ParticipantState as State
+from evenkeel.protocol.messages import WaveOutcome
+from tests.protocol.rigs import (
+    BASE,
+    LEADER,
+    STREAM,
+    from_controller,
+    key_of,
+    of_kind,
+    only,
+    participant_in,
+    participant_of,
+    prepare_of,
+    sent,
+    wave_of,
+)
+
+KEY = key_of()
+
+
+def test_prepare_starts_staging_and_the_yes_goes_back_by_its_stream():
+    rank = participant_of()
+    start = only(rank.handle(from_controller(prepare_of(), stream=3), 0.0), msg.StartStaging)
+    assert start.prepare.wave == KEY
+    vote = only(rank.handle(msg.StagingFinished(KEY), 0.0), msg.SendToController)
+    assert vote == msg.SendToController(msg.Vote(KEY, True), 3)
+
+
+def test_vote_follows_the_stream_that_got_the_newest_prepare():
+    """R1: votes count only from the stream that got the Prepare."""
+    rank = participant_of()
+    rank.handle(from_controller(prepare_of(), stream=3), 0.0)
+    rank.handle(from_controller(prepare_of(), stream=4), 0.0)
+    assert only(rank.handle(msg.StagingFinished(KEY), 0.0), msg.SendToController).stream == 4
+
+
+def test_wave_of_an_older_generation_is_refused():
+    """R1: all state is (generation, epoch, step)."""
+    vote = only(
+        participant_of().handle(from_controller(prepare_of(key=key_of(generation="g0"))), 0.0), msg.Vote
+    )
+    assert (vote.yes, vote.reason) == (False, Reason.GENERATION_CHANGED)
+
+
+@pytest.mark.parametrize("leader", [msg.Leader("b", 4), msg.Leader("b", 5)], ids=["lower", "same, other id"])
+def test_lower_term_and_bound_term_are_refused_with_the_newest_leader(leader):
+    """R2: ranks refuse lower terms and answer with theirs; a term belongs to its first leader id."""
+    rank = participant_of()
+    rank.handle(from_controller(msg.QueryState(msg.Leader("a", 5))), 0.0)
+    refused = only(rank.handle(from_controller(prepare_of(leader=leader)), 0.0), msg.TermRefused)
+    assert refused.leader == msg.Leader("a", 5)
+    assert rank.state is State.IDLE
+
+
+def test_higher_term_is_bound():
+    rank = participant_of()
+    rank.handle(from_controller(msg.QueryState(msg.Leader("a", 5))), 0.0)
+    state = only(
+        rank.handle(from_controller(msg.QueryState(msg.Leader("b", 6), query=9)), 0.0), msg.RankState
+    )
+    assert (state.highest_term, state.query) == (6, 9)
+
+
+@pytest.mark.parametrize("base_epoch", [1, 5])
+def test_stale_base_is_refused(base_epoch):
+    """R3: Prepare names its base epoch and is refused as stale otherwise."""
+    vote = only(participant_of().handle(from_controller(prepare_of(base_epoch=base_epoch)), 0.0), msg.Vote)
+    assert (vote.yes, vote.reason) == (False, Reason.STALE_BASE)
+
+
+def test_wave_of_other_weights_is_refused():
+    """R4: a wave carries the weights version it was planned for."""
+    vote = only(participant_of().handle(from_controller(prepare_of(key=key_of(version=2))), 0.0), msg.Vote)
+    assert (vote.yes, vote.reason) == (False, Reason.WEIGHTS_VERSION_CHANGED)
+
+
+def test_refused_prepare_is_not_taken_when_it_comes_again():
+    rank = participant_of(observe_only=True)
+    assert only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.OBSERVE_ONLY
+    rank.observe_only = False
+    assert only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.WAVE_DROPPED
+
+
+@pytest.mark.parametrize("state", [State.STAGING, State.PREPARED])
+def test_reload_ends_a_wave_that_no_poll_can_pass(state):
+    """R4: a reload ends waves of the old version."""
+    rank = participant_in(state)
+    actions = rank.handle(msg.ReloadRequested(), 0.0)
+    assert only(actions, msg.CancelStaging).wave == KEY
+    assert only(actions, msg.PermitReload)
+    assert rank.state is State.ABORTED
+
+
+def test_reload_waits_for_the_poll_in_flight_and_drops_when_it_did_not_pass():
+    """R4: reload ends waves of the old weights, but not under a poll in flight."""
+    rank = participant_in(State.ARMED, polled=True)
+    assert rank.handle(msg.ReloadRequested(), 0.0) == []
+    actions = rank.handle(msg.PollNotPassed(), 0.0)
+    assert only(actions, msg.PermitReload) and only(actions, msg.CancelStaging)
+
+
+def test_reload_waits_for_the_swap_of_a_poll_that_passed():
+    rank = participant_in(State.ARMED, polled=True)
+    rank.handle(msg.ReloadRequested(), 0.0)
+    assert only(rank.handle(msg.PollPassed(Epoch(1)), 0.0), msg.Swap)
+    actions = rank.handle(msg.SwapFinished(KEY, rank.next_placement.digest), 0.0)
+    assert only(actions, msg.PermitReload)
+    assert rank.epoch == 1
+
+
+def test_reload_without_permission_under_a_poll_leaves_the_group():
+    rank = participant_in(State.ARMED, polled=True)
+    assert (
+        only(rank.handle(msg.WeightsReloaded(2), 0.0), msg.LeaveGroup).reason
+        is Reason.WEIGHTS_VERSION_CHANGED
+    )
+
+
+def test_no_wave_is_taken_between_permission_and_reload():
+    rank = participant_of()
+    rank.handle(msg.ReloadRequested(), 0.0)
+    assert not only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).yes
+    state = only(rank.handle(msg.WeightsReloaded(2, (6,) * 8), 0.0), msg.RankState)
+    assert state.weights_version == 2
+    assert only(rank.handle(from_controller(prepare_of(key=key_of(version=2))), 0.0), msg.StartStaging)
+
+
+def test_reload_given_up_lets_waves_in_again():
+    rank = participant_of()
+    rank.handle(msg.ReloadRequested(), 0.0)
+    assert rank.handle(msg.WeightsReloaded(1), 0.0) == []
+    assert only(rank.handle(from_controller(prepare_of()), 0.0), msg.StartStaging)
+
+
+def test_commit_only_arms():
+    """R5."""
+    rank = participant_in(State.PREPARED)
+    assert rank.handle(from_controller(msg.Commit(LEADER, KEY)), 0.0) == []
+    assert (rank.state, rank.epoch, rank.placement) == (State.ARMED, 0, BASE)
+
+
+def test_prepared_participant_never_aborts_alone():
+    """R6: a prepared or armed rank that hears nothing keeps its staging and keeps polling."""
+    for state in (State.PREPARED, State.ARMED):
+        rank = participant_in(state)
+        for n in range(50):
+            rank.snapshot(100.0 + n)
+            assert rank.handle(msg.PollNotPassed(), 100.0 + n) == []
+        assert rank.state is state
+
+
+def test_want_drop_is_said_by_leaderless_ranks_that_are_not_armed():
+    """R6: if no rank is armed and all want to drop, the poll says so."""
+    assert participant_in(State.PREPARED).snapshot(9.9).want_drop is False
+    assert participant_in(State.PREPARED).snapshot(10.0).want_drop is True
+    assert participant_in(State.ARMED).snapshot(99.0).want_drop is False
+    assert participant_of().snapshot(0.0).want_drop is True, (
+        "a rank no leader ever spoke to holds nothing back"
+    )
+
+
+def test_dropping_together_gives_up_what_was_held_at_the_snapshot():
+    rank = participant_in(State.PREPARED)
+    rank.snapshot(50.0)
+    rank.handle(from_controller(msg.Commit(LEADER, KEY)), 51.0)
+    assert only(rank.handle(msg.PollDropped(), 52.0), msg.CancelStaging).wave == KEY
+
+
+def test_dropping_together_spares_a_wave_that_came_after_the_snapshot():
+    rank = participant_of()
+    rank.snapshot(50.0)
+    rank.handle(from_controller(prepare_of()), 51.0)
+    assert rank.handle(msg.PollDropped(), 52.0) == []
+    assert rank.state is State.STAGING
+
+
+def test_abort_is_answered_only_after_the_poll_in_flight_resolved():
+    """R7: a rank answers Abort only after every poll that snapshotted it as armed has resolved."""
+    rank = participant_in(State.ARMED, polled=True)
+    assert rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0) == []
+    actions = rank.handle(msg.PollNotPassed(), 0.0)
+    answer = only(actions, msg.AbortAnswer)
+    assert (answer.outcome, answer.drained, answer.epoch) == (WaveOutcome.DROPPED, False, 0)
+
+
+def test_abort_that_lost_to_the_poll_is_answered_at_the_new_epoch():
+    """R7: if that poll passed, the answer is "at the new epoch"."""
+    rank = participant_in(State.ARMED, polled=True)
+    rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0)
+    assert only(rank.handle(msg.PollPassed(Epoch(1)), 0.0), msg.Swap).epoch == 1
+    actions = rank.handle(msg.SwapFinished(KEY, rank.next_placement.digest), 0.0)
+    answer = only(actions, msg.AbortAnswer)
+    assert (answer.outcome, answer.epoch, answer.drained) == (WaveOutcome.SWAPPED, 1, True)
+    assert only(actions, msg.Ack).epoch == 1
+
+
+def test_poll_that_saw_the_rank_before_it_was_armed_holds_no_abort_back():
+    rank = participant_in(State.PREPARED)
+    rank.snapshot(0.0)
+    rank.handle(from_controller(msg.Commit(LEADER, KEY)), 0.0)
+    assert (
+        only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer).outcome == "dropped"
+    )
+
+
+def test_drained_is_said_when_the_transport_drained():
+    """R7: its answer says that its transport has drained."""
+    rank = participant_in(State.PREPARED)
+    first = only(rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0), msg.AbortAnswer)
+    again = only(rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0), msg.AbortAnswer)
+    assert not first.drained and not again.drained
+    busy = only(rank.handle(from_controller(prepare_of(key=key_of("q"))), 0.0), msg.Vote)
+    assert busy.reason is Reason.TRANSPORT_NOT_DRAINED
+    last = only(rank.handle(msg.TransportDrained(KEY), 0.0), msg.SendToController)
+    assert last.stream == 9 and last.message.drained
+    assert rank.state is State.IDLE
+
+
+def test_abort_of_a_wave_never_seen_keeps_a_late_prepare_of_it_out():
+    """R7: Abort is resent until answered, and an answer is final."""
+    rank = participant_of()
+    answer = only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer)
+    assert (answer.outcome, answer.drained) == (WaveOutcome.DROPPED, True)
+    assert only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.WAVE_DROPPED
+
+
+def test_repeats_after_the_swap_are_answered_alike():
+    rank = participant_in(State.SWAPPING)
+    digest = rank.next_placement.digest
+    rank.handle(msg.SwapFinished(KEY, digest), 0.0)
+    for message in (prepare_of(), msg.Commit(LEADER, KEY)):
+        assert only(rank.handle(from_controller(message), 0.0), msg.Ack) == msg.Ack(KEY, Epoch(1), digest)
+    answer = only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer)
+    assert (answer.outcome, answer.epoch) == (WaveOutcome.SWAPPED, 1)
+
+
+def test_repeated_prepare_repeats_the_vote():
+    yes = participant_in(State.PREPARED)
+    assert only(yes.handle(from_controller(prepare_of(), stream=8), 0.0), msg.SendToController).stream == 8
+    no = participant_in(State.ABORTED)
+    assert only(no.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.TRANSFER_FAILED
+
+
+def test_second_wave_is_refused_as_busy_and_may_come_later():
+    rank = participant_in(State.PREPARED)
+    other = prepare_of(key=key_of("q"))
+    assert only(rank.handle(from_controller(other), 0.0), msg.Vote).reason is Reason.BUSY
+    rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0)
+    rank.handle(msg.TransportDrained(KEY), 0.0)
+    assert only(rank.handle(from_controller(other), 0.0), msg.StartStaging)
+
+
+def test_nothing_reachable_changes_before_the_swap():
+    """R11: received bytes stay in staging until the swap; only Swap installs a map."""
+    rank = participant_in(State.ARMED, polled=True)
+    assert rank.placement == BASE
+    rank.handle(msg.PollPassed(Epoch(1)), 0.0)
+    assert rank.placement == BASE
+    rank.handle(msg.SwapFinished(KEY, rank.next_placement.digest), 0.0)
+    assert rank.placement == BASE.with_rows((0,), wave_of().rows)
+
+
+def test_a_pass_that_is_not_ours_leaves_the_group():
+    """R8: what cannot be true means that the gate's answer is unknown."""
+    rank = participant_in(State.ARMED, polled=True)
+    assert only(rank.handle(msg.PollPassed(Epoch(9)), 0.0), msg.LeaveGroup).reason is Reason.EPOCH_MISMATCH
+    other = participant_in(State.SWAPPING)
+    assert only(other.handle(msg.SwapFinished(KEY, "another map"), 0.0), msg.LeaveGroup)
+    half = participant_in(State.SWAPPING)
+    assert only(half.handle(msg.SwapFailed(KEY, "out of memory"), 0.0), msg.LeaveGroup)
+
+
+def test_rank_state_tells_what_a_new_leader_rules_on():
+    """R12, R15: epoch, wave held, last wave, and the full map when asked for."""
+    rank = participant_in(State.SWAPPING)
+    held = only(rank.handle(from_controller(msg.QueryState(LEADER)), 0.0), msg.RankState)
+    assert (held.state, held.wave, held.placement, held.checksums) == (State.SWAPPING, KEY, None, None)
+    rank.handle(msg.SwapFinished(KEY, rank.next_placement.digest), 0.0)
+    query = msg.QueryState(LEADER, want_placement=True, want_checksums=True, query=4)
+    state = only(rank.handle(from_controller(query), 0.0), msg.RankState)
+    assert (state.epoch, state.last_wave, state.last_outcome) == (1, KEY, WaveOutcome.SWAPPED)
+    assert state.placement.digest == state.placement_digest and len(state.checksums) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"checksums": ()}, Reason.MALFORMED),
+        ({"body": dataclasses.replace(wave_of(), layers=(9,))}, Reason.MALFORMED),
+        ({"body": dataclasses.replace(wave_of(), layers=())}, Reason.MALFORMED),
+        ({"body": dataclasses.replace(wave_of(), rows=wave_of().rows[:, :4])}, Reason.MALFORMED),
+        ({"body": dataclasses.replace(wave_of(), rows=wave_of().rows + 9)}, Reason.EXPERT_OUT_OF_RANGE),
+        ({"body": wave_of(src=0, dst=2), "checksums": (1,)}, None),
+        ({"body": dataclasses.replace(wave_of(), batches=wave_of(src=3).batches)}, Reason.MALFORMED),
+    ],
+)
+def test_malformed_prepare_is_answered_with_a_no_and_never_raises(change, reason):
+    prepare = dataclasses.replace(prepare_of(), **change)
+    actions = participant_of().handle(from_controller(prepare), 0.0)
+    if reason is None:
+        assert of_kind(actions, msg.StartStaging)
+    else:
+        assert only(actions, msg.Vote).reason is reason
+
+
+def test_source_that_does_not_hold_the_expert_is_refused():
+    body = wave_of()
+    transfer = dataclasses.replace(body.transfers[0], src_slot=0)
+    prepare = prepare_of(dataclasses.replace(body, batches=((transfer,),)))
+    assert only(participant_of().handle(from_controller(prepare), 0.0), msg.Vote).reason is Reason.NO_SOURCE
+
+
+def test_wave_larger_than_this_ranks_staging_is_refused():
+    rank = participant_of(staging_bytes=9)
+    assert only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.STAGING_TOO_SMALL
+    sender = participant_of(rank=1, staging_bytes=0)
+    assert only(sender.handle(from_controller(prepare_of()), 0.0), msg.StartStaging)
+
+
+def test_illegal_local_event_raises_with_the_history_and_changes_nothing():
+    rank = participant_in(State.PREPARED)
+    with pytest.raises(IllegalEvent, match="staging\\+StagingFinished") as caught:
+        rank.handle(msg.SwapFinished(KEY, ""), 0.0)
+    assert caught.value.state == State.PREPARED
+    assert rank.state is State.PREPARED
+
+
+def test_news_of_another_waves_copies_is_ignored():
+    rank = participant_in(State.STAGING)
+    for event in (msg.StagingFinished, msg.TransportDrained):
+        assert rank.handle(event(key_of("old")), 0.0) == []
+    assert rank.handle(msg.StagingFailed(key_of("old"), Reason.TRANSFER_FAILED), 0.0) == []
+    assert rank.state is State.STAGING
+
+
+def test_commit_of_a_wave_given_up_is_answered_as_gone():
+    rank = participant_in(State.ABORTED)
+    answer = only(rank.handle(from_controller(msg.Commit(LEADER, KEY), stream=STREAM), 0.0), msg.AbortAnswer)
+    assert (answer.outcome, answer.drained) == (WaveOutcome.REFUSED, False)
+    assert sent(rank.handle(msg.TransportDrained(KEY), 0.0)) == [], "nobody asked to abort"

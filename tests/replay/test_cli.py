@@ -1,0 +1,318 @@
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from evenkeel.errors import EvenkeelError, InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel.formats import Trace, read_placement, read_trace, write_trace
+from evenkeel.planning import metrics
+from evenkeel.replay.cli import app
+
+
+def _run(*args):
+    result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A trace of 3 MoE layers behind 2 dense ones, with source-side counts of 2 ranks."""
+    source = np.random.default_rng(7).integers(0, 40, (40, 2, 3, 8))
+    source[:, :, :, 2] += 60
+    source[20:, :, :, 6] += 90
+    path = tmp_path / "small.npz"
+    write_trace(path, Trace(source.sum(axis=1), (2, 3, 4), source=source))
+    return path
+
+
+SMALL = ("--ranks", 2, "--slots", 10, "--window", 8, "--horizon", 8)
+
+
+def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises(shipped_trace):
+    assert shipped_trace.stat().st_size <= 1_000_000
+    answer = json.loads(
+        _run("compare", "--trace", shipped_trace, "--slots", 72, "--policies", "eplb", "--json")
+    )
+    by_policy = {result["policy"]: result for result in answer["results"]}
+    assert list(by_policy) == ["initial", "once", "ewma", "eplb"]
+    promised = {
+        "policy",
+        "balancedness_mean",
+        "balancedness_worst",
+        "time_over_fluid",
+        "copies_per_layer",
+        "bytes",
+        "plan_ms",
+    }
+    assert all(promised <= set(result) for result in answer["results"])
+    assert answer["replans"] == 6
+    # The recorded traffic changes twice, so replanning beats planning once, which beats nothing.
+    times = [by_policy[name]["time_over_fluid"] for name in ("initial", "once", "eplb", "ewma")]
+    assert times == sorted(times, reverse=True)
+    assert by_policy["eplb"]["time_over_fluid"] == pytest.approx(1.2006, abs=0.0005)
+    assert by_policy["eplb"]["copies_per_layer"] < by_policy["eplb"]["copies_per_layer_raw"]
+    assert by_policy["initial"]["bytes"] == 0
+
+
+def test_saved_plans_score_the_same_with_a_tool_of_ones_own(small, tmp_path):
+    saved = tmp_path / "plans.npz"
+    answer = json.loads(_run("compare", "-t", small, *SMALL, "-p", "eplb", "--save-plans", saved, "--json"))
+    load = read_trace(small).counts
+    with np.load(saved) as plans:
+        assert sorted(plans) == sorted(
+            f"{r['policy']}_{kind}" for r in answer["results"] for kind in ("phy2log", "steps")
+        )
+        for result in answer["results"]:
+            steps, rows = plans[f"{result['policy']}_steps"], plans[f"{result['policy']}_phy2log"]
+            assert (steps.dtype, rows.dtype, rows.shape) == (np.int64, np.int32, (4, 3, 10))
+            slowest = fluid = 0.0
+            for start, phy2log in zip(steps, rows, strict=True):
+                for t in range(start, start + 8):
+                    for layer in range(3):
+                        copies = np.bincount(phy2log[layer][phy2log[layer] >= 0], minlength=8)
+                        share = np.where(phy2log[layer] >= 0, (load[t, layer] / copies)[phy2log[layer]], 0)
+                        slowest += share.reshape(2, 5).sum(axis=1).max()
+                        fluid += load[t, layer].sum() / 2
+            assert slowest / fluid == pytest.approx(result["time_over_fluid"])
+
+
+def test_the_table_names_every_policy_and_stays_on_stdout(small):
+    result = CliRunner().invoke(
+        app, ["compare", "-t", str(small), *map(str, SMALL), "-p", "eplb"], catch_exceptions=False
+    )
+    lines = result.stdout.splitlines()
+    assert "40 steps, 3 layers, 8 experts, 2 ranks, 10 slots" in lines[0]
+    assert lines[1].split()[:3] == ["bal.", "bal.", "bal."]
+    assert lines[2].split() == [
+        "policy",
+        "mean",
+        "p5",
+        "worst",
+        "/fluid",
+        "step",
+        "/layer",
+        "raw",
+        "first",
+        "bytes",
+        "ms",
+    ]
+    assert [line.split()[0] for line in lines[3:]] == ["initial", "once", "ewma", "eplb"]
+    assert result.stderr == ""
+
+
+def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path):
+    page = tmp_path / "page.html"
+    _run("compare", "-t", small, *SMALL, "-p", "eplb", "--html", page)
+    text = page.read_text("utf-8")
+    assert not re.search(r"<script|<link|src=|url\(|@import|https?://", text)
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    for drawing in drawings:
+        ET.fromstring(drawing)
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles == [
+        "Balancedness over time",
+        "Predicted MoE time over time",
+        "Tail of the predicted step time",
+        "Copies paid",
+        "Rank load per layer, before and after",
+        "Replicas per layer",
+        "What replicas buy and cost",
+    ]
+    assert len(drawings) == 10
+    assert "prefers-color-scheme: dark" in text
+    # Every class a drawing uses is styled; an unstyled line would be invisible.
+    used = {css for name in re.findall(r'class="([^"]+)"', text) for css in name.split()}
+    assert {css for css in used if f".{css}" not in text} == {"tick"}
+
+
+def test_verdict_adds_every_policy_behind_it(small, tmp_path):
+    page = tmp_path / "page.html"
+    answer = json.loads(
+        _run("compare", "-t", small, *SMALL, "-p", "eplb", "--verdict", "--json", "--html", page)
+    )
+    assert [result["policy"] for result in answer["results"]][3:] == ["eplb", "eplb+verdict"]
+    assert "hue-0 gated" in page.read_text("utf-8")
+
+
+def test_other_fleets_can_be_described(small):
+    for options in (
+        ("--pooled",),
+        ("--nodes", 2, "--expert-groups", 2),
+        ("--rank-speeds", "1,0.5"),
+        ("--dispatch", "nearest"),
+        ("--dispatch", "optimal"),
+        ("--allow-duplicates",),
+    ):
+        answer = json.loads(
+            _run("compare", "-t", small, *SMALL, "-p", "eplb", "--no-baselines", "--json", *options)
+        )
+        assert [result["policy"] for result in answer["results"]] == ["eplb"]
+        assert answer["results"][0]["time_over_fluid"] >= 1.0
+
+
+@pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
+def test_plan_writes_for_every_engine(small, tmp_path, format_):
+    out = tmp_path / "placement"
+    said = json.loads(
+        _run(
+            "plan", "-t", small, "--ranks", 2, "--slots", 10, "-p", "eplb", "-f", format_, "-o", out, "--json"
+        )
+    )
+    file = read_placement(out, num_ranks=2, num_logical_experts=8, first_moe_layer=2)
+    assert file.layer_ids == (2, 3, 4)
+    load = read_trace(small).counts
+    assert said["time_over_fluid"] == pytest.approx(metrics.time_over_fluid(load, file.placement))
+    assert "copies" not in said
+    again = json.loads(
+        _run(
+            "plan",
+            "-t",
+            small,
+            "--ranks",
+            2,
+            "--slots",
+            10,
+            "-p",
+            "eplb",
+            "-o",
+            tmp_path / "b",
+            "--current",
+            out,
+            "--json",
+        )
+    )
+    assert again["copies"] == 0.0
+
+
+def test_plan_looks_only_at_the_newest_steps(small, tmp_path):
+    _run(
+        "plan", "-t", small, "--ranks", 2, "--slots", 10, "-p", "eplb", "--window", 10, "-o", tmp_path / "new"
+    )
+    placement = read_placement(tmp_path / "new").placement
+    assert (placement.logcnt[:, 6] == 2).all()
+    assert read_placement(tmp_path / "new").info["planned_on_steps"] == 10
+
+
+def test_inspect_describes_in_words_and_in_json(small):
+    text = _run("inspect", "-t", small, "--ranks", 2)
+    assert "40 steps, 3 MoE layers, 8 experts" in text
+    assert "Most correlated pairs" in text
+    answer = json.loads(_run("inspect", "-t", small, "--ranks", 2, "--json"))
+    assert [layer["layer_id"] for layer in answer["layers"]] == [2, 3, 4]
+    assert set(answer["drift"]) == {
+        "autocorrelation",
+        "between_windows",
+        "within_windows",
+        "window_steps",
+        "by_window",
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        (
+            ("compare", "--ranks", 2, "--window", 20),
+            InvalidInput,
+            r"\(40 - window 20\) // horizon 50 = 0, at least 4",
+        ),
+        (("compare", *SMALL, "-p", "eplb,nobody"), InvalidInput, "unknown policies nobody; known: initial"),
+        (
+            ("compare", *SMALL, "--dispatch", "magic"),
+            InvalidInput,
+            "unknown dispatch model 'magic'; known: even",
+        ),
+        (("compare", *SMALL, "--rank-speeds", "1,x"), InvalidInput, "could not convert string to float"),
+        (
+            ("compare", *SMALL, "--rank-speeds", "1"),
+            ShapeMismatch,
+            "2 positive rank speeds are needed, got 1",
+        ),
+        (("compare", *SMALL, "--nodes", 3), ShapeMismatch, "2 ranks do not divide over 3 nodes"),
+        (("compare", "--ranks", 3, "--slots", 10), ShapeMismatch, "10 slots do not divide over 3 ranks"),
+        (("compare", "--ranks", 2, "--slots", 6), ShapeMismatch, "cannot hold 8 experts"),
+        (
+            ("compare", *SMALL, "--html", "/nowhere/at/all.html"),
+            InvalidInput,
+            "there is no folder /nowhere/at",
+        ),
+        (("plan", "-o", "x", "-f", "vllm"), InvalidInput, "unknown placement format 'vllm'; known: neutral"),
+        (
+            ("plan", "-o", "x", "--ranks", 2, "--window", 99),
+            InvalidInput,
+            "--window 99: the trace has 40 steps",
+        ),
+    ],
+)
+def test_wrong_questions_are_refused_with_the_numbers(small, args, error, message):
+    with pytest.raises(error, match=message):
+        _run(args[0], "-t", small, *args[1:])
+
+
+def test_a_placement_of_another_fleet_is_no_start(small, tmp_path):
+    out = tmp_path / "placement"
+    _run("plan", "-t", small, "--ranks", 2, "--slots", 12, "-p", "eplb", "-o", out)
+    with pytest.raises(ShapeMismatch, match=r"\(3, 12, 2, 8\), the fleet \(3, 10, 2, 8\)"):
+        _run(
+            "plan",
+            "-t",
+            small,
+            "--ranks",
+            2,
+            "--slots",
+            10,
+            "-p",
+            "eplb",
+            "-o",
+            tmp_path / "b",
+            "--current",
+            out,
+        )
+
+
+def test_what_an_engine_cannot_read_is_not_written(small, tmp_path):
+    out = tmp_path / "placement"
+    with pytest.raises(InfeasiblePlan, match="cannot hold empty slots"):
+        _run("plan", "-t", small, "--ranks", 1, "--slots", 9, "-p", "eplb", "-f", "trtllm", "-o", out)
+    assert not out.exists()
+
+
+def test_notes_of_the_reader_go_to_stderr(tmp_path):
+    torch = pytest.importorskip("torch")
+    counts = np.zeros((12, 3, 8), np.int32)
+    counts[:9, 1:] = np.random.default_rng(0).integers(1, 9, (9, 2, 8))
+    torch.save({"logical_count": torch.tensor(counts)}, tmp_path / "d.pt")
+    result = CliRunner().invoke(
+        app, ["inspect", "-t", str(tmp_path / "d.pt"), "--json"], catch_exceptions=False
+    )
+    assert json.loads(result.stdout)["num_steps"] == 9
+    assert "note: left out 3 of 12 steps" in result.stderr
+    assert "note: 1 of 3 hidden layers never counted" in result.stderr
+
+
+def test_help_waits_for_nothing_heavy():
+    import subprocess
+    import sys
+
+    code = "import sys, evenkeel.replay.cli; print(sorted({'numpy', 'torch', 'scipy', 'numba'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_errors_are_ours(tmp_path):
+    with pytest.raises(EvenkeelError, match="no such file"):
+        _run("inspect", "-t", tmp_path / "absent.npz")
+
+
+def test_a_page_about_silence_says_so(tmp_path):
+    counts = np.zeros((40, 2, 8), np.int64)
+    counts[:8, 0] = 5
+    write_trace(tmp_path / "t.npz", Trace(counts, (0, 1)))
+    _run("compare", "-t", tmp_path / "t.npz", *SMALL, "-p", "eplb", "--html", tmp_path / "page.html")
+    _run("plan", "-t", tmp_path / "t.npz", "--ranks", 2, "--window", 9, "-p", "eplb", "-o", tmp_path / "[p]")
+    assert "time_over_fluid" not in read_placement(tmp_path / "[p]").info
+    assert "after: eplb, no load" in (tmp_path / "page.html").read_text("utf-8")

@@ -1,0 +1,84 @@
+from dataclasses import replace
+
+import numpy as np
+
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning.eplb import plan_eplb
+from evenkeel.planning.problem import Proposal
+from evenkeel.replay.verdict import behind_verdict
+from evenkeel.replay.walk import Setup, walk_forward
+
+
+def _setup(load):
+    return Setup(load, ModelShape(2, 8, 2, 5, 2, 10), Topology.single_node(2), 24, 8)
+
+
+def _noise(seed=0, steps=80):
+    return np.random.default_rng(seed).poisson(40, (steps, 2, 8)).astype(np.float64)
+
+
+def _eplb(replan):
+    return plan_eplb(replan.problem)
+
+
+def test_skew_that_stays_is_acted_on_once_and_noise_after_it_is_not():
+    load = _noise()
+    load[:, :, :2] += 300
+    open_ = walk_forward("eplb", _eplb, _setup(load))
+    gated = walk_forward("eplb+verdict", behind_verdict(_eplb), _setup(load))
+    assert gated.copies[0] > 0
+    assert gated.copies[1:].sum() == 0
+    assert open_.copies[1:].sum() > 0
+    assert gated.times.sum() < 1.02 * open_.times.sum()
+
+
+def test_a_plan_that_only_the_older_part_speaks_for_is_not_adopted():
+    """Experts 0 and 1 were hot, now 2 and 6 are: splitting the former must not bring the latter together."""
+    rows = np.tile(np.array([0, 1, 2, 6, 4, 1, 0, 3, 5, 7], np.int32), (2, 1))
+
+    def planner(replan):
+        return Proposal(Placement(rows, 2, 8), 0.0)
+
+    old, both = _noise(), _noise()
+    old[:, :, :2] += 300
+    both[:16, :, :2] += 300
+    both[16:, :, [2, 6]] += 300
+    assert walk_forward("a", behind_verdict(planner), _setup(old)).copies[0] > 0
+    assert walk_forward("b", behind_verdict(planner), _setup(both)).copies.sum() == 0
+
+
+def test_the_newest_third_is_scored_on_and_never_planned_on():
+    seen = []
+
+    def planner(replan):
+        seen.append((len(replan.problem.load), replan.step, len(replan.history)))
+        return None
+
+    walk = walk_forward("none", behind_verdict(planner), _setup(_noise()))
+    assert seen == [(16, step - 8, step - 8) for step in walk.steps.tolist()]
+
+
+def test_what_was_scored_is_what_runs():
+    """Ranks named otherwise are the same placement: nothing to gain, so nothing is done."""
+    load = _noise()
+    load[:, :, :2] += 300
+
+    def renamed(replan):
+        proposal = plan_eplb(replan.problem)
+        rows = proposal.placement.phy2log.reshape(2, 2, 5)[:, ::-1].reshape(2, 10)
+        return Proposal(replace(proposal.placement, phy2log=rows), 0.0)
+
+    gated = walk_forward("renamed", behind_verdict(renamed), _setup(load))
+    assert gated.copies[0] > 0
+    assert gated.copies[1:].sum() == 0
+    assert gated.copies_raw[1:].sum() == 0
+
+
+def test_copies_that_take_too_long_to_pay_are_not_made():
+    load = _noise()
+    load[:, :, :2] += 300
+    cheap = walk_forward("eplb", behind_verdict(_eplb), _setup(load))
+    dear = walk_forward("eplb", behind_verdict(_eplb), replace(_setup(load), copy_price=50.0))
+    assert cheap.copies.sum() > 0
+    assert dear.copies.sum() == 0

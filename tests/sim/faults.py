@@ -1,0 +1,342 @@
+"""What goes wrong, when, and at which moment it would hurt most."""
+
+MOMENTS = (
+    "controller sends Prepare",
+    "controller sends Commit",
+    "controller sends Abort",
+    "controller stores PersistIntent",
+    "controller stores PersistOutcome",
+    "controller stores PersistEpoch",
+    "controller stores PersistPlan",
+    "wave is preparing",
+    "wave is committing",
+    "wave is aborting",
+    "wave is recovering",
+    "wave is committed",
+    "wave is aborted",
+    "controller is recovering",
+    "rank is staging",
+    "rank is prepared",
+    "rank is armed",
+    "rank is aborted",
+    "rank sends Vote",
+    "rank sends Ack",
+    "rank sends AbortAnswer",
+    "rank sends RankState",
+    "rank polls",
+    "rank polls armed",
+    "rank polls armed",
+    "rank swaps",
+    "group breaks",
+)
+
+
+def plan_faults(world, until: float) -> None:
+    """Spread this seed's faults over virtual time and over moments."""
+    rng = world.rng
+    if rng.random() < 0.6:
+        world.network.drop = rng.choice((0.02, 0.1, 0.3))
+        world.network.duplicate = rng.choice((0.0, 0.1, 0.4))
+        world.network.linger = rng.choice((0.0, 0.05, 0.2))
+    world.slow_copies = rng.choice((0.0, 0.05, 0.2))
+    world.corruption = rng.choice((0.0, 0.0, 0.02))
+    world.slow_swaps = rng.choice((0.03, 0.03, 0.4))
+    world.rumours = rng.choice((0.0, 0.1, 0.5))
+    for _ in range(rng.choice((0, 1, 2, 4, 6))):
+        fault = rng.choice(FAULTS)
+        world.at(1.0 + rng.random() * (until - 1.0), fault, world, {})
+    for _ in range(rng.choice((0, 1, 2, 3, 4))):
+        arm(world, rng.choice(MOMENTS), rng.choice(FAULTS), rng.choice((1, 1, 2, 3, 5)))
+    for _ in range(rng.choice((0, 1, 2))):
+        moment, fault = rng.choice(RARE)
+        arm(world, moment, fault, rng.choice((1, 2, 3, 4)))
+    for _ in range(rng.choice((1, 4, 8))):
+        wish = rng.choice(WISHES)
+        world.at(1.0 + rng.random() * (until - 1.0), operator_wish, world, wish)
+    if rng.random() < 0.5:
+        wish = rng.choice(("cancel", "cancel", "submit", "rollback", "approve"))
+        arm(world, rng.choice(MOMENTS), lambda w, _context: w.after(0, operator_wish, w, wish), 1)
+
+
+WISHES = (
+    "submit",
+    "submit",
+    "propose",
+    "propose",
+    "rollback",
+    "approve",
+    "approve",
+    "approve",
+    "cancel",
+    "resume",
+    "freeze",
+    "mode",
+)
+
+
+def operator_wish(world, wish: str) -> None:
+    """An operator turns to a replica that believes it leads."""
+    if world.calm:
+        return
+    seats = [
+        seat
+        for replica in world.replicas
+        if replica.alive and not replica.paused
+        for seat in replica.seats.values()
+        if seat.leader is not None
+    ]
+    if seats:
+        world.rng.choice(seats).by_hand(wish)
+
+
+def arm(world, moment: str, fault, nth: int) -> None:
+    """Let a fault strike when a moment passes for the nth time."""
+    left = [nth]
+
+    def strike(context) -> bool:
+        if world.calm:
+            return False
+        left[0] -= 1
+        if left[0] > 0:
+            return True
+        world.note(f"fault at moment: {moment}")
+        fault(world, context)
+        return False
+
+    world.when(moment, strike)
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def _replica(world, context):
+    return context.get("replica") or world.rng.choice(world.replicas)
+
+
+def _rank(world, context):
+    return context.get("rank") or world.rng.choice(world.fleet.ranks)
+
+
+def crash_replica(world, context) -> None:
+    if world.calm:
+        return
+    replica = _replica(world, context)
+    replica.crash()
+    world.after(0.2 + 4.0 * world.rng.random(), replica.start)
+
+
+def crash_both(world, _context) -> None:
+    if world.calm:
+        return
+    for replica in world.replicas:
+        replica.crash()
+        world.after(0.2 + 4.0 * world.rng.random(), replica.start)
+
+
+def pause_replica(world, context) -> None:
+    if not world.calm:
+        _replica(world, context).pause(0.3 + 6.0 * world.rng.random())
+
+
+def crash_rank(world, context) -> None:
+    if not world.calm and world.fleet.ranks:
+        rank = _rank(world, context)
+        world.note(f"rank {rank.rank} crashes")
+        rank.die()
+
+
+def cut_streams(world, _context) -> None:
+    if world.calm:
+        return
+    for stream in list(world.network.streams.values()):
+        if world.rng.random() < 0.5:
+            world.network.cut(stream)
+
+
+def partition(world, _context) -> None:
+    """Some ranks and replicas cannot reach each other for a while."""
+    if world.calm:
+        return
+    pairs = {
+        (rank, replica.name)
+        for rank in range(world.fleet.num_ranks)
+        for replica in world.replicas
+        if world.rng.random() < 0.4
+    }
+    world.note(f"partition {sorted(pairs)}")
+    world.network.cuts |= pairs
+    world.after(0.5 + 5.0 * world.rng.random(), world.network.cuts.difference_update, pairs)
+
+
+def store_down(world, _context) -> None:
+    if world.calm:
+        return
+    world.note("store goes down")
+    world.store.down = True
+    world.after(0.2 + 4.0 * world.rng.random(), store_up, world)
+
+
+def store_up(world) -> None:
+    world.store.down = False
+
+
+def store_loses_last_write(world, context) -> None:
+    if world.calm:
+        return
+    world.note("store loses its last write")
+    world.store.lose_last_write()
+    if world.rng.random() < 0.6:
+        crash_replica(world, context)
+
+
+def store_flushed(world, context) -> None:
+    if world.calm:
+        return
+    world.note("store is flushed")
+    world.store.flush()
+    if world.rng.random() < 0.5:
+        crash_replica(world, context)
+
+
+def poll_fails(world, context) -> None:
+    if world.calm or not world.fleet.ranks:
+        return
+    some = [_rank(world, context).rank] if world.rng.random() < 0.7 else list(range(world.fleet.num_ranks))
+    world.note(f"polls fail on ranks {some}")
+    world.fleet.fail_poll(some)
+
+
+def fleet_idles(world, _context) -> None:
+    if world.calm:
+        return
+    world.note("fleet idles")
+    world.fleet.idle = True
+    world.after(0.5 + 6.0 * world.rng.random(), fleet_goes_on, world)
+
+
+def fleet_goes_on(world) -> None:
+    world.fleet.idle = False
+
+
+def reload(world, _context) -> None:
+    if not world.calm:
+        deployment = world.rng.choice(world.deployments)
+        world.after(0, world.fleet.begin_reload, deployment, world.rng.random() < 0.7)
+
+
+def reload_at_once(world, _context) -> None:
+    """The engine loads other weights without asking."""
+    if not world.calm:
+        deployment = world.rng.choice(world.deployments)
+        world.after(0.02 * world.rng.random(), world.fleet.begin_reload, deployment, False)
+
+
+def reload_asked(world, _context) -> None:
+    if not world.calm:
+        world.after(0, world.fleet.begin_reload, world.rng.choice(world.deployments), True)
+
+
+def slow_handover(world, context) -> None:
+    """Leadership moves while copies take their time."""
+    world.slow_copies = 0.6
+    handover(world, context)
+
+
+def lossy(world, _context) -> None:
+    """A while of very bad network."""
+    if world.calm:
+        return
+    network = world.network
+    before = (network.drop, network.duplicate, network.linger)
+    network.drop, network.duplicate, network.linger = 0.5, 0.3, 0.3
+    world.after(0.5 + 2.0 * world.rng.random(), restore, world, before)
+
+
+def restore(world, before) -> None:
+    if not world.calm:
+        world.network.drop, world.network.duplicate, world.network.linger = before
+
+
+def abandoned(world, _context) -> None:
+    """Ranks look for another replica, their old sockets still open."""
+    if world.calm:
+        return
+    for rank in world.fleet.ranks:
+        for site in rank.sites.values():
+            if world.rng.random() < 0.7:
+                world.after(0.3 * world.rng.random(), site.abandon)
+
+
+def echoes(world, _context) -> None:
+    """Old messages and old news of copies arrive once more, some of them out of another time."""
+    if world.calm:
+        return
+    for _ in range(world.rng.choice((1, 2, 4))):
+        world.network.echo()
+    for rank in world.fleet.ranks:
+        for site in rank.sites.values():
+            for event in site.old_news():
+                world.after(0.1 * world.rng.random(), site.feed, event)
+
+
+def handover(world, _context) -> None:
+    """The store lets a lease run out early: leadership moves with nobody dead."""
+    if world.calm:
+        return
+    world.note("leases run out")
+    for deployment in world.deployments:
+        world.store.shelf(deployment).lease_until = 0.0
+    if world.rng.random() < 0.5:
+        abandoned(world, {})
+    if world.rng.random() < 0.5:
+        world.after(0.5 + 2.0 * world.rng.random(), handover, world, {})
+
+
+FAULTS = (
+    handover,
+    handover,
+    handover,
+    echoes,
+    echoes,
+    crash_replica,
+    crash_replica,
+    crash_both,
+    pause_replica,
+    pause_replica,
+    crash_rank,
+    cut_streams,
+    partition,
+    store_down,
+    store_loses_last_write,
+    store_flushed,
+    poll_fails,
+    fleet_idles,
+    fleet_idles,
+    reload,
+    reload,
+    lossy,
+)
+
+RARE = (
+    ("rank swaps", reload_at_once),
+    ("rank swaps", reload_asked),
+    ("rank swaps", echoes),
+    ("rank is staging", reload_at_once),
+    ("rank is staging", slow_handover),
+    ("rank is staging", echoes),
+    ("rank is armed", reload_at_once),
+    ("rank is armed", echoes),
+    ("rank is prepared", echoes),
+    ("rank is aborted", reload_asked),
+    ("rank is aborted", echoes),
+    ("rank is aborted", handover),
+    ("rank polls armed", reload_asked),
+    ("wave is recovering", partition),
+    ("wave is recovering", abandoned),
+    ("wave is preparing", slow_handover),
+    ("wave is committing", handover),
+    ("controller is recovering", echoes),
+    ("controller is migrating", handover),
+    ("controller is ready", handover),
+)
+"""Combinations that reach pairs chance alone seldom reaches."""

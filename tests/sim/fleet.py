@@ -1,0 +1,239 @@
+"""One EP group: engine steps in lockstep, polls, restarts, reloads, idleness."""
+
+import numpy as np
+
+from evenkeel.model.ids import Epoch, Generation
+from evenkeel.model.placement import Placement
+from evenkeel.protocol import messages as msg
+from tests.sim.checks import UNMATCHED_OPERATION
+from tests.sim.rank import SimRank, checksum
+
+
+class Fleet:
+    """The engine and its supervisor.
+
+    Step model: every rank passes its step boundary, then all exchange tokens. A rank that died or
+    left makes the exchange fail, and the supervisor restarts the group as a new generation, warm
+    from a map some rank had saved.
+    """
+
+    def __init__(self, world, shapes: dict, *, poll_every: int, resolve_after: int) -> None:
+        self.world = world
+        self.shapes = shapes
+        self.num_ranks = next(iter(shapes.values())).num_ranks
+        self.poll_every = poll_every
+        self.resolve_after = resolve_after
+        self.misconfigured = False
+        """One rank has another K: the group must end up observe-only (R9)."""
+        self.staging_experts = 4
+        self.drop_after_s = 3.0
+        self.step_s = 0.05
+        self.idle = False
+        self.ranks: list[SimRank] = []
+        self.generation = Generation("none")
+        self.generations = 0
+        self.steps = 0
+        self.dirty = True
+        """Some byte or map changed since the bytes were last checked."""
+        self.polls: dict = {}
+        self.failing_polls: dict = {}
+        self.versions = dict.fromkeys(shapes, 1)
+        self.saved = {deployment: [] for deployment in shapes}
+        self.restarting = False
+        self.reload: tuple | None = None
+        self._waiting: set = set()
+        self._reduced: tuple = (-1, None)
+        self._sums: dict = {}
+
+    # --- lives of the group ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Form a new generation from the map the supervisor picks."""
+        world = self.world
+        self.restarting = False
+        self.generations += 1
+        self.generation = Generation(f"g{self.generations}")
+        self.polls.clear()
+        self.failing_polls.clear()
+        self.reload = None
+        start = {}
+        for deployment, shape in self.shapes.items():
+            saved = self.saved[deployment]
+            if not saved:
+                placement, epoch = Placement.initial(shape), Epoch(0)
+            elif world.rng.random() < 0.6:
+                epoch, placement = max(saved, key=lambda pair: pair[0])
+            else:
+                epoch, placement = world.rng.choice(saved)
+            self.saved[deployment] = [(epoch, placement)]
+            start[deployment] = (placement, epoch, self.versions[deployment])
+        incarnation = 100_000 + int(world.now * 1000) + self.generations
+        self.ranks = [
+            SimRank(self, rank, self.generation, incarnation - self.clock_lag(), start)
+            for rank in range(self.num_ranks)
+        ]
+        for deployment, (placement, epoch, _) in start.items():
+            world.checks.installed(deployment, self.generation, epoch, placement)
+        minima = np.minimum.reduce([rank.gate.agreement() for rank in self.ranks])
+        for rank in self.ranks:
+            rank.gate.settle(minima)
+            for site in rank.sites.values():
+                world.after(0.2 * world.rng.random(), site.connect)
+        self.dirty = True
+        world.note(f"group starts as {self.generation}: {[(str(e), v) for _, e, v in start.values()]}")
+        world.after(self.step_s, self.step, self.generation)
+
+    def clock_lag(self) -> int:
+        """Milliseconds a rank's clock is behind: some hosts are."""
+        return 5000 if self.world.rng.random() < 0.05 else 0
+
+    def broken(self) -> None:
+        """A rank is gone: the others cannot go on; the supervisor ends them and starts anew."""
+        if self.restarting:
+            return
+        self.restarting = True
+        self.world.moment("group breaks", fleet=self)
+        self.world.after(0.1 + 0.5 * self.world.rng.random(), self.restart)
+
+    def restart(self) -> None:
+        for rank in self.ranks:
+            rank.die()
+        self.world.after(0.2 + 0.8 * self.world.rng.random(), self.start)
+
+    def remember(self, _rank: int, site) -> None:
+        """A rank saves its map after a swap."""
+        saved = self.saved[site.deployment]
+        saved.append((site.epoch, site.map))
+        if len(saved) > 4 * self.num_ranks:
+            del saved[: self.num_ranks]
+
+    def gate_numbers(self, rank: int) -> tuple[int, int]:
+        """(K, D) as configured on a rank."""
+        extra = 1 if self.misconfigured and rank == self.num_ranks - 1 else 0
+        return self.poll_every + extra, self.resolve_after
+
+    # --- steps ----------------------------------------------------------------------------------------
+
+    def step(self, generation) -> None:
+        """All ranks pass a boundary; inline unless a poll makes the order of things matter."""
+        if generation != self.generation or self.restarting:
+            return
+        world = self.world
+        if self.idle or self.reload_blocks():
+            world.after(0.2, self.step, generation)
+            return
+        due = [rank for rank in self.ranks if rank.alive and rank.gate.advance()]
+        self._waiting = {rank.rank for rank in self.ranks}
+        if not due:
+            self.exchange(generation)
+            return
+        busy = {rank.rank for rank in due}
+        self._waiting = set(busy)
+        for rank in due:
+            world.after(0.02 * world.rng.random(), rank.boundary)
+
+    def boundary_done(self, rank) -> None:
+        """A rank is through its boundary; the last one lets all exchange."""
+        self._waiting.discard(rank.rank)
+        if not self._waiting:
+            self.world.after(0.001, self.exchange, self.generation)
+
+    def exchange(self, generation) -> None:
+        """The step itself: nothing of it happens unless every rank is there."""
+        if generation != self.generation or self.restarting:
+            return
+        if not all(rank.alive for rank in self.ranks):
+            self.broken()
+            return
+        self.steps += 1
+        self.world.checks.step(self.ranks)
+        if self.dirty:
+            self.dirty = False
+            for rank in self.ranks:
+                for site in rank.sites.values():
+                    self.world.checks.reachable(site)
+        if len(self.polls) > 8:
+            for old in sorted(self.polls)[:-4]:
+                del self.polls[old]
+        self.world.after(self.step_s * (0.8 + 0.4 * self.world.rng.random()), self.step, generation)
+
+    # --- polls ----------------------------------------------------------------------------------------
+
+    def reduced(self, began: int):
+        """The MIN over ranks of the poll begun at a call."""
+        key = (self.generation, began)
+        if self._reduced[0] != key:
+            vectors = list(self.polls[began].values())
+            if len({len(vector) for vector in vectors}) != 1:
+                self.world.checks.fail(UNMATCHED_OPERATION, f"poll {began} has vectors of other lengths")
+            self._reduced = (key, np.minimum.reduce(vectors))
+        return self._reduced[1]
+
+    def fail_poll(self, ranks) -> None:
+        """The next poll that is used fails on these ranks."""
+        for rank in ranks:
+            self.failing_polls[rank] = True
+
+    def poll_fails_at(self, rank: int, _began: int) -> bool:
+        return self.failing_polls.pop(rank, False)
+
+    # --- reloads (R4) ---------------------------------------------------------------------------------
+
+    def checksums(self, deployment, version: int) -> tuple[int, ...]:
+        """What every rank registers after load."""
+        key = (deployment, version)
+        if key not in self._sums:
+            shape = self.shapes[deployment]
+            self._sums[key] = tuple(
+                checksum((version, layer, expert))
+                for layer in range(shape.num_layers)
+                for expert in range(shape.num_logical_experts)
+            )
+        return self._sums[key]
+
+    def begin_reload(self, deployment, announced: bool) -> None:
+        """The engine wants other weights on all ranks."""
+        if self.reload is not None or self.restarting:
+            return
+        self.world.note(f"reload of {deployment}, announced={announced}")
+        if not announced:
+            self.load(deployment, announced=False)
+            return
+        self.reload = (deployment, set())
+        for rank in self.ranks:
+            site = rank.sites[deployment]
+            self.world.after(0.1 * self.world.rng.random(), site.feed, msg.ReloadRequested())
+
+    def reload_permitted(self, site) -> None:
+        """One rank may load; when all may, they do, between two steps."""
+        if self.reload is not None and self.reload[0] == site.deployment:
+            self.reload[1].add(site.rank.rank)
+
+    def reload_blocks(self) -> bool:
+        """Between steps: load if every rank permits; the step waits while weights are loaded."""
+        if self.reload is None:
+            return False
+        deployment, permitted = self.reload
+        if len(permitted) < self.num_ranks:
+            return False
+        self.reload = None
+        self.load(deployment, announced=True)
+        return True
+
+    def load(self, deployment, announced: bool) -> None:
+        """New bytes in every slot. Only an announced reload holds the steps while ranks say so."""
+        if not all(rank.alive for rank in self.ranks):
+            return
+        self.versions[deployment] += 1
+        version = self.versions[deployment]
+        sums = self.checksums(deployment, version)
+        for rank in self.ranks:
+            site = rank.sites[deployment]
+            site.version = version
+            site.fill()
+            event = msg.WeightsReloaded(version, sums)
+            if announced:
+                self.world.after(0.05 * self.world.rng.random(), site.feed, event)
+            else:
+                site.feed(event)
+        self.dirty = True

@@ -1,0 +1,206 @@
+"""Every rule once broken: the production machines with exactly one predicate or move replaced.
+
+A mutant that no invariant catches would say that its rule is not needed, or not tested.
+"""
+
+from dataclasses import dataclass
+
+from evenkeel.protocol.control import DeploymentControl
+from evenkeel.protocol.coordinator import Coordinator
+from evenkeel.protocol.gate import Gate
+from evenkeel.protocol.membership import Membership
+from evenkeel.protocol.messages import (
+    ParticipantState,
+    PollNotPassed,
+    PollPassed,
+    Swap,
+    TransportDrained,
+    WaveOutcome,
+)
+from evenkeel.protocol.migration import Migration
+from evenkeel.protocol.participant import Participant
+from evenkeel.protocol.recovery import Recovery
+from evenkeel.protocol.survey import Fleet
+from tests.sim.kit import Kit
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One rule broken."""
+
+    name: str
+    rule: str
+    breaks: str
+    kit: Kit
+
+
+class RefuseLowerEpochs(Membership):
+    def is_outdated(self, known, hello, stream, now):
+        highest = known.hello.epoch if known.state is None else known.state.epoch
+        return super().is_outdated(known, hello, stream, now) or hello.epoch < highest
+
+
+class TermOfStoreOnly(DeploymentControl):
+    def is_behind(self, known_term):
+        return False
+
+
+class TakesAnyBase(Participant):
+    def is_stale(self, prepare):
+        return False
+
+
+class IgnoresLatePasses(Participant):
+    """Not a rule broken by itself: without it, fail-stop (R8) hides what the next two do."""
+
+    def handle(self, event, now):
+        if isinstance(event, PollPassed) and self.state is not ParticipantState.ARMED:
+            self.poll = None
+            return []
+        return super().handle(event, now)
+
+
+class ReloadsUnderPoll(IgnoresLatePasses):
+    def _reload_armed(self, event):
+        return self._reload_drops(event)
+
+
+class CommitSwaps(Participant):
+    def _arm(self, commit):
+        actions = super()._arm(commit)
+        if self.state is not ParticipantState.ARMED:
+            return actions
+        self.state = ParticipantState.SWAPPING
+        return [Swap(commit.wave, self.epoch + 1)]
+
+
+class DropsAlone(Participant):
+    def handle(self, event, now):
+        held = self.state in (ParticipantState.PREPARED, ParticipantState.ARMED)
+        if isinstance(event, PollPassed | PollNotPassed) and held and self.leaderless(now):
+            self.poll = None
+            return self._give_up(WaveOutcome.DROPPED)
+        return super().handle(event, now)
+
+
+class AbortsUnderPoll(IgnoresLatePasses):
+    def _abort_armed(self, abort):
+        return self._abort(abort)
+
+
+class CallsItselfDrained(Participant):
+    def handle(self, event, now):
+        actions = super().handle(event, now)
+        if self.state is ParticipantState.ABORTED:
+            actions += super().handle(TransportDrained(self.wave), now)
+        return actions
+
+
+class FailedPollMeansNo(Gate):
+    def on_failure(self, detail):
+        for participant in self.participants:
+            participant.handle(PollNotPassed(), 0.0)
+        return []
+
+
+class PollsWhenBusy(Gate):
+    def is_poll_call(self):
+        return super().is_poll_call() and any(p.prepare is not None for p in self.participants)
+
+    def begin_poll(self, now):
+        return super().begin_poll(now)
+
+    def advance(self):
+        due = super().advance()
+        if due and self._began is None and not self.is_poll_call():
+            self.next_due = self.calls + 1
+            return False
+        return due
+
+
+class AgreesWithAnyone(Gate):
+    def agrees(self, minima):
+        return True
+
+
+class RebuildsAlone(Gate):
+    def agreed_serial(self, minima):
+        return self._wanted_serial
+
+
+class FillsFreedBuffers(Migration):
+    def pool_problem(self, plan, index):
+        return None
+
+
+class NeverAbortsFoundWaves(Coordinator):
+    def _abort(self, reason, detail, now):
+        return [] if self.prepare is None else super()._abort(reason, detail, now)
+
+
+class RemembersItsLastTerm(DeploymentControl):
+    """Goes on with the records of a term that was lost, whatever happened in between."""
+
+    kept: dict = {}
+
+    def _follow(self, event, now):
+        kept = dict(self.book.records)
+        actions = super()._follow(event, now)
+        self.kept = kept
+        return actions
+
+    def _lead(self, event, now):
+        actions = super()._lead(event, now)
+        self.book.records.update(self.kept)
+        return actions
+
+
+class StalledIsOver(Coordinator):
+    def gives_up(self):
+        return True
+
+
+class TrustsTheStore(Recovery):
+    def word_of_ranks(self, fleet):
+        history = self.migration.history
+        if not history:
+            return fleet
+        newest = max(history)
+        return Fleet(newest, history[newest], fleet.weights_version, fleet.checksums)
+
+
+class TakesStalePlans(Migration):
+    def is_stale(self, plan, waves_committed):
+        return False
+
+
+class TakesUnsoundPlans(Migration):
+    def plan_problem(self, plan):
+        return None
+
+    def wave_problem(self, plan, index):
+        return None
+
+
+MUTANTS = (
+    Mutant("R1", "R1", "refuses a new generation at a lower epoch", Kit(membership=RefuseLowerEpochs)),
+    Mutant("R2", "R2", "takes its term from the store alone", Kit(control=TermOfStoreOnly)),
+    Mutant("R3", "R3", "a rank takes a Prepare of any base", Kit(participant=TakesAnyBase)),
+    Mutant("R4", "R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll)),
+    Mutant("R5", "R5", "Commit swaps", Kit(participant=CommitSwaps)),
+    Mutant("R6", "R6", "a rank drops alone", Kit(participant=DropsAlone)),
+    Mutant("R7", "R7", "answers Abort under a poll in flight", Kit(participant=AbortsUnderPoll)),
+    Mutant("R7b", "R7", "calls itself drained at once", Kit(participant=CallsItselfDrained)),
+    Mutant("R8", "R8", "a failed poll means not agreed", Kit(gate=FailedPollMeansNo)),
+    Mutant("R9", "R9", "polls only while a wave is held", Kit(gate=PollsWhenBusy)),
+    Mutant("R9b", "R9", "polls although K differs", Kit(gate=AgreesWithAnyone)),
+    Mutant("R10", "R10", "rebuilds its communicator alone", Kit(gate=RebuildsAlone)),
+    Mutant("R11", "R11", "fills buffers the wave frees", Kit(migration=FillsFreedBuffers)),
+    Mutant("R12", "R12", "never aborts a wave it finds", Kit(coordinator=NeverAbortsFoundWaves)),
+    Mutant("R13", "R13", "keeps its plans when the lease is lost", Kit(control=RemembersItsLastTerm)),
+    Mutant("R14", "R14", "ends a stalled wave", Kit(coordinator=StalledIsOver)),
+    Mutant("R15", "R15", "takes the placement from the store", Kit(recovery=TrustsTheStore)),
+    Mutant("R16", "R16", "begins a plan on a stale base", Kit(migration=TakesStalePlans)),
+    Mutant("R17", "R17", "begins a plan that breaks an invariant", Kit(migration=TakesUnsoundPlans)),
+)
+BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -1,0 +1,110 @@
+"""SimNetwork: streams between ranks and replicas that drop, duplicate, delay, reorder and break."""
+
+import itertools
+from collections import deque
+
+_ECHOED = frozenset({"Prepare", "Commit", "Abort", "Vote", "Ack", "AbortAnswer"})
+
+
+class Stream:
+    """One rank's stream to one replica, for one deployment."""
+
+    __slots__ = ("broken", "deployment", "number", "rank", "replica", "replica_life")
+
+    def __init__(self, number: int, rank, replica, deployment) -> None:
+        self.number = number
+        self.rank = rank
+        self.replica = replica
+        self.replica_life = replica.life
+        self.deployment = deployment
+        self.broken = False
+
+
+class SimNetwork:
+    """All streams. A message may arrive after its stream broke: buffers outlive sockets."""
+
+    def __init__(self, world) -> None:
+        self.world = world
+        self.streams: dict[int, Stream] = {}
+        self.drop = 0.0
+        self.duplicate = 0.0
+        self.linger = 0.0
+        """Probability that a message, or its duplicate, is very late."""
+        self.cuts: set = set()
+        """(rank number, replica name) that cannot reach each other."""
+        self.sent: deque = deque(maxlen=80)
+        """What was sent lately, for echoes."""
+        self._numbers = itertools.count(1)
+
+    def open(self, rank, replica, deployment) -> Stream:
+        stream = Stream(next(self._numbers), rank, replica, deployment)
+        self.streams[stream.number] = stream
+        return stream
+
+    def cut(self, stream: Stream) -> None:
+        """Break a stream; both ends hear of it a little later."""
+        if stream.broken:
+            return
+        stream.broken = True
+        self.streams.pop(stream.number, None)
+        world = self.world
+        world.after(world.rng.uniform(0.01, 0.3), stream.rank.on_stream_closed, stream)
+        world.after(world.rng.uniform(0.01, 0.3), stream.replica.on_stream_closed, stream)
+
+    def to_replica(self, stream: Stream, message) -> None:
+        self.send(stream, stream.replica.on_message, message)
+
+    def to_rank(self, stream: Stream, message) -> None:
+        self.send(stream, stream.rank.on_message, message)
+
+    def send(self, stream: Stream, deliver, message) -> None:
+        """Let a message travel, or not."""
+        world = self.world
+        if stream.broken or (stream.rank.rank, stream.replica.name) in self.cuts:
+            return
+        random = world.rng.random
+        if not world.calm and type(message).__name__ in _ECHOED:
+            self.sent.append((deliver, stream, message))
+        if self.calm_weather():
+            world.after(0.005 + 0.02 * random(), deliver, stream, message)
+            return
+        if random() >= self.drop:
+            world.after(self._delay(random), deliver, stream, message)
+        if random() < self.duplicate:
+            world.after(self._delay(random) + 0.1, deliver, stream, message)
+
+    def echo(self) -> None:
+        """Something sent lately arrives once more."""
+        if self.sent:
+            deliver, stream, message = self.world.rng.choice(self.sent)
+            self.world.after(0.05 * self.world.rng.random(), deliver, stream, message)
+
+    def calm_weather(self) -> bool:
+        return self.drop == self.duplicate == self.linger == 0.0
+
+    def _delay(self, random) -> float:
+        if random() < self.linger:
+            return 0.2 + 6.0 * random() * random()
+        return 0.005 + 0.1 * random() * random()
+
+
+class NotLeading:
+    """A follower's answer to a Hello."""
+
+    def __init__(self, reason) -> None:
+        self.reason = reason
+
+
+def describe(message) -> str:
+    """One message in a few words."""
+    words = [type(message).__name__]
+    for name in ("wave", "yes", "reason", "epoch", "outcome", "drained", "state", "leader", "query"):
+        value = getattr(message, name, None)
+        if value is None or (name == "reason" and getattr(message, "yes", False)):
+            continue
+        if name == "wave":
+            value = f"{value.plan_id}/{value.wave_index}"
+        elif name == "leader":
+            value = f"{value.leader_id}@{value.term}"
+        words.append(f"{name}={value}")
+    return " ".join(words)

@@ -1,0 +1,396 @@
+"""A rank process: its participants and gate, its weight buffers, and the shell around them."""
+
+from collections import deque
+
+from evenkeel.errors import Reason
+from evenkeel.model.ids import Epoch, EpRank
+from evenkeel.protocol import messages as msg
+from evenkeel.protocol.gate import PollFailed, PollResolved
+from tests.sim.checks import UNMATCHED_OPERATION
+from tests.sim.copies import Job
+from tests.sim.network import NotLeading, Stream, describe
+
+SILENCE_S = 1.5
+"""A rank that hears nothing for so long on a stream opens another."""
+
+
+def checksum(value) -> int:
+    """Stands for xxh3 of an expert's bytes."""
+    if value is None or value[0] == "corrupt":
+        return 0
+    version, layer, expert = value
+    return 1 + version * 1_000_003 + layer * 1009 + expert
+
+
+class Site:
+    """One deployment on one rank: buffers with real identities, the map in force, the copies."""
+
+    def __init__(self, rank, deployment, placement, epoch, version) -> None:
+        fleet, world = rank.fleet, rank.world
+        self.rank = rank
+        self.world = world
+        self.deployment = deployment
+        self.shape = shape = fleet.shapes[deployment]
+        self.version = version
+        self.epoch = epoch
+        self.staging_experts = fleet.staging_experts
+        self.install(placement, epoch)
+        pool = shape.pool_slots_per_rank
+        self.slot_buffers = pool if pool is not None else shape.num_layers * shape.slots_per_rank
+        """Buffers that slots use; those after them are for staging."""
+        self.buffers: list = [None] * (self.slot_buffers + self.staging_experts)
+        self.table: dict = {}
+        """(layer, local slot) -> buffer."""
+        for layer in range(shape.num_layers):
+            for local in range(shape.slots_per_rank):
+                expert = self.rows[layer][rank.rank * shape.slots_per_rank + local]
+                if pool is None or expert >= 0:
+                    self.table[layer, local] = len(self.table)
+        self.fill()
+        self.job: Job | None = None
+        self.waves: deque = deque(maxlen=4)
+        """Whose copies were told of lately, for echoes."""
+        self.stream: Stream | None = None
+        self.heard_at = 0.0
+        self.wants = 0
+        """Replica to try next."""
+        self.participant = world.kit.participant(
+            msg.RankIdentity(deployment, EpRank(rank.rank), rank.generation, rank.incarnation),
+            shape,
+            placement,
+            epoch=epoch,
+            weights_version=version,
+            checksums=fleet.checksums(deployment, version),
+            staging_bytes=self.staging_experts * shape.bytes_per_expert,
+            drop_after_s=fleet.drop_after_s,
+        )
+
+    # --- bytes ------------------------------------------------------------------------------------
+
+    def install(self, placement, epoch) -> None:
+        self.map = placement
+        self.rows = placement.phy2log.tolist()
+        self.epoch = epoch
+
+    def fill(self) -> None:
+        """Load every reachable slot from the checkpoint."""
+        base = self.rank.rank * self.shape.slots_per_rank
+        for (layer, local), buffer in self.table.items():
+            expert = self.rows[layer][base + local]
+            self.buffers[buffer] = (self.version, layer, expert) if expert >= 0 else None
+
+    def read(self, layer: int, local: int):
+        buffer = self.table.get((layer, local))
+        return self.buffers[buffer] if buffer is not None else None
+
+    def buffer_for(self, layer: int, local: int, taken: set, body) -> int | None:
+        """Where a slot's bytes land: in staging; with pooled slots, those of an empty slot in a free buffer.
+
+        That there is a free buffer is the plan's word: without one, a buffer the wave frees is taken.
+        """
+        in_use = taken | set(self.table.values())
+        if (layer, local) in self.table:
+            choices = range(self.slot_buffers, len(self.buffers))
+        else:
+            choices = range(self.slot_buffers)
+        free = next((buffer for buffer in choices if buffer not in in_use), None)
+        if free is None and (layer, local) not in self.table:
+            base = self.rank.rank * self.shape.slots_per_rank
+            for changed, row in zip(body.layers, body.rows.tolist(), strict=True):
+                for slot in range(self.shape.slots_per_rank):
+                    if row[base + slot] < 0 and (changed, slot) in self.table:
+                        return self.table[changed, slot]
+        return free
+
+    def swap(self, action: msg.Swap) -> None:
+        """Staging to slots, and the new map in force."""
+        placement = self.participant.next_placement
+        for key, buffer in (self.job.staged if self.job is not None else {}).items():
+            if key in self.table:
+                self.buffers[self.table[key]] = self.buffers[buffer]
+            else:
+                self.table[key] = buffer
+        self.install(placement, action.epoch)
+        base = self.rank.rank * self.shape.slots_per_rank
+        if self.shape.pooled:
+            for layer, local in list(self.table):
+                if self.rows[layer][base + local] < 0:
+                    del self.table[layer, local]
+        self.job = None
+        self.rank.fleet.dirty = True
+        self.world.checks.installed(
+            self.deployment, self.rank.generation, action.epoch, placement, action.wave
+        )
+
+    # --- shell --------------------------------------------------------------------------------------
+
+    def feed(self, event) -> None:
+        """Hand the participant a local event."""
+        if self.rank.alive:
+            self.carry(self.participant.handle(event, self.world.now))
+
+    def feed_soon(self, event) -> None:
+        """The same by way of another thread: a little later, and news of copies sometimes twice."""
+        world, random = self.world, self.world.rng.random
+        if event.wave not in self.waves:
+            self.waves.append(event.wave)
+        world.after(0.01 * random(), self.feed, event)
+        if not world.calm and random() < world.rumours:
+            world.after(3.0 * random(), self.feed, event)
+
+    def old_news(self) -> list:
+        """What threads of ended waves may still have to say."""
+        rng = self.world.rng
+        kinds = [
+            msg.StagingFinished,
+            msg.TransportDrained,
+            lambda wave: msg.StagingFailed(wave, Reason.TRANSFER_FAILED),
+        ]
+        rng.shuffle(kinds)
+        return [kind(wave) for kind in kinds[:2] for wave in self.waves if wave != self.participant.wave]
+
+    def carry(self, actions) -> None:
+        for action in actions:
+            match action:
+                case msg.SendToController():
+                    self.send(action)
+                case msg.StartStaging(prepare=prepare):
+                    self.job = Job(self, prepare)
+                    self.job.advance()
+                case msg.CancelStaging(wave=wave):
+                    if self.job is not None and self.job.wave == wave:
+                        self.job.cancel()
+                    else:
+                        self.feed_soon(msg.TransportDrained(wave))
+                case msg.PermitReload():
+                    self.rank.fleet.reload_permitted(self)
+                case msg.LeaveGroup(reason=reason, detail=detail):
+                    self.rank.leave(f"{reason}: {detail}")
+                case msg.Swap(wave=wave):  # only a mutant swaps outside a boundary
+                    self.swap(action)
+                    self.feed(msg.SwapFinished(wave, self.map.digest))
+                case _:
+                    raise AssertionError(action)
+
+    def send(self, action: msg.SendToController) -> None:
+        world = self.world
+        kind = type(action.message).__name__
+        world.moment(f"rank sends {kind}", rank=self.rank, site=self)
+        stream = world.network.streams.get(action.stream)
+        if stream is not None:
+            world.network.to_replica(stream, action.message)
+
+    # --- streams ------------------------------------------------------------------------------------
+
+    @property
+    def streaming(self) -> int:
+        """Number of the stream in use; 0 for none."""
+        return self.stream.number if self.stream is not None else 0
+
+    def connect(self) -> None:
+        """Open a stream to a replica and say hello; keep trying."""
+        rank, world = self.rank, self.world
+        if not rank.alive or self.stream is not None:
+            return
+        replica = world.replicas[self.wants % len(world.replicas)]
+        if not replica.alive or (rank.rank, replica.name) in world.network.cuts:
+            self.wants += 1
+            world.after(0.2 + 0.2 * world.rng.random(), self.connect)
+            return
+        self.stream = world.network.open(rank, replica, self.deployment)
+        part = self.participant
+        hello = msg.Hello(
+            identity=part.identity,
+            shape=self.shape,
+            node="n0",
+            gpu_uuid="",
+            epoch=part.epoch,
+            placement_digest=part.placement.digest,
+            weights_version=part.weights_version,
+            checksums_digest=str(part.weights_version),
+            free_bytes=0,
+            staging_bytes=part.staging_bytes,
+            gate_digest=rank.gate.digest,
+            highest_term=part.leader.term if part.leader is not None else 0,
+        )
+        world.network.to_replica(self.stream, hello)
+        self.heard_at = world.now
+        world.after(SILENCE_S, self.watch, self.stream)
+
+    def abandon(self) -> None:
+        """Look for another replica; the old socket stays open for a while."""
+        if self.stream is not None:
+            self.world.after(4.0 * self.world.rng.random(), self.world.network.cut, self.stream)
+            self.stream = None
+            self.wants += 1
+            self.world.after(0.2 * self.world.rng.random(), self.connect)
+
+    def watch(self, stream) -> None:
+        """Nothing heard for long, not even heartbeats: try another replica."""
+        if self.stream is not stream or not self.rank.alive:
+            return
+        if self.world.now - self.heard_at >= SILENCE_S:
+            self.abandon()
+        else:
+            self.world.after(SILENCE_S, self.watch, stream)
+
+
+class SimRank:
+    """One life of one rank."""
+
+    def __init__(self, fleet, rank: int, generation, incarnation: int, start: dict) -> None:
+        self.fleet = fleet
+        self.world = fleet.world
+        self.rank = rank
+        self.generation = generation
+        self.incarnation = incarnation
+        self.alive = True
+        self.comm_serial = 0
+        self.comm_broken = False
+        self.sites = {
+            deployment: Site(self, deployment, placement, epoch, version)
+            for deployment, (placement, epoch, version) in start.items()
+        }
+        poll_every, resolve_after = fleet.gate_numbers(rank)
+        self.gate = self.world.kit.gate(
+            [site.participant for site in self.sites.values()],
+            poll_every=poll_every,
+            resolve_after=resolve_after,
+        )
+
+    # --- messages -----------------------------------------------------------------------------------
+
+    def on_message(self, stream, message) -> None:
+        """A controller's message; one that outlived its stream still reaches this process."""
+        if not self.alive:
+            return
+        site = self.sites[stream.deployment]
+        if isinstance(message, NotLeading):
+            self.on_stream_closed(stream)
+            return
+        if stream is site.stream:
+            site.heard_at = self.world.now
+        if self.world.trace_lines is not None:
+            self.world.note(f"rank {self.rank} <- {describe(message)}")
+        before = site.participant.state
+        site.carry(site.participant.handle(msg.FromController(stream.number, message), self.world.now))
+        if site.participant.state is not before:
+            self.world.moment(f"rank is {site.participant.state}", rank=self, site=site)
+
+    def on_stream_closed(self, stream) -> None:
+        site = self.sites[stream.deployment]
+        stream.broken = True
+        self.world.network.streams.pop(stream.number, None)
+        if self.alive and site.stream is stream:
+            site.stream = None
+            site.wants += 1
+            self.world.after(0.05 + 0.2 * self.world.rng.random(), site.connect)
+
+    # --- step boundary --------------------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """The slow half of step_boundary: called when `gate.advance()` said there is something to do."""
+        if not self.alive:
+            return
+        gate, fleet = self.gate, self.fleet
+        if gate.resolve_due:
+            began = gate.calls - gate.resolve_after
+            vectors = fleet.polls.get(began, {})
+            if len(vectors) < len(fleet.ranks):
+                detail = f"rank {self.rank} uses poll {began}, begun only by ranks {sorted(vectors)}"
+                self.world.checks.fail(UNMATCHED_OPERATION, detail)
+            failed = fleet.poll_fails_at(self.rank, began)
+            result = PollFailed("injected") if failed else PollResolved(fleet.reduced(began))
+            for item in gate.handle(result, self.world.now):
+                self.carry_gate(item)
+                if not self.alive:
+                    return
+            swapping = [s for s in self.sites.values() if s.participant.state == "swapping"]
+            if swapping:
+                delay = (0.03 if self.world.calm else self.world.slow_swaps) * self.world.rng.random()
+                self.world.after(delay, self.finish_swaps, swapping)
+                return
+        self.begin_poll()
+
+    def carry_gate(self, item) -> None:
+        match item.action:
+            case msg.Swap():
+                self.world.note(f"rank {self.rank} swaps {item.action.wave.plan_id} to {item.action.epoch}")
+                self.world.moment("rank swaps", rank=self, site=self.sites[item.deployment])
+                if self.alive:
+                    self.sites[item.deployment].swap(item.action)
+            case msg.LeaveGroup(reason=reason, detail=detail):
+                self.leave(f"{reason}: {detail}")
+            case msg.RebuildTransport(serial=serial):
+                self.rebuild(serial)
+            case _:
+                self.sites[item.deployment].carry([item.action])
+
+    def finish_swaps(self, sites) -> None:
+        if not self.alive:
+            return
+        for site in sites:
+            part = site.participant
+            if part.state != "swapping":
+                continue
+            if not self.world.calm and self.world.rng.random() < 0.01:
+                site.feed(msg.SwapFailed(part.wave, "injected"))
+                return
+            self.fleet.remember(self.rank, site)
+            site.feed(msg.SwapFinished(part.wave, part.next_placement.digest))
+            if not self.alive:
+                return
+        self.begin_poll()
+
+    def begin_poll(self) -> None:
+        gate = self.gate
+        if gate.poll_due:
+            self.fleet.polls.setdefault(gate.calls, {})[self.rank] = gate.begin_poll(self.world.now)
+            armed = any(site.participant.state == "armed" for site in self.sites.values())
+            self.world.moment("rank polls armed" if armed else "rank polls", rank=self)
+        self.fleet.boundary_done(self)
+
+    # --- transport communicator (R10) -----------------------------------------------------------------
+
+    def abort_communicator(self) -> None:
+        """A batch's deadline passed: what is posted is gone, what flies may still land."""
+        if self.comm_broken:
+            return
+        self.world.note(f"rank {self.rank} aborts communicator {self.comm_serial}")
+        self.comm_broken = True
+        self.gate.wish_rebuild(self.comm_serial)
+        for site in self.sites.values():
+            if site.job is not None:
+                site.job.fail("transfer_timeout")
+
+    def rebuild(self, serial: int) -> None:
+        self.comm_serial = Epoch(serial)
+        self.comm_broken = True
+        for site in self.sites.values():
+            if site.job is not None:
+                site.job.fail("transfer_failed")
+        self.world.after(0.05 + 0.1 * self.world.rng.random(), self.rebuilt, serial)
+
+    def rebuilt(self, serial: int) -> None:
+        if self.alive and self.comm_serial == serial:
+            self.comm_broken = False
+            for site in self.sites.values():
+                if site.job is not None:
+                    site.job.check_drained()
+
+    # --- ends -----------------------------------------------------------------------------------------
+
+    def leave(self, why: str) -> None:
+        """Fail-stop: the engine restarts the group."""
+        if self.alive:
+            self.world.note(f"rank {self.rank} leaves: {why}")
+            self.die()
+
+    def die(self) -> None:
+        if not self.alive:
+            return
+        self.alive = False
+        for site in self.sites.values():
+            if site.stream is not None:
+                self.world.network.cut(site.stream)
+        self.fleet.broken()

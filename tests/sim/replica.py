@@ -1,0 +1,365 @@
+"""A controller replica: DeploymentControl per deployment, its lease, its store, its planner."""
+
+from collections import deque
+
+from evenkeel.errors import EvenkeelError, Reason
+from evenkeel.model.ids import PlanId
+from evenkeel.model.plan import PlanKind
+from evenkeel.model.policy import DeploymentPolicy, Mode
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol.messages import Hello, Tick
+from evenkeel.protocol.operator import Operator
+from evenkeel.protocol.timing import ControlTiming, WaveTiming
+from tests.sim.network import NotLeading, describe
+from tests.sim.store import StoreDown
+
+LEASE_S = 2.0
+TICK_S = 0.1
+
+
+def random_timing(rng, gate_steps: int) -> ControlTiming:
+    """Deadlines in proportion to the simulated fleet's steps, some tight enough to race with answers."""
+    return ControlTiming(
+        heartbeat_s=0.5,
+        rank_lease_s=rng.choice((1.2, 2.0)),
+        recovery_deadline_s=4.0,
+        cycle_deadline_s=3.0,
+        batch_deadline_s=0.8,
+        wave=WaveTiming(
+            resend_s=0.3,
+            resend_max_s=1.0,
+            prepare_deadline_s=rng.choice((1.0, 4.0)),
+            commit_deadline_s=rng.choice((0.3, 0.6, 2.0)),
+            commit_deadline_steps=gate_steps + rng.choice((0, 4, 20)),
+            stall_after_s=rng.choice((1.5, 3.0)),
+            stall_after_steps=20,
+            idle_after_s=rng.choice((1.0, 2.0)),
+        ),
+    )
+
+
+PERSISTS = (
+    ctl.PersistIntent,
+    ctl.PersistOutcome,
+    ctl.PersistEpoch,
+    ctl.PersistPlan,
+    ctl.PersistDocument,
+    ctl.PersistDecision,
+)
+
+
+class Seat:
+    """One deployment on one replica."""
+
+    def __init__(self, replica, deployment) -> None:
+        world = replica.world
+        self.replica = replica
+        self.world = world
+        self.deployment = deployment
+        self.control = world.controls(
+            deployment, timing=world.timing, policy=DeploymentPolicy(mode=world.mode, cycle_s=1.5)
+        )
+        self.operator = Operator(self.control)
+        self.leader = None
+        self.at_least = 0
+        self.renewed_at = 0.0
+        self.try_at = 0.0
+        self.streams: dict = {}
+
+    # --- lease --------------------------------------------------------------------------------------
+
+    def keep_lease(self) -> None:
+        now, store = self.world.now, self.world.store
+        if self.leader is None:
+            if now >= self.try_at:
+                self.try_at = now + 0.3 + 0.3 * self.world.rng.random()
+                self.try_acquire()
+            return
+        if now - self.renewed_at < LEASE_S / 3:
+            return
+        try:
+            if store.renew(self.deployment, self.leader, LEASE_S):
+                self.renewed_at = now
+            else:
+                self.lose_lease()
+        except StoreDown:
+            if now - self.renewed_at >= LEASE_S:
+                self.lose_lease()
+
+    def try_acquire(self) -> None:
+        store = self.world.store
+        try:
+            leader = store.acquire(self.deployment, self.replica.name, LEASE_S, self.at_least)
+            if leader is None:
+                return
+            stored = store.load(self.deployment)
+        except StoreDown:
+            return
+        self.leader, self.renewed_at = leader, self.world.now
+        self.world.note(f"{self.replica.name} leads {self.deployment} in term {leader.term}")
+        self.feed(ctl.LeaseAcquired(leader, stored))
+
+    def lose_lease(self) -> None:
+        self.world.note(f"{self.replica.name} lost the lease of {self.deployment}")
+        self.leader = None
+        self.feed(ctl.LeaseLost())
+        self.close_streams()
+
+    def release(self) -> None:
+        """Give the lease up, as far as the store can be told."""
+        if self.leader is None:
+            return
+        try:
+            self.world.store.release(self.deployment, self.leader)
+        except StoreDown:
+            self.world.note("the lease must run out")
+
+    def close_streams(self) -> None:
+        for stream in list(self.streams.values()):
+            self.world.network.cut(stream)
+        self.streams.clear()
+
+    # --- events and actions -------------------------------------------------------------------------
+
+    def feed(self, event) -> None:
+        control = self.control
+        before = (control.state, control.coordinator.state if control.coordinator else None)
+        self.carry(control.handle(event, self.world.now))
+        after = (control.state, control.coordinator.state if control.coordinator else None)
+        if after != before and self.replica.alive:
+            self.world.note(f"{self.replica.name} {self.deployment} is {after[0]}, wave {after[1]}")
+            self.world.moment(f"controller is {after[0]}", replica=self.replica)
+            if after[1] is not None and after[1] != before[1]:
+                self.world.moment(f"wave is {after[1]}", replica=self.replica)
+
+    def carry(self, actions) -> None:
+        """Persists first, then sends; a failed persist keeps the batch's sends back."""
+        world, failed = self.world, []
+        for action in actions:
+            if not self.replica.alive:
+                return
+            if isinstance(action, PERSISTS):
+                self.persist(action, failed)
+                world.moment(f"controller stores {type(action).__name__}", replica=self.replica)
+            elif isinstance(action, ctl.SendToRank):
+                if not failed:
+                    self.send(action)
+            else:
+                self.other(action)
+        if failed and self.replica.alive:
+            event = ctl.PersistFailed(tuple(failed))
+            if world.rng.random() < 0.5:
+                self.feed(event)
+            else:
+                world.after(0.3 * world.rng.random(), self.feed_late, event, self.replica.life)
+
+    def feed_late(self, event, life: int) -> None:
+        """A result that took its time; what happened meanwhile came first."""
+        if not self.replica.alive or life != self.replica.life:
+            return
+        if self.replica.paused:
+            self.replica.inbox.append((self.feed_late, (event, life)))
+        else:
+            self.feed(event)
+
+    def persist(self, action, failed: list) -> None:
+        if failed:
+            failed.append(action)
+            return
+        try:
+            self.world.store.write(self.deployment, action, self.leader)
+            self.world.note(f"{self.replica.name} stores {describe_persist(action)}")
+        except StoreDown:
+            failed.append(action)
+
+    def send(self, action) -> None:
+        stream = self.streams.get(action.stream)
+        self.world.moment(f"controller sends {type(action.message).__name__}", replica=self.replica)
+        if stream is not None and self.replica.alive:
+            self.world.network.to_rank(stream, action.message)
+
+    def other(self, action) -> None:
+        world = self.world
+        match action:
+            case ctl.CloseStream(stream=number, reason=reason):
+                stream = self.streams.pop(number, None)
+                if stream is not None:
+                    world.network.to_rank(stream, NotLeading(reason))
+            case ctl.RaiseTerm(at_least=at_least):
+                self.at_least = at_least
+                self.release()
+                world.note(f"{self.replica.name} steps down below term {at_least}")
+                self.leader = None
+                self.try_at = world.now + 0.05
+                self.close_streams()
+                if world.rng.random() < 0.3:
+                    self.feed(ctl.LeaseLost())  # a renewal that was under way failed, of course
+            case ctl.RunCycle():
+                delay = 2.5 if world.rng.random() < 0.2 else 0.2
+                world.after(0.05 + delay * world.rng.random(), self.plan, action, self.replica.life)
+            case ctl.WaveHealth():
+                world.note(f"{self.replica.name} wave health: {action.reason} stalled={action.stalled}")
+            case ctl.Alert(reason=Reason.MALFORMED):
+                raise AssertionError(action.detail)
+            case ctl.Alert():
+                world.note(f"{self.replica.name} alerts: {action.reason} {action.detail}")
+            case _:
+                raise AssertionError(action)
+
+    # --- planner --------------------------------------------------------------------------------------
+
+    def plan(self, cycle, life) -> None:
+        """What the process pool answers."""
+        world = self.world
+        if not self.replica.alive or life != self.replica.life:
+            return
+        plan = None
+        if world.rng.random() < 0.6:
+            view = (cycle.generation, cycle.epoch, cycle.placement, cycle.weights_version)
+            plan = world.make_plan(self.deployment, view, PlanKind.AUTOMATIC)
+        reason = Reason.BALANCE_ABOVE_THRESHOLD if plan is None else Reason.PLAN_STARTED
+        self.feed_late(ctl.CycleDecided(cycle.cycle, reason, plan), life)
+
+    def by_hand(self, wish: str) -> None:
+        """An operator's wish; refusals are answers."""
+        world, control, now = self.world, self.control, self.world.now
+        open_plans = [record.plan.plan_id for record in control.book.open]
+        plan_id = world.rng.choice(open_plans) if open_plans else PlanId("none")
+        try:
+            match wish:
+                case "submit" | "propose":
+                    self.submit(PlanKind.MANUAL, wish == "submit")
+                case "rollback":
+                    _, target = self.operator.rollback_target(None)
+                    self.submit(PlanKind.ROLLBACK, True, target)
+                case "approve":
+                    self.carry(self.operator.approve(plan_id, "someone", now)[1])
+                case "cancel":
+                    self.carry(self.operator.cancel(plan_id, "someone", now)[1])
+                case "resume":
+                    self.carry(self.operator.resume(now))
+                case "freeze":
+                    self.carry(self.operator.freeze(world.rng.choice((0, 1)), now))
+                case "mode":
+                    mode = world.rng.choice((Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
+                    self.operator.set_policy(DeploymentPolicy(mode=mode, cycle_s=1.5))
+            world.note(f"operator: {wish} {plan_id}")
+        except EvenkeelError as error:
+            world.note(f"operator: {wish} refused, {error.reason}")
+
+    def submit(self, kind, approve: bool, target=None, sound: bool = False):
+        control, world = self.control, self.world
+        if control.fleet is None or control.generation is None:
+            return None
+        fleet = control.fleet
+        view = (control.generation, fleet.epoch, fleet.placement, fleet.weights_version)
+        plan = world.make_plan(self.deployment, view, kind, target, sound)
+        for _ in range(30 if sound else 0):
+            plan = plan or world.make_plan(self.deployment, view, kind, target, sound)
+        if plan is None:
+            return None
+        record, actions = self.operator.submit(plan, world.now, approve=approve, by="someone")
+        self.carry(actions)
+        return record
+
+
+class Replica:
+    """One controller process."""
+
+    def __init__(self, world, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.life = 0
+        self.alive = False
+        self.paused = False
+        self.inbox: deque = deque()
+        self.seats: dict = {}
+
+    def start(self) -> None:
+        if self.alive:
+            return
+        self.life += 1
+        self.alive, self.paused = True, False
+        self.inbox.clear()
+        self.seats = {deployment: Seat(self, deployment) for deployment in self.world.deployments}
+        self.world.note(f"{self.name} starts")
+        self.world.after(0.02 + 0.1 * self.world.rng.random(), self.tick, self.life)
+
+    def crash(self) -> None:
+        if not self.alive:
+            return
+        self.world.note(f"{self.name} crashes")
+        self.alive = False
+        for seat in self.seats.values():
+            seat.close_streams()
+
+    def pause(self, seconds: float) -> None:
+        """SIGSTOP: the process stands still, its sockets stay open, its lease runs on."""
+        if self.alive and not self.paused:
+            self.world.note(f"{self.name} is paused for {seconds:.1f} s")
+            self.paused = True
+            self.world.after(seconds, self.go_on, self.life)
+
+    def go_on(self, life: int) -> None:
+        if not self.alive or life != self.life or not self.paused:
+            return
+        self.world.note(f"{self.name} goes on")
+        self.paused = False
+        while self.inbox and self.alive and not self.paused:
+            call, args = self.inbox.popleft()
+            call(*args)
+
+    def tick(self, life: int) -> None:
+        if not self.alive or life != self.life:
+            return
+        self.world.after(TICK_S, self.tick, life)
+        if self.paused:
+            return
+        for seat in self.seats.values():
+            seat.keep_lease()
+            if self.alive and not self.paused:
+                seat.feed(Tick())
+
+    def on_message(self, stream, message) -> None:
+        """A rank's message; late ones of broken streams still arrive at the same life."""
+        if not self.alive or stream.replica_life != self.life:
+            return
+        if self.paused:
+            self.inbox.append((self.on_message, (stream, message)))
+            return
+        seat = self.seats[stream.deployment]
+        if isinstance(message, Hello):
+            if stream.broken:
+                return
+            seat.streams[stream.number] = stream
+        incarnation = stream.rank.incarnation
+        if self.world.trace_lines is not None:
+            self.world.note(f"{self.name} <- rank {stream.rank.rank} {describe(message)}")
+        seat.feed(ctl.FromRank(stream.rank.rank, incarnation, stream.number, message))
+
+    def on_stream_closed(self, stream) -> None:
+        if not self.alive or stream.replica_life != self.life:
+            return
+        if self.paused:
+            self.inbox.append((self.on_stream_closed, (stream,)))
+            return
+        seat = self.seats[stream.deployment]
+        seat.streams.pop(stream.number, None)
+        seat.feed(ctl.StreamClosed(stream.rank.rank, stream.number))
+
+
+def describe_persist(action) -> str:
+    """One persist in a few words."""
+    match action:
+        case ctl.PersistOutcome(wave=wave, committed=committed, reason=reason):
+            return f"outcome of {wave.plan_id}/{wave.wave_index}: committed={committed} {reason}"
+        case ctl.PersistIntent(wave=wave):
+            return f"intent of {wave.plan_id}/{wave.wave_index}"
+        case ctl.PersistEpoch(epoch=epoch):
+            return f"epoch {epoch}"
+        case ctl.PersistPlan(record=record):
+            return f"plan {record.plan.plan_id} {record.phase} {record.reason} {record.story[-1].get('detail', '')}"
+        case ctl.PersistDecision(row=row):
+            return f"decision {row['reason']}"
+        case _:
+            return type(action).__name__

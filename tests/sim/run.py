@@ -1,0 +1,226 @@
+"""One seed: a fleet, its controllers, a time of faults, then a calm in which all must come right."""
+
+from dataclasses import dataclass, field
+
+from evenkeel.errors import EvenkeelError
+from evenkeel.model.ids import DeploymentId
+from evenkeel.model.plan import PlanKind, PlanPhase
+from evenkeel.model.policy import DeploymentPolicy, Mode
+from evenkeel.model.topology import ModelShape
+from tests.sim import faults
+from tests.sim.checks import NO_PROGRESS, RECORDS_DISAGREE, Violation
+from tests.sim.fleet import Fleet
+from tests.sim.kit import Kit
+from tests.sim.network import SimNetwork
+from tests.sim.planner import FLAWS, build_plan
+from tests.sim.replica import TICK_S, Replica, random_timing
+from tests.sim.store import SimStore
+from tests.sim.world import World
+
+CALM_TICKS = 500
+"""Within so many ticks of calm every plan must have ended and a new one must have committed."""
+
+
+class FleetWorld(World):
+    """A whole deployment: replicas, store, network, fleet."""
+
+    def __init__(
+        self, seed: int, kit: Kit | None = None, pairs: set | None = None, trace: bool = False
+    ) -> None:
+        super().__init__(seed, kit, trace)
+        self.kit = self.kit.wired(pairs)
+        self.slow_copies = self.corruption = self.rumours = self.slow_swaps = 0.0
+        self.plans_made = 0
+        self.store = SimStore(self)
+        self.network = SimNetwork(self)
+        self.configure(self.rng)
+
+    def configure(self, rng) -> None:
+        """What this seed's fleet and controllers are like."""
+        self.mode = rng.choice((Mode.AUTO, Mode.AUTO, Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
+        self.flaws = rng.choice((0.0, 0.2))
+        names = ["target", "draft"] if rng.random() < 0.15 else ["target"]
+        self.deployments = tuple(DeploymentId(name) for name in names)
+        num_ranks = rng.choice((2, 2, 3))
+        shapes = {deployment: random_shape(rng, num_ranks) for deployment in self.deployments}
+        poll_every = rng.choice((1, 2, 3, 4))
+        resolve_after = rng.randint(1, poll_every)
+        self.timing = random_timing(rng, 2 * poll_every + resolve_after)
+        self.replicas = [Replica(self, name) for name in ("c0", "c1")]
+        self.fleet = Fleet(self, shapes, poll_every=poll_every, resolve_after=resolve_after)
+        self.fleet.drop_after_s = rng.choice((0.7, 1.0, 3.0))
+        self.fleet.misconfigured = rng.random() < 0.04
+
+    def controls(self, *args, **kwargs):
+        return self.kit.control(*args, **kwargs)
+
+    def make_plan(self, deployment, view, kind: PlanKind, target=None, sound: bool = False):
+        self.plans_made += 1
+        flaw = None
+        if not sound and kind is not PlanKind.ROLLBACK and self.rng.random() < self.flaws:
+            pooled = self.fleet.shapes[deployment].pooled
+            flaw = "pool" if pooled and self.rng.random() < 0.6 else self.rng.choice(FLAWS)
+        return build_plan(
+            self.rng,
+            deployment,
+            view,
+            self.fleet.shapes[deployment],
+            self.now,
+            kind=kind,
+            plan_id=f"p{self.plans_made}",
+            target=target,
+            flaw=flaw,
+            staging=self.fleet.staging_experts,
+        )
+
+    def copy_delay(self, deadline: float) -> float:
+        """Seconds one copy takes; in time of faults some take longer than a batch may."""
+        delay = 0.01 + 0.04 * self.rng.random()
+        if not self.calm and self.rng.random() < self.slow_copies:
+            delay += 3.0 * deadline * self.rng.random()
+        return delay
+
+    def corrupts(self) -> bool:
+        """Whether the bytes of one copy arrive damaged."""
+        return not self.calm and self.rng.random() < self.corruption
+
+    # --- phases -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        for replica in self.replicas:
+            replica.start()
+        self.fleet.start()
+
+    def heal(self) -> None:
+        """No more faults; what is down comes up."""
+        self.note("calm")
+        self.calm = True
+        network = self.network
+        network.drop = network.duplicate = network.linger = 0.0
+        network.cuts.clear()
+        self.store.down = False
+        self.fleet.idle = False
+        self.fleet.failing_polls.clear()
+        for replica in self.replicas:
+            replica.go_on(replica.life)
+            replica.start()
+        if self.fleet.misconfigured:
+            self.fleet.misconfigured = False
+            self.fleet.broken()
+
+    def leading_seat(self, deployment):
+        """The seat whose lease the store has."""
+        shelf = self.store.shelf(deployment)
+        for replica in self.replicas:
+            seat = replica.seats.get(deployment)
+            if seat is not None and seat.leader is not None and seat.leader.term == shelf.term:
+                return seat
+        return None
+
+
+def random_shape(rng, num_ranks: int) -> ModelShape:
+    layers = rng.choice((1, 2, 3))
+    if rng.random() < 0.3:
+        per_rank = 4
+        pool = layers * -(-4 // num_ranks) + rng.choice((1, 2, 3))
+        return ModelShape(layers, 4, num_ranks, per_rank, 1, 10, pool_slots_per_rank=pool)
+    return ModelShape(layers, 4, num_ranks, 3 if num_ranks == 2 else 2, 1, 10)
+
+
+@dataclass
+class Outcome:
+    """What one seed came to."""
+
+    seed: int
+    events: int
+    violation: str | None = None
+    detail: str = ""
+    committed: int = 0
+    trace: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int, kit: Kit | None = None, pairs: set | None = None, trace: bool = False) -> Outcome:
+    """Run one seed to its end or to the first broken invariant."""
+    world = FleetWorld(seed, kit, pairs, trace)
+    world.print_trace = trace
+    outcome = Outcome(seed, 0)
+    try:
+        world.begin()
+        until = 8.0 + 12.0 * world.rng.random()
+        faults.plan_faults(world, until)
+        world.run_until(until)
+        world.heal()
+        prove_progress(world)
+    except Violation as violation:
+        outcome.violation, outcome.detail = violation.invariant, violation.detail
+    outcome.events = world.events
+    outcome.committed = len(world.checks.swapped)
+    outcome.trace = world.trace_lines or []
+    return outcome
+
+
+def prove_progress(world: FleetWorld) -> None:
+    """Every plan ends, and a new one commits on every deployment."""
+    deadline = world.now + CALM_TICKS * TICK_S
+    waiting = set(world.deployments)
+    fresh: dict = {}
+    while waiting:
+        world.run_until(world.now + 5 * TICK_S)
+        for deployment in sorted(waiting):
+            if advance_proof(world, deployment, fresh):
+                waiting.discard(deployment)
+        if world.now >= deadline and waiting:
+            raise Violation(NO_PROGRESS, describe_standstill(world, sorted(waiting)))
+
+
+def advance_proof(world: FleetWorld, deployment, fresh: dict) -> bool:
+    """One look at a deployment in calm: submit the new plan once the old ones ended."""
+    seat = world.leading_seat(deployment)
+    if seat is None:
+        return False
+    if deployment in fresh:
+        record = seat.control.book.records.get(fresh[deployment])
+        if record is not None and record.phase is PlanPhase.COMMITTED:
+            check_records(world, deployment, seat)
+            return True
+        if record is not None and not record.phase.terminal:
+            return False
+        del fresh[deployment]
+    try:
+        seat.operator.set_policy(DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5))
+        seat.carry(seat.operator.freeze(0, world.now))
+        record = seat.submit(PlanKind.MANUAL, True, sound=True)
+    except EvenkeelError:
+        return False
+    if record is not None:
+        fresh[deployment] = record.plan.plan_id
+    return False
+
+
+def check_records(world: FleetWorld, deployment, seat) -> None:
+    """In calm, after a commit, store, controller and ranks say the same."""
+    site = world.fleet.ranks[0].sites[deployment]
+    stored = world.store.shelf(deployment).epochs
+    if not stored or max(stored) != site.epoch or stored[site.epoch].digest != site.map.digest:
+        raise Violation(RECORDS_DISAGREE, f"store has epochs {sorted(stored)}, ranks are at {site.epoch}")
+    if seat.control.epoch != site.epoch:
+        raise Violation(RECORDS_DISAGREE, f"controller at {seat.control.epoch}, ranks at {site.epoch}")
+
+
+def describe_standstill(world: FleetWorld, deployments) -> str:
+    parts = []
+    for deployment in deployments:
+        seat = world.leading_seat(deployment)
+        if seat is None:
+            parts.append(f"{deployment} has no leader")
+            continue
+        control = seat.control
+        active = control.active_plan
+        plan = f"plan {active.plan.plan_id} {active.phase} {active.reason}" if active else "no plan"
+        wave = f"wave {control.coordinator.state}" if control.coordinator else "no wave"
+        parts.append(f"{deployment}: {control.state} {control.standing(world.now)}, {plan}, {wave}")
+        parts += [
+            f"rank {r.rank} {r.sites[deployment].participant.state} epoch {r.sites[deployment].epoch}"
+            for r in world.fleet.ranks
+        ]
+    return "; ".join(parts)

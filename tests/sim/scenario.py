@@ -1,0 +1,308 @@
+"""Scenario scripts: named failures step by step, with what happens written down beside each step.
+
+A script is a list of blocks, a command, `----`, and its output up to an empty line. Lines that begin
+with # are comments. `python -m tests.sim.scenario --rewrite` writes the outputs anew.
+
+Commands:
+    fleet                           a group of two ranks, controllers c0 and c1, and c0 leads
+    run SECONDS                     let time pass
+    submit PLAN WAVE...             begin a plan by hand; a wave is LAYER:SRC>DST, slot DST takes SRC's expert
+    cancel PLAN
+    drop KIND [rank=N] [times=N]    lose the next messages of a kind, to or from a rank
+    delay KIND SECONDS [rank=N]     let the next message of a kind take so long
+    slow-copy SECONDS               let the next copy between ranks take so long
+    fail-poll rank=N                the next poll a rank uses fails there
+    crash NAME | start NAME | pause NAME SECONDS      a controller
+    crash rank=N                    a rank
+    corrupt-copy                    the next copy between ranks arrives damaged
+    lose-write KIND                 the store loses the next write of a kind, and says nothing
+    idle | steps                    the fleet stops or goes on taking steps
+    reload                          load other weights, asking first
+    status                          where everyone stands
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from evenkeel.errors import EvenkeelError, Reason
+from evenkeel.model.ids import DeploymentId, Epoch, PlanId
+from evenkeel.model.plan import Plan, PlanKind, Transfer, Wave
+from evenkeel.model.policy import Mode
+from evenkeel.model.topology import ModelShape
+from evenkeel.protocol.timing import ControlTiming, WaveTiming
+from tests.sim.checks import Violation
+from tests.sim.fleet import Fleet
+from tests.sim.network import SimNetwork
+from tests.sim.replica import Replica
+from tests.sim.run import FleetWorld
+
+SCRIPTS = Path(__file__).parent / "scenarios"
+TARGET = DeploymentId("target")
+SHAPE = ModelShape(2, 4, 2, 3, 1, 10)
+TIMING = ControlTiming(
+    heartbeat_s=0.5,
+    rank_lease_s=2.0,
+    recovery_deadline_s=4.0,
+    batch_deadline_s=0.8,
+    wave=WaveTiming(
+        resend_s=0.5,
+        resend_max_s=2.0,
+        prepare_deadline_s=4.0,
+        commit_deadline_s=2.0,
+        commit_deadline_steps=20,
+        stall_after_s=3.0,
+        stall_after_steps=20,
+        idle_after_s=2.0,
+    ),
+)
+QUIET = ("QueryState", "RankState", "decision", "Hello", "StagingProgress")
+"""Lines about these are left out."""
+
+
+class Steady(random.Random):
+    """No chance at all: every delay is the middle of its range, so a script reads alike for ever."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+class ScriptedNetwork(SimNetwork):
+    """A calm network that loses or delays what a script names."""
+
+    def __init__(self, world) -> None:
+        super().__init__(world)
+        self.rules: list[dict] = []
+
+    def send(self, stream, deliver, message) -> None:
+        kind = type(message).__name__
+        for rule in self.rules:
+            if rule["kind"] == kind and rule["rank"] in (None, stream.rank.rank):
+                rule["times"] -= 1
+                if rule["times"] == 0:
+                    self.rules.remove(rule)
+                if rule["delay"] is None:
+                    self.world.note(f"lost: {kind} of rank {stream.rank.rank}")
+                else:
+                    self.world.after(rule["delay"], deliver, stream, message)
+                return
+        super().send(stream, deliver, message)
+
+
+class ScriptedWorld(FleetWorld):
+    """Two ranks and two controllers, nothing left to chance."""
+
+    def __init__(self) -> None:
+        super().__init__(1, trace=True)
+
+    def configure(self, rng) -> None:
+        self.rng = Steady()
+        self.network = self.scripted = ScriptedNetwork(self)
+        self.mode = Mode.OBSERVE
+        self.flaws = 0.0
+        self.deployments = (TARGET,)
+        self.timing = TIMING
+        self.replicas = [Replica(self, name) for name in ("c0", "c1")]
+        self.fleet = Fleet(self, {TARGET: SHAPE}, poll_every=4, resolve_after=2)
+        self.slow: list[float] = []
+        self.corrupt_next = False
+
+    def corrupts(self) -> bool:
+        now, self.corrupt_next = self.corrupt_next, False
+        return now
+
+    def copy_delay(self, deadline: float) -> float:
+        return self.slow.pop(0) if self.slow else 0.02
+
+    @property
+    def seat(self):
+        seat = self.leading_seat(TARGET)
+        if seat is None:
+            raise ValueError("no controller leads")
+        return seat
+
+
+class Script:
+    """One script being run."""
+
+    def __init__(self) -> None:
+        self.world = ScriptedWorld()
+        self.seen = 0
+
+    def run(self, command: str) -> list[str]:
+        """Carry one command out; what happened meanwhile, without times."""
+        name, *words = command.split()
+        options = dict(word.split("=") for word in words if "=" in word and ">" not in word)
+        plain = [word for word in words if word not in {f"{k}={v}" for k, v in options.items()}]
+        answer: list[str] = []
+        try:
+            answer = getattr(self, name.replace("-", "_"))(*plain, **options) or []
+        except Violation as violation:
+            answer = [f"BROKEN: {violation}"]
+        except EvenkeelError as error:
+            answer = [f"refused: {error.reason}"]
+        lines = [line[10:] for line in (self.world.trace_lines or [])[self.seen :]]
+        self.seen += len(lines)
+        return [line for line in lines if not any(word in line for word in QUIET)] + answer
+
+    # --- commands -----------------------------------------------------------------------------------
+
+    def fleet(self):
+        self.world.replicas[0].start()
+        self.world.fleet.start()
+        self.world.run_until(2.0)
+        self.world.replicas[1].start()
+        self.world.run_until(2.5)
+
+    def go(self, seconds: str):
+        self.world.run_until(self.world.now + float(seconds))
+
+    def submit(self, plan_id: str, *waves: str):
+        control = self.world.seat.control
+        base = target = control.placement
+        bodies = []
+        for index, text in enumerate(waves):
+            layer, slots = text.split(":")
+            src, dst = (int(slot) for slot in slots.split(">"))
+            rows = target.phy2log[[int(layer)]].copy()
+            rows[0, dst] = rows[0, src]
+            transfer = Transfer(int(layer), int(rows[0, src]), src, dst, SHAPE.bytes_per_expert)
+            bodies.append(Wave(index, (int(layer),), np.asarray(rows, np.int32), ((transfer,),)))
+            target = target.with_rows((int(layer),), rows)
+        plan = Plan(
+            plan_id=PlanId(plan_id),
+            deployment=TARGET,
+            kind=PlanKind.MANUAL,
+            policy="script",
+            reason=Reason.MANUAL_REQUEST,
+            generation=control.generation,
+            weights_version=control.fleet.weights_version,
+            base_epoch=Epoch(control.epoch),
+            base=base,
+            target=target,
+            waves=tuple(bodies),
+            created_at=self.world.now,
+        )
+        seat = self.world.seat
+        seat.carry(seat.operator.submit(plan, self.world.now, approve=True)[1])
+
+    def cancel(self, plan_id: str):
+        seat = self.world.seat
+        seat.carry(seat.operator.cancel(PlanId(plan_id), "script", self.world.now)[1])
+
+    def drop(self, kind: str, rank: str | None = None, times: str = "1"):
+        self._rule(kind, rank, int(times), None)
+
+    def delay(self, kind: str, seconds: str, rank: str | None = None):
+        self._rule(kind, rank, 1, float(seconds))
+
+    def _rule(self, kind: str, rank: str | None, times: int, delay: float | None) -> None:
+        rule = {"kind": kind, "rank": int(rank) if rank else None, "times": times, "delay": delay}
+        self.world.scripted.rules.append(rule)
+
+    def slow_copy(self, seconds: str):
+        self.world.slow.append(float(seconds))
+
+    def fail_poll(self, rank: str):
+        self.world.fleet.fail_poll([int(rank)])
+
+    def crash(self, name: str | None = None, rank: str | None = None):
+        if rank is not None:
+            self.world.note(f"rank {rank} crashes")
+            self.world.fleet.ranks[int(rank)].die()
+        else:
+            self._replica(name).crash()
+
+    def start(self, name: str):
+        self._replica(name).start()
+
+    def pause(self, name: str, seconds: str):
+        self._replica(name).pause(float(seconds))
+
+    def _replica(self, name: str | None) -> Replica:
+        return next(replica for replica in self.world.replicas if replica.name == name)
+
+    def corrupt_copy(self):
+        self.world.corrupt_next = True
+
+    def lose_write(self, kind: str):
+        self.world.when(f"controller stores {kind}", lambda _context: self.world.store.lose_last_write())
+
+    def idle(self):
+        self.world.fleet.idle = True
+
+    def steps(self):
+        self.world.fleet.idle = False
+
+    def reload(self):
+        self.world.fleet.begin_reload(TARGET, announced=True)
+
+    def status(self) -> list[str]:
+        world = self.world
+        lines = []
+        for rank in world.fleet.ranks:
+            part = rank.sites[TARGET].participant
+            holds = f" holds {part.wave.plan_id}/{part.wave.wave_index}" if part.wave else ""
+            lines.append(
+                f"rank {rank.rank} {part.state}{holds}, epoch {part.epoch}, layer 0 {part.placement.phy2log[0].tolist()}"
+            )
+        seat = world.leading_seat(TARGET)
+        if seat is not None:
+            control = seat.control
+            plans = ", ".join(f"{r.plan.plan_id} {r.phase} {r.reason}" for r in control.book.records.values())
+            where = f"term {seat.leader.term} epoch {control.epoch}"
+            lines.append(f"{seat.replica.name} {control.state} {where}: {plans or 'no plans'}")
+        lines.append(f"store: epochs {sorted(world.store.shelf(TARGET).epochs)}")
+        return lines
+
+
+Block = tuple[list[str], str, list[str]]
+
+
+def parse(text: str) -> list[Block]:
+    """(comment lines, command, expected lines) of each block."""
+    blocks: list[Block] = []
+    lines = iter(text.splitlines())
+    comments: list[str] = []
+    for line in lines:
+        if line.startswith("#") or not line.strip():
+            comments.append(line)
+            continue
+        expected: list[str] = []
+        assert next(lines) == "----", f"after {line!r} comes ----"
+        for output in lines:
+            if not output.strip():
+                break
+            expected.append(output)
+        blocks.append((comments, line, expected))
+        comments = []
+    return blocks
+
+
+def play(text: str) -> str:
+    """The script with its outputs as they are now."""
+    script, parts = Script(), []
+    for comments, command, _ in parse(text):
+        name, *rest = command.split()
+        output = script.run(" ".join(["go" if name == "run" else name, *rest]))
+        parts.append("\n".join([*comments, command, "----", *output, ""]))
+    return "\n".join(parts)
+
+
+def main() -> int:
+    changed = 0
+    for path in sorted(SCRIPTS.glob("*.txt")):
+        before = path.read_text()
+        after = play(before)
+        if after != before:
+            changed += 1
+            print(f"{path.name} differs")
+            if "--rewrite" in sys.argv[1:]:
+                path.write_text(after)
+    return 1 if changed and "--rewrite" not in sys.argv[1:] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Running many seeds, and hunting mutants; what worker processes of the simulation do."""
+
+import traceback
+from dataclasses import dataclass, field
+
+from tests.sim.mutants import BY_NAME
+from tests.sim.run import run_seed
+
+
+@dataclass
+class Tally:
+    """What a run of seeds came to."""
+
+    seeds: int = 0
+    events: int = 0
+    waves: int = 0
+    pairs: set = field(default_factory=set)
+    failures: list = field(default_factory=list)
+
+
+@dataclass
+class Hunt:
+    """What became of one mutant."""
+
+    name: str
+    seed: int | None = None
+    invariant: str = ""
+    detail: str = ""
+    tried: int = 0
+
+
+def run_seeds(first: int, count: int) -> Tally:
+    """Run seeds with the production machines, noting the pairs they pass."""
+    tally, passed = Tally(), set()
+    for seed in range(first, first + count):
+        try:
+            outcome = run_seed(seed, pairs=passed)
+        except Exception:
+            tally.failures.append((seed, "exception", traceback.format_exc(limit=-3)))
+            continue
+        tally.events += outcome.events
+        tally.waves += outcome.committed
+        if outcome.violation is not None:
+            tally.failures.append((seed, outcome.violation, outcome.detail))
+    tally.seeds = count
+    tally.pairs = {(machine, str(state), event.__name__) for machine, state, event in passed}
+    return tally
+
+
+def hunt(name: str, limit: int) -> Hunt:
+    """Run one mutant until an invariant catches it; an exception of the mutant is not a catch."""
+    kit = BY_NAME[name].kit
+    for seed in range(limit):
+        try:
+            outcome = run_seed(seed, kit)
+        except Exception:
+            continue
+        if outcome.violation is not None:
+            return Hunt(name, seed, outcome.violation, outcome.detail, seed + 1)
+    return Hunt(name, tried=limit)

@@ -1,0 +1,125 @@
+"""SimStore: durable records that can be out of reach, lose their last write, or be flushed."""
+
+from evenkeel.model.plan import PlanRecord
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol.messages import Leader
+
+
+class StoreDown(Exception):
+    """The store does not answer; the write may or may not have happened."""
+
+
+class _Shelf:
+    """What is stored of one deployment."""
+
+    def __init__(self) -> None:
+        self.holder = ""
+        self.term = 0
+        self.lease_until = 0.0
+        self.plans: dict = {}
+        self.epochs: dict = {}
+        self.control: dict = {}
+
+    def copy(self) -> "_Shelf":
+        twin = _Shelf()
+        twin.__dict__.update(self.__dict__)
+        twin.plans, twin.epochs, twin.control = dict(self.plans), dict(self.epochs), dict(self.control)
+        return twin
+
+
+class SimStore:
+    """One store for all replicas; every write is fenced by the lease's term."""
+
+    def __init__(self, world) -> None:
+        self.world = world
+        self.down = False
+        self._shelves: dict = {}
+        self._before_last: tuple | None = None
+
+    def shelf(self, deployment) -> _Shelf:
+        return self._shelves.setdefault(deployment, _Shelf())
+
+    def _writing(self, deployment) -> _Shelf:
+        if self.down:
+            if self.world.rng.random() < 0.7:
+                raise StoreDown
+        shelf = self.shelf(deployment)
+        self._before_last = (deployment, shelf.copy())
+        return shelf
+
+    def _reading(self, deployment) -> _Shelf:
+        if self.down:
+            raise StoreDown
+        return self.shelf(deployment)
+
+    # --- faults -------------------------------------------------------------------------------------
+
+    def lose_last_write(self) -> None:
+        """The store crashed and came back without its last write."""
+        if self._before_last is not None:
+            deployment, shelf = self._before_last
+            self._shelves[deployment] = shelf
+            self._before_last = None
+
+    def flush(self) -> None:
+        """Everything is gone."""
+        self._shelves.clear()
+        self._before_last = None
+
+    # --- leases ---------------------------------------------------------------------------------------
+
+    def acquire(self, deployment, holder: str, ttl: float, at_least: int) -> Leader | None:
+        """Take the lease if it is free, expired or ours."""
+        shelf = self._writing(deployment)
+        if shelf.holder not in ("", holder) and self.world.now < shelf.lease_until:
+            return None
+        if shelf.holder != holder or self.world.now >= shelf.lease_until or shelf.term <= at_least:
+            shelf.term = max(shelf.term, at_least) + 1
+        shelf.holder, shelf.lease_until = holder, self.world.now + ttl
+        leader = Leader(holder, shelf.term)
+        self.world.checks.granted[deployment] = leader
+        return leader
+
+    def renew(self, deployment, leader: Leader, ttl: float) -> bool:
+        shelf = self._writing(deployment)
+        if (shelf.holder, shelf.term) != (
+            leader.leader_id,
+            leader.term,
+        ) or self.world.now >= shelf.lease_until:
+            return False
+        shelf.lease_until = self.world.now + ttl
+        return True
+
+    def release(self, deployment, leader: Leader) -> None:
+        shelf = self._writing(deployment)
+        if (shelf.holder, shelf.term) == (leader.leader_id, leader.term):
+            shelf.lease_until = 0.0
+
+    # --- records --------------------------------------------------------------------------------------
+
+    def write(self, deployment, action: ctl.PersistAction, leader: Leader | None) -> None:
+        """Store one persist action; raises StoreDown, also when the term is fenced off."""
+        shelf = self._writing(deployment)
+        if leader is None or leader.term < shelf.term:
+            raise StoreDown
+        checks = self.world.checks
+        rightful = checks.is_rightful(deployment, leader)
+        match action:
+            case ctl.PersistOutcome(wave=wave, committed=committed):
+                checks.outcome(deployment, wave, committed)
+            case ctl.PersistEpoch(generation=generation, epoch=epoch, placement=placement):
+                checks.epoch(deployment, generation, epoch, placement, shelf.epochs, rightful)
+                for above in [known for known in shelf.epochs if known > epoch]:
+                    del shelf.epochs[above]
+                shelf.epochs[epoch] = placement
+            case ctl.PersistPlan(record=record):
+                checks.plan(deployment, record, shelf.plans.get(record.plan.plan_id), rightful)
+                shelf.plans[record.plan.plan_id] = record
+            case ctl.PersistDocument(body=body):
+                shelf.control = dict(body)
+
+    def load(self, deployment) -> ctl.StoredRecords:
+        shelf = self._reading(deployment)
+        plans: tuple[PlanRecord, ...] = tuple(shelf.plans.values())
+        held, frozen = bool(shelf.control.get("held", False)), float(shelf.control.get("frozen_until", 0.0))
+        return ctl.StoredRecords(plans, dict(shelf.epochs), held, frozen)

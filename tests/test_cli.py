@@ -1,0 +1,332 @@
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+from evenkeel.api import TokenSet, create_app
+from evenkeel.cli import app, main
+from evenkeel.cli.client import CliError, Exit, read_token
+from evenkeel.cli.options import parse_value
+from evenkeel.engines.reference.config import RankConfig
+from evenkeel.model.placement import Placement
+from tests.api.fakes import SHAPE, FakeView, make_operations, make_plan, make_status
+
+OPERATE = "operate-token-0123456789"
+READ = "read-token-0123456789"
+
+
+@pytest.fixture
+def operations():
+    return make_operations()
+
+
+@pytest.fixture
+def url(operations):
+    """A real server over the fake operations."""
+    tokens = TokenSet.parse(f"alice operate {OPERATE}\nbob read {READ}\n")
+    config = uvicorn.Config(create_app(operations, tokens), log_level="error", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
+    listener.close()
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command as `main` does; returns (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["evenkeel", *arguments])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out = capsys.readouterr()
+        return ended.value.code, out.out, out.err
+
+    return call
+
+
+@pytest.fixture
+def run(url, command, monkeypatch):
+    """The same against the server."""
+
+    def call(*arguments, token=OPERATE):
+        monkeypatch.setenv("EVENKEEL_URL", url)
+        monkeypatch.setenv("EVENKEEL_TOKEN", token)
+        return command(*arguments)
+
+    return call
+
+
+def test_status_lists_deployments(run):
+    code, out, _ = run("status")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split()[:3] == ["DEPLOYMENT", "STATE", "REASON"]
+    assert lines[1].split()[0] == "demo"
+    assert "0.800" in lines[1]
+    assert lines[2].split()[0] == "fresh"
+    assert " - " in lines[2]
+
+
+def test_status_of_one_shows_its_ranks(run):
+    code, out, _ = run("status", "demo")
+    assert code == 0
+    assert "2 layers x 4 experts" in out
+    assert "0.5000" in out
+
+
+def test_json_is_the_controllers_answer(run):
+    code, out, _ = run("status", "demo", "--json")
+    assert code == 0
+    assert json.loads(out)["shape"]["top_k"] == 2
+
+
+def test_a_plan_from_dry_run_to_its_end(run, operations):
+    options = ("-d", "demo")
+    code, out, _ = run(
+        "plan",
+        "create",
+        *options,
+        "--dry-run",
+        "--id",
+        "mine",
+        "--policy",
+        "keel",
+        "--max-moves",
+        "8",
+        "--phase",
+        "decode",
+        "--phase",
+        "prefill",
+    )
+    assert code == 0
+    assert "proposed" in out
+    _, _, request = operations.calls[0]
+    assert (request.dry_run, request.policy, request.limits.max_moves) == (True, "keel", 8)
+    assert [str(phase) for phase in request.phases] == ["decode", "prefill"]
+    assert "approved" in run("plan", "approve", "mine", *options)[1]
+    assert "mine" in run("plan", "list", *options)[1]
+    assert "balancedness_before" in run("plan", "show", "mine", *options)[1]
+    assert "created" in run("plan", "story", "mine", *options)[1]
+    assert "cancelled" in run("plan", "cancel", "mine", *options)[1]
+    code, out, err = run("plan", "approve", "mine", *options)
+    assert (code, out) == (Exit.REFUSED, "")
+    assert err == "evenkeel: The state has moved on: plan mine is cancelled (wrong_phase)\n"
+
+
+def test_a_target_file_becomes_the_plan(run, operations, tmp_path):
+    path = tmp_path / "target.json"
+    want = Placement.initial(SHAPE)
+    path.write_text(json.dumps({"physical_to_logical": want.phy2log.tolist(), "epoch": 1}))
+    assert run("plan", "create", "-d", "demo", "--target", str(path))[0] == 0
+    assert operations.calls[0][2].target == want
+    path.write_text("[]")
+    code, _, err = run("plan", "create", "-d", "demo", "--target", str(path))
+    assert code == Exit.USAGE
+    assert "physical_to_logical" in err
+
+
+def test_operating_commands(run, operations):
+    assert run("plan", "rollback", "-d", "demo", "--to-epoch", "2")[0] == 0
+    assert run("freeze", "60", "-d", "demo")[0] == 0
+    assert run("resume", "-d", "demo")[0] == 0
+    assert operations.calls == [
+        ("rollback", "demo", 2, "alice"),
+        ("freeze", "demo", 60.0, "alice"),
+        ("resume", "demo", "alice"),
+    ]
+    assert "observe" in run("policy", "mode=observe", "cooldown_s=30", "-d", "demo")[1]
+    assert operations.document["cooldown_s"] == 30
+    assert "no_change" in run("decisions", "-n", "3", "-d", "demo")[1]
+
+
+def test_several_deployments_must_be_named(run):
+    code, _, err = run("plan", "list")
+    assert code == Exit.USAGE
+    assert "demo, fresh" in err
+
+
+def test_the_only_deployment_needs_no_name(run, operations):
+    del operations.views["fresh"]
+    assert run("plan", "list")[0] == 0
+    operations.views.clear()
+    assert run("plan", "list")[0] == Exit.REFUSED
+
+
+def test_long_lists_are_fetched_whole(run, operations):
+    operations.records["demo"] = [make_plan(f"p{number}") for number in range(230)]
+    assert len(json.loads(run("plan", "list", "-d", "demo", "--json")[1])) == 230
+
+
+def test_a_running_plan_is_shown(run, operations):
+    operations.views["demo"] = FakeView(make_status(active_plan=make_plan("busy")), {}, None)
+    assert "busy" in run("status")[1]
+    assert "busy" in run("status", "demo")[1]
+
+
+@pytest.mark.parametrize(
+    ("token", "arguments", "code"),
+    [
+        ("wrong-token-0123456789", ("status",), Exit.UNAUTHORIZED),
+        (READ, ("resume", "-d", "demo"), Exit.UNAUTHORIZED),
+        (OPERATE, ("status", "nope"), Exit.REFUSED),
+        (OPERATE, ("status", "--nope"), Exit.USAGE),
+        (OPERATE, ("policy", "mode", "-d", "demo"), Exit.USAGE),
+        (OPERATE, ("status", "--url", "http://127.0.0.1:9"), Exit.UNAVAILABLE),
+        (OPERATE, ("status", "--url", "nonsense"), Exit.USAGE),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
+    got, out, err = run(*arguments, token=token)
+    assert got == code
+    assert out == ""
+    assert "Traceback" not in err
+    if arguments[-1] != "--nope":
+        assert len(err.splitlines()) == 1
+
+
+def test_a_server_that_is_no_controller(run, monkeypatch):
+    import http.server
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        code, _, err = run("status", "--url", f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert code == Exit.REFUSED
+    assert "is it an Evenkeel controller?" in err
+
+
+def test_which_token_is_sent(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("# all\nbob read bbbbbbbbbbbbbbbb\nalice operate aaaaaaaaaaaaaaaa\n")
+    missing = tmp_path / "missing"
+    assert read_token("given", path, missing) == "given"
+    assert read_token(None, path, missing) == "aaaaaaaaaaaaaaaa"
+    assert read_token(None, None, path) == "aaaaaaaaaaaaaaaa"
+    assert read_token(None, None, missing) is None
+    with pytest.raises(CliError):
+        read_token(None, missing, path)
+
+
+def test_values_are_json_or_text():
+    assert parse_value("a=1") == ("a", 1)
+    assert parse_value("a=null") == ("a", None)
+    assert parse_value("mode=auto") == ("mode", "auto")
+    assert parse_value("a=b=c") == ("a", "b=c")
+    with pytest.raises(CliError):
+        parse_value("=1")
+
+
+def every_command(group=app, prefix=()):
+    for command in group.registered_commands:
+        yield (*prefix, command.name or command.callback.__name__.replace("_", "-"))
+    for child in group.registered_groups:
+        yield from every_command(child.typer_instance, (*prefix, child.name))
+
+
+@pytest.mark.parametrize("command", list(every_command()), ids=" ".join)
+def test_help_explains_every_option(command):
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "160", "TERM": "dumb"})
+    assert result.exit_code == 0
+    # Square brackets are markup to the help's renderer, which drops them: units must be words.
+    assert not re.search(r"\s[.,;](\s|$)", result.output)
+    rows = [line for line in result.output.splitlines() if line.strip("│ ").startswith("--")]
+    for row in rows:
+        words = row.strip("│ ").split()
+        assert len(words) >= 3, row
+
+
+def test_help_names_the_exit_codes():
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "160", "TERM": "dumb"})
+    assert "3 no controller there" in " ".join(result.output.split())
+
+
+def test_help_is_quick_and_loads_no_heavy_library():
+    code = (
+        "import sys; from typer.testing import CliRunner; from evenkeel.cli import app;"
+        " assert CliRunner().invoke(app, ['--help']).exit_code == 0;"
+        " heavy = {'torch', 'numpy', 'numba', 'fastapi', 'grpc', 'redis'} & set(sys.modules);"
+        " assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env={**os.environ, "TERM": "dumb"})
+
+
+def test_settings_are_checked_and_printed_without_secrets(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("EVENKEEL_REDIS__URL", "redis://app:p@ss:w/rd@store:6379/0")
+    monkeypatch.setenv("EVENKEEL_REDIS__PASSWORD", "hunter2")
+    assert command("config", "check")[0] == 0
+    code, out, _ = command("config", "print")
+    assert code == 0
+    assert json.loads(out)["redis"]["url"] == "redis://***@store:6379/0"
+    assert "hunter2" not in out
+    assert "p@ss" not in out
+    file = tmp_path / "evenkeel.toml"
+    file.write_text("[rest]\nprot = 8080\n")
+    code, _, err = command("config", "check", "-c", str(file))
+    assert code == 2
+    assert "PROT" in err
+    assert "Traceback" not in err
+
+
+def write_config(tmp_path, **changes):
+    path = tmp_path / "config.json"
+    values = {
+        "run_folder": str(tmp_path / "run"),
+        "num_ranks": 1,
+        "slots_per_rank": 16,
+        "pool_slots_per_layer": 16,
+        "layers": 2,
+        "tokens_per_step": 32,
+        "steps": 3,
+        "rendezvous": f"file://{tmp_path}/rendezvous",
+    }
+    path.write_text(RankConfig(**{**values, **changes}).to_json())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        (None, (), "cannot read"),
+        ("{", (), "no JSON"),
+        ('{"nonsense": 1}', (), "not a rank configuration"),
+        ("", (), "--rank"),
+        ("", ("--rank", "7"), "outside"),
+    ],
+)
+def test_a_rank_that_cannot_start_says_why(command, tmp_path, text, options, says):
+    path = str(tmp_path / "missing") if text is None else write_config(tmp_path)
+    if text:
+        (tmp_path / "config.json").write_text(text)
+    code, _, err = command("rank", path, *options)
+    assert code == Exit.USAGE
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.integration
+def test_a_single_rank_runs_to_its_final_check(tmp_path):
+    command = [sys.executable, "-m", "evenkeel", "rank", write_config(tmp_path), "--rank", "0"]
+    done = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()]
+    assert [line["ok"] for line in lines if line["kind"] == "check"] == [True]

@@ -1,0 +1,204 @@
+"""The driver keeps the order the machines rest on, and loses nobody's question."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from evenkeel.adapters.clock import SystemClock
+from evenkeel.driver import Driver, Stage
+from evenkeel.errors import Conflict, Unavailable
+
+
+@dataclass(frozen=True)
+class Act:
+    stage: Stage
+    name: str
+
+
+def persist(name):
+    return Act(Stage.PERSIST, name)
+
+
+def send(name):
+    return Act(Stage.SEND, name)
+
+
+def other(name):
+    return Act(Stage.OTHER, name)
+
+
+class ScriptedMachine:
+    """Answers each event with what the script says, and notes what it was given."""
+
+    def __init__(self, script):
+        self.script, self.seen = script, []
+
+    def handle(self, event, now):
+        self.seen.append(event)
+        return self.script.get(event, [])
+
+
+class SlowHands:
+    """Notes what it does; persists take a turn of the loop, and fail while `down`."""
+
+    def __init__(self):
+        self.done, self.down = [], False
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def stage(self, action):
+        return action.stage
+
+    async def persist(self, actions):
+        self.done.append(f"begin {'+'.join(a.name for a in actions)}")
+        await self.gate.wait()
+        await asyncio.sleep(0)
+        if self.down:
+            return ("failed",)
+        self.done += [f"stored {a.name}" for a in actions]
+        return ()
+
+    def perform(self, action):
+        self.done.append(action.name)
+
+
+@pytest.fixture
+async def rig():
+    """make(script) -> (driver, machine, hands), the driver running."""
+    tasks = []
+
+    def make(script, *, tick_s=1000.0, **options):
+        machine, hands = ScriptedMachine(script), SlowHands()
+        driver = Driver(machine, hands, SystemClock(), tick="tick", tick_s=tick_s, **options)
+        tasks.append(asyncio.create_task(driver.run()))
+        return driver, machine, hands, tasks[-1]
+
+    yield make
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_persists_of_a_batch_finish_before_its_sends_start(rig):
+    driver, _, hands, _ = rig({"e": [send("s1"), persist("p1"), other("o"), persist("p2"), send("s2")]})
+    hands.gate.clear()
+    driver.post("e")
+    await settle()
+    assert hands.done == ["begin p1+p2"]
+    hands.gate.set()
+    await settle()
+    assert hands.done == ["begin p1+p2", "stored p1", "stored p2", "s1", "o", "s2"]
+
+
+async def test_a_later_batch_waits_for_an_earlier_ones_persists(rig):
+    driver, machine, hands, _ = rig({"a": [persist("p"), send("s")], "b": [send("t")]})
+    hands.gate.clear()
+    driver.post("a")
+    driver.post("b")
+    await settle()
+    assert machine.seen == ["tick", "a"]
+    hands.gate.set()
+    await settle()
+    assert hands.done == ["begin p", "stored p", "s", "t"]
+
+
+async def test_sends_of_a_batch_that_could_not_be_stored_are_not_carried_out(rig):
+    driver, machine, hands, _ = rig({"a": [persist("p"), send("s"), other("o")], "failed": [other("f")]})
+    hands.down = True
+    driver.post("a")
+    driver.post("b")
+    await settle()
+    assert hands.done == ["begin p", "o", "f"]
+    assert machine.seen == ["tick", "a", "failed", "b"], "the machine hears of it before anything else"
+
+
+async def test_ticks_come_by_themselves_and_are_not_made_up_for(rig):
+    _, machine, _, _ = rig({}, tick_s=0.01)
+    for _ in range(500):
+        await asyncio.sleep(0.01)
+        if len(machine.seen) >= 3:
+            break
+    assert set(machine.seen) == {"tick"}
+    before = len(machine.seen)
+    blocked_until = asyncio.get_running_loop().time() + 0.2
+    while asyncio.get_running_loop().time() < blocked_until:
+        pass
+    await settle()
+    assert len(machine.seen) <= before + 2
+
+
+async def test_a_caller_waits_until_what_was_asked_is_carried_out(rig):
+    driver, _, hands, _ = rig({})
+    hands.gate.clear()
+    call = asyncio.create_task(driver.call(lambda now: ("answer", [persist("p"), send("s")])))
+    await settle()
+    assert not call.done()
+    hands.gate.set()
+    assert await call == "answer"
+    assert hands.done == ["begin p", "stored p", "s"]
+
+
+async def test_a_caller_is_told_what_could_not_be_stored(rig):
+    driver, machine, hands, _ = rig({})
+    hands.down = True
+    with pytest.raises(Unavailable, match="tried again"):
+        await driver.call(lambda now: ("answer", [persist("p"), send("s")]))
+    assert machine.seen[-1] == "failed"
+    assert "s" not in hands.done
+
+
+async def test_what_a_question_raises_is_the_callers_and_stops_nothing(rig):
+    driver, _, _, task = rig({})
+
+    def refuse(now):
+        raise Conflict("no")
+
+    with pytest.raises(Conflict):
+        await driver.call(refuse)
+    assert await driver.call(lambda now: (now > 0, [])) is True
+    assert not task.done()
+
+
+async def test_callers_are_not_left_waiting_when_the_driver_ends(rig):
+    driver, _, hands, task = rig({})
+    hands.gate.clear()
+    calls = [asyncio.create_task(driver.call(lambda now: (1, [persist("p")]))) for _ in range(3)]
+    await settle()
+    task.cancel()
+    results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
+    assert [isinstance(r, asyncio.CancelledError | Unavailable) for r in results] == [True] * 3
+    with pytest.raises(Unavailable, match="stopping"):
+        await driver.call(lambda now: (1, []))
+
+
+async def test_it_ends_when_cancelled_in_the_moment_an_event_comes(rig):
+    driver, _, _, task = rig({})
+    await settle()
+    driver.post("e")
+    task.cancel()
+    await settle()
+    assert task.cancelled()
+
+
+async def test_state_is_followed_after_every_batch(rig):
+    seen = []
+    driver, _, hands, _ = rig({"a": [persist("p"), send("s")]}, after=lambda: seen.append(list(hands.done)))
+    driver.post("a")
+    await settle()
+    assert seen == [[], ["begin p", "stored p", "s"]]
+
+
+async def test_a_mistake_of_ours_is_not_hidden():
+    class Broken:
+        def handle(self, event, now):
+            raise ZeroDivisionError
+
+    driver = Driver(Broken(), SlowHands(), SystemClock(), tick="tick", tick_s=1.0)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(driver.run(), 5)

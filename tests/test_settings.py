@@ -1,0 +1,124 @@
+"""Settings: where they come from, and that a wrong one is named before anything starts."""
+
+import dataclasses
+
+import pytest
+
+from evenkeel.errors import InvalidInput
+from evenkeel.model.policy import Mode
+from evenkeel.settings import DEFAULT_THRESHOLDS, Settings, load_settings
+
+
+def refusal(**environment):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InvalidInput) as caught:
+        for name, value in environment.items():
+            patch.setenv(f"EVENKEEL_{name}", value)
+        load_settings()
+    return str(caught.value)
+
+
+def test_defaults_hold_together_and_listen_on_this_machine_only():
+    settings = load_settings()
+    assert {settings.grpc.host, settings.rest.host, settings.metrics.host} == {"127.0.0.1"}
+    assert settings.planner.mode is Mode.OBSERVE
+    assert settings.planner.thresholds == DEFAULT_THRESHOLDS
+    assert settings.redis.url == ""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.grpc.port = 1  # type: ignore[misc]
+
+
+def test_variables_beat_the_file_and_the_file_beats_defaults(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text(
+        "log_level: debug\n"
+        "grpc: {port: 7001, advertise: 'a:1'}\n"
+        "planner: {mode: auto, thresholds: {cooldown_s: 60, min_gain: 0.02}}\n"
+    )
+    (tmp_path / "c.toml").write_text('log_level = "debug"\n[grpc]\nport = 7001\n')
+    monkeypatch.setenv("EVENKEEL_GRPC__PORT", "7002")
+    monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN_S", "5")
+    settings = load_settings(tmp_path / "c.yaml")
+    assert (settings.grpc.port, settings.grpc.advertise, settings.log_level) == (7002, "a:1", "debug")
+    assert settings.planner.mode is Mode.AUTO
+    assert settings.planner.thresholds == {**DEFAULT_THRESHOLDS, "cooldown_s": 5.0, "min_gain": 0.02}
+    settings = load_settings(tmp_path / "c.toml")
+    assert (settings.grpc.port, settings.log_level) == (7002, "debug")
+    (tmp_path / "empty.yml").write_text("")
+    assert load_settings(tmp_path / "empty.yml").grpc.port == 7002
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("c.json", "{}", "must end in .toml, .yaml or .yml"),
+        ("c.yaml", "[1]", "must hold sections, not list"),
+        ("c.yaml", "a: [", "c.yaml"),
+        ("c.toml", "a = ", "c.toml"),
+        ("c.yaml", "grpc: {prot: 1}", "EVENKEEL_GRPC__PROT"),
+        ("c.yaml", "nonsense: 1", "NONSENSE"),
+    ],
+)
+def test_a_file_that_cannot_be_right_is_refused(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidInput, match=words):
+        load_settings(tmp_path / name)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InvalidInput, match=r"cannot read settings file .*absent\.yaml"):
+        load_settings(tmp_path / "absent.yaml")
+
+
+def test_secrets_are_read_from_files_and_never_told(tmp_path, monkeypatch):
+    (tmp_path / "url").write_text("redis://:hunter2@127.0.0.1:6379\n")
+    monkeypatch.setenv("EVENKEEL_REDIS__URL_FILE", str(tmp_path / "url"))
+    monkeypatch.setenv("EVENKEEL_REDIS__PREFIX", "fleet")
+    settings = load_settings()
+    assert settings.redis.url == "redis://:hunter2@127.0.0.1:6379"
+    assert settings.redis.prefix == "fleet"
+    assert "hunter2" not in repr(settings)
+    monkeypatch.setenv("EVENKEEL_REDIS__PREFIX", "a{b}hunter2")
+    with pytest.raises(InvalidInput) as caught:
+        load_settings()
+    assert "EVENKEEL_REDIS__PREFIX" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    monkeypatch.setenv("EVENKEEL_REDIS__URL_FILE", str(tmp_path / "absent"))
+    with pytest.raises(InvalidInput, match="EVENKEEL_REDIS__URL_FILE: cannot read"):
+        load_settings()
+
+
+def test_variables_that_name_nothing_are_refused():
+    assert "EVENKEEL_GPRC__PORT names no section" in refusal(GPRC__PORT="1")
+    assert "EVENKEEL_GRPC__PROT" in refusal(GRPC__PROT="1")
+
+
+def test_variables_of_the_command_line_are_none_of_ours(monkeypatch):
+    for name in ("EVENKEEL_URL", "EVENKEEL_TOKEN", "EVENKEEL_CONFIG", "EVENKEEL_DEPLOYMENT"):
+        monkeypatch.setenv(name, "x")
+    assert isinstance(load_settings(), Settings)
+
+
+def test_all_faults_are_told_at_once():
+    words = refusal(GRPC__PORT="70000", PLANNER__MODE="sometimes", LEADER__LEASE_S="nan")
+    for name in ("EVENKEEL_GRPC__PORT", "EVENKEEL_PLANNER__MODE", "EVENKEEL_LEADER__LEASE_S"):
+        assert name in words
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"LEADER__REPLICAS": "2"}, "leader.replicas is 2 and redis.url is empty"),
+        ({"LEADER__LEASE_S": "2"}, "1 x 3 = 3 exceeds leader.lease_s 2"),
+        ({"INGEST__RANK_LEASE_S": "2"}, "1 x 3 = 3 exceeds ingest.rank_lease_s 2"),
+        ({"WINDOW__STEPS": "200"}, "window.plan_steps 256 exceeds window.steps 200"),
+        ({"PLANNER__RECENT_STEPS": "100"}, "100 x 4 = 400 exceeds window.plan_steps 256"),
+        ({"MIGRATION__PREPARE_DEADLINE_S": "5"}, "batch_deadline_s 10 exceeds"),
+        ({"PLANNER__THRESHOLDS__MIN_WINDOW_STEPS": "300"}, "min_window_steps 300 exceeds"),
+        ({"PLANNER__THRESHOLDS__COOLDOWN": "3"}, "unknown gate settings cooldown"),
+        ({"PLANNER__POLICY": "best"}, "unknown policy 'best'"),
+        ({"GRPC__TLS_CERT_FILE": "a.pem"}, "need each other"),
+        ({"GRPC__TLS_CLIENT_CA_FILE": "a.pem"}, "needs grpc.tls_cert_file"),
+        ({"REST__PORT": "9090"}, "all must differ"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused_with_the_arithmetic(environment, words):
+    assert words in refusal(**environment)

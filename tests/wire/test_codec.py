@@ -1,0 +1,360 @@
+"""Every message survives the wire; whatever else arrives is a PeerViolation with the numbers."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenkeel.errors import InvalidInput, PeerViolation, Reason
+from evenkeel.model.ids import Epoch, Generation, PlanId
+from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.plan import Wave, WaveKey
+from evenkeel.protocol import messages as m
+from evenkeel.v1 import agent_pb2, common_pb2, telemetry_pb2
+from evenkeel.wire.codec import (
+    decode_controller_message,
+    decode_rank_message,
+    encode_controller_message,
+    encode_rank_message,
+)
+from evenkeel.wire.values import is_deployment_id
+from tests.wire import strategies as gen
+from tests.wire.strategies import IDENTITY, SHAPE
+
+HELLO = m.Hello(IDENTITY, SHAPE, "node-0", "", Epoch(0), "d" * 32, 1, "c", 1000, 500, "gate")
+
+KEY = WaveKey(Generation("g"), PlanId("p"), 0, 1)
+
+
+def same(one, other):
+    """Equality that looks into arrays and placements compared by value."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, LoadReport | m.Prepare | Wave):
+        return type(one) is type(other) and all(
+            same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)
+        )
+    return one == other
+
+
+def over_the_wire(message):
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(gen.rank_messages)
+def test_what_a_rank_says_arrives_as_said(message):
+    assert same(decode_rank_message(over_the_wire(encode_rank_message(message)), HELLO), message)
+
+
+@given(gen.hellos)
+def test_hello_arrives_as_said(hello):
+    assert decode_rank_message(over_the_wire(encode_rank_message(hello)), None) == hello
+
+
+@given(gen.controller_messages)
+def test_what_the_controller_says_arrives_as_said(message):
+    assert same(decode_controller_message(over_the_wire(encode_controller_message(message))), message)
+
+
+def mutate(data: bytes, cuts):
+    mutated = bytearray(data)
+    for position, value in cuts:
+        if mutated:
+            mutated[position % len(mutated)] = value
+    return bytes(mutated)
+
+
+cuts = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 255)), min_size=1, max_size=6)
+
+
+@settings(max_examples=300)
+@given(st.one_of(gen.rank_messages, gen.hellos), cuts, st.booleans())
+def test_a_damaged_rank_message_is_refused_or_read_but_never_crashes(message, cuts, greeted):
+    damaged = mutate(encode_rank_message(message).SerializeToString(), cuts)
+    try:
+        decode_rank_message(agent_pb2.RankMessage.FromString(damaged), HELLO if greeted else None)
+    except (DecodeError, PeerViolation):
+        pass
+
+
+@settings(max_examples=200)
+@given(gen.controller_messages, cuts)
+def test_a_damaged_controller_message_is_refused_or_read_but_never_crashes(message, cuts):
+    damaged = mutate(encode_controller_message(message).SerializeToString(), cuts)
+    try:
+        decode_controller_message(agent_pb2.ControllerMessage.FromString(damaged))
+    except (DecodeError, PeerViolation):
+        pass
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=300))
+def test_noise_never_crashes(data):
+    doors: list[tuple[Any, Any]] = [
+        (agent_pb2.RankMessage, lambda message: decode_rank_message(message, None)),
+        (agent_pb2.RankMessage, lambda message: decode_rank_message(message, HELLO)),
+        (agent_pb2.ControllerMessage, decode_controller_message),
+    ]
+    for message_type, decode in doors:
+        try:
+            decode(message_type.FromString(data))
+        except (DecodeError, PeerViolation):
+            pass
+
+
+# --- one fault at a time ---------------------------------------------------------------------
+
+
+def refusal(message, hello=HELLO):
+    with pytest.raises(PeerViolation) as caught:
+        decode_rank_message(message, hello)
+    return caught.value
+
+
+def make_report(**changes):
+    steps = (StepMeta(7, 2, Phase.DECODE, 5, compute_s=0.25), StepMeta(8, 2, Phase.DECODE, 6))
+    report = LoadReport(
+        IDENTITY.deployment,
+        IDENTITY.generation,
+        IDENTITY.rank,
+        IDENTITY.incarnation,
+        CountingSide.DESTINATION,
+        steps,
+        np.arange(2 * 3 * 3).reshape(2, 3, 3),
+    )
+    wire = encode_rank_message(report)
+    for name, value in changes.items():
+        setattr(wire.load_report, name, value)
+    return wire
+
+
+def test_counts_of_another_length_are_refused_with_the_arithmetic():
+    error = refusal(make_report(counts=b"\0" * 68))
+    assert error.reason is Reason.BAD_LENGTH
+    assert "68 bytes, 2 steps x 3 layers x 3 x 4 = 72" in str(error)
+
+
+def test_negative_counts_are_refused_with_how_many():
+    counts = np.arange(18, dtype="<i4")
+    counts[4] = -3
+    error = refusal(make_report(counts=counts.tobytes()))
+    assert error.reason is Reason.NEGATIVE_COUNT
+    assert "1 of 18 counts are negative, smallest -3" in str(error)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_compute_time_that_is_no_duration_is_refused(value):
+    wire = make_report()
+    wire.load_report.steps[0].compute_s = value
+    assert refusal(wire).reason is Reason.NOT_FINITE
+
+
+@pytest.mark.parametrize("second", [7, 6, 1 << 62])
+def test_steps_must_rise(second):
+    wire = make_report()
+    wire.load_report.steps[1].step = second
+    assert refusal(wire).reason is Reason.MALFORMED
+
+
+@pytest.mark.parametrize(("field", "value"), [("tokens", 1 << 63), ("epoch", 1 << 63), ("phase", 0)])
+def test_step_fields_out_of_range_are_refused(field, value):
+    wire = make_report()
+    setattr(wire.load_report.steps[0], field, value)
+    assert refusal(wire).reason is Reason.MALFORMED
+
+
+def test_a_side_that_is_none_is_refused():
+    assert refusal(make_report(side=0)).reason is Reason.MALFORMED
+
+
+def test_a_report_of_too_many_steps_is_refused_before_anything_is_allocated():
+    wire = agent_pb2.RankMessage()
+    wire.load_report.side = telemetry_pb2.COUNTING_SIDE_SOURCE
+    for step in range(4097):
+        wire.load_report.steps.add(step=step)
+    assert "4097 steps, at most 4096" in str(refusal(wire))
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 31])
+def test_our_own_counts_that_cannot_be_sent_are_refused_at_the_sender(value):
+    report = decode_rank_message(make_report(), HELLO)
+    assert isinstance(report, LoadReport)
+    report.counts[0, 0, 0] = value
+    with pytest.raises(InvalidInput, match=str(value)):
+        encode_rank_message(report)
+
+
+def test_a_stream_starts_with_one_hello_and_has_no_second():
+    assert "got load_report" in str(refusal(make_report(), None))
+    assert "got hello" in str(refusal(encode_rank_message(HELLO)))
+    assert "got nothing" in str(refusal(agent_pb2.RankMessage(), None))
+    assert "without a body" in str(refusal(agent_pb2.RankMessage()))
+    with pytest.raises(PeerViolation, match="without a body"):
+        decode_controller_message(agent_pb2.ControllerMessage())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "reason"),
+    [
+        ({"num_layers": 0}, "num_layers is 0", Reason.WRONG_SHAPE),
+        ({"top_k": 9}, "top_k 9 exceeds 8", Reason.WRONG_SHAPE),
+        ({"slots_per_rank": 1}, "cannot hold 8 experts", Reason.WRONG_SHAPE),
+        ({"num_expert_groups": 3}, "do not divide", Reason.WRONG_SHAPE),
+        ({"num_layers": 1 << 30}, "cells, at most", Reason.WRONG_SHAPE),
+        ({"num_ranks": 1}, "rank 1 of 1 ranks", Reason.WRONG_SHAPE),
+        ({"bytes_per_expert": 1 << 63}, "bytes_per_expert is", Reason.MALFORMED),
+    ],
+)
+def test_an_impossible_shape_is_refused_with_its_numbers(changes, words, reason):
+    wire = encode_rank_message(HELLO)
+    if "num_ranks" in changes:
+        wire.hello.shape.slots_per_rank = 12
+        wire.hello.shape.pool_slots_per_rank = 36
+    for name, value in changes.items():
+        setattr(wire.hello.shape, name, value)
+    error = refusal(wire, None)
+    assert words in str(error)
+    assert error.reason is reason
+
+
+def test_rank_out_of_range_is_refused():
+    wire = encode_rank_message(HELLO)
+    wire.hello.identity.rank = 4
+    assert refusal(wire, None).reason is Reason.WRONG_SHAPE
+
+
+@pytest.mark.parametrize("text", ["", "Demo", "-a", "a/b", "a" * 64, "a{b}", "ä"])
+def test_deployment_ids_that_would_not_be_safe_in_keys_are_refused(text):
+    assert not is_deployment_id(text)
+    wire = encode_rank_message(HELLO)
+    wire.hello.identity.deployment = text
+    assert refusal(wire, None).reason is Reason.MALFORMED
+
+
+def test_texts_and_lists_of_a_hello_are_bounded():
+    wire = encode_rank_message(HELLO)
+    wire.hello.node = "n" * 257
+    assert "257 characters" in str(refusal(wire, None))
+    wire = encode_rank_message(HELLO)
+    wire.hello.capabilities.extend(["c"] * 65)
+    assert "capabilities" in str(refusal(wire, None))
+    wire = encode_rank_message(HELLO)
+    wire.hello.identity.generation = ""
+    assert "generation is empty" in str(refusal(wire, None))
+
+
+def test_no_message_speaks_for_another_rank():
+    other = dataclasses.replace(IDENTITY, incarnation=18)
+    refused = m.TermRefused(other, m.Leader("a", 3))
+    assert refusal(encode_rank_message(refused)).reason is Reason.MALFORMED
+
+
+def make_state(**changes):
+    values = {
+        "identity": IDENTITY,
+        "state": m.ParticipantState.IDLE,
+        "wave": None,
+        "epoch": 1,
+        "placement_digest": "d",
+        "weights_version": 1,
+        "drained": True,
+        "last_wave": None,
+        "last_outcome": None,
+    }
+    return encode_rank_message(m.RankState(**{**values, **changes}))
+
+
+def test_a_rank_state_is_held_against_the_shape():
+    wire = make_state(checksums=(1, 2, 3))
+    assert "3 checksums, layers x experts = 24" in str(refusal(wire))
+    wire = make_state()
+    wire.rank_state.placement.CopyFrom(
+        common_pb2.PlacementMap(
+            num_layers=1, num_slots=2, num_ranks=1, num_logical_experts=2, physical_to_logical=b"\0" * 8
+        )
+    )
+    assert refusal(wire).reason is Reason.WRONG_SHAPE
+    wire.rank_state.placement.physical_to_logical = b"\0" * 7
+    assert refusal(wire).reason is Reason.BAD_LENGTH
+    wire.rank_state.placement.physical_to_logical = np.array([0, 2], "<i4").tobytes()
+    assert refusal(wire).reason is Reason.EXPERT_OUT_OF_RANGE
+    wire = make_state()
+    wire.rank_state.state = 0
+    assert "participant state 0" in str(refusal(wire))
+
+
+def test_a_no_needs_a_known_reason():
+    key = common_pb2.WaveKey(generation="g", plan_id="p")
+    wire = agent_pb2.RankMessage(vote=agent_pb2.Vote(wave=key, reason="mood"))
+    assert "'mood' is not a known reason" in str(refusal(wire))
+    wire = agent_pb2.RankMessage(abort_answer=agent_pb2.AbortAnswer(wave=key))
+    assert "wave outcome 0" in str(refusal(wire))
+
+
+def prepare():
+    wave = Wave(0, (1,), np.zeros((1, 4), np.int32), ())
+    return encode_controller_message(m.Prepare(m.Leader("a", 1), KEY, Epoch(0), wave, (), 5.0))
+
+
+def break_checksums(wire):
+    wire.prepare.checksums.append(1)
+
+
+def break_rows(wire):
+    wire.prepare.body.rows = b"\0" * 15
+
+
+def break_slots(wire):
+    wire.prepare.body.num_slots = 1 << 31
+
+
+def break_layers(wire):
+    wire.prepare.body.layers.append(1)
+    wire.prepare.body.rows = b"\0" * 32
+
+
+def break_transfer(wire):
+    wire.prepare.body.batches.add().transfers.add(src_slot=4)
+
+
+def break_term(wire):
+    wire.prepare.leader.term = 0
+
+
+def break_deadline(wire):
+    wire.prepare.batch_deadline_s = 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        break_checksums,
+        break_rows,
+        break_slots,
+        break_layers,
+        break_transfer,
+        break_term,
+        break_deadline,
+    ],
+)
+def test_a_prepare_with_one_fault_is_refused(damage):
+    wire = prepare()
+    decode_controller_message(wire)
+    damage(wire)
+    with pytest.raises(PeerViolation):
+        decode_controller_message(wire)
+
+
+def test_a_pace_of_nothing_is_refused():
+    for changes in ({"stride": 0}, {"max_steps_per_report": 0}, {"report_interval_s": 0.0}):
+        flow = telemetry_pb2.FlowControl(report_interval_s=1.0, stride=1, max_steps_per_report=8)
+        for name, value in changes.items():
+            setattr(flow, name, value)
+        with pytest.raises(PeerViolation):
+            decode_controller_message(agent_pb2.ControllerMessage(flow_control=flow))
+    with pytest.raises(PeerViolation, match="outcome 0"):
+        decode_controller_message(agent_pb2.ControllerMessage(registration=agent_pb2.Registration()))
