@@ -22,6 +22,7 @@ MUTANT_SEEDS = 20_000
 """A mutant not caught within so many seeds has survived."""
 CHUNK = 100
 MAX_FAILURES = 10
+RAREST = 5
 
 
 def replay(seed: int, mutant: str | None, trace: bool) -> int:
@@ -49,7 +50,7 @@ def simulate(seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
             total.seeds += tally.seeds
             total.events += tally.events
             total.waves += tally.waves
-            total.pairs |= tally.pairs
+            total.pairs += tally.pairs
             total.failures += tally.failures
             for seed, invariant, detail in tally.failures[: max(0, MAX_FAILURES - shown)]:
                 shown += 1
@@ -57,13 +58,13 @@ def simulate(seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
                 print(f"  replay: python -m tests.sim --seed {seed} --trace", flush=True)
         results = [job.result() for job in hunts]
     wanted = all_pairs()
-    for machine, state, event in sorted(wanted - total.pairs):
-        print(f"pair never passed: {machine} {state} {event}")
+    for pair in sorted(wanted, key=lambda pair: total.pairs[pair])[:RAREST]:
+        print(f"rarest pairs: {' '.join(pair)}, {total.pairs[pair]} times")
     for result in results:
         report(result)
     caught = sum(result.seed is not None for result in results)
     print(f"{total.waves} waves swapped, {len(total.failures)} failures, {time.monotonic() - began:.0f} s")
-    covered = len(wanted & total.pairs)
+    covered = sum(total.pairs[pair] > 0 for pair in wanted)
     print(
         f"seeds {total.seeds} events {total.events} pairs {covered}/{len(wanted)} mutants {caught}/{len(results)}"
     )

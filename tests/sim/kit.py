@@ -3,6 +3,7 @@
 A mutant is a kit with one class replaced.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from evenkeel.protocol.control import DeploymentControl
@@ -49,8 +50,8 @@ class Kit:
     recovery: type[Recovery] = Recovery
     membership: type[Membership] = Membership
 
-    def wired(self, pairs: set | None = None) -> "Kit":
-        """The same parts put together; (machine, state, event type) are added to `pairs` as they pass."""
+    def wired(self, pairs: Counter | None = None) -> "Kit":
+        """The same parts put together; (machine, state, event type) are counted in `pairs` as they pass."""
         participant, control, coordinator = self.participant, self.control, self.coordinator
         if pairs is not None:
             participant = recorded(participant, "participant", pairs)
@@ -68,13 +69,13 @@ class Kit:
 MOVES = {"participant": PARTICIPANT_MOVES, "coordinator": COORDINATOR_MOVES, "control": CONTROL_MOVES}
 
 
-def recorded(machine: type, name: str, pairs: set) -> type:
-    """The machine, noting each pair it dispatches and holding its moves against the table's."""
+def recorded(machine: type, name: str, pairs: Counter) -> type:
+    """The machine, counting each pair it dispatches and holding its moves against the table's."""
     dispatch, moves = machine._dispatch, MOVES[name]  # type: ignore[attr-defined]
 
     def note(self, kind, *arguments):
         before = self.state
-        pairs.add((name, before, kind))
+        pairs[name, before, kind] += 1
         actions = dispatch(self, *arguments)
         if self.state is not before and self.state not in moves[before].get(kind, ()):
             raise AssertionError(f"{name} went from {before} to {self.state} by {kind.__name__}")

@@ -3,13 +3,22 @@
 import itertools
 from collections import deque
 
+from evenkeel.protocol.messages import Hello
+from evenkeel.v1 import agent_pb2
+from evenkeel.wire.codec import (
+    decode_controller_message,
+    decode_rank_message,
+    encode_controller_message,
+    encode_rank_message,
+)
+
 _ECHOED = frozenset({"Prepare", "Commit", "Abort", "Vote", "Ack", "AbortAnswer"})
 
 
 class Stream:
     """One rank's stream to one replica, for one deployment."""
 
-    __slots__ = ("broken", "deployment", "number", "rank", "replica", "replica_life")
+    __slots__ = ("broken", "deployment", "hello", "number", "rank", "replica", "replica_life")
 
     def __init__(self, number: int, rank, replica, deployment) -> None:
         self.number = number
@@ -18,6 +27,8 @@ class Stream:
         self.replica_life = replica.life
         self.deployment = deployment
         self.broken = False
+        self.hello: Hello | None = None
+        """What the rank said first: later messages are held against it."""
 
 
 class SimNetwork:
@@ -52,10 +63,22 @@ class SimNetwork:
         world.after(world.rng.uniform(0.01, 0.3), stream.replica.on_stream_closed, stream)
 
     def to_replica(self, stream: Stream, message) -> None:
+        """What a rank says, by way of the real codec."""
+        wire = encode_rank_message(message).SerializeToString()
+        message = decode_rank_message(agent_pb2.RankMessage.FromString(wire), stream.hello)
+        if isinstance(message, Hello):
+            stream.hello = message
         self.send(stream, stream.replica.on_message, message)
 
     def to_rank(self, stream: Stream, message) -> None:
+        """What a controller says, by way of the real codec."""
+        wire = encode_controller_message(message).SerializeToString()
+        message = decode_controller_message(agent_pb2.ControllerMessage.FromString(wire))
         self.send(stream, stream.rank.on_message, message)
+
+    def turn_away(self, stream: Stream, reason) -> None:
+        """Tell a rank that this replica does not lead, or no longer."""
+        self.send(stream, stream.rank.on_message, NotLeading(reason))
 
     def send(self, stream: Stream, deliver, message) -> None:
         """Let a message travel, or not."""

@@ -10,7 +10,7 @@ from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol.messages import Hello, Tick
 from evenkeel.protocol.operator import Operator
 from evenkeel.protocol.timing import ControlTiming, WaveTiming
-from tests.sim.network import NotLeading, describe
+from tests.sim.network import describe
 from tests.sim.store import StoreDown
 
 LEASE_S = 2.0
@@ -184,7 +184,7 @@ class Seat:
             case ctl.CloseStream(stream=number, reason=reason):
                 stream = self.streams.pop(number, None)
                 if stream is not None:
-                    world.network.to_rank(stream, NotLeading(reason))
+                    world.network.turn_away(stream, reason)
             case ctl.RaiseTerm(at_least=at_least):
                 self.at_least = at_least
                 self.release()

@@ -1,5 +1,6 @@
 """One seed: a fleet, its controllers, a time of faults, then a calm in which all must come right."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from evenkeel.errors import EvenkeelError
@@ -25,7 +26,7 @@ class FleetWorld(World):
     """A whole deployment: replicas, store, network, fleet."""
 
     def __init__(
-        self, seed: int, kit: Kit | None = None, pairs: set | None = None, trace: bool = False
+        self, seed: int, kit: Kit | None = None, pairs: Counter | None = None, trace: bool = False
     ) -> None:
         super().__init__(seed, kit, trace)
         self.kit = self.kit.wired(pairs)
@@ -139,7 +140,7 @@ class Outcome:
     trace: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, kit: Kit | None = None, pairs: set | None = None, trace: bool = False) -> Outcome:
+def run_seed(seed: int, kit: Kit | None = None, pairs: Counter | None = None, trace: bool = False) -> Outcome:
     """Run one seed to its end or to the first broken invariant."""
     world = FleetWorld(seed, kit, pairs, trace)
     world.print_trace = trace

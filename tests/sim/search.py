@@ -1,6 +1,7 @@
 """Running many seeds, and hunting mutants; what worker processes of the simulation do."""
 
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.sim.mutants import BY_NAME
@@ -14,7 +15,7 @@ class Tally:
     seeds: int = 0
     events: int = 0
     waves: int = 0
-    pairs: set = field(default_factory=set)
+    pairs: Counter = field(default_factory=Counter)
     failures: list = field(default_factory=list)
 
 
@@ -31,7 +32,7 @@ class Hunt:
 
 def run_seeds(first: int, count: int) -> Tally:
     """Run seeds with the production machines, noting the pairs they pass."""
-    tally, passed = Tally(), set()
+    tally, passed = Tally(), Counter()
     for seed in range(first, first + count):
         try:
             outcome = run_seed(seed, pairs=passed)
@@ -43,7 +44,8 @@ def run_seeds(first: int, count: int) -> Tally:
         if outcome.violation is not None:
             tally.failures.append((seed, outcome.violation, outcome.detail))
     tally.seeds = count
-    tally.pairs = {(machine, str(state), event.__name__) for machine, state, event in passed}
+    for (machine, state, event), times in passed.items():
+        tally.pairs[machine, str(state), event.__name__] += times
     return tally
 
 
