@@ -110,6 +110,11 @@ class MetricsSettings:
     port: Port = 9090
     refresh_s: Seconds = 2.0
     """Between refreshes of the gauges; longer than the scrape interval repeats old values."""
+    worst_layers: Annotated[int, Field(ge=0, le=64)] = 5
+    """Layers of a deployment, worst balancedness first, that have series of their own."""
+    layer_rank_series: Annotated[int, Field(ge=0, le=20_000)] = 0
+    """Most series by layer and rank of a deployment, for heat maps: whole layers, the worst first, as many as
+    fit. 0 exports none; 61 layers on 72 ranks need 4392."""
 
 
 @dataclass(frozen=True, config=_STRICT)

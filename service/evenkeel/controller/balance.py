@@ -68,15 +68,20 @@ class Balance:
 
     def summary(self, phase: Phase | None = None) -> tuple[float | None, float | None]:
         """(mean, worst layer) of one phase or of all; None where no load is known."""
-        values = self._joined("balance", phase)
-        if values is None:
+        by_layer = self.by_layer(phase)
+        if by_layer is None or np.isnan(by_layer).all():
             return None, None
+        return float(np.nanmean(by_layer)), float(np.nanmin(by_layer))
+
+    def by_layer(self, phase: Phase | None = None) -> NDArray[np.float64] | None:
+        """(L,) balancedness of each layer over its steps with load; NaN for a layer without any, None before load."""
+        values = self._joined("balance", phase)
+        if values is None or not len(values):
+            return None
         known = ~np.isnan(values)
         steps = known.sum(axis=0)
-        by_layer = np.where(known, values, 0.0).sum(axis=0)[steps > 0] / steps[steps > 0]
-        if not len(by_layer):
-            return None, None
-        return float(by_layer.mean()), float(by_layer.min())
+        total = np.where(known, values, 0.0).sum(axis=0)
+        return np.where(steps > 0, total / np.maximum(steps, 1), np.nan)
 
     def load_shares(self) -> NDArray[np.float64] | None:
         """(R,) each rank's share of the tokens carried; None without load."""

@@ -52,6 +52,7 @@ class StoreHealth:
             _log.info("store_back")
             self._metrics.store_degraded(False)
         self.fault = ""
+        self._metrics.store_answered(self._clock.unix())
 
 
 class Links(Protocol):

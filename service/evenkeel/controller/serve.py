@@ -23,7 +23,8 @@ from evenkeel.adapters.redis_windows import RedisWindowStore
 from evenkeel.api.app import create_app
 from evenkeel.api.auth import TokenSet
 from evenkeel.controller.cycle import CycleSettings
-from evenkeel.controller.deployment import DeploymentOptions, Outside
+from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outside
+from evenkeel.controller.figures import FigureLimits, Figures
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.status import LiveView
@@ -116,7 +117,9 @@ async def _serve(
         spawner.spawn(planner.warm_up(), "planner-warm-up")
         spawner.spawn(_take_up(fleet, outside), "take-up")
         spawner.spawn(_store_windows(fleet, outside, window.store_interval_s), "store-windows")
-        spawner.spawn(_refresh_metrics(fleet, metrics, settings.metrics.refresh_s), "refresh-metrics")
+        limits = FigureLimits(settings.metrics.worst_layers, settings.metrics.layer_rank_series)
+        refresh = _refresh_metrics(fleet, metrics, settings.metrics.refresh_s, limits)
+        spawner.spawn(refresh, "refresh-metrics")
         spawner.spawn(_forget_idle(fleet, settings.ingest.forget_after_s), "forget-idle")
         spawner.spawn(rest.run(), "rest")
         await grpc_server.start(fleet)
@@ -181,13 +184,19 @@ async def _store_windows(fleet: Fleet, outside: Outside, interval_s: float) -> N
             outside.health.answered()
 
 
-async def _refresh_metrics(fleet: Fleet, metrics: ControllerMetrics, interval_s: float) -> None:
+async def _refresh_metrics(
+    fleet: Fleet, metrics: ControllerMetrics, interval_s: float, limits: FigureLimits
+) -> None:
+    figures: dict[Deployment, Figures] = {}
     while True:
         await asyncio.sleep(interval_s)
-        for deployment in list(fleet.members.values()):
-            if deployment.shape is not None:
-                view = LiveView(deployment)
-                metrics.refresh(view.status(), view.balance())
+        figures = {one: figures.get(one) or Figures(one, limits) for one in fleet.members.values()}
+        for name, deployment in list(fleet.members.items()):
+            if not deployment.keeper.leading or deployment.shape is None:
+                metrics.follow(name)
+                continue
+            view = LiveView(deployment)
+            metrics.refresh(view.status(), view.balance(), figures[deployment].now())
 
 
 async def _forget_idle(fleet: Fleet, after_s: float) -> None:

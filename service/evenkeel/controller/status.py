@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from evenkeel.adapters.metrics import PhaseBalance
+from evenkeel.adapters.metric_families import PhaseBalance
 from evenkeel.controller.deployment import Deployment
 from evenkeel.errors import Unavailable
 from evenkeel.model.load import LoadWindow, Phase
