@@ -242,7 +242,7 @@ def _replica_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
         ["deployment"],
     )
     redundant = _family(
-        "evenkeel_layer_redundant_replicas_summary",
+        "evenkeel_redundant_replicas_per_layer",
         "Filled slots of a layer beyond one for each expert: least, mean and most over the layers.",
         ["deployment", "statistic"],
     )

@@ -1,0 +1,103 @@
+{{- define "evenkeel.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* 40 characters leave room for suffixes of services and pods. */}}
+{{- define "evenkeel.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- $name := default .Chart.Name .Values.nameOverride }}
+{{- if contains $name .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "evenkeel.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "evenkeel.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "evenkeel.commonLabels" -}}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "evenkeel.labels" -}}
+{{ include "evenkeel.selectorLabels" . }}
+{{ include "evenkeel.commonLabels" . }}
+{{- end }}
+
+{{/* Pods beside the controllers have another name, so that the controllers' selectors miss them. */}}
+{{- define "evenkeel.valkeySelectorLabels" -}}
+app.kubernetes.io/name: {{ include "evenkeel.name" . }}-valkey
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "evenkeel.testSelectorLabels" -}}
+app.kubernetes.io/name: {{ include "evenkeel.name" . }}-test
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "evenkeel.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (include "evenkeel.fullname" .) .Values.serviceAccount.name }}
+{{- else }}
+{{- default "default" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{- define "evenkeel.image" -}}
+{{- $repository := .Values.image.repository }}
+{{- if .Values.image.registry }}
+{{- $repository = printf "%s/%s" .Values.image.registry $repository }}
+{{- end }}
+{{- if .Values.image.digest }}
+{{- printf "%s@%s" $repository .Values.image.digest }}
+{{- else }}
+{{- printf "%s:%s" $repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- end }}
+{{- end }}
+
+{{/* Whether the store is outside the controllers. */}}
+{{- define "evenkeel.externalStore" -}}
+{{- if or .Values.redis.url .Values.redis.urlKey .Values.devValkey.enabled }}true{{ end }}
+{{- end }}
+
+{{- define "evenkeel.settings" -}}
+{{ toYaml .Values.config }}
+{{- end }}
+
+{{- define "evenkeel.validate" -}}
+{{- if and (gt (int .Values.replicaCount) 1) (not (include "evenkeel.externalStore" .)) }}
+{{- fail "replicaCount above 1 needs an external store: set redis.url or redis.urlKey, or devValkey.enabled for a trial" }}
+{{- end }}
+{{- if and (gt (int .Values.replicaCount) 1) (not .Values.api.tokens.existingSecret) }}
+{{- fail "replicaCount above 1 needs api.tokens.existingSecret: each replica would make a token of its own" }}
+{{- end }}
+{{- if and (gt (int .Values.replicaCount) 1) .Values.persistence.enabled }}
+{{- fail "persistence is for the embedded store of one replica; with replicaCount above 1 the state is in Redis" }}
+{{- end }}
+{{- if regexMatch "://[^/@]*:[^/]*@" .Values.redis.url }}
+{{- fail "redis.url holds a password: put it in a secret and name it with redis.existingSecret and redis.passwordKey" }}
+{{- end }}
+{{- if and .Values.redis.url .Values.redis.urlKey }}
+{{- fail "redis.url and redis.urlKey both name the store: set one" }}
+{{- end }}
+{{- if and .Values.devValkey.enabled (or .Values.redis.url .Values.redis.urlKey) }}
+{{- fail "devValkey.enabled and redis name two stores: set one" }}
+{{- end }}
+{{- if and (or .Values.redis.urlKey .Values.redis.usernameKey .Values.redis.passwordKey) (not .Values.redis.existingSecret) }}
+{{- fail "redis.urlKey, usernameKey and passwordKey name keys of redis.existingSecret, which is empty" }}
+{{- end }}
+{{- if and .Values.redis.existingSecret (not (or .Values.redis.urlKey .Values.redis.usernameKey .Values.redis.passwordKey)) }}
+{{- fail "redis.existingSecret is set and none of redis.urlKey, usernameKey and passwordKey names a key of it" }}
+{{- end }}
+{{- end }}
