@@ -160,8 +160,8 @@ class PlannerSettings:
     """Gate settings by name, see `planning.gates.GateSettings`; those not named have
     DEFAULT_THRESHOLDS, else the gates' own."""
     recent_steps: Annotated[int, Field(ge=4)] = 32
-    """Steps per block in which a change of traffic is looked for: four blocks at least must be in the window.
-    Small blocks take noise for change, large ones see it late."""
+    """Steps since a change of traffic that are enough to plan on; a quarter of the window at most. With few a plan
+    follows chance, with many the old placement serves the new traffic longer."""
     lifetime_steps: Count = 1000
     """Steps a placement is expected to last: what a copy's price is spread over."""
     copy_bytes_per_s: Annotated[float, Field(gt=0)] = 5e9

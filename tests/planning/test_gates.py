@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evenkeel.errors import InvalidInput, Reason
 from evenkeel.model.placement import Placement
@@ -17,11 +15,10 @@ from evenkeel.planning.gates import (
     BeforeInputs,
     GateMemory,
     GateSettings,
-    HeldOut,
     decide_after,
     decide_before,
-    load_change,
 )
+from evenkeel.planning.verdict import Call, Verdict
 
 SETTINGS = GateSettings()
 POOR = BeforeInputs(
@@ -81,7 +78,7 @@ def test_unknown_closes_a_gate_and_is_never_zero():
         decide_before(replace(POOR, balancedness_mean=math.nan), SETTINGS).reason is Reason.INSUFFICIENT_DATA
     )
     assert decide_before(replace(POOR, newest_step_age_s=math.nan), SETTINGS).reason is Reason.STALE_DATA
-    unknown_change = replace(POOR, balancedness_mean=0.99, change=math.nan, balancedness_recent=0.2)
+    unknown_change = replace(POOR, balancedness_mean=0.99, changed_steps=40, balancedness_changed=math.nan)
     assert decide_before(unknown_change, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
 
 
@@ -114,13 +111,56 @@ def test_a_gap_in_the_data_breaks_the_run_of_windows():
     assert busy.memory == memory
 
 
+CHANGED = replace(
+    POOR,
+    balancedness_mean=0.95,
+    change_strength=9.0,
+    changed_steps=40,
+    enough_changed_steps=32,
+    balancedness_changed=0.6,
+    memory=GateMemory(),
+)
+
+
 def test_changed_load_is_a_reason_of_its_own_and_does_not_wait():
-    changed = replace(POOR, balancedness_mean=0.95, balancedness_recent=0.6, change=4.0, memory=GateMemory())
-    decision = decide_before(changed, SETTINGS)
+    decision = decide_before(CHANGED, SETTINGS)
     assert (decision.passed, decision.reason) == (True, Reason.LOAD_CHANGED)
-    assert decision.numbers["change"] == 4.0
-    harmless = replace(changed, balancedness_recent=0.97)
+    assert decision.numbers["change_strength"] == 9.0
+    assert decision.numbers["changed_steps"] == 40.0
+    harmless = replace(CHANGED, balancedness_changed=0.97)
     assert decide_before(harmless, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+
+
+def test_changed_load_wins_over_poor_balance_and_waits_only_for_steps_to_plan_on():
+    poor = replace(CHANGED, balancedness_mean=0.7, memory=GateMemory(windows_below=5, planning=True))
+    assert decide_before(poor, SETTINGS).reason is Reason.LOAD_CHANGED
+    early = decide_before(replace(poor, changed_steps=31), SETTINGS)
+    assert (early.passed, early.reason) == (False, Reason.INSUFFICIENT_DATA)
+    assert early.numbers["enough_changed_steps"] == 32.0
+    assert early.memory.planning
+    answered = decide_before(replace(poor, changed_steps=0, balancedness_changed=math.nan), SETTINGS)
+    assert answered.reason is Reason.BALANCE_BELOW_THRESHOLD
+    cooling = replace(poor, last_plan_ended_unix=999.0)
+    assert decide_before(cooling, SETTINGS).reason is Reason.COOLDOWN
+
+
+def test_failed_plans_make_the_wait_double_up_to_a_cap():
+    settings = GateSettings(cooldown_s=10, retry_s=30, max_retry_s=100)
+    for failed, wait_s in ((0, 10), (1, 30), (2, 60), (3, 100), (4, 100), (5000, 100)):
+        failing = replace(POOR, failed_plans=failed, last_plan_ended_unix=1000.0 - wait_s + 0.5)
+        decision = decide_before(failing, settings)
+        assert (decision.passed, decision.reason) == (False, Reason.COOLDOWN)
+        assert decision.numbers["cooldown_s"] == wait_s
+        assert decision.numbers["since_plan_s"] == wait_s - 0.5
+        assert decision.numbers.get("failed_plans", 0.0) == failed
+        assert decide_before(replace(failing, last_plan_ended_unix=1000.0 - wait_s), settings).passed
+        assert decide_before(replace(failing, manual=True), settings).passed
+
+
+def test_a_long_cooldown_is_never_shortened_by_a_failure():
+    settings = GateSettings(cooldown_s=600, retry_s=30, max_retry_s=100)
+    failing = replace(POOR, failed_plans=3, last_plan_ended_unix=401.0)
+    assert decide_before(failing, settings).numbers["cooldown_s"] == 600
 
 
 def test_a_manual_request_needs_data_and_no_freeze_but_nothing_else():
@@ -143,10 +183,25 @@ GOOD = AfterInputs(
     shape=SHAPE,
     base=Placement(np.array([[0, -1, 1, -1]] * 2), 2, 2),
     target=Placement(np.array([[0, 1, 1, 0], [0, -1, 1, -1]]), 2, 2),
-    held_out=HeldOut(gain=0.1, gain_lower=0.05, steps=50),
-    saved_per_step=2.0,
-    move_cost=1000.0,
+    verdict=Verdict(
+        call=Call.RECOMMEND,
+        steps=50,
+        gain=0.1,
+        gain_lower=0.05,
+        gain_upper=0.15,
+        saved_per_step=2.0,
+        copy_cost=1000.0,
+        lifetime_steps=1000,
+        cost=0.03,
+        payback_steps=500.0,
+        payback_s=5.0,
+    ),
 )
+
+
+def verdict(**changes) -> dict[str, Any]:
+    assert GOOD.verdict is not None
+    return {"verdict": replace(GOOD.verdict, **changes)}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +221,9 @@ def test_a_good_plan_goes_where_the_mode_sends_it(mode, manual, passed, reason):
     assert decision.numbers["bytes"] == 200
     assert decision.numbers["layers"] == 1
     assert decision.numbers["payback_steps"] == 500
+    assert decision.numbers["payback_s"] == 5.0
     assert decision.numbers["gain"] == 0.1
+    assert decision.numbers["net_gain"] == pytest.approx(0.07)
 
 
 @pytest.mark.parametrize(
@@ -179,17 +236,18 @@ def test_a_good_plan_goes_where_the_mode_sends_it(mode, manual, passed, reason):
         ({"limits": PlanLimits(max_moves=1)}, Reason.LIMIT_EXCEEDED),
         ({"limits": PlanLimits(max_bytes=199)}, Reason.LIMIT_EXCEEDED),
         ({"limits": PlanLimits(max_layers=0)}, Reason.LIMIT_EXCEEDED),
-        ({"held_out": None}, Reason.INSUFFICIENT_DATA),
-        ({"held_out": HeldOut(0.1, 0.05, 15)}, Reason.INSUFFICIENT_DATA),
-        ({"held_out": HeldOut(math.nan, math.nan, 50)}, Reason.INSUFFICIENT_DATA),
-        ({"held_out": HeldOut(0.009, 0.005, 50)}, Reason.GAIN_TOO_SMALL),
-        ({"held_out": HeldOut(-0.2, -0.3, 50)}, Reason.GAIN_TOO_SMALL),
-        ({"held_out": HeldOut(0.1, 0.0, 50)}, Reason.GAIN_UNCERTAIN),
-        ({"held_out": HeldOut(0.1, math.nan, 50)}, Reason.GAIN_UNCERTAIN),
-        ({"move_cost": 40_001.0}, Reason.PAYBACK_TOO_LONG),
-        ({"saved_per_step": 0.0}, Reason.PAYBACK_TOO_LONG),
-        ({"saved_per_step": math.nan}, Reason.PAYBACK_TOO_LONG),
-        ({"move_cost": math.nan}, Reason.PAYBACK_TOO_LONG),
+        ({"verdict": None}, Reason.INSUFFICIENT_DATA),
+        (verdict(steps=15), Reason.INSUFFICIENT_DATA),
+        (verdict(gain=math.nan), Reason.INSUFFICIENT_DATA),
+        (verdict(gain=0.0019), Reason.GAIN_TOO_SMALL),
+        (verdict(gain=-0.2), Reason.GAIN_TOO_SMALL),
+        (verdict(gain_lower=0.0), Reason.GAIN_UNCERTAIN),
+        (verdict(gain_lower=math.nan), Reason.GAIN_UNCERTAIN),
+        (verdict(call=Call.INSUFFICIENT_EVIDENCE), Reason.GAIN_UNCERTAIN),
+        (verdict(call=Call.NOT_NOW), Reason.PAYBACK_TOO_LONG),
+        (verdict(payback_steps=20_001.0), Reason.PAYBACK_TOO_LONG),
+        (verdict(payback_steps=math.inf), Reason.PAYBACK_TOO_LONG),
+        (verdict(payback_steps=math.nan), Reason.PAYBACK_TOO_LONG),
     ],
 )
 def test_a_plan_that_is_unsound_or_not_worth_it_stops(change, reason):
@@ -198,7 +256,7 @@ def test_a_plan_that_is_unsound_or_not_worth_it_stops(change, reason):
 
 
 def test_an_operator_may_pay_for_what_does_not_pay_but_never_break_an_invariant():
-    manual = replace(GOOD, manual=True, held_out=None)
+    manual = replace(GOOD, manual=True, verdict=None)
     assert decide_after(manual, SETTINGS).passed
     for change, reason in (
         ({"target": GOOD.base}, Reason.NO_CHANGE),
@@ -222,41 +280,3 @@ def test_settings_by_name():
     for value in (-1.0, math.nan, math.inf):
         with pytest.raises(InvalidInput, match="must be finite and not negative"):
             GateSettings(cooldown_s=value)
-
-
-def traffic(rng, popularity, steps):
-    return np.stack([[rng.multinomial(4000, row) for row in popularity] for _ in range(steps)])
-
-
-def test_change_is_near_one_on_stationary_traffic_and_large_after_a_shift():
-    rng = np.random.default_rng(0)
-    before, after = rng.dirichlet(np.ones(32), 4), rng.dirichlet(np.ones(32), 4)
-    steady = traffic(rng, before, 96)
-    assert 0.7 < load_change(steady, 16) < 1.4
-    shifted = np.concatenate([steady[:80], traffic(rng, after, 16)])
-    assert load_change(shifted, 16) > 5
-
-
-@given(st.integers(0, 5), st.integers(1, 3))
-def test_change_is_unknown_without_enough_blocks(steps, block):
-    load = np.ones((steps, 2, 3))
-    if steps // block < 4:
-        assert math.isnan(load_change(load, block))
-    else:
-        assert load_change(load, block) == 1.0
-
-
-def test_change_is_unknown_where_nothing_was_routed():
-    assert math.isnan(load_change(np.zeros((8, 2, 3)), 2))
-    silent_end = np.ones((8, 2, 3))
-    silent_end[6:] = 0
-    assert math.isnan(load_change(silent_end, 2))
-    one_layer_silent = np.ones((8, 2, 3))
-    one_layer_silent[:, 1] = 0
-    assert load_change(one_layer_silent, 2) == 1.0
-    moved = np.zeros((8, 1, 3))
-    moved[:6, :, 0] = 1
-    moved[6:, :, 1] = 1
-    assert load_change(moved, 2) == math.inf
-    with pytest.raises(InvalidInput, match="recent_steps is 0"):
-        load_change(moved, 0)

@@ -16,24 +16,34 @@ from evenkeel.model.plan import PlanLimits, Wave
 from evenkeel.model.policy import Mode
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning import metrics
+from evenkeel.planning.change import Change, ChangeRules, find_change
 from evenkeel.planning.gates import (
     AfterInputs,
     BeforeInputs,
     Decision,
     GateMemory,
     GateSettings,
-    HeldOut,
     decide_after,
     decide_before,
-    load_change,
 )
 from evenkeel.planning.policies import resolve_policy
 from evenkeel.planning.problem import CostCurves, DispatchModel, PlacementProblem, Proposal
 from evenkeel.planning.relabel import align_slots, count_moves, relabel
 from evenkeel.planning.split import SplitModel
+from evenkeel.planning.verdict import Verdict, VerdictRules, judge
 from evenkeel.planning.waves import schedule_waves
 
-__all__ = ["CycleInputs", "CycleResult", "held_out_gain", "run_cycle"]
+__all__ = ["CycleInputs", "CycleResult", "Split", "judge_target", "plan_target", "run_cycle", "split_window"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a window is cut: planned on is load[begin:cut], scored on is load[cut:]."""
+
+    begin: int
+    cut: int
+    change: Change
+    """What was looked at to choose `begin`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,6 +72,11 @@ class CycleInputs:
     frozen_until_unix: float = 0.0
     held: bool = False
     last_plan_ended_unix: float | None = None
+    failed_plans: int = 0
+    """Automatic plans in a row, up to the last one, that were refused or failed."""
+    steps_since_move: int | None = None
+    """Newest steps of the window that ran under the present placement: a change of traffic among older ones has been
+    answered. None where that is not known; any change then counts."""
     limits: PlanLimits = PlanLimits()
     allow_duplicates: bool = False
     replica_budget: int | None = None
@@ -73,7 +88,9 @@ class CycleInputs:
     lifetime_steps: int = 1000
     """Steps a placement is expected to last: what a copy's price is spread over."""
     recent_steps: int = 32
-    """Steps per block in which a change of traffic is looked for."""
+    """Steps since a change of traffic that are enough to plan on."""
+    step_s: float | None = None
+    """Seconds from one step to the next; None where not known."""
     seed: int = 0
 
 
@@ -92,6 +109,10 @@ class CycleResult:
     waves: tuple[Wave, ...] = ()
     detail: str = ""
     """The error in words where one ended the cycle."""
+    verdict: Verdict | None = None
+    """What the later steps say; None when the cycle ended before, or there were none."""
+    split: Split | None = None
+    """What was planned and scored on; None when the cycle ended before it planned."""
 
 
 def run_cycle(inputs: CycleInputs) -> CycleResult:
@@ -101,63 +122,60 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
         Always a Reason. Errors of a policy or schedule end the cycle as their own reason or
         PLANNER_FAILED, with the words in `detail`; nothing is raised for what data or operators did.
     """
-    before = _before(inputs)
+    change = find_change(
+        inputs.load.astype(np.float64), ChangeRules(threshold=max(inputs.settings.change_ratio, 1e-9))
+    )
+    before = _before(inputs, change)
     if not before.passed:
         return CycleResult(False, before.reason, before.memory, before.numbers)
-    planned_on, scored_on = _split(inputs, before.reason)
+    split = split_window(inputs, change)
+    planned_on, scored_on = inputs.load[split.begin : split.cut], inputs.load[split.cut :]
     try:
-        target, numbers = _target(inputs, planned_on)
+        target, numbers = plan_target(inputs, planned_on)
+        verdict, judged = judge_target(inputs, target, scored_on)
     except EvenkeelError as error:
         reason = error.reason if error.reason is not Reason.INVALID_INPUT else Reason.PLANNER_FAILED
-        return CycleResult(False, reason, before.memory, before.numbers, detail=str(error))
-    numbers = before.numbers | numbers
-    after, judged = _after(inputs, target, planned_on, scored_on)
-    numbers |= after.numbers | judged
+        return CycleResult(False, reason, before.memory, before.numbers, detail=str(error), split=split)
+    after = decide_after(
+        AfterInputs(
+            mode=inputs.mode,
+            shape=inputs.shape,
+            base=inputs.current,
+            target=target,
+            verdict=verdict,
+            limits=inputs.limits,
+            allow_duplicates=inputs.allow_duplicates,
+            manual=inputs.manual,
+        ),
+        inputs.settings,
+    )
+    numbers = before.numbers | numbers | judged | after.numbers
+
+    def end(passed: bool, reason: Reason, waves: tuple[Wave, ...] = (), detail: str = "") -> CycleResult:
+        return CycleResult(passed, reason, before.memory, numbers, target, waves, detail, verdict, split)
+
     if not after.passed:
-        return CycleResult(False, after.reason, before.memory, numbers, target)
+        return end(False, after.reason)
     try:
         waves = schedule_waves(
             inputs.current, target, inputs.shape, inputs.topology, inputs.staging_bytes, inputs.limits
         )
     except EvenkeelError as error:
-        return CycleResult(False, error.reason, before.memory, numbers, target, detail=str(error))
+        return end(False, error.reason, detail=str(error))
     numbers["waves"] = float(len(waves))
-    return CycleResult(True, before.reason, before.memory, numbers, target, waves)
+    return end(True, before.reason, waves)
 
 
-def held_out_gain(
-    before: NDArray[np.float64], after: NDArray[np.float64], *, seed: int = 0, resamples: int = 500
-) -> HeldOut:
-    """How much of the MoE time a plan saves on steps it was not planned on.
-
-    Args:
-        before, after: (T,) predicted time of each later step under the present and the proposed placement.
-        seed: of the bootstrap.
-
-    Returns:
-        The gain 1 - sum(after)/sum(before) and its 5 % quantile over circular moving blocks of about sqrt(T)
-        steps: neighbouring steps are alike, so single steps would make it look more certain than it is.
-    """
-    steps = len(before)
-    total = float(before.sum())
-    if steps == 0 or total <= 0:
-        return HeldOut(math.nan, math.nan, steps)
-    block = max(1, round(math.sqrt(steps)))
-    starts = np.random.default_rng(seed).integers(0, steps, (resamples, -(-steps // block)))
-    picked = ((starts[:, :, None] + np.arange(block)) % steps).reshape(resamples, -1)[:, :steps]
-    gains = 1.0 - after[picked].sum(axis=1) / np.maximum(before[picked].sum(axis=1), 1e-300)
-    return HeldOut(1.0 - float(after.sum()) / total, float(np.quantile(gains, 0.05)), steps)
-
-
-def _before(inputs: CycleInputs) -> Decision:
+def _before(inputs: CycleInputs, change: Change) -> Decision:
     """The gates before planning, with the balance of the window measured."""
     load = inputs.load
-    mean = worst = recent = change = math.nan
+    mean = worst = changed = math.nan
+    changed_steps = _unanswered_steps(inputs, change)
     if len(load):
         by_rank = metrics.rank_load(load, inputs.current, _split_model(inputs))
         mean, worst = metrics.balancedness_mean(by_rank), metrics.balancedness_worst(by_rank)
-        recent = metrics.balancedness_mean(by_rank[-inputs.recent_steps :])
-        change = load_change(load, inputs.recent_steps)
+        if changed_steps:
+            changed = metrics.balancedness_mean(by_rank[-changed_steps:])
     decision = decide_before(
         BeforeInputs(
             now_unix=inputs.now_unix,
@@ -167,13 +185,16 @@ def _before(inputs: CycleInputs) -> Decision:
             window_steps=len(load),
             newest_step_age_s=inputs.newest_step_age_s,
             balancedness_mean=mean,
-            balancedness_recent=recent,
-            change=change,
+            change_strength=change.strength,
+            changed_steps=changed_steps,
+            enough_changed_steps=inputs.recent_steps,
+            balancedness_changed=changed,
             manual=inputs.manual,
             plan_in_progress=inputs.plan_in_progress,
             frozen_until_unix=inputs.frozen_until_unix,
             held=inputs.held,
             last_plan_ended_unix=inputs.last_plan_ended_unix,
+            failed_plans=inputs.failed_plans,
             memory=inputs.memory,
         ),
         inputs.settings,
@@ -183,18 +204,30 @@ def _before(inputs: CycleInputs) -> Decision:
     return Decision(decision.passed, decision.reason, decision.numbers | known, decision.memory)
 
 
-def _split(inputs: CycleInputs, why: Reason) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """(planned on, scored on): the newest third is kept for scoring; after a change only newest steps count."""
-    load = inputs.load[-inputs.recent_steps :] if why is Reason.LOAD_CHANGED else inputs.load
-    later = max(1, len(load) // 3)
-    if len(load) >= 2 * inputs.settings.min_held_out_steps:
-        later = max(later, int(inputs.settings.min_held_out_steps))
-    if len(load) == 1:
-        return load, load[:0]
-    return load[:-later], load[-later:]
+def _unanswered_steps(inputs: CycleInputs, change: Change) -> int:
+    """Steps since a change that no plan has answered; 0 if there is none."""
+    if change.first_step == 0:
+        return 0
+    steps = len(inputs.load) - change.first_step
+    answered = inputs.steps_since_move is not None and steps > inputs.steps_since_move
+    return 0 if answered else steps
 
 
-def _target(inputs: CycleInputs, load: NDArray[np.uint32]) -> tuple[Placement, dict[str, float]]:
+def split_window(inputs: CycleInputs, change: Change) -> Split:
+    """Cut the window: the newest third, or `min_held_out_steps` if there are twice as many, is kept for scoring.
+
+    Steps before a change of traffic are left out, once there are `recent_steps` after it.
+    """
+    steps = len(inputs.load)
+    begin = change.first_step if steps - change.first_step >= inputs.recent_steps else 0
+    usable, least = steps - begin, int(inputs.settings.min_held_out_steps)
+    later = max(1, usable // 3)
+    if usable >= 2 * least:
+        later = max(later, least)
+    return Split(begin, steps if usable == 1 else steps - later, change)
+
+
+def plan_target(inputs: CycleInputs, load: NDArray[np.uint32]) -> tuple[Placement, dict[str, float]]:
     """What the policy proposes, in the labels nearest to the present placement.
 
     Raises:
@@ -229,40 +262,28 @@ def _target(inputs: CycleInputs, load: NDArray[np.uint32]) -> tuple[Placement, d
     return target, numbers
 
 
-def _after(
-    inputs: CycleInputs, target: Placement, planned_on: NDArray[np.uint32], scored_on: NDArray[np.uint32]
-) -> tuple[Decision, dict[str, float]]:
-    """The gates after planning, and what the plan is expected to bring on the later steps."""
+def judge_target(
+    inputs: CycleInputs, target: Placement, scored_on: NDArray[np.uint32]
+) -> tuple[Verdict | None, dict[str, float]]:
+    """What the later steps say of a target, with named figures; None without later steps.
+
+    Raises:
+        InfeasiblePlan: the target misses an expert that has load.
+    """
+    if not len(scored_on):
+        return None, {}
     split = _split_model(inputs)
-    held_out = None
-    judged: dict[str, float] = {}
-    saved = 0.0
-    scored = scored_on if len(scored_on) else planned_on
-    if len(scored):
-        old = metrics.step_times(scored, inputs.current, inputs.costs, split).sum(axis=1)
-        new = metrics.step_times(scored, target, inputs.costs, split).sum(axis=1)
-        saved = float((old - new).mean())
-        if len(scored_on):
-            held_out = held_out_gain(old, new, seed=inputs.seed)
-        expected = metrics.balancedness_mean(metrics.rank_load(scored, target, split))
-        if math.isfinite(expected):
-            judged["balancedness_expected"] = expected
-    decision = decide_after(
-        AfterInputs(
-            mode=inputs.mode,
-            shape=inputs.shape,
-            base=inputs.current,
-            target=target,
-            held_out=held_out,
-            saved_per_step=saved,
-            move_cost=inputs.copy_cost * count_moves(inputs.current, target),
-            limits=inputs.limits,
-            allow_duplicates=inputs.allow_duplicates,
-            manual=inputs.manual,
-        ),
-        inputs.settings,
+    verdict = judge(
+        metrics.step_times(scored_on, inputs.current, inputs.costs, split).sum(axis=1),
+        metrics.step_times(scored_on, target, inputs.costs, split).sum(axis=1),
+        copy_cost=inputs.copy_cost * count_moves(inputs.current, target),
+        lifetime_steps=inputs.lifetime_steps,
+        step_s=inputs.step_s,
+        rules=VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps))),
+        seed=inputs.seed,
     )
-    return decision, judged
+    expected = metrics.balancedness_mean(metrics.rank_load(scored_on, target, split))
+    return verdict, {"balancedness_expected": expected} if math.isfinite(expected) else {}
 
 
 def _split_model(inputs: CycleInputs) -> SplitModel:

@@ -9,15 +9,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from evenkeel.errors import EvenkeelError, InvalidInput, Reason
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanLimits
 from evenkeel.model.policy import Mode
 from evenkeel.model.topology import ModelShape
 from evenkeel.planning.relabel import moves_by_layer
+from evenkeel.planning.verdict import Call, Verdict
 
 __all__ = [
     "AfterInputs",
@@ -25,10 +23,8 @@ __all__ = [
     "Decision",
     "GateMemory",
     "GateSettings",
-    "HeldOut",
     "decide_after",
     "decide_before",
-    "load_change",
 ]
 
 
@@ -38,6 +34,11 @@ class GateSettings:
 
     cooldown_s: float = 120.0
     """Seconds after the end of a plan before the next; too short plans on loads seen under half-moved maps."""
+    retry_s: float = 30.0
+    """Seconds to wait after a plan that was refused or failed, if that is more than `cooldown_s`. Doubles with
+    every further failure: a fleet that cannot carry plans out must not be asked every cycle."""
+    max_retry_s: float = 1800.0
+    """What that wait grows to at most; under `cooldown_s` it does not count."""
     min_window_steps: float = 64
     """Complete steps needed to plan; fewer judge a placement by noise."""
     max_data_age_s: float = 30.0
@@ -48,10 +49,12 @@ class GateSettings:
     """Balancedness at which planning stops again, >= plan_below; the gap keeps it from flapping."""
     consecutive_windows: float = 3
     """Cycles in a row under `plan_below` before planning starts; 1 reacts to a single odd window."""
-    change_ratio: float = 1.5
-    """`load_change` from which the newest steps count as other traffic than the window."""
-    min_gain: float = 0.01
-    """Least predicted saving of MoE time on later data, as a fraction."""
+    change_ratio: float = 6.0
+    """How many times more than neighbouring blocks of the window the loads around a split must differ for the steps
+    after it to count as other traffic (`change.ChangeRules.threshold`); lower takes noise for change."""
+    min_gain: float = 0.002
+    """Least predicted saving of MoE time on later data, as a fraction. The verdict already counts the copies; this is
+    what is not worth the trouble. Set too high, small savings that would add up are all left lying."""
     min_held_out_steps: float = 16
     """Later steps a plan must have been scored on."""
     max_payback_steps: float = 20_000
@@ -119,10 +122,14 @@ class BeforeInputs:
     """NaN when no step was ever complete."""
     balancedness_mean: float
     """Of the present placement on the window; NaN without load."""
-    balancedness_recent: float = math.nan
-    """The same on the newest steps alone."""
-    change: float = math.nan
-    """`load_change` of the window; NaN when it is too short to say."""
+    change_strength: float = math.nan
+    """`change.Change.strength` of the window; NaN when it is too short to say."""
+    changed_steps: int = 0
+    """Newest steps since traffic changed; 0 when it did not, or when a plan has already answered the change."""
+    enough_changed_steps: int = 0
+    """Steps after a change that can be planned on."""
+    balancedness_changed: float = math.nan
+    """Of the present placement on the steps since the change; NaN where there are none."""
     manual: bool = False
     """An operator asks: cooldown, hold and balance do not matter, data and safety do."""
     plan_in_progress: bool = False
@@ -131,6 +138,8 @@ class BeforeInputs:
     """Automatic plans wait for `resume` after a rollback."""
     last_plan_ended_unix: float | None = None
     """None when there was none."""
+    failed_plans: int = 0
+    """Automatic plans in a row, up to the last one, that were refused or failed."""
     memory: GateMemory = GateMemory()
 
 
@@ -138,9 +147,9 @@ def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
     """Whether a cycle may plan.
 
     Returns:
-        Passed with why to plan: MANUAL_REQUEST, LOAD_CHANGED (plan on the newest steps) or
-        BALANCE_BELOW_THRESHOLD. Closed with one of PLAN_IN_PROGRESS, FROZEN, HELD_AFTER_ROLLBACK, COOLDOWN,
-        RANKS_MISSING, INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS, BALANCE_ABOVE_THRESHOLD.
+        Passed with why to plan: MANUAL_REQUEST, LOAD_CHANGED or BALANCE_BELOW_THRESHOLD. Closed with one of
+        PLAN_IN_PROGRESS, FROZEN, HELD_AFTER_ROLLBACK, COOLDOWN, RANKS_MISSING, INSUFFICIENT_DATA, STALE_DATA,
+        WAITING_CONSECUTIVE_WINDOWS, BALANCE_ABOVE_THRESHOLD.
     """
     closed = _why_not_now(inputs, settings) or _why_no_data(inputs, settings)
     if closed is not None:
@@ -165,10 +174,21 @@ def _why_not_now(inputs: BeforeInputs, settings: GateSettings) -> Decision | Non
         return Decision(False, Reason.HELD_AFTER_ROLLBACK, {}, inputs.memory)
     if inputs.last_plan_ended_unix is not None:
         since_s = inputs.now_unix - inputs.last_plan_ended_unix
-        if since_s < settings.cooldown_s:
-            numbers = {"since_plan_s": since_s, "cooldown_s": settings.cooldown_s}
+        wait_s = _wait_s(inputs.failed_plans, settings)
+        if since_s < wait_s:
+            numbers = {"since_plan_s": since_s, "cooldown_s": wait_s}
+            if inputs.failed_plans:
+                numbers["failed_plans"] = float(inputs.failed_plans)
             return Decision(False, Reason.COOLDOWN, numbers, inputs.memory)
     return None
+
+
+def _wait_s(failed_plans: int, settings: GateSettings) -> float:
+    """Seconds from the end of the last plan to the next: the cooldown, doubled for each failure in a row."""
+    if failed_plans == 0:
+        return settings.cooldown_s
+    grown = max(settings.cooldown_s, settings.retry_s) * 2.0 ** min(failed_plans - 1, 60)
+    return max(settings.cooldown_s, min(grown, settings.max_retry_s))
 
 
 def _why_no_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | None:
@@ -195,12 +215,17 @@ def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision
         inputs.memory.planning and inputs.balancedness_mean < settings.stop_above
     )
     memory = GateMemory(windows_below, planning)
-    if inputs.change >= settings.change_ratio and inputs.balancedness_recent < settings.stop_above:
+    if inputs.changed_steps > 0 and inputs.balancedness_changed < settings.stop_above:
         numbers |= {
-            "change": inputs.change,
+            "change_strength": inputs.change_strength,
             "change_ratio": settings.change_ratio,
-            "balancedness_recent": inputs.balancedness_recent,
+            "changed_steps": float(inputs.changed_steps),
+            "balancedness_changed": inputs.balancedness_changed,
         }
+        if inputs.changed_steps < inputs.enough_changed_steps:
+            # A plan on what was before, or on a handful of steps, would only be in the way of the right one.
+            numbers["enough_changed_steps"] = float(inputs.enough_changed_steps)
+            return Decision(False, Reason.INSUFFICIENT_DATA, numbers, memory)
         return Decision(True, Reason.LOAD_CHANGED, numbers, memory)
     if planning:
         numbers |= {"plan_below": settings.plan_below, "stop_above": settings.stop_above}
@@ -216,17 +241,6 @@ def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """How a plan did on steps after those it was planned on."""
-
-    gain: float
-    """Mean saving of predicted MoE time, as a fraction of the present placement's."""
-    gain_lower: float
-    """Lower confidence bound of it."""
-    steps: int
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class AfterInputs:
     """What is known once a policy has answered and the target is relabelled."""
@@ -235,12 +249,8 @@ class AfterInputs:
     shape: ModelShape
     base: Placement
     target: Placement
-    held_out: HeldOut | None
-    """None when there was no later data to score on."""
-    saved_per_step: float
-    """Predicted saving in score units (seconds with cost curves, else tokens) per step, all layers."""
-    move_cost: float
-    """Price of all the plan's copies in the same unit."""
+    verdict: Verdict | None
+    """What the later steps say; None when there were none to score on."""
     limits: PlanLimits = PlanLimits()
     allow_duplicates: bool = False
     manual: bool = False
@@ -285,63 +295,16 @@ def _why_not_worth_it(
     inputs: AfterInputs, settings: GateSettings, numbers: dict[str, float]
 ) -> Reason | None:
     """The gates of gain and payback. Mutates `numbers`: adds what it compared."""
-    if inputs.saved_per_step > 0:
-        numbers["payback_steps"] = inputs.move_cost / inputs.saved_per_step
-    verdict = inputs.held_out
+    verdict = inputs.verdict
     if verdict is None or verdict.steps < settings.min_held_out_steps or math.isnan(verdict.gain):
         numbers |= {"held_out_steps": float(verdict.steps if verdict else 0)}
         return Reason.INSUFFICIENT_DATA
-    numbers |= {
-        "gain": verdict.gain,
-        "gain_lower": verdict.gain_lower,
-        "held_out_steps": float(verdict.steps),
-        "min_gain": settings.min_gain,
-    }
+    numbers |= verdict.numbers() | {"min_gain": settings.min_gain}
     if verdict.gain < settings.min_gain:
         return Reason.GAIN_TOO_SMALL
     if not verdict.gain_lower > 0:
         return Reason.GAIN_UNCERTAIN
     numbers["max_payback_steps"] = settings.max_payback_steps
-    if not numbers.get("payback_steps", math.inf) <= settings.max_payback_steps:
+    if not verdict.payback_steps <= settings.max_payback_steps or verdict.call is Call.NOT_NOW:
         return Reason.PAYBACK_TOO_LONG
-    return None
-
-
-def load_change(load: NDArray[np.generic], recent_steps: int) -> float:
-    """How much further the newest steps lie from the window than its own blocks lie from each other.
-
-    The window is cut from its end into blocks of `recent_steps`. A block's distance is the total
-    variation between its experts' shares of a layer and those of the other blocks but the newest,
-    averaged over layers.
-
-    Args:
-        load: (T, L, E) [tokens], oldest first.
-        recent_steps: steps per block.
-
-    Returns:
-        Distance of the newest block / median distance of the older ones: about 1 when traffic is
-        stationary. NaN with fewer than three older blocks, or without load.
-
-    Raises:
-        InvalidInput: `recent_steps` below 1.
-    """
-    if recent_steps < 1:
-        raise InvalidInput(f"recent_steps is {recent_steps}, must be at least 1")
-    blocks = load.shape[0] // recent_steps
-    if blocks < 4:
-        return math.nan
-    kept = np.asarray(load[load.shape[0] - blocks * recent_steps :], np.float64)
-    counts = kept.reshape(blocks, recent_steps, *kept.shape[1:]).sum(axis=1)
-    old = counts[:-1].sum(axis=0)
-    others = np.concatenate([old - counts[:-1], old[None]])
-    totals, other_totals = counts.sum(axis=2, keepdims=True), others.sum(axis=2, keepdims=True)
-    known = (totals[:, :, 0] > 0) & (other_totals[:, :, 0] > 0)
-    if not known[-1].any() or not known[:-1].any(axis=1).all():
-        return math.nan
-    with np.errstate(invalid="ignore", divide="ignore"):
-        distance = 0.5 * np.abs(counts / totals - others / other_totals).sum(axis=2)
-    by_block = np.where(known, distance, 0.0).sum(axis=1) / known.sum(axis=1)
-    usual = float(np.median(by_block[:-1]))
-    if usual > 0:
-        return float(by_block[-1] / usual)
-    return math.inf if by_block[-1] > 0 else 1.0
+    return None if verdict.call is Call.RECOMMEND else Reason.GAIN_UNCERTAIN

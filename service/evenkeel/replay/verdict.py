@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from evenkeel.model.policy import Mode
 from evenkeel.planning import metrics
-from evenkeel.planning.cycle import held_out_gain
 from evenkeel.planning.gates import AfterInputs, GateSettings, decide_after
 from evenkeel.planning.problem import Proposal
 from evenkeel.planning.relabel import count_moves, relabel
 from evenkeel.planning.split import SplitModel
+from evenkeel.planning.verdict import VerdictRules, judge
 from evenkeel.replay.walk import Planner, Replan
 
 __all__ = ["behind_verdict"]
@@ -45,19 +45,25 @@ def behind_verdict(planner: Planner) -> Planner:
         old = metrics.step_times(scored, current, problem.costs, split).sum(axis=1)
         new = metrics.step_times(scored, target, problem.costs, split).sum(axis=1)
         settings = GateSettings()
+        least = min(settings.min_held_out_steps, later)
         decision = decide_after(
             AfterInputs(
                 mode=Mode.AUTO,
                 shape=problem.shape,
                 base=current,
                 target=target,
-                held_out=held_out_gain(old, new, seed=problem.seed),
-                saved_per_step=float((old - new).mean()),
-                move_cost=problem.cost_per_move * LIFETIME_STEPS * count_moves(current, target),
+                verdict=judge(
+                    old,
+                    new,
+                    copy_cost=problem.cost_per_move * LIFETIME_STEPS * count_moves(current, target),
+                    lifetime_steps=LIFETIME_STEPS,
+                    rules=VerdictRules(min_steps=max(2, int(least))),
+                    seed=problem.seed,
+                ),
                 limits=problem.limits,
                 allow_duplicates=problem.allow_duplicates,
             ),
-            replace(settings, min_held_out_steps=min(settings.min_held_out_steps, later)),
+            replace(settings, min_held_out_steps=least),
         )
         return replace(proposal, placement=target) if decision.passed else None
 
