@@ -1,0 +1,90 @@
+"""The chart as the real helm renders it."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "evenkeel"
+HELM = Path(sys.executable).parent / "helm"
+VALUES = {
+    "default": None,
+    **{p.stem.removesuffix("-values"): p for p in sorted((CHART / "ci").glob("*.yaml"))},
+}
+"""Name -> values file; None for the defaults."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+
+def helm(*words: object) -> Answer:
+    done = subprocess.run([HELM, *map(str, words)], capture_output=True, text=True, timeout=60, check=False)
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@cache
+def rendered_text(name: str, *sets: str, chart: Path = CHART) -> str:
+    values = VALUES[name]
+    words = ["-f", values] if values is not None else []
+    for one in sets:
+        words += ["--set", one]
+    answer = helm("template", "r", chart, "--namespace", "ek", *words)
+    assert answer.code == 0, answer.err
+    return answer.out
+
+
+def rendered(name: str, *sets: str) -> list[dict[str, Any]]:
+    """Every object of a rendering."""
+    return [one for one in yaml.safe_load_all(rendered_text(name, *sets)) if one]
+
+
+def kind(name: str, wanted: str, *sets: str) -> list[dict[str, Any]]:
+    return [one for one in rendered(name, *sets) if one["kind"] == wanted]
+
+
+def only(name: str, wanted: str, *sets: str) -> dict[str, Any]:
+    (one,) = kind(name, wanted, *sets)
+    return one
+
+
+def pod(name: str, *sets: str) -> dict[str, Any]:
+    """Spec of the controllers' pods."""
+    spec: dict[str, Any] = only(name, "StatefulSet", *sets)["spec"]["template"]["spec"]
+    return spec
+
+
+def container(name: str, *sets: str) -> dict[str, Any]:
+    (one,) = pod(name, *sets)["containers"]
+    assert isinstance(one, dict)
+    return one
+
+
+def refusal(*sets: str) -> str:
+    """What helm says when it does not render."""
+    words = [word for one in sets for word in ("--set", one)]
+    answer = helm("template", "r", CHART, *words)
+    assert answer.code != 0, answer.out
+    return answer.err
+
+
+def notes(folder: Path, name: str) -> str:
+    """NOTES.txt of a rendering: `helm template` leaves it out, so a copy of the chart includes it in an object."""
+    copy = folder / "evenkeel"
+    if not copy.exists():
+        shutil.copytree(CHART, copy)
+        probe = 'text: |\n{{ include (print $.Template.BasePath "/NOTES.txt") . | indent 2 }}\n'
+        (copy / "templates" / "notes-probe.yaml").write_text("kind: Notes\n" + probe)
+    for one in yaml.safe_load_all(rendered_text(name, chart=copy)):
+        if one and one["kind"] == "Notes":
+            return str(one["text"])
+    raise AssertionError("no notes")
