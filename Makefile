@@ -3,13 +3,17 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test check sim format proto verify-proto clean
+.PHONY: demo test test-engines check sim format proto verify-proto clean
 
 demo: .venv/ready
 	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(DEMO_FLAGS)
 
 test: .venv/ready check
 	$(BIN)/pytest
+
+# Downloads the wheels of vLLM and SGLang once (about 375 MB, without their dependencies) and runs their own balancers.
+test-engines: .venv/ready
+	$(BIN)/pytest -m engines tests/engines
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

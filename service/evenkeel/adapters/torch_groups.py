@@ -140,7 +140,7 @@ def make_communicator(
         size: R.
         device: CPU for Gloo, a GPU for NCCL.
         timeout_s: deadline of an operation that is given none.
-        interface: network interface of Gloo.
+        interface: network interface of Gloo; empty takes the one this host's name leads to.
 
     Raises:
         Unavailable: not all ranks came in time.
@@ -154,7 +154,10 @@ def make_communicator(
             return Communicator(dist.ProcessGroupNCCL(scoped, rank, size, nccl), rank, size, device)
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = timeout
-        gloo._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+        if interface:
+            gloo._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+        else:
+            gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
         return Communicator(dist.ProcessGroupGloo(scoped, rank, size, gloo), rank, size, device)
     except RuntimeError as error:
         raise Unavailable(f"communicator {name} of {size} ranks: {error}") from error

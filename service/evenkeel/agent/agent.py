@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from evenkeel.agent.build import Connect, free_bytes, make_participant, make_transport
 from evenkeel.agent.checksums import agree_on_checksums, agree_on_start, checksums_digest
 from evenkeel.agent.config import AgentConfig
-from evenkeel.agent.ports import ExpertWeights, GateFailed, MapInstaller, RankLink
+from evenkeel.agent.ports import ExpertWeights, GateFailed, MapInstaller, RankLink, WeightTransport
 from evenkeel.agent.recorder import Recorder
 from evenkeel.agent.staging import StagingWorker
 from evenkeel.agent.uplink import Uplink
@@ -136,7 +136,7 @@ class Agent:
         agreement = torch.from_numpy(self._gate.agreement())
         self._gate_group.start_all_reduce_min(agreement).wait()
         self._gate.settle(agreement.numpy())
-        transport = make_transport(config, placement, weights, connect, device)
+        transport = self._make_transport(placement, connect)
         transport.rebuild(0)
         self._worker = StagingWorker(config.identity.rank, transport, weights, maps, self)
         self._worker.start()
@@ -225,6 +225,9 @@ class Agent:
         if self._uplink is not None:
             self._uplink.close()
         self._worker.close()
+
+    def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:
+        return make_transport(self._config, placement, self._weights, connect, self._device)
 
     def _at_gate(self) -> None:
         gate = self._gate

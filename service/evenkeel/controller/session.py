@@ -2,18 +2,22 @@
 
 from typing import TYPE_CHECKING
 
+import structlog
+
 from evenkeel.adapters.grpc_server import RankStream
 from evenkeel.errors import PeerViolation
 from evenkeel.model.ids import EpRank
 from evenkeel.model.load import LoadReport
 from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol.messages import Ack, Hello, RankMessage, RankState
-from evenkeel.wire.link import FromRankLink, Heartbeat
+from evenkeel.wire.link import CostCurve, FromRankLink, Heartbeat
 
 if TYPE_CHECKING:
     from evenkeel.controller.deployment import Deployment
 
 __all__ = ["Session"]
+
+_log = structlog.get_logger(__name__)
 
 
 class Session:
@@ -28,6 +32,10 @@ class Session:
         """As of the newest heartbeat."""
         self.epoch: int = hello.epoch
         """As the rank last said."""
+        self.trouble = ""
+        """Why the rank takes no wave any more; empty while all is well."""
+        self.curve: CostCurve | None = None
+        """As its profiler measured; None until it did."""
         self._deployment = deployment
 
     @property
@@ -42,20 +50,35 @@ class Session:
     def received(self, message: FromRankLink) -> None:
         """Telemetry stops here; the rest is the machine's. Both say that the rank lives."""
         deployment = self._deployment
-        if isinstance(message, LoadReport | Heartbeat):
+        if isinstance(message, LoadReport | Heartbeat | CostCurve):
             now = deployment.outside.clock.monotonic()
             incarnation = self.hello.identity.incarnation
             deployment.control.membership.heard(self.rank, incarnation, self.stream.number, now)
             if isinstance(message, LoadReport):
                 deployment.ingest.take(message, self.stream.send)
+            elif isinstance(message, CostCurve):
+                self.curve = message
             else:
-                self.free_bytes = message.free_bytes
+                self._beat(message)
             return
         if isinstance(message, Ack | RankState):
             self.epoch = message.epoch
         if isinstance(message, Ack):
             deployment.outside.metrics.swap_stall(deployment.deployment, message.swap_s)
         deployment.driver.post(self.event(message))
+
+    def _beat(self, beat: Heartbeat) -> None:
+        self.free_bytes = beat.free_bytes
+        if beat.trouble != self.trouble:
+            self.trouble = beat.trouble
+            _log.error(
+                "rank_trouble",
+                deployment=self._deployment.deployment,
+                rank=self.rank,
+                node=self.hello.node,
+                gpu_uuid=self.hello.gpu_uuid,
+                detail=beat.trouble or "over",
+            )
 
     def malformed(self, violation: PeerViolation, steps: tuple[int, ...]) -> None:
         """A report that cannot be right."""

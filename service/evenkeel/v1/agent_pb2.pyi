@@ -38,7 +38,7 @@ PARTICIPANT_STATE_SWAPPING: ParticipantState
 PARTICIPANT_STATE_ABORTED: ParticipantState
 
 class RankMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress")
+    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress", "cost_curve")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LOAD_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class RankMessage(_message.Message):
     RANK_STATE_FIELD_NUMBER: _ClassVar[int]
     TERM_REFUSED_FIELD_NUMBER: _ClassVar[int]
     STAGING_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    COST_CURVE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     load_report: _telemetry_pb2.LoadReport
@@ -57,7 +58,8 @@ class RankMessage(_message.Message):
     rank_state: RankState
     term_refused: TermRefused
     staging_progress: StagingProgress
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ...) -> None: ...
+    cost_curve: CostCurve
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ..., cost_curve: _Optional[_Union[CostCurve, _Mapping]] = ...) -> None: ...
 
 class ControllerMessage(_message.Message):
     __slots__ = ("registration", "report_ack", "flow_control", "not_leader", "prepare", "commit", "abort", "query_state")
@@ -110,14 +112,26 @@ class Hello(_message.Message):
     def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "free_bytes", "staging_bytes")
+    __slots__ = ("step", "free_bytes", "staging_bytes", "trouble")
     STEP_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     step: int
     free_bytes: int
     staging_bytes: int
-    def __init__(self, step: _Optional[int] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
+    trouble: str
+    def __init__(self, step: _Optional[int] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class CostCurve(_message.Message):
+    __slots__ = ("tile_tokens", "tile_seconds", "slope_s_per_token")
+    TILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TILE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SLOPE_S_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tile_tokens: int
+    tile_seconds: _containers.RepeatedScalarFieldContainer[float]
+    slope_s_per_token: float
+    def __init__(self, tile_tokens: _Optional[int] = ..., tile_seconds: _Optional[_Iterable[float]] = ..., slope_s_per_token: _Optional[float] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("wave", "yes", "reason", "detail")

@@ -61,16 +61,18 @@ class PlacementMap(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_ranks: _Optional[int] = ..., num_logical_experts: _Optional[int] = ..., physical_to_logical: _Optional[bytes] = ...) -> None: ...
 
 class WaveKey(_message.Message):
-    __slots__ = ("generation", "plan_id", "wave_index", "weights_version")
+    __slots__ = ("generation", "plan_id", "wave_index", "weights_version", "base_epoch")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     WAVE_INDEX_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     generation: str
     plan_id: str
     wave_index: int
     weights_version: int
-    def __init__(self, generation: _Optional[str] = ..., plan_id: _Optional[str] = ..., wave_index: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
+    base_epoch: int
+    def __init__(self, generation: _Optional[str] = ..., plan_id: _Optional[str] = ..., wave_index: _Optional[int] = ..., weights_version: _Optional[int] = ..., base_epoch: _Optional[int] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("layer", "logical_expert", "src_slot", "dst_slot", "nbytes")

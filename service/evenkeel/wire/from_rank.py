@@ -1,11 +1,13 @@
 """What ranks say: messages of the machines, heartbeats and load reports, to wire and back."""
 
+from itertools import pairwise
+
 from evenkeel.errors import PeerViolation, Reason
 from evenkeel.model.ids import Epoch
 from evenkeel.model.load import LoadReport
 from evenkeel.protocol import messages as m
 from evenkeel.v1 import agent_pb2 as pb
-from evenkeel.wire.link import FromRankLink, Heartbeat
+from evenkeel.wire.link import CostCurve, FromRankLink, Heartbeat
 from evenkeel.wire.reports import decode_report, encode_report
 from evenkeel.wire.values import (
     check_count,
@@ -26,6 +28,8 @@ from evenkeel.wire.values import (
 
 __all__ = ["decode_rank_message", "encode_rank_message"]
 
+_MAX_TILES = 4096
+_MAX_TILE_TOKENS = 1 << 20
 _STATES = {
     m.ParticipantState.IDLE: pb.PARTICIPANT_STATE_IDLE,
     m.ParticipantState.STAGING: pb.PARTICIPANT_STATE_STAGING,
@@ -51,7 +55,18 @@ def encode_rank_message(message: FromRankLink) -> pb.RankMessage:
         case Heartbeat():
             return pb.RankMessage(
                 heartbeat=pb.Heartbeat(
-                    step=message.step, free_bytes=message.free_bytes, staging_bytes=message.staging_bytes
+                    step=message.step,
+                    free_bytes=message.free_bytes,
+                    staging_bytes=message.staging_bytes,
+                    trouble=message.trouble[:4096],
+                )
+            )
+        case CostCurve():
+            return pb.RankMessage(
+                cost_curve=pb.CostCurve(
+                    tile_tokens=message.tile_tokens,
+                    tile_seconds=message.tile_seconds,
+                    slope_s_per_token=message.slope_s_per_token,
                 )
             )
         case m.Hello():
@@ -125,7 +140,10 @@ def decode_rank_message(message: pb.RankMessage, hello: m.Hello | None) -> FromR
                 check_count("step", beat.step),
                 check_count("free_bytes", beat.free_bytes),
                 check_count("staging_bytes", beat.staging_bytes),
+                check_text("trouble", beat.trouble),
             )
+        case "cost_curve":
+            return _decode_curve(message.cost_curve)
         case "vote":
             return _decode_vote(message.vote)
         case "ack":
@@ -277,3 +295,16 @@ def _decode_outcome(number: int) -> m.WaveOutcome:
     if outcome is None:
         raise PeerViolation(f"wave outcome {number} is unknown")
     return m.WaveOutcome(outcome)
+
+
+def _decode_curve(curve: pb.CostCurve) -> CostCurve:
+    """Stairs that rise, finite: a planner takes them as they are."""
+    tiles = tuple(check_seconds("tile_seconds", value) for value in curve.tile_seconds)
+    if not 1 <= len(tiles) <= _MAX_TILES or not 1 <= curve.tile_tokens <= _MAX_TILE_TOKENS:
+        raise PeerViolation(
+            f"a cost curve of {len(tiles)} tiles of {curve.tile_tokens} tokens; at most {_MAX_TILES} tiles of"
+            f" {_MAX_TILE_TOKENS} are taken"
+        )
+    if any(later < earlier for earlier, later in pairwise(tiles)):
+        raise PeerViolation("tile_seconds fall with the number of tokens")
+    return CostCurve(curve.tile_tokens, tiles, check_seconds("slope_s_per_token", curve.slope_s_per_token))

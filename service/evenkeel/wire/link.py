@@ -8,6 +8,7 @@ from evenkeel.model.load import LoadReport
 from evenkeel.protocol.messages import ControllerMessage, Leader, RankMessage
 
 __all__ = [
+    "CostCurve",
     "FlowControl",
     "FromRankLink",
     "Heartbeat",
@@ -27,6 +28,20 @@ class Heartbeat:
     """Steps run so far in this generation."""
     free_bytes: int
     staging_bytes: int
+    trouble: str = ""
+    """Why the rank takes no wave any more; empty while all is well."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds of one MoE layer on one rank by the tokens it carries: one row of `planning.problem.CostCurves`."""
+
+    tile_tokens: int
+    """Tokens per tile: the width of one stair."""
+    tile_seconds: tuple[float, ...]
+    """(K,) seconds at 1..K tiles, not falling."""
+    slope_s_per_token: float
+    """Beyond K tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,5 +105,5 @@ class NotLeader:
     retry_after_s: float
 
 
-FromRankLink = RankMessage | Heartbeat | LoadReport
+FromRankLink = RankMessage | Heartbeat | LoadReport | CostCurve
 ToRankLink = ControllerMessage | Registration | ReportAck | FlowControl | NotLeader

@@ -1,0 +1,130 @@
+"""Puts a guest agent beside an engine's rank: a store of its own, a generation, an identity, a link."""
+
+import json
+import socket
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from evenkeel.adapters.clock import SystemClock
+from evenkeel.adapters.grpc_link import GrpcRankLink
+from evenkeel.adapters.torch_groups import Communicator, make_communicator
+from evenkeel.agent.config import AgentConfig
+from evenkeel.agent.guest import GuestAgent, HostEngine
+from evenkeel.agent.ports import ExpertWeights, RankLink
+from evenkeel.engines.guest.settings import GuestSettings
+from evenkeel.errors import Unavailable
+from evenkeel.model.ids import DeploymentId, EpRank, Generation
+from evenkeel.model.load import CountingSide
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import ModelShape
+from evenkeel.protocol.messages import RankIdentity
+
+__all__ = ["Broadcast", "make_guest"]
+
+_distributed: Any = torch.distributed
+
+Broadcast = Callable[[bytes | None], bytes]
+"""Rank 0's bytes on every rank; collective over a CPU group of the engine's, called once."""
+
+
+def make_guest(
+    settings: GuestSettings,
+    rank: int,
+    shape: ModelShape,
+    placement: Placement,
+    weights: ExpertWeights,
+    engine: HostEngine,
+    *,
+    broadcast: Broadcast,
+    device: torch.device,
+    side: CountingSide = CountingSide.SOURCE,
+    link: RankLink | None = None,
+) -> GuestAgent:
+    """The agent of one rank; collective over the EP group.
+
+    Args:
+        settings: the plugin's.
+        rank: in the EP group.
+        shape: of the deployment.
+        placement: what the engine starts on.
+        weights: the engine's slots, read only.
+        engine: the engine's balancer.
+        broadcast: the engine's, to tell the ranks of our store.
+        device: where the weights lie.
+        side: what will be recorded.
+        link: instead of gRPC to the controllers.
+
+    Raises:
+        Unavailable: the ranks do not reach rank 0's store, or not all came.
+        PeerViolation: the ranks start on different things.
+    """
+    store, generation = _meet(settings, rank, shape.num_ranks, broadcast)
+
+    def connect(name: str, where: torch.device) -> Communicator:
+        return make_communicator(
+            store,
+            name,
+            rank,
+            shape.num_ranks,
+            device=where,
+            timeout_s=settings.group_timeout_s,
+            interface=settings.interface,
+        )
+
+    identity = RankIdentity(
+        DeploymentId(settings.deployment),
+        EpRank(rank),
+        Generation(generation),
+        int(SystemClock().unix() * 1e9),
+    )
+    config = AgentConfig(
+        identity=identity,
+        shape=shape,
+        node=settings.node,
+        gpu_uuid=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
+        weights_version=settings.weights_version,
+        side=side,
+        # The engine brings its own room, a layer at a time: a plan is one wave, whatever it moves.
+        staging_bytes=shape.num_layers * shape.slots_per_rank * shape.bytes_per_expert,
+        poll_every=settings.poll_every,
+        resolve_after=settings.resolve_after,
+        gate_timeout_s=settings.gate_timeout_s,
+    )
+    return GuestAgent(
+        config,
+        placement,
+        0,
+        weights,
+        engine,
+        connect=connect,
+        device=device,
+        link=link if link is not None else GrpcRankLink(settings.addresses, seed=rank),
+        stall_after_s=settings.stall_after_s,
+    )
+
+
+def _meet(settings: GuestSettings, rank: int, size: int, broadcast: Broadcast) -> tuple[Any, str]:
+    """(store, generation): rank 0 opens a small store on a free port and tells the others where."""
+    timeout = timedelta(seconds=settings.group_timeout_s)
+    store = None
+    told: bytes | None = None
+    if rank == 0:
+        host = settings.host or socket.gethostname()
+        store = _distributed.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+        told = json.dumps({"host": host, "port": store.port, "generation": str(uuid.uuid4())}).encode()
+    place = json.loads(broadcast(told))
+    if store is None:
+        try:
+            store = _distributed.TCPStore(
+                place["host"], place["port"], size, False, timeout, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise Unavailable(
+                f"rank {rank} does not reach rank 0 at {place['host']}:{place['port']}: {error}"
+            ) from error
+    return store, str(place["generation"])

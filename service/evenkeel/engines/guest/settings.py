@@ -1,0 +1,86 @@
+"""What a plugin reads from the engine's environment, once, when the engine loads it.
+
+`EVENKEEL_RANK__CONTROLLERS` alone switches the plugin on; without it the engine runs as if it were not installed.
+"""
+
+import socket
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from evenkeel.errors import InvalidInput
+from evenkeel.model.load import Phase
+from evenkeel.wire.values import is_deployment_id
+
+__all__ = ["GuestMode", "GuestSettings", "load_guest_settings"]
+
+
+class GuestMode(StrEnum):
+    """How far the controller reaches into the engine."""
+
+    OBSERVE = "observe"
+    """Loads are reported; the engine's own balancer is left as it is configured."""
+    PLACE = "place"
+    """The engine's balancer moves experts to the controller's plans, and only to them."""
+
+
+class GuestSettings(BaseSettings):
+    """One rank's plugin, from `EVENKEEL_RANK__*`."""
+
+    model_config = SettingsConfigDict(env_prefix="EVENKEEL_RANK__", frozen=True, extra="ignore")
+
+    controllers: str = ""
+    """host:port of every controller replica, separated by commas; empty switches the plugin off."""
+    deployment: str = "default"
+    """Name of the deployment: one EP group serving one model. Lower case letters, digits, `._-`."""
+    mode: GuestMode = GuestMode.OBSERVE
+    phase: Phase = Phase.MIXED
+    """What this engine serves; with disaggregated prefill and decode each side has its own deployment and phase."""
+    node: str = Field(default_factory=socket.gethostname)
+    """Name of the rank's fast-link domain."""
+    host: str = ""
+    """Address by which the other ranks reach rank 0's small store; empty takes the machine's name, which
+    must then be known to the others."""
+    interface: str = ""
+    """Network interface of the gate's Gloo group; empty takes the one the machine's name leads to."""
+    poll_every: Annotated[int, Field(ge=2)] = 16
+    """Steps between two polls of the gate; a plan waits so long for its start."""
+    resolve_after: Annotated[int, Field(ge=1)] = 8
+    """Steps until a poll's result is used; below the poll's time the step waits for the network."""
+    group_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long the ranks wait for each other at the start."""
+    gate_timeout_s: Annotated[float, Field(gt=0)] = 20.0
+    stall_after_s: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds without a layer being switched after which a move is said to have stopped."""
+    weights_version: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The controllers, one by one."""
+        return tuple(part.strip() for part in self.controllers.split(",") if part.strip())
+
+
+def load_guest_settings() -> GuestSettings:
+    """Read the environment.
+
+    Raises:
+        InvalidInput: a value that cannot be; the message names the variable.
+    """
+    try:
+        settings = GuestSettings()
+    except ValidationError as error:
+        faults = (
+            f"EVENKEEL_RANK__{'__'.join(str(part).upper() for part in fault['loc'])}: {fault['msg']}"
+            for fault in error.errors(include_url=False, include_input=False, include_context=False)
+        )
+        raise InvalidInput("; ".join(faults)) from None
+    if not is_deployment_id(settings.deployment):
+        raise InvalidInput(f"EVENKEEL_RANK__DEPLOYMENT: {settings.deployment!r} is no deployment name")
+    if settings.resolve_after > settings.poll_every:
+        raise InvalidInput(
+            f"EVENKEEL_RANK__RESOLVE_AFTER {settings.resolve_after} exceeds EVENKEEL_RANK__POLL_EVERY"
+            f" {settings.poll_every}"
+        )
+    return settings

@@ -1,0 +1,254 @@
+"""vLLM's real EPLB modules on a machine without a GPU and without vLLM.
+
+Real, from the wheel: all of `vllm/distributed/eplb`. Stood in for, because importing them would pull the engine in: configuration,
+process groups (real Gloo groups behind vLLM's names), logging, platform, and the protocols for type hints. CPU torch has
+neither events nor streams, so both are inert here.
+"""
+
+import contextlib
+import importlib
+import logging
+import sys
+import threading
+import types
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol
+
+import torch
+
+from tests.engines.wheels import engine_root
+
+VERSION = "0.33.0"
+EPLB = "vllm.distributed.eplb"
+
+
+class InertEvent:
+    """torch.Event on a machine without an accelerator: what it waits for has always happened."""
+
+    def __init__(self, **_: Any):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+    def wait(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1.0
+
+
+class InertStream:
+    def synchronize(self):
+        pass
+
+
+class _Logger(logging.Logger):
+    def info_once(self, *args, **_):
+        self.info(*args)
+
+    def warning_once(self, *args, **_):
+        self.warning(*args)
+
+
+class Groups:
+    """`vllm.distributed.parallel_state` for one process: groups are set when the process has them."""
+
+    def __init__(self):
+        self.ep: Any = None
+        self.eplb: Any = None
+        self.nodes = 1
+
+
+GROUPS = Groups()
+
+
+def group_of(device_group: Any, cpu_group: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        device_group=device_group,
+        cpu_group=cpu_group,
+        world_size=cpu_group.size(),
+        rank_in_group=cpu_group.rank(),
+        device_communicator=None,
+    )
+
+
+def _module(name: str, **content: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__dict__.update(content)
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+    return module
+
+
+def load() -> SimpleNamespace:
+    """Import the wheel's modules in this process: (state, worker, execute, policies, scheduler)."""
+    if "vllm" in sys.modules:
+        return _loaded()
+    root = engine_root("vllm", VERSION, ("vllm/distributed/eplb/",))
+    torch.Event = InertEvent  # type: ignore[misc, assignment]
+    _stand_ins()
+    package = _module("vllm.distributed.eplb")
+    package.__path__ = [str(root / "vllm" / "distributed" / "eplb")]
+    loaded = _loaded()
+    for name in ("eplb_communicator", "rebalance_execute", "async_worker"):
+        module: Any = importlib.import_module(f"{EPLB}.{name}")
+        module.device_stream = lambda _stream: contextlib.nullcontext()
+    return loaded
+
+
+def _loaded() -> SimpleNamespace:
+    return SimpleNamespace(
+        state=importlib.import_module(f"{EPLB}.eplb_state"),
+        worker=importlib.import_module(f"{EPLB}.async_worker"),
+        execute=importlib.import_module(f"{EPLB}.rebalance_execute"),
+        policies=importlib.import_module(f"{EPLB}.policy"),
+        scheduler=importlib.import_module(f"{EPLB}.migration_scheduler"),
+        groups=GROUPS,
+    )
+
+
+def _stand_ins() -> None:
+    logging.setLoggerClass(_Logger)
+
+    class StatelessGroup:
+        pass
+
+    class Experts(Protocol):
+        pass
+
+    _module("vllm", __version__=VERSION)
+    for name in ("model_executor", "model_executor.models", "utils", "distributed"):
+        _module(f"vllm.{name}").__path__ = []  # type: ignore[attr-defined]
+    _module("vllm.distributed.device_communicators").__path__ = []  # type: ignore[attr-defined]
+    _module("vllm.config", ModelConfig=object, ParallelConfig=object).__path__ = []  # type: ignore[attr-defined]
+    _module("vllm.config.utils", compute_hash_cached=lambda config: config.compute_hash())
+    _module("vllm.config.parallel", EPLBPolicyOption=Literal["default"])
+    _module("vllm.logger", init_logger=logging.getLogger)
+    platform = SimpleNamespace(is_rocm=lambda: False, is_cuda_alike=lambda: False)
+    _module("vllm.platforms", current_platform=platform)
+    _module("vllm.utils.gpu_sync_debug", gpu_sync_allowed=contextlib.nullcontext)
+    _module("vllm.utils.torch_utils", PIN_MEMORY=False)
+    _module("vllm.model_executor.models.interfaces", MixtureOfExperts=Experts)
+    _module("vllm.distributed.stateless_coordinator", StatelessGroupCoordinator=StatelessGroup)
+    _module("vllm.distributed.utils", StatelessProcessGroup=StatelessGroup, is_weak_contiguous=lambda _: True)
+    _module("vllm.distributed.nixl_utils", NixlWrapper=None)
+    _module("vllm.distributed.device_communicators.pynccl", PyNcclCommunicator=object)
+    _module("vllm.distributed.device_communicators.pynccl_wrapper", ncclDataTypeEnum=object)
+    _module(
+        "vllm.distributed.parallel_state",
+        GroupCoordinator=object,
+        get_ep_group=lambda: GROUPS.ep,
+        get_eplb_group=lambda: GROUPS.eplb,
+        get_pp_group=lambda: None,
+        get_node_count=lambda: GROUPS.nodes,
+        in_the_same_node_as=lambda *_: [True],
+        is_local_first_rank=lambda: True,
+    )
+
+
+class Config:
+    """ParallelConfig with what EPLB reads of it."""
+
+    def __init__(self, *, use_async: bool, step_interval: int = 1000, window_size: int = 8):
+        self.eplb_config = SimpleNamespace(
+            use_async=use_async,
+            step_interval=step_interval,
+            window_size=window_size,
+            policy="default",
+            communicator="torch_nccl",
+            log_balancedness=False,
+            log_balancedness_interval=1,
+            migration_batching_enabled=False,
+        )
+        self.enable_elastic_ep = False
+        self.enable_eplb = True
+        self.num_ubatches = 0
+        self.data_parallel_size = 1
+
+
+class ModelConfig:
+    model = "toy"
+
+    def compute_hash(self):
+        return "toy-hash"
+
+
+def expert_rows(layer: int, expert: int) -> list[torch.Tensor]:
+    """What an expert's tensors hold: two matrices, one of a single byte a number, and a scale."""
+    seed = torch.Generator().manual_seed(1000 * layer + expert)
+    return [
+        torch.randn(6, 4, generator=seed),
+        torch.randint(0, 255, (8,), generator=seed, dtype=torch.uint8),
+        torch.randn(1, generator=seed).to(torch.bfloat16),
+    ]
+
+
+class Model:
+    """MixtureOfExperts as vLLM asks it of a model, with weights that say whose they are."""
+
+    def __init__(self, modules: Any, rank: int, ranks: int, *, layers=3, experts=6, redundant=2, top_k=2):
+        self.num_moe_layers, self.num_logical_experts = layers, experts
+        self.num_routed_experts, self.num_redundant_experts = experts, redundant
+        self.num_physical_experts = experts + redundant
+        self.num_local_physical_experts = self.num_physical_experts // ranks
+        self.num_expert_groups, self.num_shared_experts = 1, 0
+        initial = modules.state.EplbState.build_initial_global_physical_to_logical_map(experts, redundant)
+        local = slice(rank * self.num_local_physical_experts, (rank + 1) * self.num_local_physical_experts)
+        self.expert_weights = []
+        self.moe_layers = []
+        for layer in range(layers):
+            rows = [expert_rows(layer, expert) for expert in initial[local]]
+            self.expert_weights.append([torch.stack(column) for column in zip(*rows, strict=True)])
+            self.moe_layers.append(SimpleNamespace(top_k=top_k, eplb_state=modules.state.EplbLayerState()))
+
+    def set_eplb_state(self, expert_load_view, logical_to_physical_map, logical_replica_count):
+        for index, layer in enumerate(self.moe_layers):
+            layer.eplb_state.set_layer_state(
+                index, expert_load_view, logical_to_physical_map, logical_replica_count
+            )
+
+    def forward(self, chosen: torch.Tensor) -> None:
+        """The router's half of a forward pass: (tokens, k) experts to slots, counted as vLLM's kernel counts."""
+        for layer in self.moe_layers:
+            state = layer.eplb_state
+            unpadded = int(state.num_unpadded_tokens_tensors[0])
+            index = torch.arange(chosen.numel()).view_as(chosen) // chosen.shape[1]
+            replica = (index * 2654435769 & 0xFFFFFFFF) % state.logical_replica_count[chosen]
+            slots = state.logical_to_physical_map[chosen, replica]
+            if bool(state.should_record_tensor):
+                real = slots[:unpadded].reshape(-1)
+                state.expert_load_view.scatter_add_(0, real, torch.ones_like(real, dtype=torch.int32))
+
+    def wrong_slots(self, rank: int, phy2log: torch.Tensor) -> list[tuple[int, int]]:
+        """(layer, local slot) whose bytes are not those of the expert the map puts there."""
+        wrong = []
+        for layer, tensors in enumerate(self.expert_weights):
+            for local in range(self.num_local_physical_experts):
+                expert = int(phy2log[layer, rank * self.num_local_physical_experts + local])
+                want = expert_rows(layer, expert)
+                if not all(torch.equal(have[local], must) for have, must in zip(tensors, want, strict=True)):
+                    wrong.append((layer, local))
+        return wrong
+
+
+def start_worker(modules: Any, state: Any, fail: threading.Event | None = None) -> None:
+    """The asynchronous worker's own loop on a thread, as vLLM starts it where there is a device."""
+
+    def run():
+        try:
+            modules.worker.transfer_run_periodically(state, InertStream())
+        except Exception as error:
+            logging.getLogger("vllm").warning(
+                "async loop error (Rank %d): %s", GROUPS.ep.rank_in_group, error
+            )
+            if fail is not None:
+                fail.set()
+
+    state.async_worker = threading.Thread(target=run, daemon=True)
+    state.async_worker.start()

@@ -1,0 +1,80 @@
+"""Ranks of a toy vLLM as processes over Gloo; each runs a scenario by name and sends back what it saw."""
+
+import importlib
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from typing import Any
+
+TIMEOUT_S = 100.0
+_seen: dict[Any, list[Any]] = {}
+
+
+def once(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
+    """As `run`, and the same answer for every test that asks for the same."""
+    key = (module, scenario, size, *sorted(options.items()))
+    if key not in _seen:
+        _seen[key] = run(module, scenario, size, **options)
+    return _seen[key]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
+    """What each rank's scenario returned, by rank; the first rank's error fails the test."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    port = free_port()
+    ranks = [
+        context.Process(
+            target=_child, args=(module, scenario, rank, size, port, options, answers), daemon=True
+        )
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    found: dict[int, Any] = {}
+    errors: list[str] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while len(found) < size and not errors:
+            try:
+                rank, answer, error = answers.get(timeout=max(0.1, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"ranks {sorted(set(range(size)) - set(found))} hang") from None
+            found[rank] = answer
+            if error:
+                errors.append(f"rank {rank}: {error}")
+    finally:
+        for process in ranks:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+    assert not errors, "\n".join(errors)
+    return [found[rank] for rank in range(size)]
+
+
+def _child(module, scenario, rank, size, port, options, answers):
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
+        answer = getattr(importlib.import_module(module), scenario)(rank, size, **options)
+        answers.put((rank, answer, None))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    # Daemon threads of the engine and of the agent may wait in collectives that never come.
+    os._exit(0)

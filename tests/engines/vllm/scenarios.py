@@ -1,0 +1,421 @@
+"""What ranks of a toy vLLM go through; every function runs once in each rank's process."""
+
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evenkeel.engines.guest.guards import Unsupported
+from evenkeel.engines.guest.settings import GuestSettings
+from evenkeel.engines.vllm.plugin import Plugin, register
+from evenkeel.model.ids import Epoch, PlanId
+from evenkeel.model.load import LoadReport
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import Transfer, Wave, WaveKey
+from evenkeel.protocol.messages import Ack, Commit, Leader, Prepare, StagingProgress, Vote
+from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome
+from tests.agent.fleet import PortLink
+from tests.engines.vllm import engine
+from tests.engines.vllm.engine import Config, Model, ModelConfig
+
+LEADER = Leader("tester", 1)
+TOKENS = 12
+
+
+class Rank:
+    """One rank of the toy engine with the plugin beside it."""
+
+    def __init__(self, rank, size, *, use_async, mode="place", before=None, config=None, **changes):
+        self.rank, self.size = rank, size
+        self.modules = engine.load()
+        everyone = list(range(size))
+        self.lockstep = dist.new_group(everyone)
+        engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.new_group(everyone))
+        engine.GROUPS.eplb = engine.group_of(dist.new_group(everyone), dist.new_group(everyone))
+        values = {
+            "controllers": "127.0.0.1:1",
+            "deployment": "toy",
+            "mode": mode,
+            "host": "127.0.0.1",
+            "interface": "lo",
+            "poll_every": 4,
+            "resolve_after": 2,
+            "node": f"node-{rank}",
+            "gate_timeout_s": 10.0,
+            "stall_after_s": 0.5,
+        }
+        self.plugin = Plugin(GuestSettings(**{**values, **changes}), engine.VERSION, PortLink)
+        self.plugin.install()
+        if before is not None:
+            before(self)
+        self.config = config if config is not None else Config(use_async=use_async)
+        self.state = self.modules.state.EplbState(self.config, torch.device("cpu"))
+        self.model = Model(self.modules, rank, size)
+        self.model_config = ModelConfig()
+        self.state.add_model(self.model, self.model_config)
+        self.model_state = self.state.model_states["toy-hash"]
+        self.guest = self.plugin.guests[self.state]
+        self.agent = self.guest.agent
+        self.link: Any = self.guest._link
+        self.worker_failed = threading.Event()
+        if use_async:
+            engine.start_worker(self.modules, self.state, self.worker_failed)
+        self.taken = 0
+        if self.agent is not None:
+            assert self.link.ready.wait(20)
+            flow = FlowControl(report_interval_s=0.02)
+            self.link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 30.0, flow))
+
+    def step(self, dummy=False):
+        """One forward pass, its all-to-all, and vLLM's balancer after it."""
+        generator = torch.Generator().manual_seed(100 * self.taken + self.rank)
+        padded = TOKENS + 5
+        scores = torch.rand(padded, self.model.num_logical_experts, generator=generator)
+        self.chosen = scores.topk(2).indices
+        if not dummy:
+            self.state.prepare_forward(self.model_config, TOKENS)
+            self.model.forward(self.chosen)
+        dist.barrier(group=self.lockstep)
+        self.state.step(is_dummy=dummy)
+        self.taken += 1
+
+    def steps(self, count, pause_s=0.0):
+        for _ in range(count):
+            self.step()
+            time.sleep(pause_s)
+
+    def target(self, seed=1):
+        """Another map of the same shape: every layer's slots shuffled, the same on every rank."""
+        rng = np.random.default_rng(seed)
+        old = self.agent.placement
+        rows = np.stack([rng.permutation(row) for row in old.phy2log])
+        return Placement(rows, old.num_ranks, old.num_logical_experts)
+
+    def prepare(self, new, plan="plan-1", **changes):
+        old, identity = self.agent.placement, self.agent.hello().identity
+        checksums = self.agent._participant.checksums
+        transfers = [
+            Transfer(
+                int(layer),
+                int(new.phy2log[layer, slot]),
+                int(np.flatnonzero(old.phy2log[layer] == new.phy2log[layer, slot])[0]),
+                int(slot),
+                self.agent._config.shape.bytes_per_expert,
+            )
+            for layer, slot in np.argwhere(old.phy2log != new.phy2log)
+        ]
+        layers = tuple(sorted({transfer.layer for transfer in transfers}))
+        values = {
+            "leader": LEADER,
+            "wave": WaveKey(identity.generation, PlanId(plan), 0, 1),
+            "base_epoch": Epoch(self.agent.epoch),
+            "body": Wave(0, layers, new.phy2log[list(layers)], tuple((t,) for t in transfers)),
+            "checksums": tuple(
+                checksums[t.layer * old.num_logical_experts + t.logical_expert] for t in transfers
+            ),
+            "batch_deadline_s": 10.0,
+        }
+        return Prepare(**{**values, **changes})
+
+    def order(self, new, plan="plan-1"):
+        """Prepare and Commit as a controller sends them; the gate does the rest at one of the next steps."""
+        prepare = self.prepare(new, plan)
+        self.link.say(prepare)
+        vote = self.link.expect(Vote)
+        dist.barrier(group=self.lockstep)
+        if vote.yes:
+            self.link.say(Commit(LEADER, prepare.wave))
+        return vote
+
+    def map(self):
+        return self.model_state.physical_to_logical_map.numpy().copy()
+
+    def sent(self, kind):
+        found = []
+        while True:
+            try:
+                _, message = self.link.sent.get(timeout=1.2)
+            except queue.Empty:
+                return found
+            if isinstance(message, kind):
+                found.append(message)
+
+    def seen(self):
+        return {
+            "map": self.map(),
+            "epoch": self.agent.epoch,
+            "placement": self.agent.placement.phy2log,
+            "wrong": self.model.wrong_slots(self.rank, self.model_state.physical_to_logical_map),
+            "trouble": self.agent.trouble,
+            "refused": self.guest.orders.refused,
+            "steps": self.taken,
+        }
+
+
+def place(rank, size, *, use_async):
+    """A plan arrives, is voted on, committed, and carried out by vLLM; then a second one."""
+    one = Rank(rank, size, use_async=use_async)
+    one.steps(6)
+    before = one.map()
+    new = one.target()
+    vote = one.order(new)
+    one.steps(60, 0.002)
+    said = one.sent(Ack | StagingProgress)
+    ack = next(message for message in said if isinstance(message, Ack))
+    first = {**one.seen(), "before": before, "target": new.phy2log, "vote": vote.yes, "ack": ack.epoch}
+    progress = [message for message in said if isinstance(message, StagingProgress)]
+    again = one.target(seed=2)
+    one.order(again, "plan-2")
+    one.steps(60, 0.002)
+    second = one.link.expect(Ack)
+    return {
+        "first": first,
+        "progress": [(p.bytes_done, p.bytes_total) for p in progress],
+        "second": {**one.seen(), "target": again.phy2log, "ack": second.epoch},
+    }
+
+
+def observe(rank, size):
+    """Nothing but counts: a step, a dummy step, and what arrived."""
+    one = Rank(rank, size, use_async=True, mode="observe")
+    one.steps(4)
+    chosen = one.chosen[:TOKENS].reshape(-1)
+    want = torch.bincount(chosen, minlength=one.model.num_logical_experts).numpy()
+    one.step(dummy=True)
+    one.steps(3)
+    reports = one.sent(LoadReport)
+    metas = [meta for report in reports for meta in report.steps]
+    counts = np.concatenate([report.counts for report in reports if report.steps])
+    hello = one.agent.hello()
+    return {
+        "steps": [meta.step for meta in metas],
+        "tokens": [meta.tokens for meta in metas],
+        "dummy": [meta.dummy for meta in metas],
+        "epochs": [meta.epoch for meta in metas],
+        "counts": counts,
+        "want_3": want,
+        "shape": hello.shape,
+        "capabilities": sorted(hello.capabilities),
+        "digest": hello.placement_digest,
+        "placement": one.agent.placement.digest,
+        "policy": one.modules.policies.EPLB_POLICIES["default"].__name__,
+    }
+
+
+def own_balancer(rank, size, *, mode):
+    """vLLM's own planner moves experts while we watch (observe), or behind our back (place)."""
+
+    def before(one):
+        if mode == "place":
+            # Another plugin, loaded after ours, puts its planner into the registry.
+            original = one.plugin._policy.__mro__[1]
+            one.modules.policies.EPLB_POLICIES["default"] = original
+
+    one = Rank(
+        rank,
+        size,
+        use_async=False,
+        mode=mode,
+        before=before,
+        config=Config(use_async=False, step_interval=12),
+    )
+    vote = one.order(one.target()) if mode == "place" else None
+    before_map = one.map()
+    # In place mode our hold on the trigger is in force; the other planner calls rearrange by itself.
+    one.steps(8)
+    if mode == "place":
+        one.state.rearrange()
+    one.steps(8)
+    return {**one.seen(), "before": before_map, "vote": vote}
+
+
+def worker_dies(rank, size):
+    """vLLM's worker of rank 1 raises in the second layer: vLLM itself goes on without a word."""
+    one = Rank(rank, size, use_async=True)
+    if rank == 1:
+        transfer = one.modules.worker.transfer_layer
+
+        def fails(*args, layer_idx, **kwargs):
+            if layer_idx == 1:
+                raise RuntimeError("no more device memory")
+            return transfer(*args, layer_idx=layer_idx, **kwargs)
+
+        one.modules.worker.transfer_layer = fails
+    one.steps(4)
+    one.order(one.target())
+    one.steps(120, 0.01)
+    beat = one.agent.heartbeat()
+    return {
+        **one.seen(),
+        "beat": beat.trouble,
+        "target": one.target().phy2log,
+        "old": one.agent.placement.phy2log,
+    }
+
+
+def never_consumed(rank, size):
+    """The result of a layer is published and never taken: the stop of which vLLM says nothing."""
+    one = Rank(rank, size, use_async=True)
+    one.steps(4)
+    one.order(one.target())
+    one.state._all_ranks_result_ready = lambda _model_state: False
+    one.steps(120, 0.01)
+    return one.seen()
+
+
+def disagree(rank, size, *, how):
+    """Straight into the planner with ranks that hold different things."""
+    one = Rank(rank, size, use_async=False)
+    one.steps(3)
+    new = one.target()
+    move_like = one.prepare(new)
+    from evenkeel.agent.guest import Move
+
+    move = Move(move_like.wave, new, move_like.body.layers, None, 0.0)  # type: ignore[arg-type]
+    if how == "shape":
+        bigger = np.concatenate([new.phy2log, new.phy2log[:1]])
+        move.placement = Placement(bigger, size, new.num_logical_experts)
+    if not (how == "missing" and rank == 1):
+        one.guest.orders.move = move
+    if how == "step" and rank == 1:
+        one.guest.orders.step += 1
+    if how == "target" and rank == 1:
+        move.placement = one.target(seed=9)
+    one.state.rearrange()
+    one.guest.orders.move = None
+    seen = {**one.seen(), "target": new.phy2log}
+    one.steps(5)
+    return {**seen, "after": one.taken}
+
+
+def wrong_shape(rank, size):
+    """A Prepare for another shape is refused before anything is agreed."""
+    one = Rank(rank, size, use_async=False)
+    good = one.prepare(one.target())
+    rows = np.concatenate([good.body.rows, good.body.rows], axis=1)
+    body = Wave(0, good.body.layers, rows, good.body.batches)
+    one.link.say(one.prepare(one.target(), body=body))
+    vote = one.link.expect(Vote)
+    one.steps(5)
+    return {**one.seen(), "vote": vote}
+
+
+def away(rank, size):
+    """Many more steps than the recorder keeps, and no controller: the engine neither waits nor fails."""
+    one = Rank(rank, size, use_async=False)
+    one.link.listener.lost(1)
+    began = time.monotonic()
+    one.steps(1500)
+    return {**one.seen(), "dropped": one.agent.dropped_steps, "seconds": time.monotonic() - began}
+
+
+README_LOAD = [
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+README_MAP = [
+    [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+    [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+]
+
+
+def vectors(rank, size):
+    """The planner's published vectors, asked of whatever stands in vLLM's registry after the plugin."""
+    del rank, size
+    modules = engine.load()
+    engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.group.WORLD)
+    engine.GROUPS.eplb = engine.GROUPS.ep
+    original = modules.policies.EPLB_POLICIES["default"]
+    Plugin(GuestSettings(controllers="x:1", mode="place"), engine.VERSION, PortLink).install()
+    policy = modules.policies.EPLB_POLICIES["default"]
+    readme = torch.tensor(README_LOAD)
+    other = {
+        "equal": (torch.full((1, 8), 10), 8, 2, 1, 4),
+        "one_hot": (torch.tensor([[1000, 1, 1, 1, 1, 1, 1, 1]]), 12, 2, 2, 4),
+        "not_divisible": (torch.tensor([[90, 132, 40, 61, 104, 165]]), 8, 3, 2, 4),
+    }
+    mixed = torch.tensor([[0, -1, 1, 2], [2, 1, -1, 0]])
+    to_physical, replicas = modules.state.compute_logical_maps(mixed, 3)
+    return {
+        "name": policy.__name__,
+        "readme": policy.rebalance_experts(readme, 16, 4, 2, 8).tolist(),
+        "same": all(
+            torch.equal(policy.rebalance_experts(*asked), original.rebalance_experts(*asked))
+            for asked in other.values()
+        ),
+        "kept": policy.rebalance_experts(readme, 16, 4, 2, 8, torch.tensor(README_MAP)).tolist(),
+        "shrunk": tuple(
+            policy.rebalance_experts(readme, 16, 4, 2, 8, torch.tensor(README_MAP).repeat(1, 2)).shape
+        ),
+        "empty_slots": (to_physical.tolist(), replicas.tolist()),
+    }
+
+
+def refusals(rank, size):
+    """Every way in which vLLM may not be the one this plugin knows; nothing may be changed then."""
+    del rank, size
+    modules = engine.load()
+    state, policies = modules.state, modules.policies
+    untouched = (state.EplbState.step, state._move_to_workspace, dict(policies.EPLB_POLICIES))
+    settings = GuestSettings(controllers="x:1", mode="place")
+    found = {}
+
+    def attempt(name, version=engine.VERSION):
+        try:
+            Plugin(settings, version, PortLink).install()
+            found[name] = "installed"
+        except Unsupported as error:
+            found[name] = str(error)
+        same = (state.EplbState.step, state._move_to_workspace, dict(policies.EPLB_POLICIES)) == untouched
+        found[name] += "" if same else " BUT CHANGED"
+
+    attempt("version", "0.34.0")
+    step = state.EplbState.step
+    state.EplbState.step = lambda self, dummy: None
+    untouched = (state.EplbState.step, *untouched[1:])
+    attempt("signature")
+    state.EplbState.step = step
+    untouched = (step, *untouched[1:])
+    commit = state._commit_eplb_maps
+    del state._commit_eplb_maps
+    attempt("missing")
+    state._commit_eplb_maps = commit
+    policies.EPLB_POLICIES["swift"] = policies.EPLB_POLICIES["default"]
+    untouched = (*untouched[:2], dict(policies.EPLB_POLICIES))
+    attempt("policies")
+    del policies.EPLB_POLICIES["swift"]
+    fields = state.EplbModelState
+    state.EplbModelState = type("EplbModelState", (), {})
+    untouched = (*untouched[:2], dict(policies.EPLB_POLICIES))
+    attempt("fields")
+    state.EplbModelState = fields
+    return found
+
+
+def environment(rank, size):
+    """`register` as vLLM calls it: off without controllers, and silent about nothing else."""
+    del rank, size
+    import os
+
+    modules = engine.load()
+    step = modules.state.EplbState.step
+    register()
+    off = modules.state.EplbState.step is step
+    os.environ["EVENKEEL_RANK__CONTROLLERS"] = "127.0.0.1:1"
+    os.environ["EVENKEEL_RANK__DEPLOYMENT"] = "Not A Name"
+    register()
+    refused = modules.state.EplbState.step is step
+    os.environ["EVENKEEL_RANK__DEPLOYMENT"] = "toy"
+    register()
+    wrapped = modules.state.EplbState.step
+    register()
+    return {
+        "off": off,
+        "refused": refused,
+        "on": wrapped is not step,
+        "once": modules.state.EplbState.step is wrapped,
+    }

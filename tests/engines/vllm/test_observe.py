@@ -1,0 +1,40 @@
+"""What the plugin reports of vLLM when it only watches."""
+
+import numpy as np
+import pytest
+
+from tests.engines.vllm import ranks
+
+pytestmark = pytest.mark.engines
+SCENARIOS = "tests.engines.vllm.scenarios"
+
+
+def test_every_step_is_reported_with_its_real_tokens_and_its_epoch():
+    for seen in ranks.once(SCENARIOS, "observe"):
+        assert seen["steps"] == list(range(8))
+        assert seen["dummy"] == [False] * 4 + [True] + [False] * 3
+        assert seen["tokens"] == [12] * 4 + [0] + [12] * 3, "five padding tokens a step are left out"
+        assert set(seen["epochs"]) == {0}
+        for layer in range(3):
+            assert np.array_equal(seen["counts"][3][layer], seen["want_3"])
+        assert not seen["counts"][4].any()
+
+
+def test_registration_has_shape_and_map_and_offers_no_moves():
+    for seen in ranks.once(SCENARIOS, "observe"):
+        shape = seen["shape"]
+        assert (shape.num_layers, shape.num_logical_experts, shape.num_ranks) == (3, 6, 2)
+        assert (shape.slots_per_rank, shape.top_k) == (4, 2)
+        assert shape.bytes_per_expert == 6 * 4 * 4 + 8 + 2
+        assert seen["capabilities"] == []
+        assert seen["digest"] == seen["placement"]
+        assert seen["policy"] == "DefaultEplbPolicy", "observing leaves vLLM's planner alone"
+
+
+def test_moves_of_vllms_own_balancer_are_followed():
+    for seen in ranks.once(SCENARIOS, "own_balancer", mode="observe"):
+        assert not np.array_equal(seen["map"], seen["before"])
+        assert np.array_equal(seen["map"], seen["placement"])
+        assert seen["epoch"] >= 1
+        assert seen["trouble"] == ""
+        assert seen["wrong"] == []

@@ -1,0 +1,92 @@
+"""The plugin against vLLM's own EPLB: real state, real planner hook, real worker, real copies over Gloo."""
+
+import numpy as np
+import pytest
+
+from tests.engines.vllm import ranks
+
+pytestmark = pytest.mark.engines
+SCENARIOS = "tests.engines.vllm.scenarios"
+
+
+@pytest.mark.parametrize("use_async", [True, False], ids=["async", "sync"])
+def test_vllm_commits_exactly_the_controllers_placement(use_async):
+    for seen in ranks.once(SCENARIOS, "place", use_async=use_async):
+        for name, epoch in (("first", 1), ("second", 2)):
+            part = seen[name]
+            assert np.array_equal(part["map"], part["target"])
+            assert np.array_equal(part["placement"], part["target"])
+            assert part["wrong"] == [], "weights end where the plan says, byte for byte"
+            assert part["epoch"] == part["ack"] == epoch
+            assert part["trouble"] == ""
+        assert not np.array_equal(seen["first"]["before"], seen["first"]["target"])
+        assert seen["progress"][-1][0] == seen["progress"][-1][1] > 0
+
+
+def test_layers_are_reported_one_by_one():
+    for seen in ranks.once(SCENARIOS, "place", use_async=True):
+        done = [done for done, _ in seen["progress"]]
+        assert done == sorted(done)
+        assert len(set(done)) >= 2
+
+
+def test_a_worker_that_died_is_named_and_serving_goes_on():
+    first, second = ranks.once(SCENARIOS, "worker_dies")
+    assert "asynchronous EPLB worker has ended" in second["trouble"]
+    assert "layers switched" in first["trouble"], "the other ranks notice that nothing moves"
+    for seen in (first, second):
+        assert seen["steps"] == 124
+        assert seen["beat"] == seen["trouble"], "every heartbeat says so"
+        assert seen["epoch"] == 0
+        assert seen["wrong"] == [], "each layer is whole: the first as planned, the others as they were"
+        assert np.array_equal(seen["map"][0], seen["target"][0])
+        assert np.array_equal(seen["map"][1:], seen["old"][1:])
+
+
+def test_a_result_that_is_never_consumed_is_noticed():
+    for seen in ranks.once(SCENARIOS, "never_consumed"):
+        assert "stopped with 0 of 3 layers switched" in seen["trouble"]
+        assert seen["wrong"] == []
+        assert seen["steps"] == 124
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing", "ranks [1] of 2 have no plan where others have one"),
+        ("step", "have another step, the others"),
+        ("target", "have another target map"),
+        ("shape", "the plan is for (4, 8) layers and slots, the engine has (3, 8)"),
+    ],
+)
+def test_ranks_that_disagree_keep_the_old_map_everywhere(how, words):
+    for seen in ranks.once(SCENARIOS, "disagree", how=how):
+        assert words in seen["refused"]
+        assert np.array_equal(seen["map"], seen["placement"])
+        assert seen["wrong"] == []
+        assert seen["after"] == 8, "the engine serves on"
+
+
+def test_a_plan_for_another_shape_is_voted_down():
+    for seen in ranks.once(SCENARIOS, "wrong_shape"):
+        assert not seen["vote"].yes
+        assert "16" in seen["vote"].detail
+        assert seen["steps"] == 5
+        assert seen["trouble"] == ""
+
+
+def test_another_planner_in_our_place_is_named_and_its_moves_followed():
+    for seen in ranks.once(SCENARIOS, "own_balancer", mode="place"):
+        assert "another plugin replaced the planner" in seen["trouble"]
+        assert not seen["vote"].yes
+        assert np.array_equal(seen["map"], seen["placement"])
+        assert not np.array_equal(seen["map"], seen["before"])
+        assert seen["epoch"] >= 1
+        assert seen["wrong"] == []
+
+
+def test_a_controller_that_is_away_costs_steps_of_telemetry_and_nothing_else():
+    for seen in ranks.once(SCENARIOS, "away"):
+        assert seen["steps"] == 1500
+        assert seen["trouble"] == ""
+        assert seen["wrong"] == []
