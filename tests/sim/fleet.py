@@ -41,6 +41,8 @@ class Fleet:
         self.saved = {deployment: [] for deployment in shapes}
         self.restarting = False
         self.reload: tuple | None = None
+        self.loading = 0
+        """Ranks whose new weights are there and unsaid: loading is collective, one at a time."""
         self._waiting: set = set()
         self._reduced: tuple = (-1, None)
         self._sums: dict = {}
@@ -193,7 +195,7 @@ class Fleet:
 
     def begin_reload(self, deployment, announced: bool) -> None:
         """The engine wants other weights on all ranks."""
-        if self.reload is not None or self.restarting:
+        if self.reload is not None or self.loading or self.restarting:
             return
         self.world.note(f"reload of {deployment}, announced={announced}")
         if not announced:
@@ -233,7 +235,13 @@ class Fleet:
             site.fill()
             event = msg.WeightsReloaded(version, sums)
             if announced:
-                self.world.after(0.05 * self.world.rng.random(), site.feed, event)
+                self.loading += 1
+                self.world.after(0.05 * self.world.rng.random(), self.loaded, site, event)
             else:
                 site.feed(event)
         self.dirty = True
+
+    def loaded(self, site, event) -> None:
+        """One rank says that it has the other weights."""
+        self.loading -= 1
+        site.feed(event)

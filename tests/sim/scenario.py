@@ -16,6 +16,7 @@ Commands:
     crash rank=N                    a rank
     corrupt-copy                    the next copy between ranks arrives damaged
     lose-write KIND                 the store loses the next write of a kind, and says nothing
+    flush                           the store loses everything
     idle | steps                    the fleet stops or goes on taking steps
     reload                          load other weights, asking first
     status                          where everyone stands
@@ -229,6 +230,10 @@ class Script:
 
     def lose_write(self, kind: str):
         self.world.when(f"controller stores {kind}", lambda _context: self.world.store.lose_last_write())
+
+    def flush(self):
+        self.world.note("store is flushed")
+        self.world.store.flush()
 
     def idle(self):
         self.world.fleet.idle = True
