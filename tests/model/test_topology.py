@@ -52,6 +52,7 @@ def test_fingerprint_differs_by_every_member_and_fits_a_signed_word():
         WaveKey("g", "q", 0, 1),
         WaveKey("g", "p", 1, 1),
         WaveKey("g", "p", 0, 2),
+        WaveKey("g", "p", 0, 1, 1),
     ]
     prints = {key.fingerprint for key in keys}
     assert len(prints) == len(keys)

@@ -27,7 +27,7 @@ from tests.wire.strategies import IDENTITY, SHAPE
 
 HELLO = m.Hello(IDENTITY, SHAPE, "node-0", "", Epoch(0), "d" * 32, 1, "c", 1000, 500, "gate")
 
-KEY = WaveKey(Generation("g"), PlanId("p"), 0, 1)
+KEY = WaveKey(Generation("g"), PlanId("p"), 0, 1, Epoch(6))
 
 
 def same(one, other):

@@ -59,11 +59,14 @@ class WaveKey:
     plan_id: PlanId
     wave_index: int
     weights_version: int
+    base_epoch: Epoch = Epoch(0)
+    """Of the plan. A store that forgot a plan may be given another by the same id: once a wave of the first
+    has swapped, the second builds on a later epoch."""
 
     @property
     def fingerprint(self) -> int:
         """62-bit hash, the h of the gate vector; never 0."""
-        text = f"{self.generation}/{self.plan_id}/{self.wave_index}/{self.weights_version}"
+        text = f"{self.generation}/{self.plan_id}/{self.wave_index}/{self.weights_version}/{self.base_epoch}"
         return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2) | 1
 
 
@@ -156,7 +159,7 @@ class Plan:
 
     def key(self, wave_index: int) -> WaveKey:
         """The key of one wave."""
-        return WaveKey(self.generation, self.plan_id, wave_index, self.weights_version)
+        return WaveKey(self.generation, self.plan_id, wave_index, self.weights_version, self.base_epoch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.errors import EvenkeelError, PeerViolation, Reason
-from evenkeel.model.ids import DeploymentId, EpRank, Generation, PlanId
+from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import Transfer, Wave, WaveKey
 from evenkeel.model.topology import ModelShape
@@ -196,6 +196,7 @@ def encode_key(key: WaveKey) -> pb.WaveKey:
         plan_id=key.plan_id,
         wave_index=key.wave_index,
         weights_version=key.weights_version,
+        base_epoch=key.base_epoch,
     )
 
 
@@ -206,6 +207,7 @@ def decode_key(message: pb.WaveKey) -> WaveKey:
         PlanId(check_text("plan id", message.plan_id, 128, empty=False)),
         message.wave_index,
         check_count("weights version", message.weights_version),
+        Epoch(check_count("plan's base epoch", message.base_epoch)),
     )
 
 
