@@ -139,7 +139,7 @@ class GrpcRankLink:
             asyncio.create_task(self._beat(registration.heartbeat_interval_s, listener), name="heartbeat"),
         ]
         try:
-            while (message := await _read(call)) is not None:
+            while (message := await self._hear(call, registration.lease_s)) is not None:
                 if isinstance(message, NotLeader):
                     return self._turned_away("", message)
                 listener.received(stream, message)
@@ -150,6 +150,12 @@ class GrpcRankLink:
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _hear(self, call: Any, lease_s: float) -> ToRankLink | None:
+        """The next message. A controller that leads says something every second; one that was silent for a
+        whole lease is paused or out of reach, whatever the connection says, and another may lead by now."""
+        async with asyncio.timeout(lease_s if lease_s > 0 else None):
+            return await _read(call)
 
     async def _beat(self, interval_s: float, listener: _Listener) -> None:
         while True:

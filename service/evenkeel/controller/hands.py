@@ -182,9 +182,11 @@ class ControlHands:
 
     def _tell(self, action: ctl.ControlAction) -> None:
         """Log and count an action once, however often it must be stored."""
-        if any(action is told for told in self._told):
+        # A write tried again is another action about the same record.
+        subject = action.record if isinstance(action, ctl.PersistPlan) else action
+        if any(subject is told for told in self._told):
             return
-        self._told.append(action)
+        self._told.append(subject)
         match action:
             case ctl.PersistDecision(row):
                 self._tell_decision(dict(row))
@@ -243,4 +245,5 @@ def _wave_form(wave: WaveKey) -> dict[str, Any]:
         "plan_id": wave.plan_id,
         "wave_index": wave.wave_index,
         "weights_version": wave.weights_version,
+        "plan_base_epoch": wave.base_epoch,
     }

@@ -77,6 +77,21 @@ class LeaseKeeper:
         _log.warning("lease_lost", deployment=self.deployment, why=why)
         self.lease = None
 
+    def outlive(self, why: str) -> None:
+        """The store fenced a write the machine does not know of: another leads."""
+        if self.lease is not None:
+            self._lose(why)
+
+    async def yield_lease(self, why: str) -> None:
+        """Let another replica have it, and do not try again before ranks come here."""
+        lease = self.lease
+        if lease is None:
+            return
+        self._wanted.clear()
+        self.winner = None
+        self._lose(why)
+        await self._give_back(lease)
+
     async def decided(self, timeout_s: float) -> None:
         """Wait until it is known whether this replica leads, or for the timeout."""
         self.want()
@@ -102,10 +117,13 @@ class LeaseKeeper:
         """Give the lease up, so that another replica need not wait for it to run out."""
         lease, self.lease = self.lease, None
         if lease is not None:
-            try:
-                await self._store.release_lease(self.deployment, lease)
-            except Unavailable as error:
-                _log.info("lease_not_released", deployment=self.deployment, error=str(error))
+            await self._give_back(lease)
+
+    async def _give_back(self, lease: Lease) -> None:
+        try:
+            await self._store.release_lease(self.deployment, lease)
+        except Unavailable as error:
+            _log.info("lease_not_released", deployment=self.deployment, error=str(error))
 
     async def _acquire(self) -> bool:
         asked_at = self._clock.monotonic()
@@ -117,6 +135,9 @@ class LeaseKeeper:
                 await self._won(self.winner)
                 self.lease = self.winner
                 self._held_since = asked_at
+                if not self._alone and self._clock.monotonic() - asked_at >= self._lease_s:
+                    self._lose("it ran out while the records were loaded")
+                    return False
                 self._at_least = max(self._at_least, self.winner.term)
                 _log.info("leading", deployment=self.deployment, term=self.winner.term)
             else:

@@ -173,13 +173,14 @@ async def _store_windows(fleet: Fleet, outside: Outside, interval_s: float) -> N
             continue
         try:
             for deployment in list(fleet.members.values()):
-                await deployment.store_windows()
+                try:
+                    await deployment.store_windows()
+                except Conflict as error:
+                    deployment.keeper.outlive(str(error))
             if outside.health.fault:
                 await outside.store.ping()
         except Unavailable as error:
             outside.health.failed(error)
-        except Conflict as error:
-            _log.warning("window_not_stored", error=str(error))
         else:
             outside.health.answered()
 

@@ -51,6 +51,7 @@ class Spawner:
     def __init__(self, tasks: asyncio.TaskGroup, failed: Callable[[], None] = lambda: None) -> None:
         self._tasks = tasks
         self._failed = failed
+        self._ending: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -66,11 +67,15 @@ class Spawner:
         except Exception:
             _log.exception("task_failed", task=name)
             self._failed()
+            # The group cancels the others once; one that loses its cancellation would keep the process half
+            # alive, serving ranks it no longer leads.
+            if self._ending is None:
+                self._ending = asyncio.get_running_loop().create_task(self.end(), name="end-others")
             raise
 
     async def end(self) -> None:
         """Cancel everything that runs and wait for it."""
-        await end_tasks(self._running)
+        await end_tasks(self._running - {asyncio.current_task()})
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
