@@ -158,8 +158,8 @@ def _fleet() -> dashboard.Dashboard:
         many=True,
     )
     board = board.with_row(dashboard.Row("Now"))
-    for panel in _fleet_numbers():
-        board = board.with_panel(panel)
+    for number in _fleet_numbers():
+        board = board.with_panel(number)
     board = board.with_row(dashboard.Row("Balance"))
     for metric, title, what in (
         ("mean", "Balancedness, mean", "averaged over layers"),
