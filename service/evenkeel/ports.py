@@ -9,8 +9,10 @@ from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanLimits, PlanRecord
 from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning.what_if import Recommendation
 
 __all__ = [
+    "Advice",
     "Clock",
     "CycleOutcome",
     "DeploymentStatus",
@@ -218,6 +220,25 @@ class CycleOutcome:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A recommendation with when and for what it was worked out."""
+
+    deployment: DeploymentId
+    at_unix: float
+    generation: str
+    epoch: int
+    """Of the placement it starts from."""
+    policy: str
+    newest_step: int | None
+    """None while no step was complete."""
+    free_bytes: int | None
+    """Of the rank with the least free memory; None unless all ranks are here to tell."""
+    recommendation: Recommendation
+    shadow: Mapping[str, Mapping[str, Any]]
+    """The last row of every shadow policy, by name."""
+
+
 class DeploymentView(Protocol):
     """Read access to one deployment."""
 
@@ -296,6 +317,13 @@ class Operations(Protocol):
 
     async def decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
         """Decision log, newest first."""
+        ...
+
+    async def recommendation(self, deployment: DeploymentId, max_age_s: float | None) -> Advice:
+        """What would pay now, and why. An answer up to `max_age_s` old will do; None leaves it to the controller.
+
+        Conflict(PLAN_IN_PROGRESS) while weights move.
+        """
         ...
 
     async def healthy(self) -> Mapping[str, str]:

@@ -49,6 +49,24 @@ async def test_answers_and_errors_come_back_as_they_are(pool):
     assert pool.fault == ""
 
 
+async def test_what_runs_aside_takes_no_planner_with_it(pool):
+    planner, aside = await pool.run(whoami, 0), await pool.aside.run(whoami, 0)
+    assert planner != aside
+    with pytest.raises(Unavailable, match="died"):
+        await pool.aside.run(die, 0)
+    assert pool.fault == ""
+    assert await pool.run(whoami, 0) == planner
+    aside = await pool.aside.run(whoami, 0)
+    pool.close()
+    psutil.wait_procs([p for p in map(_process, (planner, aside)) if p], timeout=10)
+    assert not psutil.pid_exists(planner)
+    assert not psutil.pid_exists(aside)
+
+
+def _process(pid):
+    return psutil.Process(pid) if psutil.pid_exists(pid) else None
+
+
 async def test_a_process_that_dies_is_replaced(pool):
     with pytest.raises(Unavailable, match="died") as caught:
         await pool.run(die, 0)

@@ -11,7 +11,9 @@ from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
 from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.ports import DeploymentStatus, RankStatus
+from evenkeel.planning.verdict import Call, Verdict
+from evenkeel.planning.what_if import PolicyScore, Recommendation, Redundancy, ReplicaLevel
+from evenkeel.ports import Advice, DeploymentStatus, RankStatus
 
 SHAPE = ModelShape(
     num_layers=2, num_logical_experts=4, num_ranks=2, slots_per_rank=3, top_k=2, bytes_per_expert=1000
@@ -101,6 +103,43 @@ def make_window(steps: int = 5) -> LoadWindow:
     )
 
 
+VERDICT = Verdict(Call.RECOMMEND, 20, 0.2, 0.15, 0.25, 40.0, 400.0, 1000, 0.002, 10.0, None)
+
+
+def make_advice(deployment: str = "demo", **changes) -> Advice:
+    """What `recommend` answers where nobody knows free memory, nor how long a step takes."""
+    own = PolicyScore("eplb", Reason.PLAN_STARTED, 2, 2000, 0.97, VERDICT)
+    broken = PolicyScore("gem", Reason.PLANNER_FAILED, detail="ZeroDivisionError: 1 / 0")
+    levels = (
+        ReplicaLevel(0, -0.1, -0.12, -0.08, None, -1000, True),
+        ReplicaLevel(2, 0.0, 0.0, 0.0, 0.05, 0, True),
+        ReplicaLevel(4, 0.01, -0.01, 0.03, 0.005, 2000, None),
+    )
+    found = Recommendation(
+        VERDICT.call,
+        own.reason,
+        ("eplb would make 2 copies.",),
+        60,
+        40,
+        20,
+        None,
+        (own, broken),
+        Redundancy(2, 2, levels),
+    )
+    values = {
+        "deployment": deployment,
+        "at_unix": NOW,
+        "generation": "11111111-1111-1111-1111-111111111111",
+        "epoch": 3,
+        "policy": "eplb",
+        "newest_step": 119,
+        "free_bytes": None,
+        "recommendation": found,
+        "shadow": {"keel": {"at": NOW, "gain": 0.1, "call": Call.RECOMMEND}},
+    }
+    return Advice(**{**values, **changes})
+
+
 class FakeView:
     def __init__(
         self,
@@ -133,6 +172,7 @@ class FakeOperations:
         self.records: dict[str, list[PlanRecord]] = {name: [] for name in self.views}
         self.document = {"mode": "auto", "policy": "eplb"}
         self.health = {"store": "ok"}
+        self.advice = make_advice()
         self.calls: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
 
@@ -221,6 +261,11 @@ class FakeOperations:
             {"at": NOW - n, "reason": "no_change", "plan_id": None, "numbers": {}} for n in range(30)
         ]
         return rows[:limit]
+
+    async def recommendation(self, deployment, max_age_s):
+        self._check(deployment)
+        self.calls.append(("recommendation", deployment, max_age_s))
+        return self.advice
 
     async def healthy(self):
         return self.health

@@ -1,12 +1,21 @@
 """The controller's pure parts: balance, prices, phases, policy documents."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from evenkeel.controller.balance import Balance
-from evenkeel.controller.cycle import CycleSettings, last_plan_ended, merge_phases, price, topology_of
+from evenkeel.controller.cycle import (
+    CycleSettings,
+    last_plan_ended,
+    merge_phases,
+    plan_failures,
+    price,
+    steps_since_move,
+    topology_of,
+)
 from evenkeel.controller.documents import (
     change_policy,
     policy_document,
@@ -15,11 +24,11 @@ from evenkeel.controller.documents import (
     shape_from_document,
 )
 from evenkeel.controller.planning import request_digest
-from evenkeel.errors import InvalidInput
-from evenkeel.model.ids import Generation, PlanId
+from evenkeel.errors import InvalidInput, Reason
+from evenkeel.model.ids import Epoch, Generation, PlanId
 from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
-from evenkeel.model.plan import PlanLimits, PlanPhase
+from evenkeel.model.plan import PlanKind, PlanLimits, PlanPhase
 from evenkeel.model.policy import DeploymentPolicy, Mode
 from evenkeel.model.topology import ModelShape
 from evenkeel.planning import metrics
@@ -170,16 +179,55 @@ def test_only_plans_that_ran_start_the_cooldown():
     assert last_plan_ended(records[1:2]) is None
 
 
+def ended(plan_id, phase, reason, at, kind=PlanKind.AUTOMATIC):
+    record = make_record(plan_id, phase=phase, reason=reason, updated_at=at)
+    return replace(record, plan=replace(record.plan, kind=kind))
+
+
+def test_failures_in_a_row_are_counted_back_to_the_last_plan_that_was_carried_out():
+    done = ended("a", PlanPhase.COMMITTED, Reason.COMMITTED, 5.0)
+    earlier = ended("b", PlanPhase.ABORTED, Reason.RANK_LOST, 3.0)
+    refused = ended("c", PlanPhase.REFUSED, Reason.NO_SOURCE, 7.0)
+    aborted = ended("d", PlanPhase.ABORTED, Reason.PREPARE_DEADLINE, 9.0)
+    assert plan_failures([]) == (0, None)
+    assert plan_failures([done, earlier]) == (0, None)
+    assert plan_failures([aborted, done, refused, earlier]) == (2, 9.0)
+    assert plan_failures([replace(done, updated_at=10.0), aborted, refused]) == (0, None)
+
+
+def test_what_a_person_did_or_the_world_outran_is_no_failure():
+    for phase, reason, kind in (
+        (PlanPhase.CANCELLED, Reason.CANCELLED, PlanKind.AUTOMATIC),
+        (PlanPhase.EXPIRED, Reason.EXPIRED, PlanKind.AUTOMATIC),
+        (PlanPhase.REFUSED, Reason.STALE_BASE, PlanKind.AUTOMATIC),
+        (PlanPhase.ABORTED, Reason.GENERATION_CHANGED, PlanKind.AUTOMATIC),
+        (PlanPhase.ABORTED, Reason.RANK_VOTED_NO, PlanKind.MANUAL),
+        (PlanPhase.MIGRATING, Reason.LOAD_CHANGED, PlanKind.AUTOMATIC),
+    ):
+        assert plan_failures([ended("a", phase, reason, 5.0, kind)]) == (0, None)
+
+
+def test_steps_under_the_present_placement_are_those_of_its_epoch():
+    window = make_window(range(10))
+    window.epochs[6:] = 3
+    other = make_window(range(10, 14))
+    other.epochs[:] = 4
+    assert steps_since_move([window, other], Epoch(3), 100) == 8
+    assert steps_since_move([window, other], Epoch(3), 5) == 5
+    assert steps_since_move([window], Epoch(4), 100) == 0
+
+
 # --- documents -----------------------------------------------------------------------------------
 
 
 def test_a_policy_survives_its_document():
     policy = DeploymentPolicy(
-        Mode.AUTO, "eplb", PlanLimits(max_moves=3), 5.0, 60.0, thresholds={"min_gain": 0.2}
+        Mode.AUTO, "eplb", PlanLimits(max_moves=3), 5.0, 60.0, ("keel", "gem"), {"min_gain": 0.2}
     )
     again = policy_from_document(policy_document(policy), DeploymentPolicy())
     assert policy_document(again) == policy_document(policy)
     assert again.limits == policy.limits
+    assert again.shadow_policies == ("keel", "gem")
 
 
 def test_a_change_touches_only_what_it_names():
@@ -201,6 +249,10 @@ def test_a_change_touches_only_what_it_names():
         ({"mode": 3}, "3 is not observe"),
         ({"policy": "best"}, "unknown policy 'best'"),
         ({"policy": None}, "None is no name"),
+        ({"shadow_policies": "keel"}, "shadow_policies is 'keel', must be a list"),
+        ({"shadow_policies": ["keel", 3]}, "must be a list of policy names"),
+        ({"shadow_policies": ["keel", "keel"]}, "names 2 policies, at most 8 and each once"),
+        ({"shadow_policies": ["best"]}, "unknown policy 'best'"),
         ({"limits": {"max_move": 1}}, "unknown limits max_move; known: max_bytes"),
         ({"limits": {"max_moves": -1}}, "limits.max_moves is -1"),
         ({"limits": {"max_moves": True}}, "limits.max_moves is True"),

@@ -34,11 +34,19 @@ class PlannerPool:
         self._workers = workers
         self._deadline_s = deadline_s
         self._pool: ProcessPoolExecutor | None = None
+        self._aside: PlannerPool | None = None
         self.warm = False
         """Whether the kernels are compiled; calls before wait for it."""
         self.fault = ""
         """Why the last call failed; empty when it did not."""
         self._free = asyncio.Semaphore(workers)
+
+    @property
+    def aside(self) -> "PlannerPool":
+        """One more process, started when first used: for work that no cycle may wait for, or fall with."""
+        if self._aside is None:
+            self._aside = PlannerPool(1, deadline_s=self._deadline_s)
+        return self._aside
 
     async def warm_up(self) -> None:
         """Start the processes and compile, or load, every kernel. A failure is told and left to the calls."""
@@ -78,7 +86,12 @@ class PlannerPool:
         raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
 
     def close(self) -> None:
-        """End the processes, also those in the middle of a plan."""
+        """End the processes, also those in the middle of a plan, and those aside."""
+        if self._aside is not None:
+            self._aside.close()
+        self._end()
+
+    def _end(self) -> None:
         pool, self._pool = self._pool, None
         if pool is None:
             return
@@ -101,7 +114,7 @@ class PlannerPool:
     def _replace(self, fault: str) -> None:
         self.fault = fault
         self.warm = False
-        self.close()
+        self._end()
 
 
 def _begin_worker() -> None:

@@ -14,8 +14,13 @@ from evenkeel.api.schemas import (
     PlanIn,
     PlanOut,
     PlanSummary,
+    PolicyScoreOut,
     RankOut,
+    RecommendationOut,
+    RedundancyOut,
+    ReplicaLevelOut,
     ShapeOut,
+    VerdictOut,
     WaveOut,
 )
 from evenkeel.errors import ShapeMismatch
@@ -25,7 +30,9 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.plan import Plan, PlanLimits, PlanRecord
 from evenkeel.model.topology import ModelShape
 from evenkeel.planning import metrics
-from evenkeel.ports import DeploymentStatus, PlanRequest
+from evenkeel.planning.verdict import Verdict
+from evenkeel.planning.what_if import PolicyScore, Redundancy
+from evenkeel.ports import Advice, DeploymentStatus, PlanRequest
 
 __all__ = [
     "deployment_out",
@@ -35,6 +42,7 @@ __all__ = [
     "plan_out",
     "plan_request",
     "plan_summary",
+    "recommendation_out",
 ]
 
 
@@ -169,6 +177,80 @@ def phase_load(window: LoadWindow | None, placement: Placement | None) -> PhaseL
         tokens_per_expert=window.counts.mean(axis=0).tolist(),
         tokens_per_rank=per_rank,
         balancedness_by_layer=by_layer,
+    )
+
+
+def recommendation_out(advice: Advice) -> RecommendationOut:
+    """An advice as operators see it; what is not known is null."""
+    found = advice.recommendation
+    scores = [_score_out(score) for score in found.policies]
+    return RecommendationOut(
+        deployment=advice.deployment,
+        at=advice.at_unix,
+        generation=advice.generation,
+        epoch=advice.epoch,
+        policy=advice.policy,
+        call=found.call.value,
+        reason=found.reason.value,
+        words=list(found.words),
+        newest_step=advice.newest_step,
+        window_steps=found.window_steps,
+        planned_on_steps=found.planned_on_steps,
+        scored_on_steps=found.scored_on_steps,
+        steps_since_change=found.steps_since_change,
+        verdict=scores[0].verdict if scores else None,
+        policies=scores,
+        redundancy=None if found.redundancy is None else _redundancy_out(found.redundancy),
+        free_bytes=advice.free_bytes,
+        shadow=plain(advice.shadow),
+    )
+
+
+def _score_out(score: PolicyScore) -> PolicyScoreOut:
+    return PolicyScoreOut(
+        policy=score.policy,
+        reason=score.reason.value,
+        copies=score.copies,
+        nbytes=score.nbytes,
+        balancedness_expected=plain(score.balancedness_expected),
+        verdict=None if score.verdict is None else _verdict_out(score.verdict),
+        detail=score.detail or None,
+    )
+
+
+def _verdict_out(verdict: Verdict) -> VerdictOut:
+    return VerdictOut(
+        call=verdict.call.value,
+        steps=verdict.steps,
+        gain=plain(verdict.gain),
+        gain_lower=plain(verdict.gain_lower),
+        gain_upper=plain(verdict.gain_upper),
+        copy_cost_share=plain(verdict.cost),
+        net_gain=plain(verdict.net_gain),
+        saved_per_step=plain(verdict.saved_per_step),
+        copy_cost=verdict.copy_cost,
+        lifetime_steps=verdict.lifetime_steps,
+        payback_steps=plain(verdict.payback_steps),
+        payback_s=plain(verdict.payback_s),
+    )
+
+
+def _redundancy_out(redundancy: Redundancy) -> RedundancyOut:
+    return RedundancyOut(
+        present=redundancy.present,
+        advised=redundancy.advised,
+        levels=[
+            ReplicaLevelOut(
+                replicas_per_layer=level.replicas_per_layer,
+                gain=plain(level.gain),
+                gain_lower=plain(level.gain_lower),
+                gain_upper=plain(level.gain_upper),
+                marginal_gain=plain(level.marginal_gain),
+                extra_bytes_per_rank=level.extra_bytes_per_rank,
+                fits=level.fits,
+            )
+            for level in redundancy.levels
+        ],
     )
 
 

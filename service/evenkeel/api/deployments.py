@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, Response
+from fastapi import APIRouter, Body, Header, Query, Response
 
 from evenkeel.api.context import (
     Caller,
@@ -16,7 +16,7 @@ from evenkeel.api.context import (
     entity_tag,
     page,
 )
-from evenkeel.api.convert import deployment_out, phase_load, placement_out, plain
+from evenkeel.api.convert import deployment_out, phase_load, placement_out, plain, recommendation_out
 from evenkeel.api.problems import problem_response
 from evenkeel.api.schemas import (
     DecisionPage,
@@ -26,6 +26,7 @@ from evenkeel.api.schemas import (
     LoadOut,
     PlacementOut,
     ProblemOut,
+    RecommendationOut,
 )
 from evenkeel.errors import Reason, Unavailable
 from evenkeel.model.load import Phase
@@ -85,6 +86,28 @@ async def get_load(operations: OperationsOf, deployment: DeploymentPath) -> Load
         phase: await asyncio.to_thread(phase_load, window, placement) for phase, window in windows.items()
     }
     return LoadOut(deployment=deployment, epoch=view.status().epoch, phases=phases)
+
+
+@router.get(
+    "/deployments/{deployment}/recommendation",
+    responses={409: {"model": ProblemOut, "description": "Weights are moving"}},
+)
+async def get_recommendation(
+    operations: OperationsOf,
+    deployment: DeploymentPath,
+    max_age_s: Annotated[
+        float | None,
+        Query(
+            ge=0,
+            le=86400,
+            allow_inf_nan=False,
+            description="An answer this old will do, 0 asks for a new one; none allows one cycle.",
+        ),
+    ] = None,
+) -> RecommendationOut:
+    """What would pay now: a plan, other policies, more or fewer replicas. Planned on the older steps of the window and
+    scored on the newer ones; nothing is moved, started or stored."""
+    return recommendation_out(await operations.recommendation(deployment, max_age_s))
 
 
 @router.get("/deployments/{deployment}/policy")

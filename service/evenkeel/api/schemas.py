@@ -19,10 +19,15 @@ __all__ = [
     "PlanOut",
     "PlanPage",
     "PlanSummary",
+    "PolicyScoreOut",
     "ProblemOut",
     "RankOut",
+    "RecommendationOut",
+    "RedundancyOut",
+    "ReplicaLevelOut",
     "RollbackIn",
     "StoryOut",
+    "VerdictOut",
 ]
 
 Matrix = list[list[float]]
@@ -220,6 +225,103 @@ class DecisionPage(_Out):
 
     items: list[dict[str, Any]]
     next_page_token: str | None
+
+
+class VerdictOut(_Out):
+    """What later steps say of a plan; shares are of predicted MoE time, null is unknown."""
+
+    call: str
+    """recommend, not_now or insufficient_evidence."""
+    steps: int
+    """Later steps it was judged on."""
+    gain: float | None
+    """Share saved, copies not counted."""
+    gain_lower: float | None
+    gain_upper: float | None
+    """Between which the gain of the next window lies."""
+    copy_cost_share: float | None
+    """The copies as a share of the time of the expected lifetime."""
+    net_gain: float | None
+    """gain less copy_cost_share."""
+    saved_per_step: float | None
+    """Seconds where ranks' speeds are used, else tokens."""
+    copy_cost: float
+    """All copies, in the same unit."""
+    lifetime_steps: int
+    payback_steps: float | None
+    """Null where nothing is saved."""
+    payback_s: float | None
+    """Null also where nobody knows how long a step takes."""
+
+
+class PolicyScoreOut(_Out):
+    """What one policy would have done on the same steps."""
+
+    policy: str
+    reason: str
+    """plan_started where it would have passed every gate; else the gate that closed, or the error."""
+    copies: int | None
+    nbytes: int | None
+    balancedness_expected: float | None
+    verdict: VerdictOut | None
+    """Null where it could not plan."""
+    detail: str | None
+
+
+class ReplicaLevelOut(_Out):
+    """One number of replicas, the same in every layer."""
+
+    replicas_per_layer: int
+    gain: float | None
+    """Share of predicted MoE time saved against the present number."""
+    gain_lower: float | None
+    gain_upper: float | None
+    marginal_gain: float | None
+    """Share saved against the level below, per replica and layer."""
+    extra_bytes_per_rank: int | None
+    """Memory of the fullest rank beyond the present number."""
+    fits: bool | None
+    """Null where free memory or the size of an expert is not known."""
+
+
+class RedundancyOut(_Out):
+    """Would more or fewer replicas per layer pay."""
+
+    present: int
+    advised: int
+    levels: list[ReplicaLevelOut]
+
+
+class RecommendationOut(_Out):
+    """What would pay now, and the figures it rests on. Nothing was moved or started to find out."""
+
+    deployment: str
+    at: float
+    """Unix seconds at which it was worked out."""
+    generation: str
+    epoch: int
+    policy: str
+    call: str
+    """recommend, not_now or insufficient_evidence: the verdict on the deployment's own policy."""
+    reason: str
+    """What a cycle in auto mode would have ended with."""
+    words: list[str]
+    """The arithmetic, a sentence each."""
+    newest_step: int | None
+    window_steps: int
+    planned_on_steps: int
+    scored_on_steps: int
+    """The newest of the window; no plan has seen them."""
+    steps_since_change: int | None
+    """Null where traffic did not change inside the window."""
+    verdict: VerdictOut | None
+    policies: list[PolicyScoreOut]
+    """The deployment's own first."""
+    redundancy: RedundancyOut | None
+    free_bytes: int | None
+    """Of the rank with the least free memory."""
+    shadow: dict[str, dict[str, Any]]
+    """What each shadow policy scored after the last cycle that planned."""
 
 
 class LimitsIn(_In):

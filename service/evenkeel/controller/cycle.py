@@ -25,7 +25,9 @@ __all__ = [
     "last_plan_ended",
     "merge_phases",
     "new_plan_id",
+    "plan_failures",
     "price",
+    "steps_since_move",
     "topology_of",
 ]
 
@@ -163,6 +165,33 @@ def last_plan_ended(records: Iterable[PlanRecord]) -> float | None:
     """Unix seconds at which the newest plan that ran came to its end; None when none did."""
     ended = [record.updated_at for record in records if record.phase in _RAN]
     return max(ended, default=None)
+
+
+_MOVED_ON = frozenset(
+    {Reason.STALE_BASE, Reason.GENERATION_CHANGED, Reason.WEIGHTS_VERSION_CHANGED, Reason.LEASE_LOST}
+)
+"""Ends that say nothing about whether the fleet can carry plans out."""
+
+
+def plan_failures(records: Iterable[PlanRecord]) -> tuple[int, float | None]:
+    """Automatic plans that were refused or failed since the last one of any kind that was carried out.
+
+    Returns:
+        How many, and unix seconds at which the newest ended; None where there are none.
+    """
+    ended_at: list[float] = []
+    for record in sorted(records, key=lambda record: record.updated_at, reverse=True):
+        if record.phase is PlanPhase.COMMITTED:
+            break
+        failed = record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _MOVED_ON
+        if failed and record.plan.kind is PlanKind.AUTOMATIC:
+            ended_at.append(record.updated_at)
+    return len(ended_at), max(ended_at, default=None)
+
+
+def steps_since_move(windows: Iterable[LoadWindow], epoch: Epoch, num_steps: int) -> int:
+    """How many of the newest `num_steps` steps of all phases ran under the placement of an epoch, or a later one."""
+    return min(num_steps, sum(int((window.epochs >= epoch).sum()) for window in windows))
 
 
 def finite(numbers: dict[str, float]) -> dict[str, float]:

@@ -20,6 +20,9 @@ __all__ = [
     "shape_from_document",
 ]
 
+_MOST_SHADOWS = 8
+"""Each is planned with once a cycle."""
+
 
 def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
     """A policy as operators see it, every threshold with its value."""
@@ -27,6 +30,7 @@ def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
     return {
         "mode": policy.mode.value,
         "policy": policy.policy,
+        "shadow_policies": list(policy.shadow_policies),
         "limits": asdict(policy.limits),
         "cycle_s": policy.cycle_s,
         "proposal_ttl_s": policy.proposal_ttl_s,
@@ -66,6 +70,7 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
     if not isinstance(name, str):
         raise InvalidInput(f"policy {name!r} is no name")
     resolve_policy(name)
+    shadows = _shadows(document["shadow_policies"])
     limits: dict[str, int | None] = {}
     for bound, value in document["limits"].items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -76,11 +81,24 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
     return DeploymentPolicy(
         mode=Mode(mode),
         policy=name,
+        shadow_policies=shadows,
         limits=PlanLimits(**limits),
         cycle_s=_number("cycle_s", document["cycle_s"]),
         proposal_ttl_s=_number("proposal_ttl_s", document["proposal_ttl_s"]),
         thresholds=thresholds,
     )
+
+
+def _shadows(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise InvalidInput(f"shadow_policies is {names!r}, must be a list of policy names")
+    if len(names) > _MOST_SHADOWS or len(set(names)) < len(names):
+        raise InvalidInput(
+            f"shadow_policies names {len(names)} policies, at most {_MOST_SHADOWS} and each once"
+        )
+    for name in names:
+        resolve_policy(name)
+    return tuple(names)
 
 
 def _number(what: str, value: Any) -> float:

@@ -13,14 +13,16 @@ from evenkeel.controller.status import LiveView
 from evenkeel.errors import Conflict, NotFound, PeerViolation, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel.model.plan import PlanRecord
-from evenkeel.ports import DeploymentView, PlanRequest
+from evenkeel.ports import Advice, DeploymentView, PlanRequest
 from evenkeel.protocol.control_messages import ControlAction, PersistDocument
 from evenkeel.protocol.messages import Hello
-from evenkeel.wire.link import NotLeader, Registration, RegistrationOutcome
+from evenkeel.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
 
 __all__ = ["Fleet"]
 
 _log = structlog.get_logger(__name__)
+_UNPROVEN_S = 60.0
+"""A deployment of which no rank was ever taken is let go of sooner: anyone can say a name."""
 
 
 class Fleet:
@@ -31,14 +33,23 @@ class Fleet:
         self._options = options
         self._outside = outside
         self._max_deployments = max_deployments
+        self._flow = options.flow
 
     def add(self, name: DeploymentId) -> Deployment:
         """The deployment of a name, made if it is new here."""
         known = self.members.get(name)
         if known is None:
             known = self.members[name] = Deployment(name, self._options, self._outside)
+            if self._flow != self._options.flow:
+                known.pace(self._flow)
             known.run_tasks()
         return known
+
+    def pace(self, flow: FlowControl) -> None:
+        """Have the ranks of every deployment report so, also of those that come later."""
+        self._flow = flow
+        for member in self.members.values():
+            member.pace(flow)
 
     async def return_to(self, names: Sequence[DeploymentId]) -> None:
         """Take up again what this replica led when it went away, before its ranks are back.
@@ -56,7 +67,7 @@ class Fleet:
 
     async def forget_idle(self, after_s: float) -> None:
         """Let go of deployments whose ranks have all been gone for that long."""
-        for name in [name for name, member in self.members.items() if member.idle_s() > after_s]:
+        for name in [name for name, member in self.members.items() if _is_over(member, after_s)]:
             _log.info("deployment_forgotten", deployment=name)
             await self.members.pop(name).leave()
             self._outside.metrics.forget(name)
@@ -153,6 +164,10 @@ class Fleet:
                 self._outside.health.failed(error)
         return list(reversed(member.hands.decisions))[:limit]
 
+    async def recommendation(self, deployment: DeploymentId, max_age_s: float | None) -> Advice:
+        """What would pay now, and why; a kept answer if it is young enough. Moves nothing."""
+        return await self._member(deployment).planning.what_if.recommendation(max_age_s)
+
     async def healthy(self) -> Mapping[str, str]:
         """Component -> `ok` or what is wrong."""
         return {
@@ -219,3 +234,8 @@ class Fleet:
 
         _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)
         return await member.driver.call(change)
+
+
+def _is_over(member: Deployment, after_s: float) -> bool:
+    """Whether a deployment's ranks have been gone for long enough to let go of it."""
+    return member.idle_s() > (after_s if member.shape is not None else min(after_s, _UNPROVEN_S))

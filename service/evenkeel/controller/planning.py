@@ -16,9 +16,12 @@ from evenkeel.controller.cycle import (
     last_plan_ended,
     merge_phases,
     new_plan_id,
+    plan_failures,
     price,
+    steps_since_move,
     topology_of,
 )
+from evenkeel.controller.what_if import WhatIf
 from evenkeel.errors import Conflict, EvenkeelError, InfeasiblePlan, InvalidInput, Reason, Unavailable
 from evenkeel.model.ids import Epoch
 from evenkeel.model.load import Phase
@@ -38,6 +41,7 @@ __all__ = ["Planning", "request_digest"]
 
 _log = structlog.get_logger(__name__)
 
+_PACE_S = 5.0
 _INFEASIBLE = frozenset(
     {
         Reason.EXPERT_WITHOUT_REPLICA,
@@ -59,10 +63,30 @@ class Planning:
     def __init__(self, deployment: "Deployment") -> None:
         self._deployment = deployment
         self._memory = GateMemory()
+        self._pace: tuple[float, int] | None = None
+        """(monotonic seconds, number) of the step the pace is measured from."""
+        self._step_s: float | None = None
+        """Seconds from one step to the next; None before it is known."""
+        self.what_if = WhatIf(deployment)
 
     def forget(self) -> None:
         """The windows begin anew."""
         self._memory = GateMemory()
+        self._pace = self._step_s = None
+        self.what_if.forget()
+
+    def _measure_pace(self) -> None:
+        """Seconds from one step to the next, over stretches long enough that reports in batches do not matter."""
+        ingest = self._deployment.ingest
+        if ingest.newest_at is None or ingest.newest_step is None:
+            return
+        if self._pace is not None:
+            seconds, steps = ingest.newest_at - self._pace[0], ingest.newest_step - self._pace[1]
+            if steps > 0 and seconds < _PACE_S:
+                return
+            if steps > 0:
+                self._step_s = seconds / steps
+        self._pace = (ingest.newest_at, ingest.newest_step)
 
     def topology(self) -> Topology:
         """Which node each rank is on; one node while not all ranks are known."""
@@ -93,13 +117,17 @@ class Planning:
         deployment = self._deployment
         if deployment.outside.health.fault:
             return ctl.CycleDecided(action.cycle, Reason.STORE_UNAVAILABLE)
+        self._measure_pace()
         policy = deployment.control.policy
         base = Base(
             deployment.deployment, action.generation, action.weights_version, action.epoch, action.placement
         )
-        inputs = self._inputs(base, policy.policy, policy.limits, tuple(Phase))
+        inputs = self.inputs(base, policy.policy, policy.limits, tuple(Phase))
         result = await deployment.outside.planner.run(run_cycle, inputs)
         self._memory = result.memory
+        shadow = self.what_if.shadows()
+        if result.split is not None:
+            self.what_if.score(inputs, result.split, action.epoch)
         if result.detail:
             _log.warning(
                 "cycle_stopped",
@@ -109,7 +137,7 @@ class Planning:
             )
         numbers = finite(result.numbers)
         if not result.passed or result.target is None:
-            return ctl.CycleDecided(action.cycle, result.reason, numbers=numbers)
+            return ctl.CycleDecided(action.cycle, result.reason, numbers=numbers, shadow=shadow)
         unix = deployment.outside.clock.unix()
         plan = base.plan(
             result.target,
@@ -122,9 +150,9 @@ class Planning:
             expires_at=unix + policy.proposal_ttl_s if policy.mode is Mode.PROPOSE else None,
             numbers=numbers,
         )
-        return ctl.CycleDecided(action.cycle, result.reason, plan, numbers)
+        return ctl.CycleDecided(action.cycle, result.reason, plan, numbers, shadow)
 
-    def _inputs(
+    def inputs(
         self,
         base: Base,
         policy_name: str,
@@ -144,6 +172,9 @@ class Planning:
         deployment.balance.update(ingest.windows(), base.placement)
         costs, copy_cost = price(deployment.balance.seconds_per_token(), shape.bytes_per_expert, cycle)
         starts = request is None or not request.dry_run
+        records = control.book.records.values()
+        failed_plans, failed_at = plan_failures(records)
+        ended_at = max((at for at in (last_plan_ended(records), failed_at) if at is not None), default=None)
         return CycleInputs(
             load=load,
             shape=shape,
@@ -162,7 +193,10 @@ class Planning:
             plan_in_progress=starts and control.active_plan is not None,
             frozen_until_unix=control.frozen_until if starts else 0.0,
             held=control.held,
-            last_plan_ended_unix=last_plan_ended(control.book.records.values()),
+            last_plan_ended_unix=ended_at,
+            failed_plans=failed_plans,
+            steps_since_move=steps_since_move(windows, base.epoch, cycle.plan_steps),
+            step_s=self._step_s,
             limits=limits,
             costs=costs,
             source_load=source,
@@ -206,7 +240,7 @@ class Planning:
             resolve_policy(name)
         base = self.base()
         limits = _tighter(policy.limits, request.limits)
-        inputs = self._inputs(base, name, limits, request.phases or tuple(Phase), request=request)
+        inputs = self.inputs(base, name, limits, request.phases or tuple(Phase), request=request)
         result = await deployment.outside.planner.run(run_cycle, inputs)
         if not result.passed or result.target is None:
             raise _refusal(result)

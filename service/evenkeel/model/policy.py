@@ -33,6 +33,8 @@ class DeploymentPolicy:
     """Seconds between cycles; a cycle ends in one recorded decision."""
     proposal_ttl_s: float = 3600.0
     """A proposal not approved within this is EXPIRED: loads have moved on."""
+    shadow_policies: tuple[str, ...] = ()
+    """Planning algorithms scored beside `policy` on the same steps; they never move anything."""
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """Gate settings by name, read where the gates are evaluated; absent names have defaults there."""
 

@@ -74,6 +74,8 @@ class CycleDecided:
     plan: Plan | None = None
     """Set when the gates passed; its base is what RunCycle was given."""
     numbers: Mapping[str, float] = field(default_factory=dict)
+    shadow: Mapping[str, Any] = field(default_factory=dict)
+    """What the deployment's shadow policies last scored, by name, for the decision row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The control loop's rhythm: every cycle ends in one recorded decision with a Reason."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from evenkeel.errors import Reason
 from evenkeel.model.plan import Plan, PlanPhase
@@ -76,34 +77,40 @@ class Cycles:
         self._began = None
         plan, migration = event.plan, self.migration
         if plan is None:
-            return [self.decide(event.reason, now, numbers=event.numbers)]
+            return [self.decide(event.reason, now, numbers=event.numbers, shadow=event.shadow)]
         if self.policy.mode is Mode.OBSERVE:
-            return [self.decide(Reason.OBSERVE_MODE, now, numbers=event.numbers)]
+            return [self.decide(Reason.OBSERVE_MODE, now, numbers=event.numbers, shadow=event.shadow)]
         reason = hindrance or self._gate(now)
         if reason is None and (
             migration.is_stale(plan, 0) or plan.generation != migration.membership.generation
         ):
             reason = Reason.STALE_BASE
         if reason is not None:
-            return [self.decide(reason, now, numbers=event.numbers)]
+            return [self.decide(reason, now, numbers=event.numbers, shadow=event.shadow)]
         refusal, unix = migration.plan_problem(plan), now + migration.unix_offset_s
         if refusal is not None:
             refused = migration.book.add(plan, PlanPhase.REFUSED, refusal[0], unix, detail=refusal[1])
-            return [refused, self.decide(refusal[0], now, plan, event.numbers)]
+            return [refused, self.decide(refusal[0], now, plan, event.numbers, event.shadow)]
         auto = self.policy.mode is Mode.AUTO
         phase = PlanPhase.APPROVED if auto else PlanPhase.PROPOSED
         decided = Reason.PLAN_STARTED if auto else Reason.PLAN_PROPOSED
         entered = migration.book.add(plan, phase, plan.reason, unix, by="auto" if auto else "")
-        return [entered, self.decide(decided, now, plan, event.numbers)]
+        return [entered, self.decide(decided, now, plan, event.numbers, event.shadow)]
 
     def decide(
-        self, reason: Reason, now: float, plan: Plan | None = None, numbers: Mapping[str, float] | None = None
+        self,
+        reason: Reason,
+        now: float,
+        plan: Plan | None = None,
+        numbers: Mapping[str, float] | None = None,
+        shadow: Mapping[str, Any] | None = None,
     ) -> PersistDecision:
-        """One row of the decision log."""
+        """One row of the decision log; `shadow` only where there are shadow policies."""
         self.last = {
             "at": now + self.migration.unix_offset_s,
             "reason": reason.value,
             "plan_id": plan.plan_id if plan is not None else None,
             "numbers": dict(numbers or {}),
+            **({"shadow": dict(shadow)} if shadow else {}),
         }
         return PersistDecision(self.last)

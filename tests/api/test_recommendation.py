@@ -1,0 +1,85 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from evenkeel.errors import Conflict, Reason, Unavailable
+from evenkeel.planning.verdict import Call, Verdict
+from evenkeel.planning.what_if import PolicyScore, Recommendation
+from tests.api.conftest import READ, assert_problem, make_client
+from tests.api.fakes import NOW, make_advice
+
+PATH = "/v1/deployments/demo/recommendation"
+
+
+async def test_a_recommendation_with_its_figures_and_null_for_unknown(client):
+    body = (await client.get(PATH)).json()
+    assert (body["call"], body["reason"], body["at"]) == ("recommend", "plan_started", NOW)
+    assert (body["window_steps"], body["planned_on_steps"], body["scored_on_steps"]) == (60, 40, 20)
+    assert body["verdict"] == body["policies"][0]["verdict"]
+    assert (body["verdict"]["gain"], body["verdict"]["copy_cost_share"]) == (0.2, 0.002)
+    assert body["verdict"]["net_gain"] == pytest.approx(0.198)
+    assert body["verdict"]["payback_steps"] == 10
+    for unknown in (
+        body["verdict"]["payback_s"],
+        body["free_bytes"],
+        body["steps_since_change"],
+        body["policies"][1]["verdict"],
+        body["policies"][1]["copies"],
+        body["redundancy"]["levels"][2]["fits"],
+        body["redundancy"]["levels"][0]["marginal_gain"],
+    ):
+        assert unknown is None
+    assert body["policies"][1]["detail"] == "ZeroDivisionError: 1 / 0"
+    assert body["redundancy"]["levels"][0]["extra_bytes_per_rank"] == -1000
+    assert body["shadow"] == {"keel": {"at": NOW, "gain": 0.1, "call": "recommend"}}
+    assert body["words"] == ["eplb would make 2 copies."]
+
+
+async def test_insufficient_evidence_is_an_answer_and_no_error(client, operations):
+    found = Recommendation(
+        Call.INSUFFICIENT_EVIDENCE,
+        Reason.INSUFFICIENT_DATA,
+        ("The window holds 3 complete steps, 64 are needed: nothing was planned.",),
+        *(3, 0, 0, None),
+    )
+    operations.advice = make_advice(recommendation=found, newest_step=None, shadow={})
+    body = (await client.get(PATH)).json()
+    assert (body["call"], body["reason"]) == ("insufficient_evidence", "insufficient_data")
+    assert (body["verdict"], body["redundancy"], body["policies"]) == (None, None, [])
+
+
+async def test_figures_that_are_not_finite_are_null(client, operations):
+    verdict = Verdict(
+        Call.INSUFFICIENT_EVIDENCE, 1, -0.1, math.nan, math.nan, -5.0, 0.0, 1000, 0.0, math.inf, None
+    )
+    advice = make_advice()
+    score = PolicyScore("eplb", Reason.GAIN_TOO_SMALL, 1, 1, math.nan, verdict)
+    operations.advice = replace(advice, recommendation=replace(advice.recommendation, policies=(score,)))
+    body = (await client.get(PATH)).json()
+    assert body["verdict"]["gain"] == -0.1
+    assert (body["verdict"]["gain_lower"], body["verdict"]["payback_steps"]) == (None, None)
+    assert body["policies"][0]["balancedness_expected"] is None
+
+
+async def test_how_old_an_answer_may_be_is_the_callers_choice(client, operations):
+    assert (await client.get(PATH)).status_code == 200
+    assert (await client.get(PATH, params={"max_age_s": 0})).status_code == 200
+    assert operations.calls == [("recommendation", "demo", None), ("recommendation", "demo", 0.0)]
+    for age in (-1, "old", 1e9, math.inf):
+        assert_problem(await client.get(PATH, params={"max_age_s": age}), 422)
+
+
+async def test_refusals(client, operations):
+    assert_problem(await client.get("/v1/deployments/nobody/recommendation"), 404, "not_found")
+    operations.error = Conflict("plan p-1 is moving weights", Reason.PLAN_IN_PROGRESS)
+    assert_problem(await client.get(PATH), 409, "plan_in_progress")
+    operations.error = Unavailable("this replica does not lead", Reason.NOT_LEADER)
+    assert_problem(await client.get(PATH), 503, "not_leader")
+
+
+async def test_a_reading_token_may_ask_and_none_may_not(app):
+    async with make_client(app, READ) as client:
+        assert (await client.get(PATH)).status_code == 200
+    async with make_client(app, token=None) as client:
+        assert_problem(await client.get(PATH), 401)
