@@ -1,0 +1,357 @@
+"""Everything of a run put together, and the faults done to it."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evenkeel.engines.demo.processes import free_ports
+from evenkeel.engines.reference.config import RankConfig
+from evenkeel.engines.reference.supervisor import FleetReport, Supervisor, _read_lines
+from tests.chaos.operator import Operator
+from tests.chaos.processes import DEPLOYMENT, ControllerProcess, Sentinel, StoreNode, until
+from tests.chaos.schedule import Fault, FaultKind
+
+__all__ = ["FORGET_AFTER_S", "LEASE_S", "Arena", "Struck"]
+
+LEASE_S = 3.0
+FORGET_AFTER_S = 12.0
+_START_S = 120.0
+_AIM_S = 8.0
+_POOL_PER_LAYER = 4
+_SETTINGS = {
+    "LEADER__LEASE_S": f"{LEASE_S}",
+    "LEADER__RENEW_S": "0.75",
+    "REDIS__TIMEOUT_S": "0.6",
+    "INGEST__HEARTBEAT_S": "0.5",
+    "INGEST__RANK_LEASE_S": "3",
+    "INGEST__FORGET_AFTER_S": f"{FORGET_AFTER_S}",
+    "PLANNER__MODE": "observe",
+    "PLANNER__POLICY": "eplb",
+    "PLANNER__RECENT_STEPS": "16",
+    "PLANNER__THRESHOLDS": '{"min_window_steps": 16}',
+    "WINDOW__STEPS": "128",
+    "WINDOW__PLAN_STEPS": "96",
+    # Copies take about half a second a wave, so that faults strike while they run.
+    "MIGRATION__MAX_BYTES_PER_S": "40000",
+    "MIGRATION__PREPARE_DEADLINE_S": "30",
+    "MIGRATION__STALL_AFTER_S": "15",
+    "METRICS__REFRESH_S": "1",
+}
+
+
+@dataclass(slots=True)
+class Struck:
+    """One fault as it was done; Unix seconds."""
+
+    kind: FaultKind
+    target: str
+    began: float
+    ended: float = 0.0
+
+    def overlaps(self, begin: float, end: float, after_s: float = 0.0) -> bool:
+        """Whether it, or what it left behind for `after_s`, falls into a span."""
+        return self.began <= end and begin <= (self.ended or float("inf")) + after_s
+
+
+@dataclass
+class Arena:
+    """Two controllers, a store with a replica and Sentinel, ranks, an operator.
+
+    Args:
+        folder: for logs, data and what the ranks write.
+        num_ranks: of the reference engine.
+    """
+
+    folder: Path
+    seed: int
+    num_ranks: int = 8
+    struck: list[Struck] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ports = free_ports(9)
+        folder = self.folder
+        self.nodes = [StoreNode("store-a", folder, ports[0]), StoreNode("store-b", folder, ports[1])]
+        self.sentinel = Sentinel(folder, ports[2])
+        self.controllers = [
+            ControllerProcess(f"replica-{number}", folder, chosen, self.sentinel.url, _SETTINGS)
+            for number, chosen in enumerate((ports[3:6], ports[6:9]))
+        ]
+        self._proxied: tuple[StoreNode | ControllerProcess, ...] = (*self.nodes, *self.controllers)
+        self.supervisor: Supervisor | None = None
+        self.report: FleetReport | None = None
+        self._rude: list[subprocess.Popen[bytes]] = []
+
+    async def start(self) -> None:
+        """Bring everything up and wait until the ranks are led."""
+        for process in self._proxied:
+            await process.proxy.start()
+        first, second = self.nodes
+        first.begin(None)
+        second.begin(first)
+        await until(first.has_replica, 20, "the replica to follow")
+        self.sentinel.begin(first)
+        await until(self.sentinel.primary_port, 20, "Sentinel to answer")
+        for controller in self.controllers:
+            controller.start()
+        config = RankConfig(
+            run_folder=str(self.folder / "ranks"),
+            num_ranks=self.num_ranks,
+            deployment=DEPLOYMENT,
+            controllers=tuple(controller.proxy.address for controller in self.controllers),
+            layers=4,
+            experts=2 * self.num_ranks,
+            slots_per_rank=5,
+            pool_slots_per_layer=_POOL_PER_LAYER,
+            d_model=16,
+            d_ffn=32,
+            tokens_per_step=32,
+            steps=0,
+            min_step_s=0.1,
+            # One layer, or two, in a wave.
+            staging_bytes=48 << 10,
+            group_timeout_s=60.0,
+        )
+        self.supervisor = Supervisor(config, max_restarts=20)
+        self.supervisor.start()
+        self.operator = Operator(
+            self.controllers,
+            config.shape,
+            _POOL_PER_LAYER,
+            self.sentinel.primary_port,
+            self.seed,
+            time.time,
+        )
+        for controller in self.controllers:
+            await until(controller.ready, _START_S, f"{controller.name} to serve")
+        await until(self.settled, _START_S, "the ranks to be led")
+
+    async def look_after(self, stop: asyncio.Event) -> None:
+        """Restart the group of ranks when one died."""
+        assert self.supervisor is not None
+        while not stop.is_set():
+            report = self.supervisor.poll()
+            assert report is None, f"the ranks ended: {report}"
+            await asyncio.sleep(0.1)
+
+    async def settled(self) -> bool:
+        """Whether some replica leads and every rank is fresh and at one epoch."""
+        leader = await self.leader()
+        status = None if leader is None else await leader.status()
+        if status is None or status["state"] != "ready":
+            return False
+        ranks = status["ranks"]
+        fresh = len(ranks) == self.num_ranks and all(rank["fresh"] for rank in ranks)
+        return fresh and {rank["epoch"] for rank in ranks} == {status["epoch"]}
+
+    async def leader(self) -> ControllerProcess | None:
+        for controller in self.controllers:
+            if await controller.leads():
+                return controller
+        return None
+
+    async def primary(self) -> StoreNode | None:
+        """The node Sentinel leads to, if it takes writes."""
+        port = await self.sentinel.primary_port()
+        node = next((node for node in self.nodes if node.proxy.port == port), None)
+        return node if node is not None and await node.role() == "master" else None
+
+    # --- faults ------------------------------------------------------------------------------------
+
+    async def play(self, faults: list[Fault], began: float, say: Callable[[str], None]) -> None:
+        """Strike the faults of one list in turn, each at its time or as soon as the one before is over."""
+        for fault in faults:
+            await asyncio.sleep(max(0.0, began + fault.at - time.time()))
+            if fault.kind.changes_leader or fault.kind.changes_primary:
+                await self._aim()
+            struck = await self._strike(fault)
+            if struck is not None:
+                say(f"{struck.began - began:6.1f} s  {struck.kind} {struck.target}")
+
+    async def _aim(self) -> None:
+        """Wait a little for a plan under way, and for a replica that could take over."""
+        deadline = time.time() + _AIM_S
+        while time.time() < deadline:
+            primary = await self.primary()
+            if self.operator.under_way and primary is not None and await primary.has_replica():
+                return
+            await asyncio.sleep(0.1)
+
+    async def _strike(self, fault: Fault) -> Struck | None:
+        kind = fault.kind
+        if kind.changes_leader or kind in (FaultKind.KILL_FOLLOWER, FaultKind.STOP_FOLLOWER):
+            return await self._hurt_controller(fault)
+        if kind.changes_primary or kind in (FaultKind.FLUSH_STORE, FaultKind.FULL_STORE):
+            return await self._hurt_primary(fault)
+        struck = Struck(kind, "", time.time())
+        self.struck.append(struck)
+        rng = random.Random(fault.seed)
+        match kind:
+            case FaultKind.STOP_RANK | FaultKind.KILL_RANK:
+                await self._hurt_rank(fault, struck, rng)
+            case FaultKind.CUT_STORE | FaultKind.SLOW_STORE:
+                for node in self.nodes:
+                    if kind is FaultKind.CUT_STORE:
+                        node.proxy.cut()
+                    else:
+                        node.proxy.delay_s = rng.uniform(0.02, 0.2)
+                await asyncio.sleep(fault.seconds)
+                for node in self.nodes:
+                    node.proxy.heal()
+            case FaultKind.SLOW_LINKS:
+                for controller in self.controllers:
+                    controller.proxy.delay_s = rng.uniform(0.02, 0.3)
+                await asyncio.sleep(fault.seconds)
+                for controller in self.controllers:
+                    controller.proxy.heal()
+            case FaultKind.RUDE_CLIENTS:
+                self._be_rude(fault)
+                await asyncio.sleep(fault.seconds)
+        struck.ended = time.time()
+        return struck
+
+    async def _hurt_controller(self, fault: Fault) -> Struck | None:
+        kind, leader = fault.kind, await self.leader()
+        if leader is None:
+            return None
+        target = leader if kind.changes_leader else next(c for c in self.controllers if c is not leader)
+        struck = Struck(kind, target.name, time.time())
+        self.struck.append(struck)
+        match kind:
+            case FaultKind.KILL_LEADER | FaultKind.KILL_FOLLOWER:
+                target.kill()
+                await asyncio.sleep(fault.seconds)
+                target.start()
+            case FaultKind.STOP_LEADER | FaultKind.STOP_FOLLOWER:
+                target.signal(signal.SIGSTOP)
+                await asyncio.sleep(fault.seconds)
+                target.signal(signal.SIGCONT)
+            case FaultKind.CUT_LEADER:
+                target.proxy.cut()
+                await asyncio.sleep(fault.seconds)
+                target.proxy.heal()
+            case _:
+                target.proxy.hush()
+                await asyncio.sleep(fault.seconds)
+                target.proxy.heal()
+        struck.ended = time.time()
+        return struck
+
+    async def _hurt_primary(self, fault: Fault) -> Struck | None:
+        primary = await self.primary()
+        if primary is None:
+            return None
+        struck = Struck(fault.kind, primary.name, time.time())
+        self.struck.append(struck)
+        match fault.kind:
+            case FaultKind.KILL_PRIMARY:
+                primary.kill()
+                await asyncio.sleep(fault.seconds)
+                primary.start()
+            case FaultKind.STOP_PRIMARY:
+                primary.signal(signal.SIGSTOP)
+                await asyncio.sleep(fault.seconds)
+                primary.signal(signal.SIGCONT)
+            case FaultKind.SENTINEL_FAILOVER:
+                await self.sentinel.ask("SENTINEL", "FAILOVER", "main")
+                await asyncio.sleep(fault.seconds)
+            case FaultKind.FLUSH_STORE:
+                await primary.ask("FLUSHALL")
+                await asyncio.sleep(fault.seconds)
+            case _:
+                await primary.ask("CONFIG", "SET", "maxmemory", "1")
+                await asyncio.sleep(fault.seconds)
+                for node in self.nodes:
+                    await node.ask("CONFIG", "SET", "maxmemory", "0")
+        struck.ended = time.time()
+        return struck
+
+    async def _hurt_rank(self, fault: Fault, struck: Struck, rng: random.Random) -> None:
+        assert self.supervisor is not None
+        rank = rng.randrange(self.num_ranks)
+        struck.target = f"rank {rank}"
+        if fault.kind is FaultKind.STOP_RANK:
+            pid = self.supervisor.pids[rank]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(fault.seconds)
+                os.kill(pid, signal.SIGCONT)
+            return
+        restarts, step = self.supervisor.restarts, time.time()
+        self.supervisor.kill_rank(rank)
+        supervisor = self.supervisor
+        await until(lambda: supervisor.restarts > restarts, 60, "the group to be restarted")
+        await until(lambda: self._stepped_since(step), 120, "the restarted group to serve")
+
+    def _stepped_since(self, since: float) -> bool:
+        """Whether every rank has begun anew and written a step."""
+        starts = [_last_start(self.folder / "ranks" / f"rank-{rank}.jsonl") for rank in range(self.num_ranks)]
+        return all(start > since for start in starts)
+
+    def _be_rude(self, fault: Fault) -> None:
+        for number, controller in enumerate(self.controllers):
+            with (self.folder / "rude.log").open("ab") as log:
+                command = [
+                    *(sys.executable, "-m", "tests.chaos.rude"),
+                    *(str(controller.grpc_port), str(controller.rest_port)),
+                    *(str(fault.seconds), str(fault.seed + number)),
+                ]
+                self._rude.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    async def heal(self) -> None:
+        """End every fault."""
+        for process in self._proxied:
+            process.proxy.heal()
+            process.signal(signal.SIGCONT)
+            if not process.running:
+                process.start()
+        for node in self.nodes:
+            await node.ask("CONFIG", "SET", "maxmemory", "0")
+        for client in self._rude:
+            await asyncio.to_thread(client.wait, 60)
+
+    async def finish_ranks(self) -> FleetReport:
+        """Have the ranks check themselves and end."""
+        supervisor = self.supervisor
+        assert supervisor is not None
+        supervisor.request_stop()
+        self.report = await until(supervisor.poll, 90, "the ranks to end")
+        assert self.report is not None
+        return self.report
+
+    async def stop(self) -> dict[str, int]:
+        """End everything that still runs; exit codes by name."""
+        if self.supervisor is not None and self.report is None:
+            await asyncio.to_thread(self.supervisor.stop)
+        codes = {}
+        for client in self._rude:
+            if client.poll() is None:
+                client.kill()
+                client.wait()
+        for process in (*self.controllers, self.sentinel, *self.nodes):
+            codes[process.name] = await asyncio.to_thread(process.end)
+        for process in self._proxied:
+            await process.proxy.stop()
+        for controller in self.controllers:
+            await controller.http.aclose()
+        return codes
+
+
+def _last_start(path: Path) -> float:
+    """When the newest life of a rank wrote its first line of a step; 0 before."""
+    started, stepped = 0.0, 0.0
+    for line in _read_lines(path):
+        if line["kind"] == "start":
+            started, stepped = line["unix"], 0.0
+        elif line["kind"] == "step" and not stepped:
+            stepped = line["unix"]
+    return started if stepped else 0.0

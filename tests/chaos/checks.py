@@ -1,0 +1,159 @@
+"""What must hold after a run. Each check returns sentences on what is wrong; none when nothing is."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evenkeel.engines.reference.supervisor import FleetReport, _read_lines
+from tests.chaos.arena import Struck
+from tests.chaos.operator import PlanLife
+from tests.chaos.processes import ControllerProcess
+from tests.chaos.schedule import FaultKind
+
+__all__ = [
+    "SERVING_BOUND_S",
+    "Gap",
+    "bad_logs",
+    "bad_plans",
+    "bad_ranks",
+    "bad_series",
+    "bad_waves",
+    "gaps",
+    "too_many_fds",
+]
+
+SERVING_BOUND_S = 5.0
+"""Longest time between two steps that no injected stop of a rank explains. Nothing a rank does in a step waits
+for a controller or a store, and every outage of those lasts longer than this: a step that waited for one would
+be over the bound. The rest of it is what two cores with fifteen processes cost: steps are 0.1 s."""
+_AFTERMATH_S = 45.0
+"""What a fault may still explain: Prepare and stall deadlines, a group's restart."""
+_CAUSES = {
+    "generation_changed": {FaultKind.KILL_RANK},
+    "weights_version_changed": set(),
+    "cancelled": set(),
+    "expired": set(),
+    "checksum_mismatch": set(),
+}
+"""Reasons only these faults make true; of the others any fault may be the cause."""
+_SLACK_FDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Time between two steps of the group."""
+
+    began: float
+    seconds: float
+    unexplained_s: float
+    """Less the injected stops in it."""
+
+
+def bad_ranks(report: FleetReport, num_ranks: int) -> Iterator[str]:
+    """Weights, maps, outputs and epochs at the end."""
+    yield from report.problems
+    if report.codes != (0,) * num_ranks:
+        yield f"ranks ended with codes {report.codes}"
+    if len(report.checks) != num_ranks:
+        yield f"{len(report.checks)} of {num_ranks} ranks wrote their final check"
+    epochs = {check["epoch"] for check in report.checks}
+    if len(epochs) > 1:
+        yield f"ranks ended at epochs {sorted(epochs)}"
+    rows = sum(check["mismatches"] for check in report.checks)
+    if rows:
+        yield f"{rows} rows were computed wrongly"
+
+
+def bad_waves(
+    folder: Path, num_ranks: int, final: dict[str, Any], plans: Sequence[PlanLife]
+) -> Iterator[str]:
+    """What ranks swapped against each other and against the records."""
+    swaps: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    for rank in range(num_ranks):
+        for line in _read_lines(folder / f"rank-{rank}.jsonl"):
+            if line["kind"] == "swap":
+                swaps[line["epoch"]].add((line["plan_id"], line["wave_index"]))
+    for epoch, waves in sorted(swaps.items()):
+        if len(waves) > 1:
+            yield f"epoch {epoch} is another wave on different ranks: {sorted(waves)}"
+    newest = max(swaps, default=0)
+    missing = set(range(1, newest + 1)) - swaps.keys()
+    if missing:
+        yield f"no rank wrote how it came to epochs {sorted(missing)}"
+    if final["epoch"] != newest:
+        yield f"the controller is at epoch {final['epoch']}, the ranks at {newest}"
+    done: dict[str, set[int]] = defaultdict(set)
+    for waves in swaps.values():
+        for plan_id, wave in waves:
+            done[plan_id].add(wave)
+    for plan in plans:
+        if plan.phase == "committed" and len(done[plan.plan_id]) != plan.waves:
+            yield f"{plan.plan_id} is committed with {plan.waves} waves, ranks swapped {sorted(done[plan.plan_id])}"
+        if plan.ended_at and not plan.lost and plan.waves_committed != len(done[plan.plan_id]):
+            yield (
+                f"{plan.plan_id} ended {plan.phase} with {plan.waves_committed} waves, ranks swapped"
+                f" {sorted(done[plan.plan_id])}"
+            )
+
+
+def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[str]:
+    """Every plan is over, and its reason is true."""
+    for plan in plans:
+        if plan.accepted_at and not plan.ended_at:
+            yield f"{plan.plan_id} never ended: {plan.phase} {plan.reason}"
+        if not plan.ended_at or plan.phase == "committed":
+            continue
+        kinds = {s.kind for s in struck if s.overlaps(plan.asked_at, plan.ended_at, _AFTERMATH_S)}
+        allowed = _CAUSES.get(plan.reason, set(FaultKind))
+        if not kinds & allowed:
+            yield f"{plan.plan_id} ended {plan.phase} {plan.reason}, which no fault explains: {sorted(kinds)}"
+
+
+def gaps(folder: Path, num_ranks: int, struck: Sequence[Struck]) -> list[Gap]:
+    """All pauses of serving, the longest unexplained one first."""
+    found = []
+    stops = [s for s in struck if s.kind.stops_serving]
+    for rank in range(num_ranks):
+        times = [
+            line["unix"] for line in _read_lines(folder / f"rank-{rank}.jsonl") if line["kind"] == "step"
+        ]
+        for before, after in zip(times, times[1:], strict=False):
+            explained = sum(
+                max(0.0, min(after, stop.ended or after) - max(before, stop.began)) for stop in stops
+            )
+            found.append(Gap(before, after - before, after - before - explained))
+    return sorted(found, key=lambda gap: -gap.unexplained_s)
+
+
+def bad_logs(controllers: Sequence[ControllerProcess]) -> Iterator[str]:
+    """Mistakes of ours that the controllers wrote down."""
+    for controller in controllers:
+        rows, noise = controller.rows()
+        for row in rows:
+            if row.get("event") in ("task_failed", "message_not_sent", "wave_map_unusable", "cycle_failed"):
+                if row["event"] == "cycle_failed" and "exception" not in row:
+                    continue
+                yield f"{controller.name} logged {row['event']}: {str(row)[:1500]}"
+        said = [line for line in noise if "Traceback" in line or "never retrieved" in line]
+        if said:
+            where = noise.index(said[0])
+            yield f"{controller.name} printed: {' | '.join(noise[where : where + 12])[:1500]}"
+
+
+def bad_series(name: str, series: dict[str, float], deployments: set[str]) -> Iterator[str]:
+    """Series of deployments the replica no longer has."""
+    labels = {match[1] for key in series if (match := re.search(r'deployment="([^"]*)"', key))}
+    left = labels - deployments
+    if left:
+        yield f"{name} still shows series of {sorted(left)}; it has {sorted(deployments)}"
+    if not series:
+        yield f"{name} shows no metrics"
+
+
+def too_many_fds(name: str, now: int, before: int) -> Iterator[str]:
+    """Descriptors against those after the start."""
+    if now > before + _SLACK_FDS:
+        yield f"{name} holds {now} descriptors, {before} after the start"

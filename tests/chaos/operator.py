@@ -1,0 +1,170 @@
+"""An operator who asks for one plan after another, by the id he chose, whoever leads and whatever is broken."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+
+from evenkeel.model.topology import ModelShape
+from tests.chaos.processes import DEPLOYMENT, ControllerProcess
+
+__all__ = ["Operator", "PlanLife", "draw_target"]
+
+_TERMINAL = frozenset({"committed", "aborted", "cancelled", "expired", "refused"})
+_TRY_AGAIN = frozenset({409, 404, 429, 500, 502, 503})
+_PAUSE_S = 0.3
+
+
+def draw_target(rng: random.Random, shape: ModelShape, pool_per_layer: int) -> list[list[int]]:
+    """(L, S) a placement at random that fits the pool: every expert once, then copies, none twice on a rank."""
+    rows = []
+    for _ in range(shape.num_layers):
+        experts = list(range(shape.num_logical_experts))
+        rng.shuffle(experts)
+        held = [experts[rank :: shape.num_ranks] for rank in range(shape.num_ranks)]
+        row = np.full((shape.num_ranks, shape.slots_per_rank), -1, np.int64)
+        for rank, mine in enumerate(held):
+            spare = [expert for expert in experts if expert not in mine]
+            mine += rng.sample(spare, pool_per_layer - len(mine))
+            row[rank, : len(mine)] = mine
+        rows.append(row.reshape(-1).tolist())
+    return rows
+
+
+@dataclass(slots=True)
+class PlanLife:
+    """One plan as the operator saw it."""
+
+    plan_id: str
+    asked_at: float
+    """Unix seconds of the first request."""
+    leader: str = ""
+    term: int = 0
+    primary: int = 0
+    """These three when it was accepted."""
+    accepted_at: float = 0.0
+    ended_at: float = 0.0
+    phase: str = ""
+    reason: str = ""
+    final_leader: tuple[str, int, int] = ("", 0, 0)
+    """(leader, term, primary) when its end was seen."""
+    lost: int = 0
+    """Times the record was gone and the plan was asked for again."""
+    waves: int = 0
+    waves_committed: int = 0
+
+    @property
+    def through_failover(self) -> bool:
+        return self.accepted_at > 0 and self.final_leader != (self.leader, self.term, self.primary)
+
+
+@dataclass
+class Operator:
+    """Keeps one plan under way.
+
+    Args:
+        primary: tells which store node Sentinel takes for the primary.
+    """
+
+    controllers: Sequence[ControllerProcess]
+    shape: ModelShape
+    pool_per_layer: int
+    primary: Any
+    seed: int
+    clock: Any
+    plans: list[PlanLife] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    """What should never happen to an operator."""
+    answers: dict[str, int] = field(default_factory=dict)
+    """Requests by outcome."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        rng = random.Random(self.seed)
+        while not stop.is_set():
+            life = PlanLife(f"chaos-{self.seed}-{len(self.plans)}", self.clock())
+            self.plans.append(life)
+            body = {
+                "plan_id": life.plan_id,
+                "approve": True,
+                "target": {"physical_to_logical": draw_target(rng, self.shape, self.pool_per_layer)},
+            }
+            await self._see_through(life, body, stop)
+            await asyncio.sleep(rng.uniform(0.2, 1.0))
+
+    @property
+    def under_way(self) -> bool:
+        """A plan was accepted and has not ended."""
+        return bool(self.plans) and self.plans[-1].accepted_at > 0 and not self.plans[-1].ended_at
+
+    async def _see_through(self, life: PlanLife, body: dict[str, Any], stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            leader = await self._leader()
+            if leader is None:
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            process, status = leader
+            if not life.accepted_at and not await self._ask(life, process, status, body):
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if await self._ended(life, process, status):
+                return
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _leader(self) -> tuple[ControllerProcess, dict[str, Any]] | None:
+        for process in self.controllers:
+            status = await process.status()
+            if status is not None and status["leader"] == process.name and status["state"] != "follower":
+                return process, status
+        return None
+
+    async def _ask(
+        self, life: PlanLife, process: ControllerProcess, status: dict[str, Any], body: dict[str, Any]
+    ) -> bool:
+        """Ask for the plan; whether it was accepted."""
+        try:
+            answer = await process.http.post(f"/v1/deployments/{DEPLOYMENT}/plans", json=body)
+        except httpx.HTTPError as error:
+            self._count(type(error).__name__)
+            return False
+        reason = "" if answer.is_success else answer.json().get("reason", "")
+        self._count(f"{answer.status_code} {reason}".strip())
+        if not answer.is_success:
+            if answer.status_code not in _TRY_AGAIN or reason == "id_reused":
+                self.faults.append(f"{life.plan_id}: {answer.status_code} {answer.text[:300]}")
+            if answer.status_code == 500:
+                self.faults.append(f"{life.plan_id}: internal error {answer.text[:300]}")
+            return False
+        if answer.json()["plan_id"] != life.plan_id:
+            self.faults.append(f"{life.plan_id}: answered with plan {answer.json()['plan_id']}")
+        life.accepted_at = self.clock()
+        life.leader, life.term = status["leader"], status["term"]
+        life.primary = await self.primary()
+        return True
+
+    async def _ended(self, life: PlanLife, process: ControllerProcess, status: dict[str, Any]) -> bool:
+        try:
+            answer = await process.http.get(f"/v1/deployments/{DEPLOYMENT}/plans/{life.plan_id}")
+        except httpx.HTTPError:
+            return False
+        if answer.status_code == 404 and status["state"] in ("ready", "migrating"):
+            # A store that lost its last writes, or was flushed: the same request makes it anew.
+            life.lost += 1
+            life.accepted_at = 0.0
+            return False
+        if not answer.is_success:
+            return False
+        plan = answer.json()
+        life.phase, life.reason = plan["phase"], plan["reason"]
+        life.waves, life.waves_committed = plan["waves"], plan["waves_committed"]
+        if plan["phase"] not in _TERMINAL:
+            return False
+        life.ended_at = self.clock()
+        life.final_leader = (status["leader"], status["term"], await self.primary())
+        return True
+
+    def _count(self, outcome: str) -> None:
+        self.answers[outcome] = self.answers.get(outcome, 0) + 1

@@ -1,0 +1,106 @@
+"""A TCP proxy that can be hurt: cut, silent or slow."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+__all__ = ["Proxy"]
+
+_CHUNK = 1 << 16
+
+
+class Proxy:
+    """Passes bytes between a port of its own and another on loopback.
+
+    Args:
+        port: where clients come; 0 takes a free one.
+        target: where they are led.
+    """
+
+    def __init__(self, target: int, port: int = 0) -> None:
+        self.port = port
+        self.target = target
+        self.delay_s = 0.0
+        """Added to every chunk, in both directions."""
+        self._cut = False
+        self._open = asyncio.Event()
+        self._open.set()
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def cut(self) -> None:
+        """Reset every connection and each new one, until `heal`."""
+        self._cut = True
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    def hush(self) -> None:
+        """Keep connections, pass nothing on, until `heal`: a network that swallows packets."""
+        self._open.clear()
+
+    def heal(self) -> None:
+        """Pass everything on again, at once."""
+        self._cut = False
+        self.delay_s = 0.0
+        self._open.set()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            with self._known(writer), contextlib.suppress(OSError):
+                if not self._cut:
+                    await self._join(reader, writer)
+        except asyncio.CancelledError:
+            return  # Stopped; asyncio's own callback would log it as a failure.
+        finally:
+            self._tasks.discard(task)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        with self._known(other_writer):
+            halves = [
+                asyncio.create_task(self._pass(reader, other_writer)),
+                asyncio.create_task(self._pass(other_reader, writer)),
+            ]
+            try:
+                await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for half in halves:
+                    half.cancel()
+                await asyncio.gather(*halves, return_exceptions=True)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_CHUNK):
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            await self._open.wait()
+            writer.write(data)
+            await writer.drain()
+
+    @contextlib.contextmanager
+    def _known(self, writer: asyncio.StreamWriter) -> Iterator[None]:
+        self._writers.add(writer)
+        try:
+            yield
+        finally:
+            self._writers.discard(writer)
+            writer.transport.abort()

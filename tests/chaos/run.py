@@ -1,0 +1,206 @@
+"""One run: start, hurt, heal, check, end."""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.chaos import checks
+from tests.chaos.arena import FORGET_AFTER_S, Arena
+from tests.chaos.processes import MARK, marked, until
+from tests.chaos.schedule import make_schedule
+
+__all__ = ["Result", "run_chaos"]
+
+_HEALED_S = 90.0
+_AFTERMATH_S = 10.0
+"""A fault's work goes on after its end: leases run out, ranks come back."""
+
+
+@dataclass
+class Result:
+    """What a run found."""
+
+    broken: list[str] = field(default_factory=list)
+    """Sentences; empty when nothing broke."""
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+async def run_chaos(
+    folder: Path,
+    seed: int,
+    seconds: float,
+    *,
+    num_ranks: int = 8,
+    least_plans: int | None = None,
+    least_through: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Result:
+    """Hurt a whole system for a while.
+
+    Args:
+        folder: where everything is written.
+        seconds: of faults.
+        least_plans: committed under fault, at least; None: 20 in 600 s, in proportion.
+        least_through: of them through a failover; None: 5 in 600 s, in proportion.
+    """
+    result, arena = Result(), Arena(folder, seed, num_ranks)
+    fds_before = psutil.Process().num_fds()
+    end_operator, end_watch = asyncio.Event(), asyncio.Event()
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await arena.start()
+        fds = {c.name: psutil.Process(c.pid).num_fds() for c in arena.controllers}
+        began = time.time()
+        say(f"started; {num_ranks} ranks, seed {seed}, {seconds:g} s of faults")
+        main, noise = make_schedule(seed, seconds)
+        tasks = [
+            asyncio.create_task(arena.look_after(end_watch), name="ranks"),
+            asyncio.create_task(arena.operator.run(end_operator), name="operator"),
+        ]
+        plays = [asyncio.create_task(arena.play(faults, began, say)) for faults in (main, noise)]
+        await _all(plays, tasks, seconds + 240)
+        await _check_living(arena, result, fds, end_operator, tasks)
+        end_watch.set()
+        await _all(tasks, [], 30)
+        report = await arena.finish_ranks()
+        result.broken += checks.bad_ranks(report, num_ranks)
+        result.figures["restarts of the group"] = report.restarts
+        result.figures["steps served"] = report.steps
+    except Exception as error:
+        result.broken.append(f"{type(error).__name__}: {error}"[:3000])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        codes = await arena.stop()
+    result.broken += [
+        f"{name} ended with code {codes[name]}"
+        for name in codes
+        if name.startswith("replica") and codes[name]
+    ]
+    _check_records(arena, result, least_plans, least_through, seconds)
+    result.broken += await _left_behind(fds_before)
+    for name, value in result.figures.items():
+        say(f"{name}: {value:g}")
+    return result
+
+
+async def _all(work: "list[asyncio.Task[None]]", beside: "list[asyncio.Task[None]]", within_s: float) -> None:
+    """Wait for all of `work`; a failure of anything, `beside` too, is raised at once."""
+    waiting, deadline = set(work), time.time() + within_s
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, timeout=0.5)
+        for task in [*done, *(task for task in beside if task.done())]:
+            task.result()
+        if time.time() > deadline:
+            raise AssertionError(f"not over within {within_s:g} s")
+
+
+async def _check_living(
+    arena: Arena,
+    result: Result,
+    fds: dict[str, int],
+    end_operator: asyncio.Event,
+    tasks: "list[asyncio.Task[None]]",
+) -> None:
+    """All healed: the last plan ends, everybody agrees, what does not belong here is forgotten."""
+    await arena.heal()
+    healed_at = time.time()
+    await until(lambda: not arena.operator.under_way, _HEALED_S, "the last plan to end")
+    end_operator.set()
+    await asyncio.wait((tasks[1],), timeout=10)
+    last = arena.operator.plans[-1] if arena.operator.plans else None
+    if last is not None and not last.accepted_at:
+        arena.operator.plans.pop()
+    await until(arena.settled, _HEALED_S, "every rank at the epoch of the records")
+    result.figures["seconds from healed to settled"] = round(time.time() - healed_at, 1)
+    for controller in arena.controllers:
+        await until(controller.ready, _HEALED_S, f"{controller.name} to serve")
+    leader = await arena.leader()
+    status = None if leader is None else await leader.status()
+    if leader is None or status is None:
+        raise AssertionError("nobody leads")
+    if any(node for node in arena.nodes if not node.running):
+        raise AssertionError("a store node is gone")
+    await asyncio.sleep(FORGET_AFTER_S * 1.5 + 2.0)
+    for controller in arena.controllers:
+        listed = await controller.get("/v1/deployments") or {"items": []}
+        names = {item["deployment"] for item in listed["items"]}
+        series = await controller.series()
+        result.broken += checks.bad_series(controller.name, series, names)
+        held = psutil.Process(controller.pid)
+        result.broken += checks.too_many_fds(controller.name, held.num_fds(), max(fds.values()))
+        result.figures[f"{controller.name} descriptors"] = held.num_fds()
+        result.figures[f"{controller.name} series"] = len(series)
+        result.figures[f"{controller.name} MB"] = round(held.memory_info().rss / 1e6)
+    final = await leader.status() or status
+    result.broken += checks.bad_waves(arena.folder / "ranks", arena.num_ranks, final, arena.operator.plans)
+
+
+def _check_records(
+    arena: Arena, result: Result, least_plans: int | None, least_through: int | None, seconds: float
+) -> None:
+    """Plans, serving and logs, after the end."""
+    if not hasattr(arena, "operator"):
+        return
+    plans, struck, figures = arena.operator.plans, arena.struck, result.figures
+    result.broken += arena.operator.faults
+    result.broken += checks.bad_plans(plans, struck)
+    committed = [plan for plan in plans if plan.phase == "committed"]
+    under = [
+        plan
+        for plan in committed
+        if any(s.overlaps(plan.accepted_at, plan.ended_at, _AFTERMATH_S) for s in struck)
+    ]
+    through = [plan for plan in committed if plan.through_failover]
+    figures["plans asked for"] = len(plans)
+    figures["plans committed"] = len(committed)
+    figures["plans committed under fault"] = len(under)
+    figures["plans committed through a failover"] = len(through)
+    for (phase, reason), count in sorted(Counter((p.phase, p.reason) for p in plans if p.ended_at).items()):
+        figures[f"plans {phase} {reason}"] = count
+    figures["plan records lost and asked for again"] = sum(plan.lost for plan in plans)
+    for kind, count in sorted(Counter(s.kind for s in struck).items()):
+        figures[f"fault {kind}"] = count
+    for answer, count in sorted(arena.operator.answers.items()):
+        figures[f"answer {answer}"] = count
+    for least, have, what in (
+        (int(seconds / 30) if least_plans is None else least_plans, under, "under fault"),
+        (int(seconds / 120) if least_through is None else least_through, through, "through a failover"),
+    ):
+        if len(have) < least:
+            result.broken.append(f"{len(have)} plans committed {what}, {least} are wanted")
+    pauses = checks.gaps(arena.folder / "ranks", arena.num_ranks, struck)
+    if pauses:
+        figures["longest pause of serving, seconds"] = round(max(gap.seconds for gap in pauses), 2)
+        figures["longest pause no injected stop explains, seconds"] = round(pauses[0].unexplained_s, 2)
+        if pauses[0].unexplained_s > checks.SERVING_BOUND_S:
+            near = [
+                f"{s.kind} {s.target}" for s in struck if s.overlaps(pauses[0].began, pauses[0].began + 1)
+            ]
+            result.broken.append(
+                f"serving was blocked for {pauses[0].unexplained_s:.1f} s, bound {checks.SERVING_BOUND_S:g} s,"
+                f" during {near}"
+            )
+    result.broken += checks.bad_logs(arena.controllers)
+
+
+async def _left_behind(fds_before: int) -> list[str]:
+    """Processes and descriptors that outlived the run."""
+    deadline = time.time() + 5.0
+    left = marked(os.environ.get(MARK, "-"))
+    while left and time.time() < deadline:
+        await asyncio.sleep(0.2)
+        left = [process for process in marked(os.environ.get(MARK, "-")) if process.is_running()]
+    found = [f"process {process.pid} was left: {process.cmdline()[:8]}" for process in left]
+    await asyncio.sleep(0.1)
+    extra = psutil.Process().num_fds() - fds_before
+    if extra > 0:
+        found.append(f"{extra} descriptors of this process were left open")
+    return found

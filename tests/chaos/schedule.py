@@ -1,0 +1,144 @@
+"""What goes wrong, and when: a pure function of the seed."""
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Fault", "FaultKind", "make_schedule"]
+
+
+class FaultKind(StrEnum):
+    """One way to hurt the system. Roles (leader, primary) are those of the moment it strikes."""
+
+    KILL_LEADER = "kill_leader"
+    """SIGKILL; the same identity is started again at the end."""
+    STOP_LEADER = "stop_leader"
+    """SIGSTOP, then SIGCONT: an old leader wakes up."""
+    CUT_LEADER = "cut_leader"
+    """Ranks cannot reach the leader; it still reaches the store."""
+    HUSH_LEADER = "hush_leader"
+    """As CUT_LEADER, but connections stay open and nothing arrives."""
+    KILL_PRIMARY = "kill_primary"
+    """SIGKILL of the store's primary: Sentinel promotes the replica."""
+    STOP_PRIMARY = "stop_primary"
+    """SIGSTOP of it: the old primary wakes up and is made a replica."""
+    SENTINEL_FAILOVER = "sentinel_failover"
+    """Ordered of Sentinel: READONLY answers, connections killed."""
+    KILL_FOLLOWER = "kill_follower"
+    STOP_FOLLOWER = "stop_follower"
+    CUT_STORE = "cut_store"
+    """Both store nodes unreachable, for controllers and Sentinel."""
+    FLUSH_STORE = "flush_store"
+    """FLUSHALL (R15)."""
+    FULL_STORE = "full_store"
+    """maxmemory of one byte: every write is answered with OOM."""
+    SLOW_STORE = "slow_store"
+    SLOW_LINKS = "slow_links"
+    """Between ranks and controllers."""
+    RUDE_CLIENTS = "rude_clients"
+    """Noise, floods and impostors at every door."""
+    STOP_RANK = "stop_rank"
+    KILL_RANK = "kill_rank"
+    """The engine restarts its group."""
+
+    @property
+    def changes_leader(self) -> bool:
+        return self in _LEADER
+
+    @property
+    def changes_primary(self) -> bool:
+        return self in _PRIMARY
+
+    @property
+    def stops_serving(self) -> bool:
+        """Whether the ranks themselves are hurt; nothing else may hold up a step."""
+        return self in (FaultKind.STOP_RANK, FaultKind.KILL_RANK)
+
+
+_LEADER = frozenset(
+    {FaultKind.KILL_LEADER, FaultKind.STOP_LEADER, FaultKind.CUT_LEADER, FaultKind.HUSH_LEADER}
+)
+_PRIMARY = frozenset({FaultKind.KILL_PRIMARY, FaultKind.STOP_PRIMARY, FaultKind.SENTINEL_FAILOVER})
+
+#: (kind, shortest, longest seconds). Control-plane outages last longer than the serving bound, so that a step
+#: that waited for one would be seen.
+_FAILOVERS = (
+    (FaultKind.KILL_LEADER, 7.0, 12.0),
+    (FaultKind.STOP_LEADER, 8.0, 12.0),
+    (FaultKind.CUT_LEADER, 7.0, 12.0),
+    (FaultKind.HUSH_LEADER, 7.0, 12.0),
+    (FaultKind.KILL_PRIMARY, 7.0, 12.0),
+    (FaultKind.STOP_PRIMARY, 7.0, 12.0),
+    (FaultKind.SENTINEL_FAILOVER, 5.0, 7.0),
+)
+_OTHERS = (
+    (FaultKind.KILL_FOLLOWER, 3.0, 6.0),
+    (FaultKind.STOP_FOLLOWER, 7.0, 10.0),
+    (FaultKind.CUT_STORE, 6.0, 9.0),
+    (FaultKind.FLUSH_STORE, 3.0, 4.0),
+    (FaultKind.FULL_STORE, 3.0, 6.0),
+    (FaultKind.STOP_RANK, 1.0, 3.0),
+)
+_NOISE = (
+    (FaultKind.SLOW_STORE, 4.0, 8.0),
+    (FaultKind.SLOW_LINKS, 4.0, 8.0),
+    (FaultKind.RUDE_CLIENTS, 5.0, 8.0),
+)
+_CALM_S = (2.0, 5.0)
+_RESTART_EVERY_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault of a schedule."""
+
+    at: float
+    """Seconds from the start; a failover waits a little for a plan under way."""
+    kind: FaultKind
+    seconds: float
+    seed: int
+    """For what the fault itself chooses."""
+
+
+def make_schedule(seed: int, seconds: float) -> tuple[list[Fault], list[Fault]]:
+    """(main, noise) faults, each list in time order without overlap in itself; the two overlap freely.
+
+    Every second main fault is a failover, all kinds in turn in an order the seed chooses.
+    """
+    rng = random.Random(seed)
+    main: list[Fault] = []
+    at, restarted_at = rng.uniform(*_CALM_S), 60.0 - _RESTART_EVERY_S
+    failovers: list[tuple[FaultKind, float, float]] = []
+    others: list[tuple[FaultKind, float, float]] = []
+    while True:
+        if at - restarted_at >= _RESTART_EVERY_S:
+            kind, least, most = FaultKind.KILL_RANK, 1.0, 2.0
+            restarted_at = at
+        elif len(main) % 2 == 0:
+            kind, least, most = _draw(failovers, _FAILOVERS, rng)
+        else:
+            kind, least, most = _draw(others, _OTHERS, rng)
+        lasts = rng.uniform(least, most)
+        if at + lasts > seconds:
+            break
+        main.append(Fault(at, kind, lasts, rng.getrandbits(32)))
+        at += lasts + rng.uniform(*_CALM_S)
+    noise: list[Fault] = []
+    at = rng.uniform(5.0, 15.0)
+    while at < seconds - _NOISE[0][2]:
+        kind, least, most = rng.choice(_NOISE)
+        lasts = rng.uniform(least, most)
+        noise.append(Fault(at, kind, lasts, rng.getrandbits(32)))
+        at += lasts + rng.uniform(10.0, 25.0)
+    return main, noise
+
+
+def _draw(
+    left: list[tuple[FaultKind, float, float]],
+    every: tuple[tuple[FaultKind, float, float], ...],
+    rng: random.Random,
+) -> tuple[FaultKind, float, float]:
+    """The next of a shuffled pack, shuffled anew when it is used up."""
+    if not left:
+        left.extend(rng.sample(every, len(every)))
+    return left.pop()
