@@ -49,15 +49,15 @@ class StepCounts:
         self._flying: deque[tuple[StepNote, Tensor, Any]] = deque()
         self._free: list[Tensor] = []
 
-    def take(self, note: StepNote, by_slot: Tensor, phy2log: Tensor) -> None:
+    def take(self, note: StepNote, by_slot: Tensor, phy2log: Tensor | None) -> None:
         """Note one step.
 
         Args:
             note: what the host knows of it.
             by_slot: (L, S) integer, tokens this rank routed to each slot in this step.
-            phy2log: (L, S) the map the step ran under, -1 where a slot is empty.
+            phy2log: (L, S) the map the step ran under, -1 where a slot is empty; None delivers (L, S) as it is.
         """
-        logical = self._logical(by_slot, phy2log)
+        logical = by_slot.long() if phy2log is None else self._logical(by_slot, phy2log)
         if logical.device.type == "cpu":
             self._deliver(note, logical.numpy())
             return

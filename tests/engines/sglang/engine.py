@@ -1,0 +1,226 @@
+"""SGLang's real EPLB modules on a machine without a GPU and without SGLang.
+
+Real, from the wheel: `srt/eplb` (manager, recorder, location, updater, algorithms) and `srt/plugins/hook_registry`. Stood in
+for: the runtime context (its configuration), elastic EP (switched off), environment, metrics, model loading.
+"""
+
+import contextlib
+import importlib
+import logging
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.engines.wheels import engine_root
+
+VERSION = "0.5.23"
+LAYERS, DENSE, EXPERTS, REDUNDANT, TOP_K = 5, 2, 6, 2, 2
+MOE_LAYERS = tuple(range(DENSE, LAYERS))
+
+EXEC = SimpleNamespace(
+    moe=SimpleNamespace(
+        eplb_rebalance_layers_per_chunk=None,
+        eplb_rebalance_num_iterations=10_000,
+        eplb_min_rebalancing_utilization_threshold=1.0,
+        expert_distribution_recorder_buffer_size=16,
+        expert_distribution_recorder_mode="stat",
+        expert_balancedness_report_mode="off",
+        ep_dispatch_algorithm=None,
+        ep_num_redundant_experts=REDUNDANT,
+        eplb_algorithm="auto",
+        ep_join_mode="none",
+        moe_a2a_backend="none",
+        deepep_mode="normal",
+        elastic_ep_backend=None,
+        init_expert_location="trivial",
+    ),
+    overlap=SimpleNamespace(enable_two_batch_overlap=False),
+)
+PARALLEL = SimpleNamespace(
+    ep_size=2, tp_rank=0, tp_size=2, nnodes=1, elastic_ep_initial_size=None, ep_join_rank_offset=0
+)
+RESOURCES = SimpleNamespace(expert_distribution_recorder=None, expert_location_metadata=None)
+
+
+def _module(name: str, **content: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__dict__.update(content)
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+    return module
+
+
+def _package(name: str, path: str | None = None, **content: Any) -> types.ModuleType:
+    module = _module(name, **content)
+    module.__path__ = [path] if path else []
+    return module
+
+
+class _Withable:
+    def __init__(self):
+        self.value = None
+
+    @contextlib.contextmanager
+    def with_value(self, value):
+        self.value = value
+        yield value
+        self.value = None
+
+
+class ModelClass:
+    @staticmethod
+    def get_model_config_for_expert_location(config):
+        location = sys.modules["sglang.srt.eplb.expert_location"].ModelConfigForExpertLocation
+        return location(num_layers=LAYERS, num_logical_experts=EXPERTS, num_groups=None)
+
+
+class _Elastic:
+    @staticmethod
+    def instance():
+        return None
+
+    @staticmethod
+    def healthy_rank_state():
+        return torch.ones(2)
+
+
+class _Variable:
+    def __init__(self, value):
+        self.value = value
+
+    def get(self):
+        return self.value
+
+
+class _Environment:
+    def __getattr__(self, name):
+        return _Variable(32 if "CHUNK" in name else None)
+
+
+def load(rank: int) -> SimpleNamespace:
+    """Import the wheel's modules in this process."""
+    if "sglang" not in sys.modules:
+        root = engine_root(
+            "sglang",
+            VERSION,
+            (
+                "sglang/srt/eplb/",
+                "sglang/srt/plugins/",
+                "sglang/srt/elastic_ep/",
+                "sglang/srt/runtime_context",
+            ),
+        )
+        PARALLEL.tp_rank = rank
+        _stand_ins(str(root / "sglang" / "srt"))
+    names = (
+        "eplb_manager",
+        "expert_distribution",
+        "expert_location",
+        "expert_location_updater",
+        "eplb_algorithms",
+    )
+    modules = {name: importlib.import_module(f"sglang.srt.eplb.{name}") for name in names}
+    hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
+    return SimpleNamespace(**modules, hooks=hooks)
+
+
+def _stand_ins(srt: str) -> None:
+    torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
+    torch.cpu.is_current_stream_capturing = lambda: False  # type: ignore[attr-defined]
+    _package("einops")
+    _package("sglang")
+    _module("sglang.version", __version__=VERSION)
+    _package("sglang.srt")
+    _package("sglang.srt.eplb", f"{srt}/eplb")
+    _package("sglang.srt.plugins", f"{srt}/plugins")
+    _module("sglang.srt.environ", envs=_Environment())
+    _module(
+        "sglang.srt.runtime_context",
+        get_exec=lambda: EXEC,
+        get_parallel=lambda: PARALLEL,
+        get_device=lambda: SimpleNamespace(device="cpu"),
+        get_resources=lambda: RESOURCES,
+        get_model=lambda: SimpleNamespace(model_path="", load_format=""),
+        get_schedule=lambda: SimpleNamespace(chunked_prefill_size=0),
+        get_platform=lambda: SimpleNamespace(is_hip=False),
+        logs_expert_balancedness_to_server_log=lambda: False,
+        reports_expert_balancedness=lambda: False,
+    )
+    _package("sglang.srt.elastic_ep")
+    _module(
+        "sglang.srt.elastic_ep.elastic_ep",
+        ElasticEPStateManager=_Elastic,
+        elastic_expanded_world_enabled=lambda: False,
+    )
+    _package("sglang.srt.model_executor")
+    _module("sglang.srt.model_executor.forward_batch_info", ForwardBatch=object, ForwardMode=object)
+    _package("sglang.srt.model_executor.model_runner_components")
+    _module(
+        "sglang.srt.model_executor.model_runner_components.moe_ep_setup", init_lplb_solvers=lambda **_: None
+    )
+    _package("sglang.srt.observability")
+    _module(
+        "sglang.srt.observability.metrics_collector",
+        STAT_LOGGER_ROLE_EXPERT_DISPATCH="",
+        ExpertDispatchCollector=object,
+        resolve_collector_class=lambda *_: object,
+    )
+    _module(
+        "sglang.srt.utils",
+        Withable=_Withable,
+        get_device=lambda: "cpu",
+        get_int_env_var=lambda _name, default=0: default,
+        get_bool_env_var=lambda _name, default="false": False,
+    )
+    _module("sglang.srt.model_loader", get_model_architecture=lambda _config: (ModelClass, None))
+    _package("sglang.srt.distributed")
+    world = SimpleNamespace(cpu_group=dist.group.WORLD)
+    _module("sglang.srt.distributed.parallel_state", get_world_group=lambda: world)
+    _package("sglang.srt.layers")
+    _module("sglang.srt.layers.moe", get_moe_a2a_backend=lambda: SimpleNamespace(is_megamoe=lambda: False))
+    logging.getLogger("sglang").setLevel(logging.WARNING)
+
+
+class ModelConfig:
+    hf_config = SimpleNamespace(num_experts_per_tok=TOP_K, n_group=None)
+
+
+def expert_rows(layer: int, expert: int) -> list[torch.Tensor]:
+    seed = torch.Generator().manual_seed(1000 * layer + expert)
+    return [
+        torch.randn(6, 4, generator=seed),
+        torch.randint(0, 255, (8,), generator=seed, dtype=torch.uint8),
+        torch.randn(1, generator=seed).to(torch.bfloat16),
+    ]
+
+
+class Model:
+    """`routed_experts_weights_of_layer` for the MoE layers, with weights that say whose they are."""
+
+    def __init__(self, metadata: Any, rank: int):
+        self.per_rank = metadata.num_local_physical_experts
+        self.rank = rank
+        self.routed_experts_weights_of_layer = {}
+        for layer in MOE_LAYERS:
+            here = metadata.physical_to_logical_map_cpu[
+                layer, rank * self.per_rank : (rank + 1) * self.per_rank
+            ]
+            rows = [expert_rows(layer, int(expert)) for expert in here]
+            self.routed_experts_weights_of_layer[layer] = [
+                torch.stack(part) for part in zip(*rows, strict=True)
+            ]
+
+    def wrong_slots(self, hidden_map: torch.Tensor) -> list[tuple[int, int]]:
+        wrong = []
+        for layer, tensors in self.routed_experts_weights_of_layer.items():
+            for local in range(self.per_rank):
+                want = expert_rows(layer, int(hidden_map[layer, self.rank * self.per_rank + local]))
+                if not all(torch.equal(have[local], must) for have, must in zip(tensors, want, strict=True)):
+                    wrong.append((layer, local))
+        return wrong

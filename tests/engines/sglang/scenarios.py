@@ -1,0 +1,260 @@
+"""What ranks of a toy SGLang go through; every function runs once in each rank's process."""
+
+import queue
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evenkeel.engines.guest.guards import Unsupported
+from evenkeel.engines.guest.settings import GuestSettings
+from evenkeel.engines.sglang.plugin import Plugin, register
+from evenkeel.formats import PlacementFile, PlacementFormat, render_placement
+from evenkeel.model.ids import Epoch, PlanId
+from evenkeel.model.load import LoadReport
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import Transfer, Wave, WaveKey
+from evenkeel.protocol.messages import Ack, Commit, Leader, Prepare, StagingProgress, Vote
+from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome
+from tests.agent.fleet import PortLink
+from tests.engines.sglang import engine
+
+LEADER = Leader("tester", 1)
+TOKENS = 9
+
+
+class Rank:
+    """One rank of the toy engine with the plugin's hooks applied."""
+
+    def __init__(self, rank, size, *, mode="place", chunk=None, interval=10_000, init="trivial"):
+        self.rank, self.size = rank, size
+        modules = self.modules = engine.load(rank)
+        self.lockstep = dist.new_group(list(range(size)))
+        moe = engine.EXEC.moe
+        moe.eplb_rebalance_layers_per_chunk, moe.eplb_rebalance_num_iterations = chunk, interval
+        moe.expert_distribution_recorder_buffer_size = min(16, interval)
+        moe.init_expert_location = init
+        settings = GuestSettings(
+            controllers="127.0.0.1:1",
+            deployment="toy",
+            mode=mode,
+            host="127.0.0.1",
+            interface="lo",
+            poll_every=4,
+            resolve_after=2,
+            stall_after_s=0.5,
+        )
+        self.links: list[Any] = []
+
+        def make_link():
+            self.links.append(PortLink())
+            return self.links[-1]
+
+        self.plugin = Plugin(settings, engine.VERSION, make_link)
+        self.plugin.install()
+        modules.hooks.HookRegistry.apply_hooks()
+        location, record = modules.expert_location, modules.expert_distribution
+        config = engine.ModelConfig()
+        metadata = location.compute_initial_expert_location_metadata(config, rank)
+        location.set_global_expert_location_metadata(metadata)
+        self.metadata = location.get_global_expert_location_metadata()
+        self.recorder = record.ExpertDistributionRecorder.init_new(self.metadata, rank)
+        record.set_global_expert_distribution_recorder(self.recorder)
+        updater = modules.expert_location_updater.ExpertLocationUpdater()
+        self.model: Any = None
+        self.manager = modules.eplb_manager.EPLBManager(
+            model_config=config,
+            get_model=lambda: self.model,
+            get_expert_location_updater=lambda: updater,
+            get_expert_backup_client=lambda: None,
+            get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
+        )
+        self.model = engine.Model(self.metadata, rank)
+        self.taken = 0
+        self.step()
+        self.guest = self.plugin.guest_of(self.manager)
+        self.agent = self.guest.agent
+        self.link = self.links[0]
+        assert self.link.ready.wait(20)
+        flow = FlowControl(report_interval_s=0.02)
+        self.link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 30.0, flow))
+
+    def step(self):
+        """One forward pass as ModelRunner runs it; padding tokens are routed to -1."""
+        generator = torch.Generator().manual_seed(100 * self.taken + self.rank)
+        self.chosen = torch.rand(TOKENS, engine.EXPERTS, generator=generator).topk(2).indices
+        batch = SimpleNamespace(num_token_non_padded_cpu=TOKENS)
+        with self.recorder.with_forward_pass(self.taken, batch):
+            for layer in engine.MOE_LAYERS:
+                slots = self.metadata.logical_to_all_physical_map[layer, self.chosen, 0]
+                padded = torch.cat([slots, torch.full((4, 2), -1)])
+                with self.recorder.with_current_layer(layer):
+                    self.recorder.on_select_experts(padded)
+        dist.barrier(group=self.lockstep)
+        self.manager.on_forward_pass_end()
+        self.taken += 1
+
+    def steps(self, count, pause_s=0.0):
+        for _ in range(count):
+            self.step()
+            time.sleep(pause_s)
+
+    def target(self, seed=1):
+        rng = np.random.default_rng(seed)
+        old = self.agent.placement
+        rows = np.stack([rng.permutation(row) for row in old.phy2log])
+        return Placement(rows, old.num_ranks, old.num_logical_experts)
+
+    def order(self, new, plan="plan-1"):
+        old, identity = self.agent.placement, self.agent.hello().identity
+        checksums = self.agent._participant.checksums
+        transfers = [
+            Transfer(
+                int(layer),
+                int(new.phy2log[layer, slot]),
+                int(np.flatnonzero(old.phy2log[layer] == new.phy2log[layer, slot])[0]),
+                int(slot),
+                self.agent._config.shape.bytes_per_expert,
+            )
+            for layer, slot in np.argwhere(old.phy2log != new.phy2log)
+        ]
+        layers = tuple(sorted({transfer.layer for transfer in transfers}))
+        prepare = Prepare(
+            LEADER,
+            WaveKey(identity.generation, PlanId(plan), 0, 1),
+            Epoch(self.agent.epoch),
+            Wave(0, layers, new.phy2log[list(layers)], tuple((t,) for t in transfers)),
+            tuple(checksums[t.layer * old.num_logical_experts + t.logical_expert] for t in transfers),
+            10.0,
+        )
+        self.link.say(prepare)
+        vote = self.link.expect(Vote)
+        dist.barrier(group=self.lockstep)
+        if vote.yes:
+            self.link.say(Commit(LEADER, prepare.wave))
+        return vote
+
+    def sent(self, kind):
+        found = []
+        while True:
+            try:
+                _, message = self.link.sent.get(timeout=1.2)
+            except queue.Empty:
+                return found
+            if isinstance(message, kind):
+                found.append(message)
+
+    def map(self):
+        return self.metadata.physical_to_logical_map_cpu.numpy().copy()
+
+    def seen(self):
+        return {
+            "map": self.map(),
+            "moe": self.map()[list(engine.MOE_LAYERS)],
+            "epoch": self.agent.epoch,
+            "placement": self.agent.placement.phy2log,
+            "wrong": self.model.wrong_slots(self.metadata.physical_to_logical_map_cpu),
+            "trouble": self.agent.trouble,
+            "steps": self.taken,
+        }
+
+
+def place(rank, size, *, chunk):
+    """A plan arrives, is voted on, committed, and carried out by SGLang's manager."""
+    one = Rank(rank, size, chunk=chunk)
+    one.steps(4)
+    before, new = one.map(), one.target()
+    vote = one.order(new)
+    one.steps(40)
+    said = one.sent(Ack | StagingProgress)
+    return {
+        **one.seen(),
+        "before": before,
+        "target": new.phy2log,
+        "vote": vote.yes,
+        "acks": [message.epoch for message in said if isinstance(message, Ack)],
+        "progress": [message.bytes_done for message in said if isinstance(message, StagingProgress)],
+    }
+
+
+def observe(rank, size):
+    """Nothing but counts."""
+    one = Rank(rank, size, mode="observe")
+    one.steps(5)
+    want = torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy()
+    reports = one.sent(LoadReport)
+    metas = [meta for report in reports for meta in report.steps]
+    counts = np.concatenate([report.counts for report in reports if report.steps])
+    return {
+        "steps": [meta.step for meta in metas],
+        "tokens": {meta.tokens for meta in metas},
+        "sides": {report.side.value for report in reports},
+        "last": counts[-1],
+        "want": want,
+        "shape": one.agent.hello().shape,
+        "capabilities": sorted(one.agent.hello().capabilities),
+    }
+
+
+def own_balancer(rank, size):
+    """SGLang's own planner rebalances while we watch."""
+    one = Rank(rank, size, mode="observe", interval=6)
+    before = one.map()
+    one.steps(10)
+    return {**one.seen(), "before": before}
+
+
+def disabled(rank, size):
+    """SGLang switched its rebalancing off between the vote and the step."""
+    one = Rank(rank, size)
+    one.steps(4)
+    new = one.target()
+    one.order(new)
+    one.manager._rebalance_disabled_reason = "scaling"
+    one.steps(30)
+    late = one.order(new, "plan-2")
+    return {**one.seen(), "late": late}
+
+
+def warm(rank, size):
+    """A placement file written by our formats starts the engine where the file says."""
+    rng = np.random.default_rng(3)
+    row = np.array([0, 1, 2, 3, 4, 5, 0, 1])
+    rows = np.stack([rng.permutation(row) for _ in engine.MOE_LAYERS]).astype(np.int32)
+    file = PlacementFile(Placement(rows, size, engine.EXPERTS), engine.MOE_LAYERS)
+    text = render_placement(file, PlacementFormat.SGLANG)
+    one = Rank(rank, size, init=text)
+    return {**one.seen(), "target": rows}
+
+
+def refusals(rank, size):
+    """Every way in which SGLang may not be the one this plugin knows; and the entry point's switch."""
+    del size
+    import os
+
+    modules = engine.load(rank)
+    registry = modules.hooks.HookRegistry
+    found = {}
+
+    def attempt(name, version=engine.VERSION):
+        try:
+            Plugin(GuestSettings(controllers="x:1", mode="place"), version, PortLink).install()
+            found[name] = "installed"
+        except Unsupported as error:
+            found[name] = str(error)
+        found[name] += " BUT HOOKED" if registry._hooks else ""
+
+    attempt("version", "0.6.0")
+    planner = modules.eplb_algorithms.rebalance_experts
+    modules.eplb_algorithms.rebalance_experts = lambda weight: weight
+    attempt("signature")
+    modules.eplb_algorithms.rebalance_experts = planner
+    register()
+    found["off"] = str(len(registry._hooks))
+    os.environ["EVENKEEL_RANK__CONTROLLERS"] = "127.0.0.1:1"
+    register()
+    found["on"] = str(len(registry._hooks))
+    return found

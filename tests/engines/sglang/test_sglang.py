@@ -1,0 +1,70 @@
+"""The plugin against SGLang's own EPLB: real manager, recorder, location, updater and hook registry."""
+
+import numpy as np
+import pytest
+
+from tests.engines.vllm import ranks
+
+pytestmark = pytest.mark.engines
+SCENARIOS = "tests.engines.sglang.scenarios"
+DENSE = 2
+
+
+@pytest.mark.parametrize("chunk", [None, 1], ids=["at once", "layer by layer"])
+def test_the_manager_commits_exactly_the_controllers_placement(chunk):
+    for seen in ranks.once(SCENARIOS, "place", chunk=chunk):
+        assert seen["vote"]
+        assert np.array_equal(seen["moe"], seen["target"])
+        assert np.array_equal(seen["placement"], seen["target"])
+        assert np.array_equal(seen["map"][:DENSE], seen["before"][:DENSE]), "dense layers' rows stay"
+        assert seen["wrong"] == [], "weights end where the plan says, byte for byte"
+        assert seen["acks"] == [1]
+        assert seen["epoch"] == 1
+        assert seen["trouble"] == ""
+        assert seen["progress"] == sorted(seen["progress"])
+        assert seen["progress"][-1] > 0
+
+
+def test_every_pass_is_reported_with_its_real_tokens():
+    for seen in ranks.once(SCENARIOS, "observe"):
+        assert seen["steps"] == [1, 2, 3, 4, 5], (
+            "the agent starts at the first pass and reports from the second"
+        )
+        assert seen["tokens"] == {9}, "four padding tokens a pass are left out"
+        assert seen["sides"] == {"source"}
+        for layer in range(3):
+            assert np.array_equal(seen["last"][layer], seen["want"])
+        assert (seen["shape"].num_layers, seen["shape"].slots_per_rank, seen["shape"].top_k) == (3, 4, 2)
+        assert seen["capabilities"] == []
+
+
+def test_moves_of_sglangs_own_planner_are_followed():
+    for seen in ranks.once(SCENARIOS, "own_balancer"):
+        assert not np.array_equal(seen["map"], seen["before"])
+        assert np.array_equal(seen["moe"], seen["placement"])
+        assert seen["epoch"] >= 1
+        assert seen["trouble"] == ""
+        assert seen["wrong"] == []
+
+
+def test_rebalancing_that_is_switched_off_is_named_and_serving_goes_on():
+    for seen in ranks.once(SCENARIOS, "disabled"):
+        assert "SGLang's rebalancing is off: scaling" in seen["trouble"]
+        assert not seen["late"].yes
+        assert seen["wrong"] == []
+        assert seen["steps"] == 35
+
+
+def test_a_written_placement_starts_sglang_where_it_says():
+    for seen in ranks.once(SCENARIOS, "warm"):
+        assert np.array_equal(seen["moe"], seen["target"])
+        assert np.array_equal(seen["placement"], seen["target"])
+
+
+def test_an_unknown_sglang_is_refused_with_the_reason_and_left_as_it_was():
+    (found,) = ranks.once(SCENARIOS, "refusals", size=1)
+    assert found["version"] == "sglang is 0.6.0; this plugin knows 0.5.23"
+    assert "rebalance_experts takes (weight)" in found["signature"]
+    assert not found["signature"].endswith("HOOKED")
+    assert found["off"] == "0"
+    assert int(found["on"]) >= 4
