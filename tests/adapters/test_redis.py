@@ -245,7 +245,7 @@ async def test_everything_of_a_deployment_shares_a_hash_tag_and_windows_expire(v
     await store.append_decision(DEMO, {})
     await windows.append(DEMO, Phase.DECODE, make_window(range(3), source=True))
     keys = {key.decode() for key in await client.keys("*")}
-    assert {key for key in keys if "{demo}" not in key} == {"evenkeel:deployments"}
+    assert {key for key in keys if "{demo}" not in key} == {"evenkeel:seen"}
     expiring = [key for key in keys if "window" in key]
     assert len(expiring) == 3
     for key in expiring:

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 from redis.asyncio import Redis, RedisCluster, Sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisError
 
 from evenkeel.errors import InvalidInput, Unavailable
 
@@ -21,9 +21,9 @@ def connect(url: str, *, timeout_s: float, password: str | None = None) -> Clien
     """A client of the store; no connection is made yet.
 
     Args:
-        url: `redis://`, `rediss://` (TLS) or `unix://` as redis-py takes them,
-            `redis+sentinel://[user:password@]host:port[,host:port]/master-name[/db]`, or
-            `redis+cluster://host:port` and `rediss+cluster://host:port`.
+        url: `redis://`, `rediss://` (TLS; `?ssl_ca_certs=FILE` names the CA) or `unix://` as redis-py takes
+            them, `redis+sentinel://[user:password@]host:port[,host:port]/master-name[/db]`, where the
+            credentials are the store's, or `redis+cluster://host:port` and `rediss+cluster://host:port`.
         timeout_s: for a connection and for each answer.
         password: beats one in the URL.
 
@@ -41,7 +41,7 @@ def connect(url: str, *, timeout_s: float, password: str | None = None) -> Clien
     scheme = url.split("://", 1)[0]
     try:
         if scheme in ("redis", "rediss", "unix"):
-            return Redis.from_url(url, **options)
+            return _follow_failovers(Redis.from_url(url, **options))
         if scheme in ("redis+cluster", "rediss+cluster"):
             return RedisCluster.from_url(url.replace("+cluster", "", 1), **options)
         if scheme == "redis+sentinel":
@@ -67,11 +67,31 @@ def _sentinel(url: str, options: dict[str, Any]) -> Redis:
     if credentials:
         user, _, password = credentials.partition(":")
         options = {"username": unquote(user) or None, "password": unquote(password) or None} | options
-    sentinels = Sentinel(  # type: ignore[no-untyped-call]
-        nodes, sentinel_kwargs={"socket_timeout": options["socket_timeout"]}
-    )
+    patience = {name: options[name] for name in ("socket_timeout", "socket_connect_timeout")}
+    sentinels = Sentinel(nodes, sentinel_kwargs=patience)  # type: ignore[no-untyped-call]
     master: Redis = sentinels.master_for(path[0], db=int(path[1]) if len(path) == 2 else 0, **options)
     return master
+
+
+def _follow_failovers(client: Redis) -> Redis:
+    """Drop a connection whose server answers READONLY: behind the address is another primary by now.
+
+    The clients of Sentinel and Cluster do so by themselves.
+    """
+    pool: Any = client.connection_pool
+    base = pool.connection_class
+
+    class Connection(base):  # type: ignore[misc, valid-type]
+        async def read_response(self, *arguments: Any, **options: Any) -> Any:
+            try:
+                return await super().read_response(*arguments, **options)
+            except ReadOnlyError:
+                await self.disconnect(nowait=True)
+                raise
+
+    Connection.__name__ = base.__name__
+    pool.connection_class = Connection
+    return client
 
 
 async def disconnect(client: Client) -> None:

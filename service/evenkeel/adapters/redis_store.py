@@ -24,7 +24,7 @@ from evenkeel.ports import Lease
 
 __all__ = ["RedisDeploymentStore"]
 
-# KEYS: lease, term. ARGV: holder, ttl in ms, least term to be above.
+# KEYS: lease, term. ARGV: holder, ttl in ms, least term to be above, age of records in ms.
 _ACQUIRE = """
 local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
 if held[1] and held[1] ~= ARGV[1] then return {held[1], held[2]} end
@@ -33,14 +33,25 @@ local text = string.format('%.0f', term)
 redis.call('SET', KEYS[2], text)
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'term', text)
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return {ARGV[1], text}
 """
 
-# KEYS: lease. ARGV: holder, term, ttl in ms.
+# KEYS: lease, then every record. ARGV: holder, term, ttl in ms, age of records in ms. Records live on while
+# somebody leads, and are gone some time after the last one did.
 _RENEW = """
 local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
 if held[1] ~= ARGV[1] or held[2] ~= ARGV[2] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
+for record = 2, #KEYS do redis.call('PEXPIRE', KEYS[record], ARGV[4]) end
+return 1
+"""
+
+# KEYS: deployments by when they were last seen. ARGV: deployment, age in s.
+_SEE = """
+local now = tonumber(redis.call('TIME')[1])
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
 return 1
 """
 
@@ -110,6 +121,9 @@ return 1
 """
 
 
+_RECORDS = ("term", "plans", "plan_order", "epochs", "documents")
+
+
 class RedisDeploymentStore:
     """Leases, plans, epochs, documents and decisions.
 
@@ -121,6 +135,7 @@ class RedisDeploymentStore:
         prefix: first part of every key.
         plans_kept, epochs_kept, decisions_kept: the oldest give way beyond these.
         decision_age_s: decisions older than this are dropped.
+        record_age_s: records of a deployment nobody has led for this long are dropped.
     """
 
     def __init__(
@@ -132,6 +147,7 @@ class RedisDeploymentStore:
         epochs_kept: int = 64,
         decisions_kept: int = 10_000,
         decision_age_s: float = 30 * 86_400.0,
+        record_age_s: float = 90 * 86_400.0,
     ) -> None:
         self._client: Any = client  # The clients share their commands but no typed base.
         self._prefix = prefix
@@ -139,6 +155,11 @@ class RedisDeploymentStore:
         self._epochs_kept = epochs_kept
         self._decisions_kept = decisions_kept
         self._decision_age_s = decision_age_s
+        self._record_age_s = record_age_s
+
+    @property
+    def _seen(self) -> str:
+        return f"{self._prefix}:seen"
 
     def _key(self, deployment: DeploymentId, name: str) -> str:
         return deployment_key(self._prefix, deployment, name)
@@ -148,18 +169,32 @@ class RedisDeploymentStore:
     ) -> Lease:
         """Take the lease if it is free, expired or the same holder's; the reply is the winner."""
         with store_errors("acquiring a lease"):
-            await self._client.sadd(f"{self._prefix}:deployments", deployment)
+            await self._client.eval(_SEE, 1, self._seen, deployment, round(self._record_age_s))
             keys = (self._key(deployment, "lease"), self._key(deployment, "term"))
             winner, term = await self._client.eval(
-                _ACQUIRE, 2, *keys, holder, _milliseconds(ttl_s), at_least_term
+                _ACQUIRE,
+                2,
+                *keys,
+                holder,
+                _milliseconds(ttl_s),
+                at_least_term,
+                _milliseconds(self._record_age_s),
             )
         return Lease(winner.decode(), int(term))
 
     async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
         """Prolong a lease; False when it is no longer ours."""
         with store_errors("renewing a lease"):
-            key = self._key(deployment, "lease")
-            answer = await self._client.eval(_RENEW, 1, key, lease.holder, lease.term, _milliseconds(ttl_s))
+            keys = [self._key(deployment, name) for name in ("lease", *_RECORDS)]
+            answer = await self._client.eval(
+                _RENEW,
+                len(keys),
+                *keys,
+                lease.holder,
+                lease.term,
+                _milliseconds(ttl_s),
+                _milliseconds(self._record_age_s),
+            )
         return bool(answer)
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
@@ -240,7 +275,7 @@ class RedisDeploymentStore:
     async def deployments(self) -> Sequence[DeploymentId]:
         """Every deployment with a record here."""
         with store_errors("listing deployments"):
-            names = await self._client.smembers(f"{self._prefix}:deployments")
+            names = await self._client.zrange(self._seen, 0, -1)
         return sorted(DeploymentId(name.decode()) for name in names)
 
     async def ping(self) -> None:
