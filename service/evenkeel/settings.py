@@ -79,6 +79,11 @@ class GrpcSettings:
     """Largest message taken. Below a full map or a report of many steps, ranks cannot register or report."""
     send_queue: Count = 1024
     """Messages waiting for one rank before its stream is closed as too slow; it connects again."""
+    max_streams: Count = 4096
+    """Rank streams open at a time; more are told to come again later. Below the ranks of all deployments, some
+    never get in."""
+    max_messages_per_s: Annotated[float, Field(ge=10)] = 200.0
+    """Of one stream, four seconds ahead; a rank needs about ten. A faster client is cut off, and told to wait."""
     keepalive_s: Seconds = 20.0
     """Silence before a ping; keep it under the idle timeout of proxies in between."""
     keepalive_timeout_s: Seconds = 10.0

@@ -89,6 +89,7 @@ class GrpcRankLink:
                 wait_s = await self._attach(address, listener)
             except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
                 _log.info("link_lost", address=address, detail=_brief(error))
+                wait_s = _asked_to_wait(error)
             except EvenkeelError as error:
                 _log.warning("link_violated", address=address, reason=error.reason, detail=str(error))
             if wait_s is None:
@@ -194,6 +195,18 @@ async def _write(call: Any, outbox: asyncio.Queue[FromRankLink]) -> None:
             _log.error("message_not_sent", kind=type(message).__name__, detail=str(error))
             continue
         await call.write(encoded)
+
+
+def _asked_to_wait(error: BaseException) -> float | None:
+    """Seconds a server that is full asks for, so that its clients do not make it worse; None when it does not.
+
+    Twice the hint, for the caller takes half of a wait at least.
+    """
+    if not isinstance(error, grpc.aio.AioRpcError) or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return None
+    hints = [value for name, value in error.trailing_metadata() or () if name == "grpc-retry-pushback-ms"]
+    text = str(hints[0]) if hints else ""
+    return 2 * min(int(text), 60_000) / 1000 if text.isdecimal() else None
 
 
 def _brief(error: BaseException) -> str:

@@ -25,6 +25,10 @@ _SERVICE = "evenkeel.v1.RankLink"
 _HELLO_WITHIN_S = 10.0
 _LAST_WORDS_S = 2.0
 """For what is queued when a stream ends."""
+_BURST_S = 4.0
+"""A stream may be that many seconds of its rate ahead: after a reconnect all unacknowledged reports come again."""
+_RETRY_MS = 2000
+"""Hint in an answer RESOURCE_EXHAUSTED, in the header gRPC clients know it by."""
 
 
 class RankStream:
@@ -34,6 +38,8 @@ class RankStream:
         self.number = number
         """Rises over the life of this process."""
         self.peer = peer
+        self.too_fast = False
+        """It was ended for sending more than it may."""
         self._capacity = capacity
         self._queue: deque[ToRankLink] = deque()
         self._wake = asyncio.Event()
@@ -77,6 +83,24 @@ class RankStream:
         return self._queue.popleft()
 
 
+class _Pace:
+    """Messages a stream may send: `per_s` on average, a burst ahead."""
+
+    def __init__(self, per_s: float, now: float) -> None:
+        self._per_s = per_s
+        self._left = per_s * _BURST_S
+        self._at = now
+
+    def take(self, now: float) -> bool:
+        """Whether one more message is within the rate."""
+        self._left = min(self._per_s * _BURST_S, self._left + (now - self._at) * self._per_s)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 class Attached(Protocol):
     """One rank's stream, as the controller hears it."""
 
@@ -115,6 +139,10 @@ class ServerOptions:
     send_queue: int
     keepalive_s: float
     keepalive_timeout_s: float
+    max_streams: int = 4096
+    """Streams open at a time; more are answered RESOURCE_EXHAUSTED."""
+    max_messages_per_s: float = 200.0
+    """Of one stream; a faster one is ended with RESOURCE_EXHAUSTED."""
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_client_ca_file: Path | None = None
@@ -128,6 +156,7 @@ class GrpcServer:
         self._options = options
         self._numbers = itertools.count(1)
         self._server: Any = None
+        self._open = 0
         self._health = health.aio.HealthServicer()
         self.port = 0
         """Known once bound."""
@@ -189,6 +218,16 @@ class GrpcServer:
             await server.stop(grace_s)
 
     async def _attach(self, _requests: Any, context: Any) -> None:
+        if self._open >= self._options.max_streams:
+            _log.warning("too_many_streams", peer=context.peer(), open=self._open)
+            await _exhausted(context, f"{self._open} streams are open, no more are taken")
+        self._open += 1
+        try:
+            await self._serve_stream(context)
+        finally:
+            self._open -= 1
+
+    async def _serve_stream(self, context: Any) -> None:
         stream = RankStream(next(self._numbers), context.peer(), capacity=self._options.send_queue)
         writer = asyncio.create_task(_write(stream, context), name=f"rank-stream-{stream.number}-writer")
         reader = asyncio.create_task(self._read(stream, context), name=f"rank-stream-{stream.number}-reader")
@@ -204,6 +243,9 @@ class GrpcServer:
             for outcome in await asyncio.gather(reader, writer, return_exceptions=True):
                 if isinstance(outcome, Exception) and not _is_gone(outcome):
                     _log.error("rank_stream_failed", stream=stream.number, exc_info=outcome)
+        if stream.too_fast:
+            per_s = self._options.max_messages_per_s
+            await _exhausted(context, f"more than {per_s:g} messages a second")
 
     async def _read(self, stream: RankStream, context: Any) -> None:
         """The rank's messages to its deployment, until either end is done."""
@@ -225,12 +267,24 @@ class GrpcServer:
         attached = await hub.attach(hello, stream)
         if attached is None:
             return
+        loop = asyncio.get_running_loop()
+        pace = _Pace(self._options.max_messages_per_s, loop.time())
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
+                if not pace.take(loop.time()):
+                    _log.warning("rank_too_fast", stream=stream.number, peer=stream.peer)
+                    stream.too_fast = True
+                    return
                 if not _deliver(data, hello, attached, stream):
                     return
         finally:
             attached.lost()
+
+
+async def _exhausted(context: Any, why: str) -> None:
+    """End the call so that the client knows when to come again. Raises, as `abort` does."""
+    hint = (("grpc-retry-pushback-ms", str(_RETRY_MS)),)
+    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why, hint)
 
 
 def _deliver(data: bytes, hello: Hello, attached: Attached, stream: RankStream) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -94,6 +94,8 @@ class Deployment:
             deployment, timing=options.timing, policy=options.policy, unix_offset_s=self.unix_offset_s
         )
         self.operator = Operator(self.control)
+        self.flow = options.flow
+        """How ranks are to report now; see `pace`."""
         self.shape: ModelShape | None = None
         """As the ranks declared; before they do, as stored. None: never known."""
         self.sessions: dict[int, Session] = {}
@@ -158,6 +160,16 @@ class Deployment:
         """End what `run_tasks` started and give the lease up; records and windows stay in the store."""
         await end_tasks(self._tasks)
         await self.keeper.release()
+
+    def pace(self, flow: FlowControl) -> None:
+        """Have the ranks report so from now on; a new stride begins behind the newest step."""
+        newest = self.ingest.newest_step
+        from_step = 0 if newest is None or flow.stride == 1 else newest + 1
+        self.flow = replace(flow, from_step=from_step)
+        self.ingest.sample(flow.stride, from_step)
+        for session in self.sessions.values():
+            if session.registered:
+                session.stream.send(self.flow)
 
     def idle_s(self) -> float:
         """How long no rank has had a stream here."""
@@ -242,7 +254,7 @@ class Deployment:
         self._told_at = now
         for session in self.sessions.values():
             if session.registered:
-                session.stream.send(self.options.flow)
+                session.stream.send(self.flow)
 
     def _outrun(self, _winner: Lease) -> None:
         """Another replica leads: the ranks are sent to it."""
@@ -318,7 +330,7 @@ class Deployment:
                 outcome=RegistrationOutcome.OBSERVE_ONLY if observing else RegistrationOutcome.ACCEPTED,
                 heartbeat_interval_s=timing.heartbeat_s,
                 lease_s=timing.rank_lease_s,
-                flow=self.options.flow,
+                flow=self.flow,
                 reason=Reason.OBSERVE_ONLY if observing else None,
                 detail="the rank does not offer to migrate" if observing else "",
                 leader=self.control.leader,
@@ -334,7 +346,7 @@ class Deployment:
             RegistrationOutcome.REFUSED,
             timing.heartbeat_s,
             timing.rank_lease_s,
-            self.options.flow,
+            self.flow,
             reason,
             detail,
         )

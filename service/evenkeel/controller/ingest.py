@@ -22,6 +22,10 @@ _log = structlog.get_logger(__name__)
 _MAX_WAITING = 64
 """Reports of one rank held until its generation's placement is known."""
 _SOURCE_EVERY_S = 10.0
+_MOST_PENDING_BYTES = 1 << 30
+"""Of incomplete steps; fewer are held where a shape is so large that `max_pending` of them would not fit."""
+_MOST_WAITING_BYTES = 64 << 20
+"""Of one rank's reports that wait for a placement."""
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ class Ingest:
         self._clock = clock
         self._window_steps = window_steps
         self._max_pending = max_pending
-        self._stride = stride
+        self._stride, self._stride_from = stride, 0
         self._accepted = accepted
         self._rejected = rejected
         self._dropped = dropped
@@ -89,7 +93,9 @@ class Ingest:
             return
         restored = generation == self._restored
         self.generation, self._restored = generation, None
-        self._assembler = StepAssembler(shape, max_pending=self._max_pending)
+        most = _MOST_PENDING_BYTES // (8 * shape.num_layers * max(shape.num_slots, shape.num_logical_experts))
+        self._assembler = StepAssembler(shape, max_pending=max(1, min(self._max_pending, most)))
+        self._stride_from = 0  # Step numbers begin anew.
         self._assembler.sample(self._stride, 0)
         self._settled = False
         if not restored:
@@ -142,6 +148,12 @@ class Ingest:
             for report, answer in reports:
                 answer(self._take(report))
 
+    def sample(self, stride: int, from_step: int) -> None:
+        """From a step on ranks were told to report only those with step % stride == 0 (R18)."""
+        self._stride, self._stride_from = stride, from_step
+        if self._assembler is not None:
+            self._assembler.sample(stride, from_step)
+
     def expect(self, epoch: Epoch, placement: Placement) -> None:
         """The map a wave under way leads to: some rank may run under it before it says so."""
         if self._assembler is not None:
@@ -183,9 +195,11 @@ class Ingest:
 
     def _wait(self, report: LoadReport, answer: Callable[[ReportAck], None]) -> None:
         queue = self._waiting.setdefault(report.rank, deque())
-        if len(queue) >= _MAX_WAITING:
+        held = sum(waiting.counts.nbytes for waiting, _ in queue)
+        while queue and (len(queue) >= _MAX_WAITING or held + report.counts.nbytes > _MOST_WAITING_BYTES):
             old, old_answer = queue.popleft()
-            detail = f"rank {report.rank}: no placement known for {_MAX_WAITING} reports"
+            held -= old.counts.nbytes
+            detail = f"rank {report.rank}: no placement known for {len(queue) + 1} reports"
             self._reject(report.rank, Rejection(Reason.UNKNOWN_EPOCH, len(old.steps), detail))
             old_answer(ReportAck(_last(old), len(old.steps), Reason.UNKNOWN_EPOCH))
         queue.append((report, answer))

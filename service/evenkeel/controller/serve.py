@@ -27,6 +27,7 @@ from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outsid
 from evenkeel.controller.figures import FigureLimits, Figures
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
+from evenkeel.controller.pacing import Pacer
 from evenkeel.controller.status import LiveView
 from evenkeel.controller.tasks import LastResort, Spawner
 from evenkeel.errors import Conflict, InvalidInput, Unavailable
@@ -38,6 +39,7 @@ from evenkeel.wire.link import FlowControl
 __all__ = ["run", "serve"]
 
 _log = structlog.get_logger(__name__)
+_PACE_S = 0.25
 _STOP_S = 20.0
 """A controller that still waits for something this long after it was told to stop is ended."""
 
@@ -121,6 +123,7 @@ async def _serve(
         refresh = _refresh_metrics(fleet, metrics, settings.metrics.refresh_s, limits)
         spawner.spawn(refresh, "refresh-metrics")
         spawner.spawn(_forget_idle(fleet, settings.ingest.forget_after_s), "forget-idle")
+        spawner.spawn(_pace_reports(fleet, options.flow), "pace-reports")
         spawner.spawn(rest.run(), "rest")
         await grpc_server.start(fleet)
         _log.info(
@@ -185,6 +188,22 @@ async def _store_windows(fleet: Fleet, outside: Outside, interval_s: float) -> N
             outside.health.answered()
 
 
+async def _pace_reports(fleet: Fleet, flow: FlowControl) -> None:
+    """Measure how late this loop is; when it falls behind, ranks report more rarely, then more sparsely."""
+    loop, pacer = asyncio.get_running_loop(), Pacer(flow)
+    while True:
+        due = loop.time() + _PACE_S
+        await asyncio.sleep(_PACE_S)
+        if pacer.sample(loop.time() - due):
+            _log.warning(
+                "reports_paced",
+                level=pacer.level,
+                interval_s=pacer.flow.report_interval_s,
+                stride=pacer.flow.stride,
+            )
+            fleet.pace(pacer.flow)
+
+
 async def _refresh_metrics(
     fleet: Fleet, metrics: ControllerMetrics, interval_s: float, limits: FigureLimits
 ) -> None:
@@ -232,6 +251,8 @@ def _server_options(settings: Settings) -> ServerOptions:
         port=grpc.port,
         max_message_bytes=grpc.max_message_bytes,
         send_queue=grpc.send_queue,
+        max_streams=grpc.max_streams,
+        max_messages_per_s=grpc.max_messages_per_s,
         keepalive_s=grpc.keepalive_s,
         keepalive_timeout_s=grpc.keepalive_timeout_s,
         tls_cert_file=grpc.tls_cert_file,
