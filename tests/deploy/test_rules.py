@@ -37,7 +37,7 @@ def test_generated_files_are_up_to_date(path):
 
 
 def test_the_charts_rules_are_the_same_as_the_plain_ones():
-    sets = ("prometheusRule.enabled=true", "prometheusRule.selector=job=\"evenkeel\"")
+    sets = ("prometheusRule.enabled=true", 'prometheusRule.selector=job="evenkeel"')
     (rule,) = [one for one in rendered("default", *sets) if one["kind"] == "PrometheusRule"]
     assert rule["spec"]["groups"] == yaml.safe_load(RULES.read_text())["groups"]
 

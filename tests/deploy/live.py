@@ -1,0 +1,117 @@
+"""A real controller led through all that its metrics tell of: plans kept and failed, reports refused and dropped."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from evenkeel.model.load import LoadReport
+from tests.integration.controller_rig import Controller, Group, until
+
+DEPLOYMENT = "demo"
+ENVIRONMENT = {
+    "PLANNER__MODE": "auto",
+    "METRICS__LAYER_RANK_SERIES": "64",
+    "MIGRATION__PREPARE_DEADLINE_S": "4",
+    "MIGRATION__BATCH_DEADLINE_S": "2",
+}
+
+
+class MeasuredGroup(Group):
+    """Ranks that time their compute; rank 3 is twice as slow."""
+
+    def route(self, num_steps: int, tokens: int = 64) -> list[LoadReport]:
+        def timed(report: LoadReport) -> LoadReport:
+            pace = 2e-6 if report.rank == 3 else 1e-6
+            tokens_by_step = report.counts.sum(axis=(1, 2))
+            metas = zip(report.steps, tokens_by_step, strict=True)
+            return replace(report, steps=tuple(replace(meta, compute_s=float(n) * pace) for meta, n in metas))
+
+        return [timed(report) for report in super().route(num_steps, tokens)]
+
+
+@dataclass
+class Seen:
+    """What scrapes showed: (sample name, label names) of every series that ever was, and the newest text."""
+
+    series: set[tuple[str, frozenset[str]]] = field(default_factory=set)
+    families: dict[str, str] = field(default_factory=dict)
+    """Name -> type."""
+    text: str = ""
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self.series}
+
+    def labels(self, name: str) -> set[str]:
+        return {label for other, labels in self.series if other == name for label in labels}
+
+    def take(self, text: str) -> None:
+        self.text = text
+        for family in text_string_to_metric_families(text):
+            self.families[family.name] = family.type
+            for sample in family.samples:
+                self.series.add((sample.name, frozenset(sample.labels)))
+
+
+async def _scrape(controller: Controller, seen: Seen) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            seen.take((await client.get(f"http://127.0.0.1:{controller.ports['metrics']}/metrics")).text)
+            await asyncio.sleep(0.2)
+
+
+def ended(controller: Controller, phase: str, at_least: int):
+    async def ask():
+        plans = [plan for plan in await controller.plans(DEPLOYMENT) if plan["phase"] == phase]
+        return len(plans) >= at_least and plans
+
+    return ask
+
+
+@contextlib.asynccontextmanager
+async def controller_with_a_past(folder: Path) -> AsyncIterator[tuple[Controller, Group, Seen]]:
+    """A controller and ranks that serve on, and what its scrapes have shown up to now.
+
+    A plan has been committed, one aborted by its deadline; a report was refused, and steps were dropped.
+    """
+    seen = Seen()
+    async with Controller(folder, **ENVIRONMENT) as controller, MeasuredGroup(DEPLOYMENT) as group:
+        scraping = asyncio.create_task(_scrape(controller, seen))
+        try:
+            await group.connect(controller.address)
+            await until(lambda: controller.state("ready", DEPLOYMENT))
+            group.serve_on()
+            yield controller, group, seen
+        finally:
+            scraping.cancel()
+            await asyncio.gather(scraping, return_exceptions=True)
+
+
+async def live_through_everything(controller: Controller, group: Group, seen: Seen) -> None:
+    """Let everything happen that has a metric."""
+    await until(ended(controller, "committed", 1), within_s=60)
+    rank = group.ranks[0]
+    report = group.route(1)[0]
+    await rank.send(replace(report, dropped_steps=3))
+    await rank.send(_of_an_epoch_that_never_was(group.route(1)[0]))
+    await until(lambda: "evenkeel_report_steps_rejected_total" in seen.names)
+    await until(lambda: "evenkeel_report_steps_dropped_total" in seen.names)
+    for one in group.ranks:
+        one.votes = False
+    group.popularity = group.draw(seed=7)
+    await until(lambda: "evenkeel_plan_phase" in seen.names, within_s=60)
+    await until(ended(controller, "aborted", 1), within_s=60)
+    await until(lambda: "evenkeel_last_plan_failed_timestamp_seconds" in seen.names)
+    for one in group.ranks:
+        one.votes = True
+    await until(ended(controller, "committed", 2), within_s=60)
+    await until(lambda: "evenkeel_last_plan_gain_ratio" in seen.names)
+
+
+def _of_an_epoch_that_never_was(report: LoadReport) -> LoadReport:
+    return replace(report, steps=tuple(replace(meta, epoch=10_000) for meta in report.steps))

@@ -1,0 +1,95 @@
+"""The dashboards against Grafana's schema and the habits that keep them from rotting."""
+
+import json
+import re
+
+import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from tests.deploy.queries import dashboards, panel_queries, panels
+
+pytestmark = pytest.mark.deploy
+BOARDS = dashboards()
+every_board = pytest.mark.parametrize("name", sorted(BOARDS))
+
+
+@every_board
+def test_the_file_is_a_dashboard_of_grafanas_schema(name):
+    board = Dashboard.from_json(BOARDS[name])
+    assert json.loads(JSONEncoder().encode(board)) == BOARDS[name]
+
+
+@every_board
+def test_identity_and_variables(name):
+    board = BOARDS[name]
+    assert board["uid"] == name
+    assert board.get("id") is None
+    variables = {one["name"]: one for one in board["templating"]["list"]}
+    assert list(variables) == ["datasource", "namespace", "deployment"]
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["datasource"]["query"] == "prometheus"
+
+
+@every_board
+def test_every_source_is_the_variable(name):
+    text = json.dumps(BOARDS[name])
+    assert set(re.findall(r'"datasource": \{"type": "(\w+)", "uid": "([^"]*)"\}', text)) == {
+        ("prometheus", "${datasource}")
+    }
+    for panel in panels(BOARDS[name]):
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+
+
+def test_rates_follow_the_scrape_interval():
+    for query in panel_queries():
+        for span in re.findall(r"\brate\([^\[]*\[([^\]]+)\]", query.expr):
+            assert span == "$__rate_interval", query.where
+
+
+def test_queries_follow_the_variables():
+    for query in panel_queries():
+        for matchers in re.findall(r"evenkeel_\w+\{([^}]*)\}", query.expr):
+            assert 'namespace=~"$namespace"' in matchers, query.where
+        if not re.search(r"evenkeel_(store|build)_", query.expr):
+            assert query.expr.count("$deployment") == query.expr.count("$namespace"), query.where
+
+
+@every_board
+def test_panels_have_a_title_a_description_a_unit_and_no_overlap(name):
+    seen = set()
+    for panel in panels(BOARDS[name]):
+        assert panel["title"] not in seen
+        seen.add(panel["title"])
+        assert panel["description"].endswith("."), panel["title"]
+        if panel["type"] in ("timeseries", "stat"):
+            assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+    cells = [
+        (x, y)
+        for panel in BOARDS[name]["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+
+
+def test_what_operators_ask_for_is_there():
+    titles = {panel["title"] for board in BOARDS.values() for panel in panels(board)}
+    for asked in (
+        "Balancedness",
+        "Load per rank",
+        "Load per rank over time",
+        "Heat map of layers and ranks",
+        "Predicted against realised gain",
+        "Redundant replicas per layer",
+        "Bytes moved",
+        "Stall of the step by swaps",
+        "Slow ranks",
+        "Decisions by reason",
+        "Rank steps accepted and rejected",
+    ):
+        assert asked in titles
+    for board in BOARDS.values():
+        assert {one["name"] for one in board["annotations"]["list"]} == {"Plans committed", "Plans aborted"}

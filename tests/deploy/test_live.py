@@ -1,0 +1,188 @@
+"""A running controller against what operators are shown: every metric that is queried, exported and described."""
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.deploy.chart import ROOT
+from tests.deploy.live import DEPLOYMENT, controller_with_a_past, live_through_everything
+from tests.deploy.queries import TARGET_LABELS, annotation_queries, panel_queries, rule_queries
+from tests.deploy.test_rules import promtool
+from tests.integration.controller_rig import until
+
+pytestmark = [pytest.mark.deploy, pytest.mark.integration, pytest.mark.timeout(300)]
+PARTS = {"_bucket", "_sum", "_count"}
+
+
+def described_metrics() -> dict[str, tuple[str, set[str], str]]:
+    """Name -> (type, labels, unit) as docs/metrics.md has them."""
+    rows = re.findall(
+        r"^\| `(evenkeel_\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|",
+        (ROOT / "docs" / "metrics.md").read_text(),
+        re.M,
+    )
+    return {
+        name: (kind, set(re.findall(r"`(\w+)`", labels)), unit.strip()) for name, kind, labels, unit in rows
+    }
+
+
+async def test_everything_shown_is_exported_and_everything_exported_is_described(tmp_path):
+    async with controller_with_a_past(tmp_path) as (controller, group, seen):
+        await live_through_everything(controller, group, seen)
+        (tmp_path / "scrape").write_text(seen.text)
+
+    for query in [*rule_queries(), *panel_queries(), *annotation_queries()]:
+        assert query.metrics or "up{" in query.expr, query
+        assert query.metrics <= seen.names, (query.where, query.metrics - seen.names)
+        known = {label for name in query.metrics for label in seen.labels(name)} | TARGET_LABELS
+        assert query.labels <= known, (query.where, query.labels - known)
+
+    described = described_metrics()
+    # Nothing of these happens here: no operator froze the deployment.
+    never = {"evenkeel_frozen_until_timestamp_seconds"}
+    exported = {name + "_total" if kind == "counter" else name: kind for name, kind in seen.families.items()}
+    assert set(described) == set(exported)
+    for name, (kind, labels, _) in described.items():
+        assert kind == exported[name], name
+        if name not in never:
+            sample = name + "_count" if kind == "histogram" else name
+            assert seen.labels(sample) == labels, name
+
+
+def test_units_are_those_of_the_names():
+    for name, (kind, _, unit) in described_metrics().items():
+        for suffix, expected in (("seconds", "s"), ("bytes", "bytes"), ("ratio", "1")):
+            if suffix in name.removesuffix("_total").split("_")[-3:] and "per_token" not in name:
+                wanted = "Unix s" if "timestamp" in name else expected
+                assert unit == wanted, name
+        assert kind in ("counter", "gauge", "histogram")
+
+
+# --- with the real Prometheus --------------------------------------------------------------------------
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Prometheus:
+    """Debian's, on a free port and a folder of its own."""
+
+    def __init__(self, folder: Path, target: int, rules: dict | None = None) -> None:
+        binary = shutil.which("prometheus")
+        assert binary is not None, "prometheus is not on the path; on Debian: apt-get install prometheus"
+        self.port = _free_port()
+        config = {
+            "global": {"scrape_interval": "500ms", "scrape_timeout": "400ms", "evaluation_interval": "500ms"},
+            "scrape_configs": [
+                {"job_name": "evenkeel", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
+            ],
+        }
+        folder.mkdir(parents=True)
+        if rules is not None:
+            (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
+            config["rule_files"] = ["rules.yaml"]
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        self.log = (folder / "log").open("w")
+        self.process = subprocess.Popen(
+            [
+                binary,
+                f"--config.file={folder / 'prometheus.yaml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{self.port}",
+            ],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=20)
+
+    async def __aenter__(self) -> "Prometheus":
+        await until(self.ready, within_s=60)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+        self.process.terminate()
+        await asyncio.to_thread(self.process.wait, 30)
+        self.log.close()
+
+    async def ready(self) -> bool:
+        assert self.process.poll() is None, f"see {self.log.name}"
+        try:
+            return (await self.http.get("/-/ready")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def over_time(self, expr: str, start: float) -> list[float]:
+        """Every finite value of a query since `start`."""
+        span = {"query": expr, "start": start, "end": time.time(), "step": 1}
+        answer = (await self.http.get("/api/v1/query_range", params=span)).json()
+        assert answer["status"] == "success", (expr, answer)
+        values = [float(value) for row in answer["data"]["result"] for _, value in row["values"]]
+        return [value for value in values if value - value == 0]
+
+    async def alerts(self) -> dict[str, str]:
+        """Alert name -> state."""
+        answer = (await self.http.get("/api/v1/alerts")).json()
+        return {one["labels"]["alertname"]: one["state"] for one in answer["data"]["alerts"]}
+
+
+@pytest.mark.promtool
+async def test_every_panel_and_annotation_has_data_after_a_real_run(tmp_path):
+    async with controller_with_a_past(tmp_path / "controller") as (controller, group, seen):
+        start = time.time()
+        async with Prometheus(tmp_path / "prometheus", controller.ports["metrics"]) as prometheus:
+            await live_through_everything(controller, group, seen)
+            # Rates need two scrapes after the last thing happened.
+            await until(lambda: prometheus.over_time("evenkeel_last_plan_gain_ratio", start))
+            await asyncio.sleep(3)
+            empty = [
+                query.where
+                for query in [*panel_queries(), *annotation_queries()]
+                if not await prometheus.over_time(query.filled(DEPLOYMENT), start)
+            ]
+            assert empty == []
+            checked = promtool("check", "metrics", stdin=seen.text)
+            assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+@pytest.mark.promtool
+async def test_an_alert_fires_in_a_real_prometheus_and_resolves_when_a_plan_restores_balance(tmp_path):
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text())
+    (low,) = [
+        rule for g in rules["groups"] for rule in g["rules"] if rule["alert"] == "EvenkeelBalancednessLow"
+    ]
+    low["for"] = "1s"
+    rules = {"groups": [{"name": "evenkeel.balance", "rules": [low]}]}
+    async with controller_with_a_past(tmp_path / "controller") as (controller, group, _):
+        policy = f"/v1/deployments/{DEPLOYMENT}/policy"
+        answer = await controller.http.patch(policy, json={"mode": "observe"})
+        assert answer.is_success, answer.text
+        group.popularity = group.draw(seed=0)
+        async with Prometheus(tmp_path / "prometheus", controller.ports["metrics"], rules) as prometheus:
+
+            async def state():
+                return (await prometheus.alerts()).get("EvenkeelBalancednessLow")
+
+            async def firing():
+                return await state() == "firing"
+
+            async def resolved():
+                return await state() is None
+
+            await until(firing, within_s=60)
+            answer = await controller.http.patch(policy, json={"mode": "auto"})
+            assert answer.is_success, json.dumps(answer.json())
+            await until(resolved, within_s=90)
+            assert group.epoch >= 1
