@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-engines check sim format proto verify-proto clean
+.PHONY: demo test test-engines check sim format proto verify-proto clean test-deploy deploy-files
 
 demo: .venv/ready
 	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(DEMO_FLAGS)
@@ -14,6 +14,14 @@ test: .venv/ready check
 # Downloads the wheels of vLLM and SGLang once (about 375 MB, without their dependencies) and runs their own balancers.
 test-engines: .venv/ready
 	$(BIN)/pytest -m engines tests/engines
+
+# What operators run: chart, dashboards, alerts. Needs promtool and prometheus, on Debian from the package prometheus.
+test-deploy: .venv/ready
+	$(BIN)/pytest tests/deploy -m "$(or $(MARKS),deploy or promtool)"
+
+# The generated files of chart and compose, after a change of settings, values, rules or dashboards.
+deploy-files: .venv/ready
+	$(BIN)/python -m deploy.generate
 
 check: .venv/ready
 	$(BIN)/ruff format --check .
