@@ -7,6 +7,7 @@ import typer
 from evenkeel import __version__
 from evenkeel.cli import config, operate, plan, run
 from evenkeel.cli.client import CliError
+from evenkeel.cli.export import export
 from evenkeel.errors import EvenkeelError
 from evenkeel.replay import cli as replay
 
@@ -46,6 +47,7 @@ def _root(
 
 run.add_commands(app)
 operate.add_commands(app)
+app.command()(export)
 app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
 app.add_typer(replay.app, name="replay")

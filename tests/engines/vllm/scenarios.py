@@ -313,6 +313,21 @@ def away(rank, size):
     return {**one.seen(), "dropped": one.agent.dropped_steps, "seconds": time.monotonic() - began}
 
 
+def warm(rank, size, *, path):
+    """A file of `evenkeel export` starts vLLM where it says; one that does not fit is left out."""
+    one = Rank(rank, size, use_async=True, placement=path)
+    one.steps(6)
+    new = one.target()
+    one.order(new)
+    one.steps(40, 0.002)
+    return {**one.seen(), "target": new.phy2log, "start": one.agent.hello().placement_digest}
+
+
+def warm_start_map(rank, size, *, path):
+    one = Rank(rank, size, use_async=False, placement=path)
+    return one.seen()
+
+
 README_LOAD = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
     [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],

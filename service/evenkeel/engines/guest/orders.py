@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from evenkeel.agent.guest import Move
 
-__all__ = ["ROW", "Orders", "judge"]
+__all__ = ["ROW", "Orders", "digest_of", "judge"]
 
 _log = structlog.get_logger(__name__)
 
@@ -54,8 +54,8 @@ class Orders:
                 _LAYOUT,
                 int(move is not None),
                 0 if move is None else move.wave.fingerprint,
-                0 if move is None else _digest(move.placement.phy2log),
-                _digest(current),
+                0 if move is None else digest_of(move.placement.phy2log),
+                digest_of(current),
                 self.step,
             ],
             np.int64,
@@ -105,7 +105,7 @@ def judge(table: NDArray[np.int64]) -> str:
     return ""
 
 
-def _digest(phy2log: NDArray[np.generic]) -> int:
+def digest_of(phy2log: NDArray[np.generic]) -> int:
     """60 bits over a map's shape and contents."""
     values = np.ascontiguousarray(phy2log, np.int64)
     seed = repr(values.shape).encode()

@@ -54,6 +54,9 @@ class GuestSettings(BaseSettings):
     gate_timeout_s: Annotated[float, Field(gt=0)] = 20.0
     stall_after_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds without a layer being switched after which a move is said to have stopped."""
+    placement: str = ""
+    """File written by `evenkeel export` that vLLM starts from; empty starts as vLLM does. SGLang has an
+    option of its own, `--init-expert-location`. A file that does not fit, or not on every rank, is left out."""
     weights_version: Annotated[int, Field(ge=1)] = 1
 
     @property

@@ -16,6 +16,7 @@ from evenkeel.engines.guest.counts import StepCounts, StepNote
 from evenkeel.engines.guest.orders import Orders
 from evenkeel.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel.engines.vllm.state import VllmModelState, VllmState, VllmWeights, read_map, read_shape
+from evenkeel.engines.vllm.warm import start_from_file
 from evenkeel.errors import InvalidInput, Reason
 from evenkeel.model.placement import Placement
 from evenkeel.protocol.messages import Prepare
@@ -33,17 +34,24 @@ class VllmGuest:
         settings: the plugin's.
         state: vLLM's.
         groups: module with `get_ep_group` and `get_eplb_group`.
+        engine: vLLM's `eplb_state` module.
         link: instead of gRPC to the controllers.
     """
 
     def __init__(
-        self, settings: GuestSettings, state: VllmState, groups: Any, link: RankLink | None = None
+        self,
+        settings: GuestSettings,
+        state: VllmState,
+        groups: Any,
+        engine: Any,
+        link: RankLink | None = None,
     ) -> None:
         self.settings = settings
         self.state = state
         self.orders = Orders()
         self.agent: GuestAgent | None = None
         self._groups = groups
+        self._engine = engine
         self._link = link
         self._model_state: VllmModelState | None = None
         self._policy: Any = None
@@ -78,6 +86,10 @@ class VllmGuest:
         group = self._groups.get_ep_group()
         size, rank = int(group.world_size), int(group.rank_in_group)
         shape = read_shape(model_state, size)
+        if self.settings.placement:
+            start_from_file(
+                self.settings.placement, model_state, size, self._engine, group.device_group, self._gather
+            )
         placement = Placement(read_map(model_state).astype(np.int32), size, shape.num_logical_experts)
         self._top_k = shape.top_k
         self._counts = StepCounts(shape.num_logical_experts, self._deliver)

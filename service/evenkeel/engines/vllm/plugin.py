@@ -41,6 +41,16 @@ _SIGNATURES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "": {
         "_move_to_workspace": ("model_state", "ep_rank"),
         "_commit_eplb_maps": ("model_state", "new_physical_to_logical_map"),
+        "rearrange_expert_weights_inplace": (
+            "old_global_expert_indices",
+            "new_global_expert_indices",
+            "expert_weights",
+            "expert_buffer",
+            "ep_group",
+            "communicator",
+            "is_profile",
+            "rank_mapping",
+        ),
     },
 }
 _PLANNER = (
@@ -113,6 +123,7 @@ class Plugin:
         self._make_link = make_link
         self._policy: Any = None
         self._groups: Any = None
+        self._engine: Any = None
 
     def install(self) -> None:
         """Check, then wrap; a second call in the same process does nothing.
@@ -125,7 +136,7 @@ class Plugin:
             return
         policies = importlib.import_module(_POLICIES)
         check_engine(self._version, state, policies)
-        self._groups = importlib.import_module(_GROUPS)
+        self._groups, self._engine = importlib.import_module(_GROUPS), state
         self._wrap_state(state.EplbState)
         self._wrap_commits(state)
         if self.settings.mode is GuestMode.PLACE:
@@ -143,7 +154,7 @@ class Plugin:
             add_model(state, model, model_config, model_name)
             if not is_draft(model_name) and state not in self.guests:
                 link = self._make_link() if self._make_link is not None else None
-                guest = self.guests[state] = VllmGuest(self.settings, state, self._groups, link)
+                guest = self.guests[state] = VllmGuest(self.settings, state, self._groups, self._engine, link)
                 guest.join(state.model_states[model_config.compute_hash()], self._policy)
 
         @functools.wraps(prepare)

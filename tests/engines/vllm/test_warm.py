@@ -1,0 +1,42 @@
+"""Warm start: vLLM begins on the placement of a file, by its own copies, before it serves."""
+
+import numpy as np
+import pytest
+
+from evenkeel.formats import PlacementFile, PlacementFormat, write_placement
+from evenkeel.model.placement import Placement
+from tests.engines.vllm import ranks
+
+pytestmark = pytest.mark.engines
+SCENARIOS = "tests.engines.vllm.scenarios"
+
+
+def placement(layers=3):
+    rng = np.random.default_rng(5)
+    row = np.array([0, 1, 2, 3, 4, 5, 0, 1], np.int32)
+    return Placement(np.stack([rng.permutation(row) for _ in range(layers)]), 2, 6)
+
+
+def written(path, layers=3):
+    write_placement(path, PlacementFile(placement(layers), tuple(range(layers))), PlacementFormat.NEUTRAL)
+    return str(path)
+
+
+def test_vllm_starts_where_the_file_says(tmp_path):
+    for seen in ranks.run(SCENARIOS, "warm_start_map", path=written(tmp_path / "map.json")):
+        assert np.array_equal(seen["map"], placement().phy2log)
+        assert np.array_equal(seen["placement"], placement().phy2log)
+        assert seen["wrong"] == []
+
+
+def test_plans_go_on_from_there(tmp_path):
+    for seen in ranks.run(SCENARIOS, "warm", path=written(tmp_path / "map.json")):
+        assert np.array_equal(seen["map"], seen["target"])
+        assert seen["wrong"] == []
+        assert seen["epoch"] == 1
+
+
+def test_a_file_of_another_shape_is_left_out(tmp_path):
+    for seen in ranks.run(SCENARIOS, "warm_start_map", path=written(tmp_path / "map.json", layers=4)):
+        assert seen["map"][0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1], "as vLLM starts by itself"
+        assert seen["wrong"] == []

@@ -1,0 +1,71 @@
+"""`evenkeel export` against a real REST server: what is written starts an engine on the same placement."""
+
+import json
+
+import numpy as np
+import pytest
+
+from evenkeel.formats import PlacementFormat, parse_placement
+from tests.api.fakes import SHAPE
+from tests.test_cli import command, operations, run, url
+
+__all__ = ["command", "operations", "run", "url"]  # fixtures
+
+
+def test_every_format_reads_back_as_the_live_placement(run, operations, tmp_path):
+    _, out, _ = run("export", "-d", "demo")
+    live = parse_placement(out)
+    assert live.info["deployment"] == "demo"
+    assert live.placement.num_ranks == SHAPE.num_ranks
+    for format_ in PlacementFormat:
+        path = tmp_path / format_.value
+        code, said, _ = run(
+            "export", "-d", "demo", "-o", str(path), "--format", format_.value, "--first-moe-layer", "1"
+        )
+        assert code == 0
+        assert str(path) in said
+        back = parse_placement(
+            path.read_text(),
+            format_,
+            num_ranks=SHAPE.num_ranks,
+            num_logical_experts=SHAPE.num_logical_experts,
+            first_moe_layer=1,
+        )
+        assert np.array_equal(back.placement.phy2log, live.placement.phy2log)
+        assert back.layer_ids == tuple(range(1, 1 + SHAPE.num_layers))
+
+
+def test_an_sglang_file_has_a_row_for_every_hidden_layer(run, tmp_path):
+    path = tmp_path / "map.json"
+    run(
+        "export",
+        "-d",
+        "demo",
+        "-o",
+        str(path),
+        "-f",
+        "sglang",
+        "--first-moe-layer",
+        "1",
+        "--num-hidden-layers",
+        "9",
+    )
+    content = json.loads(path.read_text())
+    assert list(content) == ["physical_to_logical_map"]
+    assert len(content["physical_to_logical_map"]) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--format", "swift"], 2, "none of neutral, sglang"),
+        (["--layer-ids", "1,x"], 2, "numbers separated by commas"),
+        (["--layer-ids", "1,1"], 1, "must rise"),
+        (["-f", "sglang", "--first-moe-layer", "5", "--num-hidden-layers", "2"], 1, "hidden layers"),
+        (["-o", "/nowhere/at/all"], 2, "cannot write"),
+    ],
+)
+def test_what_cannot_be_written_is_said(run, options, code, words):
+    found, _, err = run("export", "-d", "demo", *options)
+    assert found == code
+    assert words in err
