@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel.errors import InvalidInput, ShapeMismatch
-from evenkeel.planning.verdict import Call, Verdict, VerdictRules, judge
+from evenkeel.planning.verdict import Call, Verdict, VerdictRules, held_out_steps, judge
 
 
 def times(steps: int = 60, shift: float = 0.0, noise: float = 0.02, seed: int = 0):
@@ -186,3 +186,19 @@ def test_a_verdict_lists_what_it_knows_by_name():
         "held_out_steps",
         "payback_steps",
     }
+
+
+@given(st.integers(0, 2000), st.integers(0, 64))
+def test_some_steps_are_kept_to_judge_on_and_most_to_plan_on(steps, least):
+    later = held_out_steps(steps, least)
+    if steps < 2:
+        assert later == 0
+        return
+    assert 1 <= later <= steps // 2
+    if steps >= 2 * least:
+        assert later >= least
+    assert later <= max(1, steps // 3, least)
+
+
+def test_a_long_window_gives_a_sixth_and_a_short_one_what_a_verdict_needs():
+    assert [held_out_steps(steps, 16) for steps in (15, 31, 32, 96, 256)] == [5, 10, 16, 16, 42]

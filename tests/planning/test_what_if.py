@@ -29,7 +29,7 @@ def test_the_recommendation_is_what_a_cycle_would_do_and_moves_nothing():
     assert own.verdict == cycle.verdict
     assert own.copies == cycle.numbers["copies"]
     assert own.nbytes == cycle.numbers["bytes"]
-    assert (found.window_steps, found.planned_on_steps, found.scored_on_steps) == (60, 40, 20)
+    assert (found.window_steps, found.planned_on_steps, found.scored_on_steps) == (60, 50, 10)
     assert found.steps_since_change is None
 
 
@@ -39,7 +39,7 @@ def test_the_words_carry_the_arithmetic():
     assert own.verdict is not None
     words = " ".join(found.words)
     for part in (
-        "Planned on 40 steps, scored on the 20 after them.",
+        "Planned on 50 steps, scored on the 10 after them.",
         f"{own.copies} copies x 1000 B = {own.nbytes} B",
         f"{own.copies} copies x 2 tokens = {2 * (own.copies or 0)} tokens",
         f"paid back after {own.verdict.payback_steps:.0f} steps = {own.verdict.payback_s:.3g} s",

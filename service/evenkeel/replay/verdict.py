@@ -1,7 +1,6 @@
 """A policy behind the gates of gain, as a controller would run it: what does not pay on later steps is not done.
 
-The window is cut in two: the policy plans on the older part, the newer part decides. What is adopted
-is the plan that was scored.
+The newest steps decide, the policy plans on those before them. What is adopted is the plan that was scored.
 """
 
 from dataclasses import replace
@@ -12,7 +11,7 @@ from evenkeel.planning.gates import AfterInputs, GateSettings, decide_after
 from evenkeel.planning.problem import Proposal
 from evenkeel.planning.relabel import count_moves, relabel
 from evenkeel.planning.split import SplitModel
-from evenkeel.planning.verdict import VerdictRules, judge
+from evenkeel.planning.verdict import VerdictRules, held_out_steps, judge
 from evenkeel.replay.walk import Planner, Replan
 
 __all__ = ["behind_verdict"]
@@ -24,18 +23,20 @@ LIFETIME_STEPS = 1000
 def behind_verdict(planner: Planner) -> Planner:
     """The planner, with its answer adopted only if it passes the gates that follow planning.
 
-    The newest third of the window decides. Thresholds are the controller's defaults, except that a short window
-    may decide on fewer steps.
+    As many of the newest steps decide as in the controller. The policy plans on as many steps before them as it would
+    see alone; at the first plan there are fewer. Thresholds are the controller's defaults, except that a short
+    window may decide on fewer steps.
     """
+    settings = GateSettings()
 
     def plan(replan: Replan) -> Proposal | None:
         problem = replan.problem
         current = problem.current
-        later = len(problem.load) // 3
+        later = held_out_steps(len(problem.load), int(settings.min_held_out_steps))
         if current is None or later == 0:
             return None
-        part = replace(problem, load=problem.load[:-later])
         step, history = replan.step - later, replan.history[: replan.step - later]
+        part = replace(problem, load=history[-len(problem.load) :])
         proposal = planner(replace(replan, step=step, problem=part, history=history))
         if proposal is None:
             return None
@@ -44,7 +45,6 @@ def behind_verdict(planner: Planner) -> Planner:
         scored, split = problem.load[-later:], SplitModel.of(problem)
         old = metrics.step_times(scored, current, problem.costs, split).sum(axis=1)
         new = metrics.step_times(scored, target, problem.costs, split).sum(axis=1)
-        settings = GateSettings()
         least = min(settings.min_held_out_steps, later)
         decision = decide_after(
             AfterInputs(

@@ -1,0 +1,169 @@
+"""Are verdicts right? Plan on A, call on B, then look at the window after B: python -m bench.planning_verdict.
+
+Every start point of every trace is judged twice: as observe mode meets a fleet, under the placement engines start
+with; and as a controller meets it that follows its verdicts, under what the last recommendation left. The first
+is easy, since most plans then save a lot; the second is hard, since what is left to save is about as large as the
+noise of a window. A call is right if the gain of the window after B, less the price of the copies over a lifetime,
+has the sign it says. Traces are halved, every other one by name: rules are chosen on one half and checked on the
+other. Points without a plan to judge are counted apart.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded, read_all
+from bench.report import Row, write_report
+from evenkeel.model.placement import Placement
+from evenkeel.model.policy import Mode
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning import metrics
+from evenkeel.planning.change import find_change
+from evenkeel.planning.cycle import CycleInputs, judge_target, plan_target, split_window
+from evenkeel.planning.gates import GateSettings
+from evenkeel.planning.policies import warm_kernels
+from evenkeel.planning.relabel import count_moves
+from evenkeel.planning.verdict import Call, held_out_steps
+
+__all__ = ["rows"]
+
+TRACES = Path(os.environ.get("EVENKEEL_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
+POINTS = 16
+"""Start points of a trace, evenly spread; their windows overlap."""
+WINDOW = {"prefill": 96, "decode": 144}
+"""Steps planned and scored on, at most half of the trace."""
+COPY_COST, LIFETIME = 200.0, 1000
+"""Tokens a copy costs, and steps a placement lasts: the controller's defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One verdict and what came of it."""
+
+    trace: str
+    checking: bool
+    followed: bool
+    """Whether the present placement is what earlier verdicts led to; False: the engine's initial one."""
+    call: Call | None
+    """None where the policy had nothing to propose."""
+    realised: float
+    """Net gain of the window after B, as a share of its time."""
+
+    @property
+    def called(self) -> bool:
+        return self.call in (Call.RECOMMEND, Call.NOT_NOW)
+
+    @property
+    def right(self) -> bool:
+        return self.called and (self.call is Call.RECOMMEND) == (self.realised > 0)
+
+
+def _inputs(trace: Recorded, current: Placement, first: int, last: int) -> CycleInputs:
+    return CycleInputs(
+        load=trace.load[first:last].astype(np.uint32),
+        shape=_shape(trace),
+        topology=Topology.single_node(RANKS),
+        current=current,
+        policy="keel",
+        settings=GateSettings(),
+        staging_bytes=(1 << 30,) * RANKS,
+        now_unix=0.0,
+        mode=Mode.OBSERVE,
+        ranks_fresh=RANKS,
+        newest_step_age_s=0.0,
+        copy_cost=COPY_COST,
+        lifetime_steps=LIFETIME,
+    )
+
+
+def _judge(
+    trace: Recorded, current: Placement, first: int, last: int, *, checking: bool, followed: bool
+) -> tuple[Point, Placement]:
+    """One point, and the placement a controller that follows the verdict has afterwards."""
+    inputs = _inputs(trace, current, first, last)
+    split = split_window(inputs, find_change(inputs.load.astype(np.float64)))
+    target, _ = plan_target(inputs, inputs.load[split.begin : split.cut])
+    copies = count_moves(current, target)
+    if copies == 0:
+        return Point(trace.name, checking, followed, None, 0.0), current
+    verdict, _ = judge_target(inputs, target, inputs.load[split.cut :])
+    assert verdict is not None
+    after = trace.load[last : last + verdict.steps].astype(np.float64)
+    old = metrics.step_times(after, current).sum(axis=1)
+    new = metrics.step_times(after, target).sum(axis=1)
+    realised = float((old - new).mean() - COPY_COST * copies / LIFETIME) / float(old.mean())
+    point = Point(trace.name, checking, followed, verdict.call, realised)
+    return point, target if verdict.call is Call.RECOMMEND else current
+
+
+def points_of(trace: Recorded, *, checking: bool) -> Iterator[Point]:
+    """Every point of a trace, under both placements."""
+    steps = len(trace.load)
+    window = min(WINDOW["prefill" if "prefill" in trace.name else "decode"], steps // 2)
+    later = held_out_steps(window, int(GateSettings().min_held_out_steps))
+    initial = followed = Placement.initial(_shape(trace))
+    for index, last in enumerate(np.unique(np.linspace(window, steps - later, POINTS).astype(int)).tolist()):
+        first = last - window
+        point, left = _judge(trace, initial, first, last, checking=checking, followed=False)
+        yield point
+        if index == 0:
+            # Nothing was followed yet: the same point again would count twice.
+            followed = left
+            continue
+        point, followed = _judge(trace, followed, first, last, checking=checking, followed=True)
+        yield point
+
+
+def _shape(trace: Recorded) -> ModelShape:
+    _, layers, experts = trace.load.shape
+    return ModelShape(layers, experts, RANKS, SLOTS_PER_RANK, trace.top_k, 1)
+
+
+def _shares(name: str, points: list[Point]) -> list[Row]:
+    """Rows of a group; a share of nothing has no row."""
+    judged = [point for point in points if point.call is not None]
+    called = [point for point in judged if point.called]
+    rows = [
+        Row(f"{name}_points", len(judged), "points"),
+        Row(f"{name}_without_plan", len(points) - len(judged), "points"),
+    ]
+    if judged:
+        rows.append(Row(f"{name}_called_share", len(called) / len(judged), "1"))
+    if called:
+        rows.append(Row(f"{name}_right_share", sum(point.right for point in called) / len(called), "1"))
+    return rows
+
+
+def rows(traces: Path = TRACES) -> list[Row]:
+    """All rows; none, with a word why, where there are no traces."""
+    if not traces.is_dir():
+        print(f"no verdict rows: no recorded traces at {traces}; name their folder in EVENKEEL_TRACES")
+        return []
+    points: list[Point] = []
+    for index, trace in enumerate(read_all(traces)):
+        points += points_of(trace, checking=index % 2 == 1)
+        print(f"{trace.name}: {len(points)} points so far", flush=True)
+    found = _shares("verdict", points)
+    for name, wanted in (
+        ("tuning", [p for p in points if not p.checking]),
+        ("checking", [p for p in points if p.checking]),
+        ("initial", [p for p in points if not p.followed]),
+        ("followed", [p for p in points if p.followed]),
+    ):
+        found += _shares(f"verdict_{name}", wanted)
+    for name in dict.fromkeys(point.trace for point in points):
+        found += _shares(f"verdict_{name}", [p for p in points if p.trace == name])
+    return found
+
+
+def main() -> None:
+    """Run it and write the report."""
+    warm_kernels()
+    write_report("planning_verdict", rows(), ("numpy", "numba"))
+
+
+if __name__ == "__main__":
+    main()
