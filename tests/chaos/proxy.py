@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Iterator
 
 __all__ = ["Proxy"]
@@ -15,9 +16,11 @@ class Proxy:
     Args:
         port: where clients come; 0 takes a free one.
         target: where they are led.
+        context: the port speaks TLS by it; the other does not.
     """
 
-    def __init__(self, target: int, port: int = 0) -> None:
+    def __init__(self, target: int, port: int = 0, context: ssl.SSLContext | None = None) -> None:
+        self._context = context
         self.port = port
         self.target = target
         self.delay_s = 0.0
@@ -34,7 +37,7 @@ class Proxy:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self._context)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:

