@@ -1,19 +1,34 @@
 # The controller: no torch, no compiler, any user, read-only root. Ranks install `evenkeel[agent]` instead.
+#
+#   docker build -t evenkeel .
+#   docker run --rm --read-only --user 12345:0 --cap-drop ALL --tmpfs /tmp --tmpfs /data:mode=1777 evenkeel
 FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY service ./service
+# Modules are compiled here: with a read-only root every process would have to do it again. pip itself stays behind.
 RUN python -m venv /opt/evenkeel \
- && /opt/evenkeel/bin/pip install --no-cache-dir --no-compile -c constraints.txt .
+ && /opt/evenkeel/bin/pip install --no-cache-dir -c constraints.txt . \
+ && /opt/evenkeel/bin/pip uninstall --yes pip setuptools \
+ && /opt/evenkeel/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
 
 FROM python:3.11-slim
+LABEL org.opencontainers.image.title="evenkeel" \
+      org.opencontainers.image.description="Balances experts across GPUs for expert-parallel MoE serving." \
+      org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/evenkeel /opt/evenkeel
-# Writable places are mounts: /data for the embedded store and tokens, /tmp for the kernel cache.
+# Writable places are mounts: /data for the embedded store and tokens, /tmp for the kernel cache. A volume that is new
+# takes the folder's group and mode, so that any user in group 0 may write.
+RUN mkdir /data && chgrp 0 /data && chmod 2770 /data
 ENV PATH=/opt/evenkeel/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp \
     NUMBA_CACHE_DIR=/tmp/numba \
     EVENKEEL_DATA_DIR=/data
+WORKDIR /tmp
 USER 65532:0
 EXPOSE 8080 9090 50051
+STOPSIGNAL SIGTERM
 ENTRYPOINT ["evenkeel"]
 CMD ["serve"]
