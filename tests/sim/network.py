@@ -12,7 +12,9 @@ from evenkeel.wire.codec import (
     encode_rank_message,
 )
 
-_ECHOED = frozenset({"Prepare", "Commit", "Abort", "Vote", "Ack", "AbortAnswer"})
+_ECHOED = frozenset(
+    {"Prepare", "Commit", "Abort", "Vote", "Ack", "AbortAnswer", "StagingProgress", "TermRefused"}
+)
 
 
 class Stream:
@@ -43,7 +45,7 @@ class SimNetwork:
         """Probability that a message, or its duplicate, is very late."""
         self.cuts: set = set()
         """(rank number, replica name) that cannot reach each other."""
-        self.sent: deque = deque(maxlen=80)
+        self.sent: deque = deque(maxlen=160)
         """What was sent lately, for echoes."""
         self._numbers = itertools.count(1)
 

@@ -126,8 +126,12 @@ class Site:
 
     def feed(self, event) -> None:
         """Hand the participant a local event."""
-        if self.rank.alive:
-            self.carry(self.participant.handle(event, self.world.now))
+        if not self.rank.alive:
+            return
+        before = self.participant.state
+        self.carry(self.participant.handle(event, self.world.now))
+        if self.participant.state is not before:
+            self.world.moment(f"rank is {self.participant.state}", rank=self.rank, site=self)
 
     def feed_soon(self, event) -> None:
         """The same by way of another thread: a little later, and news of copies sometimes twice."""
@@ -137,6 +141,11 @@ class Site:
         world.after(0.01 * random(), self.feed, event)
         if not world.calm and random() < world.rumours:
             world.after(3.0 * random(), self.feed, event)
+
+    def wants_to_drop(self) -> bool:
+        """Whether the participant would let its wave go, were all of the same mind (R6)."""
+        part = self.participant
+        return part.state in ("prepared", "armed") and part.leaderless(self.world.now)
 
     def old_news(self) -> list:
         """What threads of ended waves may still have to say."""
@@ -348,6 +357,8 @@ class SimRank:
             self.fleet.polls.setdefault(gate.calls, {})[self.rank] = gate.begin_poll(self.world.now)
             armed = any(site.participant.state == "armed" for site in self.sites.values())
             self.world.moment("rank polls armed" if armed else "rank polls", rank=self)
+            if any(site.wants_to_drop() for site in self.sites.values()):
+                self.world.moment("rank polls to drop", rank=self)
         self.fleet.boundary_done(self)
 
     # --- transport communicator (R10) -----------------------------------------------------------------

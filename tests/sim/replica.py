@@ -57,7 +57,7 @@ class Seat:
         self.world = world
         self.deployment = deployment
         self.control = world.controls(
-            deployment, timing=world.timing, policy=DeploymentPolicy(mode=world.mode, cycle_s=1.5)
+            deployment, timing=world.timing, policy=DeploymentPolicy(mode=world.mode, cycle_s=world.cycle_s)
         )
         self.operator = Operator(self.control)
         self.leader = None
@@ -195,6 +195,7 @@ class Seat:
                 if world.rng.random() < 0.3:
                     self.feed(ctl.LeaseLost())  # a renewal that was under way failed, of course
             case ctl.RunCycle():
+                world.moment("controller plans", replica=self.replica)
                 delay = 2.5 if world.rng.random() < 0.2 else 0.2
                 world.after(0.05 + delay * world.rng.random(), self.plan, action, self.replica.life)
             case ctl.WaveHealth():
@@ -214,7 +215,7 @@ class Seat:
         if not self.replica.alive or life != self.replica.life:
             return
         plan = None
-        if world.rng.random() < 0.6:
+        if world.rng.random() < world.eagerness:
             view = (cycle.generation, cycle.epoch, cycle.placement, cycle.weights_version)
             plan = world.make_plan(self.deployment, view, PlanKind.AUTOMATIC)
         reason = Reason.BALANCE_ABOVE_THRESHOLD if plan is None else Reason.PLAN_STARTED
@@ -242,7 +243,7 @@ class Seat:
                     self.carry(self.operator.freeze(world.rng.choice((0, 1)), now))
                 case "mode":
                     mode = world.rng.choice((Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
-                    self.operator.set_policy(DeploymentPolicy(mode=mode, cycle_s=1.5))
+                    self.operator.set_policy(DeploymentPolicy(mode=mode, cycle_s=world.cycle_s))
             world.note(f"operator: {wish} {plan_id}")
         except EvenkeelError as error:
             world.note(f"operator: {wish} refused, {error.reason}")

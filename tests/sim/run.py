@@ -8,7 +8,7 @@ from evenkeel.model.ids import DeploymentId
 from evenkeel.model.plan import PlanKind, PlanPhase
 from evenkeel.model.policy import DeploymentPolicy, Mode
 from evenkeel.model.topology import ModelShape
-from tests.sim import faults
+from tests.sim import faults, storm
 from tests.sim.checks import NO_PROGRESS, RECORDS_DISAGREE, Violation
 from tests.sim.fleet import Fleet
 from tests.sim.kit import Kit
@@ -32,6 +32,9 @@ class FleetWorld(World):
         self.kit = self.kit.wired(pairs)
         self.slow_copies = self.corruption = self.rumours = self.slow_swaps = 0.0
         self.plans_made = 0
+        self.eagerness = 0.6
+        """Probability that a cycle of planning finds a plan."""
+        self.cycle_s = 1.5
         self.store = SimStore(self)
         self.network = SimNetwork(self)
         self.configure(self.rng)
@@ -51,6 +54,10 @@ class FleetWorld(World):
         self.fleet = Fleet(self, shapes, poll_every=poll_every, resolve_after=resolve_after)
         self.fleet.drop_after_s = rng.choice((0.7, 1.0, 3.0))
         self.fleet.misconfigured = rng.random() < 0.04
+
+    def hurry(self) -> None:
+        """Plan after plan, as fast as waves allow."""
+        self.mode, self.eagerness, self.cycle_s = Mode.AUTO, 0.95, 0.4
 
     def controls(self, *args, **kwargs):
         return self.kit.control(*args, **kwargs)
@@ -128,6 +135,10 @@ def random_shape(rng, num_ranks: int) -> ModelShape:
     return ModelShape(layers, 4, num_ranks, 3 if num_ranks == 2 else 2, 1, 10)
 
 
+STORMY = 0.4
+"""Share of the seeds that are storms."""
+
+
 @dataclass
 class Outcome:
     """What one seed came to."""
@@ -149,6 +160,8 @@ def run_seed(seed: int, kit: Kit | None = None, pairs: Counter | None = None, tr
         world.begin()
         until = 8.0 + 12.0 * world.rng.random()
         faults.plan_faults(world, until)
+        if world.rng.random() < STORMY:
+            storm.brew(world)
         world.run_until(until)
         world.heal()
         prove_progress(world)
