@@ -87,7 +87,7 @@ def fleet(
 def demo(
     ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes the ranks are said to be on, in blocks.")] = 1,
-    steps: Annotated[int, typer.Option(min=200, help="Steps to serve, half on prose, half on code.")] = 800,
+    steps: Annotated[int, typer.Option(min=200, help="Steps to serve, half on prose, half on code.")] = 600,
     step_s: Annotated[
         float,
         typer.Option(
@@ -97,7 +97,7 @@ def demo(
     redis_url: Annotated[
         str, typer.Option(help="Store of the controller.", show_default="a Valkey server of its own")
     ] = "",
-    policy: Annotated[str, typer.Option(help="eplb, craft, gem, libra or keel.")] = "eplb",
+    policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem or libra.")] = "keel",
     dispatch: Annotated[
         str, typer.Option(help="How ranks choose replicas: even, nearest, lplb, waterfill or libra.")
     ] = "even",

@@ -16,11 +16,11 @@ class DemoOptions:
     ranks: int = 4
     nodes: int = 1
     """Ranks are spread over them in blocks."""
-    steps: int = 800
+    steps: int = 600
     """Half of them on prose, half on code."""
     step_s: float = 0.08
     """Least seconds of a step, so that there is something to look at."""
-    policy: str = "eplb"
+    policy: str = "keel"
     dispatch: DispatchRule = DispatchRule.EVEN
     """How ranks choose replicas; the planner is told and plans for it."""
     mode: str = "auto"
