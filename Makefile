@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-engines check sim format proto verify-proto clean test-deploy deploy-files
+.PHONY: demo test test-engines test-gpu example-qwen3moe check sim format proto verify-proto clean test-deploy deploy-files
 
 demo: .venv/ready
 	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(DEMO_FLAGS)
@@ -13,7 +13,16 @@ test: .venv/ready check
 
 # Downloads the wheels of vLLM and SGLang once (about 375 MB, without their dependencies) and runs their own balancers.
 test-engines: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[examples]'
 	$(BIN)/pytest -m engines tests/engines
+
+# A Hugging Face MoE model split over two processes under a real controller; fails if an output changes by a bit.
+example-qwen3moe: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[examples]'
+	$(BIN)/python -m examples.qwen3moe
+
+test-gpu: .venv/ready
+	@if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then $(BIN)/pytest -m gpu; else echo "test-gpu: no GPU is here, nothing was run"; fi
 
 # What operators run: chart, dashboards, alerts. Needs promtool and prometheus, on Debian from the package prometheus.
 test-deploy: .venv/ready

@@ -1,0 +1,1 @@
+"""A Hugging Face MoE model under Evenkeel's control; see README.md."""

@@ -1,0 +1,148 @@
+"""A Hugging Face Qwen3-MoE model whose experts are spread over ranks and can move while it runs.
+
+Everything but the experts is the library's own model, the same on every rank. `EpExperts` takes the place of each layer's
+experts: it holds the experts of this rank's slots, sends each token's hidden state to the slots that the table names, and
+adds up what comes back. `Slots` and `Tables` are what Evenkeel's agent asks of an engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from evenkeel.agent import Communicator, Placement
+
+ROWS = 16
+"""Rows of every matrix product: of one shape, so that a token's result does not depend on its neighbours."""
+
+
+class EpochMismatch(RuntimeError):
+    """Two ranks routed a step by different maps: it must not be computed."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One layer's routing: (E, replicas) slots, and how many of each row count."""
+
+    slots: Tensor
+    replicas: Tensor
+
+
+class Tables:
+    """MapInstaller: the routing tables of all layers on this rank."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.epoch = 0
+        self.layers = [self._table(row) for row in placement.phy2log]
+
+    def build(self, layers: Sequence[int], rows: np.ndarray, epoch: int) -> Any:
+        return list(layers), [self._table(row) for row in rows], epoch
+
+    def install(self, built: Any) -> None:
+        layers, tables, epoch = built
+        for layer, table in zip(layers, tables, strict=True):
+            self.layers[layer] = table
+        self.epoch = epoch
+
+    def _table(self, row: np.ndarray) -> Table:
+        one = Placement(row[None], self.placement.num_ranks, self.placement.num_logical_experts)
+        return Table(
+            torch.from_numpy(one.log2phy[0].astype(np.int64)),
+            torch.from_numpy(one.logcnt[0].astype(np.int64)),
+        )
+
+
+class Slots:
+    """ExpertWeights: this rank's slots of all layers, each with memory of its own."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def tensors(self, layer: int, local_slot: int) -> Sequence[Tensor]:
+        return [tensor[local_slot] for tensor in self.layers[layer]]
+
+    def reserve(self, slots: Sequence[tuple[int, int]]) -> bool:
+        return True
+
+    def release(self, slots: Sequence[tuple[int, int]]) -> None:
+        pass
+
+
+class EpExperts(nn.Module):
+    """Experts of one layer, spread over the ranks."""
+
+    def __init__(
+        self, whole: Any, layer: int, rank: int, tables: Tables, slots: Slots, group: Communicator
+    ) -> None:
+        super().__init__()
+        placement = tables.placement
+        self.per_rank = placement.slots_per_rank
+        self.layer, self.tables, self.group = layer, tables, group
+        self.num_experts, self.act = whole.num_experts, whole.act_fn
+        held = placement.phy2log[layer, rank * self.per_rank : (rank + 1) * self.per_rank]
+        here = torch.from_numpy(np.maximum(held, 0).astype(np.int64))
+        self.gate_up = whole.gate_up_proj.detach()[here].clone()
+        self.down = whole.down_proj.detach()[here].clone()
+        slots.layers.append((self.gate_up, self.down))
+        self.counts = np.zeros(self.num_experts, np.int64)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        tokens, top_k = chosen.shape
+        self.counts = np.bincount(chosen.reshape(-1).numpy(), minlength=self.num_experts).astype(np.int64)
+        table = self.tables.layers[self.layer]
+        spread = torch.arange(tokens)[:, None] * 2654435769 % 2**32
+        slot = table.slots[chosen, spread % table.replicas[chosen]].reshape(-1)
+        order = torch.argsort(slot // self.per_rank, stable=True)
+        sent = torch.bincount(slot // self.per_rank, minlength=self.group.size)
+        received = self._agree(sent)
+        rows_in, rows_out = received.tolist(), sent.tolist()
+        source = hidden.repeat_interleave(top_k, dim=0)[order].contiguous()
+        arrived = torch.empty(sum(rows_in), hidden.shape[1], dtype=hidden.dtype)
+        local = torch.empty(sum(rows_in), dtype=torch.int64)
+        self.group.all_to_all(arrived, source, rows_in, rows_out)
+        self.group.all_to_all(local, (slot % self.per_rank)[order].contiguous(), rows_in, rows_out)
+        back = torch.empty_like(source)
+        self.group.all_to_all(back, self._compute(arrived, local), rows_out, rows_in)
+        result = torch.empty_like(back)
+        result[order] = back
+        weighted = result.view(tokens, top_k, -1) * weights[..., None]
+        total = weighted[:, 0]
+        for position in range(1, top_k):  # in this order on every rank and under every map
+            total = total + weighted[:, position]
+        return total
+
+    def _agree(self, sent: Tensor) -> Tensor:
+        """How many rows come from each rank; the epoch travels along, and a mismatch stops the step."""
+        mine = torch.stack([sent, torch.full_like(sent, self.tables.epoch)], dim=1).contiguous()
+        theirs = torch.empty_like(mine)
+        self.group.all_to_all(theirs, mine, [1] * self.group.size, [1] * self.group.size)
+        if (theirs[:, 1] != self.tables.epoch).any():
+            raise EpochMismatch(f"epochs of the ranks: {theirs[:, 1].tolist()}")
+        return theirs[:, 0]
+
+    def _compute(self, rows: Tensor, local: Tensor) -> Tensor:
+        answer = torch.empty_like(rows)
+        for slot in local.unique().tolist():
+            where = torch.nonzero(local == slot)[:, 0]
+            for part in where.split(ROWS):
+                block = torch.zeros(ROWS, rows.shape[1], dtype=rows.dtype)
+                block[: len(part)] = rows[part]
+                gate, up = nn.functional.linear(block, self.gate_up[slot]).chunk(2, dim=-1)
+                answer[part] = nn.functional.linear(self.act(gate) * up, self.down[slot])[: len(part)]
+        return answer
+
+
+def spread_experts(
+    model: Any, rank: int, placement: Placement, group: Communicator
+) -> tuple[list[EpExperts], Slots, Tables]:
+    """Replace the experts of every MoE layer of the model; returns what the agent needs."""
+    tables, slots = Tables(placement), Slots()
+    blocks = []
+    for layer, block in enumerate(model.model.layers):
+        block.mlp.experts = EpExperts(block.mlp.experts, layer, rank, tables, slots, group)
+        blocks.append(block.mlp.experts)
+    return blocks, slots, tables

@@ -1,0 +1,57 @@
+"""The interface for engine authors: what it offers is pinned, and a change is a new version."""
+
+import inspect
+
+import evenkeel.agent as agent
+
+NAMES = {
+    "API_VERSION",
+    "Agent",
+    "AgentConfig",
+    "Communicator",
+    "CountingSide",
+    "DeploymentId",
+    "EpRank",
+    "ExpertWeights",
+    "GateFailed",
+    "Generation",
+    "GrpcRankLink",
+    "GuestAgent",
+    "HostEngine",
+    "LinkListener",
+    "MapInstaller",
+    "ModelShape",
+    "Move",
+    "Phase",
+    "Placement",
+    "RankIdentity",
+    "RankLink",
+    "SwapRecord",
+    "WeightTransport",
+    "make_communicator",
+}
+
+
+def test_version_one_offers_these_names():
+    assert agent.API_VERSION == 1
+    assert set(agent.__all__) == NAMES
+    assert all(hasattr(agent, name) for name in NAMES)
+
+
+def test_version_one_takes_these_arguments():
+    record = list(inspect.signature(agent.Agent.record).parameters)
+    assert record == ["self", "step", "counts", "epoch", "tokens", "phase", "dummy", "compute_s"]
+    made = list(inspect.signature(agent.Agent).parameters)
+    assert made == [
+        "config",
+        "placement",
+        "epoch",
+        "weights",
+        "maps",
+        "connect",
+        "device",
+        "link",
+        "on_swap",
+        "on_progress",
+    ]
+    assert list(inspect.signature(agent.Agent.step_boundary).parameters) == ["self"]
