@@ -88,3 +88,11 @@ def notes(folder: Path, name: str) -> str:
         if one and one["kind"] == "Notes":
             return str(one["text"])
     raise AssertionError("no notes")
+
+
+def values_of(*path: str) -> Any:
+    """A default of values.yaml."""
+    value = yaml.safe_load((CHART / "values.yaml").read_text())
+    for key in path:
+        value = value[key]
+    return value

