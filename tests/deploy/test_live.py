@@ -126,7 +126,7 @@ class Prometheus:
 
     async def over_time(self, expr: str, start: float) -> list[float]:
         """Every finite value of a query since `start`."""
-        span = {"query": expr, "start": start, "end": time.time(), "step": 1}
+        span: dict[str, str | float] = {"query": expr, "start": start, "end": time.time(), "step": 1}
         answer = (await self.http.get("/api/v1/query_range", params=span)).json()
         assert answer["status"] == "success", (expr, answer)
         values = [float(value) for row in answer["data"]["result"] for _, value in row["values"]]
