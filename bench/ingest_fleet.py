@@ -1,0 +1,181 @@
+"""Ranks that only report: deployments of DeepSeek-V3's shape, sending what their agents would send."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from bench.ingest_raw import METHOD
+from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import ModelShape
+from evenkeel.protocol import messages as m
+from evenkeel.v1 import agent_pb2
+from evenkeel.wire import link
+from evenkeel.wire.codec import decode_controller_message, encode_rank_message
+
+__all__ = ["BATCH", "Fleet", "Scale"]
+
+BATCH = 16
+"""Steps a message carries."""
+TOKENS = 64
+"""Of one rank in one step."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a fleet is."""
+
+    deployments: int = 10
+    ranks: int = 32
+    layers: int = 58
+    slots_per_rank: int = 9
+    steps_per_s: float = 50.0
+
+    @property
+    def shape(self) -> ModelShape:
+        experts = self.ranks * (self.slots_per_rank - 1)
+        return ModelShape(self.layers, experts, self.ranks, self.slots_per_rank, 8, 44_000_000)
+
+
+class ReportingRank:
+    """One stream; its reports differ in their step numbers only, so that sending costs little."""
+
+    def __init__(self, deployment: str, rank: int, scale: Scale, counts, placement: Placement) -> None:
+        self.identity = m.RankIdentity(
+            DeploymentId(deployment), EpRank(rank), Generation("g"), time.time_ns()
+        )
+        self.scale, self.placement = scale, placement
+        self.highest = -1
+        self.refused = 0
+        self.reasons: set = set()
+        metas = tuple(StepMeta(step, 0, Phase.DECODE, TOKENS) for step in range(BATCH))
+        report = LoadReport(
+            self.identity.deployment, self.identity.generation, self.identity.rank,
+            self.identity.incarnation, CountingSide.DESTINATION, metas, counts,
+        )  # fmt: skip
+        self.wire = encode_rank_message(report)
+        self.writing = asyncio.Lock()
+        self.reader: asyncio.Task[None] | None = None
+
+    async def connect(self, address: str, raw: bool) -> None:
+        self.channel = grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        attach = self.channel.stream_stream(
+            METHOD,
+            request_serializer=agent_pb2.RankMessage.SerializeToString,
+            response_deserializer=None if raw else agent_pb2.ControllerMessage.FromString,
+        )
+        self.call = attach()
+        if raw:
+            await self.call.read()
+            self.reader = asyncio.create_task(self._drain())
+            return
+        shape = self.scale.shape
+        await self._send(
+            m.Hello(
+                identity=self.identity, shape=shape, node=f"node-{self.identity.rank // 8}", gpu_uuid="",
+                epoch=Epoch(0), placement_digest=self.placement.digest, weights_version=1,
+                checksums_digest="same", free_bytes=1 << 40, staging_bytes=1 << 30, gate_digest="gate",
+                highest_term=0,
+            )
+        )  # fmt: skip
+        answer = decode_controller_message(await self.call.read())
+        assert (
+            isinstance(answer, link.Registration) and answer.outcome is link.RegistrationOutcome.ACCEPTED
+        ), answer
+        self.reader = asyncio.create_task(self._listen())
+
+    async def _drain(self) -> None:
+        while await self.call.read() is not grpc.aio.EOF:
+            pass
+
+    async def _listen(self) -> None:
+        shape = self.scale.shape
+        while (wire := await self.call.read()) is not grpc.aio.EOF:
+            message = decode_controller_message(wire)
+            if isinstance(message, link.ReportAck):
+                self.highest = max(self.highest, -1 if message.highest_step is None else message.highest_step)
+                self.refused += message.rejected_steps
+                if message.reason is not None:
+                    self.reasons.add(message.reason)
+            elif isinstance(message, m.QueryState):
+                cells = shape.num_layers * shape.num_logical_experts
+                await self._send(
+                    m.RankState(
+                        self.identity, m.ParticipantState.IDLE, None, Epoch(0), self.placement.digest, 1, True,
+                        None, None, placement=self.placement if message.want_placement else None,
+                        checksums=tuple(range(1, cells + 1)) if message.want_checksums else None,
+                        highest_term=message.leader.term, step=0, query=message.query,
+                    )
+                )  # fmt: skip
+
+    async def _send(self, message) -> None:
+        async with self.writing:
+            await self.call.write(encode_rank_message(message))
+
+    async def report(self, batch: int) -> None:
+        """Send the batch-th message."""
+        for offset, meta in enumerate(self.wire.load_report.steps):
+            meta.step = batch * BATCH + offset
+        async with self.writing:
+            await self.call.write(self.wire)
+
+    async def close(self) -> None:
+        if self.reader is not None:
+            self.call.cancel()
+            self.reader.cancel()
+            await asyncio.gather(self.reader, return_exceptions=True)
+            await self.channel.close()
+
+
+class Fleet:
+    """All deployments of a scale."""
+
+    def __init__(self, scale: Scale, *, seed: int = 0) -> None:
+        self.scale = scale
+        self.placement = Placement.initial(scale.shape)
+        self.names = [f"d{number}" for number in range(scale.deployments)]
+        counts = draw_counts(scale, self.placement, seed)
+        width = scale.slots_per_rank
+        self.ranks = [
+            ReportingRank(name, rank, scale, counts[:, :, rank * width : (rank + 1) * width], self.placement)
+            for name in self.names
+            for rank in range(scale.ranks)
+        ]
+        self.sent_at: dict[int, float] = {}
+        """Monotonic seconds at which each batch had been handed to gRPC by every rank."""
+
+    async def connect(self, address: str, raw: bool = False) -> None:
+        for first in range(0, len(self.ranks), 32):
+            await asyncio.gather(*(rank.connect(address, raw) for rank in self.ranks[first : first + 32]))
+
+    async def serve(self, batches: int, first: int = 0) -> float:
+        """Report at the fleet's pace; seconds it took. A fleet that cannot keep the pace falls behind and says so."""
+        period = BATCH / self.scale.steps_per_s
+        began = time.monotonic()
+        for number in range(batches):
+            due = began + number * period
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            await asyncio.gather(*(rank.report(first + number) for rank in self.ranks))
+            self.sent_at[first + number] = time.monotonic()
+        return time.monotonic() - began
+
+    async def close(self) -> None:
+        await asyncio.gather(*(rank.close() for rank in self.ranks))
+
+
+def draw_counts(scale: Scale, placement: Placement, seed: int):
+    """(BATCH, L, S) int64 tokens of each slot: lognormal experts, every token counted top_k times (R19)."""
+    rng = np.random.default_rng(seed)
+    shape = scale.shape
+    popularity = rng.lognormal(0.0, 0.6, (shape.num_layers, shape.num_logical_experts))
+    weight = np.zeros((shape.num_layers, shape.num_slots))
+    for layer, row in enumerate(placement.phy2log):
+        copies = np.bincount(row[row >= 0], minlength=shape.num_logical_experts)
+        weight[layer] = np.where(row >= 0, popularity[layer, row] / copies[row], 0.0)
+    weight /= weight.sum(axis=1, keepdims=True)
+    total = shape.top_k * TOKENS * shape.num_ranks
+    return np.stack([rng.multinomial(total, weight) for _ in range(BATCH)]).astype(np.int64)
