@@ -153,6 +153,10 @@ class RankStatus:
     """Pre-collective compute, median over the window; None where not measured."""
     free_bytes: int
     staging_bytes: int
+    slowness: float | None = None
+    """Its seconds over the median rank's at the same tokens; None where not measured."""
+    trouble: str = ""
+    """Why it takes no wave any more; empty while all is well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,9 +138,11 @@ def rank_states(draw):
 
 no_votes = st.builds(m.Vote, keys, st.just(False), reasons, short_text)
 yes_votes = st.builds(m.Vote, keys, st.just(True), detail=short_text)
+stairs = st.lists(seconds, min_size=1, max_size=20).map(lambda values: tuple(sorted(values)))
 rank_messages = st.one_of(
     reports(),
-    st.builds(link.Heartbeat, counts, counts, counts),
+    st.builds(link.Heartbeat, counts, counts, counts, short_text),
+    st.builds(link.CostCurve, st.integers(1, 4096), stairs, seconds),
     no_votes,
     yes_votes,
     st.builds(m.Ack, keys, counts.map(Epoch), short_text, seconds),

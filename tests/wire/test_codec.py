@@ -15,6 +15,7 @@ from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
 from evenkeel.model.plan import Wave, WaveKey
 from evenkeel.protocol import messages as m
 from evenkeel.v1 import agent_pb2, common_pb2, telemetry_pb2
+from evenkeel.wire import link
 from evenkeel.wire.codec import (
     decode_controller_message,
     decode_rank_message,
@@ -358,3 +359,20 @@ def test_a_pace_of_nothing_is_refused():
             decode_controller_message(agent_pb2.ControllerMessage(flow_control=flow))
     with pytest.raises(PeerViolation, match="outcome 0"):
         decode_controller_message(agent_pb2.ControllerMessage(registration=agent_pb2.Registration()))
+
+
+@pytest.mark.parametrize(
+    ("tile", "stairs", "slope"),
+    [
+        (0, (1.0,), 0.0),
+        (64, (), 0.0),
+        (64, (2.0, 1.0), 0.0),
+        (64, (1.0,), float("nan")),
+        (64, (-1.0,), 0.0),
+        (64, (1.0,) * 5000, 0.0),
+    ],
+)
+def test_curves_no_planner_can_use_are_refused(tile, stairs, slope):
+    message = encode_rank_message(link.CostCurve(tile, stairs, slope))
+    with pytest.raises(PeerViolation):
+        decode_rank_message(over_the_wire(message), HELLO)

@@ -127,12 +127,24 @@ def _rank_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
         "MoE compute per token before the collective, median over the window.",
         by_rank,
     )
+    slow = _family(
+        "evenkeel_rank_slowness_ratio",
+        "Seconds of a rank over those of the median rank at the same tokens.",
+        by_rank,
+    )
+    trouble = _family(
+        "evenkeel_rank_trouble", "1 while a rank says that it takes no plan any more, else absent.", by_rank
+    )
     for view in views:
         for rank in view.status.ranks:
             labels = [view.status.deployment, str(rank.rank)]
+            if rank.trouble:
+                trouble.add_metric(labels, 1)
+            if rank.slowness is not None:
+                slow.add_metric(labels, rank.slowness)
             info.add_metric([*labels, rank.node, rank.gpu_uuid], 1)
             _add_rank(rank, labels, share, epoch, fresh, seen, pace)
-    return [info, share, epoch, fresh, seen, pace]
+    return [info, share, epoch, fresh, seen, pace, slow, trouble]
 
 
 def _add_rank(

@@ -54,7 +54,15 @@ from evenkeel.protocol.messages import (
     SwapFinished,
     WeightsReloaded,
 )
-from evenkeel.wire.link import FlowControl, Heartbeat, NotLeader, Registration, ReportAck, ToRankLink
+from evenkeel.wire.link import (
+    CostCurve,
+    FlowControl,
+    Heartbeat,
+    NotLeader,
+    Registration,
+    ReportAck,
+    ToRankLink,
+)
 
 if TYPE_CHECKING:
     from evenkeel.adapters.torch_groups import Work
@@ -122,6 +130,7 @@ class Agent:
         self._on_progress = on_progress
         self._progress_at = 0.0
         self._left: LeaveGroup | None = None
+        self._curve: CostCurve | None = None
         self._lock = threading.Lock()
         self._permit = threading.Event()
         self._poll: tuple[torch.Tensor, Work] | None = None
@@ -219,6 +228,12 @@ class Agent:
         if checksums is None:
             self._participant.observe_only = True
         self.feed(WeightsReloaded(weights_version, checksums or ()))
+
+    def tell_curve(self, curve: CostCurve) -> None:
+        """Tell the controller how long a layer takes here by its tokens, now and on every new stream."""
+        self._curve = curve
+        if self._uplink is not None:
+            self._uplink.send(curve, None)
 
     def close(self) -> None:
         """End the threads and the transfers. The gate's communicator goes with the process."""
@@ -382,6 +397,8 @@ class Agent:
         match message:
             case Registration(flow=flow, highest_step=highest_step):
                 self._uplink.reporter.registered(flow, highest_step)
+                if self._curve is not None:
+                    self._uplink.send(self._curve, stream)
                 if message.reason is not None:
                     _log.warning(
                         "registered", outcome=message.outcome, reason=message.reason, detail=message.detail

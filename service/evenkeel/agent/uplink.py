@@ -10,7 +10,8 @@ from evenkeel.agent.ports import LinkListener, RankLink
 from evenkeel.agent.recorder import Recorder
 from evenkeel.agent.reporter import Reporter
 from evenkeel.model.load import CountingSide
-from evenkeel.protocol.messages import RankIdentity, RankMessage
+from evenkeel.protocol.messages import RankIdentity
+from evenkeel.wire.link import FromRankLink
 
 __all__ = ["Uplink"]
 
@@ -34,7 +35,7 @@ class Uplink:
         self._thread = threading.Thread(target=self._run, args=(listener,), name="evenkeel-link", daemon=True)
         self._thread.start()
 
-    def send(self, message: RankMessage, stream: int | None) -> None:
+    def send(self, message: FromRankLink, stream: int | None) -> None:
         """Queue a message from any thread; dropped unless its stream is the open one."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: we are leaving
             self._loop.call_soon_threadsafe(self._link.send, message, stream)

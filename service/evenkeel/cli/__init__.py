@@ -8,6 +8,7 @@ from evenkeel import __version__
 from evenkeel.cli import config, operate, plan, run
 from evenkeel.cli.client import CliError
 from evenkeel.cli.export import export
+from evenkeel.cli.profile import profile
 from evenkeel.errors import EvenkeelError
 from evenkeel.replay import cli as replay
 
@@ -48,6 +49,7 @@ def _root(
 run.add_commands(app)
 operate.add_commands(app)
 app.command()(export)
+app.command()(profile)
 app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
 app.add_typer(replay.app, name="replay")

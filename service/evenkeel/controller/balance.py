@@ -5,6 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.controller.speeds import speed_factors
 from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.planning import metrics
@@ -102,6 +103,13 @@ class Balance:
                 for column in measured.T
             ]
         )
+
+    def speed_factors(self) -> NDArray[np.float64]:
+        """(R,) each rank's seconds over the median rank's at the same tokens; NaN where not known. Empty before load."""
+        tokens, seconds = self._joined("tokens"), self._joined("compute_s")
+        if tokens is None or seconds is None:
+            return np.zeros(0)
+        return speed_factors(tokens, seconds)
 
     def _joined(self, name: str, phase: Phase | None = None) -> NDArray[np.float64] | None:
         parts = [getattr(known, name) for key, known in self._phases.items() if phase in (None, key)]

@@ -142,7 +142,10 @@ def merge_phases(
 
 
 def price(
-    seconds_per_token: NDArray[np.float64], bytes_per_expert: int, settings: CycleSettings
+    seconds_per_token: NDArray[np.float64],
+    bytes_per_expert: int,
+    settings: CycleSettings,
+    curves: CostCurves | None = None,
 ) -> tuple[CostCurves | None, float]:
     """Cost curves where rank speeds are to be used, and the price of one copy in the score's unit.
 
@@ -151,6 +154,8 @@ def price(
     """
     measured = len(seconds_per_token) > 0 and bool(np.isfinite(seconds_per_token).all())
     copy_s = bytes_per_expert / settings.copy_bytes_per_s
+    if settings.rank_speeds and curves is not None:
+        return curves, copy_s
     if not measured:
         return None, settings.copy_cost_tokens
     if settings.rank_speeds:

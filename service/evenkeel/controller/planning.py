@@ -21,6 +21,7 @@ from evenkeel.controller.cycle import (
     steps_since_move,
     topology_of,
 )
+from evenkeel.controller.speeds import Device, SlowRanks, join_curves
 from evenkeel.controller.what_if import WhatIf
 from evenkeel.errors import Conflict, EvenkeelError, InfeasiblePlan, InvalidInput, Reason, Unavailable
 from evenkeel.model.ids import Epoch
@@ -31,6 +32,7 @@ from evenkeel.model.topology import Topology
 from evenkeel.planning.cycle import CycleInputs, CycleResult, run_cycle
 from evenkeel.planning.gates import GateMemory, GateSettings
 from evenkeel.planning.policies import resolve_policy
+from evenkeel.planning.problem import CostCurves
 from evenkeel.ports import PlanRequest
 from evenkeel.protocol import control_messages as ctl
 
@@ -68,6 +70,7 @@ class Planning:
         self._step_s: float | None = None
         """Seconds from one step to the next; None before it is known."""
         self.what_if = WhatIf(deployment)
+        self._slow = SlowRanks()
 
     def forget(self) -> None:
         """The windows begin anew."""
@@ -170,7 +173,9 @@ class Planning:
         windows = [window for phase, window in ingest.windows().items() if phase in phases]
         load, source = merge_phases(windows, shape, cycle.plan_steps)
         deployment.balance.update(ingest.windows(), base.placement)
-        costs, copy_cost = price(deployment.balance.seconds_per_token(), shape.bytes_per_expert, cycle)
+        curves = self._look_at_ranks()
+        speeds = deployment.balance.seconds_per_token()
+        costs, copy_cost = price(speeds, shape.bytes_per_expert, cycle, curves)
         starts = request is None or not request.dry_run
         records = control.book.records.values()
         failed_plans, failed_at = plan_failures(records)
@@ -205,6 +210,15 @@ class Planning:
             lifetime_steps=cycle.lifetime_steps,
             recent_steps=cycle.recent_steps,
         )
+
+    def _look_at_ranks(self) -> CostCurves | None:
+        """The ranks' measured curves, if all have one; and who has become slow is said."""
+        deployment = self._deployment
+        members = deployment.control.membership.members
+        sessions = {rank: deployment.sessions.get(members[rank].stream) for rank in sorted(members)}
+        devices = {int(rank): Device(one.hello.node, one.hello.gpu_uuid) for rank, one in members.items()}
+        self._slow.look(deployment.deployment, deployment.balance.speed_factors(), devices)
+        return join_curves([None if session is None else session.curve for session in sessions.values()])
 
     # --- plans by hand ----------------------------------------------------------------------------
 

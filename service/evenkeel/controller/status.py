@@ -93,12 +93,14 @@ class LiveView:
         deployment = self._deployment
         membership = deployment.control.membership
         shares, speeds = deployment.balance.load_shares(), deployment.balance.seconds_per_token()
+        factors = deployment.balance.speed_factors()
         rows = []
         for rank in sorted(membership.members):
             member = membership.members[rank]
             hello, state = member.hello, member.state
             session = deployment.sessions.get(member.stream)
             speed = float(speeds[rank]) if rank < len(speeds) else math.nan
+            factor = float(factors[rank]) if rank < len(factors) else math.nan
             rows.append(
                 RankStatus(
                     rank=rank,
@@ -112,6 +114,8 @@ class LiveView:
                     seconds_per_token=speed if np.isfinite(speed) else None,
                     free_bytes=session.free_bytes if session is not None else hello.free_bytes,
                     staging_bytes=hello.staging_bytes,
+                    slowness=factor if np.isfinite(factor) else None,
+                    trouble=session.trouble if session is not None else "",
                 )
             )
         return tuple(rows)

@@ -5,8 +5,10 @@ import socket
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed
 
@@ -16,16 +18,19 @@ from evenkeel.adapters.torch_groups import Communicator, make_communicator
 from evenkeel.agent.config import AgentConfig
 from evenkeel.agent.guest import GuestAgent, HostEngine
 from evenkeel.agent.ports import ExpertWeights, RankLink
+from evenkeel.agent.profiler import load_curve
 from evenkeel.engines.guest.settings import GuestSettings
-from evenkeel.errors import Unavailable
+from evenkeel.errors import InvalidInput, Unavailable
 from evenkeel.model.ids import DeploymentId, EpRank, Generation
 from evenkeel.model.load import CountingSide
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.protocol.messages import RankIdentity
+from evenkeel.wire.link import CostCurve
 
 __all__ = ["Broadcast", "make_guest"]
 
+_log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 
 Broadcast = Callable[[bytes | None], bytes]
@@ -95,7 +100,7 @@ def make_guest(
         resolve_after=settings.resolve_after,
         gate_timeout_s=settings.gate_timeout_s,
     )
-    return GuestAgent(
+    agent = GuestAgent(
         config,
         placement,
         0,
@@ -106,6 +111,24 @@ def make_guest(
         link=link if link is not None else GrpcRankLink(settings.addresses, seed=rank),
         stall_after_s=settings.stall_after_s,
     )
+    curve = _curve(settings, config.gpu_uuid)
+    if curve is not None:
+        agent.tell_curve(curve)
+    return agent
+
+
+def _curve(settings: GuestSettings, gpu_uuid: str) -> CostCurve | None:
+    """The device's measured curve; a folder without one, or with a damaged one, costs the curve alone."""
+    if not settings.curves:
+        return None
+    try:
+        curve = load_curve(Path(settings.curves), gpu_uuid)
+    except InvalidInput as error:
+        _log.error("curve_unusable", detail=str(error))
+        return None
+    if curve is None:
+        _log.warning("curve_missing", folder=settings.curves, gpu_uuid=gpu_uuid)
+    return curve
 
 
 def _meet(settings: GuestSettings, rank: int, size: int, broadcast: Broadcast) -> tuple[Any, str]:

@@ -57,6 +57,8 @@ class GuestSettings(BaseSettings):
     placement: str = ""
     """File written by `evenkeel export` that vLLM starts from; empty starts as vLLM does. SGLang has an
     option of its own, `--init-expert-location`. A file that does not fit, or not on every rank, is left out."""
+    curves: str = ""
+    """Folder of curves that `evenkeel profile` wrote on this machine; empty plans without them."""
     weights_version: Annotated[int, Field(ge=1)] = 1
 
     @property
