@@ -44,13 +44,14 @@ def test_helm_lint_is_strict_and_clean(name):
     assert answer.code == 0, answer.out
 
 
+@pytest.mark.parametrize("version", ["1.25", "1.37"])
 @every_values
-def test_every_manifest_is_valid(name):
+def test_every_manifest_is_valid(name, version):
     objects = rendered(name)
     assert len(objects) >= 5
     for one in objects:
         if one["kind"] not in CUSTOM:
-            kubernetes_validate.validate(copy.deepcopy(one), "1.37", strict=True)
+            kubernetes_validate.validate(copy.deepcopy(one), version, strict=True)
 
 
 def test_the_validator_would_see_a_misspelt_field():
