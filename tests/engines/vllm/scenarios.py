@@ -29,7 +29,9 @@ TOKENS = 12
 class Rank:
     """One rank of the toy engine with the plugin beside it."""
 
-    def __init__(self, rank, size, *, use_async, mode="place", before=None, config=None, **changes):
+    def __init__(
+        self, rank, size, *, use_async, mode="place", before=None, config=None, make_link=PortLink, **changes
+    ):
         self.rank, self.size = rank, size
         self.modules = engine.load()
         everyone = list(range(size))
@@ -48,7 +50,8 @@ class Rank:
             "gate_timeout_s": 10.0,
             "stall_after_s": 0.5,
         }
-        self.plugin = Plugin(GuestSettings(**{**values, **changes}), engine.VERSION, PortLink)
+        self.hot = False
+        self.plugin = Plugin(GuestSettings(**{**values, **changes}), engine.VERSION, make_link)
         self.plugin.install()
         if before is not None:
             before(self)
@@ -65,7 +68,7 @@ class Rank:
         if use_async:
             engine.start_worker(self.modules, self.state, self.worker_failed)
         self.taken = 0
-        if self.agent is not None:
+        if self.link is not None and self.agent is not None:
             assert self.link.ready.wait(20)
             flow = FlowControl(report_interval_s=0.02)
             self.link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 30.0, flow))
@@ -75,6 +78,9 @@ class Rank:
         generator = torch.Generator().manual_seed(100 * self.taken + self.rank)
         padded = TOKENS + 5
         scores = torch.rand(padded, self.model.num_logical_experts, generator=generator)
+        if self.hot:
+            # Experts 2 and 3 lie on rank 0, have no replica, and take most of the tokens.
+            scores[:, 2:4] += 0.6
         self.chosen = scores.topk(2).indices
         if not dummy:
             self.state.prepare_forward(self.model_config, TOKENS)
@@ -311,6 +317,25 @@ def away(rank, size):
     began = time.monotonic()
     one.steps(1500)
     return {**one.seen(), "dropped": one.agent.dropped_steps, "seconds": time.monotonic() - began}
+
+
+def controlled(rank, size, *, controllers, mode):
+    """A real controller over gRPC: it sees the loads, plans by itself, and vLLM carries the plan out."""
+    config = Config(use_async=True, step_interval=100_000)
+    one = Rank(
+        rank, size, use_async=True, mode=mode, controllers=controllers, make_link=None, config=config
+    )
+    one.hot = True
+    before = one.map()
+    deadline, after = time.monotonic() + 60, 0
+    while after < 40 and time.monotonic() < deadline:
+        one.steps(8, 0.004)
+        here = torch.tensor([one.agent.epoch, int(time.monotonic() >= deadline)])
+        dist.all_reduce(here, op=dist.ReduceOp.MIN, group=one.lockstep)
+        after += 8 if here[0] > 0 or (mode == "observe" and one.taken > 400) else 0
+        if here[1]:
+            break
+    return {**one.seen(), "before": before}
 
 
 def warm(rank, size, *, path):
