@@ -54,6 +54,7 @@ def test_two_plans_and_not_a_bit_wrong(tmp_path):
     assert code == 0, output
     assert "FAIL" not in output
     assert len(re.findall(r"^Plan \d+  ", output, re.MULTILINE)) >= 2
+    assert re.search(r"^Plan 2  .*because load_changed$", output, re.MULTILINE), output
     assert re.search(r"^ok   every slot's weights equal", output, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
 
