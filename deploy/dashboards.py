@@ -516,8 +516,13 @@ def _rank_panels() -> list[Any]:
     return [
         _lines(
             "Slow ranks",
-            "Compute time per token over the median rank's, before the collective; 1 is usual.",
-            [(f"{pace} / scalar(quantile(0.5, {pace}))", "rank {{rank}}")],
+            "Seconds of a rank over those of the median rank at the same tokens, before the collective; 1 is usual.",
+            [(f"max by (rank) (evenkeel_rank_slowness_ratio{{{ONE}}})", "rank {{rank}}")],
+        ),
+        _lines(
+            "Ranks in trouble",
+            "Ranks whose agent refuses every wave until the engine is started again; empty while all is well.",
+            [(f"max by (rank) (evenkeel_rank_trouble{{{ONE}}})", "rank {{rank}}")],
         ),
         _lines("Compute time per token", "Median over the window.", [(pace, "rank {{rank}}")], unit="s"),
         _lines(

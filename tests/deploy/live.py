@@ -10,6 +10,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from evenkeel.model.load import LoadReport
+from evenkeel.wire.link import Heartbeat
 from tests.integration.controller_rig import Controller, Group, until
 
 DEPLOYMENT = "demo"
@@ -101,6 +102,10 @@ async def live_through_everything(controller: Controller, group: Group, seen: Se
     await rank.send(_of_an_epoch_that_never_was(group.route(1)[0]))
     await until(lambda: "evenkeel_report_steps_rejected_total" in seen.names)
     await until(lambda: "evenkeel_report_steps_dropped_total" in seen.names)
+    await rank.send(Heartbeat(group.step, 10_000, 1 << 20, "an engine that stopped half way"))
+    await until(lambda: "evenkeel_rank_trouble" in seen.names)
+    await asyncio.sleep(1)  # for a Prometheus that scrapes twice a second
+    await rank.send(Heartbeat(group.step, 10_000, 1 << 20, ""))
     for one in group.ranks:
         one.votes = False
     group.popularity = group.draw(seed=7)
