@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-engines test-gpu example-qwen3moe check sim format proto verify-proto clean test-deploy deploy-files
+.PHONY: demo test test-engines test-gpu example-qwen3moe check sim chaos format proto verify-proto clean test-deploy deploy-files
 
 demo: .venv/ready
 	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(DEMO_FLAGS)
@@ -38,6 +38,10 @@ check: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) verify-proto
+
+# Ten minutes of real processes being killed, paused and cut off; prints what it found and fails naming what broke.
+chaos: .venv/ready
+	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 sim: .venv/ready
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),2000)

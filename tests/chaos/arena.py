@@ -24,7 +24,7 @@ __all__ = ["FORGET_AFTER_S", "LEASE_S", "Arena", "Struck"]
 LEASE_S = 3.0
 FORGET_AFTER_S = 12.0
 _START_S = 120.0
-_AIM_S = 8.0
+_AIM_S = 12.0
 _POOL_PER_LAYER = 4
 _SETTINGS = {
     "LEADER__LEASE_S": f"{LEASE_S}",

@@ -13,7 +13,7 @@ import psutil
 from tests.chaos import checks
 from tests.chaos.arena import FORGET_AFTER_S, Arena
 from tests.chaos.processes import MARK, marked, until
-from tests.chaos.schedule import make_schedule
+from tests.chaos.schedule import Fault, make_schedule
 
 __all__ = ["Result", "run_chaos"]
 
@@ -37,6 +37,7 @@ async def run_chaos(
     seconds: float,
     *,
     num_ranks: int = 8,
+    schedule: tuple[list[Fault], list[Fault]] | None = None,
     least_plans: int | None = None,
     least_through: int | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -46,6 +47,7 @@ async def run_chaos(
     Args:
         folder: where everything is written.
         seconds: of faults.
+        schedule: what to do instead of what the seed says.
         least_plans: committed under fault, at least; None: 20 in 600 s, in proportion.
         least_through: of them through a failover; None: 5 in 600 s, in proportion.
     """
@@ -58,7 +60,7 @@ async def run_chaos(
         fds = {c.name: psutil.Process(c.pid).num_fds() for c in arena.controllers}
         began = time.time()
         say(f"started; {num_ranks} ranks, seed {seed}, {seconds:g} s of faults")
-        main, noise = make_schedule(seed, seconds)
+        main, noise = schedule if schedule is not None else make_schedule(seed, seconds)
         tasks = [
             asyncio.create_task(arena.look_after(end_watch), name="ranks"),
             asyncio.create_task(arena.operator.run(end_operator), name="operator"),
