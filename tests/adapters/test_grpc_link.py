@@ -203,3 +203,44 @@ async def test_cancelling_the_link_closes_its_stream():
 def test_a_link_needs_an_address():
     with pytest.raises(InvalidInput):
         GrpcRankLink([])
+
+
+async def test_a_controller_that_falls_silent_for_a_lease_is_left_for_another():
+    """A paused leader's host keeps the connection open; only its words say that it lives."""
+    silent = Registration(RegistrationOutcome.ACCEPTED, 0.05, 0.3, FlowControl(0.1))
+    query = QueryState(Leader("b", 2))
+    async with serving([silent]) as (paused, one), serving([ACCEPTED, query]) as (other, two):
+        async with running(GrpcRankLink([one, two], timing=FAST)) as listener:
+            await until(lambda: any(message == query for _, message in listener.got))
+            assert paused.streams == 1
+            assert other.streams == 1
+            assert listener.lost_streams == [1]
+
+
+async def test_a_controller_that_speaks_within_its_lease_is_kept():
+    class Beating(Server):
+        async def Attach(self, requests, context):
+            self.streams += 1
+            await context.read()
+            await context.write(
+                encode_controller_message(
+                    Registration(RegistrationOutcome.ACCEPTED, 0.05, 2.0, FlowControl(0.1))
+                )
+            )
+            for term in range(1, 9):
+                await asyncio.sleep(0.4)
+                await context.write(encode_controller_message(QueryState(Leader("a", term))))
+            self.closed.set()
+            await asyncio.sleep(60)
+
+    server, servicer = grpc.aio.server(), Beating()
+    agent_pb2_grpc.add_RankLinkServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with running(GrpcRankLink([f"127.0.0.1:{port}"], timing=FAST)) as listener:
+            await asyncio.wait_for(servicer.closed.wait(), 20)
+            assert servicer.streams == 1
+            assert listener.lost_streams == []
+    finally:
+        await server.stop(0)

@@ -208,3 +208,15 @@ def test_a_map_a_wave_leads_to_is_expected(rig):
     run = Fleet().run(range(3), epoch=EPOCH + 1)
     rig.report(run)
     assert np.array_equal(rig.ingest.windows()[Phase.DECODE].counts, run.load)
+
+
+def test_reports_that_wait_are_bounded_by_bytes_too(rig, monkeypatch):
+    run = Fleet().run(range(4))
+    first, second, third = (run.report(0) for _ in range(3))
+    monkeypatch.setattr("evenkeel.controller.ingest._MOST_WAITING_BYTES", int(2.5 * first.counts.nbytes))
+    rig.ingest.begin_generation(GENERATION, SHAPE)
+    for report in (first, second, third):
+        rig.ingest.take(report, rig.answers.append)
+    # The oldest gave way, and its rank was told so that it does not keep it.
+    assert [answer.reason for answer in rig.answers] == [Reason.UNKNOWN_EPOCH]
+    assert sum(rig.rejected.values()) == len(first.steps)

@@ -151,3 +151,52 @@ async def test_waiting_for_a_decision_ends(rig):
     await keeper.decided(0.05)
     assert not keeper.leading
     await keeper.release()
+
+
+async def test_a_lease_that_is_yielded_is_free_and_not_sought_before_ranks_come(rig):
+    one = rig.start("a")
+    await one.decided(5)
+    await one.yield_lease("nobody reaches it")
+    assert not one.leading
+    assert one.winner is None
+    assert rig.happened[-1] == ("lost", "a")
+    await asyncio.sleep(0.5)
+    assert not one.leading, "it was sought again although nobody wants it"
+    two = rig.start("b")
+    await two.decided(5)
+    assert two.leading
+    await two.yield_lease("nor this")
+    await one.decided(5)
+    assert one.leading
+
+
+async def test_a_lease_that_ran_out_while_records_were_loaded_is_not_led_by(rig):
+    slow = 0.5
+
+    async def won(lease):
+        nonlocal slow
+        waited, slow = slow, 0.0
+        rig.happened.append(("loaded", lease.term))
+        await asyncio.sleep(waited)
+
+    keeper = rig.keeper("a")
+    keeper._won = won
+    keeper.want()
+    task = asyncio.create_task(keeper.run())
+    try:
+        await rig.until(lambda: keeper.leading)
+        assert keeper.lease is not None
+        assert rig.happened == [("loaded", 1), ("lost", "a"), ("loaded", keeper.lease.term)]
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_fenced_write_that_the_machine_does_not_know_of_costs_the_lease(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    keeper.outlive("term 9 has taken over")
+    assert not keeper.leading
+    assert rig.happened[-1] == ("lost", "a")
+    keeper.outlive("once more")
+    assert rig.happened.count(("lost", "a")) == 1

@@ -65,3 +65,33 @@ threading.Event().wait(60)
     )
     assert subprocess.run([sys.executable, "-c", stuck], timeout=60).returncode == 70
     assert subprocess.run([sys.executable, "-c", saved], timeout=60).returncode == 0
+
+
+async def test_a_failure_ends_a_neighbour_that_misses_its_first_cancellation():
+    """The group cancels once; on this Python `asyncio.wait_for` may drop that, and the process lived on, half alive."""
+    lost = []
+
+    async def hard_of_hearing():
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                lost.append(1)
+                if len(lost) == 3:
+                    raise
+
+    async def fail():
+        await asyncio.sleep(0)
+        raise ZeroDivisionError
+
+    async def serve():
+        async with asyncio.TaskGroup() as group:
+            spawner = Spawner(group)
+            spawner.spawn(hard_of_hearing(), "deaf")
+            spawner.spawn(fail(), "fail")
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(serve(), 10)
+    assert caught.group_contains(ZeroDivisionError)
+    assert len(lost) == 3

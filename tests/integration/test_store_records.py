@@ -1,14 +1,18 @@
 """What outlives a process, and what does not outlive its use: plans, freezes, deployments, series."""
 
 import asyncio
+import os
 import signal
 import time
 
+import grpc
 import pytest
 
 from evenkeel.adapters.redis_client import connect, disconnect
 from evenkeel.adapters.redis_store import RedisDeploymentStore
 from evenkeel.errors import Reason
+from evenkeel.v1 import agent_pb2_grpc
+from evenkeel.wire.codec import encode_rank_message
 from tests.contracts.conftest import valkey
 from tests.contracts.test_stores import DEMO, make_record
 from tests.integration.controller_rig import Controller, Group, until
@@ -148,6 +152,28 @@ async def test_a_deployment_that_left_is_forgotten_with_its_series(tmp_path):
             await until(lambda: controller.state("ready", "leaver"))
             await group.serve(8)
             await until(lambda: _shown(controller, "leaver"))
+
+
+async def test_a_rank_that_hung_up_while_the_lease_was_sought_leaves_nothing(tmp_path, valkey):
+    """Its session stayed for ever, and its deployment with it: found by the chaos run."""
+    settings = {"REDIS__URL": valkey.url, "REDIS__TIMEOUT_S": "0.5", "INGEST__FORGET_AFTER_S": "2"}
+    async with Controller(tmp_path / "data", **settings) as controller:
+        os.kill(valkey.pid, signal.SIGSTOP)
+        try:
+            async with Group("hasty") as group, grpc.aio.insecure_channel(controller.address) as channel:
+                for rank in group.ranks:
+                    call = agent_pb2_grpc.RankLinkStub(channel).Attach()
+                    await call.write(encode_rank_message(rank.hello()))
+                    await asyncio.sleep(0.3)
+                    call.cancel()
+        finally:
+            os.kill(valkey.pid, signal.SIGCONT)
+        await until(lambda: _forgotten(controller, "hasty"), within_s=30)
+        assert not controller.events("task_failed")
+
+
+async def _forgotten(controller, name):
+    return name in {row["deployment"] for row in controller.events("deployment_forgotten")}
 
 
 async def _shown(controller, name):

@@ -1,0 +1,50 @@
+"""A short run on every test run: a leader and a store fail while plans move. The long one is `make chaos`."""
+
+import uuid
+
+import pytest
+
+from tests.chaos.processes import MARK
+from tests.chaos.run import run_chaos
+from tests.chaos.schedule import Fault, FaultKind, make_schedule
+
+SHORT = (
+    [
+        Fault(0.0, FaultKind.KILL_LEADER, 6.0, 1),
+        Fault(7.0, FaultKind.KILL_PRIMARY, 6.0, 2),
+        Fault(14.0, FaultKind.STOP_RANK, 1.0, 3),
+    ],
+    [Fault(3.0, FaultKind.RUDE_CLIENTS, 5.0, 4)],
+)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+async def test_a_leader_and_a_store_fail_and_nothing_breaks(tmp_path, monkeypatch):
+    monkeypatch.setenv(MARK, str(uuid.uuid4()))
+    result = await run_chaos(
+        tmp_path, 1, 20.0, num_ranks=4, schedule=SHORT, least_plans=1, least_through=1, say=print
+    )
+    assert result.broken == []
+
+
+def test_a_schedule_is_a_function_of_its_seed():
+    assert make_schedule(7, 600) == make_schedule(7, 600)
+    assert make_schedule(7, 600) != make_schedule(8, 600)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ten_minutes_hold_every_kind_of_fault_one_at_a_time(seed):
+    main, noise = make_schedule(seed, 600)
+    for faults in (main, noise):
+        for before, after in zip(faults, faults[1:], strict=False):
+            assert before.at + before.seconds < after.at
+        assert faults[-1].at + faults[-1].seconds <= 600
+    kinds = {fault.kind for fault in (*main, *noise)}
+    assert kinds == set(FaultKind)
+    failovers = [fault for fault in main if fault.kind.changes_leader or fault.kind.changes_primary]
+    assert len(failovers) >= 15
+    # An outage of the control plane lasts longer than the bound on serving: waiting for it would show.
+    from tests.chaos.checks import SERVING_BOUND_S
+
+    assert all(fault.seconds >= SERVING_BOUND_S for fault in failovers)
