@@ -13,11 +13,13 @@ import httpx
 import pytest
 import yaml
 
+from evenkeel.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel.wire.link import NotLeader, RegistrationOutcome
 from tests.deploy.chart import ROOT
 from tests.deploy.live import DEPLOYMENT, controller_with_a_past, live_through_everything
 from tests.deploy.queries import TARGET_LABELS, annotation_queries, panel_queries, rule_queries
 from tests.deploy.test_rules import promtool
-from tests.integration.controller_rig import until
+from tests.integration.controller_rig import Controller, Group, Rank, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.integration, pytest.mark.timeout(300)]
 PARTS = {"_bucket", "_sum", "_count"}
@@ -56,6 +58,49 @@ async def test_everything_shown_is_exported_and_everything_exported_is_described
         if name not in never:
             sample = name + "_count" if kind == "histogram" else name
             assert seen.labels(sample) == labels, name
+
+
+async def test_of_two_replicas_only_the_leader_tells_of_a_deployment(tmp_path):
+    store = EmbeddedValkey(tmp_path / "store")
+    await store.start()
+    environment = {"REDIS__URL": store.url, "LEADER__REPLICAS": "2"}
+    one = Controller(tmp_path / "one", **environment, LEADER__REPLICA_ID="one")
+    two = Controller(tmp_path / "two", **environment, LEADER__REPLICA_ID="two")
+
+    async def told(controller, leads):
+        series = await controller.metrics()
+        if series.get('evenkeel_leading{deployment="demo"}') != leads:
+            return None
+        return {name for name in series if name.startswith(("evenkeel_rank_", "evenkeel_epoch"))}
+
+    try:
+        async with one, two, Group() as group:
+            await group.connect(one.address)
+            await until(lambda: one.state("ready"))
+            stray = Rank(group, 0)
+            assert isinstance(await stray.connect(two.address), NotLeader)
+            await stray.close()
+            assert await until(lambda: told(one, 1))
+            await until(lambda: _is_empty(told(two, 0)))
+
+            await one.stop()
+            await until(lambda: _lead(group, two))
+            assert await until(lambda: told(two, 1))
+    finally:
+        await store.stop()
+
+
+async def _is_empty(asked):
+    return await asked == set()
+
+
+async def _lead(group, controller) -> bool:
+    """Connect every rank again, as links do, until the replica takes them."""
+    for rank in group.ranks:
+        await rank.close()
+        await rank.connect(controller.address)
+    answers = [rank.answer for rank in group.ranks]
+    return all(getattr(answer, "outcome", None) is RegistrationOutcome.ACCEPTED for answer in answers)
 
 
 def test_units_are_those_of_the_names():
