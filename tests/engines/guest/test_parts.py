@@ -1,0 +1,131 @@
+"""The parts all plugins share: the verdict over what ranks hold, guards, settings, counts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel.engines.guest.counts import StepCounts, StepNote
+from evenkeel.engines.guest.guards import Unsupported, check_fields, check_signatures, check_version
+from evenkeel.engines.guest.orders import ROW, Orders, judge
+from evenkeel.engines.guest.settings import GuestMode, load_guest_settings
+from evenkeel.engines.sglang.state import Rows
+from evenkeel.errors import InvalidInput, ShapeMismatch
+
+
+def table(**changes):
+    """Four ranks that agree, but for (column, rank) -> value."""
+    rows = np.tile(np.array([7, 1, 11, 22, 33, 100], np.int64), (4, 1))
+    for name, (rank, value) in changes.items():
+        rows[rank, ROW.index(name)] = value
+    return rows
+
+
+def test_ranks_that_hold_the_same_go_on():
+    assert judge(table()) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layout": (2, 8)}, "ranks [2] of 4 have another version of this plugin"),
+        ({"ordered": (1, 0)}, "ranks [1] of 4 have no plan where others have one"),
+        ({"plan": (0, 12)}, "ranks [0] of 4 have another plan"),
+        ({"target": (3, 0)}, "ranks [3] of 4 have another target map"),
+        ({"base": (3, 0)}, "ranks [3] of 4 have another map now"),
+        ({"step": (2, 99)}, "ranks {2: 99} of 4 have another step, the others 100"),
+    ],
+)
+def test_any_difference_is_named_with_its_ranks(changes, words):
+    assert judge(table(**changes)) == words
+
+
+def test_one_plan_among_many_without_is_named_by_those_without():
+    rows = table()
+    rows[1:, ROW.index("ordered")] = 0
+    assert judge(rows) == "ranks [1, 2, 3] of 4 have no plan where others have one"
+
+
+def test_without_a_plan_the_map_stays_and_nothing_is_said_to_be_wrong():
+    orders, now = Orders(), np.arange(12).reshape(2, 6)
+    assert np.array_equal(orders.answer(now, lambda row: np.stack([row, row])), now)
+    assert orders.refused == ""
+
+
+def test_guards_say_what_differs():
+    class Engine:
+        @classmethod
+        def plan(cls, weight, ranks):
+            return weight
+
+        @staticmethod
+        def free(one):
+            return one
+
+        number = 3
+
+    check_version("engine", "1.0", ("1.0", "1.1"))
+    with pytest.raises(Unsupported, match=r"engine is 1.2; this plugin knows 1.0, 1.1"):
+        check_version("engine", "1.2", ("1.0", "1.1"))
+    check_signatures(Engine, {"plan": ("cls", "weight", "ranks"), "free": ("one",)})
+    with pytest.raises(Unsupported, match=r"plan takes \(cls, weight, ranks\), not \(cls, weight\)"):
+        check_signatures(Engine, {"plan": ("cls", "weight")})
+    for name in ("gone", "number"):
+        with pytest.raises(Unsupported, match="is not there"):
+            check_signatures(Engine, {name: ()})
+
+    @dataclass
+    class State:
+        here: int
+
+    check_fields(State, ("here",))
+    with pytest.raises(Unsupported, match="State has no away"):
+        check_fields(State, ("here", "away"))
+    with pytest.raises(Unsupported):
+        check_fields(Engine, ("number",))
+
+
+def test_the_environment_is_read_once_and_checked(monkeypatch):
+    assert load_guest_settings().addresses == ()
+    monkeypatch.setenv("EVENKEEL_RANK__CONTROLLERS", "a:1, b:2,")
+    monkeypatch.setenv("EVENKEEL_RANK__MODE", "place")
+    settings = load_guest_settings()
+    assert settings.addresses == ("a:1", "b:2")
+    assert settings.mode is GuestMode.PLACE
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("MODE", "move", "EVENKEEL_RANK__MODE"),
+        ("DEPLOYMENT", "Not One", "is no deployment name"),
+        ("POLL_EVERY", "1", "EVENKEEL_RANK__POLL_EVERY"),
+        ("RESOLVE_AFTER", "40", "exceeds EVENKEEL_RANK__POLL_EVERY"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(monkeypatch, name, value, words):
+    monkeypatch.setenv(f"EVENKEEL_RANK__{name}", value)
+    with pytest.raises(InvalidInput, match=words):
+        load_guest_settings()
+
+
+def test_counts_become_logical_by_the_map_of_their_own_step():
+    seen = []
+    counts = StepCounts(3, lambda note, values: seen.append((note.step, values.tolist())))
+    by_slot = torch.tensor([[5, 1, 2, 4]], dtype=torch.int32)
+    counts.take(StepNote(0, 0, False, None), by_slot, torch.tensor([[0, 1, 2, 0]]))
+    counts.take(StepNote(1, 1, False, None), by_slot, torch.tensor([[2, 1, -1, 0]]))
+    counts.take(StepNote(2, 1, False, None), by_slot, None)
+    assert seen == [(0, [[9, 1, 2]]), (1, [[4, 1, 5]]), (2, [[5, 1, 2, 4]])]
+
+
+def test_dense_layers_keep_their_rows():
+    rows = Rows((1, 3))
+    hidden = np.arange(16).reshape(4, 4)
+    assert np.array_equal(rows.moe(hidden), hidden[[1, 3]])
+    new = rows.hidden(np.zeros((2, 4)), hidden)
+    assert not new[[1, 3]].any()
+    assert np.array_equal(new[[0, 2]], hidden[[0, 2]])
+    with pytest.raises(ShapeMismatch, match=r"\(3, 4\) layers and slots, SGLang has \(2, 4\)"):
+        rows.hidden(np.zeros((3, 4)), hidden)
