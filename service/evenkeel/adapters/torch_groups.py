@@ -16,7 +16,13 @@ from torch import Tensor
 
 from evenkeel.errors import Unavailable
 
-__all__ = ["Communicator", "Operation", "Work", "make_communicator"]
+__all__ = ["TRANSFER", "Communicator", "Operation", "Work", "make_communicator"]
+
+TRANSFER = "transfer-"
+"""Names of communicators that copy weights beside serving begin with it."""
+_TRANSFER_CTAS = 8
+"""Blocks NCCL may hold on a GPU for such copies: the engine's cooperative kernels wait for all multiprocessors they ask
+for, and copies that held them would wait for the engine in turn."""
 
 # The stubs of torch lack most of what its backends offer.
 dist: Any = torch.distributed
@@ -151,6 +157,8 @@ def make_communicator(
         if device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
+            if name.startswith(TRANSFER):
+                nccl.config.max_ctas = _TRANSFER_CTAS
             return Communicator(dist.ProcessGroupNCCL(scoped, rank, size, nccl), rank, size, device)
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = timeout

@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from evenkeel.adapters.device_checksum import device_checksum
 from evenkeel.adapters.torch_groups import Communicator, Operation, Work
 from evenkeel.errors import Reason, Unavailable
 from evenkeel.model.plan import Transfer
@@ -37,7 +38,12 @@ Progress = Callable[[int, int], None]
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """xxh3-64 over the bytes of all tensors of an expert, in order."""
+    """64 bits over the bytes of all tensors of an expert, in order: xxh3 on the host, our own on a GPU.
+
+    The ranks of a group compare their numbers, so their weights must all lie on GPUs or all on hosts.
+    """
+    if tensors and tensors[0].device.type == "cuda":
+        return device_checksum(tensors)
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         digest.update(_bytes_of(tensor).cpu().numpy().data)

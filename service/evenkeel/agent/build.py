@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from evenkeel.adapters.torch_groups import Communicator
+from evenkeel.adapters.torch_groups import TRANSFER, Communicator
 from evenkeel.adapters.torch_transport import TorchWeightTransport
 from evenkeel.agent.config import AgentConfig
 from evenkeel.agent.ports import ExpertWeights
@@ -56,7 +56,7 @@ def make_transport(
         tensors_of=weights.tensors,
         tensors_per_expert=len(sample),
         min_expert_bytes=sum(t.numel() * t.element_size() for t in sample),
-        connect=lambda serial: connect(f"transfer-{serial}", device),
+        connect=lambda serial: connect(f"{TRANSFER}{serial}", device),
         device=device,
     )
 
