@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from evenkeel.controller.balance import Balance, _PhaseBalance
 from evenkeel.controller.cycle import CycleSettings, price
 from evenkeel.controller.speeds import Device, SlowRanks, join_curves, speed_factors
+from evenkeel.model.load import Phase
+from evenkeel.model.placement import Placement
 from evenkeel.planning.metrics import rank_seconds
 from evenkeel.planning.problem import DispatchModel
 from evenkeel.wire.link import CostCurve
@@ -95,3 +98,15 @@ def test_measured_curves_are_what_the_planner_scores_with():
     )
     assert price(np.zeros(0), 1_000_000, settings, joined) == (joined, 1e-3)
     assert price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=False), joined) == (None, 1.0)
+
+
+def test_the_planner_compares_ranks_at_the_same_tokens():
+    tokens, seconds = served(np.array([1.0, 1.0, 1.2, 1.0]), shares=np.array([1.0, 1.0, 1.0, 0.2]))
+    balance = Balance(512)
+    balance._phases[Phase.MIXED] = phase = _PhaseBalance(Placement(np.arange(4)[None], 4, 4))
+    phase.tokens, phase.compute_s = tokens, seconds
+    paces = balance.paces()
+    assert np.allclose(paces / paces[0], [1.0, 1.0, 1.2, 1.0], rtol=0.06)
+    phase.compute_s = seconds.copy()
+    phase.compute_s[:, 1] = np.nan
+    assert np.isnan(balance.paces()[1]), "unknown is never a speed"

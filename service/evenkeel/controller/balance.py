@@ -111,6 +111,17 @@ class Balance:
             return np.zeros(0)
         return speed_factors(tokens, seconds)
 
+    def paces(self) -> NDArray[np.float64]:
+        """(R,) seconds per token a planner may compare: the median rank's, times each rank's factor.
+
+        A rank's own seconds per token would make it look slow for carrying little. Where factors are not yet
+        known, and only then, they are what there is. NaN where not measured; empty before load.
+        """
+        own, factors = self.seconds_per_token(), self.speed_factors()
+        if len(own) and np.isfinite(own).all() and np.isfinite(factors).all():
+            return np.asarray(np.median(own) * factors, np.float64)
+        return own
+
     def _joined(self, name: str, phase: Phase | None = None) -> NDArray[np.float64] | None:
         parts = [getattr(known, name) for key, known in self._phases.items() if phase in (None, key)]
         return np.concatenate(parts) if parts else None

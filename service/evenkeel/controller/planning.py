@@ -174,7 +174,7 @@ class Planning:
         load, source = merge_phases(windows, shape, cycle.plan_steps)
         deployment.balance.update(ingest.windows(), base.placement)
         curves = self._look_at_ranks()
-        speeds = deployment.balance.seconds_per_token()
+        speeds = deployment.balance.paces()
         costs, copy_cost = price(speeds, shape.bytes_per_expert, cycle, curves)
         starts = request is None or not request.dry_run
         records = control.book.records.values()

@@ -1,6 +1,10 @@
 """The parts all plugins share: the verdict over what ranks hold, guards, settings, counts."""
 
+import importlib
+import inspect
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,3 +133,15 @@ def test_dense_layers_keep_their_rows():
     assert np.array_equal(new[[0, 2]], hidden[[0, 2]])
     with pytest.raises(ShapeMismatch, match=r"\(3, 4\) layers and slots, SGLang has \(2, 4\)"):
         rows.hidden(np.zeros((3, 4)), hidden)
+
+
+def test_engines_find_the_plugins():
+    """The names under which the package offers them; each must be there and take nothing."""
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    groups = tomllib.loads(text)["project"]["entry-points"]
+    assert set(groups) == {"vllm.general_plugins", "sglang.srt.plugins"}
+    for names in groups.values():
+        module, _, name = names["evenkeel"].partition(":")
+        offered = getattr(importlib.import_module(module), name)
+        assert not inspect.signature(offered).parameters
+        offered()  # off without an address: no engine is here, and nothing is raised
