@@ -104,7 +104,7 @@ def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[s
     for plan in plans:
         if plan.accepted_at and not plan.ended_at:
             yield f"{plan.plan_id} never ended: {plan.phase} {plan.reason}"
-        if not plan.ended_at or plan.phase == "committed":
+        if not plan.ended_at or plan.phase in ("committed", "forgotten"):
             continue
         kinds = {s.kind for s in struck if s.overlaps(plan.asked_at, plan.ended_at, _AFTERMATH_S)}
         allowed = _CAUSES.get(plan.reason, set(FaultKind))

@@ -110,7 +110,7 @@ class Operator:
             if not life.accepted_at and not await self._ask(life, process, status, body):
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            if await self._ended(life, process, status):
+            if life.ended_at or await self._ended(life, process, status):
                 return
             await asyncio.sleep(_PAUSE_S)
 
@@ -135,6 +135,10 @@ class Operator:
         if not answer.is_success:
             if answer.status_code not in _TRY_AGAIN or reason == "id_reused":
                 self.faults.append(f"{life.plan_id}: {answer.status_code} {answer.text[:300]}")
+            if reason == "no_change" and life.lost:
+                # Its record is lost, yet the fleet is where it wanted it: the store forgot it after it was done.
+                life.phase, life.reason, life.ended_at = "forgotten", "no_change", self.clock()
+                return True
             if answer.status_code == 500:
                 self.faults.append(f"{life.plan_id}: internal error {answer.text[:300]}")
             return False

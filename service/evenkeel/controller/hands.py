@@ -20,6 +20,8 @@ __all__ = ["ControlHands", "Links", "StoreHealth"]
 _log = structlog.get_logger(__name__)
 _RETRY_S = 1.0
 _KEPT = 1024
+_ALERT_EVERY_S = 1.0
+"""Alerts for one reason: a rank that talks nonsense must not fill the log with it."""
 
 
 class StoreHealth:
@@ -112,6 +114,8 @@ class ControlHands:
         self._find_plan = find_plan
         self._told: deque[object] = deque(maxlen=_KEPT)
         self._last_reason: object = None
+        self._alerted: dict[Reason, tuple[float, int]] = {}
+        """When each reason was last logged, and how often it was left out since."""
         self._wave_began: dict[WaveKey, float] = {}
 
     def stage(self, action: ctl.ControlAction) -> Stage:
@@ -176,7 +180,16 @@ class ControlHands:
                 plan_id = None if wave is None else wave.plan_id
                 _log.warning(said, deployment=self.deployment, plan_id=plan_id, reason=reason, detail=detail)
             case ctl.Alert(reason, detail):
-                _log.error("alert", deployment=self.deployment, reason=reason, detail=detail)
+                self._alert(reason, detail)
+
+    def _alert(self, reason: Reason, detail: str) -> None:
+        now = self._clock.monotonic()
+        said_at, unsaid = self._alerted.get(reason, (float("-inf"), 0))
+        if now - said_at < _ALERT_EVERY_S:
+            self._alerted[reason] = said_at, unsaid + 1
+            return
+        self._alerted[reason] = now, 0
+        _log.error("alert", deployment=self.deployment, reason=reason, detail=detail, left_out=unsaid)
 
     # --- logs and counters --------------------------------------------------------------------------
 
