@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import numpy as np
@@ -68,7 +69,7 @@ class ReportingRank:
             request_serializer=agent_pb2.RankMessage.SerializeToString,
             response_deserializer=None if raw else agent_pb2.ControllerMessage.FromString,
         )
-        self.call = attach()
+        self.call: Any = attach()
         if raw:
             await self.call.read()
             self.reader = asyncio.create_task(self._drain())

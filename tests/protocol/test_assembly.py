@@ -189,6 +189,17 @@ def test_r19_destination_counts_must_sum_to_tokens_times_top_k():
     assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0, 2]
 
 
+def test_r19_counts_too_large_to_add_up_are_not_taken_for_small_ones():
+    """Three copies whose sum passes 2**32 by exactly what was routed."""
+    assembler, run = make_assembler(), Fleet().run(range(2))
+    third = 2**32 // 3
+    run.received[1, 1, [0, 4, 5]] += (third, third, 2**32 - 2 * third)
+    intakes = [assembler.take(run.report(rank)) for rank in range(3)]
+    assert reasons(intakes[-1]) == {Reason.SUM_MISMATCH: 3}
+    assert f"counts of all ranks sum to {2**32 + 2 * run.tokens[1].sum()}," in intakes[-1].rejected[0].detail
+    assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0]
+
+
 def test_r19_source_counts_must_sum_in_every_report_and_layer():
     assembler, run = make_assembler(), Fleet().run(range(3))
     run.routed[1, 2, 1, 3] += 1

@@ -25,6 +25,8 @@ _SERVICE = "evenkeel.v1.RankLink"
 _HELLO_WITHIN_S = 10.0
 _LAST_WORDS_S = 2.0
 """For what is queued when a stream ends."""
+_ACK_EVERY_S = 1.0
+"""Answers to reports are joined for so long: to write one costs as much as to read a report."""
 _BURST_S = 4.0
 """A stream may be that many seconds of its rate ahead: after a reconnect all unacknowledged reports come again."""
 _RETRY_MS = 2000
@@ -44,6 +46,9 @@ class RankStream:
         self._queue: deque[ToRankLink] = deque()
         self._wake = asyncio.Event()
         self._closed = False
+        self._ack: ReportAck | None = None
+        """Held back until the next is due."""
+        self._next_ack_at = 0.0
 
     @property
     def closed(self) -> bool:
@@ -54,10 +59,35 @@ class RankStream:
         """Queue a message; dropped when the stream is closed. A rank too slow to take them is cut off."""
         if self._closed:
             return
-        if isinstance(message, ReportAck) and self._queue and isinstance(self._queue[-1], ReportAck):
-            last = self._queue.pop()
-            assert isinstance(last, ReportAck)
-            message = _join_acks(last, message)
+        if isinstance(message, ReportAck):
+            self._acknowledge(message)
+        else:
+            self._enqueue(message)
+
+    def _acknowledge(self, ack: ReportAck) -> None:
+        """Answer a report at once, or together with those that come until the next answer is due."""
+        if self._ack is not None:
+            self._ack = _join_acks(self._ack, ack)
+            return
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._ack = ack
+        if ack.reason is not None or now >= self._next_ack_at:
+            self._flush_ack()
+        else:
+            loop.call_at(self._next_ack_at, self._flush_ack)
+
+    def _flush_ack(self) -> None:
+        ack, self._ack = self._ack, None
+        if ack is None or self._closed:
+            return
+        self._next_ack_at = asyncio.get_running_loop().time() + _ACK_EVERY_S
+        if self._queue and isinstance(last := self._queue[-1], ReportAck):
+            self._queue.pop()
+            ack = _join_acks(last, ack)
+        self._enqueue(ack)
+
+    def _enqueue(self, message: ToRankLink) -> None:
         if len(self._queue) >= self._capacity:
             _log.warning("rank_too_slow", peer=self.peer, stream=self.number, queued=len(self._queue))
             self._queue.clear()
@@ -68,6 +98,8 @@ class RankStream:
 
     def close(self, last: ToRankLink | None = None) -> None:
         """Send what is queued and one last message, then end the stream."""
+        if not self._closed:
+            self._flush_ack()
         if last is not None:
             self.send(last)
         self._closed = True

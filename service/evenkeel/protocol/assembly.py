@@ -263,9 +263,8 @@ class StepAssembler:
         if len(positions) < len(counts):
             counts = counts[positions]
         if report.side is CountingSide.DESTINATION:
-            first = report.rank * self.shape.slots_per_rank
             # Counts of a dummy step on this rank still are real tokens of other ranks: the sum decides.
-            board.counts[rows, :, first : first + self.shape.slots_per_rank] = counts
+            board.counts[rows, report.rank] = counts.reshape(len(counts), -1)
             return
         dummy = np.array([report.steps[p].dummy for p in positions])
         board.counts[rows] += np.where(dummy[:, None, None], 0, counts)
@@ -300,12 +299,12 @@ class StepAssembler:
         if not usable:
             return ()
         steps, rows = np.array([s for s, _ in usable], np.int64), np.array([r for _, r in usable], np.int64)
-        counts, bad = self._logical_counts(board, rows)
+        counts, sums, bad = self._logical_counts(board, rows)
         if bad.any():
-            rejected.append(self._sum_mismatch(board, steps, rows, counts, bad))
+            rejected.append(self._sum_mismatch(board, steps, rows, sums, bad))
             steps, rows, counts = steps[~bad], rows[~bad], counts[~bad]
         window = LoadWindow(
-            counts.astype(np.uint32),
+            counts,
             steps,
             np.array([board.epoch[row] for row in rows], np.int64),
             board.tokens[rows],
@@ -319,47 +318,47 @@ class StepAssembler:
 
     def _logical_counts(
         self, board: Board, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(n, L, E) int64 counts by logical expert, and (n,) which of them do not add up (R19)."""
-        shape = self.shape
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.bool_]]:
+        """(n, L, E) counts by logical expert, (n, L) their sums, and (n,) which do not add up (R19).
+
+        Counts of a step that does not add up may have overflowed; their sums have not.
+        """
+        shape, most = self.shape, np.iinfo(np.uint32).max
         if board.side is CountingSide.SOURCE:
-            counts = board.counts[rows].astype(np.int64)
-            return counts, counts.max(axis=(1, 2)) > np.iinfo(np.uint32).max
-        counts = np.zeros((len(rows), shape.num_layers * shape.num_logical_experts), np.int64)
-        by_slot = board.counts.reshape(len(board.counts), -1)
+            counts = board.counts[rows]
+            return counts.astype(np.uint32), counts.sum(axis=2), counts.max(axis=(1, 2)) > most
+        flat = board.counts[rows].reshape(len(rows), -1)
+        counts = np.empty((len(rows), shape.num_layers, shape.num_logical_experts), np.uint32)
+        too_large = np.zeros(len(rows), np.bool_)
         epochs = np.array([board.epoch[row] for row in rows])
         for epoch in np.unique(epochs):
             mine = np.flatnonzero(epochs == epoch)
-            taken = by_slot[rows[mine]]
             # Known: it said a moment ago that the step is complete.
             copies = self._epochs[int(epoch)].copies
-            if len(copies[0][0]) == counts.shape[1]:
-                sums = np.take(taken, copies[0][1], axis=1).astype(np.int64)
-                copies = copies[1:]
-            else:
-                sums = np.zeros((len(mine), counts.shape[1]), np.int64)
-            for cells, slots in copies:
-                sums[:, cells] += taken[:, slots]
-            counts[mine] = sums
-        counts = counts.reshape(len(rows), shape.num_layers, shape.num_logical_experts)
+            part = flat if len(mine) == len(flat) else flat[mine]
+            counts[mine] = _by_expert(part, copies, counts[0].size).reshape(len(mine), *counts.shape[1:])
+            too_large[mine] = part.max(axis=1) > most // len(copies)
+        sums = counts.sum(axis=2, dtype=np.int64)
         want = shape.top_k * board.tokens[rows].sum(axis=1)
-        wrong = (counts.sum(axis=2) != want[:, None]).any(axis=1)
-        return counts, wrong | (counts.max(axis=(1, 2)) > np.iinfo(np.uint32).max)
+        if too_large.any():
+            # Their additions may have wrapped.
+            by_rank = flat[too_large].reshape(-1, shape.num_ranks, shape.num_layers, shape.slots_per_rank)
+            sums[too_large] = by_rank.sum(axis=(1, 3), dtype=np.int64)
+        return counts, sums, too_large | (sums != want[:, None]).any(axis=1)
 
     def _sum_mismatch(
         self,
         board: Board,
         steps: NDArray[np.int64],
         rows: NDArray[np.int64],
-        counts: NDArray[np.int64],
+        sums: NDArray[np.int64],
         bad: NDArray[np.bool_],
     ) -> Rejection:
         first = int(np.flatnonzero(bad)[0])
-        sums = counts[first].sum(axis=1)
         tokens = int(board.tokens[rows[first]].sum())
-        layer = int(np.abs(sums - tokens * self.shape.top_k).argmax())
+        layer = int(np.abs(sums[first] - tokens * self.shape.top_k).argmax())
         detail = (
-            f"step {steps[first]} layer {layer}: counts of all ranks sum to {sums[layer]},"
+            f"step {steps[first]} layer {layer}: counts of all ranks sum to {sums[first, layer]},"
             f" tokens x top_k = {tokens} x {self.shape.top_k}"
         )
         return Rejection(Reason.SUM_MISMATCH, sum(board.num_reported[row] for row in rows[bad]), detail)
@@ -378,6 +377,23 @@ class StepAssembler:
         reported = board.num_reported[row]
         detail = f"step {step} was reported by {reported} of {self.shape.num_ranks} ranks"
         rejected.append(Rejection(Reason.INCOMPLETE_STEP, reported, detail))
+
+
+def _by_expert(
+    flat: NDArray[np.uint32],
+    copies: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...],
+    num_cells: int,
+) -> NDArray[np.uint32]:
+    """(n, L * E) sums over the copies of each expert; flat: (n, R * L * slots_per_rank) as on a board."""
+    cells, places = copies[0]
+    if len(cells) == num_cells:
+        sums = np.take(flat, places, axis=1)
+    else:
+        sums = np.zeros((len(flat), num_cells), np.uint32)
+        sums[:, cells] = flat[:, places]
+    for cells, places in copies[1:]:
+        sums[:, cells] += flat[:, places]
+    return sums
 
 
 def _pick(window: LoadWindow, mask: NDArray[np.bool_]) -> LoadWindow:

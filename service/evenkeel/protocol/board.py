@@ -25,21 +25,23 @@ class EpochMap:
     """(R,)"""
     needed: int
     copies: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...]
-    """(cells, slots) of every expert's first copy, then of every second one, and so on: cell layer * E + expert
-    has its n-th copy in slot layer * S + slot. No cell is twice in one pair, so sums need no loop."""
+    """(cells, places) of every expert's first copy, then of every second one, and so on: cell layer * E + expert
+    has its n-th copy at a place of a board's row. No cell is twice in one pair, so sums need no loop."""
 
 
 def derive_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
     """The map of one epoch; active: (R,) bool."""
-    flat = placement.phy2log.astype(np.int64)
-    cell = (np.arange(placement.num_layers)[:, None] * placement.num_logical_experts + flat).ravel()
-    slots = np.flatnonzero(flat.ravel() >= 0)
-    slots = slots[np.argsort(cell[slots], kind="stable")]
-    cells = cell[slots]
+    layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
+    # As in a board's row: rank by rank, each rank layer by layer.
+    flat = placement.phy2log.astype(np.int64).reshape(layers, ranks, width).transpose(1, 0, 2)
+    cell = (np.arange(layers)[None, :, None] * placement.num_logical_experts + flat).ravel()
+    places = np.flatnonzero(flat.ravel() >= 0)
+    places = places[np.argsort(cell[places], kind="stable")]
+    cells = cell[places]
     _, first, counts = np.unique(cells, return_index=True, return_counts=True)
     copy = np.arange(len(cells)) - np.repeat(first, counts)
     most = max(1, int(counts.max(initial=0)))
-    copies = tuple((cells[copy == number], slots[copy == number]) for number in range(most))
+    copies = tuple((cells[copy == number], places[copy == number]) for number in range(most))
     return EpochMap(active, int(active.sum()), copies)
 
 
@@ -48,11 +50,14 @@ class Board:
 
     def __init__(self, side: CountingSide, shape: ModelShape, capacity: int) -> None:
         self.side = side
-        width = shape.num_slots if side is CountingSide.DESTINATION else shape.num_logical_experts
+        layers = shape.num_layers
         # Zero pages cost nothing until a row is used, and the free list hands out used rows first.
-        # Sums over ranks need more bits than one rank's counts.
-        dtype = np.uint32 if side is CountingSide.DESTINATION else np.int64
-        self.counts = np.zeros((capacity, shape.num_layers, width), dtype)
+        if side is CountingSide.DESTINATION:
+            self.counts = np.zeros((capacity, shape.num_ranks, layers * shape.slots_per_rank), np.uint32)
+            """(capacity, R, L * slots_per_rank): what one rank reports lies together. SOURCE: (capacity, L, E)."""
+        else:
+            # Sums over ranks need more bits than one rank's counts.
+            self.counts = np.zeros((capacity, layers, shape.num_logical_experts), np.int64)
         self.tokens = np.zeros((capacity, shape.num_ranks), np.int64)
         self.compute_s = np.full((capacity, shape.num_ranks), np.nan)
         # One value of a row is read at a time: lists are faster than arrays at that.
