@@ -83,7 +83,8 @@ class ReportingRank:
                 highest_term=0,
             )
         )  # fmt: skip
-        answer = decode_controller_message(await self.call.read())
+        wire: Any = await self.call.read()
+        answer = decode_controller_message(wire)
         assert (
             isinstance(answer, link.Registration) and answer.outcome is link.RegistrationOutcome.ACCEPTED
         ), answer
@@ -95,6 +96,7 @@ class ReportingRank:
 
     async def _listen(self) -> None:
         shape = self.scale.shape
+        wire: Any
         while (wire := await self.call.read()) is not grpc.aio.EOF:
             message = decode_controller_message(wire)
             if isinstance(message, link.ReportAck):

@@ -91,7 +91,10 @@ class Controller:
             limit=1 << 24,
         )
         self._reader = asyncio.create_task(self._read())
-        serving = await until(lambda: self.events("serving") or self.process.returncode is not None)
+        # Importing the controller alone takes seconds on a busy machine.
+        serving = await until(
+            lambda: self.events("serving") or self.process.returncode is not None, within_s=60.0
+        )
         assert serving is not True, self.noise
         self.ports = {name: serving[-1][name] for name in ("grpc", "rest", "metrics")}
         token = (self.data_dir / "tokens").read_text().split()[2]
