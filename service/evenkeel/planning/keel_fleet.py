@@ -12,17 +12,19 @@ from evenkeel.planning.keel_moves import apply_change, copies_of_change
 from evenkeel.planning.keel_pool import edges
 from evenkeel.planning.keel_search import descend
 from evenkeel.planning.keel_starts import Budget
-from evenkeel.planning.keel_state import Curves, Layer, Split, build_layer, load_ranks, refresh
+from evenkeel.planning.keel_state import SHARP, SMOOTH, Curves, Layer, Split, build_layer, load_ranks, refresh
 from evenkeel.planning.problem import DispatchModel, PlacementProblem
 
 __all__ = ["Fleet"]
 
 _LEAST = 1e-9
 """Smallest gain of a move, in layer times: below it is rounding."""
+_MANY_TOKENS = 16_384
+"""Tokens of a rank in one step from which its load says more than chance."""
 _UNLIMITED = 1 << 40
 _TOP_PRICE = 0.1
-_LEVEL_RATIO = 2.0**0.5
-_LEVELS = 20
+_LEVEL_RATIO = 2.0
+_LEVELS = 16
 """With a move limit the price falls through these levels, so that the copies that save most come first."""
 
 
@@ -99,11 +101,11 @@ class Fleet:
             levels = [max(price, top * _LEVEL_RATIO**-level) for level in range(_LEVELS)] + [price]
         for level in levels:
             for i in which:
-                self._descend(i, level, evaluations, False)
+                self._descend(i, level, evaluations)
             if self.budget.pool_per_rank is not None:
-                self._trade(which, level, evaluations, False)
+                self._trade(which, level, evaluations)
 
-    def _descend(self, i: int, price: float, evaluations: int, sharp: bool) -> None:
+    def _descend(self, i: int, price: float, evaluations: int) -> None:
         left = evaluations - self.evaluations
         if left <= 0 or not self.layers[i].load.any():
             return
@@ -117,20 +119,19 @@ class Fleet:
             price,
             self._allowance() - self._copies(),
             _LEAST,
-            sharp,
             left,
         )
         tally.copies += copies
         tally.filled += added
         self.evaluations += used
 
-    def _trade(self, which: "range | list[int]", price: float, evaluations: int, sharp: bool) -> None:
+    def _trade(self, which: "range | list[int]", price: float, evaluations: int) -> None:
         """Add copies where they save most, paid for by spare slots or by copies of other layers."""
         offers: dict[int, list[NDArray[Any]]] = {}
 
         def look(i: int) -> None:
             if self.evaluations < evaluations:
-                *offer, used = edges(self.layers[i], self.curves, self.split, price, sharp)
+                *offer, used = edges(self.layers[i], self.curves, self.split, price)
                 offers[i] = offer
                 self.evaluations += used
             else:
@@ -153,7 +154,7 @@ class Fleet:
                 touched.add(i)
                 look(i)
         for i in sorted(touched):
-            self._descend(i, price, evaluations, sharp)
+            self._descend(i, price, evaluations)
 
     def _best_trade(self, offers: dict[int, list[NDArray[Any]]]) -> tuple[int, int, int] | None:
         """(layer that gives a copy up or -1, layer that adds one, rank) with the largest net gain."""
@@ -196,11 +197,11 @@ class Fleet:
     def _gain(self, i: int, price: float) -> float:
         """Net objective layer i has gained since the start."""
         layer = self.layers[i]
-        after = refresh(layer, self.curves, False)
+        after = refresh(layer, self.curves)
         row = layer.row.copy()
         layer.row[:] = self.start.phy2log[i]
         load_ranks(layer, self.split)
-        before = refresh(layer, self.curves, False)
+        before = refresh(layer, self.curves)
         layer.row[:] = row
         load_ranks(layer, self.split)
         return before - after - price * self.tallies[i].copies
@@ -250,14 +251,15 @@ def _scaled_curves(problem: PlacementProblem, unit_tokens: float, unit_cost: flo
     """The problem's cost curves in search units; straight ones without stairs."""
     ranks = problem.shape.num_ranks
     costs = problem.costs
+    doublings = SHARP if unit_tokens >= _MANY_TOKENS else SMOOTH
     if costs is None:
-        return Curves(np.ones(ranks) * unit_tokens / unit_cost, 0.0, np.zeros((ranks, 1)))
+        return Curves(np.ones(ranks) * unit_tokens / unit_cost, 0.0, np.zeros((ranks, 1)), doublings)
     _, stairs, slope = metrics.cost_arrays(costs, ranks)
     rates = slope * unit_tokens / unit_cost
     straight = np.arange(1, stairs.shape[1] + 1) * costs.tile_tokens * slope[:, None]
     if costs.tile_tokens == 1 and np.allclose(stairs, straight, rtol=1e-9, atol=0.0):
-        return Curves(rates, 0.0, np.zeros((ranks, 1)))
-    return Curves(rates, costs.tile_tokens / unit_tokens, stairs / unit_cost)
+        return Curves(rates, 0.0, np.zeros((ranks, 1)), doublings)
+    return Curves(rates, costs.tile_tokens / unit_tokens, stairs / unit_cost, doublings)
 
 
 def _origin_shares(problem: PlacementProblem) -> NDArray[np.float64]:

@@ -8,56 +8,74 @@ copy of an expert on a rank or takes its last copy away.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.planning.keel_state import Curves, Layer, Split, expert_shares, power, root, smooth_cost
-from evenkeel.planning.kernels import kernel
+from evenkeel.planning.keel_state import SMOOTH, Curves, Layer, Split, expert_shares, power, root, smooth_cost
+from evenkeel.planning.kernels import inlined, kernel
 
-__all__ = ["apply_change", "apply_exchange", "change_gain", "copies_of_change", "exchange_gain"]
+__all__ = [
+    "apply_change",
+    "apply_exchange",
+    "change_gain",
+    "copies_of_change",
+    "drop",
+    "exchange_gain",
+    "shift",
+]
 
 
-@kernel
-def _shift(
-    layer: Layer,
-    curves: Curves,
-    rank: int,
+@inlined
+def shift(
+    load: NDArray[np.float64],
     first: int,
     by_first: float,
     second: int,
     by_second: float,
-    sharp: bool,
+    ranks: NDArray[np.float64],
+    powers: NDArray[np.float64],
+    rank: int,
+    curves: Curves,
     out: NDArray[np.float64],
 ) -> None:
-    """Add to `out` (T,) how the rank's powered cost changes when shares of two experts change on it."""
-    steps = layer.weight.shape[0]
-    ranks, powers = layer.ranks[rank], layer.powers[rank]
-    one = layer.load[first]
-    two = layer.load[second]
-    if curves.tile == 0.0 and not sharp:
+    """Add to `out` (T,) how a rank's powered cost changes with the shares of two experts; arrays of `Layer`."""
+    if curves.tile == 0.0 and curves.doublings == SMOOTH:
         rate = curves.rates[rank]
-        for t in range(steps):
-            cost = max(ranks[t] + by_first * one[t] + by_second * two[t], 0.0) * rate
+        for t in range(out.shape[0]):
+            cost = (ranks[rank, t] + by_first * load[first, t] + by_second * load[second, t]) * rate
             cost *= cost
             cost *= cost
-            out[t] += cost * cost - powers[t]
+            out[t] += cost * cost - powers[rank, t]
     else:
-        for t in range(steps):
-            load = max(ranks[t] + by_first * one[t] + by_second * two[t], 0.0)
-            out[t] += power(smooth_cost(load, rank, curves), sharp) - powers[t]
+        for t in range(out.shape[0]):
+            tokens = max(ranks[rank, t] + by_first * load[first, t] + by_second * load[second, t], 0.0)
+            out[t] += power(smooth_cost(tokens, rank, curves), curves.doublings) - powers[rank, t]
 
 
-@kernel
-def _drop(layer: Layer, total: NDArray[np.float64], sharp: bool) -> float:
-    """By how much the objective falls if the powered costs of a step sum to `total` (T,)."""
-    steps = layer.weight.shape[0]
-    if sharp:
+@inlined
+def drop(
+    weight: NDArray[np.float64],
+    norm: NDArray[np.float64],
+    total: NDArray[np.float64],
+    doublings: int,
+    out: NDArray[np.float64],
+) -> float:
+    """By how much the objective falls if the powered costs change by `out` (T,), which is overwritten."""
+    steps = out.shape[0]
+    if doublings == SMOOTH:
         for t in range(steps):
-            total[t] = layer.weight[t] * (layer.norm[t] - root(max(total[t], 0.0), True))
+            out[t] = weight[t] * (norm[t] - np.sqrt(np.sqrt(np.sqrt(max(total[t] + out[t], 0.0)))))
     else:
         for t in range(steps):
-            total[t] = layer.weight[t] * (layer.norm[t] - np.sqrt(np.sqrt(np.sqrt(max(total[t], 0.0)))))
-    gain = 0.0
-    for t in range(steps):
-        gain += total[t]
-    return gain
+            out[t] = weight[t] * (norm[t] - root(max(total[t] + out[t], 0.0), doublings))
+    # In four strands, so that additions need not wait for each other.
+    a = b = c = d = 0.0
+    whole = steps // 4 * 4
+    for t in range(0, whole, 4):
+        a += out[t]
+        b += out[t + 1]
+        c += out[t + 2]
+        d += out[t + 3]
+    for t in range(whole, steps):
+        a += out[t]
+    return (a + b) + (c + d)
 
 
 @kernel
@@ -82,65 +100,52 @@ def _moved_shares(
 
 
 @kernel
-def exchange_gain(layer: Layer, curves: Curves, split: Split, here: int, there: int, sharp: bool) -> float:
-    """By how much the objective falls if slots `here` and `there`, on different ranks, swap experts."""
-    per_rank = layer.row.shape[0] // layer.ranks.shape[0]
-    e, f = layer.row[here], layer.row[there]
-    i, j = here // per_rank, there // per_rank
-    total = layer.scratch[0]
-    total[:] = layer.total
-    spread = split.nearest and (layer.copies[e] > 1 or (f >= 0 and layer.copies[f] > 1))
-    if not spread:
-        by_e = 1.0 / layer.copies[e]
-        by_f = 1.0 / layer.copies[f] if f >= 0 else 0.0
-        other = f if f >= 0 else e
-        _shift(layer, curves, i, e, -by_e, other, by_f, sharp, total)
-        _shift(layer, curves, j, e, by_e, other, -by_f, sharp, total)
-        return _drop(layer, total, sharp)
-    ranks = layer.ranks.shape[0]
-    shares_e, shares_f = np.empty(ranks), np.zeros(ranks)
-    _moved_shares(layer, split, e, i, j, shares_e)
-    if f >= 0:
-        _moved_shares(layer, split, f, j, i, shares_f)
-    for rank in range(ranks):
-        if shares_e[rank] != 0.0 or shares_f[rank] != 0.0:
-            _shift(layer, curves, rank, e, shares_e[rank], max(f, 0), shares_f[rank], sharp, total)
-    return _drop(layer, total, sharp)
+def _spread_gain(layer: Layer, curves: Curves, first: int, second: int) -> float:
+    """What the changes of shares in `moved` gain over all ranks."""
+    out = layer.scratch
+    out[:] = 0.0
+    for rank in range(layer.ranks.shape[0]):
+        by_first, by_second = layer.moved[0, rank], layer.moved[1, rank]
+        if by_first != 0.0 or by_second != 0.0:
+            shift(
+                layer.load, max(first, 0), by_first, max(second, 0), by_second,
+                layer.ranks, layer.powers, rank, curves, out,
+            )  # fmt: skip
+    return drop(layer.weight, layer.norm, layer.total, curves.doublings, out)
 
 
 @kernel
-def change_gain(layer: Layer, curves: Curves, split: Split, slot: int, expert: int, sharp: bool) -> float:
-    """By how much the objective falls if `slot` takes another expert (-1: becomes empty)."""
+def exchange_gain(layer: Layer, curves: Curves, split: Split, here: int, there: int) -> float:
+    """What it gains if slots `here` and `there`, on different ranks, swap experts."""
+    per_rank = layer.row.shape[0] // layer.ranks.shape[0]
+    e, f = layer.row[here], layer.row[there]
+    i, j = here // per_rank, there // per_rank
+    layer.moved[1] = 0.0
+    _moved_shares(layer, split, e, i, j, layer.moved[0])
+    if f >= 0:
+        _moved_shares(layer, split, f, j, i, layer.moved[1])
+    return _spread_gain(layer, curves, e, f)
+
+
+@kernel
+def change_gain(layer: Layer, curves: Curves, split: Split, slot: int, expert: int) -> float:
+    """What it gains if `slot` takes another expert (-1: becomes empty)."""
     ranks = layer.ranks.shape[0]
     rank = slot // (layer.row.shape[0] // ranks)
     old = layer.row[slot]
-    shares_old, shares_new = np.zeros(ranks), np.zeros(ranks)
+    layer.moved[:] = 0.0
     if old >= 0:
-        _moved_shares(layer, split, old, rank, -1, shares_old)
+        _moved_shares(layer, split, old, rank, -1, layer.moved[0])
     if expert >= 0:
-        _moved_shares(layer, split, expert, -1, rank, shares_new)
-    total = layer.scratch[0]
-    total[:] = layer.total
-    for other in range(ranks):
-        if shares_old[other] != 0.0 or shares_new[other] != 0.0:
-            _shift(
-                layer,
-                curves,
-                other,
-                max(old, 0),
-                shares_old[other],
-                max(expert, 0),
-                shares_new[other],
-                sharp,
-                total,
-            )
-    return _drop(layer, total, sharp)
+        _moved_shares(layer, split, expert, -1, rank, layer.moved[1])
+    return _spread_gain(layer, curves, old, expert)
 
 
 @kernel
 def _reshare(layer: Layer, split: Split, expert: int) -> None:
     """Bring shares and rank loads of one expert in line with who holds it."""
-    old = layer.share[expert].copy()
+    old = layer.moved[0]
+    old[:] = layer.share[expert]
     expert_shares(layer.held[expert], layer.copies[expert], layer.source[expert], split, layer.share[expert])
     for rank in range(old.shape[0]):
         change = layer.share[expert, rank] - old[rank]

@@ -12,7 +12,7 @@ __all__ = ["edges"]
 
 @kernel
 def edges(
-    layer: Layer, curves: Curves, split: Split, price: float, sharp: bool
+    layer: Layer, curves: Curves, split: Split, price: float
 ) -> tuple[
     NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int64], int
 ]:
@@ -25,7 +25,7 @@ def edges(
         drop_slot: (R,)
         evaluations used.
     """
-    refresh(layer, curves, sharp)
+    refresh(layer, curves)
     experts, ranks = layer.held.shape
     per_rank = layer.row.shape[0] // ranks
     add, drop = np.full(ranks, -np.inf), np.full(ranks, -np.inf)
@@ -45,7 +45,7 @@ def edges(
             elif layer.copies[old] > 1:
                 _, cost = copies_of_change(layer, rank, old, -1)
                 used += 1
-                gain = change_gain(layer, curves, split, slot, -1, sharp) - price * cost
+                gain = change_gain(layer, curves, split, slot, -1) - price * cost
                 if gain > drop[rank]:
                     drop[rank], drop_slot[rank] = gain, slot
         if free < 0:
@@ -59,7 +59,7 @@ def edges(
             if promise - price * cost <= add[rank]:
                 continue
             used += 1
-            gain = change_gain(layer, curves, split, free, expert, sharp) - price * cost
+            gain = change_gain(layer, curves, split, free, expert) - price * cost
             if gain > add[rank]:
                 add[rank], add_slot[rank], add_expert[rank] = gain, free, expert
     return add, add_slot, add_expert, drop, drop_slot, used

@@ -117,15 +117,13 @@ def fit_to_budget(problem: PlacementProblem, current: Placement) -> Placement | 
     rows = current.phy2log.copy()
     per_rank = shape.slots_per_rank
     load = problem.load.sum(axis=0)
-    for layer in range(shape.num_layers):
-        row = rows[layer]
-        for rank in range(shape.num_ranks):
-            local = row[rank * per_rank : (rank + 1) * per_rank]
-            _, kept = np.unique(local, return_index=True)
-            again = np.setdiff1d(np.arange(per_rank), kept)
-            local[again] = EMPTY
-        if budget.pool_per_rank is None:
-            _drop(row, load[layer], int((row >= 0).sum()) - budget.per_layer, None, per_rank)
+    by_rank = rows.reshape(shape.num_layers, shape.num_ranks, per_rank)
+    again = (by_rank[..., :, None] == by_rank[..., None, :]) & np.tri(per_rank, k=-1, dtype=np.bool_)
+    by_rank[again.any(axis=-1)] = EMPTY
+    if budget.pool_per_rank is None:
+        filled = (rows >= 0).sum(axis=1)
+        for layer in np.nonzero(filled > budget.per_layer)[0]:
+            _drop(rows[layer], load[layer], int(filled[layer]) - budget.per_layer, None, per_rank)
     if budget.pool_per_rank is not None:
         _drop_to_pool(rows, load, budget, per_rank)
     return Placement(rows, shape.num_ranks, shape.num_logical_experts)

@@ -4,7 +4,7 @@ The search minimises a smooth stand-in for the time of a layer: the p-norm over 
 step, averaged over the window. It lies between the largest cost and R ** (1/p) times it. Unlike the maximum
 it sees every rank near the top, so gains of single moves add up, and it fits less of the window's noise.
 
-Its gradient is kept as a table: `slope[e, r]` is by how much the objective would grow if one more share of
+The gradient is kept as a table: `slope[e, r]` is by how much the objective would grow if one more share of
 expert e's tokens went to rank r. The objective is convex in the rank loads where the cost curves are, so a
 move gains at most what the gradient promises. That bound costs O(1) and leaves few candidates to evaluate.
 """
@@ -14,9 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.planning.kernels import kernel
+from evenkeel.planning.kernels import inlined, kernel
 
 __all__ = [
+    "SHARP",
+    "SMOOTH",
     "Curves",
     "Layer",
     "Split",
@@ -30,6 +32,12 @@ __all__ = [
 ]
 
 
+SMOOTH = 3
+"""p is 2 ** 3 = 8 where loads are noisy: it fits little of the noise of single steps."""
+SHARP = 5
+"""p is 2 ** 5 = 32 where they are not: it is nearer the maximum, which many ranks share."""
+
+
 class Curves(NamedTuple):
     """Cost of a rank load in the search: straight lines, or stairs smoothed to ramps."""
 
@@ -39,6 +47,8 @@ class Curves(NamedTuple):
     """Width of a stair in load units; 0 for straight lines."""
     stairs: NDArray[np.float64]
     """(R, K) cost of 1..K tiles; unused when `tile` is 0."""
+    doublings: int = SMOOTH
+    """p is 2 to this power: `SMOOTH` or `SHARP`."""
 
 
 class Split(NamedTuple):
@@ -79,10 +89,14 @@ class Layer(NamedTuple):
     """(T,) sum of `powers` over ranks."""
     norm: NDArray[np.float64]
     """(T,) total ** (1/p): the step's time."""
+    steep: NDArray[np.float64]
+    """(T, R) gradient of the objective in the rank loads."""
     slope: NDArray[np.float64]
     """(E, R) gradient of the objective in the share of an expert on a rank."""
     scratch: NDArray[np.float64]
-    """(2, T)"""
+    """(T,)"""
+    moved: NDArray[np.float64]
+    """(2, R) scratch: changes of two experts' shares."""
 
 
 @kernel
@@ -117,25 +131,19 @@ def _smooth_slope(load: float, rank: int, curves: Curves) -> float:
     return float((curves.stairs[rank, low] - curves.stairs[rank, low - 1]) / curves.tile)
 
 
-@kernel
-def power(value: float, sharp: bool) -> float:
-    """value ** 8, or ** 64 when sharp."""
-    value *= value
-    value *= value
-    value *= value
-    if sharp:
-        value *= value
-        value *= value
+@inlined
+def power(value: float, doublings: int) -> float:
+    """value ** p."""
+    for _ in range(doublings):
         value *= value
     return value
 
 
-@kernel
-def root(value: float, sharp: bool) -> float:
+@inlined
+def root(value: float, doublings: int) -> float:
     """The inverse of `power`."""
-    value = np.sqrt(np.sqrt(np.sqrt(value)))
-    if sharp:
-        value = np.sqrt(np.sqrt(np.sqrt(value)))
+    for _ in range(doublings):
+        value = np.sqrt(value)
     return value
 
 
@@ -195,7 +203,7 @@ def load_ranks(layer: Layer, split: Split) -> None:
 
 
 @kernel
-def refresh(layer: Layer, curves: Curves, sharp: bool) -> float:
+def refresh(layer: Layer, curves: Curves) -> float:
     """Recompute costs and slopes from the rank loads; returns the objective, the weighted mean time."""
     experts, steps = layer.load.shape
     num_ranks = layer.ranks.shape[0]
@@ -204,19 +212,19 @@ def refresh(layer: Layer, curves: Curves, sharp: bool) -> float:
         for t in range(steps):
             # Differences of shares may leave a rank a rounding below empty.
             load = max(layer.ranks[rank, t], 0.0)
-            layer.powers[rank, t] = power(smooth_cost(load, rank, curves), sharp)
+            layer.powers[rank, t] = power(smooth_cost(load, rank, curves), curves.doublings)
             layer.total[t] += layer.powers[rank, t]
     objective = 0.0
     for t in range(steps):
-        layer.norm[t] = root(layer.total[t], sharp)
+        layer.norm[t] = root(layer.total[t], curves.doublings)
         objective += layer.weight[t] * layer.norm[t]
-    steep = np.zeros((steps, num_ranks))
+    layer.steep[:] = 0.0
     for rank in range(num_ranks):
         for t in range(steps):
             load = max(layer.ranks[rank, t], 0.0)
             cost = smooth_cost(load, rank, curves)
             if cost > 0.0:
-                steep[t, rank] = (
+                layer.steep[t, rank] = (
                     layer.weight[t]
                     * (layer.powers[rank, t] / layer.total[t])
                     * (layer.norm[t] / cost)
@@ -228,7 +236,7 @@ def refresh(layer: Layer, curves: Curves, sharp: bool) -> float:
             tokens = layer.load[expert, t]
             if tokens > 0.0:
                 for rank in range(num_ranks):
-                    layer.slope[expert, rank] += tokens * steep[t, rank]
+                    layer.slope[expert, rank] += tokens * layer.steep[t, rank]
     return objective
 
 
@@ -280,8 +288,10 @@ def build_layer(
         powers=np.zeros((ranks, steps)),
         total=np.zeros(steps),
         norm=np.zeros(steps),
+        steep=np.zeros((steps, ranks)),
         slope=np.zeros((experts, ranks)),
-        scratch=np.zeros((2, steps)),
+        scratch=np.zeros(steps),
+        moved=np.zeros((2, ranks)),
     )
     load_ranks(layer, split)
     return layer

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 __all__ = [
     "TILE_SLACK",
     "balancedness_kernel",
+    "inlined",
     "kernel",
     "optimal_split_kernel",
     "nearest_shares_kernel",
@@ -31,6 +32,12 @@ TILE_SLACK = 1e-9
 def kernel(function: _F) -> _F:
     """Compile for one thread, cached on disk; the typed face of `numba.njit`."""
     return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def inlined(function: _F) -> _F:
+    """Like `kernel`, pasted into the kernels that call it: counting references to the arrays handed over would
+    cost a short loop more than its work."""
+    return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")(function))
 
 
 @kernel
