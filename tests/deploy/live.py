@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,8 @@ DEPLOYMENT = "demo"
 ENVIRONMENT = {
     "PLANNER__MODE": "auto",
     "METRICS__LAYER_RANK_SERIES": "64",
-    "MIGRATION__PREPARE_DEADLINE_S": "4",
+    "PLANNER__THRESHOLDS__RETRY_S": "1",
+    "MIGRATION__PREPARE_DEADLINE_S": "8",
     "MIGRATION__BATCH_DEADLINE_S": "2",
 }
 
@@ -86,6 +87,7 @@ async def controller_with_a_past(folder: Path) -> AsyncIterator[tuple[Controller
         try:
             await group.connect(controller.address)
             await until(lambda: controller.state("ready", DEPLOYMENT))
+            await until(lambda: controller.events("planner_ready"), within_s=120)
             group.serve_on()
             yield controller, group, seen
         finally:
@@ -93,8 +95,21 @@ async def controller_with_a_past(folder: Path) -> AsyncIterator[tuple[Controller
             await asyncio.gather(scraping, return_exceptions=True)
 
 
-async def live_through_everything(controller: Controller, group: Group, seen: Seen) -> None:
-    """Let everything happen that has a metric."""
+async def live_through_everything(
+    controller: Controller,
+    group: Group,
+    seen: Seen,
+    noticed: Callable[[str], Awaitable[object]] | None = None,
+) -> None:
+    """Let everything happen that has a metric.
+
+    Args:
+        noticed: whether somebody else has seen a metric too; what passes is held until then.
+    """
+
+    async def shown(name: str) -> bool:
+        return name in seen.names and (noticed is None or bool(await noticed(name)))
+
     await until(ended(controller, "committed", 1), within_s=60)
     rank = group.ranks[0]
     report = group.route(1)[0]
@@ -103,13 +118,12 @@ async def live_through_everything(controller: Controller, group: Group, seen: Se
     await until(lambda: "evenkeel_report_steps_rejected_total" in seen.names)
     await until(lambda: "evenkeel_report_steps_dropped_total" in seen.names)
     await rank.send(Heartbeat(group.step, 10_000, 1 << 20, "an engine that stopped half way"))
-    await until(lambda: "evenkeel_rank_trouble" in seen.names)
-    await asyncio.sleep(1)  # for a Prometheus that scrapes twice a second
+    await until(lambda: shown("evenkeel_rank_trouble"))
     await rank.send(Heartbeat(group.step, 10_000, 1 << 20, ""))
     for one in group.ranks:
         one.votes = False
     group.popularity = group.draw(seed=7)
-    await until(lambda: "evenkeel_plan_phase" in seen.names, within_s=60)
+    await until(lambda: shown("evenkeel_plan_phase"), within_s=60)
     await until(ended(controller, "aborted", 1), within_s=60)
     await until(lambda: "evenkeel_last_plan_failed_timestamp_seconds" in seen.names)
     for one in group.ranks:

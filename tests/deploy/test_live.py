@@ -1,6 +1,7 @@
 """A running controller against what operators are shown: every metric that is queried, exported and described."""
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -188,16 +189,21 @@ async def test_every_panel_and_annotation_has_data_after_a_real_run(tmp_path):
     async with controller_with_a_past(tmp_path / "controller") as (controller, group, seen):
         start = time.time()
         async with Prometheus(tmp_path / "prometheus", controller.ports["metrics"]) as prometheus:
-            await live_through_everything(controller, group, seen)
-            # Rates need two scrapes after the last thing happened.
-            await until(lambda: prometheus.over_time("evenkeel_last_plan_gain_ratio", start))
-            await asyncio.sleep(3)
-            empty = [
-                query.where
-                for query in [*panel_queries(), *annotation_queries()]
-                if not await prometheus.over_time(query.filled(DEPLOYMENT), start)
-            ]
-            assert empty == []
+            await live_through_everything(
+                controller, group, seen, lambda name: prometheus.over_time(name, start)
+            )
+            missing = {query.where: query for query in [*panel_queries(), *annotation_queries()]}
+
+            async def all_have_data():
+                """Rates need two scrapes after the last thing happened."""
+                for where, query in list(missing.items()):
+                    if await prometheus.over_time(query.filled(DEPLOYMENT), start):
+                        del missing[where]
+                return not missing
+
+            with contextlib.suppress(AssertionError):
+                await until(all_have_data, within_s=30, every_s=1)
+            assert sorted(missing) == []
             checked = promtool("check", "metrics", stdin=seen.text)
             assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
