@@ -1,5 +1,7 @@
 """Planner speed and quality against the peers' planners: python -m bench.planning."""
 
+import importlib
+import importlib.util
 import subprocess
 from functools import partial
 
@@ -9,6 +11,10 @@ from numpy.typing import NDArray
 
 from bench.loads import zipf_load
 from bench.peers import VLLM_VERSION, vllm_planner
+from bench.planning_craft import craft_rows
+from bench.planning_front import front_rows
+from bench.planning_gem import gem_rows
+from bench.planning_walk import walk_rows
 from bench.report import Row, best_of, write_report
 from evenkeel.model.placement import Placement
 from evenkeel.planning import metrics
@@ -62,12 +68,21 @@ def eplb_rows() -> list[Row]:
     return rows
 
 
+def verdict_rows() -> list[Row]:
+    """How often the verdict is right, where that bench is part of the checkout."""
+    if importlib.util.find_spec("bench.planning_verdict") is None:
+        return []
+    rows: list[Row] = importlib.import_module("bench.planning_verdict").rows()
+    return rows
+
+
 def main() -> None:
     """Run every section and write the report."""
     torch.set_num_threads(1)
     warm_kernels()
     print(f"vllm {VLLM_VERSION} (policy files of the wheel)")
-    write_report("planning", eplb_rows(), ("numpy", "numba", "torch"))
+    sections = (eplb_rows, front_rows, gem_rows, craft_rows, walk_rows, verdict_rows)
+    write_report("planning", [row for section in sections for row in section()], ("numpy", "numba", "torch"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""Walk-forward on recorded routing: every policy plans on the past and is scored on the steps that follow."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.report import Row, write_report
+from evenkeel.formats import Trace, read_trace
+from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning.policies import warm_kernels
+from evenkeel.replay.planners import choose_planners
+from evenkeel.replay.walk import Setup, Walk, walk_forward
+
+__all__ = ["TRACES", "walk_rows"]
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "traces"
+FLEETS = ((8, 72), (16, 80))
+"""(ranks, slots of a layer); the first gives the rows their plain names."""
+RIVALS = ("eplb", "craft", "gem", "once", "ewma")
+DRAWS = 2000
+
+
+def recorded(folder: Path = TRACES) -> list[Trace]:
+    """Every trace with loads in a folder, or those among the examples where there is no such folder."""
+    paths = sorted(folder.glob("*.npz")) or sorted(EXAMPLES.glob("*.npz"))
+    return [read_trace(path) for path in paths if "T" in np.load(path).files]
+
+
+def setup_of(trace: Trace, ranks: int, slots: int) -> Setup:
+    """Window and horizon 100/50 for one-token steps over more than 200 steps, else 16/8."""
+    long = ("decode" in trace.name or "burst" in trace.name) and trace.num_steps > 200
+    window, horizon = (100, 50) if long else (16, 8)
+    return Setup(
+        load=trace.counts.astype(np.float64),
+        shape=ModelShape(trace.num_layers, trace.num_experts, ranks, slots // ranks, trace.top_k or 1, 1),
+        topology=Topology.single_node(ranks),
+        window_steps=window,
+        horizon_steps=horizon,
+    )
+
+
+def upper95(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> float:
+    """Upper 95 % bound of the ratio of times, by a bootstrap over steps, paired. Both (T,)."""
+    chosen = np.random.default_rng(0).integers(0, len(ours), (DRAWS, len(ours)))
+    return float(np.quantile(ours[chosen].sum(axis=1) / theirs[chosen].sum(axis=1), 0.95))
+
+
+def _rows(name: str, walks: dict[str, Walk], layers: int) -> list[Row]:
+    keel, eplb = walks["keel"], walks["eplb"]
+    ours = keel.times.sum(axis=1)
+    rows = []
+    for rival in RIVALS:
+        theirs = walks[rival].times.sum(axis=1)
+        tail = "upper95" if rival == "eplb" else f"keel_over_{rival}_upper95"
+        rows += [
+            Row(f"walk_{name}_keel_over_{rival}", float(ours.sum() / theirs.sum()), "ratio"),
+            Row(f"walk_{name}_{tail}", upper95(ours, theirs), "ratio"),
+        ]
+    later, first = slice(1, None), slice(0, 1)
+    rows += [
+        Row(
+            f"walk_{name}_copies_over_relabelled_eplb",
+            float(keel.copies[later].sum() / eplb.copies[later].sum()),
+            "ratio",
+        ),
+        Row(f"walk_{name}_keel_first_copies", float(keel.copies[first].sum()) / layers, "copies/layer"),
+    ]
+    for policy, walk in walks.items():
+        rows += [
+            Row(f"walk_{name}_{policy}_time_over_fluid", float(walk.times.sum() / walk.fluid.sum()), "ratio"),
+            Row(f"walk_{name}_{policy}_copies", float(walk.copies[later].mean()) / layers, "copies/layer"),
+            Row(f"walk_{name}_{policy}_plan_s", float(np.median(walk.plan_s)), "s"),
+        ]
+    return rows
+
+
+def walk_rows(traces: list[Trace] | None = None, fleets: tuple[tuple[int, int], ...] = FLEETS) -> list[Row]:
+    """keel against the others on every trace and fleet, alone and behind the verdict; copies leave the first plan out."""
+    rows = []
+    for trace in recorded() if traces is None else traces:
+        for ranks, slots in fleets:
+            walk = partial(walk_forward, setup=setup_of(trace, ranks, slots))
+            planners = choose_planners([*RIVALS, "keel", "keel+verdict"], baselines=False)
+            walks = {policy: walk(policy, planner) for policy, planner in planners.items()}
+            name = trace.name if (ranks, slots) == fleets[0] else f"{trace.name}_{ranks}x{slots}"
+            rows += _rows(name, walks, trace.num_layers)
+            print(
+                f"{name}: " + ", ".join(f"{p} {w.times.sum() / w.fluid.sum():.4f}" for p, w in walks.items()),
+                flush=True,
+            )
+    return rows
+
+
+def main() -> None:
+    """Only some traces: python -m bench.planning_walk NAME ..."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*", help="traces; default all")
+    names = parser.parse_args().names
+    warm_kernels()
+    write_report("planning_walk", walk_rows([t for t in recorded() if not names or t.name in names]))
+
+
+if __name__ == "__main__":
+    main()
