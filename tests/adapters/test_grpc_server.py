@@ -11,7 +11,14 @@ from evenkeel.adapters.grpc_server import GrpcServer, RankStream, ServerOptions
 from evenkeel.errors import InvalidInput, Reason
 from evenkeel.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel.wire.codec import decode_controller_message, encode_rank_message
-from evenkeel.wire.link import FlowControl, Heartbeat, NotLeader, ReportAck
+from evenkeel.wire.link import (
+    FlowControl,
+    Heartbeat,
+    NotLeader,
+    Registration,
+    RegistrationOutcome,
+    ReportAck,
+)
 from tests.wire.test_codec import HELLO
 
 
@@ -191,3 +198,42 @@ async def test_with_a_client_ca_only_ranks_with_a_certificate_get_in(serve, cert
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask(channel, *messages)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.integration
+async def test_the_pings_of_a_link_are_no_abuse_to_the_server(serve):
+    """Both sides probe; a server that counts probes as abuse cuts its ranks off every few minutes."""
+    from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
+
+    server, _ = await serve(keepalive_s=1.0, keepalive_timeout_s=5.0)
+    lost: list[int] = []
+    got: list[object] = []
+
+    class Quiet:
+        def hello(self):
+            return HELLO
+
+        def heartbeat(self):
+            return Heartbeat(7, 1, 2)
+
+        def received(self, stream, message):
+            got.append(message)
+
+        def lost(self, stream):
+            lost.append(stream)
+
+    class Registering(Hub):
+        async def attach(self, hello, stream):
+            # No heartbeat and no lease within the test: probes are all there is.
+            stream.send(Registration(RegistrationOutcome.ACCEPTED, 600.0, 600.0, FlowControl(1.0)))
+            return await super().attach(hello, stream)
+
+    server._hub = Registering()
+    timing = LinkTiming(keepalive_s=1.0, keepalive_timeout_s=5.0)
+    link = asyncio.create_task(GrpcRankLink([f"127.0.0.1:{server.port}"], timing=timing).run(Quiet()))
+    try:
+        await asyncio.sleep(8.0)
+        assert got and lost == []
+    finally:
+        link.cancel()
+        await asyncio.gather(link, return_exceptions=True)

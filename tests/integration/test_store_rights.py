@@ -17,7 +17,7 @@ from evenkeel.engines.demo.processes import free_ports
 from evenkeel.errors import Reason, Unavailable
 from evenkeel.model.ids import Epoch
 from evenkeel.model.load import Phase
-from tests.chaos.processes import Child
+from tests.chaos.processes import Child, Sentinel, StoreNode
 from tests.chaos.proxy import Proxy
 from tests.contracts.test_stores import BASE, DEMO, make_record, make_window
 from tests.integration.controller_rig import Controller, Group, until
@@ -278,3 +278,77 @@ async def test_a_store_that_turned_read_only_is_left_and_followed(tmp_path, serv
         await disconnect(old)
         await front.stop()
         other.end()
+
+
+async def test_slow_answers_are_waited_for_up_to_the_timeout_and_no_longer(tmp_path, server):
+    one = await server()
+    front = Proxy(one.port)
+    await front.start()
+    client = connect(f"redis://{front.address}", timeout_s=1.5)
+    store = RedisDeploymentStore(client)
+    try:
+        front.delay_s = 0.1
+        await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)
+        front.delay_s = 4.0
+        with pytest.raises(Unavailable, match=r"[Tt]ime"):
+            await asyncio.wait_for(store.store_document(DEMO, "policy", {"mode": "observe"}, 1), 60)
+        front.heal()
+        # The late answer to the write that was given up is not taken for another's.
+        for number in range(20):
+            await store.store_document(DEMO, f"n{number}", {"n": number}, 1)
+            assert await store.fetch_document(DEMO, f"n{number}") == {"n": number}
+    finally:
+        await disconnect(client)
+        await front.stop()
+
+
+async def test_a_failover_by_sentinel_is_followed(tmp_path):
+    """Sentinel, a primary and its replica for real: the primary is killed, and what was stored is with the other."""
+    ports = free_ports(3)
+    nodes = [StoreNode("a", tmp_path, ports[0]), StoreNode("b", tmp_path, ports[1])]
+    sentinel = Sentinel(tmp_path, ports[2])
+    client = connect(sentinel.url, timeout_s=2)
+    store = RedisDeploymentStore(client)
+
+    async def stored(name: str) -> bool:
+        try:
+            await store.store_document(DEMO, name, {"name": name}, 1)
+        except Unavailable:
+            return False
+        return True
+
+    try:
+        for node in nodes:
+            await node.proxy.start()
+        nodes[0].begin(None)
+        nodes[1].begin(nodes[0])
+        await until(nodes[0].has_replica)
+        sentinel.begin(nodes[0])
+        await until(lambda: stored("before"), within_s=30)
+        assert await nodes[0].ask("WAIT", "1", "5000") == 1
+        # Sentinel looks for replicas every ten seconds; it cannot promote one it has not seen.
+        await until(lambda: _replicas(sentinel), within_s=30)
+        nodes[0].kill()
+        await until(lambda: stored("after"), within_s=60)
+        assert await store.fetch_document(DEMO, "before") == {"name": "before"}
+        assert await sentinel.primary_port() == nodes[1].proxy.port
+        # The old primary returns as a replica, and nobody writes to it.
+        nodes[0].start()
+        await until(lambda: _is_replica(nodes[0]), within_s=60)
+        assert await stored("later")
+        assert await nodes[1].role() == "master"
+    finally:
+        await disconnect(client)
+        for process in (sentinel, *nodes):
+            process.end()
+        for node in nodes:
+            await node.proxy.stop()
+
+
+async def _replicas(sentinel) -> bool:
+    answer = await sentinel.ask("SENTINEL", "REPLICAS", "main")
+    return bool(answer)
+
+
+async def _is_replica(node) -> bool:
+    return await node.role() == "slave"
