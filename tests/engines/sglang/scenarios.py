@@ -137,15 +137,18 @@ class Rank:
             self.link.say(Commit(LEADER, prepare.wave))
         return vote
 
-    def sent(self, kind):
-        found = []
-        while True:
+    def sent(self, kind, enough, limit_s=30.0):
+        """What the rank said of a kind, waited for until it is enough."""
+        found: list[Any] = []
+        deadline = time.monotonic() + limit_s
+        while not enough(found) and time.monotonic() < deadline:
             try:
-                _, message = self.link.sent.get(timeout=1.2)
+                _, message = self.link.sent.get(timeout=0.2)
             except queue.Empty:
-                return found
+                continue
             if isinstance(message, kind):
                 found.append(message)
+        return found
 
     def map(self):
         return self.metadata.physical_to_logical_map_cpu.numpy().copy()
@@ -162,6 +165,16 @@ class Rank:
         }
 
 
+def steps_of(reports):
+    return sum(len(report.steps) for report in reports)
+
+
+def is_told(said):
+    """The last layer's progress and the Ack."""
+    whole = any(isinstance(one, StagingProgress) and one.bytes_done == one.bytes_total for one in said)
+    return whole and any(isinstance(one, Ack) for one in said)
+
+
 def place(rank, size, *, chunk):
     """A plan arrives, is voted on, committed, and carried out by SGLang's manager."""
     one = Rank(rank, size, chunk=chunk)
@@ -169,7 +182,7 @@ def place(rank, size, *, chunk):
     before, new = one.map(), one.target()
     vote = one.order(new)
     one.steps(40)
-    said = one.sent(Ack | StagingProgress)
+    said = one.sent(Ack | StagingProgress, is_told)
     return {
         **one.seen(),
         "before": before,
@@ -185,7 +198,7 @@ def observe(rank, size):
     one = Rank(rank, size, mode="observe")
     one.steps(5)
     want = torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy()
-    reports = one.sent(LoadReport)
+    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 5)
     metas = [meta for report in reports for meta in report.steps]
     counts = np.concatenate([report.counts for report in reports if report.steps])
     return {

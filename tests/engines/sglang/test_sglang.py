@@ -5,7 +5,7 @@ import pytest
 
 from tests.engines.vllm import ranks
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 SCENARIOS = "tests.engines.sglang.scenarios"
 DENSE = 2
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from typing import Any
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 240.0
 _seen: dict[Any, list[Any]] = {}
 
 

@@ -48,7 +48,7 @@ class Rank:
             "resolve_after": 2,
             "node": f"node-{rank}",
             "gate_timeout_s": 10.0,
-            "stall_after_s": 0.5,
+            "stall_after_s": 60.0,
         }
         self.hot = False
         self.plugin = Plugin(GuestSettings(**{**values, **changes}), engine.VERSION, make_link)
@@ -93,6 +93,16 @@ class Rank:
         for _ in range(count):
             self.step()
             time.sleep(pause_s)
+
+    def until(self, done, limit_s=60.0):
+        """Step until `done()` holds on every rank; all ranks stop at the same step."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            self.steps(8, 0.002)
+            here = torch.tensor([int(bool(done())), int(time.monotonic() < deadline)])
+            dist.all_reduce(here, op=dist.ReduceOp.MIN, group=self.lockstep)
+            if here[0] or not here[1]:
+                return
 
     def target(self, seed=1):
         """Another map of the same shape: every layer's slots shuffled, the same on every rank."""
@@ -140,15 +150,18 @@ class Rank:
     def map(self):
         return self.model_state.physical_to_logical_map.numpy().copy()
 
-    def sent(self, kind):
-        found = []
-        while True:
+    def sent(self, kind, enough, limit_s=30.0):
+        """What the rank said of a kind, waited for until it is enough."""
+        found: list[Any] = []
+        deadline = time.monotonic() + limit_s
+        while not enough(found) and time.monotonic() < deadline:
             try:
-                _, message = self.link.sent.get(timeout=1.2)
+                _, message = self.link.sent.get(timeout=0.2)
             except queue.Empty:
-                return found
+                continue
             if isinstance(message, kind):
                 found.append(message)
+        return found
 
     def seen(self):
         return {
@@ -162,6 +175,16 @@ class Rank:
         }
 
 
+def steps_of(reports):
+    return sum(len(report.steps) for report in reports)
+
+
+def is_told(said):
+    """The last layer's progress and the Ack."""
+    whole = any(isinstance(one, StagingProgress) and one.bytes_done == one.bytes_total for one in said)
+    return whole and any(isinstance(one, Ack) for one in said)
+
+
 def place(rank, size, *, use_async):
     """A plan arrives, is voted on, committed, and carried out by vLLM; then a second one."""
     one = Rank(rank, size, use_async=use_async)
@@ -169,14 +192,14 @@ def place(rank, size, *, use_async):
     before = one.map()
     new = one.target()
     vote = one.order(new)
-    one.steps(60, 0.002)
-    said = one.sent(Ack | StagingProgress)
+    one.until(lambda: one.agent.epoch == 1)
+    said = one.sent(Ack | StagingProgress, is_told)
     ack = next(message for message in said if isinstance(message, Ack))
     first = {**one.seen(), "before": before, "target": new.phy2log, "vote": vote.yes, "ack": ack.epoch}
     progress = [message for message in said if isinstance(message, StagingProgress)]
     again = one.target(seed=2)
     one.order(again, "plan-2")
-    one.steps(60, 0.002)
+    one.until(lambda: one.agent.epoch == 2)
     second = one.link.expect(Ack)
     return {
         "first": first,
@@ -193,7 +216,7 @@ def observe(rank, size):
     want = torch.bincount(chosen, minlength=one.model.num_logical_experts).numpy()
     one.step(dummy=True)
     one.steps(3)
-    reports = one.sent(LoadReport)
+    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 8)
     metas = [meta for report in reports for meta in report.steps]
     counts = np.concatenate([report.counts for report in reports if report.steps])
     hello = one.agent.hello()
@@ -241,7 +264,7 @@ def own_balancer(rank, size, *, mode):
 
 def worker_dies(rank, size):
     """vLLM's worker of rank 1 raises in the second layer: vLLM itself goes on without a word."""
-    one = Rank(rank, size, use_async=True)
+    one = Rank(rank, size, use_async=True, stall_after_s=0.5)
     if rank == 1:
         transfer = one.modules.worker.transfer_layer
 
@@ -253,10 +276,13 @@ def worker_dies(rank, size):
         one.modules.worker.transfer_layer = fails
     one.steps(4)
     one.order(one.target())
-    one.steps(120, 0.01)
+    one.until(lambda: one.agent.trouble)
+    before = one.taken
+    one.steps(20)
     beat = one.agent.heartbeat()
     return {
         **one.seen(),
+        "further": one.taken - before,
         "beat": beat.trouble,
         "target": one.target().phy2log,
         "old": one.agent.placement.phy2log,
@@ -265,12 +291,14 @@ def worker_dies(rank, size):
 
 def never_consumed(rank, size):
     """The result of a layer is published and never taken: the stop of which vLLM says nothing."""
-    one = Rank(rank, size, use_async=True)
+    one = Rank(rank, size, use_async=True, stall_after_s=0.5)
     one.steps(4)
     one.order(one.target())
     one.state._all_ranks_result_ready = lambda _model_state: False
-    one.steps(120, 0.01)
-    return one.seen()
+    one.until(lambda: one.agent.trouble)
+    before = one.taken
+    one.steps(20)
+    return {**one.seen(), "further": one.taken - before}
 
 
 def disagree(rank, size, *, how):
@@ -322,9 +350,7 @@ def away(rank, size):
 def controlled(rank, size, *, controllers, mode):
     """A real controller over gRPC: it sees the loads, plans by itself, and vLLM carries the plan out."""
     config = Config(use_async=True, step_interval=100_000)
-    one = Rank(
-        rank, size, use_async=True, mode=mode, controllers=controllers, make_link=None, config=config
-    )
+    one = Rank(rank, size, use_async=True, mode=mode, controllers=controllers, make_link=None, config=config)
     one.hot = True
     before = one.map()
     deadline, after = time.monotonic() + 60, 0
@@ -344,7 +370,7 @@ def warm(rank, size, *, path):
     one.steps(6)
     new = one.target()
     one.order(new)
-    one.steps(40, 0.002)
+    one.until(lambda: one.agent.epoch == 1)
     return {**one.seen(), "target": new.phy2log, "start": one.agent.hello().placement_digest}
 
 

@@ -72,7 +72,7 @@ def controller(tmp_path):
             process.wait(10)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_controllers_own_plan_is_carried_out_by_vllm(controller):
     address, client = controller
     found = ranks.run(SCENARIOS, "controlled", controllers=address, mode="place")
@@ -90,7 +90,7 @@ def test_a_controllers_own_plan_is_carried_out_by_vllm(controller):
     assert "committed" in {plan["phase"] for plan in plans}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_observing_needs_nothing_but_an_address(controller):
     address, client = controller
     found = ranks.run(SCENARIOS, "controlled", controllers=address, mode="observe")
