@@ -13,6 +13,7 @@ from evenkeel.planning.what_if import Recommendation
 
 __all__ = [
     "Advice",
+    "AuditEntry",
     "Clock",
     "CycleOutcome",
     "DeploymentStatus",
@@ -21,6 +22,7 @@ __all__ = [
     "Lease",
     "Operations",
     "PlanRequest",
+    "QuarantineRow",
     "RankStatus",
     "WindowStore",
 ]
@@ -243,6 +245,33 @@ class Advice:
     """The last row of every shadow policy, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class QuarantineRow:
+    """What was rejected for one reason."""
+
+    reason: str
+    rank_steps: int
+    """One for each rank's report of one step, since the deployment came to this replica or was last cleared."""
+    samples: tuple[tuple[int, str], ...]
+    """(rank, words) of the newest few, newest last."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """Who asked for a change, and what was answered."""
+
+    deployment: DeploymentId | None
+    """None where the path names none."""
+    by: str
+    """Name of the token."""
+    role: str
+    method: str
+    path: str
+    status: int
+    """HTTP status of the answer."""
+    idempotency_key: str | None = None
+
+
 class DeploymentView(Protocol):
     """Read access to one deployment."""
 
@@ -328,6 +357,29 @@ class Operations(Protocol):
 
         Conflict(PLAN_IN_PROGRESS) while weights move.
         """
+        ...
+
+    def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
+        """What was rejected of the ranks' reports, by reason."""
+        ...
+
+    async def clear_quarantine(self, deployment: DeploymentId, by: str) -> None:
+        """Count from zero and drop the samples; metrics go on counting."""
+        ...
+
+    async def forget(self, deployment: DeploymentId, by: str) -> None:
+        """Let go of a deployment: lease, memory, series and stored windows; plans and epochs stay stored.
+
+        Conflict(BUSY) while a rank has a stream here.
+        """
+        ...
+
+    async def record(self, entry: AuditEntry) -> None:
+        """Write down who asked for what; never fails."""
+        ...
+
+    async def audit(self, deployment: DeploymentId | None, limit: int) -> Sequence[Mapping[str, Any]]:
+        """Audit rows, newest first: of one deployment, also those stored; None: of this replica, in memory."""
         ...
 
     async def healthy(self) -> Mapping[str, str]:

@@ -6,7 +6,8 @@ from tests.api.fakes import make_operations
 
 OPERATE = "operate-token-0123456789"
 READ = "read-token-0123456789"
-TOKENS = TokenSet.parse(f"alice operate {OPERATE}\nbob read {READ}\n")
+ADMIN = "admin-token-0123456789"
+TOKENS = TokenSet.parse(f"alice operate {OPERATE}\nbob read {READ}\ncarol admin {ADMIN}\n")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A controller small enough to read: `ports.Operations` over a dict, for the API and the command line."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer,
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning.verdict import Call, Verdict
 from evenkeel.planning.what_if import PolicyScore, Recommendation, Redundancy, ReplicaLevel
-from evenkeel.ports import Advice, DeploymentStatus, RankStatus
+from evenkeel.ports import Advice, DeploymentStatus, QuarantineRow, RankStatus
 
 SHAPE = ModelShape(
     num_layers=2, num_logical_experts=4, num_ranks=2, slots_per_rank=3, top_k=2, bytes_per_expert=1000
@@ -175,6 +175,8 @@ class FakeOperations:
         self.advice = make_advice()
         self.calls: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
+        self.rejected = [QuarantineRow("sum_mismatch", 12, ((1, "rank 1: 7 tokens, counts sum to 9"),))]
+        self.rows: list[dict[str, Any]] = []
 
     def _check(self, deployment):
         if self.error is not None:
@@ -266,6 +268,30 @@ class FakeOperations:
         self._check(deployment)
         self.calls.append(("recommendation", deployment, max_age_s))
         return self.advice
+
+    def quarantine(self, deployment):
+        self._check(deployment)
+        return self.rejected
+
+    async def clear_quarantine(self, deployment, by):
+        self._check(deployment)
+        self.calls.append(("clear_quarantine", deployment, by))
+        self.rejected = []
+
+    async def forget(self, deployment, by):
+        self._check(deployment)
+        if any(rank.fresh for rank in self.views[deployment].status().ranks):
+            raise Conflict("2 ranks are connected", Reason.BUSY)
+        self.calls.append(("forget", deployment, by))
+        del self.views[deployment]
+
+    async def record(self, entry):
+        self.rows.insert(0, {"at": NOW + len(self.rows), "id": f"{len(self.rows):04x}", **asdict(entry)})
+
+    async def audit(self, deployment, limit):
+        if deployment is not None:
+            self._check(deployment)
+        return [row for row in self.rows if deployment in (None, row["deployment"])][:limit]
 
     async def healthy(self):
         return self.health

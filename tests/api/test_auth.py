@@ -2,9 +2,9 @@ from typing import Any, cast
 
 import pytest
 
-from evenkeel.api import Role, TokenSet, deployments, health, plans
+from evenkeel.api import Role, TokenSet, deployments, health, insight, plans
 from evenkeel.errors import InvalidInput
-from tests.api.conftest import OPERATE, READ, assert_problem, make_client
+from tests.api.conftest import ADMIN, OPERATE, READ, assert_problem, make_client
 
 OPEN = {"/healthz", "/readyz"}
 
@@ -14,7 +14,12 @@ def every_route(app: Any) -> list[tuple[str, str]]:
     own = [(method, route.path) for route in app.routes if hasattr(route, "path") for method in route.methods]
     included = [
         (method, prefix + route.path)
-        for prefix, router in (("/v1", deployments.router), ("/v1", plans.router), ("", health.router))
+        for prefix, router in (
+            ("/v1", deployments.router),
+            ("/v1", insight.router),
+            ("/v1", plans.router),
+            ("", health.router),
+        )
         for route in cast("list[Any]", router.routes)
         for method in route.methods
     ]
@@ -24,14 +29,13 @@ def every_route(app: Any) -> list[tuple[str, str]]:
 def test_the_walk_below_sees_every_documented_route(app):
     documented = {(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item}
     assert documented <= set(every_route(app))
-    assert len(documented) >= 17
+    assert len(documented) >= 23
 
 
 async def test_every_route_but_health_wants_a_token(app):
     async with make_client(app, token=None) as client:
         for method, path in every_route(app):
-            concrete = path.replace("{deployment}", "demo").replace("{plan_id}", "p-1")
-            response = await client.request(method, concrete)
+            response = await client.request(method, concrete(path))
             if path in OPEN:
                 assert response.status_code == 200, path
             else:
@@ -70,29 +74,76 @@ async def test_a_wrong_token_is_no_token(app, header):
 
 
 async def test_any_of_several_tokens_lets_in(app):
-    for token in (OPERATE, READ):
+    for token in (OPERATE, READ, ADMIN):
         async with make_client(app, token) as client:
             assert (await client.get("/v1/deployments")).status_code == 200
 
 
+def concrete(path: str) -> str:
+    return path.replace("{deployment}", "demo").replace("{plan_id}", "p-1")
+
+
 async def test_a_reading_token_changes_nothing(app, operations):
+    before = dict(operations.document)
+    writes = [route for route in every_route(app) if route[0] not in {"GET", "HEAD"}]
+    assert len(writes) >= 9
     async with make_client(app, READ) as client:
-        for method, path in every_route(app):
-            if method in {"GET", "HEAD"}:
-                continue
-            concrete = path.replace("{deployment}", "demo").replace("{plan_id}", "p-1")
-            assert_problem(await client.request(method, concrete, json={"seconds": 1}), 403)
+        for method, path in writes:
+            response = await client.request(method, concrete(path), json={"seconds": 1})
+            body = assert_problem(response, 403)
+            assert (body["type"], body["instance"]) == ("urn:evenkeel:problem:forbidden", concrete(path))
     assert operations.calls == []
+    assert operations.document == before
+
+
+async def test_deleting_needs_an_admin(app, operations):
+    deletes = [route for route in every_route(app) if route[0] == "DELETE"]
+    assert len(deletes) == 2
+    async with make_client(app, OPERATE) as client:
+        for method, path in deletes:
+            assert_problem(await client.request(method, concrete(path)), 403)
+    assert operations.calls == []
+    async with make_client(app, ADMIN) as client:
+        for method, path in deletes:
+            assert (await client.request(method, concrete(path))).status_code in (204, 409)
+
+
+@pytest.mark.parametrize("method", ["PUT", "TRACE", "PROPFIND", "anything"])
+async def test_a_method_nobody_thought_of_counts_as_a_change(app, method):
+    async with make_client(app, READ) as client:
+        assert_problem(await client.request(method, "/v1/deployments"), 403)
+
+
+async def test_every_role_may_what_the_lower_ones_may(app):
+    freeze, placement = "/v1/deployments/demo/freeze", "/v1/deployments/demo/placement"
+    may = {READ: (200, 403), OPERATE: (200, 204), ADMIN: (200, 204)}
+    for token, statuses in may.items():
+        async with make_client(app, token) as client:
+            answers = await client.get(placement), await client.post(freeze, json={"seconds": 0})
+            assert tuple(answer.status_code for answer in answers) == statuses
+
+
+async def test_the_limits_of_every_plan_are_an_admins(app, operations):
+    policy = "/v1/deployments/demo/policy"
+    changes = {"limits": {"max_moves": 3}}
+    async with make_client(app, OPERATE) as client:
+        assert_problem(await client.patch(policy, json=changes), 403)
+        assert "limits" not in operations.document
+        assert (await client.patch(policy, json={"mode": "propose"})).status_code == 200
+    async with make_client(app, ADMIN) as client:
+        assert (await client.patch(policy, json=changes)).json()["limits"] == {"max_moves": 3}
 
 
 def test_token_file_forms():
     tokens = TokenSet.parse(
         "# rotated monthly\n\nabcdefghijklmnop\nci ponmlkjihgfedcba # the pipeline\nbob read 0123456789abcdef\n"
+        "root admin fedcba9876543210\n"
     )
     assert [(token.name, token.role) for token in tokens.tokens] == [
         ("operator", Role.OPERATE),
         ("ci", Role.OPERATE),
         ("bob", Role.READ),
+        ("root", Role.ADMIN),
     ]
     found = tokens.find("ponmlkjihgfedcba")
     assert found is not None and found.name == "ci"

@@ -53,7 +53,7 @@ async def test_unavailable_says_when_to_come_back(client, operations):
 
 async def test_unknown_path_and_method(client):
     assert_problem(await client.get("/v1/nothing"), 404, "not_found")
-    response = await client.delete("/v1/deployments/demo")
+    response = await client.put("/v1/deployments/demo/load")
     assert_problem(response, 405)
     assert response.headers["allow"] == "GET"
 

@@ -6,8 +6,11 @@ from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
 from evenkeel import __version__
-from evenkeel.api import deployments, health, plans
-from evenkeel.api.auth import BearerAuth, TokenSet
+from evenkeel.api import deployments, health, insight, plans
+from evenkeel.api.audit import Audit
+from evenkeel.api.auth import BearerAuth, RoleGate, TokenSet
+from evenkeel.api.bodies import MAX_BODY_BYTES, BodyLimit
+from evenkeel.api.idempotency import Idempotency
 from evenkeel.api.problems import KINDS, add_problem_handlers
 from evenkeel.api.schemas import ProblemOut
 from evenkeel.ports import Operations
@@ -23,12 +26,13 @@ these types:
 """
 
 
-def create_app(operations: Operations, tokens: TokenSet) -> FastAPI:
+def create_app(operations: Operations, tokens: TokenSet, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """The application over one controller.
 
     Args:
         operations: what the routes call; errors it raises become problems.
         tokens: who may call; every path but `/healthz` and `/readyz` needs one of them.
+        max_body_bytes: larger requests are answered 413.
     """
     listing = "\n".join(
         f"- `urn:evenkeel:problem:{name}` ({kind.status}): {kind.title}." for name, kind in KINDS.items()
@@ -44,6 +48,11 @@ def create_app(operations: Operations, tokens: TokenSet) -> FastAPI:
     )
     app.state.operations = operations
     add_problem_handlers(app)
+    # The last added is the first to see a request.
+    app.add_middleware(Idempotency, max_body_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(RoleGate)
+    app.add_middleware(Audit, operations=lambda: app.state.operations)
     app.add_middleware(BearerAuth, tokens=tokens)
     bearer = [Security(HTTPBearer(auto_error=False, description="A token of the controller's token file."))]
     refusals: dict[int | str, dict[str, Any]] = {
@@ -52,11 +61,12 @@ def create_app(operations: Operations, tokens: TokenSet) -> FastAPI:
             (401, "No valid token"),
             (403, "The token may not do this"),
             (404, "No such deployment, plan or epoch"),
+            (413, "The body is larger than the server takes"),
             (422, "The input can never be right"),
             (503, "Out of reach for now"),
         )
     }
-    for router in (deployments.router, plans.router):
+    for router in (deployments.router, insight.router, plans.router):
         app.include_router(router, prefix="/v1", dependencies=bearer, responses=refusals)
     app.include_router(health.router)
     generate = app.openapi

@@ -1,4 +1,4 @@
-"""Bearer tokens: every path needs one except the two health probes, whether or not a route exists."""
+"""Bearer tokens and their roles: every path needs one except the two health probes, whether or not a route exists."""
 
 import hashlib
 import hmac
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from evenkeel.api.problems import problem_response
 from evenkeel.errors import InvalidInput
 
-__all__ = ["OPEN_PATHS", "BearerAuth", "Role", "Token", "TokenSet"]
+__all__ = ["OPEN_PATHS", "BearerAuth", "Role", "RoleGate", "Token", "TokenSet", "needed_role"]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """Compared whole: no prefix of another path is ever let through."""
@@ -20,12 +20,26 @@ _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Role(StrEnum):
-    """What a token may do."""
+    """What a token may do; each role may all that the ones before it may."""
 
     READ = "read"
     """Look at everything, change nothing."""
     OPERATE = "operate"
-    """Everything."""
+    """Plan, approve, cancel, roll back, freeze, set the policy."""
+    ADMIN = "admin"
+    """Delete and reset, and move the limits that bound every plan."""
+
+    def covers(self, needed: "Role") -> bool:
+        """Whether it may do what `needed` may."""
+        order = list(Role)
+        return order.index(self) >= order.index(needed)
+
+
+def needed_role(method: str) -> Role:
+    """The least role for a method; what is no known reading or deleting is a change."""
+    if method in _READING:
+        return Role.READ
+    return Role.ADMIN if method == "DELETE" else Role.OPERATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +62,7 @@ class TokenSet:
     def parse(cls, text: str) -> "TokenSet":
         """Read a token file: one token a line, blank lines and `#` comments skipped.
 
-        A line is `TOKEN`, `NAME TOKEN` or `NAME ROLE TOKEN` with role `read` or `operate`; a token
+        A line is `TOKEN`, `NAME TOKEN` or `NAME ROLE TOKEN` with role `read`, `operate` or `admin`; a token
         without a name belongs to `operator`, one without a role may operate.
 
         Raises:
@@ -81,7 +95,7 @@ def _parse_line(number: int, words: list[str]) -> Token:
         name = words[0]
     if len(words) == 3:
         if words[1] not in set(Role):
-            raise InvalidInput(f"token file line {number}: role {words[1]} is neither read nor operate")
+            raise InvalidInput(f"token file line {number}: role {words[1]} is none of {', '.join(Role)}")
         role = Role(words[1])
     if len(secret) < 16:
         raise InvalidInput(f"token file line {number}: the token has {len(secret)} characters, needs 16")
@@ -96,7 +110,7 @@ class BearerAuth:
         self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through with its token in `request.state`, or answer 401 or 403."""
+        """Let the request through with its token in `request.state`, or answer 401."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
             await self._app(scope, receive, send)
             return
@@ -111,9 +125,25 @@ class BearerAuth:
             )
             await refusal(scope, receive, send)
             return
-        if token.role is Role.READ and scope.get("method") not in _READING:
-            refusal = problem_response("forbidden", f"token {token.name} may read only", scope["path"])
+        scope.setdefault("state", {})["token"] = token
+        await self._app(scope, receive, send)
+
+
+class RoleGate:
+    """ASGI middleware behind `BearerAuth`: 403 where the token's role is too low for the method."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through or answer 403."""
+        token: Token | None = scope.get("state", {}).get("token")
+        if token is not None and not token.role.covers(needed := needed_role(scope["method"])):
+            refusal = problem_response(
+                "forbidden",
+                f"{scope['method']} needs role {needed}, token {token.name} has {token.role}",
+                scope["path"],
+            )
             await refusal(scope, receive, send)
             return
-        scope.setdefault("state", {})["token"] = token
         await self._app(scope, receive, send)

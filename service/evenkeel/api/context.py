@@ -7,15 +7,18 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, Header, Path, Query, Request
 
+from evenkeel.api.auth import Token
 from evenkeel.errors import InvalidInput
 from evenkeel.model.ids import DeploymentId, PlanId
 from evenkeel.ports import Operations
 
 __all__ = [
     "Caller",
+    "CallerToken",
     "DeploymentPath",
+    "IdempotencyKey",
     "OperationsOf",
     "PageSize",
     "PageToken",
@@ -35,12 +38,25 @@ def _operations(request: Request) -> Operations:
     return operations
 
 
+def _caller_token(request: Request) -> Token:
+    token: Token = request.state.token
+    return token
+
+
 def _caller(request: Request) -> str:
-    return str(request.state.token.name)
+    return _caller_token(request).name
 
 
 OperationsOf = Annotated[Operations, Depends(_operations)]
 Caller = Annotated[str, Depends(_caller)]
+CallerToken = Annotated[Token, Depends(_caller_token)]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        pattern=PLAN_ID_PATTERN,
+        description="Repeating the call with the same key and body gives the same answer, with another body 409.",
+    ),
+]
 DeploymentPath = Annotated[
     DeploymentId,
     Path(alias="deployment", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Deployment id."),

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Response
 
+from evenkeel.api.auth import Role
 from evenkeel.api.context import (
     Caller,
+    CallerToken,
     DeploymentPath,
+    IdempotencyKey,
     OperationsOf,
     PageSize,
     PageToken,
@@ -36,6 +39,9 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["deployments"])
 
+_CONFLICT: dict[int | str, dict[str, Any]] = {
+    409: {"model": ProblemOut, "description": "The state has moved on, or the Idempotency-Key is taken"}
+}
 _DECISIONS_SHOWN = 1000
 """Newest rows that can be paged through."""
 
@@ -61,6 +67,13 @@ async def list_deployments(
 async def get_deployment(operations: OperationsOf, deployment: DeploymentPath) -> DeploymentOut:
     """One deployment: state and why, ranks, balance, the active plan, the last decision."""
     return deployment_out(operations.deployment(deployment).status())
+
+
+@router.delete("/deployments/{deployment}", status_code=204, responses=_CONFLICT)
+async def forget_deployment(operations: OperationsOf, caller: Caller, deployment: DeploymentPath) -> None:
+    """Let go of a deployment whose ranks are gone: lease, memory, series, windows. Plans and epochs stay stored, and
+    ranks that come back are taken again. 409 while a rank is connected. Needs role admin."""
+    await operations.forget(deployment, caller)
 
 
 @router.get("/deployments/{deployment}/placement")
@@ -122,39 +135,57 @@ async def get_policy(
 
 @router.patch(
     "/deployments/{deployment}/policy",
-    responses={412: {"model": ProblemOut, "description": "The document has changed since it was read"}},
+    responses={
+        **_CONFLICT,
+        412: {"model": ProblemOut, "description": "The document has changed since it was read"},
+    },
     response_model=None,
 )
 async def set_policy(
     operations: OperationsOf,
-    caller: Caller,
+    token: CallerToken,
     deployment: DeploymentPath,
     changes: Annotated[dict[str, Any], Body(description="Fields to change; the others stay.")],
     response: Response,
     if_match: Annotated[str | None, Header(description="ETag the change rests on.")] = None,
 ) -> Any:
-    """Change mode, policy, limits or gates; answers with the whole document."""
+    """Change mode, policy, gates, schedule or limits; answers with the whole document. `limits` needs role admin."""
+    if "limits" in changes and not token.role.covers(Role.ADMIN):
+        return problem_response(
+            "forbidden",
+            f"limits need role {Role.ADMIN}, token {token.name} has {token.role}",
+            f"/v1/deployments/{deployment}/policy",
+        )
     if if_match is not None and if_match != entity_tag(plain(operations.policy(deployment))):
         return problem_response(
             "precondition-failed",
             "the policy document is not the one If-Match names, read it again",
             f"/v1/deployments/{deployment}/policy",
         )
-    document: dict[str, Any] = plain(await operations.set_policy(deployment, changes, caller))
+    document: dict[str, Any] = plain(await operations.set_policy(deployment, changes, token.name))
     response.headers["ETag"] = entity_tag(document)
     return document
 
 
-@router.post("/deployments/{deployment}/freeze", status_code=204)
+@router.post("/deployments/{deployment}/freeze", status_code=204, responses=_CONFLICT)
 async def freeze(
-    operations: OperationsOf, caller: Caller, deployment: DeploymentPath, body: FreezeIn
+    operations: OperationsOf,
+    caller: Caller,
+    deployment: DeploymentPath,
+    body: FreezeIn,
+    idempotency_key: IdempotencyKey = None,
 ) -> None:
     """No new plan for so many seconds; it ends by itself, 0 ends it now. A running plan goes on."""
     await operations.freeze(deployment, body.seconds, caller)
 
 
-@router.post("/deployments/{deployment}/resume", status_code=204)
-async def resume(operations: OperationsOf, caller: Caller, deployment: DeploymentPath) -> None:
+@router.post("/deployments/{deployment}/resume", status_code=204, responses=_CONFLICT)
+async def resume(
+    operations: OperationsOf,
+    caller: Caller,
+    deployment: DeploymentPath,
+    idempotency_key: IdempotencyKey = None,
+) -> None:
     """Let automatic plans run again after a rollback."""
     await operations.resume(deployment, caller)
 

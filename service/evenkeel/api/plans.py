@@ -8,6 +8,7 @@ from evenkeel.api.context import (
     PLAN_ID_PATTERN,
     Caller,
     DeploymentPath,
+    IdempotencyKey,
     OperationsOf,
     PageSize,
     PageToken,
@@ -46,7 +47,12 @@ async def create_plan(
     body: PlanIn,
     response: Response,
     idempotency_key: Annotated[
-        str | None, Header(pattern=PLAN_ID_PATTERN, description="Used as plan_id where the body has none.")
+        str | None,
+        Header(
+            pattern=PLAN_ID_PATTERN,
+            description="Repeating the call with the same key and body gives the same answer, with another body 409."
+            " It is the plan_id where the body has none.",
+        ),
     ] = None,
 ) -> PlanOut:
     """Plan by hand; 202 when it runs, 201 when it waits for approval. Location is the plan.
@@ -96,6 +102,7 @@ async def approve_plan(
     deployment: DeploymentPath,
     plan_id: PlanPath,
     response: Response,
+    idempotency_key: IdempotencyKey = None,
 ) -> PlanOut:
     """Start a proposed plan; 409 `stale_base` when the placement has changed since it was made."""
     return _accepted(await operations.approve(deployment, plan_id, caller), response)
@@ -108,6 +115,7 @@ async def cancel_plan(
     deployment: DeploymentPath,
     plan_id: PlanPath,
     response: Response,
+    idempotency_key: IdempotencyKey = None,
 ) -> PlanOut:
     """Stop a plan; a wave whose votes are in still commits, the later ones never start."""
     return _accepted(await operations.cancel(deployment, plan_id, caller), response)
@@ -120,6 +128,7 @@ async def rollback(
     deployment: DeploymentPath,
     response: Response,
     body: RollbackIn | None = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> PlanOut:
     """Return to an earlier epoch's placement and hold automatic plans until `resume`."""
     from_body = body if body is not None else RollbackIn(to_epoch=None)

@@ -49,6 +49,7 @@ KINDS = {
     "method-not-allowed": Kind(405, "The path has no such method", Reason.UNSUPPORTED),
     "conflict": Kind(409, "The state has moved on", Reason.WRONG_PHASE),
     "precondition-failed": Kind(412, "The document has changed since it was read", Reason.STALE_BASE),
+    "too-large": Kind(413, "The body is larger than the server takes", Reason.LIMIT_EXCEEDED),
     "invalid-input": Kind(422, "The input can never be right", Reason.INVALID_INPUT),
     "infeasible-plan": Kind(422, "No placement satisfies the limits"),
     "internal": Kind(500, "A defect in the controller"),
@@ -72,6 +73,7 @@ _OF_STATUS = {
     403: "forbidden",
     404: "not-found",
     405: "method-not-allowed",
+    413: "too-large",
 }
 
 

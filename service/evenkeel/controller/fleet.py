@@ -6,6 +6,7 @@ from typing import Any
 import structlog
 
 from evenkeel.adapters.grpc_server import RankStream
+from evenkeel.controller.audit import AuditLog
 from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outside
 from evenkeel.controller.documents import change_policy, policy_document
 from evenkeel.controller.session import Session
@@ -13,7 +14,7 @@ from evenkeel.controller.status import LiveView
 from evenkeel.errors import Conflict, NotFound, PeerViolation, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel.model.plan import PlanRecord
-from evenkeel.ports import Advice, DeploymentView, PlanRequest
+from evenkeel.ports import Advice, AuditEntry, DeploymentView, PlanRequest, QuarantineRow
 from evenkeel.protocol.control_messages import ControlAction, PersistDocument
 from evenkeel.protocol.messages import Hello
 from evenkeel.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
@@ -34,6 +35,7 @@ class Fleet:
         self._outside = outside
         self._max_deployments = max_deployments
         self._flow = options.flow
+        self._audit = AuditLog(outside.store, outside.health, outside.clock)
 
     def add(self, name: DeploymentId) -> Deployment:
         """The deployment of a name, made if it is new here."""
@@ -68,9 +70,12 @@ class Fleet:
     async def forget_idle(self, after_s: float) -> None:
         """Let go of deployments whose ranks have all been gone for that long."""
         for name in [name for name, member in self.members.items() if _is_over(member, after_s)]:
-            _log.info("deployment_forgotten", deployment=name)
-            await self.members.pop(name).leave()
-            self._outside.metrics.forget(name)
+            await self._let_go(name)
+
+    async def _let_go(self, name: DeploymentId) -> None:
+        _log.info("deployment_forgotten", deployment=name)
+        await self.members.pop(name).leave()
+        self._outside.metrics.forget(name)
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -168,6 +173,29 @@ class Fleet:
         """What would pay now, and why; a kept answer if it is young enough. Moves nothing."""
         return await self._member(deployment).planning.what_if.recommendation(max_age_s)
 
+    def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
+        """What was rejected of the ranks' reports, by reason."""
+        kept = self._member(deployment).ingest.quarantine
+        return [
+            QuarantineRow(
+                reason.value, steps, tuple((int(rank), words) for rank, words in kept.samples(reason))
+            )
+            for reason, steps in sorted(kept.rank_steps.items())
+            if steps
+        ]
+
+    async def audit(self, deployment: DeploymentId | None, limit: int) -> Sequence[Mapping[str, Any]]:
+        """Audit rows, newest first; only those in memory while the store is out of reach."""
+        if deployment is None:
+            return self._audit.here(None, limit)
+        self._member(deployment)
+        if not self._outside.health.resting:
+            try:
+                return await self._audit.rows(deployment, limit)
+            except Unavailable as error:
+                self._outside.health.failed(error)
+        return self._audit.here(deployment, limit)
+
     async def healthy(self) -> Mapping[str, str]:
         """Component -> `ok` or what is wrong."""
         return {
@@ -217,6 +245,27 @@ class Fleet:
         member = self._durable(deployment)
         _log.info("frozen", deployment=deployment, seconds=seconds, by=by)
         await member.driver.call(lambda now: (None, member.operator.freeze(seconds, now)))
+
+    async def clear_quarantine(self, deployment: DeploymentId, by: str) -> None:
+        """Count from zero and drop the samples; metrics go on counting."""
+        _log.info("quarantine_cleared", deployment=deployment, by=by)
+        self._member(deployment).ingest.clear_quarantine()
+
+    async def forget(self, deployment: DeploymentId, by: str) -> None:
+        """Let go of a deployment: lease, memory, series and stored windows; plans and epochs stay stored."""
+        member = self._durable(deployment)
+        if member.sessions:
+            raise Conflict(f"{len(member.sessions)} ranks of {deployment} are connected", Reason.BUSY)
+        _log.info("forget_asked", deployment=deployment, by=by)
+        if member.keeper.leading:
+            await self._outside.windows.forget(deployment)
+        if self.members.get(deployment) is member and not member.sessions:
+            await self._let_go(deployment)
+
+    async def record(self, entry: AuditEntry) -> None:
+        """Write down who asked for what; stored where this replica leads the deployment."""
+        member = None if entry.deployment is None else self.members.get(entry.deployment)
+        await self._audit.record(entry, member.term if member is not None and member.keeper.leading else None)
 
     async def set_policy(
         self, deployment: DeploymentId, changes: Mapping[str, Any], by: str

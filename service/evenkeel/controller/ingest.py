@@ -169,6 +169,10 @@ class Ingest:
             return None
         return self._assembler.highest_step(rank)
 
+    def clear_quarantine(self) -> None:
+        """Count what is rejected from zero."""
+        self.quarantine = Quarantine()
+
     # --- what ranks say -----------------------------------------------------------------------------
 
     def take(self, report: LoadReport, answer: Callable[[ReportAck], None]) -> None:

@@ -236,7 +236,7 @@ def _tokens(settings: Settings) -> TokenSet:
         with contextlib.suppress(FileExistsError):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(f"admin operate {secrets.token_urlsafe(32)}\n")
+                file.write(f"admin admin {secrets.token_urlsafe(32)}\n")
             _log.info("token_written", path=str(path))
     try:
         return TokenSet.parse(path.read_text(encoding="utf-8"))

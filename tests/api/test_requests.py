@@ -1,0 +1,212 @@
+"""What holds for every request: bounds, repetition, and the record of who asked."""
+
+import asyncio
+import json
+
+import pytest
+
+from evenkeel.api import create_app
+from evenkeel.api.bodies import MAX_BODY_BYTES
+from evenkeel.api.idempotency import Idempotency
+from evenkeel.errors import Conflict
+from tests.api.conftest import ADMIN, OPERATE, READ, TOKENS, assert_problem, make_client
+
+PLANS = "/v1/deployments/demo/plans"
+ROLLBACK = "/v1/deployments/demo/rollback"
+
+
+# --- size ------------------------------------------------------------------------------------------
+
+
+async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_how_long_it_is(operations):
+    app = create_app(operations, TOKENS, max_body_bytes=1000)
+
+    async def drip():
+        for _ in range(11):
+            yield b" " * 100
+
+    async with make_client(app) as client:
+        body = assert_problem(await client.post(PLANS, content=b" " * 1001), 413, "limit_exceeded")
+        assert "1000 bytes" in body["detail"]
+        assert_problem(await client.post(PLANS, content=drip()), 413)
+        json_type = {"Content-Type": "application/json"}
+        fits = json.dumps({"plan_id": "p"}).encode().ljust(1000)
+        assert (await client.post(PLANS, content=fits, headers=json_type)).status_code == 202
+    async with make_client(app, None) as client:
+        assert_problem(await client.post(PLANS, content=b" " * 1001), 401)
+    assert len(operations.calls) == 1
+
+
+def test_the_largest_target_one_may_send_fits():
+    rows = [[-1] * (320 * 9)] * 61
+    assert len(json.dumps({"target": {"physical_to_logical": rows}})) < MAX_BODY_BYTES / 4
+
+
+# --- repetition ------------------------------------------------------------------------------------
+
+
+async def test_a_key_with_the_same_body_repeats_the_answer_and_does_nothing(client, operations):
+    headers = {"Idempotency-Key": "k-1"}
+    first = await client.post(ROLLBACK, json={"to_epoch": 1}, headers=headers)
+    again = await client.post(ROLLBACK, json={"to_epoch": 1}, headers=headers)
+    assert first.status_code == again.status_code == 202
+    assert (again.content, again.headers["location"]) == (first.content, first.headers["location"])
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["idempotent-replayed"] == "true"
+    assert len(operations.calls) == 1
+    assert_problem(await client.post(ROLLBACK, json={"to_epoch": 2}, headers=headers), 409, "id_reused")
+    assert len(operations.calls) == 1
+
+
+async def test_a_key_beside_a_plan_id_repeats_the_plan_of_that_id(client, operations):
+    body, headers = {"plan_id": "mine", "dry_run": True}, {"Idempotency-Key": "k-1"}
+    first = await client.post(PLANS, json=body, headers=headers)
+    assert (first.status_code, first.json()["plan_id"]) == (201, "mine")
+    assert (await client.post(PLANS, json=body, headers=headers)).content == first.content
+    # Another key, the same id and body: the same plan, found by its id.
+    other = await client.post(PLANS, json=body, headers={"Idempotency-Key": "k-2"})
+    assert other.json() == first.json()
+    assert len(operations.records["demo"]) == 1
+    assert_problem(await client.post(PLANS, json={**body, "plan_id": "x"}, headers=headers), 409, "id_reused")
+
+
+async def test_a_plan_is_found_by_its_key_also_by_a_controller_that_started_anew(operations):
+    headers = {"Idempotency-Key": "k-1"}
+    async with make_client(create_app(operations, TOKENS)) as client:
+        first = await client.post(PLANS, json={"policy": "gem"}, headers=headers)
+    async with make_client(create_app(operations, TOKENS)) as client:
+        assert (await client.post(PLANS, json={"policy": "gem"}, headers=headers)).json() == first.json()
+        assert_problem(await client.post(PLANS, json={"policy": "x"}, headers=headers), 409, "id_reused")
+    assert len(operations.records["demo"]) == 1
+
+
+async def test_keys_of_other_tokens_and_paths_are_other_keys(app, operations):
+    headers = {"Idempotency-Key": "k-1"}
+    for token in (OPERATE, ADMIN):
+        async with make_client(app, token) as client:
+            assert (await client.post(ROLLBACK, json={}, headers=headers)).status_code == 202
+            freeze = await client.post("/v1/deployments/demo/freeze", json={"seconds": 5}, headers=headers)
+            assert freeze.status_code == 204
+    assert [call[0] for call in operations.calls] == ["rollback", "freeze"] * 2
+
+
+async def test_an_error_is_not_kept(client, operations):
+    headers = {"Idempotency-Key": "k-1"}
+    operations.error = Conflict("not now")
+    assert_problem(await client.post(ROLLBACK, json={}, headers=headers), 409)
+    operations.error = None
+    assert (await client.post(ROLLBACK, json={}, headers=headers)).status_code == 202
+
+
+async def test_a_repetition_while_the_first_is_under_way_is_told_to_wait(client, operations, monkeypatch):
+    entered, leave = asyncio.Event(), asyncio.Event()
+    rollback = operations.rollback
+
+    async def slow(*arguments):
+        entered.set()
+        await leave.wait()
+        return await rollback(*arguments)
+
+    operations.rollback = slow
+    headers = {"Idempotency-Key": "k-1"}
+    first = asyncio.create_task(client.post(ROLLBACK, json={}, headers=headers))
+    await asyncio.wait_for(entered.wait(), 30)
+    second = await client.post(ROLLBACK, json={}, headers=headers)
+    assert_problem(second, 409, "busy")
+    assert second.headers["retry-after"] == "1"
+    leave.set()
+    assert (await first).status_code == 202
+    assert (await client.post(ROLLBACK, json={}, headers=headers)).content == (await first).content
+    assert len(operations.calls) == 1
+
+
+class Counting:
+    """An application that answers with the number of the call and 100 bytes."""
+
+    def __init__(self):
+        self.calls = 0
+
+    async def __call__(self, scope, receive, send):
+        self.calls += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(self.calls).encode().ljust(100)})
+
+
+@pytest.mark.parametrize("bounds", [{"most_keys": 3}, {"most_bytes": 399}])
+async def test_what_is_remembered_is_bounded_by_keys_and_bytes(bounds):
+    inner = Counting()
+    app = Idempotency(inner, 1000, **bounds)
+
+    async def post(key):
+        sent = []
+
+        async def receive():
+            return {"type": "http.request", "body": b""}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "headers": [(b"idempotency-key", key.encode())],
+            "state": {"token": TOKENS.find(OPERATE)},
+        }
+        await app(scope, receive, send)
+        return int(sent[1]["body"])
+
+    assert [await post(key) for key in "abc"] == [1, 2, 3]
+    assert [await post(key) for key in "abc"] == [1, 2, 3]
+    assert await post("d") == 4
+    assert [await post(key) for key in "bcd"] == [2, 3, 4]
+    assert await post("a") == 5
+    assert inner.calls == 5
+
+
+# --- the record ------------------------------------------------------------------------------------
+
+
+async def test_every_change_asked_for_is_written_down_with_its_outcome(app, operations):
+    async with make_client(app, READ) as client:
+        await client.post("/v1/deployments/demo/resume")
+    async with make_client(app, OPERATE) as client:
+        await client.post(PLANS, json={"plan_id": "p"}, headers={"Idempotency-Key": "k"})
+        await client.post(PLANS, json={"limits": 3})
+        await client.get(PLANS)
+        await client.patch("/v1/nothing")
+    async with make_client(app, "unknown-token-0123") as client:
+        await client.post(PLANS, json={})
+    rows = [
+        (row["by"], row["role"], row["method"], row["path"], row["status"], row["deployment"])
+        for row in reversed(operations.rows)
+    ]
+    assert rows == [
+        ("bob", "read", "POST", "/v1/deployments/demo/resume", 403, "demo"),
+        ("alice", "operate", "POST", PLANS, 202, "demo"),
+        ("alice", "operate", "POST", PLANS, 422, "demo"),
+        ("alice", "operate", "PATCH", "/v1/nothing", 404, None),
+    ]
+    assert [row["idempotency_key"] for row in reversed(operations.rows)] == [None, "k", None, None]
+
+
+async def test_a_defect_is_written_down_as_500(app, operations):
+    operations.error = ZeroDivisionError("1 / 0")
+    async with make_client(app) as client:
+        assert_problem(await client.post("/v1/deployments/demo/resume"), 500)
+    assert [row["status"] for row in operations.rows] == [500]
+
+
+async def test_the_record_is_read_in_pages(app, operations):
+    async with make_client(app) as client:
+        for seconds in range(5):
+            await client.post("/v1/deployments/demo/freeze", json={"seconds": seconds})
+        await client.post("/v1/deployments/fresh/resume")
+        first = (await client.get("/v1/deployments/demo/audit", params={"page_size": 3})).json()
+        token = first["next_page_token"]
+        rest = await client.get("/v1/deployments/demo/audit", params={"page_size": 3, "page_token": token})
+        everything = (await client.get("/v1/audit")).json()
+    seen = first["items"] + rest.json()["items"]
+    assert [row["id"] for row in seen] == [f"{n:04x}" for n in (4, 3, 2, 1, 0)]
+    assert rest.json()["next_page_token"] is None
+    assert [row["deployment"] for row in everything["items"]] == ["fresh"] + ["demo"] * 5
