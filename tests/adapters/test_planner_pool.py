@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import psutil
@@ -84,3 +86,27 @@ async def test_a_plan_that_takes_too_long_is_given_up_with_its_process():
         await pool.run(hang, 0)
     assert not psutil.pid_exists(worker)
     pool.close()
+
+
+def test_a_worker_whose_parent_died_before_it_asked_to_die_with_it_ends():
+    """A controller killed while its planner loads left the process behind for ever: found by the chaos run."""
+    orphan = (
+        "import os, sys, time\n"
+        "from evenkeel.adapters.child_process import die_with_parent\n"
+        "parent = int(sys.argv[1])\n"
+        "while os.getppid() == parent: time.sleep(0.01)\n"
+        "print('orphaned', flush=True)\n"
+        "die_with_parent(parent)\n"
+        "print('lives on', flush=True)\n"
+    )
+    parent = (
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {orphan!r}, str(os.getpid())])\n"
+        "print('started', flush=True)\n"
+    )
+    # The pipe closes when the orphan is gone, too.
+    done = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split("\n")[:2] == ["started", "orphaned"]
+    assert "lives on" not in done.stdout

@@ -82,7 +82,8 @@ def replicas(tmp_path, store, **settings) -> tuple[Controller, Controller]:
         "LEADER__LEASE_S": "2",
         "LEADER__RENEW_S": "0.5",
         "INGEST__HEARTBEAT_S": "0.5",
-        "INGEST__RANK_LEASE_S": "3",
+        # Ranks here do not come back by themselves; on a starved machine they must not seem lost.
+        "INGEST__RANK_LEASE_S": "20",
         "PLANNER__MODE": "observe",
         **settings,
     }
@@ -215,7 +216,7 @@ async def _led_by(controller, name):
 
 
 async def test_a_leader_no_rank_can_reach_lets_another_lead(tmp_path, store):
-    one, two = replicas(tmp_path, store)
+    one, two = replicas(tmp_path, store, INGEST__RANK_LEASE_S="3")
     async with one, two, Group() as group:
         await group.connect(one.address)
         await until(lambda: one.state("ready"))

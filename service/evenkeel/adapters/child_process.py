@@ -18,10 +18,16 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process with its parent; called in the child. Linux only."""
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process with its parent; called in the child. Linux only.
+
+    Args:
+        parent: its process id. One that died before it could be asked for is not waited for.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def dying_with_parent(command: Sequence[str]) -> list[str]:

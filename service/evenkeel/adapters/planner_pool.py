@@ -120,4 +120,6 @@ class PlannerPool:
 def _begin_worker() -> None:
     """Ctrl-C reaches every process of a terminal: only the controller decides about it, and is outlived by none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    die_with_parent(parent.pid)

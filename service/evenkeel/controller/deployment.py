@@ -21,6 +21,7 @@ from evenkeel.controller.hands import ControlHands, StoreHealth
 from evenkeel.controller.ingest import Ingest
 from evenkeel.controller.leases import LeaseKeeper
 from evenkeel.controller.planning import Planning
+from evenkeel.controller.reach import Reach
 from evenkeel.controller.session import Session
 from evenkeel.controller.tasks import end_tasks
 from evenkeel.driver import Driver
@@ -140,8 +141,8 @@ class Deployment:
         )
         self.planning = Planning(self)
         self._tasks: list[asyncio.Task[None]] = []
-        self._seen_at = self._heard_at = clock.monotonic()
-        self._told_at = 0.0
+        self.reach = Reach(self)
+        self._seen_at = clock.monotonic()
         self._term = 0
         self._settled_at: tuple[Epoch, str] | None = None
         self._restored = False
@@ -232,29 +233,6 @@ class Deployment:
         rows = await self.outside.store.fetch_decisions(self.deployment, 100)
         self.hands.decisions.extendleft(dict(row) for row in rows)
         self._restored = True
-
-    def _unheard(self) -> bool:
-        """Whether this replica leads ranks that cannot reach it, and another might."""
-        now, lease_s = self.outside.clock.monotonic(), self.options.timing.rank_lease_s
-        membership = self.control.membership
-        if not self.keeper.leading or any(membership.fresh(rank, now) for rank in membership.members):
-            self._heard_at = now
-        return not self.options.alone and now - self._heard_at > lease_s
-
-    async def _yield_lease(self) -> None:
-        await self.keeper.yield_lease("no rank was heard for a whole lease: another replica may reach them")
-        for session in list(self.sessions.values()):
-            session.stream.close(NotLeader("", "", self.options.renew_s))
-
-    def _keep_streams(self) -> None:
-        """While it does not lead, say something: ranks leave a controller that is silent."""
-        now = self.outside.clock.monotonic()
-        if now - self._told_at < self.options.timing.heartbeat_s:
-            return
-        self._told_at = now
-        for session in self.sessions.values():
-            if session.registered:
-                session.stream.send(self.flow)
 
     def _outrun(self, _winner: Lease) -> None:
         """Another replica leads: the ranks are sent to it."""
@@ -399,9 +377,7 @@ class Deployment:
 
     def _follow_machine(self) -> None:
         """After every batch: telemetry needs the generation and the map the machine settled on."""
-        if self._unheard():
-            self._heard_at = self.outside.clock.monotonic()
-            self.outside.spawn(self._yield_lease(), f"yield-{self.deployment}")
+        self.reach.check()
         control, ingest = self.control, self.ingest
         shape, generation = control.membership.shape, control.generation
         if generation is not None and shape is not None and generation != ingest.generation:
@@ -412,7 +388,7 @@ class Deployment:
             self._settled_at = None
             self._shape_unstored = True
         if control.state is ControlState.FOLLOWER:
-            self._keep_streams()
+            self.reach.keep_streams()
             return  # Loads are counted on under the last map while the lease is sought.
         if control.state in (ControlState.READY, ControlState.MIGRATING):
             epoch, placement = control.epoch, control.placement
