@@ -1,5 +1,6 @@
 """Ranks of a toy vLLM as processes over Gloo; each runs a scenario by name and sends back what it saw."""
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -46,9 +47,14 @@ def run(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
     try:
         while len(found) < size and not errors:
             try:
-                rank, answer, error = answers.get(timeout=max(0.1, deadline - time.monotonic()))
+                rank, answer, error = answers.get(timeout=1.0)
             except queue.Empty:
-                raise AssertionError(f"ranks {sorted(set(range(size)) - set(found))} hang") from None
+                silent = [rank for rank in range(size) if rank not in found]
+                assert all(ranks[rank].is_alive() for rank in silent), (
+                    f"ranks {silent} ended without an answer"
+                )
+                assert time.monotonic() < deadline, f"ranks {silent} hang; their stacks are on stderr"
+                continue
             found[rank] = answer
             if error:
                 errors.append(f"rank {rank}: {error}")
@@ -68,6 +74,7 @@ def _child(module, scenario, rank, size, port, options, answers):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(0.9 * TIMEOUT_S)
     try:
         dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
         answer = getattr(importlib.import_module(module), scenario)(rank, size, **options)
