@@ -117,6 +117,7 @@ def test_all_faults_are_told_at_once():
         ({"PLANNER__POLICY": "best"}, "unknown policy 'best'"),
         ({"GRPC__TLS_CERT_FILE": "a.pem"}, "need each other"),
         ({"GRPC__TLS_CLIENT_CA_FILE": "a.pem"}, "needs grpc.tls_cert_file"),
+        ({"GRPC__TLS_REQUIRE_IDENTITY": "true"}, "needs grpc.tls_client_ca_file"),
         ({"REST__PORT": "9090"}, "all must differ"),
     ],
 )

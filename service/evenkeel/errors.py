@@ -44,6 +44,7 @@ class Reason(StrEnum):
     OBSERVE_MODE = "observe_mode"
     PLAN_IN_PROGRESS = "plan_in_progress"
     FROZEN = "frozen"
+    OUTSIDE_SCHEDULE = "outside_schedule"
     HELD_AFTER_ROLLBACK = "held_after_rollback"
     COOLDOWN = "cooldown"
     INSUFFICIENT_DATA = "insufficient_data"
@@ -119,6 +120,7 @@ class Reason(StrEnum):
     GATE_LAYOUT_DISAGREES = "gate_layout_disagrees"
     EPOCH_MISMATCH = "epoch_mismatch"
     UNSUPPORTED = "unsupported"
+    IDENTITY_REFUSED = "identity_refused"
 
     # The caller.
     UNKNOWN_POLICY = "unknown_policy"

@@ -92,7 +92,13 @@ class GrpcSettings:
     """PEM chain of this server; with it only TLS is spoken."""
     tls_key_file: Path | None = None
     tls_client_ca_file: Path | None = None
-    """PEM of the CA whose clients may connect; with it every rank needs a certificate."""
+    """PEM of the CA whose clients may connect; with it every rank needs a certificate. This and the two files above
+    are read anew when they change."""
+    tls_require_identity: bool = False
+    """Whether a rank's certificate must name it, by a URI such as evenkeel://DEPLOYMENT/ranks/0-7. One that names
+    ranks is held to them in any case; false also takes certificates that name none."""
+    reflection: bool = False
+    """Tell any client which services and messages there are, for grpcurl and the like."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -418,6 +424,8 @@ def _contradictions(settings: Settings) -> Iterator[str]:
         yield "grpc.tls_cert_file and grpc.tls_key_file need each other"
     if grpc.tls_client_ca_file is not None and grpc.tls_cert_file is None:
         yield "grpc.tls_client_ca_file needs grpc.tls_cert_file: without TLS no client shows a certificate"
+    if grpc.tls_require_identity and grpc.tls_client_ca_file is None:
+        yield "grpc.tls_require_identity needs grpc.tls_client_ca_file: without it no rank shows a certificate"
     ports = [s.port for s in (settings.grpc, settings.rest, settings.metrics) if s.port]
     if len(set(ports)) < len(ports):
         yield f"grpc, rest and metrics listen on {', '.join(map(str, ports))}: all must differ"

@@ -11,7 +11,9 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
+from evenkeel.adapters.server_tls import ServerCertificates, check_identity
 from evenkeel.errors import EvenkeelError, InvalidInput, PeerViolation
 from evenkeel.protocol.messages import Hello
 from evenkeel.v1 import agent_pb2
@@ -178,10 +180,14 @@ class ServerOptions:
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_client_ca_file: Path | None = None
+    tls_require_identity: bool = False
+    """Turn away certificates that name no ranks; those that name some are held to them in any case."""
+    reflection: bool = False
+    """Tell clients which services and messages there are."""
 
 
 class GrpcServer:
-    """RankLink and grpc.health.v1 on one port."""
+    """RankLink and grpc.health.v1 on one port, and reflection where it is wanted."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._hub: RankHub | None = None
@@ -223,14 +229,17 @@ class GrpcServer:
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Attach": attach}),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if options.reflection:
+            names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
         address = f"{options.host}:{options.port}"
+        cert, key = options.tls_cert_file, options.tls_key_file
         try:
-            credentials = _credentials(options)
-            self.port = (
-                server.add_insecure_port(address)
-                if credentials is None
-                else server.add_secure_port(address, credentials)
-            )
+            if cert is None or key is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                certificates = ServerCertificates(cert, key, options.tls_client_ca_file)
+                self.port = server.add_secure_port(address, certificates.credentials())
         except (RuntimeError, OSError) as error:
             raise InvalidInput(f"cannot listen for ranks on {address}: {error}") from error
         self._server = server
@@ -292,10 +301,12 @@ class GrpcServer:
             return
         try:
             hello = decode_rank_message(_parse(first), None)
+            assert isinstance(hello, Hello)
+            required = self._options.tls_require_identity
+            check_identity(context.auth_context(), hello.identity, required=required)
         except PeerViolation as violation:
             hub.refuse(violation, stream)
             return
-        assert isinstance(hello, Hello)
         attached = await hub.attach(hello, stream)
         if attached is None:
             return
@@ -365,12 +376,3 @@ async def _write(stream: RankStream, context: Any) -> None:
             _log.error("message_not_sent", kind=type(message).__name__, error=str(error))
             continue
         await context.write(encoded)
-
-
-def _credentials(options: ServerOptions) -> Any:
-    if options.tls_cert_file is None or options.tls_key_file is None:
-        return None
-    pair = (options.tls_key_file.read_bytes(), options.tls_cert_file.read_bytes())
-    if options.tls_client_ca_file is None:
-        return grpc.ssl_server_credentials([pair])
-    return grpc.ssl_server_credentials([pair], options.tls_client_ca_file.read_bytes(), True)

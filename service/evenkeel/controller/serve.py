@@ -258,6 +258,8 @@ def _server_options(settings: Settings) -> ServerOptions:
         tls_cert_file=grpc.tls_cert_file,
         tls_key_file=grpc.tls_key_file,
         tls_client_ca_file=grpc.tls_client_ca_file,
+        tls_require_identity=grpc.tls_require_identity,
+        reflection=grpc.reflection,
     )
 
 
