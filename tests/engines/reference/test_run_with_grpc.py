@@ -34,6 +34,8 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
         self.locks: dict[Any, asyncio.Lock] = {}
         self.counts: dict[int, dict[int, Any]] = {rank: {} for rank in range(ranks)}
         self.messages = asyncio.Queue()
+        self.counted = asyncio.Event()
+        """Set once every rank reported the same five steps."""
 
     async def Attach(self, requests, context):
         hello = None
@@ -48,6 +50,8 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
             if isinstance(message, LoadReport):
                 for meta, counts in zip(message.steps, message.counts, strict=True):
                     self.counts[message.rank][meta.step] = counts.sum(axis=1)
+                if len(self.common_steps()) >= 5:
+                    self.counted.set()
                 await self.write(context, ReportAck(message.steps[-1].step if message.steps else None))
             await self.messages.put((hello.identity.rank, message))
 
@@ -128,8 +132,7 @@ async def test_ranks_report_move_and_swap_over_grpc(tmp_path):
             async with asyncio.timeout(60):
                 target, acks = await servicer.lead(config.shape, config.staging_bytes)
                 # The plan may be over before the first report left: steps are reported in batches.
-                while len(servicer.common_steps()) < 5:
-                    await asyncio.sleep(0.05)
+                await servicer.counted.wait()
             assert {int(ack.epoch) for ack in acks} == {1}
             assert {ack.placement_digest for ack in acks} == {target.digest}
         finally:
