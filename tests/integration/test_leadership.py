@@ -79,8 +79,8 @@ def replicas(tmp_path, store, **settings) -> tuple[Controller, Controller]:
     environment = {
         "REDIS__URL": store.url,
         "LEADER__REPLICAS": "2",
-        "LEADER__LEASE_S": "2",
-        "LEADER__RENEW_S": "0.5",
+        "LEADER__LEASE_S": "3",
+        "LEADER__RENEW_S": "0.75",
         "INGEST__HEARTBEAT_S": "0.5",
         # Ranks here do not come back by themselves; on a starved machine they must not seem lost.
         "INGEST__RANK_LEASE_S": "20",
@@ -111,7 +111,6 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
         await group.connect(one.address)
         await until(lambda: one.state("ready"))
         await group.serve(64)
-        first = await one.status()
         # A wave that every rank holds and none was told to commit: whoever comes next must end it (R12).
         for rank in group.ranks:
             rank.votes = False
@@ -120,10 +119,17 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
         row[[0, 1]] = row[[1, 0]]
         body = {"plan_id": "held", "approve": True, "target": {"physical_to_logical": target.tolist()}}
         await until(lambda: one.events("planner_ready"), within_s=90)
-        answer = await one.http.post("/v1/deployments/demo/plans", json=body)
-        assert answer.is_success, answer.text
+
+        async def taken():
+            # A starved machine may cost the lease for a moment; a client asks again by the same id.
+            answer = await one.http.post("/v1/deployments/demo/plans", json=body)
+            assert answer.is_success or answer.status_code == 503, answer.text
+            return answer.is_success
+
+        await until(taken)
         await until(lambda: all(rank.state is m.ParticipantState.PREPARED for rank in group.ranks))
 
+        first = await one.status()
         os.kill(one.process.pid, signal.SIGSTOP)
         stopped = time.monotonic()
         try:
@@ -192,7 +198,8 @@ async def test_a_restarted_leader_reclaims_its_lease_at_once(tmp_path, store):
         await until(lambda: one.state("ready"))
         term = (await one.status())["term"]
         await group.serve(32)
-        await asyncio.sleep(1.0)
+        # What the deployment is made of is stored with the next window.
+        await asyncio.sleep(2.5)
         await one.stop(signal.SIGKILL)
         # Another identity has to wait.
         stranger = Rank(group, 0)

@@ -12,6 +12,8 @@ from evenkeel.ports import Clock, DeploymentStore, Lease
 __all__ = ["LeaseKeeper"]
 
 _log = structlog.get_logger(__name__)
+_AGAIN_S = 1.0
+"""Longest wait before a lease that was not had is sought again."""
 
 
 class LeaseKeeper:
@@ -111,7 +113,7 @@ class LeaseKeeper:
             if await self._acquire():
                 await self._keep()
             else:
-                await asyncio.sleep(self._renew_s)
+                await asyncio.sleep(min(self._renew_s, _AGAIN_S))
 
     async def release(self) -> None:
         """Give the lease up, so that another replica need not wait for it to run out."""
