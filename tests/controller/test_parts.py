@@ -30,6 +30,7 @@ from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanKind, PlanLimits, PlanPhase
 from evenkeel.model.policy import DeploymentPolicy, Mode
+from evenkeel.model.schedule import Schedule
 from evenkeel.model.topology import ModelShape
 from evenkeel.planning import metrics
 from evenkeel.planning.problem import DispatchModel
@@ -222,11 +223,19 @@ def test_steps_under_the_present_placement_are_those_of_its_epoch():
 
 def test_a_policy_survives_its_document():
     policy = DeploymentPolicy(
-        Mode.AUTO, "eplb", PlanLimits(max_moves=3), 5.0, 60.0, ("keel", "gem"), {"min_gain": 0.2}
+        Mode.AUTO,
+        "eplb",
+        PlanLimits(max_moves=3),
+        5.0,
+        60.0,
+        ("keel", "gem"),
+        {"min_gain": 0.2},
+        Schedule(("daily 01:00 - 05:00",), ("fri 00:00 - mon 00:00",)),
     )
     again = policy_from_document(policy_document(policy), DeploymentPolicy())
     assert policy_document(again) == policy_document(policy)
     assert again.limits == policy.limits
+    assert again.schedule == policy.schedule
     assert again.shadow_policies == ("keel", "gem")
 
 
@@ -244,6 +253,10 @@ def test_a_change_touches_only_what_it_names():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"schedule": {"windows": ["sometimes"]}}, "'sometimes' is no weekly span"),
+        ({"schedule": {"windows": "daily 01:00 - 02:00"}}, "must be a list of weekly spans"),
+        ({"schedule": {"holidays": []}}, "unknown schedule holidays; known: blackouts, windows"),
+        ({"schedule": {"blackouts": ["daily 00:00 - 24:00"]}}, "no minute of the week"),
         ({"modus": "auto"}, "unknown policy fields modus; known: mode"),
         ({"mode": "never"}, "'never' is not observe"),
         ({"mode": 3}, "3 is not observe"),

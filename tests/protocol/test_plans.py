@@ -8,6 +8,7 @@ from evenkeel.errors import Conflict, InfeasiblePlan, NotFound, Reason, Unavaila
 from evenkeel.model.ids import Epoch, PlanId
 from evenkeel.model.plan import PlanKind, PlanPhase
 from evenkeel.model.policy import DeploymentPolicy, Mode
+from evenkeel.model.schedule import Schedule
 from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol import messages as msg
 from evenkeel.protocol.operator import Operator
@@ -329,6 +330,48 @@ def test_plan_that_was_overtaken_is_not_begun():
     assert only(actions, ctl.PersistDecision).row["reason"] == Reason.FROZEN
     late = control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan_of()), 10.6)
     assert late == [], "a cycle is answered once"
+
+
+def only_from(unix: float, minutes: int = 60) -> Schedule:
+    """A schedule that is open every day for that long from the minute of a Unix time on."""
+    first = int(unix // 60) % 1440
+    begins, ends = divmod(first, 60), divmod((first + minutes) % 1440, 60)
+    return Schedule(windows=(f"daily {begins[0]:02}:{begins[1]:02} - {ends[0]:02}:{ends[1]:02}",))
+
+
+def test_outside_its_schedule_no_plan_begins_and_none_by_hand():
+    unix = control_of(S.READY).unix_offset_s + 10.0
+    control = fresh(dataclasses.replace(AUTO, schedule=only_from(unix + 7200)))
+    row = only(control.handle(msg.Tick(), 10.0), ctl.PersistDecision).row
+    assert row["reason"] == Reason.OUTSIDE_SCHEDULE
+    with pytest.raises(Conflict, match="opens in 7") as caught:
+        Operator(control).submit(plan_of(), 10.0, approve=True)
+    assert caught.value.reason is Reason.OUTSIDE_SCHEDULE
+    waiting, _ = Operator(control).submit(plan_of(), 10.0)
+    with pytest.raises(Conflict) as caught:
+        Operator(control).approve(waiting.plan.plan_id, "me", 10.0)
+    assert caught.value.reason is Reason.OUTSIDE_SCHEDULE
+    assert record(control).phase is PlanPhase.PROPOSED
+    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=only_from(unix - 60)))
+    started, _ = Operator(control).approve(waiting.plan.plan_id, "me", 10.0)
+    assert (started.phase, control.state) == (PlanPhase.MIGRATING, S.MIGRATING)
+
+
+def test_a_plan_of_a_cycle_that_ends_after_closing_time_is_not_begun():
+    unix = control_of(S.READY).unix_offset_s + 10.0
+    control = fresh(dataclasses.replace(AUTO, schedule=only_from(unix - 60)))
+    cycle = only(control.handle(msg.Tick(), 10.0), ctl.RunCycle)
+    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=only_from(unix + 7200)))
+    actions = control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan_of()), 10.5)
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.OUTSIDE_SCHEDULE
+
+
+def test_a_rollback_may_begin_at_any_time():
+    control = fresh(AUTO)
+    closed = only_from(control.unix_offset_s + 7200)
+    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=closed))
+    back, _ = Operator(control).submit(plan_of(kind=PlanKind.ROLLBACK), 10.0, approve=True)
+    assert not back.phase.terminal and back.phase is not PlanPhase.PROPOSED
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from evenkeel.errors import EvenkeelError, InvalidInput
 from evenkeel.model.ids import Generation
 from evenkeel.model.plan import PlanLimits
 from evenkeel.model.policy import DeploymentPolicy, Mode
+from evenkeel.model.schedule import Schedule
 from evenkeel.model.topology import ModelShape
 from evenkeel.planning.gates import GateSettings
 from evenkeel.planning.policies import resolve_policy
@@ -34,12 +35,16 @@ def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
         "limits": asdict(policy.limits),
         "cycle_s": policy.cycle_s,
         "proposal_ttl_s": policy.proposal_ttl_s,
+        "schedule": {
+            "windows": list(policy.schedule.windows),
+            "blackouts": list(policy.schedule.blackouts),
+        },
         "thresholds": {setting.name: float(getattr(gates, setting.name)) for setting in fields(gates)},
     }
 
 
 def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> DeploymentPolicy:
-    """The policy with some fields changed; `limits` and `thresholds` change field by field.
+    """The policy with some fields changed; `limits`, `schedule` and `thresholds` change field by field.
 
     Raises:
         InvalidInput: an unknown field or a value out of range, with what is known.
@@ -49,7 +54,7 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
     if unknown:
         raise InvalidInput(f"unknown policy fields {', '.join(unknown)}; known: {', '.join(document)}")
     for name, value in changes.items():
-        if name in ("limits", "thresholds"):
+        if name in ("limits", "schedule", "thresholds"):
             if not isinstance(value, Mapping):
                 raise InvalidInput(f"{name} must be an object, not {type(value).__name__}")
             strange = sorted(set(value) - set(document[name]))
@@ -85,6 +90,7 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
         limits=PlanLimits(**limits),
         cycle_s=_number("cycle_s", document["cycle_s"]),
         proposal_ttl_s=_number("proposal_ttl_s", document["proposal_ttl_s"]),
+        schedule=Schedule(**{name: _spans(name, value) for name, value in document["schedule"].items()}),
         thresholds=thresholds,
     )
 
@@ -99,6 +105,12 @@ def _shadows(names: Any) -> tuple[str, ...]:
     for name in names:
         resolve_policy(name)
     return tuple(names)
+
+
+def _spans(name: str, texts: Any) -> tuple[str, ...]:
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise InvalidInput(f"schedule.{name} is {texts!r}, must be a list of weekly spans")
+    return tuple(texts)
 
 
 def _number(what: str, value: Any) -> float:

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from evenkeel.errors import InvalidInput
 from evenkeel.model.plan import PlanLimits
+from evenkeel.model.schedule import Schedule
 
 __all__ = ["DeploymentPolicy", "Mode"]
 
@@ -37,6 +38,8 @@ class DeploymentPolicy:
     """Planning algorithms scored beside `policy` on the same steps; they never move anything."""
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """Gate settings by name, read where the gates are evaluated; absent names have defaults there."""
+    schedule: Schedule = Schedule()
+    """When a plan may begin; a rollback always may, and a plan under way goes on."""
 
     def __post_init__(self) -> None:
         if not self.cycle_s > 0:

@@ -56,8 +56,11 @@ class Cycles:
     def _gate(self, now: float) -> Reason | None:
         """What an operator or an open plan holds against a new one."""
         migration = self.migration
-        if now + migration.unix_offset_s < self.frozen_until:
+        unix = now + migration.unix_offset_s
+        if unix < self.frozen_until:
             return Reason.FROZEN
+        if not self.policy.schedule.is_open(unix):
+            return Reason.OUTSIDE_SCHEDULE
         if self.policy.mode is Mode.AUTO and self.held:
             return Reason.HELD_AFTER_ROLLBACK
         if migration.book.active is not None:

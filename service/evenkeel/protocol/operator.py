@@ -46,7 +46,7 @@ class Operator:
         The same id with the same digest answers with the record there is. A rollback holds `auto`.
 
         Raises:
-            Conflict: ID_REUSED, STALE_BASE, and with `approve` PLAN_IN_PROGRESS or FROZEN.
+            Conflict: ID_REUSED, STALE_BASE, and with `approve` PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
             InfeasiblePlan: the plan breaks an invariant (R17).
         """
         migration, cycles = self._ready()
@@ -80,7 +80,7 @@ class Operator:
 
         Raises:
             NotFound: no such plan. Conflict: STALE_BASE when the epoch moved (R16), EXPIRED,
-            WRONG_PHASE, PLAN_IN_PROGRESS, FROZEN.
+            WRONG_PHASE, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
         """
         migration, _ = self._ready()
         book = self.control.book
@@ -189,3 +189,7 @@ class Operator:
         unix = now + self.control.unix_offset_s
         if unix < cycles.frozen_until and not thawed:
             raise Conflict(f"frozen for {cycles.frozen_until - unix:.0f} s more", Reason.FROZEN)
+        opens_at = self.control.policy.schedule.opens_at(unix)
+        if opens_at != unix and not thawed:
+            assert opens_at is not None
+            raise Conflict(f"the schedule opens in {opens_at - unix:.0f} s", Reason.OUTSIDE_SCHEDULE)
