@@ -78,6 +78,14 @@ async def test_a_process_that_dies_is_replaced(pool):
     assert pool.fault == ""
 
 
+async def test_the_deadline_begins_when_the_kernels_are_there():
+    """Loading them takes seconds, so that with a deadline from the start no first plan was ever made."""
+    pool = PlannerPool(1, deadline_s=0.5)
+    assert await pool.run(double, 3) == 6
+    assert pool.warm
+    pool.close()
+
+
 async def test_a_plan_that_takes_too_long_is_given_up_with_its_process():
     pool = PlannerPool(1, deadline_s=30)
     worker = await pool.run(whoami, 0)
