@@ -1,0 +1,72 @@
+"""What operators look up in a real controller: who asked for what, what was rejected, where the load is."""
+
+import pytest
+
+from evenkeel.errors import Reason
+from tests.integration.controller_rig import Controller, Group, damaged, until
+
+pytestmark = pytest.mark.integration
+
+BASE = "/v1/deployments/demo"
+
+
+async def test_heat_map_quarantine_audit_and_forgetting(tmp_path):
+    async with Controller(tmp_path) as controller:
+        async with Group() as group:
+            await group.connect(controller.address)
+            await until(lambda: controller.state("ready"))
+            await group.serve(32)
+            await _rejected_reports_are_told_and_cleared(controller, group)
+            await _the_heat_map_is_of_what_was_served(controller)
+            busy = await controller.http.delete(BASE)
+            assert (busy.status_code, busy.json()["reason"]) == (409, Reason.BUSY)
+            assert (await controller.http.post(f"{BASE}/freeze", json={"seconds": 60})).status_code == 204
+        await controller.stop()
+        await controller.start()
+        # The record outlives the process; what it did since is on top.
+        await until(lambda: controller.state("waiting_for_ranks"))
+        rows = (await controller.http.get(f"{BASE}/audit")).json()["items"]
+        assert [(row["method"], row["path"], row["status"], row["by"]) for row in rows] == [
+            ("POST", f"{BASE}/freeze", 204, "admin"),
+            ("DELETE", BASE, 409, "admin"),
+            ("DELETE", f"{BASE}/quarantine", 204, "admin"),
+        ]
+        assert (await controller.http.delete(BASE)).status_code == 204
+        assert (await controller.http.get(BASE)).status_code == 404
+        assert (await controller.http.delete(BASE)).status_code == 404
+        rows = (await controller.http.get("/v1/audit")).json()["items"]
+        assert [(row["method"], row["status"]) for row in rows] == [("DELETE", 404), ("DELETE", 204)]
+        # Ranks that come back are taken as before.
+        async with Group(generation="g-2") as group:
+            await group.connect(controller.address)
+            await until(lambda: controller.state("ready"))
+
+
+async def _rejected_reports_are_told_and_cleared(controller, group):
+    rank, (report, *_) = group.ranks[0], group.route(2)
+    await rank.send_wire(damaged(report, counts=b"\0"))
+    path = f"{BASE}/quarantine"
+
+    async def rejected():
+        return (await controller.http.get(path)).json()["items"]
+
+    (row,) = await until(rejected)
+    assert row["rank_steps"] == 2
+    assert row["reason"] in set(Reason)
+    assert row["samples"][0]["rank"] == 0
+    assert row["samples"][0]["detail"]
+    assert (await controller.http.delete(path)).status_code == 204
+    assert await rejected() == []
+
+
+async def _the_heat_map_is_of_what_was_served(controller):
+    async def heat():
+        body = (await controller.http.get(f"{BASE}/heatmap", params={"phase": "decode"})).json()
+        return body if body["steps"] else None
+
+    body = await until(heat)
+    assert (len(body["experts"]), len(body["experts"][0]), len(body["ranks"][0])) == (3, 8, 4)
+    for row in body["experts"] + body["ranks"]:
+        assert sum(row) / len(row) == pytest.approx(1)
+    other = (await controller.http.get(f"{BASE}/heatmap", params={"phase": "prefill"})).json()
+    assert (other["steps"], other["experts"], other["ranks"]) == (0, None, None)
