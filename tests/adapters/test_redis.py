@@ -53,6 +53,18 @@ async def test_url_forms_are_told_apart():
     assert [(node["host"], node["port"]) for node in nodes] == [("h1", 26379), ("h2", 26380)]
 
 
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_a_password_given_apart_beats_the_one_in_the_url(scheme):
+    client: Any = connect(f"{scheme}://me:old@127.0.0.1:7001/3", timeout_s=1, password="new")
+    options = client.connection_pool.connection_kwargs
+    assert (options["username"], options["password"], options["db"]) == ("me", "new", 3)
+    sentinel: Any = connect("redis+sentinel://me:old@h1:1/main", timeout_s=1, password="new")
+    options = sentinel.connection_pool.connection_kwargs
+    assert (options["username"], options["password"]) == ("me", "new")
+    alone: Any = connect(f"{scheme}://:old@127.0.0.1:7001", timeout_s=1, password="new")
+    assert alone.connection_pool.connection_kwargs["password"] == "new"
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -38,6 +38,7 @@ def connect(url: str, *, timeout_s: float, password: str | None = None) -> Clien
     }
     if password is not None:
         options["password"] = password
+        url = _without_password(url)  # In redis-py the URL's would win.
     scheme = url.split("://", 1)[0]
     try:
         if scheme in ("redis", "rediss", "unix"):
@@ -52,6 +53,14 @@ def connect(url: str, *, timeout_s: float, password: str | None = None) -> Clien
         f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel, redis+cluster,"
         " rediss+cluster"
     )
+
+
+def _without_password(url: str) -> str:
+    """The same URL; of its credentials only the user is left."""
+    parts = urlsplit(url)
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    user = credentials.partition(":")[0]
+    return parts._replace(netloc=f"{user}{at}{hosts}" if user else hosts).geturl()
 
 
 def _sentinel(url: str, options: dict[str, Any]) -> Redis:
