@@ -109,7 +109,8 @@ class RestSettings:
     """Address to listen on; a container needs 0.0.0.0."""
     port: Port = 8080
     token_file: Path | None = None
-    """Who may call. None writes `tokens` with one new token into the data folder at the first start."""
+    """Who may call, read anew when it changes. None writes `tokens` with one new token of role admin into the data
+    folder at the first start."""
 
 
 @dataclass(frozen=True, config=_STRICT)

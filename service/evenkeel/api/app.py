@@ -8,7 +8,7 @@ from fastapi.security import HTTPBearer
 from evenkeel import __version__
 from evenkeel.api import deployments, health, insight, plans
 from evenkeel.api.audit import Audit
-from evenkeel.api.auth import BearerAuth, RoleGate, TokenSet
+from evenkeel.api.auth import BearerAuth, RoleGate, Tokens
 from evenkeel.api.bodies import MAX_BODY_BYTES, BodyLimit
 from evenkeel.api.idempotency import Idempotency
 from evenkeel.api.problems import KINDS, add_problem_handlers
@@ -26,7 +26,7 @@ these types:
 """
 
 
-def create_app(operations: Operations, tokens: TokenSet, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(operations: Operations, tokens: Tokens, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """The application over one controller.
 
     Args:

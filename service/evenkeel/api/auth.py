@@ -4,6 +4,7 @@ import hashlib
 import hmac
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from evenkeel.api.problems import problem_response
 from evenkeel.errors import InvalidInput
 
-__all__ = ["OPEN_PATHS", "BearerAuth", "Role", "RoleGate", "Token", "TokenSet", "needed_role"]
+__all__ = ["OPEN_PATHS", "BearerAuth", "Role", "RoleGate", "Token", "TokenSet", "Tokens", "needed_role"]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """Compared whole: no prefix of another path is ever let through."""
@@ -50,6 +51,14 @@ class Token:
     """Written into the story of what was done with it."""
     role: Role
     sha256: bytes
+
+
+class Tokens(Protocol):
+    """Who may call."""
+
+    def find(self, secret: str) -> Token | None:
+        """The token with this secret; None when there is none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,7 @@ def _parse_line(number: int, words: list[str]) -> Token:
 class BearerAuth:
     """ASGI middleware in front of routing: an unknown path answers 401 before it answers 404."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenSet) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
         self._tokens = tokens
 

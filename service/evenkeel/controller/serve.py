@@ -21,7 +21,6 @@ from evenkeel.adapters.redis_client import connect, disconnect
 from evenkeel.adapters.redis_store import RedisDeploymentStore
 from evenkeel.adapters.redis_windows import RedisWindowStore
 from evenkeel.api.app import create_app
-from evenkeel.api.auth import TokenSet
 from evenkeel.controller.cycle import CycleSettings
 from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outside
 from evenkeel.controller.figures import FigureLimits, Figures
@@ -30,7 +29,8 @@ from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.pacing import Pacer
 from evenkeel.controller.status import LiveView
 from evenkeel.controller.tasks import LastResort, Spawner
-from evenkeel.errors import Conflict, InvalidInput, Unavailable
+from evenkeel.controller.tokens import TokenFile
+from evenkeel.errors import Conflict, Unavailable
 from evenkeel.model.policy import DeploymentPolicy
 from evenkeel.protocol.timing import ControlTiming, WaveTiming
 from evenkeel.settings import Settings
@@ -228,7 +228,7 @@ async def _forget_idle(fleet: Fleet, after_s: float) -> None:
 # --- settings as the parts need them ------------------------------------------------------------------
 
 
-def _tokens(settings: Settings) -> TokenSet:
+def _tokens(settings: Settings) -> TokenFile:
     """Who may use the API; at the first start a token is made and left in the data folder."""
     path = settings.rest.token_file
     if path is None:
@@ -238,10 +238,7 @@ def _tokens(settings: Settings) -> TokenSet:
             with os.fdopen(fd, "w", encoding="utf-8") as file:
                 file.write(f"admin admin {secrets.token_urlsafe(32)}\n")
             _log.info("token_written", path=str(path))
-    try:
-        return TokenSet.parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInput(f"cannot read the token file {path}: {error.strerror}") from error
+    return TokenFile(path)
 
 
 def _server_options(settings: Settings) -> ServerOptions:
