@@ -1,13 +1,20 @@
 """docs/openapi.json is what the service serves. `python -m tests.api.test_document` writes it anew."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 from evenkeel.api import create_app
+from evenkeel.api.auth import OPEN_PATHS, needed_role
+from evenkeel.controller.documents import policy_document
+from evenkeel.model.policy import DeploymentPolicy
+from evenkeel.settings import Settings
 from tests.api.conftest import TOKENS
 from tests.api.fakes import make_operations
 
 FILE = Path(__file__).parents[2] / "docs" / "openapi.json"
+PAGE = FILE.with_name("api.md")
 
 
 def document() -> str:
@@ -28,6 +35,43 @@ def test_every_route_documents_its_refusals_and_its_token():
             assert operation.get("description"), (method, path)
             problem = operation["responses"]["401"]["content"]
             assert list(problem) == ["application/problem+json"]
+
+
+def test_the_page_lists_every_route_with_its_least_role():
+    listed = set(re.findall(r"^\| ([A-Z]+) \| `(/\S+)` \| (\w+) \|$", PAGE.read_text(), re.MULTILINE))
+    assert listed == {
+        (method.upper(), path, "none" if path in OPEN_PATHS else needed_role(method.upper()).value)
+        for path, item in json.loads(document())["paths"].items()
+        for method in item
+    }
+
+
+def test_the_page_names_the_policys_fields_and_settings_there_are():
+    text = PAGE.read_text()
+    fields = text.split("| Field | Meaning |")[1].split("\n\n")[0]
+    names = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in fields.splitlines()[2:]))
+    assert set(names) == set(policy_document(DeploymentPolicy()))
+    sections = {field.name: field.type for field in dataclasses.fields(Settings)}
+    settings = re.findall(r"`(grpc|rest|metrics|window|migration)\.(\w+)`", text)
+    assert len(settings) > 8
+    for section, name in settings:
+        assert name in {field.name for field in dataclasses.fields(sections[section])}, (section, name)  # type: ignore[arg-type]
+
+
+def test_the_page_has_a_counterpart_for_each_field_of_eplb_config():
+    """Source: vllm/config/parallel.py, EPLBConfig, 0.33.0."""
+    rows = PAGE.read_text().split("| vLLM | Default there | Here |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)`", rows, re.MULTILINE) == [
+        "window_size",
+        "step_interval",
+        "num_redundant_experts",
+        "log_balancedness",
+        "log_balancedness_interval",
+        "use_async",
+        "policy",
+        "communicator",
+        "enable_migration_batching",
+    ]
 
 
 if __name__ == "__main__":
