@@ -37,6 +37,32 @@ async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_how_long_it_i
     assert len(operations.calls) == 1
 
 
+@pytest.mark.parametrize("key", [None, "k-1"])
+async def test_a_request_cut_off_in_its_body_is_no_request(app, operations, key):
+    """Without its body a rollback would be another rollback."""
+    messages = [{"type": "http.request", "body": b"", "more_body": True}, {"type": "http.disconnect"}]
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {OPERATE}".encode()), (b"content-length", b"14")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": ROLLBACK,
+        "raw_path": ROLLBACK.encode(),
+        "query_string": b"",
+        "headers": headers if key is None else [*headers, (b"idempotency-key", key.encode())],
+    }
+    await app(scope, receive, send)
+    assert operations.calls == []
+    assert sent == []
+
+
 def test_the_largest_target_one_may_send_fits():
     rows = [[-1] * (320 * 9)] * 61
     assert len(json.dumps({"target": {"physical_to_logical": rows}})) < MAX_BODY_BYTES / 4

@@ -1,6 +1,7 @@
 """Bounds on what a request may carry."""
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evenkeel.api.problems import problem_response
@@ -26,7 +27,10 @@ class BodyLimit:
         declared = Headers(scope=scope).get("content-length", "")
         body = None
         if not (declared.isdecimal() and int(declared) > self._max_bytes):
-            body = await read_body(receive, self._max_bytes)
+            try:
+                body = await read_body(receive, self._max_bytes)
+            except ClientDisconnect:
+                return  # Half a request is none: its body might read as another one.
         if body is None:
             refusal = problem_response(
                 "too-large",
@@ -41,13 +45,17 @@ class BodyLimit:
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """The whole body; None when it is larger than `max_bytes`. A client that hangs up leaves what came."""
+    """The whole body; None when it is larger than `max_bytes`.
+
+    Raises:
+        ClientDisconnect: the client hung up before all of it came.
+    """
     parts: list[bytes] = []
     size, more = 0, True
     while more:
         message = await receive()
         if message["type"] != "http.request":
-            break
+            raise ClientDisconnect
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         more = message.get("more_body", False)
