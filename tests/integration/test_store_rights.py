@@ -325,7 +325,8 @@ async def test_a_failover_by_sentinel_is_followed(tmp_path):
         await until(nodes[0].has_replica)
         sentinel.begin(nodes[0])
         await until(lambda: stored("before"), within_s=30)
-        assert await nodes[0].ask("WAIT", "1", "5000") == 1
+        # The replica's first copy of everything may take seconds to begin.
+        await until(lambda: _holds_as_much(nodes[1], nodes[0]), within_s=60)
         # Sentinel looks for replicas every ten seconds; it cannot promote one it has not seen.
         await until(lambda: _replicas(sentinel), within_s=30)
         nodes[0].kill()
@@ -343,6 +344,11 @@ async def test_a_failover_by_sentinel_is_followed(tmp_path):
             process.end()
         for node in nodes:
             await node.proxy.stop()
+
+
+async def _holds_as_much(replica, primary) -> bool:
+    held, wanted = await replica.ask("DBSIZE"), await primary.ask("DBSIZE")
+    return bool(wanted) and held == wanted
 
 
 async def _replicas(sentinel) -> bool:
