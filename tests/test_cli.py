@@ -50,7 +50,6 @@ def command(monkeypatch, capsys):
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["evenkeel", *arguments])
-        monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as ended:
             main()
         out = capsys.readouterr()

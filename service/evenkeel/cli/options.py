@@ -64,9 +64,6 @@ DeploymentOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the controller's answer as JSON.")]
 
-_console = Console()
-
-
 def connect(url: str, token: str | None, token_file: Path | None, data_dir: Path) -> ApiClient:
     """A client with the token the options name, or the one a local controller keeps in its data folder."""
     return ApiClient(url, read_token(token, token_file, data_dir / "tokens"))
@@ -77,7 +74,9 @@ def show(answer: Any, as_json: bool, table: RenderableType) -> None:
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
-        _console.print(table)
+        console = Console()
+        # In a pipe or a file a table is as wide as it needs to be.
+        (console if console.is_terminal else Console(width=200)).print(table)
 
 
 def parse_value(text: str) -> tuple[str, Any]:
