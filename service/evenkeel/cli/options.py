@@ -64,6 +64,7 @@ DeploymentOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the controller's answer as JSON.")]
 
+
 def connect(url: str, token: str | None, token_file: Path | None, data_dir: Path) -> ApiClient:
     """A client with the token the options name, or the one a local controller keeps in its data folder."""
     return ApiClient(url, read_token(token, token_file, data_dir / "tokens"))
