@@ -27,8 +27,10 @@ THRESHOLDS = {
     "consecutive_windows": 2,
     "plan_below": 0.94,
     "stop_above": 0.95,
+    "min_gain": 0.02,
 }
-"""Gates for a run of a minute: a fleet would wait longer before it moves anything."""
+"""Gates for a run of a minute: a fleet would wait longer before it moves anything, and would take small gains too,
+which a few hundred steps are too few to show."""
 
 
 class DemoController:
