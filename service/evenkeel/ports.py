@@ -327,7 +327,7 @@ class Operations(Protocol):
         ...
 
     async def rollback(self, deployment: DeploymentId, to_epoch: Epoch | None, by: str) -> PlanRecord:
-        """Return to an earlier epoch's placement (None: the one before the current) and hold `auto`."""
+        """Return to an earlier epoch's placement (None: the one before the last plan) and hold `auto`."""
         ...
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:

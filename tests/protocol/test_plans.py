@@ -184,6 +184,21 @@ def test_wave_too_large_for_a_ranks_staging_ends_the_plan():
     assert sent(actions) == [] and control.state is S.READY
 
 
+def test_rollback_undoes_the_whole_last_plan():
+    """R16: a plan of two waves raised the epoch twice; between them its placement was whole, but nobody asked for it."""
+    control = control_of()
+    operator = Operator(control)
+    operator.submit(plan_of(), 0.0, approve=True)
+    vote(control)
+    ack(control, AFTER_ONE, 1)
+    vote(control, 1)
+    ack(control, AFTER_TWO, 2, 1)
+    assert operator.rollback_target(None) == (0, BASE)
+    assert operator.rollback_target(Epoch(1)) == (1, AFTER_ONE)
+    del control.history[Epoch(0)]
+    assert operator.rollback_target(None) == (1, AFTER_ONE)
+
+
 def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
     """R16."""
     control = control_of(policy=AUTO)

@@ -362,7 +362,7 @@ class RollbackIn(_In):
     """Where to return to."""
 
     to_epoch: int | None = Field(
-        default=None, ge=0, le=2**53, description="Null is the placement before the current one."
+        default=None, ge=0, le=2**53, description="Null is the placement before the last plan."
     )
 
 

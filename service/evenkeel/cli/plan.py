@@ -183,7 +183,9 @@ def cancel(
 def rollback(
     to_epoch: Annotated[
         int | None,
-        typer.Option(min=0, help="Epoch whose placement to return to.", show_default="the one before"),
+        typer.Option(
+            min=0, help="Epoch whose placement to return to.", show_default="the one before the last plan"
+        ),
     ] = None,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,

@@ -126,7 +126,7 @@ class Operator:
         return book.get(plan_id), self.control.outgoing(actions)
 
     def rollback_target(self, to_epoch: Epoch | None) -> tuple[Epoch, Placement]:
-        """The placement a rollback leads to; None is the epoch before the current one.
+        """The placement a rollback leads to; None is the one before the plan that led to the current epoch.
 
         Raises:
             NotFound: that epoch is not recorded, for instance after a flushed store (R15).
@@ -137,12 +137,20 @@ class Operator:
         earlier = sorted(epoch for epoch in history if current is not None and epoch < current)
         if to_epoch is None and not earlier:
             raise NotFound("no earlier placement is recorded")
-        epoch = earlier[-1] if to_epoch is None else to_epoch
+        epoch = self._before_last_plan(earlier) if to_epoch is None else to_epoch
         if epoch == current:
             raise Conflict(f"epoch {epoch} is the current one", Reason.NO_CHANGE)
         if epoch not in earlier:
             raise NotFound(f"no placement of epoch {epoch} is recorded; there are {earlier}")
         return epoch, history[epoch]
+
+    def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
+        """Of the recorded epochs, the base of the plan that led to the current one; else the newest."""
+        for record in self.control.book.records.values():
+            base, waves = record.plan.base_epoch, record.waves_committed
+            if waves and base + waves == self.control.epoch and base in earlier:
+                return base
+        return earlier[-1]
 
     def resume(self, now: float) -> list[ControlAction]:
         """Let automatic plans run again after a rollback."""
