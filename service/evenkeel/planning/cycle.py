@@ -33,7 +33,16 @@ from evenkeel.planning.split import SplitModel
 from evenkeel.planning.verdict import Verdict, VerdictRules, held_out_steps, judge
 from evenkeel.planning.waves import schedule_waves
 
-__all__ = ["CycleInputs", "CycleResult", "Split", "judge_target", "plan_target", "run_cycle", "split_window"]
+__all__ = [
+    "CycleInputs",
+    "CycleResult",
+    "Split",
+    "decide_target",
+    "judge_target",
+    "plan_target",
+    "run_cycle",
+    "split_window",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +145,7 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
     except EvenkeelError as error:
         reason = error.reason if error.reason is not Reason.INVALID_INPUT else Reason.PLANNER_FAILED
         return CycleResult(False, reason, before.memory, before.numbers, detail=str(error), split=split)
-    after = decide_after(
-        AfterInputs(
-            mode=inputs.mode,
-            shape=inputs.shape,
-            base=inputs.current,
-            target=target,
-            verdict=verdict,
-            limits=inputs.limits,
-            allow_duplicates=inputs.allow_duplicates,
-            manual=inputs.manual,
-        ),
-        inputs.settings,
-    )
+    after = decide_target(inputs, target, verdict)
     numbers = before.numbers | numbers | judged | after.numbers
 
     def end(passed: bool, reason: Reason, waves: tuple[Wave, ...] = (), detail: str = "") -> CycleResult:
@@ -281,6 +278,23 @@ def judge_target(
     )
     expected = metrics.balancedness_mean(metrics.rank_load(scored_on, target, split))
     return verdict, {"balancedness_expected": expected} if math.isfinite(expected) else {}
+
+
+def decide_target(inputs: CycleInputs, target: Placement, verdict: Verdict | None) -> Decision:
+    """The gates that follow planning."""
+    return decide_after(
+        AfterInputs(
+            mode=inputs.mode,
+            shape=inputs.shape,
+            base=inputs.current,
+            target=target,
+            verdict=verdict,
+            limits=inputs.limits,
+            allow_duplicates=inputs.allow_duplicates,
+            manual=inputs.manual,
+        ),
+        inputs.settings,
+    )
 
 
 def _split_model(inputs: CycleInputs) -> SplitModel:

@@ -13,8 +13,14 @@ from evenkeel.model.policy import Mode
 from evenkeel.planning import metrics
 from evenkeel.planning.change import ChangeRules, find_change
 from evenkeel.planning.craft import place_replicas
-from evenkeel.planning.cycle import CycleInputs, Split, judge_target, plan_target, split_window
-from evenkeel.planning.gates import AfterInputs, decide_after
+from evenkeel.planning.cycle import (
+    CycleInputs,
+    Split,
+    decide_target,
+    judge_target,
+    plan_target,
+    split_window,
+)
 from evenkeel.planning.relabel import count_moves
 from evenkeel.planning.split import SplitModel
 from evenkeel.planning.verdict import Call, Verdict, VerdictRules, judge
@@ -64,7 +70,7 @@ def score_shadows(request: ShadowRequest) -> tuple[PolicyScore, ...]:
 
 
 def _score(inputs: CycleInputs, split: Split, name: str) -> PolicyScore:
-    asked = replace(inputs, policy=name, target=None)
+    asked = replace(inputs, policy=name, target=None, mode=Mode.AUTO, manual=False)
     try:
         target, _ = plan_target(asked, inputs.load[split.begin : split.cut])
         verdict, judged = judge_target(asked, target, inputs.load[split.cut :])
@@ -74,18 +80,7 @@ def _score(inputs: CycleInputs, split: Split, name: str) -> PolicyScore:
         Exception
     ) as error:  # whatever a policy on trial does wrong is its own row, not the end of the others
         return PolicyScore(name, Reason.PLANNER_FAILED, detail=f"{type(error).__name__}: {error}")
-    decision = decide_after(
-        AfterInputs(
-            mode=Mode.AUTO,
-            shape=inputs.shape,
-            base=inputs.current,
-            target=target,
-            verdict=verdict,
-            limits=inputs.limits,
-            allow_duplicates=inputs.allow_duplicates,
-        ),
-        inputs.settings,
-    )
+    decision = decide_target(asked, target, verdict)
     copies = count_moves(inputs.current, target)
     return PolicyScore(
         name,

@@ -15,7 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["StepCounts", "StepNote"]
+from evenkeel.agent.guest import GuestAgent
+from evenkeel.model.load import Phase
+
+__all__ = ["StepCounts", "StepNote", "record_step"]
 
 _IN_FLIGHT = 8
 
@@ -92,3 +95,17 @@ class StepCounts:
         sums = torch.zeros((by_slot.shape[0], self._experts + 1), dtype=torch.int64, device=by_slot.device)
         sums.scatter_add_(1, where, by_slot.long())
         return sums[:, :-1].contiguous()
+
+
+def record_step(
+    agent: GuestAgent, note: StepNote, counts: NDArray[np.int64], tokens: int, phase: Phase
+) -> None:
+    """Hand one step to the agent's recorder; a dummy step counts nothing.
+
+    Args:
+        counts: (L, E) or (L, slots_per_rank) int64, as the side asks.
+        tokens: real tokens this rank routed.
+    """
+    if note.dummy:
+        counts, tokens = np.zeros_like(counts), 0
+    agent.record(note.step, counts, epoch=note.epoch, tokens=tokens, phase=phase, dummy=note.dummy)

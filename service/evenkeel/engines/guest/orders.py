@@ -8,16 +8,20 @@ gathered row each, judged by one pure function. Anything but full agreement keep
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import structlog
+import torch
+import torch.distributed
 from numpy.typing import NDArray
 
 from evenkeel.agent.guest import Move
 
-__all__ = ["ROW", "Orders", "digest_of", "judge"]
+__all__ = ["ROW", "Orders", "digest_of", "gather_rows", "judge"]
 
 _log = structlog.get_logger(__name__)
+_distributed: Any = torch.distributed
 
 ROW = ("layout", "ordered", "plan", "target", "base", "step")
 """What each rank says: a number for this layout, whether it holds a plan, digests, and its step."""
@@ -110,3 +114,11 @@ def digest_of(phy2log: NDArray[np.generic]) -> int:
     values = np.ascontiguousarray(phy2log, np.int64)
     seed = repr(values.shape).encode()
     return int(hashlib.blake2b(seed + values.tobytes(), digest_size=15).hexdigest()[:15], 16)
+
+
+def gather_rows(row: NDArray[np.int64], group: Any) -> NDArray[np.int64]:
+    """(R, n) every rank's row, in rank order; collective over a CPU group of the engine's."""
+    mine = torch.from_numpy(row)
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    _distributed.all_gather(rows, mine, group=group)
+    return np.asarray(torch.stack(rows).numpy(), np.int64)

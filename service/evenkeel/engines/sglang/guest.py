@@ -15,8 +15,8 @@ from torch import Tensor
 from evenkeel.agent.guest import GuestAgent, Move
 from evenkeel.agent.ports import RankLink
 from evenkeel.engines.guest.bootstrap import make_guest
-from evenkeel.engines.guest.counts import StepCounts, StepNote
-from evenkeel.engines.guest.orders import Orders
+from evenkeel.engines.guest.counts import StepCounts, StepNote, record_step
+from evenkeel.engines.guest.orders import Orders, gather_rows
 from evenkeel.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel.engines.sglang.state import Rows, SglangWeights, counting_side, initial, read_shape
 from evenkeel.errors import InvalidInput, Reason
@@ -286,21 +286,10 @@ class SglangGuest:
             return
         else:
             tokens = note.prepared_tokens
-        agent.record(
-            note.step,
-            np.zeros_like(counts) if note.dummy else counts,
-            epoch=note.epoch,
-            tokens=0 if note.dummy else tokens,
-            phase=self.settings.phase,
-            dummy=note.dummy,
-        )
+        record_step(agent, note, counts, tokens, self.settings.phase)
 
     def _gather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        group = self._engine.cpu_group()
-        mine = torch.from_numpy(row)
-        rows = [torch.empty_like(mine) for _ in range(group.size())]
-        _distributed.all_gather(rows, mine, group=group)
-        return np.asarray(torch.stack(rows).numpy(), np.int64)
+        return gather_rows(row, self._engine.cpu_group())
 
     def _broadcast(self, told: bytes | None) -> bytes:
         answer: list[bytes | None] = [told]

@@ -13,9 +13,9 @@ import structlog
 
 from evenkeel.agent.ports import RankLink
 from evenkeel.engines.guest.guards import check_signatures, check_version
-from evenkeel.engines.guest.settings import GuestMode, GuestSettings, load_guest_settings
+from evenkeel.engines.guest.registering import register_guest
+from evenkeel.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel.engines.sglang.guest import Engine, SglangGuest, timed
-from evenkeel.errors import EvenkeelError
 
 __all__ = ["KNOWN_VERSIONS", "Plugin", "check_engine", "register"]
 
@@ -76,17 +76,7 @@ _SIGNATURES: Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]] = {
 
 def register() -> None:
     """What SGLang calls. Never raises: a refusal is said, and SGLang starts without Evenkeel."""
-    try:
-        settings = load_guest_settings()
-        if not settings.addresses:
-            _log.debug("guest_off", detail="EVENKEEL_RANK__CONTROLLERS is empty")
-            return
-        version = str(importlib.import_module("sglang.version").__version__)
-        Plugin(settings, version).install()
-    except EvenkeelError as error:
-        _log.error("guest_refused", engine="sglang", reason=error.reason, detail=str(error))
-    except Exception:  # a plugin must never keep the engine from starting
-        _log.exception("guest_refused", engine="sglang")
+    register_guest("sglang", "sglang.version", lambda settings, version: Plugin(settings, version).install())
 
 
 def check_engine(version: str) -> None:

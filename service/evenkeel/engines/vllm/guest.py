@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from evenkeel.agent.guest import GuestAgent, Move
 from evenkeel.agent.ports import RankLink
 from evenkeel.engines.guest.bootstrap import make_guest
-from evenkeel.engines.guest.counts import StepCounts, StepNote
-from evenkeel.engines.guest.orders import Orders
+from evenkeel.engines.guest.counts import StepCounts, StepNote, record_step
+from evenkeel.engines.guest.orders import Orders, gather_rows
 from evenkeel.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel.engines.vllm.state import VllmModelState, VllmState, VllmWeights, read_map, read_shape
 from evenkeel.engines.vllm.warm import start_from_file
@@ -273,21 +273,10 @@ class VllmGuest:
                 counted=tokens,
                 detail="this all-to-all routes a token on several ranks; shares stay right, totals are multiples",
             )
-        agent.record(
-            note.step,
-            np.zeros_like(counts) if note.dummy else counts,
-            epoch=note.epoch,
-            tokens=0 if note.dummy else tokens,
-            phase=self.settings.phase,
-            dummy=note.dummy,
-        )
+        record_step(agent, note, counts, tokens, self.settings.phase)
 
     def _gather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        group = self._groups.get_eplb_group().cpu_group
-        mine = torch.from_numpy(row)
-        rows = [torch.empty_like(mine) for _ in range(group.size())]
-        _distributed.all_gather(rows, mine, group=group)
-        return np.asarray(torch.stack(rows).numpy(), np.int64)
+        return gather_rows(row, self._groups.get_eplb_group().cpu_group)
 
     def _broadcast(self, told: bytes | None) -> bytes:
         """Rank 0's bytes, by two sums: sums are what every kind of vLLM's groups can do."""

@@ -15,10 +15,10 @@ import structlog
 
 from evenkeel.agent.ports import RankLink
 from evenkeel.engines.guest.guards import Unsupported, check_fields, check_signatures, check_version
-from evenkeel.engines.guest.settings import GuestMode, GuestSettings, load_guest_settings
+from evenkeel.engines.guest.registering import register_guest
+from evenkeel.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel.engines.vllm.guest import VllmGuest, is_draft, timed
 from evenkeel.engines.vllm.policy import make_policy
-from evenkeel.errors import EvenkeelError
 
 __all__ = ["KNOWN_VERSIONS", "Plugin", "check_engine", "register"]
 
@@ -74,17 +74,7 @@ _FIELDS = (
 
 def register() -> None:
     """What vLLM calls. Never raises: a refusal is said, and vLLM starts without Evenkeel."""
-    try:
-        settings = load_guest_settings()
-        if not settings.addresses:
-            _log.debug("guest_off", detail="EVENKEEL_RANK__CONTROLLERS is empty")
-            return
-        version = str(importlib.import_module("vllm").__version__)
-        Plugin(settings, version).install()
-    except EvenkeelError as error:
-        _log.error("guest_refused", engine="vllm", reason=error.reason, detail=str(error))
-    except Exception:  # a plugin must never keep the engine from starting
-        _log.exception("guest_refused", engine="vllm")
+    register_guest("vllm", "vllm", lambda settings, version: Plugin(settings, version).install())
 
 
 def check_engine(version: str, state: ModuleType, policies: ModuleType) -> None:
