@@ -1,6 +1,6 @@
 """Writes the generated files: dashboards, rules for a plain Prometheus, the chart's schema and its table of values.
 
-`python -m deploy.generate` writes them; a test compares them with what it would write. Sources: deploy/dashboards.py,
+`python -m deploy.generate` writes them; a test compares them with what it would write. Sources: deploy/dashboards/,
 helm/evenkeel/rules/evenkeel.yaml, helm/evenkeel/values.yaml, and the settings of the service.
 """
 

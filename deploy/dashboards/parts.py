@@ -1,0 +1,158 @@
+"""What the panels of both dashboards are made of."""
+
+from typing import Any
+
+from grafana_foundation_sdk.builders import (
+    common,
+    dashboard,
+    prometheus,
+    stat,
+    timeseries,
+)
+from grafana_foundation_sdk.models import common as kinds
+from grafana_foundation_sdk.models import dashboard as models
+
+__all__ = [
+    "BLUE",
+    "BY",
+    "GREEN",
+    "ONE",
+    "RED",
+    "SOURCE",
+    "YELLOW",
+    "annotation_of",
+    "line_panel",
+    "new_board",
+    "number_panel",
+    "query_of",
+    "thresholds",
+    "with_queries",
+    "with_variables",
+]
+
+SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+ONE = 'namespace=~"$namespace",deployment=~"$deployment"'
+BY = "namespace, deployment"
+GREEN, YELLOW, RED, BLUE = "green", "yellow", "red", "blue"
+
+
+def query_of(
+    expr: str, legend: str = "", *, instant: bool = False, letter: str = "A"
+) -> prometheus.Dataquery:
+    """One query against the chosen Prometheus."""
+    query = prometheus.Dataquery().expr(expr).ref_id(letter).datasource(SOURCE)
+    if legend:
+        query = query.legend_format(legend)
+    return query.instant() if instant else query.range()
+
+
+def with_queries(panel: Any, queries: list[tuple[str, str]]) -> Any:
+    """The panel with a target for each (expression, legend)."""
+    for letter, (expr, legend) in zip("ABCDEF", queries, strict=False):
+        panel = panel.with_target(query_of(expr, legend, letter=letter))
+    return panel
+
+
+def line_panel(
+    title: str,
+    description: str,
+    queries: list[tuple[str, str]],
+    *,
+    unit: str = "short",
+    span: int = 12,
+    stacked: bool = False,
+    least: float | None = 0,
+    most: float | None = None,
+) -> timeseries.Panel:
+    """A panel of curves over time."""
+    panel = timeseries.Panel().title(title).description(description).datasource(SOURCE).unit(unit)
+    panel = (
+        panel.span(span).height(8).fill_opacity(30 if stacked else 5).show_points(kinds.VisibilityMode.NEVER)
+    )
+    if least is not None:
+        panel = panel.min(least)
+    if most is not None:
+        panel = panel.max(most)
+    if stacked:
+        panel = panel.stacking(common.StackingConfig().mode(kinds.StackingMode.NORMAL))
+    legend = common.VizLegendOptions().display_mode(kinds.LegendDisplayMode.TABLE)
+    panel = panel.legend(
+        legend.placement(kinds.LegendPlacement.BOTTOM).show_legend(True).calcs(["lastNotNull"])
+    )
+    panel = panel.tooltip(common.VizTooltipOptions().mode(kinds.TooltipDisplayMode.MULTI))
+    return with_queries(panel, queries)  # type: ignore[no-any-return]
+
+
+def thresholds(*pairs: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
+    """Colours by value: (from where on, colour), the first without a bound."""
+    steps = [models.Threshold(value=value, color=color) for value, color in pairs]
+    return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def number_panel(
+    title: str,
+    description: str,
+    expr: str,
+    *,
+    unit: str = "short",
+    colors: dashboard.ThresholdsConfig | None = None,
+    legend: str = "",
+    names: bool = False,
+) -> stat.Panel:
+    """A panel with one figure."""
+    panel = stat.Panel().title(title).description(description).datasource(SOURCE).unit(unit)
+    panel = panel.span(4).height(4).graph_mode(kinds.BigValueGraphMode.NONE)
+    panel = panel.thresholds(colors if colors is not None else thresholds((None, BLUE)))
+    if names:
+        panel = panel.text_mode(kinds.BigValueTextMode.NAME)
+    return panel.with_target(query_of(expr, legend, instant=True))
+
+
+def with_variables(board: dashboard.Dashboard, *, many: bool) -> dashboard.Dashboard:
+    """The board with its data source, namespace and deployment choosers."""
+    board = board.with_variable(
+        dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
+    )
+    namespace = dashboard.QueryVariable("namespace").label("Namespace").datasource(SOURCE)
+    namespace = namespace.query("label_values(evenkeel_leading, namespace)").multi(True)
+    namespace = (
+        namespace.include_all(True).all_value(".*").refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    )
+    everything = models.VariableOption(selected=True, text="All", value="$__all")
+    board = board.with_variable(namespace.current(everything))
+    name = dashboard.QueryVariable("deployment").label("Deployment").datasource(SOURCE)
+    name = name.query('label_values(evenkeel_leading{namespace=~"$namespace"}, deployment)')
+    name = name.refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED).sort(
+        models.VariableSort.ALPHABETICAL_ASC
+    )
+    if many:
+        name = name.multi(True).include_all(True).all_value(".*").current(everything)
+    return board.with_variable(name)
+
+
+def annotation_of(name: str, metric: str, color: str) -> dashboard.AnnotationQuery:
+    """Marks where a timestamp metric changes."""
+    return (
+        dashboard.AnnotationQuery()
+        .name(name)
+        .datasource(SOURCE)
+        .enable(True)
+        .icon_color(color)
+        .expr(f"time() - max by ({BY}) ({metric}{{{ONE}}}) < 30")
+    )
+
+
+def new_board(uid: str, title: str, description: str, *, many: bool) -> dashboard.Dashboard:
+    """An empty board with identity, variables and annotations."""
+    board = dashboard.Dashboard(title).uid(uid).description(description).tags(["evenkeel"])
+    board = board.time("now-3h", "now").refresh("30s").timezone("browser").editable()
+    board = board.tooltip(models.DashboardCursorSync.CROSSHAIR)
+    others = dashboard.DashboardLink("Evenkeel").type(models.DashboardLinkType.DASHBOARDS)
+    board = board.link(others.tags(["evenkeel"]).keep_time(True).include_vars(True).as_dropdown(True))
+    board = with_variables(board, many=many)
+    board = board.annotation(
+        annotation_of("Plans committed", "evenkeel_last_plan_committed_timestamp_seconds", GREEN)
+    )
+    return board.annotation(
+        annotation_of("Plans aborted", "evenkeel_last_plan_failed_timestamp_seconds", RED)
+    )

@@ -1,0 +1,243 @@
+"""The pods of the chart: availability, rights, secrets, network, and that their variables are settings."""
+
+import re
+
+import pytest
+import yaml
+
+from deploy.generate import CHARTS_OWN
+from evenkeel.api.app import create_app
+from evenkeel.api.auth import OPEN_PATHS, TokenSet
+from evenkeel.controller.serve import _STOP_S
+from evenkeel.settings import Settings, load_settings
+from tests.api.fakes import FakeOperations
+from tests.deploy.chart import (
+    VALUES,
+    container,
+    kind,
+    only,
+    pod,
+    refusal,
+    rendered,
+    rendered_text,
+)
+
+pytestmark = pytest.mark.deploy
+CUSTOM = {"ServiceMonitor", "PrometheusRule"}
+"""Kinds of the Prometheus operator: Kubernetes has no schema for them."""
+every_values = pytest.mark.parametrize("name", sorted(VALUES))
+
+
+# --- availability --------------------------------------------------------------------------------------
+
+
+def test_a_disruption_budget_exists_for_more_than_one_replica_only():
+    assert not kind("default", "PodDisruptionBudget")
+    spec = only("ha", "PodDisruptionBudget")["spec"]
+    assert spec["maxUnavailable"] == 1
+    assert "minAvailable" not in spec
+
+
+def test_probes_ask_three_different_questions_of_routes_that_exist():
+    spec = container("default")
+    startup, liveness, readiness = (spec[f"{name}Probe"] for name in ("startup", "liveness", "readiness"))
+    assert startup["grpc"] == {"port": 50051, "service": "evenkeel.v1.RankLink"}
+    assert liveness["httpGet"]["path"] == "/healthz"
+    assert readiness["httpGet"]["path"] == "/readyz"
+    app = create_app(FakeOperations(), TokenSet.parse("operator operate 0123456789abcdef"))
+    paths = set(app.openapi()["paths"])
+    assert {liveness["httpGet"]["path"], readiness["httpGet"]["path"]} <= paths & OPEN_PATHS
+
+
+def test_the_kubelet_is_not_asked_for_grpc_over_tls():
+    startup = container("ha")["startupProbe"]
+    assert startup["tcpSocket"] == {"port": "grpc"}
+    assert "grpc" not in startup
+
+
+@every_values
+def test_the_grace_period_is_above_the_drain(name):
+    assert pod(name)["terminationGracePeriodSeconds"] > _STOP_S
+    assert "terminationGracePeriodSeconds" in refusal("terminationGracePeriodSeconds=20")
+
+
+def test_replicas_have_names_of_their_own_that_ranks_can_reach():
+    state = only("ha", "StatefulSet")
+    variables = {one["name"]: one.get("value") for one in container("ha")["env"]}
+    assert variables["EVENKEEL_LEADER__REPLICA_ID"] == "$(POD_NAME)"
+    assert variables["EVENKEEL_LEADER__REPLICAS"] == "3" == str(state["spec"]["replicas"])
+    service = state["spec"]["serviceName"]
+    assert variables["EVENKEEL_GRPC__ADVERTISE"] == f"$(POD_NAME).{service}.ek.svc.cluster.local:50051"
+    headless = next(one for one in kind("ha", "Service") if one["metadata"]["name"] == service)
+    assert headless["spec"]["clusterIP"] == "None"
+    # Variables refer to those before them.
+    names = [one["name"] for one in container("ha")["env"]]
+    assert names.index("POD_NAME") < names.index("EVENKEEL_LEADER__REPLICA_ID")
+    assert names.index("REDIS_USERNAME") < names.index("EVENKEEL_REDIS__URL")
+
+
+@every_values
+def test_an_upgrade_meets_no_field_that_cannot_change(name):
+    """Name, selector, service name and claim templates of a StatefulSet are fixed once and for all."""
+    state = only(name, "StatefulSet")
+    assert state["metadata"]["name"] == "r-evenkeel"
+    assert state["spec"]["serviceName"] == "r-evenkeel-headless"
+    assert state["spec"]["podManagementPolicy"] == "Parallel"
+    assert "volumeClaimTemplates" not in state["spec"]
+    assert "version" not in yaml.safe_dump(state["spec"]["selector"])
+
+
+def test_a_change_of_the_settings_restarts_the_pods():
+    def checksum(*sets):
+        return only("default", "StatefulSet", *sets)["spec"]["template"]["metadata"]["annotations"][
+            "checksum/config"
+        ]
+
+    assert checksum() != checksum("config.planner.mode=auto")
+    assert checksum() == checksum("service.type=NodePort")
+
+
+# --- security ------------------------------------------------------------------------------------------
+
+
+@every_values
+def test_pods_run_without_rights_and_as_any_user(name):
+    specs = [
+        (one["spec"]["template"]["spec"], one["kind"])
+        for one in rendered(name)
+        if "template" in one.get("spec", {})
+    ]
+    specs += [(one["spec"], "Pod") for one in kind(name, "Pod")]
+    for spec, of in specs:
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert "runAsUser" not in spec["securityContext"]
+        for one in spec["containers"]:
+            security = one["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            if of != "Deployment":  # the trial store's image names no numeric user
+                assert "runAsUser" not in security
+            mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
+            assert mounts & {"/tmp", "/data"}
+
+
+def test_no_fixed_group_by_default():
+    assert "fsGroup" not in pod("default")["securityContext"]
+
+
+@every_values
+def test_no_rights_in_the_cluster_are_asked_for(name):
+    kinds = {one["kind"] for one in rendered(name)}
+    assert not kinds & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+    for account in kind(name, "ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+
+
+@every_values
+def test_secrets_are_files_and_nothing_else(name):
+    text = rendered_text(name)
+    assert not kind(name, "Secret")
+    for one in container(name)["env"]:
+        if "secretKeyRef" in one.get("valueFrom", {}):
+            assert one["name"] == "REDIS_USERNAME"
+        assert not re.search(r"PASSWORD$|TOKEN$", one["name"])
+    for one in kind(name, "ConfigMap"):
+        assert "password" not in one["data"].get("settings.yaml", "")
+    assert "args: [serve, --config, /etc/evenkeel/settings.yaml]" in text
+
+
+def test_a_password_of_any_characters_reaches_the_settings(tmp_path, monkeypatch):
+    variables = {one["name"]: one.get("value", "") for one in container("ha")["env"]}
+    monkeypatch.setenv(
+        "EVENKEEL_REDIS__URL", variables["EVENKEEL_REDIS__URL"].replace("$(REDIS_USERNAME)", "keeper")
+    )
+    secret = "p@ss:w/o%rd#"
+    (tmp_path / "password").write_text(secret)
+    assert variables["EVENKEEL_REDIS__PASSWORD_FILE"] == "/etc/evenkeel/redis/password"
+    monkeypatch.setenv("EVENKEEL_REDIS__PASSWORD_FILE", str(tmp_path / "password"))
+    settings = load_settings()
+    assert settings.redis.password == secret
+    assert settings.redis.url.startswith("rediss://keeper@redis.data.svc")
+
+
+@every_values
+def test_no_image_of_bitnami(name):
+    assert "bitnami" not in rendered_text(name).lower()
+
+
+def test_the_trial_store_is_opt_in_official_and_marked():
+    assert not kind("default", "Deployment")
+    trial = only("all-on", "Deployment")
+    assert trial["spec"]["template"]["spec"]["containers"][0]["image"].startswith("valkey/valkey:")
+    assert "development only" in trial["metadata"]["annotations"]["evenkeel/purpose"]
+
+
+def test_the_network_policy_names_who_may_speak_to_what():
+    policy = next(one for one in kind("all-on", "NetworkPolicy") if one["metadata"]["name"] == "r-evenkeel")[
+        "spec"
+    ]
+    ports = {port["port"]: rule["from"] for rule in policy["ingress"][:3] for port in rule["ports"]}
+    assert set(ports) == {"grpc", "rest", "metrics"}
+    assert all(ports.values())
+    allowed = {(port["port"], port["protocol"]) for rule in policy["egress"] for port in rule["ports"]}
+    assert {(53, "UDP"), (53, "TCP"), (6379, "TCP"), (443, "TCP")} <= allowed
+    assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
+    external = only("url-in-secret", "NetworkPolicy")["spec"]["egress"]
+    redis = next(rule for rule in external if {"port": 6379, "protocol": "TCP"} in rule["ports"])
+    assert redis["to"] == [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
+    assert not kind("default", "NetworkPolicy")
+
+
+# --- settings ------------------------------------------------------------------------------------------
+
+
+@every_values
+def test_every_variable_of_the_chart_is_a_setting_and_the_whole_is_sound(name, monkeypatch, tmp_path):
+    for one in container(name)["env"]:
+        value = one.get("value")
+        if not one["name"].startswith("EVENKEEL_"):
+            continue
+        assert value is not None, one
+        if one["name"].endswith("_FILE") and "__TLS_" not in one["name"]:
+            path = tmp_path / one["name"]
+            path.write_text("redis://:p@redis:6379" if "URL" in one["name"] else "secret")
+            value = str(path)
+        monkeypatch.setenv(
+            one["name"], value.replace("$(POD_NAME)", "r-evenkeel-0").replace("$(REDIS_USERNAME)", "u")
+        )
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        next(one for one in kind(name, "ConfigMap") if "settings.yaml" in one["data"])["data"][
+            "settings.yaml"
+        ]
+    )
+    settings = load_settings(file)
+    assert settings.grpc.host == settings.rest.host == settings.metrics.host == "0.0.0.0"
+    assert settings.leader.replica_id == "r-evenkeel-0"
+    assert settings.leader.replicas == only(name, "StatefulSet")["spec"]["replicas"]
+    if name == "all-on":
+        assert settings.planner.mode == "auto"
+        assert settings.metrics.layer_rank_series == 4392
+
+
+def test_what_the_chart_keeps_from_config_are_settings():
+    sections = {field.name: field for field in Settings.__dataclass_fields__.values()}
+    for section, keys in CHARTS_OWN.items():
+        assert section in sections
+        for key in keys or ():
+            assert key in sections[section].type.__dataclass_fields__
+
+
+def test_ports_in_the_pod_are_those_of_the_settings():
+    ports = {
+        one["name"]: one["containerPort"] for one in container("default", "service.grpcPort=6000")["ports"]
+    }
+    variables = {
+        one["name"]: one.get("value") for one in container("default", "service.grpcPort=6000")["env"]
+    }
+    for name, port in ports.items():
+        assert variables[f"EVENKEEL_{name.upper()}__PORT"] == str(port)
