@@ -11,7 +11,7 @@ from evenkeel.errors import PeerViolation, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, EpRank, Generation
 from evenkeel.model.load import CountingSide, Phase
 from tests.contracts.memory_store import MemoryStore
-from tests.protocol.test_assembly import EPOCH, PLACEMENT, SHAPE, Fleet
+from tests.protocol.telemetry import EPOCH, PLACEMENT, SHAPE, Fleet
 
 DEMO, GENERATION = DeploymentId("demo"), Generation("g")
 

@@ -1,6 +1,5 @@
 """R18 and R19: only whole steps that add up enter a window."""
 
-from collections import Counter
 from random import Random
 
 import numpy as np
@@ -9,109 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.errors import InvalidInput, Reason, ShapeMismatch
-from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import CountingSide, LoadReport, LoadWindow, Phase, StepMeta
+from evenkeel.model.ids import Epoch, EpRank
+from evenkeel.model.load import CountingSide, LoadReport, Phase
 from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape
 from evenkeel.protocol.assembly import Quarantine, Rejection, StepAssembler
-from evenkeel.protocol.windows import StepRing, join_windows
-
-SHAPE = ModelShape(
-    num_layers=2, num_logical_experts=4, num_ranks=3, slots_per_rank=2, top_k=2, bytes_per_expert=8
-)
-PLACEMENT = Placement(np.array([[0, 1, 2, 3, 0, -1], [3, 2, 1, 0, 3, 3]], np.int32), 3, 4)
-EPOCH = Epoch(5)
-
-
-class Fleet:
-    """Ranks that route tokens and count them on either side."""
-
-    def __init__(self, seed: int = 0, placement: Placement = PLACEMENT, shape: ModelShape = SHAPE):
-        self.rng = np.random.default_rng(seed)
-        self.placement = placement
-        self.shape = shape
-
-    def run(self, steps, *, phase=Phase.DECODE, epoch=EPOCH, idle=()):
-        """Routes of some steps: (n, R, L, E) by source rank, and tokens (n, R)."""
-        shape = self.shape
-        tokens = self.rng.integers(1, 9, (len(steps), shape.num_ranks))
-        tokens[:, list(idle)] = 0
-        routed = np.zeros(
-            (len(steps), shape.num_ranks, shape.num_layers, shape.num_logical_experts), np.int64
-        )
-        for index in np.ndindex(*tokens.shape):
-            for layer in range(shape.num_layers):
-                for _ in range(tokens[index]):
-                    chosen = self.rng.permutation(shape.num_logical_experts)[: shape.top_k]
-                    routed[(*index, layer)][chosen] += 1
-        return Run(self, list(steps), tokens, routed, phase, epoch, set(idle))
-
-
-class Run:
-    def __init__(self, fleet, steps, tokens, routed, phase, epoch, idle):
-        self.fleet, self.steps, self.tokens, self.routed = fleet, steps, tokens, routed
-        self.phase, self.epoch, self.idle = phase, epoch, idle
-        self.load = routed.sum(axis=1)
-        self.received = self._dispatch()
-
-    def _dispatch(self):
-        """(n, L, S): every expert's tokens split over its slots at random."""
-        placement, rng = self.fleet.placement, self.fleet.rng
-        received = np.zeros((len(self.steps), placement.num_layers, placement.num_slots), np.int64)
-        for step, layer, expert in np.ndindex(*self.load.shape):
-            slots = np.flatnonzero(placement.phy2log[layer] == expert)
-            for slot in rng.choice(slots, self.load[step, layer, expert]):
-                received[step, layer, slot] += 1
-        return received
-
-    def report(self, rank, side=CountingSide.DESTINATION, only=slice(None), **changes):
-        per_rank = self.fleet.shape.slots_per_rank
-        if side is CountingSide.DESTINATION:
-            counts = self.received[:, :, rank * per_rank : (rank + 1) * per_rank]
-        else:
-            counts = self.routed[:, rank]
-        steps = tuple(
-            StepMeta(
-                step,
-                changes.get("epoch", self.epoch),
-                changes.get("phase", self.phase),
-                int(tokens),
-                dummy=rank in self.idle or changes.get("dummy", False),
-                compute_s=0.001 * (rank + 1),
-            )
-            for step, tokens in zip(self.steps, self.tokens[:, rank], strict=True)
-        )
-        return LoadReport(
-            DeploymentId("demo"),
-            Generation("g"),
-            EpRank(rank),
-            1,
-            side,
-            steps[only],
-            counts[only].copy(),
-        )
-
-
-def make_assembler(**options) -> StepAssembler:
-    assembler = StepAssembler(SHAPE, **options)
-    assembler.learn_epoch(EPOCH, PLACEMENT)
-    return assembler
-
-
-def reasons(intake):
-    found: Counter[Reason] = Counter()
-    for rejection in intake.rejected:
-        found[rejection.reason] += rejection.rank_steps
-    return found
-
-
-def windows_of(intakes):
-    """Phase -> window over all intakes."""
-    parts: dict[Phase, list[LoadWindow]] = {}
-    for intake in intakes:
-        for phase, window in intake.complete:
-            parts.setdefault(phase, []).append(window)
-    return {phase: join_windows(windows) for phase, windows in parts.items()}
+from tests.protocol.telemetry import EPOCH, PLACEMENT, SHAPE, Fleet, make_assembler, reasons, windows_of
 
 
 @pytest.mark.parametrize("side", list(CountingSide))
@@ -402,68 +303,3 @@ def test_quarantine_counts_all_and_keeps_few():
     assert quarantine.rank_steps == {Reason.LATE_STEP: 15}
     assert quarantine.samples(Reason.LATE_STEP) == ((1, "step 3"), (1, "step 4"))
     assert quarantine.samples(Reason.SUM_MISMATCH) == ()
-
-
-# --- the window in memory ----------------------------------------------------------------------
-
-
-def make_window(steps, fleet=None):
-    run = (fleet or Fleet()).run(steps)
-    assembler = make_assembler()
-    return windows_of([assembler.take(run.report(rank)) for rank in range(3)])[Phase.DECODE]
-
-
-def test_ring_keeps_the_newest_steps():
-    ring, window = StepRing(SHAPE, 10), make_window(range(25))
-    assert ring.window() is None
-    assert ring.newest_step is None
-    for first in range(0, 25, 4):
-        ring.append(window.slice(slice(first, first + 4)))
-    held = ring.window()
-    assert held is not None
-    assert len(ring) == 10
-    assert held.steps.tolist() == list(range(15, 25))
-    assert np.array_equal(held.counts, window.counts[15:])
-
-
-def test_a_window_handed_out_never_changes():
-    ring, window = StepRing(SHAPE, 10), make_window(range(100))
-    handed_out = []
-    for first in range(0, 100, 3):
-        ring.append(window.slice(slice(first, first + 3)))
-        held = ring.window()
-        assert held is not None
-        handed_out.append((held, held.counts.copy(), held.steps.tolist()))
-    for held, counts, steps in handed_out:
-        assert np.array_equal(held.counts, counts)
-        assert held.steps.tolist() == steps
-
-
-def test_ring_takes_a_burst_longer_than_itself():
-    ring, window = StepRing(SHAPE, 4), make_window(range(11))
-    assert ring.append(window).steps.tolist() == [7, 8, 9, 10]
-    assert len(ring) == 4
-
-
-def test_ring_takes_no_step_twice():
-    ring, window = StepRing(SHAPE, 10), make_window(range(8))
-    ring.append(window.slice(slice(0, 6)))
-    assert ring.append(window.slice(slice(4, 8))).steps.tolist() == [6, 7]
-    assert len(ring.append(window)) == 0
-    assert ring.newest_step == 7
-    assert len(ring) == 8
-    with pytest.raises(InvalidInput, match="capacity is 0"):
-        StepRing(SHAPE, 0)
-
-
-def test_ring_source_sums_forget_the_oldest_steps():
-    ring, window = StepRing(SHAPE, 8), make_window(range(64))
-    one = np.ones((SHAPE.num_layers, SHAPE.num_logical_experts), np.int64)
-    for step in range(64):
-        ring.append(window.slice(slice(step, step + 1)))
-        ring.add_source(EpRank(1), one)
-    held = ring.window()
-    assert held is not None and held.source is not None
-    assert held.source.dtype == np.uint32
-    assert 6 <= held.source[1].max() == held.source[1].min() <= 8
-    assert held.source[0].max() == 0

@@ -1,0 +1,72 @@
+"""The window in memory keeps the newest steps, and what it handed out."""
+
+import numpy as np
+import pytest
+
+from evenkeel.errors import InvalidInput
+from evenkeel.model.ids import EpRank
+from evenkeel.model.load import Phase
+from evenkeel.protocol.windows import StepRing
+from tests.protocol.telemetry import SHAPE, Fleet, make_assembler, windows_of
+
+
+def make_window(steps, fleet=None):
+    run = (fleet or Fleet()).run(steps)
+    assembler = make_assembler()
+    return windows_of([assembler.take(run.report(rank)) for rank in range(3)])[Phase.DECODE]
+
+
+def test_ring_keeps_the_newest_steps():
+    ring, window = StepRing(SHAPE, 10), make_window(range(25))
+    assert ring.window() is None
+    assert ring.newest_step is None
+    for first in range(0, 25, 4):
+        ring.append(window.slice(slice(first, first + 4)))
+    held = ring.window()
+    assert held is not None
+    assert len(ring) == 10
+    assert held.steps.tolist() == list(range(15, 25))
+    assert np.array_equal(held.counts, window.counts[15:])
+
+
+def test_a_window_handed_out_never_changes():
+    ring, window = StepRing(SHAPE, 10), make_window(range(100))
+    handed_out = []
+    for first in range(0, 100, 3):
+        ring.append(window.slice(slice(first, first + 3)))
+        held = ring.window()
+        assert held is not None
+        handed_out.append((held, held.counts.copy(), held.steps.tolist()))
+    for held, counts, steps in handed_out:
+        assert np.array_equal(held.counts, counts)
+        assert held.steps.tolist() == steps
+
+
+def test_ring_takes_a_burst_longer_than_itself():
+    ring, window = StepRing(SHAPE, 4), make_window(range(11))
+    assert ring.append(window).steps.tolist() == [7, 8, 9, 10]
+    assert len(ring) == 4
+
+
+def test_ring_takes_no_step_twice():
+    ring, window = StepRing(SHAPE, 10), make_window(range(8))
+    ring.append(window.slice(slice(0, 6)))
+    assert ring.append(window.slice(slice(4, 8))).steps.tolist() == [6, 7]
+    assert len(ring.append(window)) == 0
+    assert ring.newest_step == 7
+    assert len(ring) == 8
+    with pytest.raises(InvalidInput, match="capacity is 0"):
+        StepRing(SHAPE, 0)
+
+
+def test_ring_source_sums_forget_the_oldest_steps():
+    ring, window = StepRing(SHAPE, 8), make_window(range(64))
+    one = np.ones((SHAPE.num_layers, SHAPE.num_logical_experts), np.int64)
+    for step in range(64):
+        ring.append(window.slice(slice(step, step + 1)))
+        ring.add_source(EpRank(1), one)
+    held = ring.window()
+    assert held is not None and held.source is not None
+    assert held.source.dtype == np.uint32
+    assert 6 <= held.source[1].max() == held.source[1].min() <= 8
+    assert held.source[0].max() == 0
