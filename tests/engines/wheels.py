@@ -1,5 +1,6 @@
 """Engines' own modules, taken out of their published wheels and kept in .cache; nothing of theirs is committed."""
 
+import hashlib
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,7 @@ CACHE = Path(__file__).parent.parent.parent / ".cache" / "wheels"
 def engine_root(name: str, version: str, wanted: tuple[str, ...]) -> Path:
     """Folder with the wanted modules of a wheel; downloads the wheel once, without its dependencies, and deletes it."""
     root = CACHE / f"{name}-{version}-engine"
-    mark = root / f"have-{'-'.join(str(len(part)) for part in wanted)}"
+    mark = root / f"have-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:12]}"
     if mark.exists():
         return root
     CACHE.mkdir(parents=True, exist_ok=True)

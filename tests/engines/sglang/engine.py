@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.engines.driving import expert_rows
 from tests.engines.wheels import engine_root
 
 VERSION = "0.5.23"
@@ -189,15 +190,6 @@ def _stand_ins(srt: str) -> None:
 
 class ModelConfig:
     hf_config = SimpleNamespace(num_experts_per_tok=TOP_K, n_group=None)
-
-
-def expert_rows(layer: int, expert: int) -> list[torch.Tensor]:
-    seed = torch.Generator().manual_seed(1000 * layer + expert)
-    return [
-        torch.randn(6, 4, generator=seed),
-        torch.randint(0, 255, (8,), generator=seed, dtype=torch.uint8),
-        torch.randn(1, generator=seed).to(torch.bfloat16),
-    ]
 
 
 class Model:

@@ -1,7 +1,5 @@
 """What ranks of a toy SGLang go through; every function runs once in each rank's process."""
 
-import queue
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,20 +11,17 @@ from evenkeel.engines.guest.guards import Unsupported
 from evenkeel.engines.guest.settings import GuestSettings
 from evenkeel.engines.sglang.plugin import Plugin, register
 from evenkeel.formats import PlacementFile, PlacementFormat, render_placement
-from evenkeel.model.ids import Epoch, PlanId
 from evenkeel.model.load import LoadReport
 from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Transfer, Wave, WaveKey
-from evenkeel.protocol.messages import Ack, Commit, Leader, Prepare, StagingProgress, Vote
-from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome
+from evenkeel.protocol.messages import Ack, StagingProgress
 from tests.agent.fleet import PortLink
+from tests.engines.driving import DrivenRank, is_told, steps_of
 from tests.engines.sglang import engine
 
-LEADER = Leader("tester", 1)
 TOKENS = 9
 
 
-class Rank:
+class Rank(DrivenRank):
     """One rank of the toy engine with the plugin's hooks applied."""
 
     def __init__(self, rank, size, *, mode="place", chunk=None, interval=10_000, init="trivial"):
@@ -78,9 +73,7 @@ class Rank:
         self.guest = self.plugin.guest_of(self.manager)
         self.agent = self.guest.agent
         self.link = self.links[0]
-        assert self.link.ready.wait(20)
-        flow = FlowControl(report_interval_s=0.02)
-        self.link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 30.0, flow))
+        self.register()
 
     def step(self):
         """One forward pass as ModelRunner runs it; padding tokens are routed to -1."""
@@ -97,59 +90,6 @@ class Rank:
         self.manager.on_forward_pass_end()
         self.taken += 1
 
-    def steps(self, count, pause_s=0.0):
-        for _ in range(count):
-            self.step()
-            time.sleep(pause_s)
-
-    def target(self, seed=1):
-        rng = np.random.default_rng(seed)
-        old = self.agent.placement
-        rows = np.stack([rng.permutation(row) for row in old.phy2log])
-        return Placement(rows, old.num_ranks, old.num_logical_experts)
-
-    def order(self, new, plan="plan-1"):
-        old, identity = self.agent.placement, self.agent.hello().identity
-        checksums = self.agent._participant.checksums
-        transfers = [
-            Transfer(
-                int(layer),
-                int(new.phy2log[layer, slot]),
-                int(np.flatnonzero(old.phy2log[layer] == new.phy2log[layer, slot])[0]),
-                int(slot),
-                self.agent._config.shape.bytes_per_expert,
-            )
-            for layer, slot in np.argwhere(old.phy2log != new.phy2log)
-        ]
-        layers = tuple(sorted({transfer.layer for transfer in transfers}))
-        prepare = Prepare(
-            LEADER,
-            WaveKey(identity.generation, PlanId(plan), 0, 1),
-            Epoch(self.agent.epoch),
-            Wave(0, layers, new.phy2log[list(layers)], tuple((t,) for t in transfers)),
-            tuple(checksums[t.layer * old.num_logical_experts + t.logical_expert] for t in transfers),
-            10.0,
-        )
-        self.link.say(prepare)
-        vote = self.link.expect(Vote)
-        dist.barrier(group=self.lockstep)
-        if vote.yes:
-            self.link.say(Commit(LEADER, prepare.wave))
-        return vote
-
-    def sent(self, kind, enough, limit_s=30.0):
-        """What the rank said of a kind, waited for until it is enough."""
-        found: list[Any] = []
-        deadline = time.monotonic() + limit_s
-        while not enough(found) and time.monotonic() < deadline:
-            try:
-                _, message = self.link.sent.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            if isinstance(message, kind):
-                found.append(message)
-        return found
-
     def map(self):
         return self.metadata.physical_to_logical_map_cpu.numpy().copy()
 
@@ -163,16 +103,6 @@ class Rank:
             "trouble": self.agent.trouble,
             "steps": self.taken,
         }
-
-
-def steps_of(reports):
-    return sum(len(report.steps) for report in reports)
-
-
-def is_told(said):
-    """The last layer's progress and the Ack."""
-    whole = any(isinstance(one, StagingProgress) and one.bytes_done == one.bytes_total for one in said)
-    return whole and any(isinstance(one, Ack) for one in said)
 
 
 def place(rank, size, *, chunk):

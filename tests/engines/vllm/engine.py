@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from tests.engines.driving import expert_rows
 from tests.engines.wheels import engine_root
 
 VERSION = "0.33.0"
@@ -177,16 +178,6 @@ class ModelConfig:
 
     def compute_hash(self):
         return "toy-hash"
-
-
-def expert_rows(layer: int, expert: int) -> list[torch.Tensor]:
-    """What an expert's tensors hold: two matrices, one of a single byte a number, and a scale."""
-    seed = torch.Generator().manual_seed(1000 * layer + expert)
-    return [
-        torch.randn(6, 4, generator=seed),
-        torch.randint(0, 255, (8,), generator=seed, dtype=torch.uint8),
-        torch.randn(1, generator=seed).to(torch.bfloat16),
-    ]
 
 
 class Model:

@@ -1,6 +1,5 @@
 """What ranks of a toy vLLM go through; every function runs once in each rank's process."""
 
-import queue
 import threading
 import time
 from typing import Any
@@ -12,21 +11,19 @@ import torch.distributed as dist
 from evenkeel.engines.guest.guards import Unsupported
 from evenkeel.engines.guest.settings import GuestSettings
 from evenkeel.engines.vllm.plugin import Plugin, register
-from evenkeel.model.ids import Epoch, PlanId
 from evenkeel.model.load import LoadReport
 from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Transfer, Wave, WaveKey
-from evenkeel.protocol.messages import Ack, Commit, Leader, Prepare, StagingProgress, Vote
-from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome
+from evenkeel.model.plan import Wave
+from evenkeel.protocol.messages import Ack, StagingProgress, Vote
 from tests.agent.fleet import PortLink
+from tests.engines.driving import DrivenRank, is_told, steps_of
 from tests.engines.vllm import engine
 from tests.engines.vllm.engine import Config, Model, ModelConfig
 
-LEADER = Leader("tester", 1)
 TOKENS = 12
 
 
-class Rank:
+class Rank(DrivenRank):
     """One rank of the toy engine with the plugin beside it."""
 
     def __init__(
@@ -69,9 +66,7 @@ class Rank:
             engine.start_worker(self.modules, self.state, self.worker_failed)
         self.taken = 0
         if self.link is not None and self.agent is not None:
-            assert self.link.ready.wait(20)
-            flow = FlowControl(report_interval_s=0.02)
-            self.link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 30.0, flow))
+            self.register()
 
     def step(self, dummy=False):
         """One forward pass, its all-to-all, and vLLM's balancer after it."""
@@ -89,11 +84,6 @@ class Rank:
         self.state.step(is_dummy=dummy)
         self.taken += 1
 
-    def steps(self, count, pause_s=0.0):
-        for _ in range(count):
-            self.step()
-            time.sleep(pause_s)
-
     def until(self, done, limit_s=60.0):
         """Step until `done()` holds on every rank; all ranks stop at the same step."""
         deadline = time.monotonic() + limit_s
@@ -104,64 +94,8 @@ class Rank:
             if here[0] or not here[1]:
                 return
 
-    def target(self, seed=1):
-        """Another map of the same shape: every layer's slots shuffled, the same on every rank."""
-        rng = np.random.default_rng(seed)
-        old = self.agent.placement
-        rows = np.stack([rng.permutation(row) for row in old.phy2log])
-        return Placement(rows, old.num_ranks, old.num_logical_experts)
-
-    def prepare(self, new, plan="plan-1", **changes):
-        old, identity = self.agent.placement, self.agent.hello().identity
-        checksums = self.agent._participant.checksums
-        transfers = [
-            Transfer(
-                int(layer),
-                int(new.phy2log[layer, slot]),
-                int(np.flatnonzero(old.phy2log[layer] == new.phy2log[layer, slot])[0]),
-                int(slot),
-                self.agent._config.shape.bytes_per_expert,
-            )
-            for layer, slot in np.argwhere(old.phy2log != new.phy2log)
-        ]
-        layers = tuple(sorted({transfer.layer for transfer in transfers}))
-        values = {
-            "leader": LEADER,
-            "wave": WaveKey(identity.generation, PlanId(plan), 0, 1),
-            "base_epoch": Epoch(self.agent.epoch),
-            "body": Wave(0, layers, new.phy2log[list(layers)], tuple((t,) for t in transfers)),
-            "checksums": tuple(
-                checksums[t.layer * old.num_logical_experts + t.logical_expert] for t in transfers
-            ),
-            "batch_deadline_s": 10.0,
-        }
-        return Prepare(**{**values, **changes})
-
-    def order(self, new, plan="plan-1"):
-        """Prepare and Commit as a controller sends them; the gate does the rest at one of the next steps."""
-        prepare = self.prepare(new, plan)
-        self.link.say(prepare)
-        vote = self.link.expect(Vote)
-        dist.barrier(group=self.lockstep)
-        if vote.yes:
-            self.link.say(Commit(LEADER, prepare.wave))
-        return vote
-
     def map(self):
         return self.model_state.physical_to_logical_map.numpy().copy()
-
-    def sent(self, kind, enough, limit_s=30.0):
-        """What the rank said of a kind, waited for until it is enough."""
-        found: list[Any] = []
-        deadline = time.monotonic() + limit_s
-        while not enough(found) and time.monotonic() < deadline:
-            try:
-                _, message = self.link.sent.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            if isinstance(message, kind):
-                found.append(message)
-        return found
 
     def seen(self):
         return {
@@ -173,16 +107,6 @@ class Rank:
             "refused": self.guest.orders.refused,
             "steps": self.taken,
         }
-
-
-def steps_of(reports):
-    return sum(len(report.steps) for report in reports)
-
-
-def is_told(said):
-    """The last layer's progress and the Ack."""
-    whole = any(isinstance(one, StagingProgress) and one.bytes_done == one.bytes_total for one in said)
-    return whole and any(isinstance(one, Ack) for one in said)
 
 
 def place(rank, size, *, use_async):

@@ -1,20 +1,15 @@
 """Ranks of vLLM's own EPLB under a real controller: loads over gRPC, its own plan, vLLM's copies."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 
-import httpx
 import numpy as np
 import pytest
 
-from tests.engines.vllm import ranks
+from tests.engines import ranks
+from tests.integration.whole import Served
 
 pytestmark = [pytest.mark.engines, pytest.mark.integration]
 SCENARIOS = "tests.engines.vllm.scenarios"
-TOKEN = "operate-token-0123456789"
 THRESHOLDS = {
     "min_window_steps": 48,
     "cooldown_s": 1,
@@ -27,49 +22,20 @@ THRESHOLDS = {
 @pytest.fixture
 def controller(tmp_path):
     """`evenkeel serve` on free ports; (gRPC address, REST client)."""
-    grpc, rest, metrics = ranks.free_port(), ranks.free_port(), ranks.free_port()
-    (tmp_path / "tokens").write_text(f"tester operate {TOKEN}\n")
-    settings = {
-        "DATA_DIR": tmp_path / "data",
-        "GRPC__PORT": grpc,
-        "REST__PORT": rest,
-        "REST__TOKEN_FILE": tmp_path / "tokens",
-        "METRICS__PORT": metrics,
-        "WINDOW__STEPS": 128,
-        "WINDOW__PLAN_STEPS": 128,
-        "PLANNER__MODE": "auto",
-        "PLANNER__POLICY": "keel",
-        "PLANNER__CYCLE_S": 1,
-        "PLANNER__RECENT_STEPS": 16,
-        "PLANNER__THRESHOLDS": json.dumps(THRESHOLDS),
-    }
-    environment = {**os.environ, **{f"EVENKEEL_{name}": str(value) for name, value in settings.items()}}
-    with (tmp_path / "controller.log").open("wb") as log:
-        command = [sys.executable, "-m", "evenkeel", "serve"]
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    client = httpx.Client(
-        base_url=f"http://127.0.0.1:{rest}", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False
+    served = Served(
+        tmp_path,
+        WINDOW__STEPS=128,
+        WINDOW__PLAN_STEPS=128,
+        PLANNER__POLICY="keel",
+        PLANNER__CYCLE_S=1,
+        PLANNER__THRESHOLDS=json.dumps(THRESHOLDS),
     )
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                if client.get("/readyz").is_success:
-                    break
-            except httpx.TransportError:
-                pass
-            assert time.monotonic() < deadline, "the controller does not come up"
-            assert process.poll() is None, "the controller ended"
-            time.sleep(0.1)
-        yield f"127.0.0.1:{grpc}", client
+        served.start()
+        yield served.grpc_address, served.http
     finally:
-        client.close()
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
+        served.http.close()
+        served.stop()
 
 
 @pytest.mark.timeout(300)

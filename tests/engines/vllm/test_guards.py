@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engines.vllm import ranks
+from tests.engines import ranks
 from tests.engines.vllm.scenarios import README_MAP
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]

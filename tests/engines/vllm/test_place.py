@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.engines.vllm import ranks
+from tests.engines import ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 SCENARIOS = "tests.engines.vllm.scenarios"

@@ -5,7 +5,7 @@ import pytest
 
 from evenkeel.formats import PlacementFile, PlacementFormat, write_placement
 from evenkeel.model.placement import Placement
-from tests.engines.vllm import ranks
+from tests.engines import ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 SCENARIOS = "tests.engines.vllm.scenarios"

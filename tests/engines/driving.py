@@ -1,0 +1,117 @@
+"""What the toy ranks of every engine have in common: steps, plans as a controller sends them, what was said."""
+
+import queue
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evenkeel.model.ids import Epoch, PlanId
+from evenkeel.model.placement import Placement
+from evenkeel.model.plan import Transfer, Wave, WaveKey
+from evenkeel.protocol.messages import Ack, Commit, Leader, Prepare, StagingProgress, Vote
+from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome
+
+LEADER = Leader("tester", 1)
+
+
+class DrivenRank:
+    """One rank of a toy engine whose plugin is told what a controller would say."""
+
+    agent: Any
+    link: Any
+    lockstep: Any
+    """A group of all ranks, apart from the engine's own."""
+
+    def step(self) -> None:
+        """One forward pass as the engine runs it."""
+        raise AssertionError("an engine's rank knows how")
+
+    def steps(self, count, pause_s=0.0):
+        for _ in range(count):
+            self.step()
+            time.sleep(pause_s)
+
+    def register(self):
+        """The controller takes the rank, and wants its reports often."""
+        assert self.link.ready.wait(20)
+        flow = FlowControl(report_interval_s=0.02)
+        self.link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 30.0, flow))
+
+    def target(self, seed=1):
+        """Another map of the same shape: every layer's slots shuffled, the same on every rank."""
+        rng = np.random.default_rng(seed)
+        old = self.agent.placement
+        rows = np.stack([rng.permutation(row) for row in old.phy2log])
+        return Placement(rows, old.num_ranks, old.num_logical_experts)
+
+    def prepare(self, new, plan="plan-1", **changes):
+        old, identity = self.agent.placement, self.agent.hello().identity
+        checksums = self.agent._participant.checksums
+        transfers = [
+            Transfer(
+                int(layer),
+                int(new.phy2log[layer, slot]),
+                int(np.flatnonzero(old.phy2log[layer] == new.phy2log[layer, slot])[0]),
+                int(slot),
+                self.agent._config.shape.bytes_per_expert,
+            )
+            for layer, slot in np.argwhere(old.phy2log != new.phy2log)
+        ]
+        layers = tuple(sorted({transfer.layer for transfer in transfers}))
+        values = {
+            "leader": LEADER,
+            "wave": WaveKey(identity.generation, PlanId(plan), 0, 1),
+            "base_epoch": Epoch(self.agent.epoch),
+            "body": Wave(0, layers, new.phy2log[list(layers)], tuple((t,) for t in transfers)),
+            "checksums": tuple(
+                checksums[t.layer * old.num_logical_experts + t.logical_expert] for t in transfers
+            ),
+            "batch_deadline_s": 10.0,
+        }
+        return Prepare(**{**values, **changes})
+
+    def order(self, new, plan="plan-1"):
+        """Prepare and Commit as a controller sends them; the gate does the rest at one of the next steps."""
+        prepare = self.prepare(new, plan)
+        self.link.say(prepare)
+        vote = self.link.expect(Vote)
+        dist.barrier(group=self.lockstep)
+        if vote.yes:
+            self.link.say(Commit(LEADER, prepare.wave))
+        return vote
+
+    def sent(self, kind, enough, limit_s=30.0):
+        """What the rank said of a kind, waited for until it is enough."""
+        found: list[Any] = []
+        deadline = time.monotonic() + limit_s
+        while not enough(found) and time.monotonic() < deadline:
+            try:
+                _, message = self.link.sent.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if isinstance(message, kind):
+                found.append(message)
+        return found
+
+
+def steps_of(reports):
+    return sum(len(report.steps) for report in reports)
+
+
+def is_told(said):
+    """The last layer's progress and the Ack."""
+    whole = any(isinstance(one, StagingProgress) and one.bytes_done == one.bytes_total for one in said)
+    return whole and any(isinstance(one, Ack) for one in said)
+
+
+def expert_rows(layer: int, expert: int) -> list[torch.Tensor]:
+    """What an expert's tensors hold: two matrices, one of a single byte a number, and a scale."""
+    seed = torch.Generator().manual_seed(1000 * layer + expert)
+    return [
+        torch.randn(6, 4, generator=seed),
+        torch.randint(0, 255, (8,), generator=seed, dtype=torch.uint8),
+        torch.randn(1, generator=seed).to(torch.bfloat16),
+    ]
