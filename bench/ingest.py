@@ -21,7 +21,8 @@ from bench.report import OUT, Row, write_report
 from evenkeel.adapters.embedded_valkey import EmbeddedValkey
 from evenkeel.adapters.redis_client import connect, deployment_key, disconnect
 from evenkeel.adapters.stored_forms import unpack_window
-from tests.integration.controller_rig import Controller, until
+from tests.integration.controller_rig import Controller
+from tests.waiting import until
 
 WINDOW = 256
 WARM = 4

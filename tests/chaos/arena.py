@@ -16,8 +16,9 @@ from evenkeel.engines.demo.processes import free_ports
 from evenkeel.engines.reference.config import RankConfig
 from evenkeel.engines.reference.supervisor import FleetReport, Supervisor, _read_lines
 from tests.chaos.operator import Operator
-from tests.chaos.processes import DEPLOYMENT, ControllerProcess, Sentinel, StoreNode, until
+from tests.chaos.processes import DEPLOYMENT, ControllerProcess, Sentinel, StoreNode
 from tests.chaos.schedule import Fault, FaultKind
+from tests.waiting import until
 
 __all__ = ["FORGET_AFTER_S", "LEASE_S", "Arena", "Struck"]
 
@@ -96,9 +97,9 @@ class Arena:
         first, second = self.nodes
         first.begin(None)
         second.begin(first)
-        await until(first.has_replica, 20, "the replica to follow")
+        await until(first.has_replica, within_s=20, what="the replica to follow")
         self.sentinel.begin(first)
-        await until(self.sentinel.primary_port, 20, "Sentinel to answer")
+        await until(self.sentinel.primary_port, within_s=20, what="Sentinel to answer")
         for controller in self.controllers:
             controller.start()
         config = RankConfig(
@@ -130,8 +131,8 @@ class Arena:
             time.time,
         )
         for controller in self.controllers:
-            await until(controller.ready, _START_S, f"{controller.name} to serve")
-        await until(self.settled, _START_S, "the ranks to be led")
+            await until(controller.ready, within_s=_START_S, what=f"{controller.name} to serve")
+        await until(self.settled, within_s=_START_S, what="the ranks to be led")
 
     async def look_after(self, stop: asyncio.Event) -> None:
         """Restart the group of ranks when one died."""
@@ -287,8 +288,8 @@ class Arena:
         restarts, step = self.supervisor.restarts, time.time()
         self.supervisor.kill_rank(rank)
         supervisor = self.supervisor
-        await until(lambda: supervisor.restarts > restarts, 60, "the group to be restarted")
-        await until(lambda: self._stepped_since(step), 120, "the restarted group to serve")
+        await until(lambda: supervisor.restarts > restarts, within_s=60, what="the group to be restarted")
+        await until(lambda: self._stepped_since(step), within_s=120, what="the restarted group to serve")
 
     def _stepped_since(self, since: float) -> bool:
         """Whether every rank has begun anew and written a step."""
@@ -324,7 +325,7 @@ class Arena:
         supervisor = self.supervisor
         assert supervisor is not None
         supervisor.request_stop()
-        self.report = await until(supervisor.poll, 90, "the ranks to end")
+        self.report = await until(supervisor.poll, within_s=90, what="the ranks to end")
         assert self.report is not None
         return self.report
 

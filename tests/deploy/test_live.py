@@ -20,7 +20,8 @@ from tests.deploy.chart import ROOT
 from tests.deploy.live import DEPLOYMENT, controller_with_a_past, live_through_everything
 from tests.deploy.queries import TARGET_LABELS, annotation_queries, panel_queries, rule_queries
 from tests.deploy.test_rules import promtool
-from tests.integration.controller_rig import Controller, Group, Rank, until
+from tests.integration.controller_rig import Controller, Group, Rank
+from tests.waiting import until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.integration, pytest.mark.timeout(300)]
 PARTS = {"_bucket", "_sum", "_count"}

@@ -22,6 +22,7 @@ from evenkeel.protocol import messages as m
 from evenkeel.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel.wire import link
 from evenkeel.wire.codec import decode_controller_message, encode_rank_message
+from tests.waiting import until
 
 SHAPE = ModelShape(
     num_layers=3, num_logical_experts=8, num_ranks=4, slots_per_rank=3, top_k=2, bytes_per_expert=1024
@@ -30,20 +31,6 @@ _MAIN = (
     "from evenkeel.controller import run; from evenkeel.settings import load_settings; run(load_settings())"
 )
 _incarnations = itertools.count(time.time_ns())
-
-
-async def until(ask, *, within_s: float = 20.0, every_s: float = 0.05) -> Any:
-    """The first true answer."""
-    deadline = asyncio.get_running_loop().time() + within_s
-    while True:
-        answer = ask()
-        if asyncio.iscoroutine(answer):
-            answer = await answer
-        if answer:
-            return answer
-        if asyncio.get_running_loop().time() > deadline:
-            raise AssertionError(f"{ask} still false after {within_s} s")
-        await asyncio.sleep(every_s)
 
 
 class Controller:

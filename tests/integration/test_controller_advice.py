@@ -3,7 +3,8 @@
 import pytest
 
 from evenkeel.errors import Reason
-from tests.integration.controller_rig import Controller, Group, until
+from tests.integration.controller_rig import Controller, Group
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 

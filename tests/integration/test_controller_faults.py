@@ -15,7 +15,8 @@ from evenkeel.protocol import messages as m
 from evenkeel.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel.wire import link
 from evenkeel.wire.codec import decode_controller_message, encode_rank_message
-from tests.integration.controller_rig import Controller, Group, Rank, damaged, until
+from tests.integration.controller_rig import Controller, Group, Rank, damaged
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 

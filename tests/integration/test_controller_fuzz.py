@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import booleans
 
 from tests.api.conftest import ADMIN, OPERATE, READ
-from tests.integration.controller_rig import Controller, Group, until
+from tests.integration.controller_rig import Controller, Group
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 

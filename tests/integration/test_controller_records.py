@@ -3,7 +3,8 @@
 import pytest
 
 from evenkeel.errors import Reason
-from tests.integration.controller_rig import Controller, Group, damaged, until
+from tests.integration.controller_rig import Controller, Group, damaged
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 

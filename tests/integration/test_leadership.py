@@ -12,7 +12,8 @@ from evenkeel.errors import Reason
 from evenkeel.model.ids import EpRank
 from evenkeel.protocol import messages as m
 from evenkeel.wire import link
-from tests.integration.controller_rig import Controller, Group, Rank, until
+from tests.integration.controller_rig import Controller, Group, Rank
+from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -16,7 +16,8 @@ from evenkeel.v1 import agent_pb2_grpc
 from evenkeel.wire import link
 from evenkeel.wire.codec import encode_rank_message
 from tests.chaos import rude
-from tests.integration.controller_rig import Controller, Group, Rank, until
+from tests.integration.controller_rig import Controller, Group, Rank
+from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

@@ -15,7 +15,8 @@ from evenkeel.v1 import agent_pb2_grpc
 from evenkeel.wire.codec import encode_rank_message
 from tests.contracts.conftest import valkey
 from tests.contracts.test_stores import DEMO, make_record
-from tests.integration.controller_rig import Controller, Group, until
+from tests.integration.controller_rig import Controller, Group
+from tests.waiting import until
 
 __all__ = ["valkey"]
 

@@ -20,7 +20,8 @@ from evenkeel.model.load import Phase
 from tests.chaos.processes import Child, Sentinel, StoreNode
 from tests.chaos.proxy import Proxy
 from tests.contracts.test_stores import BASE, DEMO, make_record, make_window
-from tests.integration.controller_rig import Controller, Group, until
+from tests.integration.controller_rig import Controller, Group
+from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
