@@ -170,6 +170,42 @@ def test_new_leader_goes_on_with_a_plan_that_the_ranks_are_in_the_middle_of():
     assert {m.wave for m in sent(actions) if isinstance(m, msg.Prepare)} == {key_of(index=1)}
 
 
+def found_and_acked(stored):
+    """A new leader found wave 0 armed on the ranks, ended it, and has not heard them again."""
+    control = control_of(S.RECOVERING, stored)
+    for query in (1, 2):
+        both(
+            control,
+            lambda rank, query=query: state_of(
+                rank, query=query, state=msg.ParticipantState.ARMED, wave=key_of()
+            ),
+        )
+    return control, ack(control, AFTER_ONE, 1)
+
+
+def test_wave_found_and_committed_is_counted_though_the_group_restarts_before_it_is_asked_again():
+    control, actions = found_and_acked(stored_plan())
+    kinds = [type(action) for action in actions]
+    assert kinds.index(ctl.PersistPlan) < kinds.index(ctl.PersistOutcome), (
+        "or a crash between them loses the wave"
+    )
+    for rank in (0, 1):
+        control.handle(from_rank(rank, hello_of(rank, "g2", 5, epoch=1), 5, 30 + rank), 1.0)
+    ended = record(control)
+    assert (ended.phase, ended.reason, ended.waves_committed) == (
+        PlanPhase.ABORTED,
+        Reason.GENERATION_CHANGED,
+        1,
+    )
+
+
+def test_found_wave_of_another_life_of_the_plan_id_is_not_counted():
+    stored = stored_plan()
+    moved = dataclasses.replace(stored.plans[0].plan, base_epoch=Epoch(7))
+    control, _ = found_and_acked(stored_plan(plan=moved))
+    assert record(control).waves_committed == 0
+
+
 def test_new_leader_ends_a_plan_that_the_ranks_completed():
     control = control_of(S.RECOVERING, stored_plan())
     answer_survey(control, epoch=2, placement=AFTER_TWO)

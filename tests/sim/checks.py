@@ -29,6 +29,8 @@ class Checks:
         """(deployment, wave) some rank swapped in."""
         self.outcomes: dict = {}
         """(deployment, wave) -> committed, as recorded."""
+        self.kept: set = set()
+        """(deployment, wave) recorded as committed in a store that has forgotten nothing since."""
         self.granted: dict = {}
         """Deployment -> the leader the lease was granted to last, whatever the store remembers of it."""
         self.disputed: set = set()
@@ -85,6 +87,10 @@ class Checks:
 
     # --- what is recorded -----------------------------------------------------------------------------
 
+    def forgot(self, deployment=None) -> None:
+        """The store lost what it had of a deployment, or of all."""
+        self.kept = {key for key in self.kept if deployment is not None and key[0] != deployment}
+
     def outcome(self, deployment, wave, committed: bool) -> None:
         """A controller recorded how a wave ended."""
         known = self.outcomes.setdefault((deployment, wave), committed)
@@ -93,6 +99,8 @@ class Checks:
         if committed is not ((deployment, wave) in self.swapped):
             what = "committed, no rank swapped it" if committed else "aborted, a rank swapped it"
             self.fail(RECORDS_DISAGREE, f"{wave} is recorded as {what}")
+        if committed:
+            self.kept.add((deployment, wave))
 
     def is_rightful(self, deployment, leader) -> bool:
         """A record is being written; False by a leader after whom another was granted the lease.
@@ -131,3 +139,10 @@ class Checks:
                 self.fail(
                     RECORDS_DISAGREE, f"{record.plan.plan_id} has wave {index} as committed, no rank has"
                 )
+        if record.phase.terminal and rightful and key not in self.disputed:
+            for index in range(done, len(record.plan.waves)):
+                if (deployment, record.plan.key(index)) in self.kept:
+                    detail = (
+                        f"{record.plan.plan_id} ended {record.phase} without wave {index}, which is committed"
+                    )
+                    self.fail(RECORDS_DISAGREE, detail)

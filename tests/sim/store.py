@@ -60,11 +60,13 @@ class SimStore:
             deployment, shelf = self._before_last
             self._shelves[deployment] = shelf
             self._before_last = None
+            self.world.checks.forgot(deployment)
 
     def flush(self) -> None:
         """Everything is gone."""
         self._shelves.clear()
         self._before_last = None
+        self.world.checks.forgot()
 
     # --- leases ---------------------------------------------------------------------------------------
 

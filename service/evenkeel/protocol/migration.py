@@ -176,9 +176,11 @@ class Migration:
             return []
         before = coordinator.state
         answers = coordinator.handle(event, now)
-        actions: list[ControlAction] = list(answers)
+        actions: list[ControlAction] = []
         if coordinator.state is CoordinatorState.COMMITTED and before is not CoordinatorState.COMMITTED:
+            # Before the outcome: a wave whose outcome is stored is counted by its plan's stored record.
             actions += self._learned_commit(now)
+        actions += answers
         for action in answers:
             if isinstance(action, WaveHealth):
                 actions += self._note_health(action, now)
@@ -200,8 +202,10 @@ class Migration:
 
     def _learned_commit(self, now: float) -> list[ControlAction]:
         """One rank is at the new epoch: all are, or will be when they reach the same boundary (R3)."""
+        if self._after is None:
+            return self._count_found(now)
         record, fleet, after = self._record(), self.fleet, self._after
-        if record is None or fleet is None or after is None:
+        if record is None or fleet is None:
             return []
         self.fleet = Fleet(Epoch(fleet.epoch + 1), after, fleet.weights_version, fleet.checksums)
         self.history[self.fleet.epoch] = after
@@ -213,6 +217,27 @@ class Migration:
             detail=f"epoch {self.fleet.epoch}",
         )
         return [PersistEpoch(record.plan.generation, self.fleet.epoch, after), change]
+
+    def _count_found(self, now: float) -> list[ControlAction]:
+        """A wave found on the ranks is committed: its plan says so at once, whatever becomes of the ranks.
+
+        Epoch and map follow from the next survey; if the group restarts before it, this is the last that is
+        heard of the wave.
+        """
+        assert self.coordinator is not None
+        wave = self.coordinator.wave
+        record = self.book.records.get(wave.plan_id)
+        if record is None or record.phase.terminal or not self._is_next(record, wave):
+            return []
+        unix, committed = now + self.unix_offset_s, wave.wave_index + 1
+        detail = "found on the ranks"
+        return [self.book.change(record, "wave_committed", unix, waves_committed=committed, detail=detail)]
+
+    @staticmethod
+    def _is_next(record: PlanRecord, wave: WaveKey) -> bool:
+        """The wave is of this very plan, not of another life of its id, and is not counted yet."""
+        uncounted = record.waves_committed <= wave.wave_index < len(record.plan.waves)
+        return uncounted and record.plan.key(wave.wave_index) == wave
 
     def _wave_ended(self, coordinator: Coordinator, now: float) -> list[ControlAction]:
         """All ranks are through with the wave: end the plan if this ends it."""
