@@ -278,6 +278,13 @@ def test_settings_are_checked_and_printed_without_secrets(command, monkeypatch, 
     assert json.loads(out)["redis"]["url"] == "redis://***@store:6379/0"
     assert "hunter2" not in out
     assert "p@ss" not in out
+    sentinel = "redis+sentinel://app:one@s:26379/main?sentinel_password=two&sentinel_ssl=true"
+    monkeypatch.setenv("EVENKEEL_REDIS__URL", sentinel)
+    monkeypatch.setenv("EVENKEEL_REDIS__SENTINEL_PASSWORD", "three")
+    redis = json.loads(command("config", "print")[1])["redis"]
+    assert redis["url"] == "redis+sentinel://***@s:26379/main?sentinel_password=***&sentinel_ssl=true"
+    assert redis["sentinel_password"] == "***"
+    monkeypatch.delenv("EVENKEEL_REDIS__SENTINEL_PASSWORD")
     file = tmp_path / "evenkeel.toml"
     file.write_text("[rest]\nprot = 8080\n")
     code, _, err = command("config", "check", "-c", str(file))

@@ -86,6 +86,21 @@ def test_secrets_are_read_from_files_and_never_told(tmp_path, monkeypatch):
         load_settings()
 
 
+def test_the_sentinels_login_is_a_secret_and_wants_a_sentinel(tmp_path, monkeypatch):
+    (tmp_path / "password").write_text("hunter2\n")
+    monkeypatch.setenv("EVENKEEL_REDIS__SENTINEL_PASSWORD_FILE", str(tmp_path / "password"))
+    monkeypatch.setenv("EVENKEEL_REDIS__SENTINEL_USERNAME", "keel")
+    monkeypatch.setenv("EVENKEEL_REDIS__URL", "rediss+sentinel://h:26379/main")
+    settings = load_settings()
+    assert (settings.redis.sentinel_username, settings.redis.sentinel_password) == ("keel", "hunter2")
+    assert "hunter2" not in repr(settings)
+    assert "need a redis+sentinel:// or" in refusal(REDIS__URL="redis://h:6379")
+    monkeypatch.delenv("EVENKEEL_REDIS__SENTINEL_PASSWORD_FILE")
+    assert "sentinel_username needs redis.sentinel_password" in refusal()
+    monkeypatch.setenv("EVENKEEL_REDIS__URL", "redis+sentinel://h:26379/main?sentinel_password=x")
+    assert load_settings().redis.sentinel_username == "keel"
+
+
 def test_variables_that_name_nothing_are_refused():
     assert "EVENKEEL_GPRC__PORT names no section" in refusal(GPRC__PORT="1")
     assert "EVENKEEL_GRPC__PROT" in refusal(GRPC__PROT="1")

@@ -1,8 +1,8 @@
 """What the controller reads from its environment and its settings file, checked whole at start.
 
 `EVENKEEL_SECTION__FIELD` beats the file, the file beats the defaults. A variable or key that names nothing is
-an error, and so are values that contradict each other. For the secrets `EVENKEEL_REDIS__URL` and
-`EVENKEEL_REDIS__PASSWORD` the same name with `_FILE` behind it is read from the file named there.
+an error, and so are values that contradict each other. For the secrets `EVENKEEL_REDIS__URL`, `EVENKEEL_REDIS__PASSWORD`
+and `EVENKEEL_REDIS__SENTINEL_PASSWORD` the same name with `_FILE` behind it is read from the file named there.
 
 Sections are frozen dataclasses of plain values; the rest of the program takes those and reads nothing itself.
 """
@@ -56,7 +56,7 @@ DEFAULT_THRESHOLDS: Mapping[str, float] = {
     "max_data_age_s": 15.0,
 }
 """Loads are counted by logical expert, so a window needs no time to settle after a plan."""
-_SECRETS = ("redis__url", "redis__password")
+_SECRETS = ("redis__url", "redis__password", "redis__sentinel_password")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -88,6 +88,11 @@ class GrpcSettings:
     """Silence before a ping; keep it under the idle timeout of proxies in between."""
     keepalive_timeout_s: Seconds = 10.0
     """Wait for the ping's answer before the connection counts as dead."""
+    max_connection_age_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
+    """A connection this old, a tenth more or less by chance, is told to go (GOAWAY); the rank connects anew, and so
+    spreads over addresses that came later. 0 lets it live for ever. With a few seconds ranks mostly connect."""
+    max_connection_age_grace_s: Seconds = 60.0
+    """After that a stream still open, as a rank's always is, is cut. Serving goes on, reports wait and are sent again."""
     tls_cert_file: Path | None = None
     """PEM chain of this server; with it only TLS is spoken."""
     tls_key_file: Path | None = None
@@ -134,10 +139,15 @@ class RedisSettings:
     """The store."""
 
     url: str = field(default="", repr=False)
-    """redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://. Empty starts an embedded server in
-    the data folder: durable over restarts of one replica, not shareable."""
+    """redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster:// or rediss+cluster://. Empty
+    starts an embedded server in the data folder: durable over restarts of one replica, not shareable."""
     password: str = field(default="", repr=False)
     """Beats a password in the URL."""
+    sentinel_username: str = ""
+    """User at the Sentinels, which have users of their own; beats `sentinel_username` in the URL."""
+    sentinel_password: str = field(default="", repr=False)
+    """Of that user, or of the Sentinels' `requirepass`; beats `sentinel_password` in the URL. The store's credentials are
+    never sent to a Sentinel."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "evenkeel"
     """First part of every key. Fleets that share a server must differ here, or they take each other's leases."""
     timeout_s: Seconds = 2.0
@@ -420,6 +430,11 @@ def _contradictions(settings: Settings) -> Iterator[str]:
         resolve_policy(planner.policy)
     except InvalidInput as error:
         yield f"planner: {error}"
+    redis = settings.redis
+    if (redis.sentinel_username or redis.sentinel_password) and "+sentinel://" not in redis.url:
+        yield "redis.sentinel_username and redis.sentinel_password need a redis+sentinel:// or rediss+sentinel:// URL"
+    if redis.sentinel_username and not (redis.sentinel_password or "sentinel_password=" in redis.url):
+        yield "redis.sentinel_username needs redis.sentinel_password"
     grpc = settings.grpc
     if (grpc.tls_cert_file is None) != (grpc.tls_key_file is None):
         yield "grpc.tls_cert_file and grpc.tls_key_file need each other"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from redis.exceptions import ConnectionError
 
 from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.adapters.redis_client import connect, disconnect
+from evenkeel.adapters.redis_client import SentinelLogin, connect, disconnect
 from evenkeel.adapters.redis_store import RedisDeploymentStore
 from evenkeel.adapters.redis_windows import RedisWindowStore
 from evenkeel.adapters.stored_forms import (
@@ -51,6 +51,51 @@ async def test_url_forms_are_told_apart():
     assert pool.connection_kwargs["password"] == "p@ss"
     nodes = [node.connection_pool.connection_kwargs for node in pool.sentinel_manager.sentinels]
     assert [(node["host"], node["port"]) for node in nodes] == [("h1", 26379), ("h2", 26380)]
+
+
+def test_sentinels_have_credentials_and_files_of_their_own():
+    def both(url: str, login: SentinelLogin | None = None) -> tuple[Any, Any]:
+        client: Any = connect(url, timeout_s=1, sentinel=login)
+        pool = client.connection_pool
+        return pool, pool.sentinel_manager.sentinels[0].connection_pool
+
+    store, theirs = both("redis+sentinel://me:pw@h1:1/main")
+    assert store.connection_class.__name__ == "SentinelManagedConnection"
+    assert theirs.connection_class.__name__ == "Connection"
+    # The store's password is nothing to a Sentinel.
+    assert theirs.connection_kwargs["password"] is None
+
+    files = "ssl_ca_certs=/ca&ssl_certfile=/cert&ssl_keyfile=/key"
+    store, theirs = both(
+        f"rediss+sentinel://h1:1/main?{files}&sentinel_ssl_ca_certs=/other", SentinelLogin("u", "p")
+    )
+    assert store.connection_class.__name__ == "SentinelManagedSSLConnection"
+    assert theirs.connection_class.__name__ == "SSLConnection"
+    assert [store.connection_kwargs[f"ssl_{name}"] for name in ("ca_certs", "certfile")] == ["/ca", "/cert"]
+    assert [theirs.connection_kwargs[f"ssl_{name}"] for name in ("ca_certs", "certfile")] == [
+        "/other",
+        "/cert",
+    ]
+    assert [theirs.connection_kwargs[name] for name in ("username", "password")] == ["u", "p"]
+
+    store, theirs = both("rediss+sentinel://h1:1/main?sentinel_ssl=false&sentinel_password=p%26q")
+    assert store.connection_class.__name__ == "SentinelManagedSSLConnection"
+    assert theirs.connection_class.__name__ == "Connection"
+    assert theirs.connection_kwargs["password"] == "p&q"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis+sentinel://h1:1/main?ssl_ca_certs=/ca", "it needs rediss\\+sentinel"),
+        ("redis+sentinel://h1:1/main?sentinel_ssl_ca_certs=/ca", "it needs sentinel_ssl=true"),
+        ("rediss+sentinel://h1:1/main?sentinel_ssl=yes", "neither true nor false"),
+        ("rediss+sentinel://h1:1/main?sentinal_ssl=true", "unknown options sentinal_ssl"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(url, words):
+    with pytest.raises(InvalidInput, match=words):
+        connect(url, timeout_s=1)
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])

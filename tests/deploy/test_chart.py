@@ -76,6 +76,12 @@ def test_a_misspelt_value_is_refused():
         (["redis.url=redis://u:p@ss@r:6379"], "redis.url holds a password"),
         (["redis.url=redis://r", "devValkey.enabled=true"], "two stores"),
         (["redis.passwordKey=p"], "existingSecret, which is empty"),
+        (["redis.sentinel.passwordKey=p"], "existingSecret, which is empty"),
+        (
+            ["redis.url=redis://r", "redis.existingSecret=s", "redis.sentinel.passwordKey=p"],
+            "redis.sentinel is for a redis.url that begins with",
+        ),
+        (["redis.url=redis+sentinel://s:1/m?sentinel_password=x"], "redis.url holds a password"),
         (["redis.existingSecret=s"], "names a key of it"),
         (["redis.url=redis://r", "redis.existingSecret=s", "redis.urlKey=u"], "both name the store"),
         (

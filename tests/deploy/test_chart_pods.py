@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from deploy.generate import CHARTS_OWN
+from evenkeel.adapters.redis_client import connect
 from evenkeel.api.app import create_app
 from evenkeel.api.auth import OPEN_PATHS, TokenSet
 from evenkeel.controller.serve import _STOP_S
@@ -143,7 +144,7 @@ def test_secrets_are_files_and_nothing_else(name):
     assert not kind(name, "Secret")
     for one in container(name)["env"]:
         if "secretKeyRef" in one.get("valueFrom", {}):
-            assert one["name"] == "REDIS_USERNAME"
+            assert one["name"] in ("REDIS_USERNAME", "SENTINEL_USERNAME")
         assert not re.search(r"PASSWORD$|TOKEN$", one["name"])
     for one in kind(name, "ConfigMap"):
         assert "password" not in one["data"].get("settings.yaml", "")
@@ -207,7 +208,8 @@ def test_every_variable_of_the_chart_is_a_setting_and_the_whole_is_sound(name, m
             path.write_text("redis://:p@redis:6379" if "URL" in one["name"] else "secret")
             value = str(path)
         monkeypatch.setenv(
-            one["name"], value.replace("$(POD_NAME)", "r-evenkeel-0").replace("$(REDIS_USERNAME)", "u")
+            one["name"],
+            re.sub(r"\$\((REDIS|SENTINEL)_USERNAME\)", "u", value.replace("$(POD_NAME)", "r-evenkeel-0")),
         )
     file = tmp_path / "settings.yaml"
     file.write_text(
@@ -219,6 +221,16 @@ def test_every_variable_of_the_chart_is_a_setting_and_the_whole_is_sound(name, m
     assert settings.grpc.host == settings.rest.host == settings.metrics.host == "0.0.0.0"
     assert settings.leader.replica_id == "r-evenkeel-0"
     assert settings.leader.replicas == only(name, "StatefulSet")["spec"]["replicas"]
+    if name == "sentinel":
+        redis = settings.redis
+        assert (redis.password, redis.sentinel_username, redis.sentinel_password) == ("secret", "u", "secret")
+        assert (settings.grpc.max_connection_age_s, settings.grpc.max_connection_age_grace_s) == (7200, 120)
+        # Every file the URL names is below a mounted secret.
+        connect(redis.url, timeout_s=1)
+        mounts = {one["mountPath"] for one in container(name)["volumeMounts"]}
+        files = re.findall(r"=(/[^&]*)", redis.url)
+        assert len(files) == 4
+        assert {path.rsplit("/", 1)[0] for path in files} <= mounts
     if name == "all-on":
         assert settings.planner.mode == "auto"
         assert settings.metrics.layer_rank_series == 4392

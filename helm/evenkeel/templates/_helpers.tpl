@@ -94,10 +94,19 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- if and .Values.devValkey.enabled (or .Values.redis.url .Values.redis.urlKey) }}
 {{- fail "devValkey.enabled and redis name two stores: set one" }}
 {{- end }}
-{{- if and (or .Values.redis.urlKey .Values.redis.usernameKey .Values.redis.passwordKey) (not .Values.redis.existingSecret) }}
-{{- fail "redis.urlKey, usernameKey and passwordKey name keys of redis.existingSecret, which is empty" }}
+{{- with .Values.redis }}
+{{- $keys := or .urlKey .usernameKey .passwordKey .sentinel.usernameKey .sentinel.passwordKey }}
+{{- if and $keys (not .existingSecret) }}
+{{- fail "redis.urlKey, usernameKey, passwordKey and those of redis.sentinel name keys of redis.existingSecret, which is empty" }}
 {{- end }}
-{{- if and .Values.redis.existingSecret (not (or .Values.redis.urlKey .Values.redis.usernameKey .Values.redis.passwordKey)) }}
-{{- fail "redis.existingSecret is set and none of redis.urlKey, usernameKey and passwordKey names a key of it" }}
+{{- if and .existingSecret (not $keys) }}
+{{- fail "redis.existingSecret is set and none of redis.urlKey, usernameKey, passwordKey and redis.sentinel names a key of it" }}
+{{- end }}
+{{- if and (or .sentinel.usernameKey .sentinel.passwordKey) .url (not (contains "+sentinel://" .url)) }}
+{{- fail "redis.sentinel is for a redis.url that begins with redis+sentinel:// or rediss+sentinel://" }}
+{{- end }}
+{{- if regexMatch "password=" .url }}
+{{- fail "redis.url holds a password: put it in redis.existingSecret and name its key with passwordKey" }}
+{{- end }}
 {{- end }}
 {{- end }}

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio import Redis, RedisCluster, Sentinel
 from redis.asyncio.retry import Retry
@@ -12,20 +13,34 @@ from redis.exceptions import ReadOnlyError, RedisError
 
 from evenkeel.errors import InvalidInput, Unavailable
 
-__all__ = ["Client", "connect", "deployment_key", "disconnect", "store_errors"]
+__all__ = ["Client", "SentinelLogin", "connect", "deployment_key", "disconnect", "store_errors"]
 
 Client = Redis | RedisCluster
 
+_TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
 
-def connect(url: str, *, timeout_s: float, password: str | None = None) -> Client:
+
+@dataclass(frozen=True, slots=True)
+class SentinelLogin:
+    """Who the controller is at the Sentinels; they keep users of their own and know nothing of the store's."""
+
+    username: str = ""
+    password: str = field(default="", repr=False)
+
+
+def connect(
+    url: str, *, timeout_s: float, password: str | None = None, sentinel: SentinelLogin | None = None
+) -> Client:
     """A client of the store; no connection is made yet.
 
     Args:
         url: `redis://`, `rediss://` (TLS; `?ssl_ca_certs=FILE` names the CA) or `unix://` as redis-py takes
-            them, `redis+sentinel://[user:password@]host:port[,host:port]/master-name[/db]`, where the
-            credentials are the store's, or `redis+cluster://host:port` and `rediss+cluster://host:port`.
+            them, `redis+sentinel://[user:password@]host:port[,host:port]/master-name[/db]` and
+            `rediss+sentinel://...`, see `_sentinel`, or `redis+cluster://host:port` and
+            `rediss+cluster://host:port`.
         timeout_s: for a connection and for each answer.
         password: beats one in the URL.
+        sentinel: beats `sentinel_username` and `sentinel_password` in the URL.
 
     Raises:
         InvalidInput: a URL of another form; its password is not repeated in the message.
@@ -45,13 +60,13 @@ def connect(url: str, *, timeout_s: float, password: str | None = None) -> Clien
             return _follow_failovers(Redis.from_url(url, **options))
         if scheme in ("redis+cluster", "rediss+cluster"):
             return RedisCluster.from_url(url.replace("+cluster", "", 1), **options)
-        if scheme == "redis+sentinel":
-            return _sentinel(url, options)
+        if scheme in ("redis+sentinel", "rediss+sentinel"):
+            return _sentinel(url, options, sentinel or SentinelLogin())
     except ValueError as error:
         raise InvalidInput(f"{scheme}:// URL cannot be used: {error}") from None
     raise InvalidInput(
-        f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel, redis+cluster,"
-        " rediss+cluster"
+        f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel, rediss+sentinel,"
+        " redis+cluster, rediss+cluster"
     )
 
 
@@ -63,7 +78,13 @@ def _without_password(url: str) -> str:
     return parts._replace(netloc=f"{user}{at}{hosts}" if user else hosts).geturl()
 
 
-def _sentinel(url: str, options: dict[str, Any]) -> Redis:
+def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
+    """A client that asks Sentinels where the primary is.
+
+    The credentials before the hosts and the options `ssl_...` are the store's, those that begin with `sentinel_` the
+    Sentinels'. `rediss+sentinel` speaks TLS to both, with the same files as far as no `sentinel_ssl_...` names others;
+    `sentinel_ssl=true` and `sentinel_ssl=false` say it for the Sentinels alone.
+    """
     parts = urlsplit(url)
     credentials, _, hosts = parts.netloc.rpartition("@")
     path = [piece for piece in parts.path.split("/") if piece]
@@ -73,13 +94,57 @@ def _sentinel(url: str, options: dict[str, Any]) -> Redis:
     for host in hosts.split(","):
         name, _, port = host.rpartition(":")
         nodes.append((name.strip("[]"), int(port)))
+    query = _sentinel_query(parts.query)
     if credentials:
         user, _, password = credentials.partition(":")
         options = {"username": unquote(user) or None, "password": unquote(password) or None} | options
-    patience = {name: options[name] for name in ("socket_timeout", "socket_connect_timeout")}
-    sentinels = Sentinel(nodes, sentinel_kwargs=patience)  # type: ignore[no-untyped-call]
+    store_tls = parts.scheme == "rediss+sentinel"
+    options |= _tls(query, "") if store_tls else {}
+    theirs: dict[str, Any] = {
+        "username": login.username or query.get("sentinel_username"),
+        "password": login.password or query.get("sentinel_password"),
+        # Without a word redis-py would try a Sentinel again for seconds before it asks the next.
+        **{name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "retry")},
+    }
+    sentinel_tls = _true(query.get("sentinel_ssl", str(store_tls)))
+    if sentinel_tls:
+        theirs |= _tls(query, "") | _tls(query, "sentinel_")
+    for speaks, prefix, cure in (
+        (store_tls or sentinel_tls, "ssl_", "rediss+sentinel"),
+        (sentinel_tls, "sentinel_ssl_", "sentinel_ssl=true"),
+    ):
+        if not speaks and any(name.startswith(prefix) for name in query):
+            raise ValueError(f"{prefix}... without TLS: it needs {cure}")
+    sentinels = Sentinel(nodes, sentinel_kwargs=theirs)  # type: ignore[no-untyped-call]
     master: Redis = sentinels.master_for(path[0], db=int(path[1]) if len(path) == 2 else 0, **options)
     return master
+
+
+def _sentinel_query(query: str) -> dict[str, str]:
+    """The URL's options, none of which may be misspelt: one that is ignored could mean no TLS."""
+    found = dict(parse_qsl(query, keep_blank_values=True))
+    known = [prefix + name for prefix in ("", "sentinel_") for name in _TLS_OPTIONS]
+    known += ["sentinel_ssl", "sentinel_username", "sentinel_password"]
+    if unknown := sorted(set(found) - set(known)):
+        raise ValueError(f"unknown options {', '.join(unknown)}; known are {', '.join(known)}")
+    return found
+
+
+def _tls(query: dict[str, str], prefix: str) -> dict[str, Any]:
+    """The TLS options of one side, as redis-py takes them."""
+    named = {name: query[prefix + name] for name in _TLS_OPTIONS if prefix + name in query}
+    checks = (
+        {}
+        if "ssl_check_hostname" not in named
+        else {"ssl_check_hostname": _true(named["ssl_check_hostname"])}
+    )
+    return {"ssl": True, **named, **checks}
+
+
+def _true(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
 
 
 def _follow_failovers(client: Redis) -> Redis:

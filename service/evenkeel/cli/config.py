@@ -54,5 +54,5 @@ def _redacted(key: str, value: Any) -> Any:
         return "***"
     if key == "url" and isinstance(value, str):
         # Greedy up to the last @: a password may hold one itself.
-        return re.sub(r"://.*@", "://***@", value)
+        return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"://.*@", "://***@", value))
     return value

@@ -17,7 +17,7 @@ from evenkeel.adapters.grpc_server import GrpcServer, ServerOptions
 from evenkeel.adapters.http_servers import MetricsServer, RestServer
 from evenkeel.adapters.metrics import ControllerMetrics
 from evenkeel.adapters.planner_pool import PlannerPool
-from evenkeel.adapters.redis_client import connect, disconnect
+from evenkeel.adapters.redis_client import SentinelLogin, connect, disconnect
 from evenkeel.adapters.redis_store import RedisDeploymentStore
 from evenkeel.adapters.redis_windows import RedisWindowStore
 from evenkeel.api.app import create_app
@@ -94,7 +94,9 @@ async def _serve(
     metrics_server = MetricsServer(registry, settings.metrics.host, settings.metrics.port)
     stack.callback(metrics_server.close)
     url = settings.redis.url if embedded is None else embedded.url
-    client = connect(url, timeout_s=settings.redis.timeout_s, password=settings.redis.password or None)
+    redis = settings.redis
+    login = SentinelLogin(redis.sentinel_username, redis.sentinel_password)
+    client = connect(url, timeout_s=redis.timeout_s, password=redis.password or None, sentinel=login)
     stack.push_async_callback(disconnect, client)
     planner = PlannerPool(settings.planner.workers, deadline_s=settings.planner.deadline_s)
     stack.callback(planner.close)
@@ -252,6 +254,8 @@ def _server_options(settings: Settings) -> ServerOptions:
         max_messages_per_s=grpc.max_messages_per_s,
         keepalive_s=grpc.keepalive_s,
         keepalive_timeout_s=grpc.keepalive_timeout_s,
+        max_connection_age_s=grpc.max_connection_age_s,
+        max_connection_age_grace_s=grpc.max_connection_age_grace_s,
         tls_cert_file=grpc.tls_cert_file,
         tls_key_file=grpc.tls_key_file,
         tls_client_ca_file=grpc.tls_client_ca_file,
