@@ -19,6 +19,7 @@ __all__ = [
     "DeploymentStatus",
     "DeploymentStore",
     "DeploymentView",
+    "KeptAnswer",
     "Lease",
     "Operations",
     "PlanRequest",
@@ -272,6 +273,19 @@ class AuditEntry:
     idempotency_key: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """What a request with an `Idempotency-Key` was answered, for its repetition."""
+
+    name: str
+    """Hash of token name, path and key, in hex."""
+    digest: str
+    """SHA-256 of the body, in hex."""
+    status: int
+    location: str | None
+    """Path of the plan the answer was about; None: it had no body."""
+
+
 class DeploymentView(Protocol):
     """Read access to one deployment."""
 
@@ -376,6 +390,14 @@ class Operations(Protocol):
 
     async def record(self, entry: AuditEntry) -> None:
         """Write down who asked for what; never fails."""
+        ...
+
+    async def keep_answer(self, deployment: DeploymentId, answer: KeptAnswer) -> None:
+        """Store an answer for a day, among the newest of the deployment; never fails."""
+        ...
+
+    async def kept_answer(self, deployment: DeploymentId, name: str) -> KeptAnswer | None:
+        """A stored answer; Unavailable when the store cannot say."""
         ...
 
     async def audit(self, deployment: DeploymentId | None, limit: int) -> Sequence[Mapping[str, Any]]:

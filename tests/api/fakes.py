@@ -13,7 +13,7 @@ from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer,
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning.verdict import Call, Verdict
 from evenkeel.planning.what_if import PolicyScore, Recommendation, Redundancy, ReplicaLevel
-from evenkeel.ports import Advice, DeploymentStatus, QuarantineRow, RankStatus
+from evenkeel.ports import Advice, DeploymentStatus, KeptAnswer, QuarantineRow, RankStatus
 
 SHAPE = ModelShape(
     num_layers=2, num_logical_experts=4, num_ranks=2, slots_per_rank=3, top_k=2, bytes_per_expert=1000
@@ -177,6 +177,7 @@ class FakeOperations:
         self.error: Exception | None = None
         self.rejected = [QuarantineRow("sum_mismatch", 12, ((1, "rank 1: 7 tokens, counts sum to 9"),))]
         self.rows: list[dict[str, Any]] = []
+        self.answers: dict[tuple[str, str], KeptAnswer] = {}
 
     def _check(self, deployment):
         if self.error is not None:
@@ -292,6 +293,12 @@ class FakeOperations:
         if deployment is not None:
             self._check(deployment)
         return [row for row in self.rows if deployment in (None, row["deployment"])][:limit]
+
+    async def keep_answer(self, deployment, answer):
+        self.answers[deployment, answer.name] = answer
+
+    async def kept_answer(self, deployment, name):
+        return self.answers.get((deployment, name))
 
     async def healthy(self):
         return self.health

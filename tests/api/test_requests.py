@@ -8,7 +8,7 @@ import pytest
 from evenkeel.api import create_app
 from evenkeel.api.bodies import MAX_BODY_BYTES
 from evenkeel.api.idempotency import Idempotency
-from evenkeel.errors import Conflict
+from evenkeel.errors import Conflict, Unavailable
 from tests.api.conftest import ADMIN, OPERATE, READ, TOKENS, assert_problem, make_client
 
 PLANS = "/v1/deployments/demo/plans"
@@ -80,7 +80,10 @@ async def test_a_key_with_the_same_body_repeats_the_answer_and_does_nothing(clie
     assert "idempotent-replayed" not in first.headers
     assert again.headers["idempotent-replayed"] == "true"
     assert len(operations.calls) == 1
-    assert_problem(await client.post(ROLLBACK, json={"to_epoch": 2}, headers=headers), 409, "id_reused")
+    other = assert_problem(
+        await client.post(ROLLBACK, json={"to_epoch": 2}, headers=headers), 422, "id_reused"
+    )
+    assert other["type"] == "urn:evenkeel:problem:key-reused"
     assert len(operations.calls) == 1
 
 
@@ -93,7 +96,9 @@ async def test_a_key_beside_a_plan_id_repeats_the_plan_of_that_id(client, operat
     other = await client.post(PLANS, json=body, headers={"Idempotency-Key": "k-2"})
     assert other.json() == first.json()
     assert len(operations.records["demo"]) == 1
-    assert_problem(await client.post(PLANS, json={**body, "plan_id": "x"}, headers=headers), 409, "id_reused")
+    assert_problem(await client.post(PLANS, json={**body, "plan_id": "x"}, headers=headers), 422, "id_reused")
+    # The plan's own id is another thing than a key.
+    assert_problem(await client.post(PLANS, json={"plan_id": "mine", "policy": "gem"}), 409, "id_reused")
 
 
 async def test_a_plan_is_found_by_its_key_also_by_a_controller_that_started_anew(operations):
@@ -101,9 +106,52 @@ async def test_a_plan_is_found_by_its_key_also_by_a_controller_that_started_anew
     async with make_client(create_app(operations, TOKENS)) as client:
         first = await client.post(PLANS, json={"policy": "gem"}, headers=headers)
     async with make_client(create_app(operations, TOKENS)) as client:
-        assert (await client.post(PLANS, json={"policy": "gem"}, headers=headers)).json() == first.json()
+        again = await client.post(PLANS, json={"policy": "gem"}, headers=headers)
+        assert (again.status_code, again.json()) == (202, first.json())
+        assert_problem(await client.post(PLANS, json={"policy": "x"}, headers=headers), 422, "id_reused")
+    # Also once the key is forgotten: it is the plan's id.
+    operations.answers.clear()
+    async with make_client(create_app(operations, TOKENS)) as client:
         assert_problem(await client.post(PLANS, json={"policy": "x"}, headers=headers), 409, "id_reused")
+        assert (await client.post(PLANS, json={"policy": "gem"}, headers=headers)).json() == first.json()
     assert len(operations.records["demo"]) == 1
+
+
+async def test_a_controller_that_started_anew_repeats_the_answer_with_the_plan_as_it_stands(operations):
+    """A rollback done twice would be another rollback."""
+    headers = {"Idempotency-Key": "walnut-7"}
+    async with make_client(create_app(operations, TOKENS)) as client:
+        first = await client.post(ROLLBACK, json={}, headers=headers)
+        frozen = await client.post("/v1/deployments/demo/freeze", json={"seconds": 5}, headers=headers)
+        assert (first.status_code, frozen.status_code) == (202, 204)
+    async with make_client(create_app(operations, TOKENS)) as client:
+        again = await client.post(ROLLBACK, json={}, headers=headers)
+        assert (again.status_code, again.headers["location"]) == (202, first.headers["location"])
+        assert again.headers["idempotent-replayed"] == "true"
+        assert again.json()["plan_id"] == first.json()["plan_id"]
+        assert_problem(await client.post(ROLLBACK, json={"to_epoch": 2}, headers=headers), 422, "id_reused")
+        again = await client.post("/v1/deployments/demo/freeze", json={"seconds": 5}, headers=headers)
+        assert (again.status_code, again.content) == (204, b"")
+        assert again.headers["idempotent-replayed"] == "true"
+    assert [call[0] for call in operations.calls if call[0] in ("rollback", "freeze")] == [
+        "rollback",
+        "freeze",
+    ]
+    # Neither key nor token stands in the store.
+    assert "walnut-7" not in str(operations.answers)
+    assert "alice" not in str(operations.answers)
+
+
+async def test_nothing_is_done_while_nobody_can_say_whether_it_was(client, operations):
+    async def away(deployment, name):
+        raise Unavailable("the store is out of reach")
+
+    operations.kept_answer = away
+    answer = await client.post(ROLLBACK, json={}, headers={"Idempotency-Key": "k-1"})
+    assert_problem(answer, 503, "store_unavailable")
+    assert answer.headers["retry-after"]
+    assert operations.calls == []
+    assert (await client.post(ROLLBACK, json={})).status_code == 202
 
 
 async def test_keys_of_other_tokens_and_paths_are_other_keys(app, operations):
@@ -139,6 +187,7 @@ async def test_a_repetition_while_the_first_is_under_way_is_told_to_wait(client,
     await asyncio.wait_for(entered.wait(), 30)
     second = await client.post(ROLLBACK, json={}, headers=headers)
     assert_problem(second, 409, "busy")
+    assert_problem(await client.post(ROLLBACK, json={"to_epoch": 1}, headers=headers), 422, "id_reused")
     assert second.headers["retry-after"] == "1"
     leave.set()
     assert (await first).status_code == 202
@@ -159,9 +208,9 @@ class Counting:
 
 
 @pytest.mark.parametrize("bounds", [{"most_keys": 3}, {"most_bytes": 399}])
-async def test_what_is_remembered_is_bounded_by_keys_and_bytes(bounds):
+async def test_what_is_remembered_is_bounded_by_keys_and_bytes(bounds, operations):
     inner = Counting()
-    app = Idempotency(inner, 1000, **bounds)
+    app = Idempotency(inner, lambda: operations, 1000, **bounds)
 
     async def post(key):
         sent = []

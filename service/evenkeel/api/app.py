@@ -49,7 +49,7 @@ def create_app(operations: Operations, tokens: Tokens, *, max_body_bytes: int = 
     app.state.operations = operations
     add_problem_handlers(app)
     # The last added is the first to see a request.
-    app.add_middleware(Idempotency, max_body_bytes=max_body_bytes)
+    app.add_middleware(Idempotency, operations=lambda: app.state.operations, max_body_bytes=max_body_bytes)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(RoleGate)
     app.add_middleware(Audit, operations=lambda: app.state.operations)

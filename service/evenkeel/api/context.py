@@ -54,7 +54,8 @@ IdempotencyKey = Annotated[
     str | None,
     Header(
         pattern=PLAN_ID_PATTERN,
-        description="Repeating the call with the same key and body gives the same answer, with another body 409.",
+        description="Repeating the call with the same key and body gives the same answer, with another body 422,"
+        " while the first is under way 409.",
     ),
 ]
 DeploymentPath = Annotated[

@@ -1,17 +1,17 @@
 """`Idempotency-Key`: a POST that is repeated with its key gets the answer it got before.
 
-Source: draft-ietf-httpapi-idempotency-key-header-07, but for one status: another body under a used key is 409
-`id_reused` here, not 422, as it is for a plan_id chosen by the client.
+Source: draft-ietf-httpapi-idempotency-key-header-07. A plan_id chosen by the client is another thing: another body under
+a used one is 409, whatever the key.
 
-Kept in this replica's memory for an hour, within bounds. Plans outlive that: the key is also the plan's id where the
-body has none, and plans are in the store.
+Whole answers are in this replica's memory for a day, within bounds. The store has the newest of each deployment without
+their bodies: after a restart, and on the replica that took over, the answer is the plan as it stands then.
 """
 
 import asyncio
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from evenkeel.api.bodies import read_body, replay
 from evenkeel.api.context import PLAN_ID_PATTERN
 from evenkeel.api.problems import problem_response
-from evenkeel.errors import Reason
+from evenkeel.errors import Reason, Unavailable
+from evenkeel.model.ids import DeploymentId
+from evenkeel.ports import KeptAnswer, Operations
 
 __all__ = ["Idempotency"]
 
-_TTL_S = 3600.0
+_TTL_S = 86_400.0
 _MOST_KEYS = 4096
 _MOST_BYTES = 64 << 20
 """Of answers; a plan of a large model is about one MB."""
-
+_DEPLOYMENT = re.compile(r"^/v1/deployments/([a-z0-9][a-z0-9._-]{0,62})/")
 
 _Name = tuple[str, str, str]
 """Token, path, key."""
@@ -45,12 +47,26 @@ class _Answer:
 
 
 class Idempotency:
-    """ASGI middleware behind authentication; keys of different tokens and paths are different keys."""
+    """ASGI middleware behind authentication; keys of different tokens and paths are different keys.
+
+    Args:
+        app: what is called.
+        operations: gives the controller that stores answers.
+        max_body_bytes: bound of a body, held by `BodyLimit` before.
+        most_keys, most_bytes: the oldest answers in memory give way beyond these.
+    """
 
     def __init__(
-        self, app: ASGIApp, max_body_bytes: int, *, most_keys: int = _MOST_KEYS, most_bytes: int = _MOST_BYTES
+        self,
+        app: ASGIApp,
+        operations: Callable[[], Operations],
+        max_body_bytes: int,
+        *,
+        most_keys: int = _MOST_KEYS,
+        most_bytes: int = _MOST_BYTES,
     ) -> None:
         self._app = app
+        self._operations = operations
         self._max_body_bytes = max_body_bytes
         self._most_keys = most_keys
         self._most_bytes = most_bytes
@@ -61,7 +77,7 @@ class Idempotency:
         self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer from memory, or let the request through and remember a 2xx answer."""
+        """Answer from memory or store, or let the request through and remember a 2xx answer."""
         key = Headers(scope=scope).get("idempotency-key") if scope["type"] == "http" else None
         if key is None or scope["method"] != "POST" or not re.match(PLAN_ID_PATTERN, key):
             await self._app(scope, receive, send)  # A key of another form is for the route to refuse.
@@ -72,23 +88,51 @@ class Idempotency:
         name = (scope["state"]["token"].name, scope["path"], key)
         self._drop(asyncio.get_running_loop().time())
         known = self._answers.get(name)
-        if known is None and name not in self._under_way:
-            await self._answer_anew(name, digest, scope, replay(body, receive), send)
-        elif digest != (self._under_way[name] if known is None else known.digest):
-            detail = f"Idempotency-Key {key} was used with another body"
-            refusal = problem_response("conflict", detail, scope["path"], Reason.ID_REUSED)
-            await refusal(scope, receive, send)
-        elif known is None:
+        if known is not None and known.digest == digest:
+            for message in known.messages:
+                await send(_marked(message))
+        elif known is not None or self._under_way.get(name, digest) != digest:
+            await _refuse_other_body(scope, receive, send)
+        elif name in self._under_way:
             detail = f"the first request with Idempotency-Key {key} is still under way"
             headers = {"Retry-After": "1"}
             refusal = problem_response("conflict", detail, scope["path"], Reason.BUSY, headers)
             await refusal(scope, receive, send)
         else:
-            for message in known.messages:
-                await send(_marked(message))
+            self._under_way[name] = digest
+            try:
+                await self._answer(name, digest, scope, replay(body, receive), send)
+            finally:
+                del self._under_way[name]
+
+    async def _answer(self, name: _Name, digest: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Not in memory: from the store, else anew."""
+        found = _DEPLOYMENT.match(scope["path"])
+        deployment = None if found is None else DeploymentId(found[1])
+        try:
+            kept = (
+                None if deployment is None else await self._operations().kept_answer(deployment, _hash(name))
+            )
+        except Unavailable as error:
+            headers = {"Retry-After": "1"}
+            refusal = problem_response("unavailable", str(error), scope["path"], error.reason, headers)
+            await refusal(scope, receive, send)
+            return
+        if kept is None:
+            await self._answer_anew(name, digest, deployment, scope, receive, send)
+        elif kept.digest != digest.hex():
+            await _refuse_other_body(scope, receive, send)
+        else:
+            await self._answer_as_kept(kept, scope, send)
 
     async def _answer_anew(
-        self, name: _Name, digest: bytes, scope: Scope, receive: Receive, send: Send
+        self,
+        name: _Name,
+        digest: bytes,
+        deployment: DeploymentId | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         messages: list[Message] = []
 
@@ -96,15 +140,39 @@ class Idempotency:
             messages.append(dict(message))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 # Before the client can repeat the call. An error changed nothing: it may be tried again.
-                if 200 <= messages[0]["status"] < 300:
+                status = messages[0]["status"]
+                if 200 <= status < 300:
                     self._remember(name, digest, tuple(messages))
+                    if deployment is not None:
+                        location = Headers(raw=messages[0].get("headers", [])).get("location")
+                        kept = KeptAnswer(_hash(name), digest.hex(), status, location)
+                        await self._operations().keep_answer(deployment, kept)
             await send(message)
 
-        self._under_way[name] = digest
-        try:
-            await self._app(scope, receive, keep)
-        finally:
-            del self._under_way[name]
+        await self._app(scope, receive, keep)
+
+    async def _answer_as_kept(self, kept: KeptAnswer, scope: Scope, send: Send) -> None:
+        """The status and place of the first answer; its body is the plan as a GET shows it now."""
+        location = kept.location
+        if location is None:
+            await send(_marked({"type": "http.response.start", "status": kept.status, "headers": []}))
+            await send({"type": "http.response.body", "body": b""})
+            return
+
+        async def send_as_first(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                headers = [*message.get("headers", []), (b"location", location.encode())]
+                message = _marked({**message, "status": kept.status, "headers": headers})
+            await send(message)
+
+        look = {
+            **scope,
+            "method": "GET",
+            "path": location,
+            "raw_path": location.encode(),
+            "query_string": b"",
+        }
+        await self._app(look, _no_body, send_as_first)
 
     def _remember(self, name: _Name, digest: bytes, messages: tuple[Message, ...]) -> None:
         now = asyncio.get_running_loop().time()
@@ -129,3 +197,20 @@ def _marked(message: Message) -> MutableMapping[str, Any]:
     if message["type"] != "http.response.start":
         return message
     return {**message, "headers": [*message.get("headers", []), (b"idempotent-replayed", b"true")]}
+
+
+async def _refuse_other_body(scope: Scope, receive: Receive, send: Send) -> None:
+    key = Headers(scope=scope)["idempotency-key"]
+    refusal = problem_response(
+        "key-reused", f"Idempotency-Key {key} was used with another body", scope["path"]
+    )
+    await refusal(scope, receive, send)
+
+
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+def _hash(name: _Name) -> str:
+    """One word for a name; none of its parts can hold a zero byte."""
+    return hashlib.sha256("\0".join(name).encode()).hexdigest()

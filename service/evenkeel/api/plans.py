@@ -50,8 +50,8 @@ async def create_plan(
         str | None,
         Header(
             pattern=PLAN_ID_PATTERN,
-            description="Repeating the call with the same key and body gives the same answer, with another body 409."
-            " It is the plan_id where the body has none.",
+            description="Repeating the call with the same key and body gives the same answer, with another body 422,"
+            " while the first is under way 409. It is the plan_id where the body has none.",
         ),
     ] = None,
 ) -> PlanOut:

@@ -51,6 +51,7 @@ KINDS = {
     "precondition-failed": Kind(412, "The document has changed since it was read", Reason.STALE_BASE),
     "too-large": Kind(413, "The body is larger than the server takes", Reason.LIMIT_EXCEEDED),
     "invalid-input": Kind(422, "The input can never be right", Reason.INVALID_INPUT),
+    "key-reused": Kind(422, "The Idempotency-Key was used with another body", Reason.ID_REUSED),
     "infeasible-plan": Kind(422, "No placement satisfies the limits"),
     "internal": Kind(500, "A defect in the controller"),
     "peer-violation": Kind(502, "A rank broke the protocol", Reason.MALFORMED),

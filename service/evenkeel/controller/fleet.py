@@ -6,6 +6,7 @@ from typing import Any
 import structlog
 
 from evenkeel.adapters.grpc_server import RankStream
+from evenkeel.controller.answers import AnswerLog
 from evenkeel.controller.audit import AuditLog
 from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outside
 from evenkeel.controller.documents import change_policy, policy_document
@@ -14,7 +15,7 @@ from evenkeel.controller.status import LiveView
 from evenkeel.errors import Conflict, NotFound, PeerViolation, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel.model.plan import PlanRecord
-from evenkeel.ports import Advice, AuditEntry, DeploymentView, PlanRequest, QuarantineRow
+from evenkeel.ports import Advice, AuditEntry, DeploymentView, KeptAnswer, PlanRequest, QuarantineRow
 from evenkeel.protocol.control_messages import ControlAction, PersistDocument
 from evenkeel.protocol.messages import Hello
 from evenkeel.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
@@ -36,6 +37,7 @@ class Fleet:
         self._max_deployments = max_deployments
         self._flow = options.flow
         self._audit = AuditLog(outside.store, outside.health, outside.clock)
+        self._answers = AnswerLog(outside.store, outside.health, outside.clock)
 
     def add(self, name: DeploymentId) -> Deployment:
         """The deployment of a name, made if it is new here."""
@@ -266,6 +268,23 @@ class Fleet:
         """Write down who asked for what; stored where this replica leads the deployment."""
         member = None if entry.deployment is None else self.members.get(entry.deployment)
         await self._audit.record(entry, member.term if member is not None and member.keeper.leading else None)
+
+    async def keep_answer(self, deployment: DeploymentId, answer: KeptAnswer) -> None:
+        """Store an answer where this replica leads; elsewhere nothing was changed."""
+        member = self.members.get(deployment)
+        if member is not None and member.keeper.leading:
+            await self._answers.keep(deployment, answer, member.term)
+
+    async def kept_answer(self, deployment: DeploymentId, name: str) -> KeptAnswer | None:
+        """A stored answer of a deployment that is here."""
+        if deployment not in self.members:
+            return None
+        self._durable(deployment)
+        try:
+            return await self._answers.find(deployment, name)
+        except Unavailable as error:
+            self._outside.health.failed(error)
+            raise
 
     async def set_policy(
         self, deployment: DeploymentId, changes: Mapping[str, Any], by: str
