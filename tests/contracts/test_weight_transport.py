@@ -237,8 +237,9 @@ def test_a_rank_that_gives_up_releases_the_peers_that_wait_for_it(kind):
     old = Placement(np.array([[0, 3, 1, 3, 2, 3]], np.int32), 3, 4)
     new = Placement(np.array([[1, 3, 1, 3, 0, 3]], np.int32), 3, 4)
     seam = kind(3)
-    absent = prepare_for(old, new, batch_deadline_s=0.5)
-    patient = prepare_for(old, new, batch_deadline_s=60.0)
+    # With a throttle no batch is posted ahead: rank 2 waits for a copy that rank 0 never begins.
+    absent = prepare_for(old, new, batch_deadline_s=0.5, max_bytes_per_s=1e9)
+    patient = prepare_for(old, new, batch_deadline_s=60.0, max_bytes_per_s=1e9)
     ended = threading.Event()
 
     def rank_work(rank):

@@ -5,11 +5,13 @@ Every rank runs the same global list of batches in the same order; in a batch it
 receiver, against the checksum registered when the model was loaded (R4).
 """
 
+import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +28,8 @@ from evenkeel.protocol.messages import Prepare
 __all__ = ["Progress", "StageOutcome", "TorchWeightTransport", "checksum"]
 
 _MAX_OPS = 32
-"""Point-to-point operations posted at once."""
+"""Point-to-point operations of one chunk. On the host a further batch is posted while fewer are in flight, so that no
+rank waits for Python between two batches; on a GPU one batch at a time, for there a stream runs them in turn."""
 _ALIGN = 256
 """Staged tensors begin at multiples of this many bytes, as allocators give them."""
 _CHUNKS_PER_BATCH = 4096
@@ -48,6 +51,20 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     for tensor in tensors:
         digest.update(_bytes_of(tensor).cpu().numpy().data)
     return int(digest.intdigest())
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A batch whose first chunk was posted."""
+
+    index: int
+    batch: Sequence[Transfer]
+    chunks: Iterator[list[Operation]]
+    """Those not posted yet."""
+    tag: int
+    """Of the next chunk."""
+    works: list[Work] = field(default_factory=list)
+    """Of the chunk posted last; empty when this rank has no part in the batch, or it is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,59 +175,84 @@ class TorchWeightTransport:
     def _stage(self, prepare: Prepare, cancel: threading.Event, progress: Progress) -> StageOutcome:
         self.clear()
         total = sum(t.nbytes for t in prepare.body.transfers if self._rank_of(t.dst_slot) == self._rank)
-        wrong = StageOutcome()
-        done = position = 0
-        pace_s = 0.0
-        for index, batch in enumerate(prepare.body.batches):
+        wrong, done, pace_s = StageOutcome(), 0, 0.0
+        flights: deque[_Flight] = deque()
+        batches = enumerate(prepare.body.batches)
+        expected = iter(prepare.checksums)
+        ahead = _MAX_OPS if self._device.type == "cpu" and prepare.max_bytes_per_s <= 0 else 0
+        while True:
             began = time.monotonic()
-            failure = self._run_batch(prepare, index, batch, began + prepare.batch_deadline_s + pace_s)
+            try:
+                while not flights or sum(len(flight.works) for flight in flights) < ahead:
+                    index, batch = next(batches, (0, None))
+                    if batch is None:
+                        break
+                    flights.append(self._begin(prepare, index, batch))
+            except RuntimeError as error:
+                return self._give_up(flights, Reason.TRANSFER_FAILED, f"a batch could not begin: {error}")
+            if not flights:
+                return wrong
+            failure = self._end(flights, time.monotonic() + prepare.batch_deadline_s + pace_s)
             if failure is not None:
                 return failure
-            for transfer, expected in zip(
-                batch, prepare.checksums[position : position + len(batch)], strict=True
-            ):
+            batch = flights.popleft().batch
+            for transfer, checksum_ in zip(batch, itertools.islice(expected, len(batch)), strict=True):
                 if self._rank_of(transfer.dst_slot) != self._rank:
                     continue
                 done += transfer.nbytes
                 if wrong.ok:
-                    wrong = self._verify(transfer, expected)
-            position += len(batch)
+                    wrong = self._verify(transfer, checksum_)
             progress(done, total)
             pace_s = self._pace_s(batch, prepare.max_bytes_per_s)
             cancel.wait(max(0.0, pace_s - (time.monotonic() - began)))
-        return wrong
 
     # --- one batch ------------------------------------------------------------------------------
 
-    def _run_batch(
-        self, prepare: Prepare, index: int, batch: Sequence[Transfer], deadline: float
-    ) -> StageOutcome | None:
+    def _begin(self, prepare: Prepare, index: int, batch: Sequence[Transfer]) -> _Flight:
+        """Post a batch's first chunk."""
+        flight = _Flight(
+            index, batch, self._chunks(batch), prepare.wave.fingerprint + index * _CHUNKS_PER_BATCH
+        )
+        self._post(flight)
+        return flight
+
+    def _post(self, flight: _Flight) -> bool:
+        """Post a batch's next chunk; False when all were."""
         communicator = self._communicator
         if communicator is None:
-            return StageOutcome(Reason.TRANSFER_FAILED, f"batch {index}: the communicator is down")
-        tag = prepare.wave.fingerprint + index * _CHUNKS_PER_BATCH
-        works: list[Work] = []
+            raise RuntimeError("the communicator is down")
+        operations = next(flight.chunks, None)
+        flight.works = []
+        if operations is None:
+            return False
+        flight.works = communicator.start_exchange(operations, flight.tag % 2**31)
+        flight.tag += 1
+        return True
+
+    def _end(self, flights: Sequence[_Flight], deadline: float) -> StageOutcome | None:
+        """See the oldest of the batches in flight through; None when it is done."""
+        flight = flights[0]
         try:
-            for chunk, operations in enumerate(self._chunks(batch)):
-                works = communicator.start_exchange(operations, (tag + chunk) % 2**31)
-                for work in works:
+            posted = bool(flight.works)
+            while posted:
+                for work in flight.works:
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        return self._give_up(
-                            works, Reason.TRANSFER_TIMEOUT, f"batch {index}: past its deadline"
-                        )
+                        detail = f"batch {flight.index}: past its deadline"
+                        return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
                     work.wait(timedelta(seconds=left))
+                posted = self._post(flight)
             self._finish_copies()
         except RuntimeError as error:
             late = time.monotonic() >= deadline
             reason = Reason.TRANSFER_TIMEOUT if late else Reason.TRANSFER_FAILED
-            return self._give_up(works, reason, f"batch {index}: {str(error)[:200]}")
+            return self._give_up(flights, reason, f"batch {flight.index}: {str(error)[:200]}")
         return None
 
-    def _give_up(self, works: Sequence[Work], reason: Reason, detail: str) -> StageOutcome:
+    def _give_up(self, flights: Sequence[_Flight], reason: Reason, detail: str) -> StageOutcome:
         """Abort the communicator and see every operation end, so that no late byte lands in staging."""
         self.abort()
-        for work in works:
+        for work in itertools.chain.from_iterable(flight.works for flight in flights):
             with suppress(RuntimeError):
                 work.wait(_ABORT_WAIT)
         return StageOutcome(reason, detail)

@@ -1,0 +1,140 @@
+"""What moving weights costs: python -m bench.migration [--rounds] [--plans].
+
+Bandwidth: two rank processes stage the same wave through the agent, from Prepare to the last vote, and by one bare
+batch_isend_irecv, in turn. Serving: a fleet of the reference engine under a real controller is given one random
+placement after another; its steps while a plan runs are compared with as many before.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.report import Row, write_report
+from evenkeel.engines.demo.fleet import FleetLog, StepRow, read_new_lines
+from tests.chaos.operator import draw_target
+from tests.integration.whole import Fleet, Served, plans, whole
+
+RANKS = 2
+WARM_STEPS = 60
+BETWEEN_STEPS = 60
+"""Calm before each plan: at least as many steps as a plan takes."""
+SERVING = {
+    "num_ranks": RANKS,
+    "d_model": 256,
+    "d_ffn": 512,
+    "staging_bytes": 64 << 20,
+    "verify_every": 0,
+    "min_step_s": 0.0,
+}
+
+
+def bandwidth(rounds: int) -> list[Row]:
+    """Both ways of copying, judged by their medians over interleaved rounds."""
+    with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "bench.migration_rank", str(rank), str(RANKS), str(rounds), folder]
+            )
+            for rank in range(RANKS)
+        ]
+        codes = [rank.wait(600) for rank in ranks]
+        if any(codes):
+            raise SystemExit(f"the ranks ended with {codes}")
+        figures = json.loads((Path(folder) / "bandwidth.json").read_text())
+    ours, bare = np.array(figures["ours_s"]), np.array(figures["bare_s"])
+    return [
+        Row("bandwidth_ratio_to_raw", float(np.median(bare) / np.median(ours)), "ratio of medians"),
+        Row("bandwidth_best_ratio_to_raw", float(bare.min() / ours.min()), "ratio of the best"),
+        Row("bandwidth_bytes_per_s", figures["bytes"] / float(np.median(ours)), "bytes / s, all ranks"),
+    ]
+
+
+def serving(wanted: int) -> list[Row]:
+    """A fleet under plan after plan."""
+    rng, log, offsets = random.Random(7), FleetLog(RANKS), {}
+    with (
+        tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder,
+        whole(Path(folder), {"PLANNER__MODE": "observe"}, SERVING) as (served, fleet),
+    ):
+
+        def steps(count: int) -> int:
+            goal = fleet.newest_step() + count
+            served.wait(lambda: fleet.newest_step() >= goal, 120, f"step {goal}")
+            return goal
+
+        steps(WARM_STEPS)
+        for number in range(wanted):
+            steps(BETWEEN_STEPS)
+            move(served, fleet, rng, f"bench-{number}")
+        log.feed(read_new_lines(fleet.supervisor.folder, RANKS, offsets))
+        return serving_rows(log, plans(served))
+
+
+def move(served: Served, fleet: Fleet, rng: random.Random, plan_id: str) -> None:
+    """Have one random placement put in force."""
+    shape = fleet.config.shape
+    target = {"physical_to_logical": draw_target(rng, shape, fleet.config.pool_slots_per_layer)}
+
+    def asked() -> bool:
+        answer = served.post("/plans", {"plan_id": plan_id, "approve": True, "target": target})
+        return answer.is_success
+
+    served.wait(asked, 60, f"{plan_id} to be taken")
+    served.wait(lambda: served.get(f"/plans/{plan_id}")["phase"] == "committed", 60, f"{plan_id} to commit")
+
+
+def serving_rows(log: FleetLog, done: Sequence[dict]) -> list[Row]:
+    """Steps while each plan ran against as many right before it, over all plans."""
+    during: list[StepRow] = []
+    before: list[StepRow] = []
+    for plan in done:
+        last = max(swap.step for swap in log.swaps if swap.plan_id == plan["plan_id"])
+        running = [row for row in log.rows if row.unix >= plan["created_at"] and row.step <= last]
+        calm = [row for row in log.rows if row.unix < plan["created_at"]]
+        during += running
+        before += calm[-len(running) :] if running else []
+    median = float(np.median([row.seconds for row in log.rows]))
+    swaps = [swap.seconds for swap in log.swaps]
+    return [
+        Row("swap_over_median_step", max(swaps) / median, "longest swap over a median step"),
+        Row("swap_median_over_median_step", float(np.median(swaps)) / median, "median swap"),
+        Row("step_p99_ratio", p99(during) / p99(before), f"{len(during)} steps of plans, p99 over before"),
+        Row("step_median_ratio", middle(during) / middle(before), "median over before"),
+        Row("step_median_s", median, "s"),
+        Row("plans", float(len(done)), "committed"),
+    ]
+
+
+def p99(rows: Sequence[StepRow]) -> float:
+    """Of the slowest rank's step times [s]."""
+    return float(np.quantile([row.seconds for row in rows], 0.99))
+
+
+def middle(rows: Sequence[StepRow]) -> float:
+    """Median of the slowest rank's step times [s]."""
+    return float(np.median([row.seconds for row in rows]))
+
+
+def main() -> None:
+    """Measure and write the report."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=60, help="waves copied each way")
+    arguments.add_argument("--plans", type=int, default=20, help="plans under which the fleet serves")
+    chosen = arguments.parse_args()
+    began = time.monotonic()
+    rows = bandwidth(chosen.rounds)
+    print(f"bandwidth took {time.monotonic() - began:.0f} s", flush=True)
+    rows += serving(chosen.plans)
+    write_report("migration", rows, ("torch", "xxhash"))
+
+
+if __name__ == "__main__":
+    main()
