@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from redis.exceptions import ConnectionError
 
 from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.adapters.redis_client import SentinelLogin, connect, disconnect
+from evenkeel.adapters.redis_client import SentinelLogin, connect, disconnect, eviction_policies
 from evenkeel.adapters.redis_store import RedisDeploymentStore
 from evenkeel.adapters.redis_windows import RedisWindowStore
 from evenkeel.adapters.stored_forms import (
@@ -365,6 +365,7 @@ async def test_a_cluster_takes_every_command(tmp_path, unused_tcp_port_factory):
         store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
         lease = await store.acquire_lease(DEMO, "a", 60, 0)
         assert await store.renew_lease(DEMO, lease, 60)
+        assert await eviction_policies(client) == frozenset({"noeviction"})
         await store.store_plan(make_record(), lease.term)
         await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)
         await store.append_decision(DEMO, {"cycle": 1})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from redis.exceptions import NoPermissionError
 
-from evenkeel.adapters.redis_client import connect, disconnect
+from evenkeel.adapters.redis_client import connect, disconnect, eviction_policies
 from evenkeel.adapters.redis_store import RedisDeploymentStore
 from evenkeel.adapters.redis_windows import RedisWindowStore
 from evenkeel.engines.demo.processes import free_ports
@@ -100,6 +100,7 @@ async def do_everything(client) -> None:
     assert await store.fetch_document(DEMO, "policy") == {"mode": "auto"}
     assert len(await store.fetch_decisions(DEMO, 5)) == 1
     assert await store.deployments() == [DEMO]
+    assert await eviction_policies(client) == frozenset({"noeviction"})
     await windows.forget(DEMO)
     await store.release_lease(DEMO, lease)
     await store.ping()
@@ -208,6 +209,48 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
         refused = int((await admin.info("stats"))["acl_access_denied_cmd"])
         await asyncio.sleep(1.0)
         assert int((await admin.info("stats"))["acl_access_denied_cmd"]) == refused, "a command was denied"
+    await disconnect(admin)
+
+
+# --- a store that drops records --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru"])
+async def test_a_policy_that_evicts_state_is_said_at_the_start(tmp_path, server, policy):
+    one = await server("--maxmemory", "100mb", "--maxmemory-policy", policy)
+    async with Controller(tmp_path / "data", REDIS__URL=f"redis://127.0.0.1:{one.port}") as controller:
+        (said,) = await until(lambda: controller.events("store_may_evict"))
+        assert (said["level"], said["maxmemory_policy"]) == ("warning", [policy])
+        assert (await controller.metrics())[f'evenkeel_store_may_evict{{policy="{policy}"}}'] == 1
+        # It works as long as there is room.
+        assert (await controller.http.get("/readyz")).json()["status"] == "ok"
+
+
+async def test_a_policy_that_keeps_everything_is_no_matter(tmp_path, server):
+    one = await server()
+    async with Controller(tmp_path / "data", REDIS__URL=f"redis://127.0.0.1:{one.port}") as controller:
+        name = 'evenkeel_store_may_evict{policy="noeviction"}'
+        await until(lambda: _exports(controller, name))
+        assert (await controller.metrics())[name] == 0
+        assert not controller.events("store_may_evict")
+        assert not controller.events("store_eviction_unknown")
+
+
+async def _exports(controller, name):
+    return name in await controller.metrics()
+
+
+async def test_a_policy_that_may_not_be_read_is_said_to_be_unknown(tmp_path, server):
+    one = await server()
+    admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=2)
+    words = [word.replace("SECRET", "s3cret") for word in documented_acl() if word != "+info"]
+    await admin.execute_command("ACL", *words)
+    url = f"redis://evenkeel:s3cret@127.0.0.1:{one.port}"
+    async with Controller(tmp_path / "data", REDIS__URL=url) as controller:
+        (said,) = await until(lambda: controller.events("store_eviction_unknown"))
+        assert "+info" in said["detail"]
+        assert not any(name.startswith("evenkeel_store_may_evict") for name in await controller.metrics())
+        assert (await controller.http.get("/readyz")).json()["status"] == "ok"
     await disconnect(admin)
 
 

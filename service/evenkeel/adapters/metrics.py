@@ -12,7 +12,7 @@ the matrices are a REST resource.
 """
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
@@ -104,6 +104,12 @@ class ControllerMetrics(Collector):
             "1 while the store is out of reach: loads are kept in memory only and nothing is decided.",
             registry=registry,
         )
+        self._evicts = Gauge(
+            "evenkeel_store_may_evict",
+            "1 while the store's maxmemory-policy lets it drop our records when memory is short, 0 with noeviction.",
+            ["policy"],
+            registry=registry,
+        )
         Gauge(
             "evenkeel_build_info",
             "The running version; always 1.",
@@ -147,6 +153,12 @@ class ControllerMetrics(Collector):
     def store_degraded(self, degraded: bool) -> None:
         """Say whether the store is out of reach."""
         self._degraded.set(1 if degraded else 0)
+
+    def store_policies(self, policies: Collection[str]) -> None:
+        """Say by which policies the store makes room; empty: nobody knows."""
+        self._evicts.clear()
+        for policy in policies:
+            self._evicts.labels(policy).set(0 if policy == "noeviction" else 1)
 
     def store_answered(self, at_unix: float) -> None:
         """Say when the store last answered [Unix s]."""

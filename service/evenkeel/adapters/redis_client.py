@@ -9,11 +9,19 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from redis.asyncio import Redis, RedisCluster, Sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ReadOnlyError, RedisError
+from redis.exceptions import NoPermissionError, ReadOnlyError, RedisError
 
 from evenkeel.errors import InvalidInput, Unavailable
 
-__all__ = ["Client", "SentinelLogin", "connect", "deployment_key", "disconnect", "store_errors"]
+__all__ = [
+    "Client",
+    "SentinelLogin",
+    "connect",
+    "deployment_key",
+    "disconnect",
+    "eviction_policies",
+    "store_errors",
+]
 
 Client = Redis | RedisCluster
 
@@ -174,6 +182,24 @@ async def disconnect(client: Client) -> None:
     manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
     for sentinel in getattr(manager, "sentinels", ()):
         await sentinel.aclose()
+
+
+async def eviction_policies(client: Client) -> frozenset[str] | None:
+    """`maxmemory-policy` of the server, or of every primary of a Cluster; None when the user may not ask.
+
+    Raises:
+        Unavailable: no answer.
+    """
+    where = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
+    with store_errors("reading maxmemory-policy"):
+        try:
+            answer: Any = await client.info("memory", **where)
+        except NoPermissionError:
+            return None
+    infos = [answer] if "used_memory" in answer else answer.values()
+    # Services that hide it answer without the field.
+    found = [info.get("maxmemory_policy") for info in infos]
+    return None if None in found else frozenset(map(str, found))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from evenkeel.adapters.redis_windows import RedisWindowStore
 from evenkeel.api.app import create_app
 from evenkeel.controller.cycle import CycleSettings
 from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outside
+from evenkeel.controller.eviction import EvictionWatch
 from evenkeel.controller.figures import FigureLimits, Figures
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
@@ -119,6 +120,7 @@ async def _serve(
         if embedded is not None:
             spawner.spawn(embedded.watch(), "embedded-store")
         spawner.spawn(planner.warm_up(), "planner-warm-up")
+        spawner.spawn(EvictionWatch(client, metrics).run(), "eviction-watch")
         spawner.spawn(_take_up(fleet, outside), "take-up")
         spawner.spawn(_store_windows(fleet, outside, window.store_interval_s), "store-windows")
         limits = FigureLimits(settings.metrics.worst_layers, settings.metrics.layer_rank_series)
