@@ -1,6 +1,7 @@
 """The driver keeps the order the machines rest on, and loses nobody's question."""
 
 import asyncio
+import contextvars
 from dataclasses import dataclass
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from evenkeel.adapters.clock import SystemClock
 from evenkeel.driver import Driver, Stage
 from evenkeel.errors import Conflict, Unavailable
+from tests.waiting import until
 
 
 @dataclass(frozen=True)
@@ -202,3 +204,21 @@ async def test_a_mistake_of_ours_is_not_hidden():
     driver = Driver(Broken(), SlowHands(), SystemClock(), tick="tick", tick_s=1.0)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(driver.run(), 5)
+
+
+async def test_what_a_question_leads_to_runs_in_the_callers_context(rig):
+    """Log lines on the way say whose request they are about, and those of other events do not."""
+    request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="")
+    driver, _, hands, _ = rig({"event": [persist("theirs"), other("theirs")]})
+    seen = []
+    hands.perform = lambda action: seen.append((action.name, request.get()))
+    request.set("one")
+    first = asyncio.create_task(
+        driver.call(lambda now: (seen.append(("ask", request.get())), [other("own")]))
+    )
+    request.set("two")
+    await first
+    await driver.call(lambda now: (None, [other("own")]))
+    driver.post("event")
+    await until(lambda: len(seen) == 4)
+    assert seen == [("ask", "one"), ("own", "one"), ("own", "two"), ("theirs", "")]

@@ -6,6 +6,7 @@ they fail its sends are not carried out, all else is, and the machine hears of i
 
 import asyncio
 import contextlib
+import contextvars
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class _Call(Generic[ActionT]):
 
     ask: Callable[[float], tuple[Any, Sequence[ActionT]]]
     answer: "asyncio.Future[Any]"
+    context: contextvars.Context
+    """The caller's: log lines on the way say whose request they are about."""
 
 
 class Driver(Generic[ActionT]):
@@ -116,7 +119,7 @@ class Driver(Generic[ActionT]):
         if self._ended:
             raise Unavailable("the controller is stopping")
         answer: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
-        self.post(_Call(ask, answer))
+        self.post(_Call(ask, answer, contextvars.copy_context()))
         return await answer
 
     async def run(self) -> None:
@@ -148,9 +151,12 @@ class Driver(Generic[ActionT]):
         self._inbox.clear()
 
     async def _handle(self, event: object) -> None:
-        if not isinstance(event, _Call):
+        if isinstance(event, _Call):
+            await asyncio.create_task(self._respond(event), name="call", context=event.context)
+        else:
             await self._carry_out(self._machine.handle(event, self._clock.monotonic()))
-            return
+
+    async def _respond(self, event: _Call[ActionT]) -> None:
         try:
             result, actions = event.ask(self._clock.monotonic())
         except Exception as error:

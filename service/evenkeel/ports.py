@@ -271,6 +271,8 @@ class AuditEntry:
     status: int
     """HTTP status of the answer."""
     idempotency_key: str | None = None
+    trace_id: str | None = None
+    """The trace the request belongs to: 32 hex digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +404,14 @@ class Operations(Protocol):
 
     async def audit(self, deployment: DeploymentId | None, limit: int) -> Sequence[Mapping[str, Any]]:
         """Audit rows, newest first: of one deployment, also those stored; None: of this replica, in memory."""
+        ...
+
+    def log_level(self) -> str:
+        """How much this replica says: debug, info, warning or error."""
+        ...
+
+    def set_log_level(self, level: str, by: str) -> None:
+        """Change it until the next start."""
         ...
 
     async def healthy(self) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -139,6 +140,31 @@ async def test_messages_go_both_ways_and_a_rank_that_hangs_up_is_noticed(serve):
         beat = encode_rank_message(Heartbeat(7, 1, 2))
         assert await ask(channel, encode_rank_message(HELLO), beat) == ReportAck(7)
     await asyncio.wait_for(hub.lost.wait(), 10)
+
+
+@pytest.mark.integration
+async def test_what_a_stream_leads_to_is_said_under_its_trace(serve):
+    server, hub = await serve()
+    seen: list[dict] = []
+    attach = hub.attach
+
+    async def noting(hello, stream):
+        seen.append(structlog.contextvars.get_contextvars())
+        return await attach(hello, stream)
+
+    hub.attach = noting
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    for metadata in (None, (("traceparent", f"00-{trace}-00f067aa0ba902b7-01"),), (("traceparent", "x"),)):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            call = agent_pb2_grpc.RankLinkStub(channel).Attach(metadata=metadata)
+            await call.write(encode_rank_message(HELLO))
+            await call.write(encode_rank_message(Heartbeat(7, 1, 2)))
+            await asyncio.wait_for(call.read(), 10)
+            call.cancel()
+    ids = [context["trace_id"] for context in seen]
+    assert ids[1] == trace
+    assert len(set(ids)) == 3
+    assert all(len(one) == 32 for one in ids)
 
 
 @pytest.mark.integration

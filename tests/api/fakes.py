@@ -177,6 +177,7 @@ class FakeOperations:
         self.error: Exception | None = None
         self.rejected = [QuarantineRow("sum_mismatch", 12, ((1, "rank 1: 7 tokens, counts sum to 9"),))]
         self.rows: list[dict[str, Any]] = []
+        self.level = "info"
         self.answers: dict[tuple[str, str], KeptAnswer] = {}
 
     def _check(self, deployment):
@@ -293,6 +294,13 @@ class FakeOperations:
         if deployment is not None:
             self._check(deployment)
         return [row for row in self.rows if deployment in (None, row["deployment"])][:limit]
+
+    def log_level(self):
+        return self.level
+
+    def set_log_level(self, level, by):
+        self.calls.append(("set_log_level", level, by))
+        self.level = level
 
     async def keep_answer(self, deployment, answer):
         self.answers[deployment, answer.name] = answer

@@ -81,6 +81,7 @@ async def test_a_key_holds_over_a_restart(tmp_path):
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
         await group.serve(128)
+        await until(lambda: controller.events("planner_ready"), within_s=90)
         await until(lambda: _steps(controller, 100))
         keyed: dict[str, Any] = {"headers": {"Idempotency-Key": "k-1"}}
         plan = {"plan_id": "mine", "policy": "eplb", "dry_run": True}
@@ -108,3 +109,36 @@ async def test_a_key_holds_over_a_restart(tmp_path):
 
 async def _steps(controller: Controller, number: int) -> bool:
     return ((await controller.status()).get("window_steps") or 0) >= number
+
+
+async def test_a_request_is_followed_through_the_log_by_its_trace(tmp_path):
+    """From the header to what the machine did for it, and to the record; a stream has a trace of its own."""
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    async with Controller(tmp_path / "data") as controller, Group() as group:
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        await group.serve(128)
+        await until(lambda: controller.events("planner_ready"), within_s=90)
+        await until(lambda: _steps(controller, 100))
+        plan = {"plan_id": "mine", "policy": "eplb", "dry_run": True}
+        made = await controller.http.post(f"{BASE}/plans", json=plan, headers=headers)
+        assert (made.status_code, made.headers["trace-id"]) == (201, trace)
+        await controller.http.post(f"{BASE}/plans/mine/cancel")
+        lines = await until(lambda: len(controller.events("plan")) == 2 and controller.events("plan"))
+        assert [(row["plan_id"], row["deployment"], row["epoch"]) for row in lines] == [
+            ("mine", "demo", 0)
+        ] * 2
+        assert lines[0]["trace_id"] == trace
+        assert lines[1]["trace_id"] not in (None, trace)
+        written = (await controller.http.get(f"{BASE}/audit")).json()["items"]
+        assert [row["trace_id"] for row in written] == [lines[1]["trace_id"], trace]
+
+        before = len(controller.log)
+        assert (await controller.http.put("/v1/log-level", json={"level": "error"})).status_code == 200
+        await controller.http.post(f"{BASE}/freeze", json={"seconds": 1})
+        assert (await controller.http.put("/v1/log-level", json={"level": "info"})).status_code == 200
+        await until(lambda: len(controller.events("log_level_changed")) == 2)
+        assert not [row for row in controller.log[before:] if row["event"] == "frozen"]
+        assert all({"ts", "level", "event"} <= set(row) for row in controller.log)
+        assert controller.noise == []

@@ -12,6 +12,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from structlog.contextvars import bound_contextvars
 
 from evenkeel.adapters.server_tls import ServerCertificates, check_identity
 from evenkeel.errors import EvenkeelError, InvalidInput, PeerViolation
@@ -19,6 +20,7 @@ from evenkeel.protocol.messages import Hello
 from evenkeel.v1 import agent_pb2
 from evenkeel.wire.codec import decode_rank_message, encode_controller_message
 from evenkeel.wire.link import FromRankLink, ReportAck, ToRankLink
+from evenkeel.wire.trace import trace_id_or_new
 
 __all__ = ["Attached", "GrpcServer", "RankHub", "RankStream", "ServerOptions"]
 
@@ -268,8 +270,10 @@ class GrpcServer:
             _log.warning("too_many_streams", peer=context.peer(), open=self._open)
             await _exhausted(context, f"{self._open} streams are open, no more are taken")
         self._open += 1
+        given = dict(context.invocation_metadata() or ()).get("traceparent")
         try:
-            await self._serve_stream(context)
+            with bound_contextvars(trace_id=trace_id_or_new(given if isinstance(given, str) else None)):
+                await self._serve_stream(context)
         finally:
             self._open -= 1
 

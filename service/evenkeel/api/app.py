@@ -13,6 +13,7 @@ from evenkeel.api.bodies import MAX_BODY_BYTES, BodyLimit
 from evenkeel.api.idempotency import Idempotency
 from evenkeel.api.problems import KINDS, add_problem_handlers
 from evenkeel.api.schemas import ProblemOut
+from evenkeel.api.trace import Trace
 from evenkeel.ports import Operations
 
 __all__ = ["create_app"]
@@ -20,7 +21,8 @@ __all__ = ["create_app"]
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
 Success means that the change is stored; a failure other than 4xx may have happened all the same, so every
-call can be repeated: plans carry the client's id, targets are absolute. Errors are RFC 9457 problems of
+call can be repeated: plans carry the client's id, targets are absolute. Every answer carries `Trace-Id`, the trace of the
+request's `traceparent` or one made up, as do the log lines it led to. Errors are RFC 9457 problems of
 these types:
 
 """
@@ -54,6 +56,7 @@ def create_app(operations: Operations, tokens: Tokens, *, max_body_bytes: int = 
     app.add_middleware(RoleGate)
     app.add_middleware(Audit, operations=lambda: app.state.operations)
     app.add_middleware(BearerAuth, tokens=tokens)
+    app.add_middleware(Trace)
     bearer = [Security(HTTPBearer(auto_error=False, description="A token of the controller's token file."))]
     refusals: dict[int | str, dict[str, Any]] = {
         code: {"model": ProblemOut, "description": title}

@@ -51,6 +51,7 @@ class Audit:
                     path=path[:_MOST_PATH],
                     status=status,
                     idempotency_key=None if key is None else key[:128],
+                    trace_id=scope["state"].get("trace_id"),
                 )
             )
 

@@ -14,6 +14,7 @@ from evenkeel.api.insight_schemas import (
     AuditRowOut,
     Cells,
     HeatMapOut,
+    LogLevelBody,
     QuarantineOut,
     QuarantineRowOut,
     QuarantineSampleOut,
@@ -148,3 +149,16 @@ async def _audit_page(
     rows = await operations.audit(deployment, _AUDIT_SHOWN)
     chosen, after = page(rows, lambda row: str(row["id"]), token, size)
     return AuditPage(items=[AuditRowOut(**row) for row in chosen], next_page_token=after)
+
+
+@router.get("/log-level")
+async def get_log_level(operations: OperationsOf) -> LogLevelBody:
+    """How much the replica that answers says in its log."""
+    return LogLevelBody.model_validate({"level": operations.log_level()})
+
+
+@router.put("/log-level")
+async def set_log_level(operations: OperationsOf, caller: Caller, body: LogLevelBody) -> LogLevelBody:
+    """Change it on the replica that answers, until its next start."""
+    operations.set_log_level(body.level, caller)
+    return LogLevelBody.model_validate({"level": operations.log_level()})

@@ -1,11 +1,14 @@
 """Answer bodies of the routes that look closer: heat maps, quarantine, audit."""
 
+from typing import Literal
+
 from pydantic import BaseModel
 
 __all__ = [
     "AuditPage",
     "AuditRowOut",
     "HeatMapOut",
+    "LogLevelBody",
     "QuarantineOut",
     "QuarantineRowOut",
     "QuarantineSampleOut",
@@ -77,6 +80,8 @@ class AuditRowOut(BaseModel):
     status: int
     """HTTP status of the answer."""
     idempotency_key: str | None
+    trace_id: str | None = None
+    """As in `traceparent` and in the log; null in rows of older versions."""
 
 
 class AuditPage(BaseModel):
@@ -84,3 +89,9 @@ class AuditPage(BaseModel):
 
     items: list[AuditRowOut]
     next_page_token: str | None
+
+
+class LogLevelBody(BaseModel, extra="forbid"):
+    """How much one replica says."""
+
+    level: Literal["debug", "info", "warning", "error"]

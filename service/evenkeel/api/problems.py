@@ -151,5 +151,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _defect(request: Request, error: Exception) -> JSONResponse:
-    _log.error("request failed by a defect", exc_info=error, extra={"path": request.url.path})
+    # This runs outside all middleware, where the trace is known by the request alone.
+    where = {"path": request.url.path, "trace_id": getattr(request.state, "trace_id", None)}
+    _log.error("request_failed_by_defect", exc_info=error, extra=where)
     return problem_response("internal", "the controller's log has the details", request.url.path)

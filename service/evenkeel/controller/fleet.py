@@ -10,6 +10,7 @@ from evenkeel.controller.answers import AnswerLog
 from evenkeel.controller.audit import AuditLog
 from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outside
 from evenkeel.controller.documents import change_policy, policy_document
+from evenkeel.controller.logs import log_level, set_log_level
 from evenkeel.controller.session import Session
 from evenkeel.controller.status import LiveView
 from evenkeel.errors import Conflict, NotFound, PeerViolation, Reason, Unavailable
@@ -197,6 +198,14 @@ class Fleet:
             except Unavailable as error:
                 self._outside.health.failed(error)
         return self._audit.here(deployment, limit)
+
+    def log_level(self) -> str:
+        """How much this replica says."""
+        return log_level()
+
+    def set_log_level(self, level: str, by: str) -> None:
+        """Change it until the next start."""
+        set_log_level(level, by)
 
     async def healthy(self) -> Mapping[str, str]:
         """Component -> `ok` or what is wrong."""

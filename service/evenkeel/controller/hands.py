@@ -221,7 +221,12 @@ class ControlHands:
         row = dict(record.story[-1]) if record.story else {}
         row["happened"] = row.pop("event", "")
         _log.info(
-            "plan", deployment=self.deployment, plan_id=record.plan.plan_id, kind=record.plan.kind, **row
+            "plan",
+            deployment=self.deployment,
+            plan_id=record.plan.plan_id,
+            kind=record.plan.kind,
+            epoch=record.plan.base_epoch + record.waves_committed,
+            **row,
         )
         if record.phase.terminal:
             self._metrics.plan_ended(self.deployment, record.phase, record.reason)
@@ -233,6 +238,7 @@ class ControlHands:
             deployment=self.deployment,
             plan_id=wave.plan_id,
             wave=wave.wave_index,
+            epoch=wave.base_epoch + wave.wave_index + committed,
             committed=committed,
             reason=reason,
         )

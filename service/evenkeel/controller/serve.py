@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import signal
@@ -27,6 +26,7 @@ from evenkeel.controller.eviction import EvictionWatch
 from evenkeel.controller.figures import FigureLimits, Figures
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
+from evenkeel.controller.logs import configure_logs
 from evenkeel.controller.pacing import Pacer
 from evenkeel.controller.status import LiveView
 from evenkeel.controller.tasks import LastResort, Spawner
@@ -321,24 +321,4 @@ def _deployment_options(settings: Settings, advertise: str) -> DeploymentOptions
             from_step=0,
             max_steps_per_report=ingest.max_steps_per_report,
         ),
-    )
-
-
-def configure_logs(level: str) -> None:
-    """One JSON object a line on standard output; libraries speak from warnings on."""
-    numbers = {"debug": 10, "info": 20, "warning": 30, "error": 40}
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            # No local variables: they hold maps, loads and perhaps secrets.
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(default=str),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(numbers[level]),
-        cache_logger_on_first_use=False,
-    )
-    logging.basicConfig(
-        level=max(logging.WARNING, numbers[level]), format="%(levelname)s %(name)s %(message)s"
     )

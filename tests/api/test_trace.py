@@ -1,0 +1,53 @@
+"""A request's trace: taken or made up, told in the answer, the record and the log."""
+
+import structlog
+
+from evenkeel.api import create_app
+from tests.api.conftest import TOKENS, assert_problem, make_client
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+HEADERS = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+FREEZE = "/v1/deployments/demo/freeze"
+
+
+async def test_the_trace_of_the_caller_is_in_answer_record_and_log(operations):
+    freeze, said = operations.freeze, []
+
+    async def noted(*arguments):
+        said.append(structlog.contextvars.get_contextvars())
+        await freeze(*arguments)
+
+    operations.freeze = noted
+    async with make_client(create_app(operations, TOKENS)) as client:
+        answer = await client.post(FREEZE, json={"seconds": 1}, headers=HEADERS)
+        assert answer.headers["trace-id"] == TRACE
+        other = await client.post(FREEZE, json={"seconds": 1})
+        made_up = other.headers["trace-id"]
+        rows = (await client.get("/v1/audit")).json()["items"]
+    assert [row["trace_id"] for row in rows] == [made_up, TRACE]
+    assert [context["trace_id"] for context in said] == [TRACE, made_up]
+    assert len({TRACE, made_up}) == 2
+    # Nothing is left for whoever comes next on this task.
+    assert "trace_id" not in structlog.contextvars.get_contextvars()
+
+
+async def test_refused_and_broken_requests_have_a_trace_too(operations, caplog):
+    async with make_client(create_app(operations, TOKENS), token=None) as client:
+        answer = await client.post(FREEZE, json={"seconds": 1}, headers=HEADERS)
+        assert_problem(answer, 401)
+        assert answer.headers["trace-id"] == TRACE
+    operations.error = ZeroDivisionError("1 / 0")
+    async with make_client(create_app(operations, TOKENS)) as client:
+        assert_problem(await client.post(FREEZE, json={"seconds": 1}, headers=HEADERS), 500)
+    (line,) = [vars(line) for line in caplog.records if line.message == "request_failed_by_defect"]
+    assert (line["trace_id"], line["path"]) == (TRACE, FREEZE)
+    assert [row["trace_id"] for row in operations.rows] == [TRACE]
+
+
+async def test_the_level_of_the_log_is_read_and_changed(client, operations):
+    assert (await client.get("/v1/log-level")).json() == {"level": "info"}
+    assert (await client.put("/v1/log-level", json={"level": "debug"})).json() == {"level": "debug"}
+    assert (await client.get("/v1/log-level")).json() == {"level": "debug"}
+    assert_problem(await client.put("/v1/log-level", json={"level": "loud"}), 422)
+    assert operations.calls == [("set_log_level", "debug", "alice")]
+    assert (operations.rows[0]["method"], operations.rows[0]["path"]) == ("PUT", "/v1/log-level")
