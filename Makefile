@@ -3,7 +3,8 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-engines test-gpu example-qwen3moe check sim chaos format proto verify-proto clean test-deploy deploy-files
+.PHONY: demo test test-engines test-gpu example-qwen3moe check sim chaos format proto verify-proto proto-breaking proto-release
+.PHONY: clean test-deploy deploy-files sbom
 
 demo: .venv/ready
 	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(DEMO_FLAGS)
@@ -59,6 +60,34 @@ verify-proto: .venv/ready
 	rm -rf .cache/stubs && mkdir -p .cache/stubs
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=.cache/stubs --pyi_out=.cache/stubs --grpc_python_out=.cache/stubs $(PROTOS)
 	diff -r -x __pycache__ -x __init__.py .cache/stubs/evenkeel/v1 service/evenkeel/v1
+
+# The protocol against what was last released, by buf from npm: whatever would break a rank or controller of that version.
+BUF := .cache/buf/node_modules/.bin/buf
+RELEASED := proto/evenkeel.v1.binpb
+
+$(BUF):
+	npm install --prefix .cache/buf --no-fund --no-audit --ignore-scripts --loglevel=error @bufbuild/buf@1.75.0
+
+proto-breaking: .venv/ready $(BUF)
+	$(BUF) lint proto
+	$(BUF) breaking proto --against $(RELEASED)
+	$(BIN)/pytest -q -m buf tests/wire
+
+# With a release: from then on the protocol is held to what it is now.
+proto-release: proto-breaking
+	$(BUF) build proto -o $(RELEASED)
+
+# What the image installs, as CycloneDX JSON in .cache/sbom: installed as in the Dockerfile, looked at, compared with constraints.txt.
+sbom: .venv/ready
+	rm -rf .cache/sbom build && mkdir -p .cache/sbom
+	$(BIN)/python -m venv .cache/sbom/image && $(BIN)/python -m venv .cache/sbom/tool
+	.cache/sbom/image/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt .
+	.cache/sbom/image/bin/pip uninstall --quiet --yes pip setuptools
+	.cache/sbom/tool/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) cyclonedx-bom==7.5.0
+	.cache/sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	  --mc-type application -o .cache/sbom/evenkeel.cdx.json .cache/sbom/image/bin/python
+	rm -rf .cache/sbom/image .cache/sbom/tool build
+	$(BIN)/python -m deploy.sbom .cache/sbom/evenkeel.cdx.json
 
 # PIP_FLAGS chooses another package index, for example a CPU-only one for torch.
 .venv/ready: pyproject.toml constraints.txt

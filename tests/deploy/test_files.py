@@ -2,6 +2,7 @@
 
 import copy
 import re
+import subprocess
 import tomllib
 from importlib import metadata
 
@@ -11,6 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
+from evenkeel.api.auth import TokenSet
 from evenkeel.cli import app
 from evenkeel.engines.guest.settings import GuestSettings
 from evenkeel.settings import load_settings
@@ -263,3 +265,13 @@ def test_the_project_takes_the_tools_these_tests_run():
     named = " ".join(project["project"]["optional-dependencies"]["dev"])
     for tool in ("helm-binary", "kubernetes-validate", "grafana-foundation-sdk"):
         assert tool in named
+
+
+@pytest.mark.parametrize("name", ["deploy/compose/compose.yaml", "docs/operations.md"])
+def test_the_tokens_that_are_suggested_are_one_for_each_role(name, tmp_path):
+    (line,) = re.findall(r"^[# ]*(\(umask 077; .*\))$", (ROOT / name).read_text(), re.M)
+    (tmp_path / "deploy" / "compose").mkdir(parents=True)
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, timeout=30)
+    (file,) = [path for path in tmp_path.rglob("tokens") if path.is_file()]
+    assert file.stat().st_mode & 0o077 == 0
+    assert [token.role for token in TokenSet.parse(file.read_text()).tokens] == ["admin", "operate", "read"]
