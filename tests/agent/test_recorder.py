@@ -131,3 +131,24 @@ def test_a_reader_never_sees_a_row_the_writer_came_round_to():
     writer.join()
     assert not torn
     assert seen + dropped == steps
+
+
+def test_numbers_of_numpy_are_made_plain():
+    """Engines count with arrays; a message takes plain numbers."""
+    recorder = Recorder(4, 2, 3)
+    put(
+        recorder,
+        np.int64(3),
+        tokens=np.int32(7),
+        epoch=np.int64(1),
+        dummy=np.bool_(True),
+        compute_s=np.float32(0.5),
+    )
+    (meta,) = recorder.take(1).steps
+    assert meta == StepMeta(3, 1, Phase.DECODE, 7, True, 0.5)
+    assert [type(value) for value in (meta.step, meta.tokens, meta.dummy, meta.compute_s)] == [
+        int,
+        int,
+        bool,
+        float,
+    ]

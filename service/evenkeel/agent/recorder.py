@@ -9,8 +9,8 @@ from evenkeel.model.load import Phase, StepMeta
 
 __all__ = ["Recorded", "Recorder"]
 
-_PHASES = tuple(Phase)
-_PHASE_CODE = {phase: code for code, phase in enumerate(_PHASES)}
+_Row = tuple[int, int, Phase, int, bool, float | None]
+"""Fields of a StepMeta."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,20 +40,10 @@ class Recorder:
     def __init__(self, capacity: int, layers: int, width: int) -> None:
         self._capacity = capacity
         self._counts = np.zeros((capacity, layers, width), np.int64)
-        # One structured row instead of six arrays: one assignment per step.
-        self._meta = np.zeros(
-            capacity,
-            np.dtype(
-                [
-                    ("step", np.int64),
-                    ("epoch", np.int64),
-                    ("phase", np.int64),
-                    ("tokens", np.int64),
-                    ("dummy", np.int64),
-                    ("compute_s", np.float64),
-                ]
-            ),
-        )
+        # Written once here, so that the engine's thread never waits for the kernel to bring a page.
+        self._counts.fill(0)
+        # Plain tuples: on the engine's thread one store into a list costs a tenth of one into a structured array.
+        self._meta: list[_Row] = [(-1, 0, Phase.PREFILL, 0, False, None)] * capacity
         self._written = 0
         self._taken = 0
         self.dropped_total = 0
@@ -73,20 +63,13 @@ class Recorder:
         """Note one step; counts: (L, W) [tokens]."""
         row = self._written % self._capacity
         self._counts[row] = counts
-        self._meta[row] = (
-            step,
-            epoch,
-            _PHASE_CODE[phase],
-            tokens,
-            dummy,
-            np.nan if compute_s is None else compute_s,
-        )
+        self._meta[row] = (step, epoch, phase, tokens, dummy, compute_s)
         self._written += 1
 
     @property
     def last_step(self) -> int:
         """Newest step recorded, -1 before the first."""
-        return int(self._meta["step"][(self._written - 1) % self._capacity]) if self._written else -1
+        return int(self._meta[(self._written - 1) % self._capacity][0]) if self._written else -1
 
     @property
     def waiting(self) -> int:
@@ -108,25 +91,25 @@ class Recorder:
         if last <= first:
             return None
         rows = np.arange(first, last) % self._capacity
-        meta, counts = self._copy(rows)
+        rows_of_meta, counts = self._copy(rows)
         overrun = max(0, self._written - self._capacity + 1 - first)
         lost += min(overrun, last - first)
-        meta, counts = meta[overrun:], counts[overrun:]
+        metas, counts = [_meta(row) for row in rows_of_meta[overrun:]], counts[overrun:]
         self._taken = last
         self.dropped_total += lost
         if stride > 1:
-            keep = (meta["step"] < from_step) | (meta["step"] % stride == 0)
-            meta, counts = meta[keep], counts[keep]
-        if not len(meta) and not lost:
+            keep = [at for at, meta in enumerate(metas) if meta.step < from_step or meta.step % stride == 0]
+            metas, counts = [metas[at] for at in keep], counts[keep]
+        if not metas and not lost:
             return None
-        return Recorded(tuple(_meta(row) for row in meta.tolist()), counts, lost)
+        return Recorded(tuple(metas), counts, lost)
 
-    def _copy(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.int64]]:
-        return self._meta[rows], self._counts[rows]
+    def _copy(self, rows: NDArray[np.int64]) -> tuple[list[_Row], NDArray[np.int64]]:
+        return [self._meta[row] for row in rows.tolist()], self._counts[rows]
 
 
-def _meta(row: tuple[int, int, int, int, int, float]) -> StepMeta:
+def _meta(row: _Row) -> StepMeta:
+    """Engines hand in numpy's and torch's numbers too: made plain here, off their thread."""
     step, epoch, phase, tokens, dummy, compute_s = row
-    return StepMeta(
-        step, epoch, _PHASES[phase], tokens, bool(dummy), None if compute_s != compute_s else compute_s
-    )
+    seconds = None if compute_s is None else float(compute_s)
+    return StepMeta(int(step), int(epoch), phase, int(tokens), bool(dummy), seconds)

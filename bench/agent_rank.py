@@ -1,0 +1,90 @@
+"""One rank of the agent bench: times every call of the agent while it reports to a real controller.
+
+python -m bench.agent_rank RANK SIZE STEPS FOLDER ADDRESS; writes FOLDER/calls-RANK.npz.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+from evenkeel.adapters.grpc_link import GrpcRankLink
+from evenkeel.adapters.torch_groups import make_communicator
+from evenkeel.agent import Agent, AgentConfig
+from evenkeel.model.ids import DeploymentId, EpRank, Generation
+from evenkeel.model.load import Phase
+from evenkeel.model.placement import Placement
+from evenkeel.model.topology import ModelShape
+from evenkeel.protocol.messages import RankIdentity
+from tests.agent.ranks import EXPERT_BYTES, ToyMaps, ToyWeights
+
+LAYERS, EXPERTS_PER_RANK, TOP_K = 58, 9, 8
+"""Counts as large as those of a rank of DeepSeek-V3 on 32."""
+POLL_EVERY, RESOLVE_AFTER = 8, 4
+"""K and D, the agent's defaults."""
+TOKENS = 256
+"""Routed by one rank in a step."""
+STEP_S = 0.005
+dist: Any = torch.distributed
+
+
+def make_agent(rank: int, size: int, address: str) -> Agent:
+    """An agent over toy weights, for only its calls are timed; collective."""
+    shape = ModelShape(LAYERS, EXPERTS_PER_RANK * size, size, EXPERTS_PER_RANK, TOP_K, EXPERT_BYTES)
+    placement = Placement.initial(shape)
+    identity = RankIdentity(DeploymentId("bench"), EpRank(rank), Generation("bench"), time.time_ns())
+    config = AgentConfig(
+        identity, shape, "node", staging_bytes=1 << 20, poll_every=POLL_EVERY, resolve_after=RESOLVE_AFTER
+    )
+    store = dist.distributed_c10d._get_default_store()
+    return Agent(
+        config, placement, 0, ToyWeights(placement, rank), ToyMaps(placement), device=torch.device("cpu"),
+        link=GrpcRankLink((address,), seed=rank),
+        connect=lambda name, where: make_communicator(store, name, rank, size, device=where, timeout_s=60),
+    )  # fmt: skip
+
+
+def forward(matrix: torch.Tensor, seconds: float) -> None:
+    """A forward pass that keeps its thread at work, as launching kernels and spinning on a stream do."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        torch.mm(matrix, matrix)
+
+
+def time_calls(agent: Agent, steps: int) -> dict[str, np.ndarray]:
+    """Seconds of each `record` and each `step_boundary`, (steps,) each; the ranks step together."""
+    rng = np.random.default_rng(0)
+    shares = np.full(EXPERTS_PER_RANK, 1 / EXPERTS_PER_RANK)
+    counts = rng.multinomial(TOKENS * TOP_K, shares, (16, LAYERS))
+    record, boundary = np.zeros(steps), np.zeros(steps)
+    beat, matrix = torch.zeros(1), torch.randn(384, 384)
+    for step in range(steps):
+        forward(matrix, STEP_S)
+        dist.all_reduce(beat)
+        began = time.perf_counter()
+        agent.record(step, counts[step % 16], epoch=agent.epoch, tokens=TOKENS, phase=Phase.DECODE)
+        recorded = time.perf_counter()
+        agent.step_boundary()
+        record[step], boundary[step] = recorded - began, time.perf_counter() - recorded
+    return {"record": record, "boundary": boundary}
+
+
+def main() -> None:
+    """Run one rank."""
+    rank, size, steps = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, address = Path(sys.argv[4]), sys.argv[5]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
+    agent = make_agent(rank, size, address)
+    np.savez(folder / f"calls-{rank}.npz", **time_calls(agent, steps))
+    dist.barrier()
+    agent.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
