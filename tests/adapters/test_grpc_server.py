@@ -12,6 +12,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming, LinkTls
 from evenkeel.adapters.grpc_server import GrpcServer, RankStream, ServerOptions
 from evenkeel.adapters.server_tls import Grant, read_grants
 from evenkeel.errors import InvalidInput, Reason
@@ -26,6 +27,7 @@ from evenkeel.wire.link import (
     RegistrationOutcome,
     ReportAck,
 )
+from tests.waiting import until
 from tests.wire.test_codec import HELLO
 
 
@@ -273,8 +275,6 @@ async def test_with_a_client_ca_only_ranks_with_a_certificate_get_in(serve, cert
 @pytest.mark.integration
 async def test_the_pings_of_a_link_are_no_abuse_to_the_server(serve):
     """Both sides probe; a server that counts probes as abuse cuts its ranks off every few minutes."""
-    from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
-
     server, _ = await serve(keepalive_s=1.0, keepalive_timeout_s=5.0)
     lost: list[int] = []
     got: list[object] = []
@@ -424,6 +424,69 @@ async def test_a_server_takes_new_certificates_without_a_restart(serve, tmp_path
     await before.close()
     (mounted / "leaf.pem").unlink()
     assert await gets_in(new)
+
+
+@pytest.mark.integration
+async def test_a_rank_follows_its_certificates_with_the_next_connection(serve, tmp_path):
+    """The agent's own link, cut by age: both ends change to another CA under it, and it comes back by itself."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    for authority in (old, new):
+        authority.issue("leaf")
+        authority.issue("rank")
+    mounted = tmp_path / "mounted"
+    shutil.copytree(old.folder, mounted)
+    server, _ = await serve(
+        **old.files("leaf", mounted), max_connection_age_s=0.5, max_connection_age_grace_s=0.2
+    )
+    streams: list[int] = []
+
+    class Listener:
+        def hello(self):
+            return HELLO
+
+        def heartbeat(self):
+            return Heartbeat(7, 1, 2)
+
+        def received(self, stream, message):
+            if isinstance(message, Registration):
+                streams.append(stream)
+
+        def lost(self, stream):
+            pass
+
+    class Registering(Hub):
+        async def attach(self, hello, stream):
+            stream.send(Registration(RegistrationOutcome.ACCEPTED, 600.0, 600.0, FlowControl(1.0)))
+            return await super().attach(hello, stream)
+
+    server._hub = Registering()
+    tls = LinkTls(mounted / "ca.pem", mounted / "rank.pem", mounted / "rank.key")
+    timing = LinkTiming(backoff_min_s=0.02, backoff_max_s=0.1)
+    link = GrpcRankLink([f"127.0.0.1:{server.port}"], timing=timing, tls=tls)
+    running = asyncio.create_task(link.run(Listener()))
+    try:
+        await until(lambda: len(streams) >= 2)
+        for name in ("ca.pem", "leaf.pem", "leaf.key", "rank.pem", "rank.key"):
+            shutil.copy(new.folder / name, tmp_path / "fresh")
+            (tmp_path / "fresh").replace(mounted / name)
+        before = len(streams)
+        await until(lambda: len(streams) >= before + 2)
+        # The server speaks for the new CA only: it was the new certificate that came in.
+        with pytest.raises(grpc.aio.AioRpcError):
+            async with old.channel(server.port, "rank") as channel:
+                await ask(channel, encode_rank_message(HELLO))
+        # A file that is gone for a moment is waited for.
+        (mounted / "rank.key").unlink()
+        seen = len(streams)
+        await asyncio.sleep(1.5)
+        assert len(streams) <= seen + 1
+        shutil.copy(new.folder / "rank.key", mounted / "rank.key")
+        await until(lambda: len(streams) >= seen + 2)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 @pytest.mark.integration

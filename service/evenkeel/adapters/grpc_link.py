@@ -5,6 +5,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -23,7 +24,7 @@ from evenkeel.wire.link import (
     ToRankLink,
 )
 
-__all__ = ["GrpcRankLink", "LinkTiming"]
+__all__ = ["GrpcRankLink", "LinkTiming", "LinkTls"]
 
 _log = structlog.get_logger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -51,6 +52,26 @@ class LinkTiming:
     """From opening a stream to its Registration."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkTls:
+    """PEM files of a link that speaks TLS. gRPC cannot change a channel's certificate, so they are read for each connection."""
+
+    ca_file: Path
+    """Of the CA that signed the controllers' certificates."""
+    cert_file: Path | None = None
+    """This rank's chain, where the controllers want one; with its key."""
+    key_file: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """As the files are now.
+
+        Raises:
+            OSError: one cannot be read.
+        """
+        pair = [None if file is None else file.read_bytes() for file in (self.key_file, self.cert_file)]
+        return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), *pair)
+
+
 class GrpcRankLink:
     """Client of RankLink.Attach. Made on any thread, used on the event loop that runs `run`.
 
@@ -58,7 +79,7 @@ class GrpcRankLink:
         addresses: `host:port` of the controller replicas, tried in turn.
         timing: patience.
         seed: of the jitter, so that the ranks of a fleet do not come back all at once: give each its own.
-        credentials: None connects in clear text.
+        tls: None connects in clear text.
     """
 
     def __init__(
@@ -67,14 +88,14 @@ class GrpcRankLink:
         *,
         timing: LinkTiming | None = None,
         seed: int = 0,
-        credentials: Any = None,
+        tls: LinkTls | None = None,
     ) -> None:
         if not addresses:
             raise InvalidInput("a link needs at least one controller address")
         self._addresses = itertools.cycle(addresses)
         self._timing = timing if timing is not None else LinkTiming()
         self._jitter = random.Random(seed)
-        self._credentials = credentials
+        self._tls = tls
         self._redirect = ""
         self._stream = 0
         self._outbox: asyncio.Queue[FromRankLink] | None = None
@@ -174,9 +195,9 @@ class GrpcRankLink:
             # Two agents of one process must not share a connection: its loss would be felt twice.
             ("grpc.use_local_subchannel_pool", 1),
         ]
-        if self._credentials is None:
+        if self._tls is None:
             return grpc.aio.insecure_channel(address, options)
-        return grpc.aio.secure_channel(address, self._credentials, options)
+        return grpc.aio.secure_channel(address, self._tls.credentials(), options)
 
 
 async def _read(call: Any) -> ToRankLink | None:

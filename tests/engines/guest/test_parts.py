@@ -106,12 +106,22 @@ def test_the_environment_is_read_once_and_checked(monkeypatch):
         ("DEPLOYMENT", "Not One", "is no deployment name"),
         ("POLL_EVERY", "1", "EVENKEEL_RANK__POLL_EVERY"),
         ("RESOLVE_AFTER", "40", "exceeds EVENKEEL_RANK__POLL_EVERY"),
+        ("TLS_KEY_FILE", "/key", "TLS_CERT_FILE and EVENKEEL_RANK__TLS_KEY_FILE need each other"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(monkeypatch, name, value, words):
     monkeypatch.setenv(f"EVENKEEL_RANK__{name}", value)
     with pytest.raises(InvalidInput, match=words):
         load_guest_settings()
+
+
+def test_a_certificate_without_a_ca_is_refused(monkeypatch):
+    monkeypatch.setenv("EVENKEEL_RANK__TLS_CERT_FILE", "/cert")
+    monkeypatch.setenv("EVENKEEL_RANK__TLS_KEY_FILE", "/key")
+    with pytest.raises(InvalidInput, match="needs EVENKEEL_RANK__TLS_CA_FILE"):
+        load_guest_settings()
+    monkeypatch.setenv("EVENKEEL_RANK__TLS_CA_FILE", "/ca")
+    assert load_guest_settings().tls_ca_file == Path("/ca")
 
 
 def test_counts_become_logical_by_the_map_of_their_own_step():

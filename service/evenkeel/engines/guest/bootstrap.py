@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from evenkeel.adapters.clock import SystemClock
-from evenkeel.adapters.grpc_link import GrpcRankLink
+from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTls
 from evenkeel.adapters.torch_groups import Communicator, make_communicator
 from evenkeel.agent.config import AgentConfig
 from evenkeel.agent.guest import GuestAgent, HostEngine
@@ -108,13 +108,20 @@ def make_guest(
         engine,
         connect=connect,
         device=device,
-        link=link if link is not None else GrpcRankLink(settings.addresses, seed=rank),
+        link=link if link is not None else GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings)),
         stall_after_s=settings.stall_after_s,
     )
     curve = _curve(settings, config.gpu_uuid)
     if curve is not None:
         agent.tell_curve(curve)
     return agent
+
+
+def _tls(settings: GuestSettings) -> LinkTls | None:
+    """How the link speaks TLS; None: it does not."""
+    if settings.tls_ca_file is None:
+        return None
+    return LinkTls(settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
 
 
 def _curve(settings: GuestSettings, gpu_uuid: str) -> CostCurve | None:

@@ -5,6 +5,7 @@
 
 import socket
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -60,6 +61,12 @@ class GuestSettings(BaseSettings):
     curves: str = ""
     """Folder of curves that `evenkeel profile` wrote on this machine; empty plans without them."""
     weights_version: Annotated[int, Field(ge=1)] = 1
+    tls_ca_file: Path | None = None
+    """PEM of the CA that signed the controllers' certificates; with it only TLS is spoken. This and the two below are read
+    for each connection, so new files serve from the next one on: at the latest after the controllers' longest age of one."""
+    tls_cert_file: Path | None = None
+    """PEM chain of this rank, where the controllers ask for one."""
+    tls_key_file: Path | None = None
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -87,5 +94,11 @@ def load_guest_settings() -> GuestSettings:
         raise InvalidInput(
             f"EVENKEEL_RANK__RESOLVE_AFTER {settings.resolve_after} exceeds EVENKEEL_RANK__POLL_EVERY"
             f" {settings.poll_every}"
+        )
+    if (settings.tls_cert_file is None) != (settings.tls_key_file is None):
+        raise InvalidInput("EVENKEEL_RANK__TLS_CERT_FILE and EVENKEEL_RANK__TLS_KEY_FILE need each other")
+    if settings.tls_cert_file is not None and settings.tls_ca_file is None:
+        raise InvalidInput(
+            "EVENKEEL_RANK__TLS_CERT_FILE needs EVENKEEL_RANK__TLS_CA_FILE: without it no TLS is spoken"
         )
     return settings
