@@ -1,4 +1,4 @@
-"""What ingest costs, against a gRPC receiver that only reads: python -m bench.ingest [--quick] [--drawn].
+"""What ingest costs, against a gRPC receiver that only reads: python -m bench.ingest [--rounds] [--batches] [--no-growth].
 
 A controller process and a Valkey process take the reports of 320 ranks; then a bare receiver takes the same
 bytes. Judged are rank steps per second of processor time, so that a busy machine changes little.
@@ -25,8 +25,8 @@ from tests.integration.controller_rig import Controller
 from tests.waiting import until
 
 WINDOW = 256
-WARM = 4
-"""Batches before the measured ones."""
+WARM = 20
+"""Batches before the measured ones: kernels are loaded, metrics were refreshed."""
 
 
 @dataclass
@@ -64,6 +64,7 @@ async def run_ours(scale: Scale, batches: int, folder: Path, window: int = WINDO
         async with controller:
             fleet = Fleet(scale)
             try:
+                await until(lambda: bool(controller.events("planner_ready")), within_s=120)
                 await fleet.connect(controller.address)
                 await fleet.serve(WARM)
                 await until(

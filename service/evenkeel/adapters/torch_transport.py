@@ -184,10 +184,10 @@ class TorchWeightTransport:
             began = time.monotonic()
             try:
                 while not flights or sum(len(flight.works) for flight in flights) < ahead:
-                    index, batch = next(batches, (0, None))
-                    if batch is None:
+                    upcoming = next(batches, None)
+                    if upcoming is None:
                         break
-                    flights.append(self._begin(prepare, index, batch))
+                    flights.append(self._begin(prepare, *upcoming))
             except RuntimeError as error:
                 return self._give_up(flights, Reason.TRANSFER_FAILED, f"a batch could not begin: {error}")
             if not flights:

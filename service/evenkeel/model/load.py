@@ -56,8 +56,8 @@ class LoadReport:
     side: CountingSide
     steps: tuple[StepMeta, ...]
     """n steps in rising order."""
-    counts: NDArray[np.int64]
-    """(n, L, slots_per_rank) for DESTINATION, (n, L, E) for SOURCE [tokens]."""
+    counts: NDArray[np.int32] | NDArray[np.int64]
+    """(n, L, slots_per_rank) for DESTINATION, (n, L, E) for SOURCE [tokens]; int32 from the wire, int64 from a recorder."""
     dropped_steps: int = 0
     """Steps the rank's recorder had to drop since the previous report."""
 

@@ -85,7 +85,8 @@ def decode_report(message: pb.LoadReport, identity: RankIdentity, shape: ModelSh
     )
 
 
-def _decode_counts(data: bytes, num_steps: int, side: CountingSide, shape: ModelShape) -> NDArray[np.int64]:
+def _decode_counts(data: bytes, num_steps: int, side: CountingSide, shape: ModelShape) -> NDArray[np.int32]:
+    """A view of the message's bytes: the assembler copies it once, to where it belongs."""
     width = shape.slots_per_rank if side is CountingSide.DESTINATION else shape.num_logical_experts
     want = 4 * num_steps * shape.num_layers * width
     if len(data) != want:
@@ -100,7 +101,7 @@ def _decode_counts(data: bytes, num_steps: int, side: CountingSide, shape: Model
             f"{negative} of {counts.size} counts are negative, smallest {counts.min()}",
             Reason.NEGATIVE_COUNT,
         )
-    return counts.reshape(num_steps, shape.num_layers, width).astype(np.int64)
+    return counts.reshape(num_steps, shape.num_layers, width)
 
 
 def _decode_steps(message: pb.LoadReport) -> tuple[StepMeta, ...]:
