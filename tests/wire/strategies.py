@@ -75,7 +75,7 @@ def reports(draw, shape=SHAPE):
     )
     width = shape.slots_per_rank if side is CountingSide.DESTINATION else shape.num_logical_experts
     values = draw(
-        hnp.arrays(np.int64, (len(steps), shape.num_layers, width), elements=st.integers(0, (1 << 31) - 1))
+        hnp.arrays(np.int32, (len(steps), shape.num_layers, width), elements=st.integers(0, (1 << 31) - 1))
     )
     return LoadReport(
         IDENTITY.deployment,

@@ -180,6 +180,13 @@ def test_a_report_of_too_many_steps_is_refused_before_anything_is_allocated():
     assert "4097 steps, at most 4096" in str(refusal(wire))
 
 
+def test_counts_of_a_recorder_arrive_with_their_values():
+    report = decode_rank_message(make_report(), HELLO)
+    assert isinstance(report, LoadReport)
+    recorded = dataclasses.replace(report, counts=report.counts.astype(np.int64))
+    assert same(decode_rank_message(over_the_wire(encode_rank_message(recorded)), HELLO), report)
+
+
 @pytest.mark.parametrize("value", [-1, 1 << 31])
 def test_our_own_counts_that_cannot_be_sent_are_refused_at_the_sender(value):
     report = decode_rank_message(make_report(), HELLO)
