@@ -6,7 +6,10 @@ are weighed by how much they say about the future (`change`), and the maximum is
 EPLB's where there is none.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel.errors import InfeasiblePlan, InvalidInput
 from evenkeel.model.placement import Placement
@@ -16,12 +19,16 @@ from evenkeel.planning.change import ChangeRules, step_weights
 from evenkeel.planning.eplb import plan_eplb
 from evenkeel.planning.keel_fleet import Fleet
 from evenkeel.planning.keel_starts import cold_start, fit_to_budget
-from evenkeel.planning.problem import PlacementProblem, Proposal
+from evenkeel.planning.problem import DispatchModel, PlacementProblem, Proposal
 
 __all__ = ["KeelOptions", "plan_keel"]
 
 _MOST_CAUTION = 0.003
 """Loads that are shares instead of tokens would make caution forbid everything."""
+_TRUST = 0.25
+"""Of where an expert's tokens started in the window, the share that is expected to last."""
+_WORTH_REFINING = 0.003
+"""Layer times that the refined plan of a layer must promise, all told: less is mostly chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,34 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
         ShapeMismatch: the current placement or the curves are of another deployment.
     """
     weights, change = step_weights(problem.load, options.change)
+    if problem.dispatch is DispatchModel.NEAREST and problem.limits.max_layers is None:
+        # An even split knows less and so follows less noise; what nearest dispatch adds is refined from there. (A limit on
+        # layers would count from there, too.)
+        even = replace(problem, dispatch=DispatchModel.EVEN)
+        best, price, evaluations = _search(even, weights, options)
+        fleet = Fleet(_shrunk(problem), best, weights)
+        fleet.evaluations = evaluations
+        fleet.search(price, problem.max_evaluations)
+        fleet.undo_small(price, _WORTH_REFINING)
+        best, evaluations = fleet.placement(), fleet.evaluations
+    else:
+        best, price, evaluations = _search(problem, weights, options)
+    score = metrics.score(problem, best)
+    bound = bounds.lower_bound(problem)
+    numbers = {
+        "change_at": float(change.first_step),
+        "change_strength": change.strength,
+        "price": price,
+        "gap": score / bound - 1.0 if bound > 0 else 0.0,
+        "copies": 0.0 if problem.current is None else float(relabel.count_moves(problem.current, best)),
+    }
+    return Proposal(best, score, evaluations, bound, numbers)
+
+
+def _search(
+    problem: PlacementProblem, weights: NDArray[np.float64], options: KeelOptions
+) -> tuple[Placement, float, int]:
+    """(placement, price of a copy in layer times, evaluations): the better of what is found from here and from EPLB's."""
     start = None if problem.current is None else fit_to_budget(problem, problem.current)
     fleet = Fleet(problem, start if start is not None else cold_start(problem), weights)
     price = _price(problem, fleet, options)
@@ -72,16 +107,15 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
         second.search(price, problem.max_evaluations)
         evaluations = second.evaluations
         best = min((rival, second.placement()), key=lambda found: _total(problem, found, price, fleet))
-    score = metrics.score(problem, best)
-    bound = bounds.lower_bound(problem)
-    numbers = {
-        "change_at": float(change.first_step),
-        "change_strength": change.strength,
-        "price": price,
-        "gap": score / bound - 1.0 if bound > 0 else 0.0,
-        "copies": 0.0 if problem.current is None else float(relabel.count_moves(problem.current, best)),
-    }
-    return Proposal(best, score, evaluations, bound, numbers)
+    return best, price, evaluations
+
+
+def _shrunk(problem: PlacementProblem) -> PlacementProblem:
+    """The same with origins drawn towards even ones: a window has few requests, which live on few ranks."""
+    if problem.source_load is None:
+        return problem
+    even = problem.source_load.mean(axis=0, keepdims=True)
+    return replace(problem, source_load=even + _TRUST * (problem.source_load - even))
 
 
 def _price(problem: PlacementProblem, fleet: Fleet, options: KeelOptions) -> float:

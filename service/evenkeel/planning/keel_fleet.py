@@ -17,14 +17,14 @@ from evenkeel.planning.problem import DispatchModel, PlacementProblem
 
 __all__ = ["Fleet"]
 
-_LEAST = 1e-9
-"""Smallest gain of a move, in layer times: below it is rounding."""
+_LEAST = 1e-6
+"""Smallest gain of a move, in layer times: less is not worth a place in a move limit."""
 _MANY_TOKENS = 16_384
 """Tokens of a rank in one step from which its load says more than chance."""
 _UNLIMITED = 1 << 40
-_TOP_PRICE = 0.1
-_LEVEL_RATIO = 2.0
-_LEVELS = 16
+_TOP_PRICE = 0.025
+_LEVEL_RATIO = 4.0
+_LEVELS = 7
 """With a move limit the price falls through these levels, so that the copies that save most come first."""
 
 
@@ -67,6 +67,7 @@ class Fleet:
         ]
         self.budget = Budget(problem)
         self._settle()
+        self._copies_at_start = [tally.copies for tally in self.tallies]
 
     def price_of(self, cost_per_move: float) -> float:
         """A price per copy in score units, in layer times."""
@@ -91,6 +92,19 @@ class Fleet:
         self._reset()
         self._descend_levels(chosen, price, evaluations)
 
+    def undo_small(self, price: float, least: float) -> None:
+        """Put back to the start every layer whose moves together gain `least` layer times or less.
+
+        Layers that share slots or a move limit go back together, by their mean gain, or not at all.
+        """
+        gains = np.array([self._gain(i, price) for i in range(len(self.layers))])
+        if self.budget.pool_per_rank is not None or self._allowance() < _UNLIMITED:
+            gains[:] = gains.mean()
+        for i in np.nonzero(gains <= least)[0]:
+            self.layers[i].row[:] = self.start.phy2log[i]
+            load_ranks(self.layers[i], self.split)
+        self._settle()
+
     def _descend_levels(self, which: "range | list[int]", price: float, evaluations: int) -> None:
         if price == 0.0 and self._allowance() >= _UNLIMITED:
             levels = [0.0]
@@ -100,6 +114,8 @@ class Fleet:
             top = max(_TOP_PRICE, price)
             levels = [max(price, top * _LEVEL_RATIO**-level) for level in range(_LEVELS)] + [price]
         for level in levels:
+            if level > price and self._allowance() <= self._copies:
+                continue
             for i in which:
                 self._descend(i, level, evaluations)
             if self.budget.pool_per_rank is not None:
@@ -117,12 +133,14 @@ class Fleet:
             self.rooms[i],
             self._spare(i),
             price,
-            self._allowance() - self._copies(),
+            self._allowance() - self._copies,
             _LEAST,
             left,
         )
         tally.copies += copies
         tally.filled += added
+        self._copies += copies
+        self._filled += added
         self.evaluations += used
 
     def _trade(self, which: "range | list[int]", price: float, evaluations: int) -> None:
@@ -163,7 +181,7 @@ class Fleet:
         keys = sorted(offers)
         add = np.stack([offers[i][0] for i in keys])
         drop = np.stack([offers[i][3] for i in keys])
-        allowance = self._allowance() - self._copies()
+        allowance = self._allowance() - self._copies
         if allowance < 1:
             new = np.array(
                 [[not self._had(i, offers[i][2][r], r) for r in range(add.shape[1])] for i in keys]
@@ -188,9 +206,12 @@ class Fleet:
         layer, tally = self.layers[i], self.tallies[i]
         rank = slot // self.problem.shape.slots_per_rank
         old = int(layer.row[slot])
-        tally.copies += copies_of_change(layer, rank, old, expert)[0]
+        copies = copies_of_change(layer, rank, old, expert)[0]
         change = int(expert >= 0) - int(old >= 0)
+        tally.copies += copies
         tally.filled += change
+        self._copies += copies
+        self._filled += change
         self.rooms[i][rank] -= change
         apply_change(layer, self.split, slot, expert)
 
@@ -204,7 +225,7 @@ class Fleet:
         before = refresh(layer, self.curves)
         layer.row[:] = row
         load_ranks(layer, self.split)
-        return before - after - price * self.tallies[i].copies
+        return before - after - price * (self.tallies[i].copies - self._copies_at_start[i])
 
     def _reset(self) -> None:
         for layer, row in zip(self.layers, self.start.phy2log, strict=True):
@@ -218,6 +239,8 @@ class Fleet:
             _Tally(int(((layer.held > 0) & ~layer.had).sum()), int((layer.row >= 0).sum()))
             for layer in self.layers
         ]
+        self._copies = sum(tally.copies for tally in self.tallies)
+        self._filled = sum(tally.filled for tally in self.tallies)
         ranks = self.problem.shape.num_ranks
         pool = self.budget.pool_per_rank
         if pool is None:
@@ -230,10 +253,7 @@ class Fleet:
     def _spare(self, i: int) -> int:
         if self.budget.pool_per_rank is None:
             return self.budget.per_layer - self.tallies[i].filled
-        return self.budget.total - sum(tally.filled for tally in self.tallies)
-
-    def _copies(self) -> int:
-        return sum(tally.copies for tally in self.tallies)
+        return self.budget.total - self._filled
 
     def _allowance(self) -> int:
         limits, shape = self.problem.limits, self.problem.shape

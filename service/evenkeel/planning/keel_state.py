@@ -81,6 +81,12 @@ class Layer(NamedTuple):
     """(E, R) whether the rank holds the expert at present: such a copy costs nothing."""
     far: NDArray[np.float64]
     """(E, R) price of the copy in units of the move price: 0 where `had`, 1 from the same node, else dearer."""
+    homes: NDArray[np.int64]
+    """(E,) ranks that hold an expert at present."""
+    nearest: NDArray[np.float64]
+    """(E,) price of the cheapest copy on a rank that does not; 0 where all do."""
+    farthest: NDArray[np.float64]
+    """(1,) price of the dearest copy of all."""
     ranks: NDArray[np.float64]
     """(R, T) rank load."""
     powers: NDArray[np.float64]
@@ -207,36 +213,38 @@ def refresh(layer: Layer, curves: Curves) -> float:
     """Recompute costs and slopes from the rank loads; returns the objective, the weighted mean time."""
     experts, steps = layer.load.shape
     num_ranks = layer.ranks.shape[0]
-    layer.total[:] = 0.0
+    straight = curves.tile == 0.0
+    load, weight, ranks, powers = layer.load, layer.weight, layer.ranks, layer.powers
+    total, norm, steep, slope = layer.total, layer.norm, layer.steep, layer.slope
+    total[:] = 0.0
     for rank in range(num_ranks):
+        rate = curves.rates[rank]
         for t in range(steps):
             # Differences of shares may leave a rank a rounding below empty.
-            load = max(layer.ranks[rank, t], 0.0)
-            layer.powers[rank, t] = power(smooth_cost(load, rank, curves), curves.doublings)
-            layer.total[t] += layer.powers[rank, t]
+            tokens = max(ranks[rank, t], 0.0)
+            cost = tokens * rate if straight else smooth_cost(tokens, rank, curves)
+            powers[rank, t] = power(cost, curves.doublings)
+            total[t] += powers[rank, t]
     objective = 0.0
     for t in range(steps):
-        layer.norm[t] = root(layer.total[t], curves.doublings)
-        objective += layer.weight[t] * layer.norm[t]
-    layer.steep[:] = 0.0
+        norm[t] = root(total[t], curves.doublings)
+        objective += weight[t] * norm[t]
+    steep[:] = 0.0
     for rank in range(num_ranks):
+        rate = curves.rates[rank]
         for t in range(steps):
-            load = max(layer.ranks[rank, t], 0.0)
-            cost = smooth_cost(load, rank, curves)
+            tokens = max(ranks[rank, t], 0.0)
+            cost = tokens * rate if straight else smooth_cost(tokens, rank, curves)
             if cost > 0.0:
-                layer.steep[t, rank] = (
-                    layer.weight[t]
-                    * (layer.powers[rank, t] / layer.total[t])
-                    * (layer.norm[t] / cost)
-                    * _smooth_slope(load, rank, curves)
-                )
-    layer.slope[:] = 0.0
+                by = rate if straight else _smooth_slope(tokens, rank, curves)
+                steep[t, rank] = weight[t] * (powers[rank, t] / total[t]) * (norm[t] / cost) * by
+    slope[:] = 0.0
     for expert in range(experts):
         for t in range(steps):
-            tokens = layer.load[expert, t]
+            tokens = load[expert, t]
             if tokens > 0.0:
                 for rank in range(num_ranks):
-                    layer.slope[expert, rank] += tokens * layer.steep[t, rank]
+                    slope[expert, rank] += tokens * steep[t, rank]
     return objective
 
 
@@ -284,6 +292,9 @@ def build_layer(
         share=np.zeros((experts, ranks)),
         had=had,
         far=far,
+        homes=had.sum(axis=1),
+        nearest=np.where(had.all(axis=1), 0.0, np.where(had, np.inf, far).min(axis=1)),
+        farthest=far.max(keepdims=True).reshape(-1)[:1],
         ranks=np.zeros((ranks, steps)),
         powers=np.zeros((ranks, steps)),
         total=np.zeros(steps),
