@@ -1,8 +1,9 @@
-"""Planner speed and quality against the peers' planners: python -m bench.planning."""
+"""Planner speed and quality against the peers' planners: python -m bench.planning [SECTION ...]."""
 
-import importlib
-import importlib.util
+import argparse
 import subprocess
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -14,8 +15,9 @@ from bench.peers import VLLM_VERSION, vllm_planner
 from bench.planning_craft import craft_rows
 from bench.planning_front import front_rows
 from bench.planning_gem import gem_rows
-from bench.planning_walk import walk_rows
-from bench.report import Row, best_of, write_report
+from bench.planning_verdict import verdict_rows
+from bench.planning_walk import FLEETS, recorded, walk_rows
+from bench.report import Row, best_of, print_row, print_versions, save_rows
 from evenkeel.model.placement import Placement
 from evenkeel.planning import metrics
 from evenkeel.planning.eplb import rebalance_experts
@@ -68,21 +70,40 @@ def eplb_rows() -> list[Row]:
     return rows
 
 
-def verdict_rows() -> list[Row]:
-    """How often the verdict is right, where that bench is part of the checkout."""
-    if importlib.util.find_spec("bench.planning_verdict") is None:
-        return []
-    rows: list[Row] = importlib.import_module("bench.planning_verdict").rows()
-    return rows
+def sections() -> dict[str, Callable[[], Iterable[list[Row]]]]:
+    """Parts of the bench by name, in order of what they are needed for; each yields rows as they come."""
+    first, *others = FLEETS
+    return {
+        "eplb": lambda: [eplb_rows()],
+        "front": lambda: [front_rows()],
+        "gem": gem_rows,
+        "craft": lambda: [craft_rows()],
+        "walk": lambda: walk_rows(recorded(), (first,)),
+        "verdict": lambda: [verdict_rows()],
+        "larger": lambda: walk_rows(recorded(), tuple(others)),
+    }
 
 
 def main() -> None:
-    """Run every section and write the report."""
+    """Run every section, or those named, and keep the report up to date: what ends early leaves what was measured."""
+    known = sections()
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="SECTION", help=f"of {', '.join(known)}; default all")
+    names = parser.parse_args().names or list(known)
     torch.set_num_threads(1)
+    begun = time.perf_counter()
     warm_kernels()
     print(f"vllm {VLLM_VERSION} (policy files of the wheel)")
-    sections = (eplb_rows, front_rows, gem_rows, craft_rows, walk_rows, verdict_rows)
-    write_report("planning", [row for section in sections for row in section()], ("numpy", "numba", "torch"))
+    print_versions(("numpy", "numba", "torch"))
+    rows: list[Row] = []
+    for name in names:
+        print(f"# {name}, after {time.perf_counter() - begun:.0f} s", flush=True)
+        for part in known[name]():
+            rows += part
+            for row in part:
+                print_row(row)
+            save_rows("planning", rows)
+    print(f"{len(rows)} rows in {time.perf_counter() - begun:.0f} s")
 
 
 if __name__ == "__main__":

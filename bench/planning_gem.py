@@ -1,5 +1,6 @@
 """GEM against a plain kernel of the same algorithm: speed, and the same mapping."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -153,9 +154,7 @@ def _rows(name: str, layers: int, experts: int, ranks: int, plain_layers: int, r
     ]
 
 
-def gem_rows() -> list[Row]:
+def gem_rows() -> Iterator[list[Row]]:
     """gem_scout: 48 layers of 16 experts on 4 ranks. gem_v3: 58 of 256 on 32, compared on one layer."""
-    return [
-        *_rows("gem_scout", 48, 16, 4, plain_layers=48, repeats=10),
-        *_rows("gem_v3", 58, 256, 32, plain_layers=1, repeats=1),
-    ]
+    yield _rows("gem_scout", 48, 16, 4, plain_layers=48, repeats=10)
+    yield _rows("gem_v3", 58, 256, 32, plain_layers=1, repeats=1)

@@ -28,7 +28,7 @@ from evenkeel.planning.policies import warm_kernels
 from evenkeel.planning.relabel import count_moves
 from evenkeel.planning.verdict import Call, held_out_steps
 
-__all__ = ["rows"]
+__all__ = ["verdict_rows"]
 
 TRACES = Path(os.environ.get("EVENKEEL_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
 POINTS = 16
@@ -137,7 +137,7 @@ def _shares(name: str, points: list[Point]) -> list[Row]:
     return rows
 
 
-def rows(traces: Path = TRACES) -> list[Row]:
+def verdict_rows(traces: Path = TRACES) -> list[Row]:
     """All rows; none, with a word why, where there are no traces."""
     if not traces.is_dir():
         print(f"no verdict rows: no recorded traces at {traces}; name their folder in EVENKEEL_TRACES")
@@ -162,7 +162,7 @@ def rows(traces: Path = TRACES) -> list[Row]:
 def main() -> None:
     """Run it and write the report."""
     warm_kernels()
-    write_report("planning_verdict", rows(), ("numpy", "numba"))
+    write_report("planning_verdict", verdict_rows(), ("numpy", "numba"))
 
 
 if __name__ == "__main__":

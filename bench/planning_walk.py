@@ -1,6 +1,7 @@
 """Walk-forward on recorded routing: every policy plans on the past and is scored on the steps that follow."""
 
 import argparse
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from evenkeel.planning.policies import warm_kernels
 from evenkeel.replay.planners import choose_planners
 from evenkeel.replay.walk import Setup, Walk, walk_forward
 
-__all__ = ["TRACES", "walk_rows"]
+__all__ = ["FLEETS", "TRACES", "recorded", "walk_rows"]
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "traces"
@@ -78,21 +79,22 @@ def _rows(name: str, walks: dict[str, Walk], layers: int) -> list[Row]:
     return rows
 
 
-def walk_rows(traces: list[Trace] | None = None, fleets: tuple[tuple[int, int], ...] = FLEETS) -> list[Row]:
-    """keel against the others on every trace and fleet, alone and behind the verdict; copies leave the first plan out."""
-    rows = []
-    for trace in recorded() if traces is None else traces:
-        for ranks, slots in fleets:
+def walk_rows(traces: list[Trace], fleets: tuple[tuple[int, int], ...] = FLEETS) -> Iterator[list[Row]]:
+    """keel against the others on every trace and fleet, alone and behind the verdict; copies leave the first plan out.
+
+    Yields the rows of one trace on one fleet.
+    """
+    for ranks, slots in fleets:
+        for trace in traces:
             walk = partial(walk_forward, setup=setup_of(trace, ranks, slots))
             planners = choose_planners([*RIVALS, "keel", "keel+verdict"], baselines=False)
             walks = {policy: walk(policy, planner) for policy, planner in planners.items()}
-            name = trace.name if (ranks, slots) == fleets[0] else f"{trace.name}_{ranks}x{slots}"
-            rows += _rows(name, walks, trace.num_layers)
+            name = trace.name if (ranks, slots) == FLEETS[0] else f"{trace.name}_{ranks}x{slots}"
             print(
                 f"{name}: " + ", ".join(f"{p} {w.times.sum() / w.fluid.sum():.4f}" for p, w in walks.items()),
                 flush=True,
             )
-    return rows
+            yield _rows(name, walks, trace.num_layers)
 
 
 def main() -> None:
@@ -101,7 +103,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="traces; default all")
     names = parser.parse_args().names
     warm_kernels()
-    write_report("planning_walk", walk_rows([t for t in recorded() if not names or t.name in names]))
+    chosen = [trace for trace in recorded() if not names or trace.name in names]
+    write_report("planning_walk", [row for part in walk_rows(chosen) for row in part])
 
 
 if __name__ == "__main__":

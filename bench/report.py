@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Row", "best_of", "write_report"]
+__all__ = ["Row", "best_of", "print_row", "print_versions", "save_rows", "write_report"]
 
 OUT = Path(__file__).parent / "out"
 
@@ -51,16 +51,34 @@ def _machine() -> str:
 
 def write_report(bench: str, rows: list[Row], packages: tuple[str, ...] = ()) -> Path:
     """Print the rows and the versions behind them, and write bench/out/BENCH.json."""
+    print_versions(packages)
+    for row in rows:
+        print_row(row)
+    path = save_rows(bench, rows)
+    print(f"wrote {path}")
+    return path
+
+
+def print_versions(packages: tuple[str, ...]) -> None:
+    """Print the versions of what the figures stand on."""
     for package in packages:
         try:
-            print(f"{package} {version(package)}")
+            print(f"{package} {version(package)}", flush=True)
         except PackageNotFoundError:
-            print(f"{package} not installed")
-    for row in rows:
-        print(f"{row.name:40} {row.value:14.6g} {row.unit}")
+            print(f"{package} not installed", flush=True)
+
+
+def print_row(row: Row) -> None:
+    """Print one figure."""
+    print(f"{row.name:40} {row.value:14.6g} {row.unit}", flush=True)
+
+
+def save_rows(bench: str, rows: list[Row]) -> Path:
+    """Write bench/out/BENCH.json, whole or not at all; long benches call it after every part."""
     OUT.mkdir(exist_ok=True)
     path = OUT / f"{bench}.json"
     body = {"machine": _machine(), "rows": [row._asdict() for row in rows]}
-    path.write_text(json.dumps(body, indent=1) + "\n")
-    print(f"wrote {path}")
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(body, indent=1) + "\n")
+    part.replace(path)
     return path
