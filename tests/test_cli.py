@@ -16,7 +16,7 @@ from evenkeel.cli.client import CliError, Exit, read_token
 from evenkeel.cli.options import parse_value
 from evenkeel.engines.reference.config import RankConfig
 from evenkeel.model.placement import Placement
-from tests.api.fakes import SHAPE, FakeView, make_operations, make_plan, make_status
+from tests.api.fakes import SHAPE, FakeView, make_operations, make_plan, make_rank, make_status
 
 OPERATE = "operate-token-0123456789"
 READ = "read-token-0123456789"
@@ -86,6 +86,14 @@ def test_status_of_one_shows_its_ranks(run):
     assert code == 0
     assert "2 layers x 4 experts" in out
     assert "0.5000" in out
+
+
+def test_a_rank_that_takes_no_wave_is_named_with_its_reason(run, operations):
+    ranks = (make_rank(0), make_rank(1, trouble="the worker has ended"))
+    operations.views["demo"] = FakeView(make_status(ranks=ranks), {}, None)
+    assert "rank 1 takes no wave: the worker has ended" in run("status", "demo")[1]
+    troubles = [rank["trouble"] for rank in json.loads(run("status", "demo", "--json")[1])["ranks"]]
+    assert troubles == ["", "the worker has ended"]
 
 
 def test_json_is_the_controllers_answer(run):

@@ -85,6 +85,10 @@ class RankOut(_Out):
     seconds_per_token: float | None
     free_bytes: int
     staging_bytes: int
+    slowness: float | None
+    """Its pace over the median rank's; above 1 is slower. Null while it is not known."""
+    trouble: str
+    """Why the rank takes no wave any more; empty while all is well."""
 
 
 class PlanSummary(_Out):

@@ -93,7 +93,12 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
             number(rank["load_share"], 4), "-" if pace is None else f"{pace:.3g}",
             str(rank["free_bytes"]), str(rank["staging_bytes"]),
         )  # fmt: skip
-    return Group(facts, Text(), ranks)
+    troubles = [
+        Text(f"rank {rank['rank']} takes no wave: {rank['trouble']}", style="red")
+        for rank in row["ranks"]
+        if rank.get("trouble")
+    ]
+    return Group(facts, Text(), ranks, *troubles)
 
 
 def _shape_line(shape: Mapping[str, Any]) -> str:

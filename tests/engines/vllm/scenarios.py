@@ -186,18 +186,23 @@ def own_balancer(rank, size, *, mode):
     return {**one.seen(), "before": before_map, "vote": vote}
 
 
+def fail_second_layer(one):
+    """vLLM's worker raises in the second layer it moves."""
+    transfer = one.modules.worker.transfer_layer
+
+    def fails(*args, layer_idx, **kwargs):
+        if layer_idx == 1:
+            raise RuntimeError("no more device memory")
+        return transfer(*args, layer_idx=layer_idx, **kwargs)
+
+    one.modules.worker.transfer_layer = fails
+
+
 def worker_dies(rank, size):
     """vLLM's worker of rank 1 raises in the second layer: vLLM itself goes on without a word."""
     one = Rank(rank, size, use_async=True, stall_after_s=0.5)
     if rank == 1:
-        transfer = one.modules.worker.transfer_layer
-
-        def fails(*args, layer_idx, **kwargs):
-            if layer_idx == 1:
-                raise RuntimeError("no more device memory")
-            return transfer(*args, layer_idx=layer_idx, **kwargs)
-
-        one.modules.worker.transfer_layer = fails
+        fail_second_layer(one)
     one.steps(4)
     one.order(one.target())
     one.until(lambda: one.agent.trouble)
@@ -286,6 +291,18 @@ def controlled(rank, size, *, controllers, mode):
         if here[1]:
             break
     return {**one.seen(), "before": before}
+
+
+def controlled_until_it_stalls(rank, size, *, controllers, seen):
+    """The same, and vLLM's worker of rank 1 dies in the middle of it; steps go on until `seen` is there."""
+    config = Config(use_async=True, step_interval=100_000)
+    changes = {"controllers": controllers, "make_link": None, "config": config, "stall_after_s": 0.5}
+    one = Rank(rank, size, use_async=True, mode="place", **changes)
+    if rank == 1:
+        fail_second_layer(one)
+    one.hot = True
+    one.until(lambda: seen.exists(), limit_s=120.0)
+    return {**one.seen(), "served": one.taken}
 
 
 def warm(rank, size, *, path):

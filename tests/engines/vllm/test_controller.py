@@ -1,6 +1,7 @@
 """Ranks of vLLM's own EPLB under a real controller: loads over gRPC, its own plan, vLLM's copies."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ THRESHOLDS = {
 
 @pytest.fixture
 def controller(tmp_path):
-    """`evenkeel serve` on free ports; (gRPC address, REST client)."""
+    """`evenkeel serve` on free ports, quick to call a wave stalled."""
     served = Served(
         tmp_path,
         WINDOW__STEPS=128,
@@ -29,10 +30,13 @@ def controller(tmp_path):
         PLANNER__POLICY="keel",
         PLANNER__CYCLE_S=1,
         PLANNER__THRESHOLDS=json.dumps(THRESHOLDS),
+        MIGRATION__COMMIT_DEADLINE_S=2,
+        MIGRATION__COMMIT_DEADLINE_STEPS=64,
+        MIGRATION__STALL_AFTER_S=2,
     )
     try:
         served.start()
-        yield served.grpc_address, served.http
+        yield served
     finally:
         served.http.close()
         served.stop()
@@ -40,8 +44,8 @@ def controller(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_controllers_own_plan_is_carried_out_by_vllm(controller):
-    address, client = controller
-    found = ranks.run(SCENARIOS, "controlled", controllers=address, mode="place")
+    client = controller.http
+    found = ranks.run(SCENARIOS, "controlled", controllers=controller.grpc_address, mode="place")
     status = client.get("/v1/deployments/toy").json()
     placement = client.get("/v1/deployments/toy/placement").json()
     decisions = client.get("/v1/deployments/toy/decisions").json()["items"][:3]
@@ -58,8 +62,8 @@ def test_a_controllers_own_plan_is_carried_out_by_vllm(controller):
 
 @pytest.mark.timeout(300)
 def test_observing_needs_nothing_but_an_address(controller):
-    address, client = controller
-    found = ranks.run(SCENARIOS, "controlled", controllers=address, mode="observe")
+    client = controller.http
+    found = ranks.run(SCENARIOS, "controlled", controllers=controller.grpc_address, mode="observe")
     for seen in found:
         assert seen["epoch"] == 0
         assert np.array_equal(seen["map"], seen["before"])
@@ -68,3 +72,33 @@ def test_observing_needs_nothing_but_an_address(controller):
     assert status["balancedness_mean"] < 0.95
     load = client.get("/v1/deployments/toy/load").json()
     assert load
+
+
+@pytest.mark.timeout(300)
+def test_a_move_that_vllm_stopped_without_a_word_is_seen_at_the_controller(controller, tmp_path):
+    seen, found = tmp_path / "seen", []
+    options = {"controllers": controller.grpc_address, "seen": seen}
+    fleet = threading.Thread(
+        target=lambda: found.extend(ranks.run(SCENARIOS, "controlled_until_it_stalls", **options))
+    )
+    fleet.start()
+    try:
+        plan = controller.wait(lambda: stalled_plan(controller.http), 100, "a stalled plan")
+        controller.wait(lambda: "asynchronous EPLB worker has ended" in controller.log(), 30, "the reason")
+        troubled = {rank["rank"] for rank in ranks_of(controller.http) if rank["trouble"]}
+    finally:
+        seen.touch()
+        fleet.join(200)
+    assert plan["reason"] == "abort_deadline" and plan["waves_committed"] == 0
+    assert troubled == {0, 1}, "both say so with every heartbeat"
+    assert [rank["wrong"] for rank in found] == [[], []] and min(rank["served"] for rank in found) > 0
+
+
+def ranks_of(client):
+    return client.get("/v1/deployments/toy").json()["ranks"]
+
+
+def stalled_plan(client):
+    answer = client.get("/v1/deployments/toy/plans")
+    items = answer.json()["items"] if answer.is_success else []
+    return next((plan for plan in items if plan["phase"] == "stalled"), None)
