@@ -183,6 +183,16 @@ async def test_no_leader_and_refusal_are_tried_again_later():
         assert listener.got[0][0] == 3
 
 
+@pytest.mark.parametrize("order", [1, -1])
+async def test_all_ranks_of_a_deployment_begin_with_the_same_controller(order):
+    """In whatever order of start: each deployment has an address of its own to begin with."""
+    async with serving(*[[ACCEPTED]] * 4) as (first, one), serving(*[[ACCEPTED]] * 4) as (second, two):
+        links = [GrpcRankLink([one, two], timing=FAST, seed=seed) for seed in (1, 2, 3)][::order]
+        async with running(links[0]) as a, running(links[1]) as b, running(links[2]) as c:
+            await until(lambda: a.got and b.got and c.got)
+        assert sorted((len(first.of(Hello)), len(second.of(Hello)))) == [0, 3]
+
+
 async def test_dead_addresses_are_passed_over():
     async with serving([ACCEPTED]) as (server, address):
         link = GrpcRankLink(["127.0.0.1:1", address], timing=FAST)

@@ -1,8 +1,8 @@
 """The rank's end of the stream: keeps one open to whichever replica leads, and never gives up."""
 
 import asyncio
-import itertools
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,8 @@ class GrpcRankLink:
     """Client of RankLink.Attach. Made on any thread, used on the event loop that runs `run`.
 
     Args:
-        addresses: `host:port` of the controller replicas, tried in turn.
+        addresses: `host:port` of the controller replicas. A deployment's ranks all begin with the same one, each deployment
+            with its own, so that replicas share the deployments; then they try the others in turn.
         timing: patience.
         seed: of the jitter, so that the ranks of a fleet do not come back all at once: give each its own.
         tls: None connects in clear text.
@@ -92,7 +93,9 @@ class GrpcRankLink:
     ) -> None:
         if not addresses:
             raise InvalidInput("a link needs at least one controller address")
-        self._addresses = itertools.cycle(addresses)
+        self._addresses = tuple(addresses)
+        self._tried = 0
+        """Addresses tried, from the deployment's own on."""
         self._timing = timing if timing is not None else LinkTiming()
         self._jitter = random.Random(seed)
         self._tls = tls
@@ -103,8 +106,9 @@ class GrpcRankLink:
     async def run(self, listener: _Listener) -> None:
         """Keep a stream open until cancelled; each has a number of its own, from 1."""
         failures = 0
+        home = zlib.crc32(listener.hello().identity.deployment.encode())
         while True:
-            address, self._redirect = self._redirect or next(self._addresses), ""
+            address, self._redirect = self._redirect or self._next_address(home), ""
             wait_s = None
             try:
                 wait_s = await self._attach(address, listener)
@@ -125,6 +129,10 @@ class GrpcRankLink:
         """Queue a message; dropped unless `stream` (None: any) is open."""
         if self._outbox is not None and stream in (None, self._stream):
             self._outbox.put_nowait(message)
+
+    def _next_address(self, home: int) -> str:
+        self._tried += 1
+        return self._addresses[(home + self._tried - 1) % len(self._addresses)]
 
     async def _attach(self, address: str, listener: _Listener) -> float | None:
         """One stream, to its end: seconds to wait before the next; None to back off."""
@@ -163,6 +171,8 @@ class GrpcRankLink:
         try:
             while (message := await self._hear(call, registration.lease_s)) is not None:
                 if isinstance(message, NotLeader):
+                    # A controller that goes in order: begin anew, so that a roll-out spreads the deployments.
+                    self._tried = 0
                     return self._turned_away("", message)
                 listener.received(stream, message)
             return self._timing.backoff_min_s
