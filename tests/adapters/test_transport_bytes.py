@@ -1,11 +1,13 @@
 """Experts as checkpoints of 8-bit models have them: eight-bit floats beside block scales and a scalar, moved as bytes."""
 
 import threading
+import time
 
 import numpy as np
+import pytest
 import torch
 
-from evenkeel.adapters.torch_transport import TorchWeightTransport, checksum
+from evenkeel.adapters.torch_transport import TorchWeightTransport, checksum, is_over
 from evenkeel.model.ids import Epoch, PlanId
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import Transfer, Wave, WaveKey
@@ -63,3 +65,24 @@ def test_eight_bit_floats_and_scales_arrive_bit_for_bit():
         for have, must in zip(staged[0, 0], want, strict=True):
             assert have.dtype == must.dtype
             assert torch.equal(have.view(-1).view(torch.uint8), must.view(-1).view(torch.uint8))
+
+
+class Mark:
+    """A device's event that is over after so many looks."""
+
+    def __init__(self, looks, fails=False):
+        self.looks, self.fails = looks, fails
+
+    def query(self):
+        if self.fails:
+            raise RuntimeError("unhandled device error")
+        self.looks -= 1
+        return self.looks <= 0
+
+
+def test_a_device_is_waited_for_until_the_deadline():
+    assert is_over(Mark(3), time.monotonic() + 30)
+    assert not is_over(Mark(1 << 30), time.monotonic() + 0.02), "copies that hang must not hang the wave"
+    assert is_over(Mark(1), 0.0), "what is done in time is done, however late one looks"
+    with pytest.raises(RuntimeError, match="device error"):
+        is_over(Mark(1, fails=True), time.monotonic() + 30)

@@ -54,6 +54,9 @@ class MemoryTransport:
         self.broken = True
         self._fabric.broken.add(self.serial)
 
+    def fence(self):
+        """Nothing is pending in a process's memory."""
+
     def clear(self):
         self.staged = {}
 

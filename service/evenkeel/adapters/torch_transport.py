@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -25,7 +25,7 @@ from evenkeel.errors import Reason, Unavailable
 from evenkeel.model.plan import Transfer
 from evenkeel.protocol.messages import Prepare
 
-__all__ = ["Progress", "StageOutcome", "TorchWeightTransport", "checksum"]
+__all__ = ["DeviceEvent", "Progress", "StageOutcome", "TorchWeightTransport", "checksum", "is_over"]
 
 _MAX_OPS = 32
 """Point-to-point operations of one chunk. On the host a further batch is posted while fewer are in flight, so that no
@@ -35,6 +35,8 @@ _ALIGN = 256
 _CHUNKS_PER_BATCH = 4096
 """Room in the tag for the chunks of one batch."""
 _ABORT_WAIT = timedelta(seconds=5)
+_LOOK_S = 0.0002
+"""Between two looks at a device's mark."""
 
 Progress = Callable[[int, int], None]
 """(bytes staged so far, bytes to stage on this rank)."""
@@ -81,6 +83,23 @@ class StageOutcome:
         return self.reason is None
 
 
+class DeviceEvent(Protocol):
+    """A mark in a device's stream, as torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done; RuntimeError when some of it failed."""
+        ...
+
+
+def is_over(event: DeviceEvent, deadline: float) -> bool:
+    """Wait for a mark without giving the thread to the driver for ever; False at the deadline [monotonic s]."""
+    while not event.query():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
 class TorchWeightTransport:
     """The transfer communicator of one rank and its staging memory. One thread uses it, `cancel` apart.
 
@@ -119,6 +138,8 @@ class TorchWeightTransport:
         self._staged: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
+        self._fence: Any = None
+        self.fence()
         self.serial = -1
         """Number of the communicator in use, or of the one that broke."""
 
@@ -156,6 +177,16 @@ class TorchWeightTransport:
             communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.abort()
+
+    def fence(self) -> None:
+        """Engine's thread: the next wave's copies come after all this thread gave its device so far.
+
+        They read the slots a swap wrote, and overwrite the memory it read. On the host nothing is pending.
+        """
+        if self._device.type == "cuda":
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._fence = event
 
     def clear(self) -> None:
         """Forget what is staged; the memory serves the next wave."""
@@ -242,7 +273,9 @@ class TorchWeightTransport:
                         return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
                     work.wait(timedelta(seconds=left))
                 posted = self._post(flight)
-            self._finish_copies()
+            if not self._is_copied(deadline):
+                detail = f"batch {flight.index}: past its deadline on the device"
+                return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
         except RuntimeError as error:
             late = time.monotonic() >= deadline
             reason = Reason.TRANSFER_TIMEOUT if late else Reason.TRANSFER_FAILED
@@ -304,19 +337,22 @@ class TorchWeightTransport:
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """On a GPU: copy beside the engine's stream, after every swap it was given is done."""
+        """On a GPU: copy beside the engine's stream, after what it was given before `fence`."""
         if self._device.type != "cuda":
             yield
             return
-        torch.cuda.synchronize(self._device)
         stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_event(self._fence)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
 
-    def _finish_copies(self) -> None:
-        """On a GPU the batch is done only when its stream is."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    def _is_copied(self, deadline: float) -> bool:
+        """On a GPU the batch is done only when its stream is; False past the deadline, for no wait of NCCL's ends by itself."""
+        if self._device.type != "cuda":
+            return True
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return is_over(event, deadline)
 
     # --- small parts ----------------------------------------------------------------------------
 

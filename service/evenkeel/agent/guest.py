@@ -313,5 +313,8 @@ class _NoCopies:
     def abort(self) -> None:
         """Nothing is in flight."""
 
+    def fence(self) -> None:
+        """No copy of ours follows."""
+
     def clear(self) -> None:
         """Nothing is staged."""

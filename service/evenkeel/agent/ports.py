@@ -105,6 +105,10 @@ class WeightTransport(Protocol):
         """Break the communicator, from any thread: operations in flight end with an error, at their deadline at the latest."""
         ...
 
+    def fence(self) -> None:
+        """Engine's thread: what it gave its device so far comes before the next wave's copies."""
+        ...
+
     def clear(self) -> None:
         """Forget what is staged."""
         ...

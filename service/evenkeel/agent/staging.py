@@ -131,6 +131,7 @@ class StagingWorker:
         for (layer, local_slot), tensors in ready.staged.items():
             for target, value in zip(self._weights.tensors(layer, local_slot), tensors, strict=True):
                 target.copy_(value, non_blocking=True)
+        self._transport.fence()
         self._maps.install(ready.tables)
         self._weights.release(ready.emptied)
         self._ready, self._reserved = None, ()
