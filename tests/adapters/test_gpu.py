@@ -1,0 +1,103 @@
+"""What needs a device: copies over NCCL, checksums at the speed of its memory, a profile with its stairs. Figures are printed."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel.adapters.device_checksum import device_checksum
+from evenkeel.adapters.torch_groups import make_communicator
+from evenkeel.adapters.torch_transport import TorchWeightTransport, is_over
+from evenkeel.agent.profiler import ExpertShape, curve_of, measure, moe_layer, token_counts
+from evenkeel.model.placement import Placement
+from tests.agent.ranks import Group, ToyWeights, prepare_for
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: GPU copies are not run"),
+]
+DEEPSEEK_V3 = ExpertShape(d_model=7168, d_ffn=2048, experts=9)
+TILE = 64
+
+
+class DeviceWeights(ToyWeights):
+    """The toy experts on a device."""
+
+    def __init__(self, placement, rank, device):
+        super().__init__(placement, rank)
+        self.slots = {key: tuple(t.to(device) for t in tensors) for key, tensors in self.slots.items()}
+
+
+def test_nccl_stages_what_the_wave_says_on_one_rank():
+    """One device is one rank: the communicator is NCCL's, the copies are the device's own."""
+    device = torch.device("cuda", 0)
+    old = Placement(np.array([[0, 1, 2, 0]], np.int32), 1, 3)
+    new = Placement(np.array([[0, 1, 2, 2]], np.int32), 1, 3)
+    weights, group = DeviceWeights(old, 0, device), Group(1)
+    transport = TorchWeightTransport(
+        rank=0, slots_per_rank=4, staging_bytes=1 << 20, tensors_of=weights.tensors, tensors_per_expert=3,
+        min_expert_bytes=1, device=device,
+        connect=lambda serial: make_communicator(
+            group.store, f"transfer-{serial}", 0, 1, device=device, timeout_s=60.0
+        ),
+    )  # fmt: skip
+    transport.rebuild(0)
+    for layer, local in weights.slots:  # what a swap writes just before
+        for tensor in weights.tensors(layer, local):
+            tensor.mul_(1)
+    transport.fence()
+    # Checksums of a group on devices are the devices' own.
+    sums = tuple(
+        device_checksum(weights.tensors(0, t.src_slot)) for t in prepare_for(old, new).body.transfers
+    )
+    outcome = transport.stage(
+        prepare_for(old, new, checksums=sums), threading.Event(), lambda done, total: None
+    )
+    assert outcome.ok, outcome
+    staged = transport.staged[0, 3]
+    assert all(torch.equal(a, b) for a, b in zip(staged, weights.tensors(0, 2), strict=True))
+    transport.abort()
+
+
+def test_a_mark_in_a_busy_stream_is_not_over_at_its_deadline():
+    matrix = torch.randn(8192, 8192, device="cuda")
+    for _ in range(50):
+        matrix @ matrix
+    event = torch.cuda.Event()
+    event.record()
+    assert not is_over(event, time.monotonic())
+    assert is_over(event, time.monotonic() + 60)
+
+
+def test_checksums_run_at_the_speed_of_memory(capsys):
+    expert = [torch.randint(0, 255, (44 << 20,), dtype=torch.uint8, device="cuda")]
+    device_checksum(expert)
+    began = time.perf_counter()
+    for _ in range(20):
+        device_checksum(expert)
+    bytes_per_s = 20 * expert[0].numel() / (time.perf_counter() - began)
+    with capsys.disabled():
+        print(f"\n{torch.cuda.get_device_name()}: device checksum {bytes_per_s / 1e9:.0f} GB/s")
+    assert bytes_per_s > 0
+
+
+def test_a_profile_at_the_shape_of_deepseek_v3(capsys):
+    """The stairs, the time it takes, and how far the curve is off where it was not measured."""
+    run, settle = moe_layer(DEEPSEEK_V3, torch.device("cuda", 0)), torch.cuda.synchronize
+    profile = measure(run, token_counts(TILE, 2048, 16384), TILE, budget_s=60, settle=settle)
+    curve = curve_of(profile)
+    between = [count for count in range(2048 + TILE, 16384, 1024 + TILE) if count not in profile.tokens]
+    asked = measure(run, between, TILE, budget_s=30, settle=settle)
+    drawn = np.interp(between, np.arange(1, len(curve.tile_seconds) + 1) * TILE, curve.tile_seconds)
+    errors = np.abs(drawn / np.array(asked.seconds) - 1)
+    with capsys.disabled():
+        print(
+            f"\n{torch.cuda.get_device_name()}: {len(profile.tokens)} counts, {profile.rounds} rounds, {profile.took_s:.0f} s"
+        )
+        for tokens, seconds in zip(profile.tokens, profile.seconds, strict=True):
+            print(f"  {tokens:6} tokens {seconds * 1e6:9.1f} us")
+        print(f"  interpolation error: median {np.median(errors):.2%}, worst {errors.max():.2%}")
+    assert (np.diff(curve.tile_seconds) >= 0).all() and curve.slope_s_per_token > 0
+    assert profile.took_s < 120
