@@ -23,6 +23,8 @@ MUTANT_SEEDS = 20_000
 CHUNK = 100
 MAX_FAILURES = 10
 RAREST = 5
+OFTEN = 1000
+"""How often in ten million events a pair should pass, for a machine's answer there to count as tried."""
 
 
 def replay(seed: int, mutant: str | None, trace: bool) -> int:
@@ -58,8 +60,11 @@ def simulate(seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
                 print(f"  replay: python -m tests.sim --seed {seed} --trace", flush=True)
         results = [job.result() for job in hunts]
     wanted = all_pairs()
-    for pair in sorted(wanted, key=lambda pair: total.pairs[pair])[:RAREST]:
-        print(f"rarest pairs: {' '.join(pair)}, {total.pairs[pair]} times")
+    rates = {pair: total.pairs[pair] * 10**7 / max(total.events, 1) for pair in wanted}
+    for pair in sorted(wanted, key=lambda pair: (rates[pair], pair))[:RAREST]:
+        print(f"rarest pairs: {' '.join(pair)}, {rates[pair]:.0f} per 10^7 events")
+    below = sum(rate < OFTEN for rate in rates.values())
+    print(f"pairs below {OFTEN} per 10^7 events: {below} of {len(wanted)}")
     for result in results:
         report(result)
     caught = sum(result.seed is not None for result in results)

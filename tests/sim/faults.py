@@ -47,9 +47,6 @@ def plan_faults(world, until: float) -> None:
         world.at(1.0 + rng.random() * (until - 1.0), fault, world, {})
     for _ in range(rng.choice((0, 1, 2, 3, 4))):
         arm(world, rng.choice(MOMENTS), rng.choice(FAULTS), rng.choice((1, 1, 2, 3, 5)))
-    for _ in range(rng.choice((0, 1, 2))):
-        moment, fault = rng.choice(RARE)
-        arm(world, moment, fault, rng.choice((1, 2, 3, 4)))
     for _ in range(rng.choice((1, 4, 8))):
         wish = rng.choice(WISHES)
         world.at(1.0 + rng.random() * (until - 1.0), operator_wish, world, wish)
@@ -224,24 +221,6 @@ def reload(world, _context) -> None:
         world.after(0, world.fleet.begin_reload, deployment, world.rng.random() < 0.7)
 
 
-def reload_at_once(world, _context) -> None:
-    """The engine loads other weights without asking."""
-    if not world.calm:
-        deployment = world.rng.choice(world.deployments)
-        world.after(0.02 * world.rng.random(), world.fleet.begin_reload, deployment, False)
-
-
-def reload_asked(world, _context) -> None:
-    if not world.calm:
-        world.after(0, world.fleet.begin_reload, world.rng.choice(world.deployments), True)
-
-
-def slow_handover(world, context) -> None:
-    """Leadership moves while copies take their time."""
-    world.slow_copies = 0.6
-    handover(world, context)
-
-
 def lossy(world, _context) -> None:
     """A while of very bad network."""
     if world.calm:
@@ -272,7 +251,7 @@ def echoes(world, _context) -> None:
     if world.calm:
         return
     for _ in range(world.rng.choice((1, 2, 4))):
-        world.network.echo()
+        world.network.echo(0.05)
     for rank in world.fleet.ranks:
         for site in rank.sites.values():
             for event in site.old_news():
@@ -316,27 +295,3 @@ FAULTS = (
     reload,
     lossy,
 )
-
-RARE = (
-    ("rank swaps", reload_at_once),
-    ("rank swaps", reload_asked),
-    ("rank swaps", echoes),
-    ("rank is staging", reload_at_once),
-    ("rank is staging", slow_handover),
-    ("rank is staging", echoes),
-    ("rank is armed", reload_at_once),
-    ("rank is armed", echoes),
-    ("rank is prepared", echoes),
-    ("rank is aborted", reload_asked),
-    ("rank is aborted", echoes),
-    ("rank is aborted", handover),
-    ("rank polls armed", reload_asked),
-    ("wave is recovering", partition),
-    ("wave is recovering", abandoned),
-    ("wave is preparing", slow_handover),
-    ("wave is committing", handover),
-    ("controller is recovering", echoes),
-    ("controller is migrating", handover),
-    ("controller is ready", handover),
-)
-"""Combinations that reach pairs chance alone seldom reaches."""

@@ -1,7 +1,7 @@
 """SimNetwork: streams between ranks and replicas that drop, duplicate, delay, reorder and break."""
 
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 
 from evenkeel.protocol.messages import Hello
 from evenkeel.v1 import agent_pb2
@@ -12,9 +12,7 @@ from evenkeel.wire.codec import (
     encode_rank_message,
 )
 
-_ECHOED = frozenset(
-    {"Prepare", "Commit", "Abort", "Vote", "Ack", "AbortAnswer", "StagingProgress", "TermRefused"}
-)
+_ECHOED = ("Prepare", "Commit", "Abort", "Vote", "Ack", "AbortAnswer", "StagingProgress", "TermRefused")
 
 
 class Stream:
@@ -45,8 +43,8 @@ class SimNetwork:
         """Probability that a message, or its duplicate, is very late."""
         self.cuts: set = set()
         """(rank number, replica name) that cannot reach each other."""
-        self.sent: deque = deque(maxlen=160)
-        """What was sent lately, for echoes."""
+        self.sent: dict = defaultdict(lambda: deque(maxlen=24))
+        """What was sent lately by kind, for echoes."""
         self._numbers = itertools.count(1)
 
     def open(self, rank, replica, deployment) -> Stream:
@@ -87,22 +85,24 @@ class SimNetwork:
         world = self.world
         if stream.broken or (stream.rank.rank, stream.replica.name) in self.cuts:
             return
-        random = world.rng.random
-        if not world.calm and type(message).__name__ in _ECHOED:
-            self.sent.append((deliver, stream, message))
+        random, kind = world.rng.random, type(message).__name__
+        if not world.calm and kind in _ECHOED:
+            self.sent[kind].append((deliver, stream, message))
         if self.calm_weather():
-            world.after(0.005 + 0.02 * random(), deliver, stream, message)
+            world.post(0.005 + 0.02 * random(), kind, stream, deliver, stream, message)
             return
         if random() >= self.drop:
-            world.after(self._delay(random), deliver, stream, message)
+            world.post(self._delay(random), kind, stream, deliver, stream, message)
         if random() < self.duplicate:
-            world.after(self._delay(random) + 0.1, deliver, stream, message)
+            world.post(self._delay(random) + 0.1, kind, stream, deliver, stream, message)
 
-    def echo(self) -> None:
-        """Something sent lately arrives once more."""
-        if self.sent:
-            deliver, stream, message = self.world.rng.choice(self.sent)
-            self.world.after(0.05 * self.world.rng.random(), deliver, stream, message)
+    def echo(self, within: float, kind: str = "", fits=None) -> None:
+        """Something sent lately on a stream that fits arrives once more; of any kind if none is named."""
+        rng = self.world.rng
+        sent = self.sent[kind or rng.choice(_ECHOED)]
+        items = [item for item in sent if fits is None or fits(item[1])]
+        if items:
+            self.world.after(within * rng.random(), *rng.choice(items))
 
     def calm_weather(self) -> bool:
         return self.drop == self.duplicate == self.linger == 0.0

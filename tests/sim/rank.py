@@ -342,7 +342,7 @@ class SimRank:
             part = site.participant
             if part.state != "swapping":
                 continue
-            if not self.world.calm and self.world.rng.random() < 0.01:
+            if not self.world.calm and self.world.rng.random() < self.world.failing_swaps:
                 site.feed(msg.SwapFailed(part.wave, "injected"))
                 return
             self.fleet.remember(self.rank, site)
@@ -357,8 +357,9 @@ class SimRank:
             self.fleet.polls.setdefault(gate.calls, {})[self.rank] = gate.begin_poll(self.world.now)
             armed = any(site.participant.state == "armed" for site in self.sites.values())
             self.world.moment("rank polls armed" if armed else "rank polls", rank=self)
-            if any(site.wants_to_drop() for site in self.sites.values()):
-                self.world.moment("rank polls to drop", rank=self)
+            for site in self.sites.values():
+                if site.wants_to_drop():
+                    self.world.moment("rank polls to drop", rank=self, site=site)
         self.fleet.boundary_done(self)
 
     # --- transport communicator (R10) -----------------------------------------------------------------

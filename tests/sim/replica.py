@@ -122,15 +122,24 @@ class Seat:
     # --- events and actions -------------------------------------------------------------------------
 
     def feed(self, event) -> None:
-        control = self.control
-        before = (control.state, control.coordinator.state if control.coordinator else None)
-        self.carry(control.handle(event, self.world.now))
-        after = (control.state, control.coordinator.state if control.coordinator else None)
+        before = self.standing()
+        self.carry(self.control.handle(event, self.world.now))
+        self.tell_moves(before)
+
+    def standing(self) -> tuple:
+        """States of the controller and of its newest wave."""
+        coordinator = self.control.coordinator
+        return self.control.state, coordinator.state if coordinator is not None else None
+
+    def tell_moves(self, before: tuple) -> None:
+        """Pass the moments of the states entered since `before`."""
+        after = self.standing()
         if after != before and self.replica.alive:
             self.world.note(f"{self.replica.name} {self.deployment} is {after[0]}, wave {after[1]}")
-            self.world.moment(f"controller is {after[0]}", replica=self.replica)
+            if after[0] != before[0]:
+                self.world.moment(f"controller is {after[0]}", replica=self.replica, seat=self)
             if after[1] is not None and after[1] != before[1]:
-                self.world.moment(f"wave is {after[1]}", replica=self.replica)
+                self.world.moment(f"wave is {after[1]}", replica=self.replica, seat=self)
 
     def carry(self, actions) -> None:
         """Persists first, then sends; a failed persist keeps the batch's sends back."""
@@ -140,7 +149,7 @@ class Seat:
                 return
             if isinstance(action, PERSISTS):
                 self.persist(action, failed)
-                world.moment(f"controller stores {type(action).__name__}", replica=self.replica)
+                world.moment(f"controller stores {type(action).__name__}", replica=self.replica, seat=self)
             elif isinstance(action, ctl.SendToRank):
                 if not failed:
                     self.send(action)
@@ -148,10 +157,17 @@ class Seat:
                 self.other(action)
         if failed and self.replica.alive:
             event = ctl.PersistFailed(tuple(failed))
-            if world.rng.random() < 0.5:
+            if world.rng.random() < world.prompt_failures:
                 self.feed(event)
             else:
-                world.after(0.3 * world.rng.random(), self.feed_late, event, self.replica.life)
+                delay = 0.3 * world.rng.random()
+                term = self.leader.term if self.leader is not None else 0
+                world.after(delay, self.tell_failure, event, term, self.replica.life)
+
+    def tell_failure(self, event, term: int, life: int) -> None:
+        """A failure told a little late, never under a later term: a driver tells it before anything else."""
+        if self.leader is None or self.leader.term == term:
+            self.feed_late(event, life)
 
     def feed_late(self, event, life: int) -> None:
         """A result that took its time; what happened meanwhile came first."""
@@ -174,7 +190,8 @@ class Seat:
 
     def send(self, action) -> None:
         stream = self.streams.get(action.stream)
-        self.world.moment(f"controller sends {type(action.message).__name__}", replica=self.replica)
+        kind = type(action.message).__name__
+        self.world.moment(f"controller sends {kind}", replica=self.replica, seat=self)
         if stream is not None and self.replica.alive:
             self.world.network.to_rank(stream, action.message)
 
@@ -195,9 +212,10 @@ class Seat:
                 if world.rng.random() < 0.3:
                     self.feed(ctl.LeaseLost())  # a renewal that was under way failed, of course
             case ctl.RunCycle():
-                world.moment("controller plans", replica=self.replica)
-                delay = 2.5 if world.rng.random() < 0.2 else 0.2
-                world.after(0.05 + delay * world.rng.random(), self.plan, action, self.replica.life)
+                world.moment("controller plans", replica=self.replica, seat=self)
+                delay = 2.5 if world.rng.random() < world.slow_planning else 0.2
+                delay = 0.05 + delay * world.rng.random()
+                world.post(delay, "CycleDecided", self, self.plan, action, self.replica.life)
             case ctl.WaveHealth():
                 world.note(f"{self.replica.name} wave health: {action.reason} stalled={action.stalled}")
             case ctl.Alert(reason=Reason.MALFORMED):
@@ -217,7 +235,8 @@ class Seat:
         plan = None
         if world.rng.random() < world.eagerness:
             view = (cycle.generation, cycle.epoch, cycle.placement, cycle.weights_version)
-            plan = world.make_plan(self.deployment, view, PlanKind.AUTOMATIC)
+            for _ in range(world.attempts):
+                plan = plan or world.make_plan(self.deployment, view, PlanKind.AUTOMATIC)
         reason = Reason.BALANCE_ABOVE_THRESHOLD if plan is None else Reason.PLAN_STARTED
         self.feed_late(ctl.CycleDecided(cycle.cycle, reason, plan), life)
 
@@ -226,6 +245,7 @@ class Seat:
         world, control, now = self.world, self.control, self.world.now
         open_plans = [record.plan.plan_id for record in control.book.open]
         plan_id = world.rng.choice(open_plans) if open_plans else PlanId("none")
+        before = self.standing()
         try:
             match wish:
                 case "submit" | "propose":
@@ -247,6 +267,7 @@ class Seat:
             world.note(f"operator: {wish} {plan_id}")
         except EvenkeelError as error:
             world.note(f"operator: {wish} refused, {error.reason}")
+        self.tell_moves(before)
 
     def submit(self, kind, approve: bool, target=None, sound: bool = False):
         control, world = self.control, self.world
@@ -337,6 +358,8 @@ class Replica:
         if self.world.trace_lines is not None:
             self.world.note(f"{self.name} <- rank {stream.rank.rank} {describe(message)}")
         seat.feed(ctl.FromRank(stream.rank.rank, incarnation, stream.number, message))
+        if isinstance(message, Hello) and self.alive:
+            self.world.moment(f"controller {seat.control.state} has a rank", replica=self, seat=seat)
 
     def on_stream_closed(self, stream) -> None:
         if not self.alive or stream.replica_life != self.life:

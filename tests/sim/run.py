@@ -8,7 +8,7 @@ from evenkeel.model.ids import DeploymentId
 from evenkeel.model.plan import PlanKind, PlanPhase
 from evenkeel.model.policy import DeploymentPolicy, Mode
 from evenkeel.model.topology import ModelShape
-from tests.sim import faults, storm
+from tests.sim import faults, focus
 from tests.sim.checks import NO_PROGRESS, RECORDS_DISAGREE, Violation
 from tests.sim.fleet import Fleet
 from tests.sim.kit import Kit
@@ -31,9 +31,17 @@ class FleetWorld(World):
         super().__init__(seed, kit, trace)
         self.kit = self.kit.wired(pairs)
         self.slow_copies = self.corruption = self.rumours = self.slow_swaps = 0.0
+        self.failing_swaps = 0.01
+        self.copy_s = (0.01, 0.05)
+        """How long a copy takes when nothing is wrong with it."""
+        self.prompt_failures = 0.5
+        """Probability that a failed write is told at once."""
+        self.slow_planning = 0.2
         self.plans_made = 0
         self.eagerness = 0.6
         """Probability that a cycle of planning finds a plan."""
+        self.attempts = 1
+        """How often a cycle tries to find one."""
         self.cycle_s = 1.5
         self.store = SimStore(self)
         self.network = SimNetwork(self)
@@ -57,7 +65,8 @@ class FleetWorld(World):
 
     def hurry(self) -> None:
         """Plan after plan, as fast as waves allow."""
-        self.mode, self.eagerness, self.cycle_s = Mode.AUTO, 0.95, 0.4
+        self.mode, self.eagerness, self.attempts = Mode.AUTO, 1.0, 8
+        self.cycle_s, self.slow_planning = 0.2, 0.02
 
     def controls(self, *args, **kwargs):
         return self.kit.control(*args, **kwargs)
@@ -83,7 +92,7 @@ class FleetWorld(World):
 
     def copy_delay(self, deadline: float) -> float:
         """Seconds one copy takes; in time of faults some take longer than a batch may."""
-        delay = 0.01 + 0.04 * self.rng.random()
+        delay = self.rng.uniform(*((0.01, 0.05) if self.calm else self.copy_s))
         if not self.calm and self.rng.random() < self.slow_copies:
             delay += 3.0 * deadline * self.rng.random()
         return delay
@@ -106,6 +115,8 @@ class FleetWorld(World):
         network = self.network
         network.drop = network.duplicate = network.linger = 0.0
         network.cuts.clear()
+        for hold in list(self.holds):
+            hold.end()
         self.store.down = False
         self.fleet.idle = False
         self.fleet.failing_polls.clear()
@@ -135,8 +146,8 @@ def random_shape(rng, num_ranks: int) -> ModelShape:
     return ModelShape(layers, 4, num_ranks, 3 if num_ranks == 2 else 2, 1, 10)
 
 
-STORMY = 0.4
-"""Share of the seeds that are storms."""
+NOT_GENTLE = 0.2
+"""Share of the seeds with a focus in which other things go wrong besides."""
 
 
 @dataclass
@@ -151,17 +162,25 @@ class Outcome:
     trace: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, kit: Kit | None = None, pairs: Counter | None = None, trace: bool = False) -> Outcome:
-    """Run one seed to its end or to the first broken invariant."""
+def run_seed(
+    seed: int,
+    kit: Kit | None = None,
+    pairs: Counter | None = None,
+    trace: bool = False,
+    about: focus.Focus | None = None,
+) -> Outcome:
+    """Run one seed to its end or to the first broken invariant; `about`: with a focus of the caller's choice."""
     world = FleetWorld(seed, kit, pairs, trace)
     world.print_trace = trace
     outcome = Outcome(seed, 0)
     try:
+        about = about or focus.pick(world.rng)
+        until = (8.0 if about is None else 12.0) + 12.0 * world.rng.random()
+        if about is None or world.rng.random() < NOT_GENTLE:
+            faults.plan_faults(world, until)
+        if about is not None:
+            about.arrange(world)
         world.begin()
-        until = 8.0 + 12.0 * world.rng.random()
-        faults.plan_faults(world, until)
-        if world.rng.random() < STORMY:
-            storm.brew(world)
         world.run_until(until)
         world.heal()
         prove_progress(world)

@@ -9,6 +9,29 @@ from tests.sim.checks import Checks
 from tests.sim.kit import Kit
 
 
+class Hold:
+    """What is on its way and does not arrive yet."""
+
+    def __init__(self, world: "World", fits) -> None:
+        self.world = world
+        self.fits = fits
+        self.parcels: list = []
+
+    def let_go(self, within: float, kinds: frozenset | None = None) -> None:
+        """What was held back arrives, in its order; of `kinds` only, if given."""
+        parcels = self.parcels
+        going = [parcel for parcel in parcels if kinds is None or parcel[0] in kinds]
+        self.parcels = [parcel for parcel in parcels if kinds is not None and parcel[0] not in kinds]
+        for number, (_, call, args) in enumerate(going, 1):
+            self.world.after(within * number / len(going), call, *args)
+
+    def end(self, within: float = 0.02) -> None:
+        """Hold back nothing more."""
+        if self in self.world.holds:
+            self.world.holds.remove(self)
+            self.let_go(within)
+
+
 class World:
     """One run. Everything that happens is an event on one heap; the seed decides all the rest."""
 
@@ -27,6 +50,7 @@ class World:
         self._heap: list = []
         self._order = itertools.count()
         self._moments: dict[str, list] = {}
+        self.holds: list[Hold] = []
 
     def at(self, when: float, call, *args) -> None:
         """Run `call(*args)` at a virtual time."""
@@ -35,6 +59,19 @@ class World:
     def after(self, delay: float, call, *args) -> None:
         """Run `call(*args)` that many virtual seconds from now."""
         heapq.heappush(self._heap, (self.now + delay, next(self._order), call, args))
+
+    def post(self, delay: float, kind: str, owner, call, *args) -> None:
+        """`after` for what travels: a message of a stream, or news for a seat, that may be held back."""
+        for hold in self.holds:
+            if hold.fits(kind, owner):
+                hold.parcels.append((kind, call, args))
+                return
+        self.after(delay, call, *args)
+
+    def hold(self, fits) -> "Hold":
+        """From now on hold back what travels and `fits(kind, owner)`."""
+        self.holds.append(Hold(self, fits))
+        return self.holds[-1]
 
     def run_until(self, when: float, stop=None) -> None:
         """Let events happen until a time, or until `stop()` is true (looked at after each event)."""
