@@ -107,7 +107,36 @@ def _search(
         second.search(price, problem.max_evaluations)
         evaluations = second.evaluations
         best = min((rival, second.placement()), key=lambda found: _total(problem, found, price, fleet))
+    if problem.current is None:
+        return _anew(problem, weights, best, evaluations)
     return best, price, evaluations
+
+
+def _anew(
+    problem: PlacementProblem, weights: NDArray[np.float64], best: Placement, evaluations: int
+) -> tuple[Placement, float, int]:
+    """`_search` from nothing, with a placement found already: also from the engines' start, and then by the very maximum.
+
+    There is no placement to fall behind, so the window alone decides.
+    """
+    try:
+        first = fit_to_budget(problem, Placement.initial(problem.shape))
+    except InfeasiblePlan:
+        first = None
+    if first is not None:
+        best, evaluations = _better(problem, best, Fleet(problem, first, weights), evaluations)
+    best, evaluations = _better(problem, best, Fleet(problem, best, weights, sharp=True), evaluations)
+    return best, 0.0, evaluations
+
+
+def _better(
+    problem: PlacementProblem, best: Placement, fleet: Fleet, evaluations: int
+) -> tuple[Placement, int]:
+    """The better of a placement and what a fleet finds, and the evaluations used by now."""
+    fleet.evaluations = evaluations
+    fleet.search(0.0, problem.max_evaluations)
+    found = min((best, fleet.placement()), key=lambda each: metrics.score(problem, each))
+    return found, fleet.evaluations
 
 
 def _shrunk(problem: PlacementProblem) -> PlacementProblem:

@@ -39,7 +39,14 @@ class _Tally:
 class Fleet:
     """The search state of one problem. Loads are in mean rank loads, costs in fluid layer times."""
 
-    def __init__(self, problem: PlacementProblem, start: Placement, weights: NDArray[np.float64]) -> None:
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        start: Placement,
+        weights: NDArray[np.float64],
+        *,
+        sharp: bool = False,
+    ) -> None:
         self.problem = problem
         self.start = start
         self.evaluations = 0
@@ -48,7 +55,7 @@ class Fleet:
         self.unit_tokens = float(problem.load.sum()) / (steps * num_layers * ranks) or 1.0
         fluid = metrics.fluid_bound(problem.load, ranks, problem.costs) / (steps * num_layers)
         self.unit_cost = fluid or 1.0
-        self.curves = _scaled_curves(problem, self.unit_tokens, self.unit_cost)
+        self.curves = _scaled_curves(problem, self.unit_tokens, self.unit_cost, sharp)
         self.split = Split(
             problem.dispatch is DispatchModel.NEAREST, np.array(problem.topology.node_of_rank, np.int64)
         )
@@ -267,11 +274,11 @@ class Fleet:
         return allowed
 
 
-def _scaled_curves(problem: PlacementProblem, unit_tokens: float, unit_cost: float) -> Curves:
+def _scaled_curves(problem: PlacementProblem, unit_tokens: float, unit_cost: float, sharp: bool) -> Curves:
     """The problem's cost curves in search units; straight ones without stairs."""
     ranks = problem.shape.num_ranks
     costs = problem.costs
-    doublings = SHARP if unit_tokens >= _MANY_TOKENS else SMOOTH
+    doublings = SHARP if sharp or unit_tokens >= _MANY_TOKENS else SMOOTH
     if costs is None:
         return Curves(np.ones(ranks) * unit_tokens / unit_cost, 0.0, np.zeros((ranks, 1)), doublings)
     _, stairs, slope = metrics.cost_arrays(costs, ranks)

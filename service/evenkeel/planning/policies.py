@@ -49,13 +49,14 @@ def warm_kernels() -> None:
     fixed = ModelShape(2, 8, 4, 3, 2, 1024, num_expert_groups=4)
     pooled = replace(fixed, pool_slots_per_rank=5)
     load = np.arange(4 * 2 * 8, dtype=np.float64).reshape(4, 2, 8) % 7 + 1
-    for shape, dispatch in product((fixed, pooled), DispatchModel):
+    curves = CostCurves.linear(np.full(4, 1e-6))
+    for shape, dispatch, costs in product((fixed, pooled), DispatchModel, (curves, None)):
         problem = PlacementProblem(
             load,
             shape,
             Topology((0, 0, 1, 1)),
             current=Placement.initial(shape),
-            costs=CostCurves.linear(np.full(4, 1e-6)),
+            costs=costs,
             dispatch=dispatch,
             max_evaluations=1000,
         )
