@@ -280,6 +280,19 @@ def test_failed_writes_are_kept_and_no_wave_begins_before_they_are_stored():
     assert [m for m in sent(actions) if isinstance(m, msg.Prepare)] == []
 
 
+def test_a_plan_that_counts_a_wave_is_stored_before_the_waves_outcome():
+    """Also when the plan went on before the store came back: it may be lost again after any write."""
+    control = control_of()
+    submitted, _ = Operator(control).submit(plan_of(), 0.0)
+    counted = control.book.change(submitted, "wave_committed", 0.0, waves_committed=1)
+    outcome = ctl.PersistOutcome(submitted.plan.key(0), True, Reason.COMMITTED)
+    control.handle(ctl.PersistFailed((counted, outcome)), 0.0)
+    control.handle(ctl.PersistFailed((control.book.change(counted.record, "resumed", 0.1),)), 0.1)
+    retried = control.handle(msg.Tick(), 0.2)
+    kept = [action for action in retried if isinstance(action, ctl.PersistPlan | ctl.PersistOutcome)]
+    assert kept == [ctl.PersistPlan(record(control)), outcome]
+
+
 # --- cycles -----------------------------------------------------------------------------------------------
 
 

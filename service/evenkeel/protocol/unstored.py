@@ -31,9 +31,13 @@ class Unstored:
 
 
 def _newest(persists: list[PersistAction]) -> list[PersistAction]:
+    """Of every record the newest version, where its oldest one was.
+
+    A wave's plan is written before its outcome. Were the plan's newest version written where it came about,
+    a store that takes only the first writes would have the outcome of a wave that no plan counts.
+    """
     kept: dict[object, PersistAction] = {}
-    decisions = 0
-    for action in reversed(persists):
+    for number, action in enumerate(persists):
         key: object = type(action)
         match action:
             case ctl.PersistPlan(record=record):
@@ -43,8 +47,9 @@ def _newest(persists: list[PersistAction]) -> list[PersistAction]:
             case ctl.PersistIntent(wave=wave) | ctl.PersistOutcome(wave=wave):
                 key = (type(action), wave)
             case ctl.PersistDecision():
-                decisions += 1
-                key = decisions
-        if decisions <= _MAX_DECISIONS or not isinstance(action, ctl.PersistDecision):
-            kept.setdefault(key, action)
-    return list(reversed(kept.values()))
+                key = number
+        kept[key] = action
+    decisions = [key for key, action in kept.items() if isinstance(action, ctl.PersistDecision)]
+    for key in decisions[:-_MAX_DECISIONS]:
+        del kept[key]
+    return list(kept.values())
