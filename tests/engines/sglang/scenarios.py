@@ -173,6 +173,11 @@ def warm(rank, size):
     return {**one.seen(), "target": rows}
 
 
+def starts_with(rank, size, *, text):
+    """A file from elsewhere, as `--init-expert-location` is given it."""
+    return Rank(rank, size, init=text).seen()
+
+
 def refusals(rank, size):
     """Every way in which SGLang may not be the one this plugin knows; and the entry point's switch."""
     del size

@@ -1,0 +1,37 @@
+"""A real controller for the engines' ranks."""
+
+import json
+
+import pytest
+
+from tests.integration.whole import Served
+
+THRESHOLDS = {
+    "min_window_steps": 48,
+    "cooldown_s": 1,
+    "consecutive_windows": 1,
+    "plan_below": 0.98,
+    "stop_above": 0.99,
+}
+
+
+@pytest.fixture
+def controller(tmp_path):
+    """`evenkeel serve` on free ports, quick to call a wave stalled."""
+    served = Served(
+        tmp_path,
+        WINDOW__STEPS=128,
+        WINDOW__PLAN_STEPS=128,
+        PLANNER__POLICY="keel",
+        PLANNER__CYCLE_S=1,
+        PLANNER__THRESHOLDS=json.dumps(THRESHOLDS),
+        MIGRATION__COMMIT_DEADLINE_S=2,
+        MIGRATION__COMMIT_DEADLINE_STEPS=64,
+        MIGRATION__STALL_AFTER_S=2,
+    )
+    try:
+        served.start()
+        yield served
+    finally:
+        served.http.close()
+        served.stop()

@@ -1,0 +1,35 @@
+"""From a plan of one engine, by `evenkeel export` on the live deployment, to the next start of any."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.engines import ranks
+
+pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.timeout(300)]
+VLLM, SGLANG = "tests.engines.vllm.scenarios", "tests.engines.sglang.scenarios"
+
+
+def test_engines_restart_where_a_live_deployment_stands(controller, tmp_path):
+    """vLLM's ranks are moved by the controller's own plan; both engines start with what it exports."""
+    moved = ranks.run(VLLM, "controlled", controllers=controller.grpc_address, mode="place")
+    now = moved[0]["map"]
+    assert not np.array_equal(now, moved[0]["before"]), "a plan was carried out"
+
+    neutral, sglang = tmp_path / "map.json", tmp_path / "location.json"
+    export(controller, neutral, "neutral")
+    export(controller, sglang, "sglang", "--first-moe-layer", "2", "--num-hidden-layers", "5")
+    for seen in ranks.run(VLLM, "warm_start_map", path=str(neutral)):
+        assert np.array_equal(seen["map"], now) and seen["wrong"] == []
+    for seen in ranks.run(SGLANG, "starts_with", text=sglang.read_text()):
+        assert np.array_equal(seen["moe"], now)
+
+
+def export(controller, path, form, *options):
+    """The command as an operator gives it."""
+    command = [sys.executable, "-m", "evenkeel", "export", "-d", "toy", "-o", str(path), "-f", form, *options]
+    where = ["--url", str(controller.http.base_url), "--token-file", str(controller.folder / "tokens")]
+    done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
