@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,6 +227,34 @@ async def test_the_data_outlives_the_server(tmp_path):
             assert (await RedisDeploymentStore(client).acquire_lease(DEMO, "a", 1, 0)).term == 5
         await disconnect(client)
         await server.stop()
+        await server.stop()
+
+
+_KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from evenkeel.adapters.embedded_valkey import EmbeddedValkey
+async def main():
+    server = EmbeddedValkey(Path(sys.argv[1]))
+    await server.start()
+    print(server.url, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_controllers_socket_folder_is_cleared_away(tmp_path):
+    killed = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _KILLED, str(tmp_path / "data"), stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await asyncio.wait_for(killed.communicate(), 60)
+    left = Path(out.decode().strip().removeprefix("unix://")).parent
+    assert killed.returncode == -signal.SIGKILL and left.is_dir()
+    server = EmbeddedValkey(tmp_path / "data")
+    await server.start()
+    try:
+        assert not left.exists() and str(left) not in server.url
+    finally:
         await server.stop()
 
 

@@ -66,8 +66,12 @@ class EmbeddedValkey:
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         await self._lock()
+        note = self.data_dir / "socket-folder"
+        if note.exists():  # left by a controller that was killed; the lock says that nobody uses it
+            _remove_socket(note.read_text(encoding="utf-8"))
         # A socket path may have about 100 characters; a data folder may be deeper than that.
         self._socket_dir = tempfile.mkdtemp(prefix="evenkeel-")
+        note.write_text(self._socket_dir, encoding="utf-8")
         await self._spawn()
 
     async def watch(self) -> None:
@@ -92,10 +96,7 @@ class EmbeddedValkey:
         if process is not None:
             await _end(process)
         if self._socket_dir is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(f"{self._socket_dir}/valkey.sock")
-            with contextlib.suppress(OSError):
-                os.rmdir(self._socket_dir)
+            _remove_socket(self._socket_dir)
             self._socket_dir = None
         if self._lock_fd is not None:
             os.close(self._lock_fd)
@@ -176,6 +177,14 @@ class EmbeddedValkey:
                 await asyncio.sleep(0.02)
         finally:
             await client.aclose()
+
+
+def _remove_socket(folder: str) -> None:
+    """Only what we made: a socket by its name, and the folder if it is empty then."""
+    with contextlib.suppress(OSError):
+        os.unlink(f"{folder}/valkey.sock")
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
