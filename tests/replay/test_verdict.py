@@ -57,8 +57,8 @@ def test_the_newest_steps_are_scored_on_and_never_planned_on():
 
     walk = walk_forward("none", behind_verdict(planner), _setup(_noise()))
     # The first window of 24 has nothing before it; later plans see 24 steps, as without a verdict.
-    first, *later = [step - 8 for step in walk.steps.tolist()]
-    assert seen == [(16, first, first), *((24, step, step) for step in later)]
+    first, *later = [step - 6 for step in walk.steps.tolist()]
+    assert seen == [(18, first, first), *((24, step, step) for step in later)]
 
 
 def test_what_was_scored_is_what_runs():
