@@ -12,6 +12,7 @@ from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason
 from evenkeel.model.placement import EMPTY, Placement
 from evenkeel.planning import bounds, metrics
 from evenkeel.planning.gem_kernels import search_layers
+from evenkeel.planning.keel_starts import budget_of
 from evenkeel.planning.problem import CostCurves, PlacementProblem, Proposal
 
 __all__ = ["GEM_SETUPS", "GemOptions", "cost_table", "gem_setup", "plan_gem"]
@@ -58,7 +59,7 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     Complexity: O(K L E^2 T) at worst; most swaps are dropped after the steps in which their ranks are slowest.
 
     Raises:
-        InfeasiblePlan: too few slots.
+        InfeasiblePlan: too few slots, or a replica budget that cannot be (none of it is used).
         ShapeMismatch: curves for another number of ranks.
     """
     shape = problem.shape
@@ -69,6 +70,7 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
             f"{experts} experts over {ranks} ranks need {capacity} slots per rank, there are {shape.slots_per_rank}",
             Reason.EXPERT_WITHOUT_REPLICA,
         )
+    budget_of(problem)
     rng = np.random.default_rng(problem.seed)
     noise = 1.0 + rng.uniform(-options.noise, options.noise, (options.restarts, layers, experts))
     noise[0] = 1.0

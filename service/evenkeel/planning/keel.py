@@ -19,7 +19,7 @@ from evenkeel.planning.change import ChangeRules, step_weights
 from evenkeel.planning.eplb import plan_eplb
 from evenkeel.planning.keel_fleet import Fleet
 from evenkeel.planning.keel_starts import cold_start, fit_to_budget
-from evenkeel.planning.problem import DispatchModel, PlacementProblem, Proposal
+from evenkeel.planning.problem import DispatchModel, PlacementProblem, Proposal, check_current
 
 __all__ = ["KeelOptions", "plan_keel"]
 
@@ -66,6 +66,7 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
         InfeasiblePlan: the slots cannot hold one copy of every expert.
         ShapeMismatch: the current placement or the curves are of another deployment.
     """
+    check_current(problem)
     weights, change = step_weights(problem.load, options.change)
     if problem.dispatch is DispatchModel.NEAREST and problem.limits.max_layers is None:
         # An even split knows less and so follows less noise; what nearest dispatch adds is refined from there. (A limit on

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.errors import InfeasiblePlan, Reason, ShapeMismatch
+from evenkeel.errors import InfeasiblePlan, Reason
 from evenkeel.model.placement import EMPTY, Placement
 from evenkeel.planning.craft_packing import pack_copies
 from evenkeel.planning.problem import CostCurves, PlacementProblem
@@ -94,23 +94,14 @@ def cold_start(problem: PlacementProblem) -> Placement:
 def fit_to_budget(problem: PlacementProblem, current: Placement) -> Placement | None:
     """The current placement without second copies on a rank and without what exceeds the budget.
 
+    Args:
+        problem: names the budget.
+        current: a placement of its shape.
+
     Returns:
         None if an expert has no copy to start from.
-
-    Raises:
-        ShapeMismatch: the placement is of another deployment.
     """
     shape = problem.shape
-    if (current.num_layers, current.num_slots, current.num_ranks, current.num_logical_experts) != (
-        shape.num_layers,
-        shape.num_slots,
-        shape.num_ranks,
-        shape.num_logical_experts,
-    ):
-        raise ShapeMismatch(
-            f"the current placement is ({current.num_layers}, {current.num_slots}) on {current.num_ranks} ranks,"
-            f" the deployment ({shape.num_layers}, {shape.num_slots}) on {shape.num_ranks}"
-        )
     if (current.logcnt == 0).any():
         return None
     budget = Budget(problem)

@@ -17,7 +17,7 @@ from evenkeel.model.placement import EMPTY, Placement
 from evenkeel.planning import bounds, metrics
 from evenkeel.planning.eplb import slots_to_fill
 from evenkeel.planning.kernels import kernel
-from evenkeel.planning.problem import PlacementProblem, Proposal
+from evenkeel.planning.problem import PlacementProblem, Proposal, check_current
 
 __all__ = ["LibraOptions", "plan_libra", "replicate_by_source"]
 
@@ -120,6 +120,7 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
         InfeasiblePlan: too few slots.
         ShapeMismatch: source loads of another deployment.
     """
+    check_current(problem)
     shape = problem.shape
     ranks, layers, experts = shape.num_ranks, shape.num_layers, shape.num_logical_experts
     capacity = slots_to_fill(problem)

@@ -12,7 +12,7 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanLimits
 from evenkeel.model.topology import ModelShape, Topology
 
-__all__ = ["CostCurves", "DispatchModel", "PlacementProblem", "Policy", "Proposal"]
+__all__ = ["CostCurves", "DispatchModel", "PlacementProblem", "Policy", "Proposal", "check_current"]
 
 
 class DispatchModel(StrEnum):
@@ -102,6 +102,26 @@ class PlacementProblem:
             raise InvalidInput(f"load holds {int((load < 0).sum())} negative values, smallest {load.min():g}")
         if self.topology.num_ranks != self.shape.num_ranks:
             raise ShapeMismatch(f"topology has {self.topology.num_ranks} ranks, shape {self.shape.num_ranks}")
+
+
+def check_current(problem: PlacementProblem) -> None:
+    """Hold the current placement, if any, against the shape; for policies that look at it.
+
+    Raises:
+        ShapeMismatch: it is of another deployment.
+    """
+    current, shape = problem.current, problem.shape
+    if current is not None and (
+        current.num_layers,
+        current.num_slots,
+        current.num_ranks,
+        current.num_logical_experts,
+    ) != (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts):
+        raise ShapeMismatch(
+            f"the current placement is ({current.num_layers}, {current.num_slots}) of {current.num_logical_experts}"
+            f" experts on {current.num_ranks} ranks, the deployment ({shape.num_layers}, {shape.num_slots}) of"
+            f" {shape.num_logical_experts} on {shape.num_ranks}"
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
