@@ -201,6 +201,13 @@ class Deployment:
         """Term to write under; the last one held when none is."""
         return self._term
 
+    @property
+    def machine_term(self) -> int:
+        """Term the machine leads under. A lease lost and won again is known here before the machine hears of it: what it
+        decides until then may not be stored under the later term, whose records were read already."""
+        leader = self.control.leader
+        return self._term if leader is None else leader.term
+
     async def _won(self, lease: Lease) -> None:
         """Load what is stored, then let the machine lead, and show it the ranks that are here."""
         store, deployment = self.outside.store, self.deployment
@@ -366,8 +373,9 @@ class Deployment:
         self.keeper.raise_term(at_least)
 
     def fenced(self, why: str) -> None:
-        """A write was refused: another replica has the lease."""
-        self.keeper.drop(why)
+        """A write was refused: another replica has the lease, or we have it under a later term."""
+        if self.machine_term == self._term:
+            self.keeper.drop(why)
 
     def begin_cycle(self, action: ctl.RunCycle) -> None:
         """Plan in the background."""

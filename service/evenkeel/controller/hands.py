@@ -61,8 +61,8 @@ class Links(Protocol):
     """What the hands reach of their deployment."""
 
     @property
-    def term(self) -> int:
-        """Term to write under."""
+    def machine_term(self) -> int:
+        """Term to write under: the machine's."""
         ...
 
     def send(self, rank: int, stream: int, message: ControllerMessage) -> None:
@@ -82,7 +82,7 @@ class Links(Protocol):
         ...
 
     def fenced(self, why: str) -> None:
-        """Another leads."""
+        """The store knows a later term than the machine's."""
         ...
 
     def begin_cycle(self, action: ctl.RunCycle) -> None:
@@ -143,7 +143,7 @@ class ControlHands:
         return ()
 
     async def _write(self, action: ctl.ControlAction) -> None:
-        store, deployment, term = self._store, self.deployment, self._links.term
+        store, deployment, term = self._store, self.deployment, self._links.machine_term
         match action:
             case ctl.PersistPlan(record):
                 await store.store_plan(record, term)

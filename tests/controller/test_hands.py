@@ -1,0 +1,60 @@
+"""What the machine decides is stored under the machine's own term."""
+
+from prometheus_client import CollectorRegistry
+
+from evenkeel.adapters.clock import SystemClock
+from evenkeel.adapters.metrics import ControllerMetrics
+from evenkeel.controller.deployment import Deployment, Outside
+from evenkeel.controller.hands import StoreHealth
+from evenkeel.controller.serve import _deployment_options
+from evenkeel.model.ids import DeploymentId
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol.messages import Leader
+from evenkeel.settings import Settings
+from tests.contracts.memory_store import MemoryStore
+
+DEMO = DeploymentId("demo")
+HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
+
+
+def make_deployment(store: MemoryStore) -> Deployment:
+    clock, metrics = SystemClock(), ControllerMetrics(CollectorRegistry())
+    outside = Outside(store, store, clock, metrics, StoreHealth(clock, metrics), planner=None, spawn=None)  # type: ignore[arg-type]
+    return Deployment(DEMO, _deployment_options(Settings(), "127.0.0.1:1"), outside)
+
+
+async def lead(deployment: Deployment, store: MemoryStore):
+    """Win the lease anew; the machine is told by its driver, which does not run here."""
+    lease = await store.acquire_lease(DEMO, deployment.options.replica_id, 60.0, 0)
+    await deployment._won(lease)
+    deployment.keeper.lease = lease
+    return lease
+
+
+async def test_what_an_earlier_term_decided_is_not_stored_under_a_later_one_of_the_same_replica():
+    store = MemoryStore(SystemClock())
+    deployment = make_deployment(store)
+    first = await lead(deployment, store)
+    leader = Leader(deployment.options.replica_id, first.term)
+    deployment.control.handle(ctl.LeaseAcquired(leader, ctl.StoredRecords()), 0.0)
+    assert await deployment.hands.persist([HOLD]) == ()
+    assert await store.fetch_document(DEMO, "control") == dict(HOLD.body)
+
+    second = await lead(deployment, store)  # lost and won again while the driver waited for the store
+    assert second.term > first.term
+    changed = ctl.PersistDocument("control", {"held": False, "frozen_until": 0.0})
+    assert await deployment.hands.persist([changed]) == (ctl.LeaseLost(),)
+    assert await store.fetch_document(DEMO, "control") == dict(HOLD.body)
+    assert deployment.keeper.lease == second, "the newer lease is not given up for it"
+
+
+async def test_a_lease_that_another_took_is_dropped_at_its_first_refused_write():
+    store = MemoryStore(SystemClock())
+    deployment = make_deployment(store)
+    lease = await lead(deployment, store)
+    leader = Leader(deployment.options.replica_id, lease.term)
+    deployment.control.handle(ctl.LeaseAcquired(leader, ctl.StoredRecords()), 0.0)
+    await store.release_lease(DEMO, lease)
+    await store.acquire_lease(DEMO, "another", 60.0, 0)
+    assert await deployment.hands.persist([HOLD]) == (ctl.LeaseLost(),)
+    assert deployment.keeper.lease is None
