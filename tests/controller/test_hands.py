@@ -31,12 +31,18 @@ async def lead(deployment: Deployment, store: MemoryStore):
     return lease
 
 
-async def test_what_an_earlier_term_decided_is_not_stored_under_a_later_one_of_the_same_replica():
+async def leading():
+    """(store, deployment, lease) of a replica whose machine leads."""
     store = MemoryStore(SystemClock())
     deployment = make_deployment(store)
-    first = await lead(deployment, store)
-    leader = Leader(deployment.options.replica_id, first.term)
+    lease = await lead(deployment, store)
+    leader = Leader(deployment.options.replica_id, lease.term)
     deployment.control.handle(ctl.LeaseAcquired(leader, ctl.StoredRecords()), 0.0)
+    return store, deployment, lease
+
+
+async def test_what_an_earlier_term_decided_is_not_stored_under_a_later_one_of_the_same_replica():
+    store, deployment, first = await leading()
     assert await deployment.hands.persist([HOLD]) == ()
     assert await store.fetch_document(DEMO, "control") == dict(HOLD.body)
 
@@ -49,11 +55,7 @@ async def test_what_an_earlier_term_decided_is_not_stored_under_a_later_one_of_t
 
 
 async def test_a_lease_that_another_took_is_dropped_at_its_first_refused_write():
-    store = MemoryStore(SystemClock())
-    deployment = make_deployment(store)
-    lease = await lead(deployment, store)
-    leader = Leader(deployment.options.replica_id, lease.term)
-    deployment.control.handle(ctl.LeaseAcquired(leader, ctl.StoredRecords()), 0.0)
+    store, deployment, lease = await leading()
     await store.release_lease(DEMO, lease)
     await store.acquire_lease(DEMO, "another", 60.0, 0)
     assert await deployment.hands.persist([HOLD]) == (ctl.LeaseLost(),)
