@@ -1,0 +1,133 @@
+"""What the policies' own choices are worth on recorded routing: python -m bench.planning_setups.
+
+GEM's set-ups of unequal ranks; how long a window should be (GEM's Figure 10); CRAFT's two objectives. All walk-forward.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from bench.planning_walk import recorded, setup_of, upper95
+from bench.report import Row, print_row, write_report
+from evenkeel.formats import Trace
+from evenkeel.planning import metrics
+from evenkeel.planning.craft import CraftOptions, GainWeighting, plan_craft
+from evenkeel.planning.gem import gem_setup, plan_gem
+from evenkeel.planning.keel import plan_keel
+from evenkeel.planning.policies import warm_kernels
+from evenkeel.planning.problem import PlacementProblem, Proposal
+from evenkeel.replay.walk import Replan, Setup, Walk, walk_forward
+
+__all__ = ["setup_rows"]
+
+RANKS, SLOTS = 8, 72
+WINDOWS = (4, 8, 16, 32, 64, 128, 256)
+"""Steps planned on; each trace up to two thirds of its length."""
+FACTORS = (4, 8, 16)
+"""CRAFT's R: replicas per rank, over all layers."""
+HORIZON = 16
+"""Steps every plan of the sweep is scored on."""
+
+Plan = Callable[[PlacementProblem], Proposal]
+
+
+def _walk(name: str, plan: Plan, setup: Setup) -> Walk:
+    def planner(replan: Replan) -> Proposal:
+        return plan(replan.problem)
+
+    return walk_forward(name, planner, setup)
+
+
+def _over_fluid(walk: Walk) -> float:
+    return float(walk.times.sum() / walk.fluid.sum())
+
+
+def speed_rows(traces: list[Trace]) -> Iterator[list[Row]]:
+    """keel over GEM where ranks are not equally fast; a stair is a sixteenth of a mean rank load."""
+    for spread in ("moderate", "high"):
+        ours, theirs = [], []
+        for trace in traces:
+            setup = setup_of(trace, RANKS, SLOTS)
+            tokens = float(setup.load.sum(axis=2).mean()) / RANKS
+            costs = gem_setup(spread, RANKS, tile_tokens=max(1, int(tokens / 16)), tiles=64)
+            setup = replace(setup, costs=costs)
+            keel, gem = _walk("keel", plan_keel, setup), _walk("gem", plan_gem, setup)
+            mine, other = keel.times.sum(axis=1), gem.times.sum(axis=1)
+            name = f"gem_{spread}_{trace.name}"
+            yield [
+                Row(f"{name}_keel_over_gem", float(mine.sum() / other.sum()), "ratio"),
+                Row(f"{name}_upper95", upper95(mine, other), "ratio"),
+                Row(f"{name}_copies_over_gem", float(keel.copies[1:].sum() / gem.copies[1:].sum()), "ratio"),
+            ]
+            fluid = keel.fluid.sum(axis=1).mean()
+            ours.append(mine / fluid)
+            theirs.append(other / fluid)
+        pooled = np.concatenate(ours), np.concatenate(theirs)
+        yield [
+            Row(f"gem_{spread}_keel_over_gem", float(pooled[0].sum() / pooled[1].sum()), "ratio"),
+            Row(f"gem_{spread}_upper95", upper95(*pooled), "ratio"),
+        ]
+
+
+def window_rows(traces: list[Trace]) -> Iterator[list[Row]]:
+    """Time over fluid of keel and GEM by steps planned on, always scored on the same steps."""
+    for trace in traces:
+        windows = [window for window in WINDOWS if window <= trace.num_steps * 2 // 3]
+        setup = setup_of(trace, RANKS, SLOTS)
+        horizon = min(HORIZON, (trace.num_steps - windows[-1]) // 4)
+        rows = []
+        for window in windows:
+            part = replace(
+                setup,
+                load=setup.load[windows[-1] - window :],
+                window_steps=window,
+                horizon_steps=horizon,
+            )
+            for name, plan in (("keel", plan_keel), ("gem", plan_gem)):
+                walk = _walk(name, plan, part)
+                rows.append(Row(f"window_{window}_{trace.name}_{name}", _over_fluid(walk), "ratio"))
+        yield rows
+
+
+def craft_objective_rows(traces: list[Trace]) -> Iterator[list[Row]]:
+    """CRAFT by a layer's plain gain and by the gain times its replicas: mean balancedness out of sample, pooled slots."""
+    for trace in traces:
+        setup = setup_of(trace, RANKS, SLOTS)
+        single = trace.num_experts // RANKS
+        rows = []
+        for factor in FACTORS:
+            shape = replace(
+                setup.shape,
+                slots_per_rank=single + factor,
+                pool_slots_per_rank=trace.num_layers * single + factor,
+            )
+            for weighting in GainWeighting:
+                plan = partial(plan_craft, options=CraftOptions(weighting=weighting))
+                walk = _walk("craft", plan, replace(setup, shape=shape))
+                balance = metrics.balancedness_mean(walk.rank_load)
+                rows.append(Row(f"craft_{trace.name}_R{factor}_{weighting.value}_balancedness", balance, "1"))
+        yield rows
+
+
+def setup_rows(traces: list[Trace]) -> Iterator[list[Row]]:
+    """All of it, part by part."""
+    yield from speed_rows(traces)
+    yield from craft_objective_rows(traces)
+    yield from window_rows(traces)
+
+
+def main() -> None:
+    """Run it and write the report."""
+    warm_kernels()
+    rows = []
+    for part in setup_rows(recorded()):
+        for row in part:
+            print_row(row)
+        rows += part
+    write_report("planning_setups", rows, ("numpy", "numba"))
+
+
+if __name__ == "__main__":
+    main()
