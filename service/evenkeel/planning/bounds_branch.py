@@ -13,9 +13,9 @@ __all__ = ["BRANCH_EXPERTS", "BRANCH_RANKS", "branch_bound"]
 
 BRANCH_EXPERTS, BRANCH_RANKS = 12, 4
 """Largest layers for which branching lifts the bound within the memory it is given."""
-_ROOM = 1_000_000
+_ROOM = 300_000
 """Rank loads that all open choices of one layer may hold together."""
-_MOST_NODES = 100_000
+_MOST_NODES = 30_000
 
 
 def branch_bound(load: NDArray[np.float64], num_ranks: int, slots_per_rank: int) -> float:
@@ -52,13 +52,14 @@ def _level(
     """
     num_ranks, steps = ranks.shape
     experts = load.shape[0]
-    places, open_ranks = 0, 0
+    places, open_ranks, is_open = 0, 0, 0
     for rank in range(num_ranks):
         free = per_rank
         for expert in range(depth):
             free -= (held[rank] >> expert) & 1
         places += free
         open_ranks += int(free > 0)
+        is_open |= int(free > 0) << rank
     left = experts - depth
     if places < left:
         return np.inf
@@ -69,10 +70,7 @@ def _level(
         for rank in range(num_ranks):
             everything += ranks[rank, t]
             worst = max(worst, ranks[rank, t])
-            free = per_rank
-            for expert in range(depth):
-                free -= (held[rank] >> expert) & 1
-            if free > 0:
+            if (is_open >> rank) & 1:
                 spread += ranks[rank, t]
         worst = max(worst, everything / num_ranks)
         if left > 0:
