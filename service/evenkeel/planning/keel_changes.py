@@ -40,13 +40,14 @@ def best_change(
     if len(slots) == 0:
         return slot, chosen, best, best_copies, used
     # A promise is never below the gain, so where none reaches the bar nothing needs to be worked out.
-    easiest = _easiest(layer, slots, drops, price)
+    saved = _saved(layer, slots, price)
+    easiest = (drops + saved).max()
     alone = drops
     if hasty:
         if not _any_promise(layer, borne, dear, easiest, price, best):
             return slot, chosen, best, best_copies, used
         alone = _drops_alone(layer, curves, slots, drops)
-        easiest = _easiest(layer, slots, alone, price)
+        easiest = (alone + saved).max()
     first, following = _chains(row, experts)
     for expert in range(experts):
         part = 1.0 / (copies_of[expert] + 1.0)
@@ -68,13 +69,13 @@ def best_change(
             if eased + easier <= best:
                 continue
         for place in range(len(slots)):
-            # What enters costs its new rank what the gradient says or, at the least, nothing.
-            if eased + alone[place] <= best:
+            if eased + alone[place] + saved[place] <= best:
                 continue
             rank, old = slots[place] // per_rank, row[slots[place]]
-            promise = eased + min(drops[place] - slope[expert, rank] * part, alone[place])
-            if promise <= best or held[expert, rank] > 0:
+            if held[expert, rank] > 0:
                 continue
+            # What enters costs its new rank what the gradient says or, at the least, nothing.
+            promise = eased + min(drops[place] - slope[expert, rank] * part, alone[place])
             copies, cost = int(not had[expert, rank]), far[expert, rank]
             if old >= 0:
                 copies -= int(not had[old, rank])
@@ -137,15 +138,15 @@ def _borne(layer: Layer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 @kernel
-def _easiest(layer: Layer, slots: NDArray[np.int64], alone: NDArray[np.float64], price: float) -> float:
-    """The most that emptying a slot gains, the copy it saves counted."""
-    most = -np.inf
+def _saved(layer: Layer, slots: NDArray[np.int64], price: float) -> NDArray[np.float64]:
+    """Price of the copy that each of some slots (N,) holds, which emptying it saves."""
     per_rank = layer.row.shape[0] // layer.ranks.shape[0]
+    saved = np.zeros(len(slots))
     for place in range(len(slots)):
         old = layer.row[slots[place]]
-        saved = price * layer.far[old, slots[place] // per_rank] if old >= 0 else 0.0
-        most = max(most, alone[place] + saved)
-    return most
+        if old >= 0:
+            saved[place] = price * layer.far[old, slots[place] // per_rank]
+    return saved
 
 
 @kernel
