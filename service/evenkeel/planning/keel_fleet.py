@@ -22,9 +22,9 @@ _LEAST = 1e-6
 _MANY_TOKENS = 16_384
 """Tokens of a rank in one step from which its load says more than chance."""
 _UNLIMITED = 1 << 40
-_TOP_PRICE = 0.025
-_LEVEL_RATIO = 4.0
-_LEVELS = 7
+_TOP_PRICE = 0.05
+_LEVEL_RATIO = 6.0
+_LEVELS = 6
 """With a move limit the price falls through these levels, so that the copies that save most come first."""
 
 
