@@ -55,8 +55,8 @@ async def run_ours(scale: Scale, batches: int, folder: Path, window: int = WINDO
     valkey = EmbeddedValkey(folder / "valkey")
     await valkey.start()
     controller = Controller(
-        folder / "data", REDIS__URL=valkey.url, WINDOW__STEPS=str(window), PLANNER__MODE="observe",
-        PLANNER__CYCLE_S="3600", METRICS__REFRESH_S="5",
+        folder / "data", REDIS__URL=valkey.url, WINDOW__STEPS=str(window), WINDOW__PLAN_STEPS=str(min(window, WINDOW)),
+        PLANNER__MODE="observe", PLANNER__CYCLE_S="3600", METRICS__REFRESH_S="5",
     )  # fmt: skip
     client = connect(valkey.url, timeout_s=10.0)
     watcher = None

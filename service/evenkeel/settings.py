@@ -165,7 +165,7 @@ class WindowSettings:
     """Newest steps a cycle looks at. Planning time grows with it; too few and noise is planned for."""
     ttl_s: Seconds = 86_400.0
     """A stored window nothing was added to for this long is dropped."""
-    store_interval_s: Seconds = 0.5
+    store_interval_s: Seconds = 0.35
     """Between appends to the store; steps younger than this are lost when the controller dies."""
 
 

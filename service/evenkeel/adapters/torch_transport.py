@@ -28,8 +28,10 @@ from evenkeel.protocol.messages import Prepare
 __all__ = ["DeviceEvent", "Progress", "StageOutcome", "TorchWeightTransport", "checksum", "is_over"]
 
 _MAX_OPS = 32
-"""Point-to-point operations of one chunk. On the host a further batch is posted while fewer are in flight, so that no
-rank waits for Python between two batches; on a GPU one batch at a time, for there a stream runs them in turn."""
+"""Point-to-point operations of one chunk."""
+_AHEAD_OPS = 128
+"""On the host a further batch is posted while fewer are in flight, so that no rank waits for Python between two batches;
+on a GPU one batch at a time, for there a stream runs them in turn."""
 _ALIGN = 256
 """Staged tensors begin at multiples of this many bytes, as allocators give them."""
 _CHUNKS_PER_BATCH = 4096
@@ -210,7 +212,7 @@ class TorchWeightTransport:
         flights: deque[_Flight] = deque()
         batches = enumerate(prepare.body.batches)
         expected = iter(prepare.checksums)
-        ahead = _MAX_OPS if self._device.type == "cpu" and prepare.max_bytes_per_s <= 0 else 0
+        ahead = _AHEAD_OPS if self._device.type == "cpu" and prepare.max_bytes_per_s <= 0 else 0
         while True:
             began = time.monotonic()
             try:
