@@ -87,6 +87,22 @@ def test_a_plan_that_helps_nobody_is_told():
     assert "balancedness fell when the domain shifted" in failed(summary)
 
 
+@pytest.mark.parametrize(
+    ("last", "promises"), [((8, 8), []), ((10, 6), ["balancedness did not fall with plan 3"])]
+)
+def test_a_further_plan_may_gain_little_but_not_lose(last, promises):
+    lines = []
+    for step in range(80):
+        for line in good_run():
+            if line.get("step") == step:
+                late = line["kind"] == "step" and step >= 71
+                lines.append(line | {"rank_load": [last[line["rank"]]]} if late else line)
+        lines += [swap_line(rank, 70, "p3") for rank in range(2)] if step == 70 else []
+    lines += [line for line in good_run() if "step" not in line]
+    third = plan("p3", 68.5, "balance_below_threshold")
+    assert failed(run(lines, [*PLANS, third])) == promises
+
+
 def test_a_plan_by_hand_is_no_answer_of_the_controller():
     by_hand = [PLANS[1], plan("p2", 55.5, "manual_request", kind="manual")]
     assert failed(run(good_run(), by_hand)) == ["the controller answered the shift by its own decision"]

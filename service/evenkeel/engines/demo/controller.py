@@ -25,12 +25,11 @@ THRESHOLDS = {
     "min_window_steps": 64,
     "cooldown_s": 5,
     "consecutive_windows": 2,
-    "plan_below": 0.94,
-    "stop_above": 0.95,
-    "min_gain": 0.02,
+    "plan_below": 0.95,
+    "stop_above": 0.96,
+    "min_gain": 0.01,
 }
-"""Gates for a run of a minute: a fleet would wait longer before it moves anything, and would take small gains too,
-which a few hundred steps are too few to show."""
+"""Gates for a run of a minute: a fleet would wait longer before it moves anything."""
 
 
 class DemoController:
