@@ -1,6 +1,5 @@
 """constraints.txt must lead to the same versions on every machine, whatever index it takes them from."""
 
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -13,9 +12,7 @@ def pins() -> dict[str, str]:
 
 def test_no_version_is_of_one_index_only():
     """`2.13.0+cpu` is only where somebody put it; `2.13.0` takes that build too, where it is found."""
-    assert {
-        name: version for name, version in pins().items() if not re.fullmatch(r"[0-9][0-9a-z.]*", version)
-    } == {}
+    assert [name for name, version in pins().items() if "+" in version] == []
 
 
 def test_torch_is_the_one_that_ranks_ask_for():
