@@ -1,6 +1,7 @@
 """What only the real store has: URL forms, outages, damage, persistence, bounds in the server."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from redis.exceptions import ConnectionError
 
 from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.adapters.redis_client import SentinelLogin, connect, disconnect, eviction_policies
+from evenkeel.adapters.redis_client import SentinelLogin, connect, disconnect, eviction_policies, store_errors
 from evenkeel.adapters.redis_store import RedisDeploymentStore
 from evenkeel.adapters.redis_windows import RedisWindowStore
 from evenkeel.adapters.stored_forms import (
@@ -189,6 +190,47 @@ async def test_an_unreachable_store_is_unavailable_and_comes_back(valkey):
         assert isinstance(result, Unavailable), result
         assert result.reason is Reason.STORE_UNAVAILABLE
     await store.ping()
+    assert len(await store.fetch_plans(DEMO)) == 1
+    await disconnect(client)
+
+
+@pytest.mark.parametrize("answer", [b"PONG", ConnectionError("gone")])
+async def test_a_cancellation_that_comes_with_the_answer_is_not_lost(answer):
+    """redis-py sends with `asyncio.wait_for`, which forgets it before Python 3.12."""
+    sent = asyncio.get_running_loop().create_future()
+
+    async def forever():
+        while True:
+            with contextlib.suppress(Unavailable), store_errors("ping"):
+                await asyncio.wait_for(sent, 60)
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(forever())
+    await asyncio.sleep(0.01)
+    if isinstance(answer, Exception):
+        sent.set_exception(answer)
+    else:
+        sent.set_result(answer)
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
+
+
+async def test_a_cancelled_task_may_still_write_what_it_leaves_behind(valkey):
+    client = connect(valkey.url, timeout_s=2)
+    store = RedisDeploymentStore(client)
+
+    async def leave():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await store.store_plan(make_record(), 1)
+
+    task = asyncio.create_task(leave())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
     assert len(await store.fetch_plans(DEMO)) == 1
     await disconnect(client)
 

@@ -115,3 +115,17 @@ async def test_a_registration_wakes_the_reporter_at_once():
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert link.steps() == [[0]]
+
+
+async def test_a_cancellation_that_comes_with_the_wake_is_not_lost():
+    """At each of the first turns of the loop after the wake: the reporter ends, and with it the agent's thread."""
+    for turns in range(6):
+        _, _, reporter = make()
+        task = asyncio.create_task(reporter.run())
+        await asyncio.sleep(0.001)
+        reporter.paced(FlowControl(0.2))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled(), turns

