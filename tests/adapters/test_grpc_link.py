@@ -23,6 +23,7 @@ from evenkeel.wire.link import (
     Registration,
     RegistrationOutcome,
 )
+from tests.adapters.serving import Listener
 
 GENERATION = Generation("11111111-2222-3333-4444-555555555555")
 IDENTITY = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 77)
@@ -64,24 +65,7 @@ class Server(agent_pb2_grpc.RankLinkServicer):
         return [message for _, message in self.heard if isinstance(message, kind)]
 
 
-class Listener:
-    def __init__(self):
-        self.got = []
-        self.lost_streams = []
-
-    def hello(self):
-        return Hello(
-            IDENTITY, SHAPE, "node-0", "", Epoch(0), "0" * 32, 1, "1" * 32, 10, 20, "2" * 32
-        )  # fmt: skip
-
-    def heartbeat(self):
-        return Heartbeat(3, 10, 20)
-
-    def received(self, stream, message):
-        self.got.append((stream, message))
-
-    def lost(self, stream):
-        self.lost_streams.append(stream)
+HELLO = Hello(IDENTITY, SHAPE, "node-0", "", Epoch(0), "0" * 32, 1, "1" * 32, 10, 20, "2" * 32)
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +82,7 @@ async def serving(*answers):
 
 @contextlib.asynccontextmanager
 async def running(link):
-    listener = Listener()
+    listener = Listener(HELLO)
     task = asyncio.create_task(link.run(listener))
     try:
         yield listener
@@ -123,7 +107,7 @@ async def test_hello_comes_first_then_registration_heartbeats_and_orders():
         assert [stream for stream, _ in listener.got] == [1, 1]
         assert listener.got[0][1].outcome is RegistrationOutcome.ACCEPTED
         assert listener.got[1][1] == query
-        assert server.of(Heartbeat)[0] == Heartbeat(3, 10, 20)
+        assert server.of(Heartbeat)[0] == Heartbeat(7, 1, 2)
 
 
 async def test_messages_go_by_the_stream_they_belong_to_or_not_at_all():

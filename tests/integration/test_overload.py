@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
-from evenkeel.protocol import messages as m
 from evenkeel.v1 import agent_pb2_grpc
 from evenkeel.wire import link
 from evenkeel.wire.codec import encode_rank_message
+from tests.adapters.serving import Listener
 from tests.chaos import rude
 from tests.integration.controller_rig import Controller, Group, Rank
 from tests.waiting import until
@@ -83,17 +83,6 @@ async def test_a_link_waits_as_long_as_a_full_server_asks(unused_tcp_port):
     )
     server.add_insecure_port(f"127.0.0.1:{unused_tcp_port}")
     await server.start()
-
-    class Listener:
-        def hello(self) -> m.Hello:
-            return Group().ranks[0].hello()
-
-        def heartbeat(self) -> link.Heartbeat:
-            return link.Heartbeat(1, 2, 3)
-
-        def received(self, stream: int, message: link.ToRankLink) -> None: ...
-
-        def lost(self, stream: int) -> None: ...
 
     # It would come back within milliseconds, were it not asked to wait.
     timing = LinkTiming(backoff_min_s=0.001, backoff_max_s=0.001)
