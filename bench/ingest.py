@@ -12,6 +12,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -21,6 +22,7 @@ from bench.report import OUT, Row, write_report
 from evenkeel.adapters.embedded_valkey import EmbeddedValkey
 from evenkeel.adapters.redis_client import connect, deployment_key, disconnect
 from evenkeel.adapters.stored_forms import unpack_window
+from evenkeel.controller.tasks import end_tasks
 from tests.integration.controller_rig import Controller
 from tests.waiting import until
 
@@ -59,55 +61,61 @@ async def run_ours(scale: Scale, batches: int, folder: Path, window: int = WINDO
         PLANNER__MODE="observe", PLANNER__CYCLE_S="3600", METRICS__REFRESH_S="5",
     )  # fmt: skip
     client = connect(valkey.url, timeout_s=10.0)
-    watcher = None
     try:
         async with controller:
             fleet = Fleet(scale)
+            measuring = asyncio.create_task(measure_fleet(controller, valkey, client, fleet, batches))
+            ended = asyncio.create_task(controller.process.wait())
             try:
-                await until(lambda: bool(controller.events("planner_ready")), within_s=120)
-                await fleet.connect(controller.address)
-                await fleet.serve(WARM)
-                await until(
-                    lambda: all(rank.highest >= WARM * BATCH - 1 for rank in fleet.ranks), within_s=60
-                )
-                seen: dict[tuple[str, int], float] = {}
-                watcher = asyncio.create_task(watch(client, fleet, seen))
-                pids = [controller.process.pid, valkey.pid or 0]
-                before = cpu_s(*pids)
-                wall = await fleet.serve(batches, WARM)
-                last = (WARM + batches) * BATCH - 1
-                await until(lambda: all(rank.highest >= last for rank in fleet.ranks), within_s=120)
-                await until(
-                    lambda: all((name, WARM + batches - 1) in seen for name in fleet.names), within_s=60
-                )
-                spent = cpu_s(*pids) - before
-                dropped = sum(rank.refused for rank in fleet.ranks)
-                dropped += sum(
-                    (name, batch) not in seen for name in fleet.names for batch in range(WARM, WARM + batches)
-                )
-                p99 = float(np.quantile(step_ages(scale, fleet, seen), 0.99))
-                return Figures(len(fleet.ranks) * batches * BATCH, spent, wall, dropped, p99)
+                await asyncio.wait((measuring, ended), return_when=asyncio.FIRST_COMPLETED)
+                if not measuring.done():
+                    raise SystemExit(f"the controller ended with {ended.result()}: nothing was measured")
+                return measuring.result()
             finally:
+                await end_tasks((measuring, ended))
                 await fleet.close()
     finally:
-        if watcher is not None:
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
         await disconnect(client)
         await valkey.stop()
 
 
-def step_ages(scale: Scale, fleet: Fleet, seen: dict[tuple[str, int], float]) -> list[float]:
+async def measure_fleet(
+    controller: Controller, valkey: EmbeddedValkey, client: Any, fleet: Fleet, batches: int
+) -> Figures:
+    """The fleet reports; from its first measured batch until its last is stored."""
+    await until(lambda: bool(controller.events("planner_ready")), within_s=120)
+    await fleet.connect(controller.address)
+    await fleet.serve(WARM)
+    await until(lambda: all(rank.highest >= WARM * BATCH - 1 for rank in fleet.ranks), within_s=60)
+    seen: dict[tuple[str, int], float] = {}
+    watcher = asyncio.create_task(watch(client, fleet, seen))
+    try:
+        pids = [controller.process.pid, valkey.pid or 0]
+        before = cpu_s(*pids)
+        wall = await fleet.serve(batches, WARM)
+        last = (WARM + batches) * BATCH - 1
+        await until(lambda: all(rank.highest >= last for rank in fleet.ranks), within_s=120)
+        await until(lambda: all((name, WARM + batches - 1) in seen for name in fleet.names), within_s=60)
+        spent = cpu_s(*pids) - before
+    finally:
+        await end_tasks((watcher,))
+    dropped = sum(rank.refused for rank in fleet.ranks)
+    dropped += sum((name, batch) not in seen for name in fleet.names for batch in range(WARM, WARM + batches))
+    p99 = float(np.quantile(step_ages(fleet, seen), 0.99))
+    return Figures(len(fleet.ranks) * batches * BATCH, spent, wall, dropped, p99)
+
+
+def step_ages(fleet: Fleet, seen: dict[tuple[str, int], float]) -> list[float]:
     """Seconds from a step's end at the ranks to its window in the store; a step waits for its message too."""
     ages = []
     for (_, batch), at in seen.items():
         for step in range(BATCH):
-            waited = (BATCH - 1 - step) / scale.steps_per_s
+            waited = (BATCH - 1 - step) / fleet.scale.steps_per_s
             ages.append(at - fleet.sent_at[batch] + waited)
     return ages
 
 
-async def watch(client, fleet: Fleet, seen: dict[tuple[str, int], float]) -> None:
+async def watch(client: Any, fleet: Fleet, seen: dict[tuple[str, int], float]) -> None:
     """Note when the last step of each batch is in each stored window."""
     newest = dict.fromkeys(fleet.names, WARM - 1)
     while True:

@@ -78,7 +78,7 @@ class Spawner:
         await end_tasks(self._running - {asyncio.current_task()})
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they are done.
 
     A cancellation can be lost: on this Python `asyncio.wait_for` drops one that comes together with its
