@@ -123,9 +123,9 @@ def demo(
     """Watch a real engine lose and regain its balance, and check that not one bit went wrong.
 
     Starts a controller and the ranks of a small MoE engine on this machine; the text it serves
-    changes from prose to code half way. Exits 0 only if balancedness rose after each plan, the
-    controller answered the change by itself, every slot holds its expert's original weights, and every
-    output equals that of the same model that never migrated.
+    changes from prose to code half way. Exits 0 only if balancedness rose after the first plan and after the
+    first on the new text and fell after no other, the controller answered the change by itself, every slot
+    holds its expert's original weights, and every output equals that of the same model that never migrated.
     """
     from rich.console import Console
 
