@@ -11,6 +11,7 @@ import pytest
 
 from evenkeel.adapters.planner_pool import PlannerPool
 from evenkeel.errors import InfeasiblePlan, Reason, Unavailable
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -76,6 +77,17 @@ async def test_a_process_that_dies_is_replaced(pool):
     assert "died" in pool.fault
     assert await pool.run(double, 4) == 8
     assert pool.fault == ""
+
+
+@pytest.mark.parametrize("aside", [False, True])
+async def test_a_process_that_dies_while_idle_is_replaced_before_anybody_asks(pool, aside):
+    asked = pool.aside if aside else pool
+    pid = await asked.run(whoami, 0)
+    os.kill(pid, signal.SIGKILL)
+    # The executor sees the death in a thread of its own; a call that comes before that fails and is not tried again.
+    await until(lambda: asked._pool._broken, within_s=30)
+    assert await asked.run(whoami, 0) != pid
+    assert asked.fault == ""
 
 
 async def test_the_deadline_begins_when_the_kernels_are_there():

@@ -67,8 +67,13 @@ class PlannerPool:
         """
         async with self._free:
             executor = await self._ready()
-            future = asyncio.get_running_loop().run_in_executor(executor, function, argument)
             try:
+                try:
+                    future = self._submit(executor, function, argument)
+                except BrokenProcessPool:  # One died while nobody asked anything of it.
+                    self._replace(executor, "a planner process died")
+                    executor = await self._ready()
+                    future = self._submit(executor, function, argument)
                 async with asyncio.timeout(self._deadline_s):
                     value = await future
             except TimeoutError:
@@ -79,6 +84,12 @@ class PlannerPool:
                 self.fault = ""
                 return value
         raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
+
+    @staticmethod
+    def _submit(
+        executor: ProcessPoolExecutor, function: Callable[[_A], _T], argument: _A
+    ) -> asyncio.Future[_T]:
+        return asyncio.get_running_loop().run_in_executor(executor, function, argument)
 
     async def _ready(self) -> ProcessPoolExecutor:
         """The processes, their kernels compiled.
