@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from evenkeel.cli.client import CliError, Exit, read_token
 from evenkeel.cli.options import parse_value
 from evenkeel.engines.reference.config import RankConfig
 from evenkeel.model.placement import Placement
+from evenkeel.replay.console import work_bars
 from tests.api.fakes import SHAPE, FakeView, make_operations, make_plan, make_rank, make_status
 
 OPERATE = "operate-token-0123456789"
@@ -145,6 +147,36 @@ def test_a_target_file_becomes_the_plan(run, operations, tmp_path):
     code, _, err = run("plan", "create", "-d", "demo", "--target", str(path))
     assert code == Exit.USAGE
     assert "physical_to_logical" in err
+
+
+def test_words_of_a_rank_are_shown_as_they_came(run, operations):
+    """Brackets and colons are not markup: where a rank failed must not vanish, nor end the command."""
+    words = "rank 3: [/lib/gloo/pair.cc:553] closed by [oncall] :warning:"
+    rows = ({"at": 1.0, "event": "ended", "detail": words},)
+    operations.records["demo"] = [make_plan("mine", story=rows, error=words)]
+    operations.views["demo"] = FakeView(
+        make_status(ranks=(make_rank(0, node="[a]", trouble=words),)), {}, None
+    )
+    for command in (("plan", "story", "mine"), ("plan", "show", "mine")):
+        code, out, _ = run(*command, "-d", "demo")
+        assert (code, words in out) == (0, True)
+    out = run("status", "demo")[1]
+    assert words in out
+    assert "[a]" in out
+    operations.document = {"schedule": {"note": words}}
+    assert words in run("policy", "-d", "demo")[1]
+
+
+def test_work_bars_name_a_policy_as_it_was_given(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with work_bars() as (on_work, _):
+        on_work("[/best]: planning", 0)
+    assert "[/best]: planning" in terminal.getvalue()
 
 
 def test_operating_commands(run, operations):

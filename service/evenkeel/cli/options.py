@@ -17,6 +17,7 @@ __all__ = [
     "TokenOption",
     "UrlOption",
     "connect",
+    "plain_console",
     "show",
 ]
 
@@ -75,9 +76,14 @@ def show(answer: Any, as_json: bool, table: RenderableType) -> None:
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
-        console = Console()
+        console = plain_console()
         # In a pipe or a file a table is as wide as it needs to be.
-        (console if console.is_terminal else Console(width=200)).print(table)
+        (console if console.is_terminal else plain_console(width=200)).print(table)
+
+
+def plain_console(*, width: int | None = None, force_terminal: bool | None = None) -> Console:
+    """A console that prints text as it came: words of a rank, such as `[/lib/pair.cc:553]`, may look like markup."""
+    return Console(width=width, force_terminal=force_terminal, markup=False, emoji=False)
 
 
 def parse_value(text: str) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ import typer
 
 from evenkeel.cli.client import CliError, Exit
 from evenkeel.cli.config import ConfigOption
+from evenkeel.cli.options import plain_console
 
 __all__ = ["add_commands"]
 
@@ -127,8 +128,6 @@ def demo(
     first on the new text and fell after no other, the controller answered the change by itself, every slot
     holds its expert's original weights, and every output equals that of the same model that never migrated.
     """
-    from rich.console import Console
-
     from evenkeel.engines.demo.options import DemoOptions
     from evenkeel.engines.demo.run import run_demo
     from evenkeel.engines.reference.config import DispatchRule, Fault
@@ -150,7 +149,7 @@ def demo(
         folder=folder,
         timeout_s=timeout_s,
     )
-    raise typer.Exit(run_demo(options, Console(force_terminal=False if plain else None)))
+    raise typer.Exit(run_demo(options, plain_console(force_terminal=False if plain else None)))
 
 
 def add_commands(app: typer.Typer) -> None:
