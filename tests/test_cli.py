@@ -1,3 +1,4 @@
+import http.server
 import io
 import json
 import os
@@ -143,10 +144,12 @@ def test_a_target_file_becomes_the_plan(run, operations, tmp_path):
     path.write_text(json.dumps({"physical_to_logical": want.phy2log.tolist(), "epoch": 1}))
     assert run("plan", "create", "-d", "demo", "--target", str(path))[0] == 0
     assert operations.calls[0][2].target == want
-    path.write_text("[]")
-    code, _, err = run("plan", "create", "-d", "demo", "--target", str(path))
-    assert code == Exit.USAGE
-    assert "physical_to_logical" in err
+    for unusable in (b"[]", b"\xff\xfe", b"[" * 100_000, b'{"physical_to_logical": ' + b"9" * 5000 + b"}"):
+        path.write_bytes(unusable)
+        code, _, err = run("plan", "create", "-d", "demo", "--target", str(path))
+        assert code == Exit.USAGE
+        assert "physical_to_logical" in err
+        assert len(err.splitlines()) == 1
 
 
 def test_words_of_a_rank_are_shown_as_they_came(run, operations):
@@ -227,6 +230,13 @@ def test_a_running_plan_is_shown(run, operations):
         (OPERATE, ("policy", "mode", "-d", "demo"), Exit.USAGE),
         (OPERATE, ("status", "--url", "http://127.0.0.1:9"), Exit.UNAVAILABLE),
         (OPERATE, ("status", "--url", "nonsense"), Exit.USAGE),
+        (OPERATE, ("status", "--url", "http://controller:rest"), Exit.USAGE),
+        (OPERATE, ("status", "--url", f"http://{'a' * 64}"), Exit.USAGE),
+        ("geheim-\u00e4\u00f6\u00fc-0123456789", ("status",), Exit.USAGE),
+        ("two words-0123456789", ("status",), Exit.USAGE),
+        (OPERATE, ("status", "\udcff"), Exit.USAGE),
+        (OPERATE, ("policy", "cycle_s=NaN", "-d", "demo"), Exit.USAGE),
+        (OPERATE, ("export", "-d", "demo", "-o", "."), Exit.USAGE),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
@@ -238,20 +248,44 @@ def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
         assert len(err.splitlines()) == 1
 
 
-def test_a_server_that_is_no_controller(run, monkeypatch):
-    import http.server
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (501, b"<p>no</p>"),
+        (404, b"\xff"),
+        (200, b"# HELP x\nx 1\n"),
+        (200, b""),
+        (200, b"\xff\xfe"),
+        (200, b"[]"),
+        (200, b'{"status": "ok"}'),
+        (200, b'{"items": null, "next_page_token": null}'),
+    ],
+)
+def test_a_server_that_is_no_controller(run, status, body):
+    """The metrics port, for one."""
 
-    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    class Stranger(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format, *args):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Stranger)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        code, _, err = run("status", "--url", f"http://127.0.0.1:{server.server_port}")
+        code, out, err = run("status", "--url", f"http://127.0.0.1:{server.server_port}")
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert code == Exit.REFUSED
+    assert (code, out) == (Exit.REFUSED, "")
     assert "is it an Evenkeel controller?" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_which_token_is_sent(tmp_path):
@@ -264,6 +298,9 @@ def test_which_token_is_sent(tmp_path):
     assert read_token(None, None, missing) is None
     with pytest.raises(CliError):
         read_token(None, missing, path)
+    path.write_bytes(b"\xff\xfe\0abc")
+    with pytest.raises(CliError, match="is not UTF-8 text"):
+        read_token(None, path, missing)
 
 
 def test_values_are_json_or_text():
@@ -271,6 +308,8 @@ def test_values_are_json_or_text():
     assert parse_value("a=null") == ("a", None)
     assert parse_value("mode=auto") == ("mode", "auto")
     assert parse_value("a=b=c") == ("a", "b=c")
+    for text in ("9" * 5000, "[" * 100_000):
+        assert parse_value(f"a={text}") == ("a", text)
     with pytest.raises(CliError):
         parse_value("=1")
 

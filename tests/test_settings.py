@@ -55,10 +55,14 @@ def test_variables_beat_the_file_and_the_file_beats_defaults(tmp_path, monkeypat
         ("c.toml", "a = ", "c.toml"),
         ("c.yaml", "grpc: {prot: 1}", "EVENKEEL_GRPC__PROT"),
         ("c.yaml", "nonsense: 1", "NONSENSE"),
+        ("c.yaml", b'grpc: {host: "\xff"}', "c.yaml: 'utf-8'"),
+        ("c.toml", b"\xff", "c.toml: 'utf-8'"),
+        ("c.yaml", "log_level: 2026-13-01", "c.yaml: month must be"),
+        ("c.yaml", "a: " + "[" * 10_000, "c.yaml"),
     ],
 )
 def test_a_file_that_cannot_be_right_is_refused(tmp_path, name, content, words):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InvalidInput, match=words):
         load_settings(tmp_path / name)
 
@@ -81,6 +85,9 @@ def test_secrets_are_read_from_files_and_never_told(tmp_path, monkeypatch):
         load_settings()
     assert "EVENKEEL_REDIS__PREFIX" in str(caught.value)
     assert "hunter2" not in str(caught.value)
+    (tmp_path / "url").write_bytes(b"hunter2\xff")
+    with pytest.raises(InvalidInput, match=r"EVENKEEL_REDIS__URL_FILE: .*/url is not UTF-8 text$"):
+        load_settings()
     monkeypatch.setenv("EVENKEEL_REDIS__URL_FILE", str(tmp_path / "absent"))
     with pytest.raises(InvalidInput, match="EVENKEEL_REDIS__URL_FILE: cannot read"):
         load_settings()
@@ -121,6 +128,7 @@ def test_all_faults_are_told_at_once():
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
+        ({"LEADER__REPLICA_ID": ""}, "EVENKEEL_LEADER__REPLICA_ID"),
         ({"LEADER__REPLICAS": "2"}, "leader.replicas is 2 and redis.url is empty"),
         ({"LEADER__LEASE_S": "2"}, "1 x 3 = 3 exceeds leader.lease_s 2"),
         ({"INGEST__RANK_LEASE_S": "2"}, "1 x 3 = 3 exceeds ingest.rank_lease_s 2"),

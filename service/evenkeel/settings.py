@@ -247,7 +247,7 @@ class IngestSettings:
 class LeaderSettings:
     """Which replica leads."""
 
-    replica_id: str = field(default_factory=socket.gethostname)
+    replica_id: Annotated[str, Field(min_length=1)] = field(default_factory=socket.gethostname)
     """Name of this replica, different for each; one that returns under its old name takes its leases back."""
     replicas: Count = 1
     """How many there are. More than one needs an external store."""
@@ -353,6 +353,9 @@ def _secret_files() -> dict[str, Any]:
             text = Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise InvalidInput(f"{name}: cannot read {path}: {error.strerror}") from None
+        except UnicodeError:
+            # Without the error's words: they would show a byte of the secret.
+            raise InvalidInput(f"{name}: {path} is not UTF-8 text") from None
         section, _, key = secret.partition("__")
         found.setdefault(section, {})[key] = text
     return found
@@ -369,7 +372,8 @@ def _read_file(path: Path) -> dict[str, Any]:
             raise InvalidInput(f"settings file {path} must end in .toml, .yaml or .yml")
     except OSError as error:
         raise InvalidInput(f"cannot read settings file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        # ValueError: no UTF-8, no TOML, or a date or number in YAML that is none.
         raise InvalidInput(f"settings file {path}: {error}") from None
     if content is None:
         return {}

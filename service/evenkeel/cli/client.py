@@ -1,6 +1,5 @@
 """The command line's side of REST: one address, one token, errors as one line and an exit code."""
 
-import json
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,8 @@ from typing import Any
 import httpx
 
 __all__ = ["ApiClient", "CliError", "Exit"]
+
+_WHO = "is it an Evenkeel controller?"
 
 
 class Exit(IntEnum):
@@ -33,13 +34,22 @@ class CliError(Exception):
 
 
 class ApiClient:
-    """Calls one controller."""
+    """Calls one controller.
+
+    Raises:
+        CliError: a URL or a token that can never be sent.
+    """
 
     def __init__(self, url: str, token: str | None, timeout_s: float = 30.0) -> None:
+        if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
+            raise CliError("the token is empty or has characters other than visible ASCII", Exit.USAGE)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._url = url.rstrip("/")
-        # No proxy from the environment: a token must not take a detour nobody asked for.
-        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
+        try:
+            # No proxy from the environment: a token must not take a detour nobody asked for.
+            self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise CliError(f"{self._url} is no address to call: {error}", Exit.USAGE) from error
 
     def __enter__(self) -> "ApiClient":
         return self
@@ -69,8 +79,11 @@ class ApiClient:
         token: str | None = None
         while True:
             page = self.get(path, page_token=token)
-            items += page["items"]
-            token = page["next_page_token"]
+            try:
+                items += page["items"]
+                token = page["next_page_token"]
+            except (KeyError, TypeError) as error:
+                raise CliError(f"{self._url} answered no list of {path}; {_WHO}", Exit.REFUSED) from error
             if token is None:
                 return items
 
@@ -94,11 +107,24 @@ class ApiClient:
             response = self._http.request(method, f"/v1/{path}", **kwargs)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise CliError(f"{self._url} is no address to call: {error}", Exit.USAGE) from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise CliError(f"no answer from {self._url}: {error}", Exit.UNAVAILABLE) from error
-        if response.is_success:
-            return response.json() if response.content else None
-        raise _refusal(self._url, response)
+        except ValueError as error:
+            # Bytes of the command line that are no text, or a number that JSON cannot say.
+            raise CliError(f"cannot ask {self._url}: {error}", Exit.USAGE) from error
+        if not response.is_success:
+            raise _refusal(self._url, response)
+        if response.status_code == httpx.codes.NO_CONTENT:
+            return None
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise CliError(
+                f"{self._url} answered {response.status_code} and no JSON object; {_WHO}", Exit.REFUSED
+            )
+        return answer
 
 
 def _refusal(url: str, response: httpx.Response) -> CliError:
@@ -107,8 +133,8 @@ def _refusal(url: str, response: httpx.Response) -> CliError:
         text = f"{problem['title']}: {problem['detail']}"
         if problem.get("reason"):
             text += f" ({problem['reason']})"
-    except (json.JSONDecodeError, KeyError, TypeError):
-        text = f"{url} answered {response.status_code} and no problem details; is it an Evenkeel controller?"
+    except (ValueError, KeyError, TypeError):
+        text = f"{url} answered {response.status_code} and no problem details; {_WHO}"
     code = {401: Exit.UNAUTHORIZED, 403: Exit.UNAUTHORIZED, 503: Exit.UNAVAILABLE}
     return CliError(text, code.get(response.status_code, Exit.REFUSED))
 
@@ -132,6 +158,8 @@ def read_token(token: str | None, token_file: Path | None, local_file: Path) -> 
         raise CliError(f"no token file {path}", Exit.USAGE) from None
     except OSError as error:
         raise CliError(f"cannot read the token file {path}: {error.strerror}", Exit.USAGE) from error
+    except UnicodeError as error:
+        raise CliError(f"the token file {path} is not UTF-8 text: {error}", Exit.USAGE) from error
     lines = [line.split("#", 1)[0].split() for line in text.splitlines()]
     secrets = [words for words in lines if words]
     operating = [words for words in secrets if not (len(words) == 3 and words[1] == "read")]

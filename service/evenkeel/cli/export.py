@@ -67,8 +67,11 @@ def export(
         draft = output.with_name(output.name + ".tmp")
         draft.write_text(text, encoding="utf-8")
         draft.replace(output)
-    except OSError as error:
-        raise CliError(f"cannot write {output}: {error.strerror}", Exit.USAGE) from error
+    except (OSError, ValueError) as error:
+        # A ValueError says that the path ends in no name.
+        raise CliError(
+            f"cannot write {output}: {getattr(error, 'strerror', None) or error}", Exit.USAGE
+        ) from error
     typer.echo(f"{output}: epoch {answer['epoch']} of {name}, {format_name}")
 
 

@@ -97,5 +97,5 @@ def parse_value(text: str) -> tuple[str, Any]:
         raise CliError(f"{text} is not KEY=VALUE", Exit.USAGE)
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key, value

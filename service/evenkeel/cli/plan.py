@@ -96,7 +96,7 @@ def _read_target(path: Path) -> dict[str, Any]:
         return {"physical_to_logical": document["physical_to_logical"]}
     except OSError as error:
         raise CliError(f"cannot read {path}: {error.strerror}", Exit.USAGE) from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise CliError(f"{path} is not a JSON object with physical_to_logical", Exit.USAGE) from error
 
 
