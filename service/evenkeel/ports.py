@@ -93,8 +93,12 @@ class DeploymentStore(Protocol):
         """Write one plan record whole."""
         ...
 
-    async def fetch_plans(self, deployment: DeploymentId, limit: int = 1000) -> Sequence[PlanRecord]:
-        """Plan records, newest first."""
+    async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
+        """(id, created_at) of every stored plan, newest first."""
+        ...
+
+    async def fetch_plans(self, deployment: DeploymentId, plan_ids: Sequence[PlanId]) -> Sequence[PlanRecord]:
+        """Those plans in that order, without those that are not stored. A plan of a large model is 0.1 MB: ask for few."""
         ...
 
     async def store_epoch(
@@ -326,8 +330,14 @@ class Operations(Protocol):
         """Plan by hand. Same id and body: the same plan; same id, other body: Conflict(ID_REUSED)."""
         ...
 
-    async def plans(self, deployment: DeploymentId) -> Sequence[PlanRecord]:
-        """Plan records, newest first."""
+    async def plans(
+        self, deployment: DeploymentId, limit: int, after: PlanId | None = None
+    ) -> tuple[Sequence[PlanRecord], bool]:
+        """Plan records that come after one, or the first ones, newest first; and whether there are more.
+
+        Raises:
+            InvalidInput: no plan `after` is known any more.
+        """
         ...
 
     async def plan(self, deployment: DeploymentId, plan_id: PlanId) -> PlanRecord:

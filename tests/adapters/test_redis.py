@@ -29,10 +29,10 @@ from evenkeel.adapters.stored_forms import (
     unpack_window,
 )
 from evenkeel.errors import InvalidInput, Reason, Unavailable
-from evenkeel.model.ids import Epoch
+from evenkeel.model.ids import Epoch, PlanId
 from evenkeel.model.load import Phase
 from tests.contracts.conftest import valkey
-from tests.contracts.test_stores import BASE, DEMO, assert_same, make_record, make_window
+from tests.contracts.test_stores import BASE, DEMO, assert_same, every_plan, make_record, make_window
 
 __all__ = ["valkey"]
 
@@ -178,7 +178,8 @@ async def test_an_unreachable_store_is_unavailable_and_comes_back(valkey):
             store.acquire_lease(DEMO, "a", 1, 0),
             store.store_epoch(DEMO, Epoch(1), BASE, 1),
             store.append_decision(DEMO, {}),
-            store.fetch_plans(DEMO),
+            store.plan_order(DEMO),
+            store.fetch_plans(DEMO, [PlanId("p")]),
             store.deployments(),
             windows.append(DEMO, Phase.DECODE, make_window(range(3))),
             windows.fetch(DEMO, Phase.DECODE),
@@ -190,7 +191,7 @@ async def test_an_unreachable_store_is_unavailable_and_comes_back(valkey):
         assert isinstance(result, Unavailable), result
         assert result.reason is Reason.STORE_UNAVAILABLE
     await store.ping()
-    assert len(await store.fetch_plans(DEMO)) == 1
+    assert len(await every_plan(store)) == 1
     await disconnect(client)
 
 
@@ -231,7 +232,7 @@ async def test_a_cancelled_task_may_still_write_what_it_leaves_behind(valkey):
     task.cancel()
     await asyncio.wait([task], timeout=5)
     assert task.cancelled()
-    assert len(await store.fetch_plans(DEMO)) == 1
+    assert len(await every_plan(store)) == 1
     await disconnect(client)
 
 
@@ -243,7 +244,7 @@ async def test_the_server_is_started_again_when_it_dies_and_nothing_is_lost(valk
     os.kill(valkey.pid, signal.SIGKILL)
     for _ in range(200):
         try:
-            found = await store.fetch_plans(DEMO)
+            found = await every_plan(store)
             break
         except Unavailable:
             await asyncio.sleep(0.02)
@@ -353,7 +354,7 @@ async def test_what_cannot_be_read_is_left_out(valkey):
     await windows.append(DEMO, Phase.DECODE, make_window(range(3)))
     await client.xadd("evenkeel:{demo}:window:decode", {"n": 1, "d": b"noise"})
     await client.set("evenkeel:{demo}:window_source:decode", b"noise")
-    assert [record.plan.plan_id for record in await store.fetch_plans(DEMO)] == ["good"]
+    assert [record.plan.plan_id for record in await every_plan(store)] == ["good"]
     assert list(await store.fetch_epochs(DEMO)) == [1]
     assert await store.fetch_document(DEMO, "policy") is None
     assert await store.fetch_decisions(DEMO, 10) == [{"cycle": 1}]
@@ -442,7 +443,7 @@ async def test_a_cluster_takes_every_command(tmp_path, unused_tcp_port_factory):
         await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)
         await store.append_decision(DEMO, {"cycle": 1})
         await windows.append(DEMO, Phase.DECODE, make_window(range(3), source=True))
-        assert len(await store.fetch_plans(DEMO)) == 1
+        assert len(await every_plan(store)) == 1
         assert await store.deployments() == [DEMO]
         assert await windows.fetch(DEMO, Phase.DECODE) is not None
         await windows.forget(DEMO)

@@ -208,9 +208,14 @@ class FakeOperations:
         self.records[deployment].insert(0, record)
         return record
 
-    async def plans(self, deployment):
+    async def plans(self, deployment, limit, after=None):
         self._check(deployment)
-        return self.records[deployment]
+        records = self.records[deployment]
+        names = [record.plan.plan_id for record in records]
+        if after is not None and after not in names:
+            raise InvalidInput(f"no plan {after}")
+        start = 0 if after is None else names.index(after) + 1
+        return records[start : start + limit], start + limit < len(records)
 
     async def plan(self, deployment, plan_id):
         self._check(deployment)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenkeel.errors import Conflict, Reason
-from evenkeel.model.ids import DeploymentId, Epoch
+from evenkeel.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanRecord
@@ -62,9 +62,14 @@ class MemoryStore:
         self._fence(record.plan.deployment, term)
         self._plans.setdefault(record.plan.deployment, {})[record.plan.plan_id] = record
 
-    async def fetch_plans(self, deployment: DeploymentId, limit: int = 1000) -> Sequence[PlanRecord]:
-        records = self._plans.get(deployment, {}).values()
-        return sorted(records, key=lambda record: -record.plan.created_at)[:limit]
+    async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
+        plans = [record.plan for record in self._plans.get(deployment, {}).values()]
+        rows = [(plan.plan_id, plan.created_at) for plan in plans]
+        return sorted(rows, key=lambda row: (row[1], row[0]), reverse=True)
+
+    async def fetch_plans(self, deployment: DeploymentId, plan_ids: Sequence[PlanId]) -> Sequence[PlanRecord]:
+        known = self._plans.get(deployment, {})
+        return [known[plan_id] for plan_id in plan_ids if plan_id in known]
 
     async def store_epoch(
         self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int

@@ -127,21 +127,31 @@ async def test_deployments_have_leases_of_their_own(store):
 # --- fenced records ----------------------------------------------------------------------------
 
 
+async def every_plan(store, deployment=DEMO):
+    order = await store.plan_order(deployment)
+    return await store.fetch_plans(deployment, [plan_id for plan_id, _ in order])
+
+
 async def test_a_plan_comes_back_as_it_was(store):
     record = make_record(approved_by="eve", request_digest="d", error="x", waves_committed=1)
     await store.store_plan(record, 1)
-    (found,) = await store.fetch_plans(DEMO)
+    (found,) = await store.fetch_plans(DEMO, [record.plan.plan_id])
     assert form(found) == form(record)
-    assert await store.fetch_plans(OTHER) == []
+    assert await store.plan_order(OTHER) == []
+    assert await store.fetch_plans(OTHER, [record.plan.plan_id]) == []
 
 
 async def test_plans_come_newest_first_and_are_replaced_whole(store):
     for number in range(4):
         await store.store_plan(make_record(f"p{number}", 100.0 + number), 1)
     await store.store_plan(make_record("p1", 101.0, phase=PlanPhase.COMMITTED), 1)
-    found = await store.fetch_plans(DEMO, limit=3)
-    assert [record.plan.plan_id for record in found] == ["p3", "p2", "p1"]
-    assert found[2].phase is PlanPhase.COMMITTED
+    await store.store_plan(make_record("same-time", 101.0), 1)
+    order = await store.plan_order(DEMO)
+    assert order == [("p3", 103.0), ("p2", 102.0), ("same-time", 101.0), ("p1", 101.0), ("p0", 100.0)]
+    found = await store.fetch_plans(DEMO, [PlanId("p0"), PlanId("gone"), PlanId("p1")])
+    assert [record.plan.plan_id for record in found] == ["p0", "p1"]
+    assert found[1].phase is PlanPhase.COMMITTED
+    assert await store.fetch_plans(DEMO, []) == []
 
 
 async def test_a_leader_of_an_older_term_cannot_write(store):
@@ -157,7 +167,7 @@ async def test_a_leader_of_an_older_term_cannot_write(store):
         with pytest.raises(Conflict, match="term 2 has taken over from term 1") as caught:
             await write(old.term)
         assert caught.value.reason is Reason.LEASE_LOST
-    assert await store.fetch_plans(DEMO) == []
+    assert await store.plan_order(DEMO) == []
     assert await store.fetch_epochs(DEMO) == {}
     assert await store.fetch_document(DEMO, "policy") is None
     for write in writes:

@@ -14,7 +14,7 @@ from evenkeel.errors import Reason
 from evenkeel.v1 import agent_pb2_grpc
 from evenkeel.wire.codec import encode_rank_message
 from tests.contracts.conftest import valkey
-from tests.contracts.test_stores import DEMO, make_record
+from tests.contracts.test_stores import DEMO, every_plan, make_record
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import until
 
@@ -199,12 +199,12 @@ async def test_records_of_a_deployment_expire_after_its_last_leader(valkey):
     for _ in range(4):
         await asyncio.sleep(1.0)
         assert await store.renew_lease(DEMO, lease, 60)
-    assert len(await store.fetch_plans(DEMO)) == 1
+    assert len(await every_plan(store)) == 1
     assert await store.fetch_document(DEMO, "policy") is not None
 
     async def expired():
         await store.acquire_lease(DEMO.__class__("other"), "a", 60, 0)
-        return await store.fetch_plans(DEMO) == [] and DEMO not in await store.deployments()
+        return await every_plan(store) == [] and DEMO not in await store.deployments()
 
     await until(expired, within_s=30, every_s=1.0)
     assert await store.fetch_document(DEMO, "policy") is None

@@ -19,7 +19,7 @@ from evenkeel.model.ids import Epoch
 from evenkeel.model.load import Phase
 from tests.chaos.processes import Child, Sentinel, StoreNode
 from tests.chaos.proxy import Proxy
-from tests.contracts.test_stores import BASE, DEMO, make_record, make_window
+from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, make_window
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import until
 
@@ -95,7 +95,7 @@ async def do_everything(client) -> None:
     for first in range(0, 40, 4):
         await windows.append(DEMO, Phase.DECODE, make_window(range(first, first + 4), source=True))
     assert await windows.fetch(DEMO, Phase.DECODE) is not None
-    assert len(await store.fetch_plans(DEMO)) == 1
+    assert len(await every_plan(store)) == 1
     assert await store.fetch_epochs(DEMO)
     assert await store.fetch_document(DEMO, "policy") == {"mode": "auto"}
     assert len(await store.fetch_decisions(DEMO, 5)) == 1

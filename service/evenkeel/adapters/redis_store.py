@@ -4,6 +4,7 @@ Every write but the decision log is one Lua script that compares the writer's te
 the store has seen: a leader that was paused while another took over cannot write any more.
 """
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from evenkeel.adapters.stored_forms import (
     unpack_plan,
 )
 from evenkeel.errors import Conflict, Reason
-from evenkeel.model.ids import DeploymentId, Epoch
+from evenkeel.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanRecord
 from evenkeel.ports import Lease
@@ -209,14 +210,21 @@ class RedisDeploymentStore:
         values = (plan.plan_id, repr(plan.created_at), pack_plan(record), self._plans_kept)
         await self._write(plan.deployment, _STORE_PLAN, names, term, values)
 
-    async def fetch_plans(self, deployment: DeploymentId, limit: int = 1000) -> Sequence[PlanRecord]:
-        """Plan records, newest first."""
+    async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
+        """(id, created_at) of every stored plan, newest first."""
+        with store_errors("reading the order of plans"):
+            rows = await self._client.zrevrange(self._key(deployment, "plan_order"), 0, -1, withscores=True)
+        return [(PlanId(name.decode()), float(created_at)) for name, created_at in rows]
+
+    async def fetch_plans(self, deployment: DeploymentId, plan_ids: Sequence[PlanId]) -> Sequence[PlanRecord]:
+        """Those plans in that order, without those that are not stored or cannot be read."""
+        if not plan_ids:
+            return []
         with store_errors("reading plans"):
-            order = await self._client.zrevrange(self._key(deployment, "plan_order"), 0, limit - 1)
-            if not order:
-                return []
-            found = await self._client.hmget(self._key(deployment, "plans"), order)
-        return [record for record in map(_readable_plan, found) if record is not None]
+            found = await self._client.hmget(self._key(deployment, "plans"), list(plan_ids))
+        # Milliseconds each for a large model: leases are renewed meanwhile.
+        plans = await asyncio.to_thread(lambda: [_readable_plan(body) for body in found])
+        return [record for record in plans if record is not None]
 
     async def store_epoch(
         self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int

@@ -25,6 +25,7 @@ __all__ = [
     "PlanPath",
     "entity_tag",
     "page",
+    "page_token_of",
     "read_page_token",
 ]
 
@@ -101,7 +102,12 @@ def page(
         start = keys.index(after) + 1
     chosen = list(rows[start : start + size])
     more = start + size < len(rows)
-    return chosen, base64.urlsafe_b64encode(key(chosen[-1]).encode()).decode() if more else None
+    return chosen, page_token_of(key(chosen[-1])) if more else None
+
+
+def page_token_of(key: str) -> str:
+    """The token of the page after a row."""
+    return base64.urlsafe_b64encode(key.encode()).decode()
 
 
 def entity_tag(document: Any) -> str:

@@ -13,11 +13,12 @@ from evenkeel.api.context import (
     PageSize,
     PageToken,
     PlanPath,
-    page,
+    page_token_of,
+    read_page_token,
 )
 from evenkeel.api.convert import plain, plan_out, plan_request, plan_summary
 from evenkeel.api.schemas import PlanIn, PlanOut, PlanPage, ProblemOut, RollbackIn, StoryOut
-from evenkeel.model.ids import Epoch
+from evenkeel.model.ids import Epoch, PlanId
 from evenkeel.model.plan import PlanPhase, PlanRecord
 
 __all__ = ["router"]
@@ -75,9 +76,10 @@ async def list_plans(
     page_token: PageToken = None,
 ) -> PlanPage:
     """Plans, newest first, without their maps."""
-    records = await operations.plans(deployment)
-    chosen, after = page(records, lambda record: str(record.plan.plan_id), page_token, page_size)
-    return PlanPage(items=[plan_summary(record) for record in chosen], next_page_token=after)
+    after = read_page_token(page_token)
+    records, more = await operations.plans(deployment, page_size, None if after is None else PlanId(after))
+    following = page_token_of(records[-1].plan.plan_id) if more and records else None
+    return PlanPage(items=[plan_summary(record) for record in records], next_page_token=following)
 
 
 @router.get("/deployments/{deployment}/plans/{plan_id}")

@@ -46,6 +46,8 @@ _log = structlog.get_logger(__name__)
 _TICK_S = 0.1
 _LEASE_WAIT_S = 3.0
 _REGISTER_TRIES = 3
+_PLANS_LOADED = 400
+"""Newest plans a new leader reads: twice the ended ones it keeps; all others are read when somebody asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +217,9 @@ class Deployment:
         await store.store_document(deployment, "leader", me, lease.term)
         control = await store.fetch_document(deployment, "control") or {}
         policy = policy_from_document(await store.fetch_document(deployment, "policy"), self.options.policy)
+        order = await store.plan_order(deployment)
         stored = ctl.StoredRecords(
-            tuple(await store.fetch_plans(deployment)),
+            tuple(await store.fetch_plans(deployment, [name for name, _ in order[:_PLANS_LOADED]])),
             await store.fetch_epochs(deployment),
             bool(control.get("held", False)),
             float(control.get("frozen_until", 0.0)),

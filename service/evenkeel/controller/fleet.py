@@ -1,7 +1,7 @@
 """All deployments of this replica: where rank streams arrive and operators ask."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import structlog
 
@@ -13,10 +13,18 @@ from evenkeel.controller.documents import change_policy, policy_document
 from evenkeel.controller.logs import log_level, set_log_level
 from evenkeel.controller.session import Session
 from evenkeel.controller.status import LiveView
-from evenkeel.errors import Conflict, NotFound, PeerViolation, Reason, Unavailable
+from evenkeel.errors import Conflict, InvalidInput, NotFound, PeerViolation, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel.model.plan import PlanRecord
-from evenkeel.ports import Advice, AuditEntry, DeploymentView, KeptAnswer, PlanRequest, QuarantineRow
+from evenkeel.ports import (
+    Advice,
+    AuditEntry,
+    DeploymentStore,
+    DeploymentView,
+    KeptAnswer,
+    PlanRequest,
+    QuarantineRow,
+)
 from evenkeel.protocol.control_messages import ControlAction, PersistDocument
 from evenkeel.protocol.messages import Hello
 from evenkeel.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
@@ -24,6 +32,7 @@ from evenkeel.wire.link import FlowControl, NotLeader, Registration, Registratio
 __all__ = ["Fleet"]
 
 _log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
 _UNPROVEN_S = 60.0
 """A deployment of which no rank was ever taken is let go of sooner: anyone can say a name."""
 
@@ -133,28 +142,47 @@ class Fleet:
             raise NotFound(f"no deployment {deployment} on this replica")
         return member
 
-    async def plans(self, deployment: DeploymentId) -> Sequence[PlanRecord]:
-        """Plan records, newest first; only those in memory while the store is out of reach."""
-        member = self._member(deployment)
-        found = {record.plan.plan_id: record for record in member.control.book.records.values()}
-        if not self._outside.health.resting:
-            try:
-                stored = await self._outside.store.fetch_plans(deployment)
-                self._outside.health.answered()
-                found = {record.plan.plan_id: record for record in stored} | found
-            except Unavailable as error:
-                self._outside.health.failed(error)
-        return sorted(found.values(), key=lambda record: -record.plan.created_at)
+    async def plans(
+        self, deployment: DeploymentId, limit: int, after: PlanId | None = None
+    ) -> tuple[Sequence[PlanRecord], bool]:
+        """Plan records, newest first, and whether there are more; only those in memory while the store is out of reach."""
+        records = self._member(deployment).control.book.records
+        order = {plan_id: record.plan.created_at for plan_id, record in records.items()}
+        order = dict(await self._stored(lambda store: store.plan_order(deployment)) or ()) | order
+        names = sorted(order, key=lambda name: (order[name], name), reverse=True)
+        if after is not None and after not in order:
+            raise InvalidInput(
+                f"plan {after}, after which to go on, is not known here; start again at the first page"
+            )
+        start = 0 if after is None else names.index(after) + 1
+        chosen = names[start : start + limit]
+        found = {name: records[name] for name in chosen if name in records}
+        others = [name for name in chosen if name not in found]
+        stored = await self._stored(lambda store: store.fetch_plans(deployment, others))
+        found |= {record.plan.plan_id: record for record in stored or ()}
+        return [found[name] for name in chosen if name in found], start + limit < len(names)
+
+    async def _stored(self, ask: Callable[[DeploymentStore], Awaitable[_T]]) -> _T | None:
+        """What the store answers; None while it is out of reach."""
+        if self._outside.health.resting:
+            return None
+        try:
+            answer = await ask(self._outside.store)
+            self._outside.health.answered()
+            return answer
+        except Unavailable as error:
+            self._outside.health.failed(error)
+            return None
 
     async def plan(self, deployment: DeploymentId, plan_id: PlanId) -> PlanRecord:
         """One plan record with its story."""
         record = self._member(deployment).control.book.records.get(plan_id)
         if record is not None:
             return record
-        for stored in await self.plans(deployment):
-            if stored.plan.plan_id == plan_id:
-                return stored
-        raise NotFound(f"no plan {plan_id}")
+        stored = await self._stored(lambda store: store.fetch_plans(deployment, [plan_id]))
+        if not stored:
+            raise NotFound(f"no plan {plan_id}")
+        return stored[0]
 
     def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
         """The policy document."""
@@ -163,14 +191,8 @@ class Fleet:
     async def decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
         """Decision log, newest first; only the rows in memory while the store is out of reach."""
         member = self._member(deployment)
-        if not self._outside.health.resting:
-            try:
-                rows = await self._outside.store.fetch_decisions(deployment, limit)
-                self._outside.health.answered()
-                return rows
-            except Unavailable as error:
-                self._outside.health.failed(error)
-        return list(reversed(member.hands.decisions))[:limit]
+        rows = await self._stored(lambda store: store.fetch_decisions(deployment, limit))
+        return list(reversed(member.hands.decisions))[:limit] if rows is None else rows
 
     async def recommendation(self, deployment: DeploymentId, max_age_s: float | None) -> Advice:
         """What would pay now, and why; a kept answer if it is young enough. Moves nothing."""
