@@ -27,6 +27,13 @@ def test_defaults_hold_together_and_listen_on_this_machine_only():
         settings.grpc.port = 1  # type: ignore[misc]
 
 
+def test_an_ipv6_address_may_stand_in_brackets(monkeypatch):
+    for section, host in (("GRPC", "[::]"), ("REST", "::"), ("METRICS", "[::1]")):
+        monkeypatch.setenv(f"EVENKEEL_{section}__HOST", host)
+    settings = load_settings()
+    assert (settings.grpc.host, settings.rest.host, settings.metrics.host) == ("::", "::", "::1")
+
+
 def test_variables_beat_the_file_and_the_file_beats_defaults(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text(
         "log_level: debug\n"
@@ -129,6 +136,7 @@ def test_all_faults_are_told_at_once():
     ("environment", "words"),
     [
         ({"LEADER__REPLICA_ID": ""}, "EVENKEEL_LEADER__REPLICA_ID"),
+        ({"REST__HOST": ""}, "EVENKEEL_REST__HOST"),
         ({"LEADER__REPLICAS": "2"}, "leader.replicas is 2 and redis.url is empty"),
         ({"LEADER__LEASE_S": "2"}, "1 x 3 = 3 exceeds leader.lease_s 2"),
         ({"INGEST__RANK_LEASE_S": "2"}, "1 x 3 = 3 exceeds ingest.rank_lease_s 2"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic.dataclasses import dataclass
 from pydantic_settings import (
     BaseSettings,
@@ -61,14 +61,18 @@ _SECRETS = ("redis__url", "redis__password", "redis__sentinel_password")
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Host = Annotated[
+    str, Field(min_length=1), AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))
+]
+"""A name or an address; an IPv6 address with or without brackets."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class GrpcSettings:
     """Where ranks connect."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; a container needs 0.0.0.0."""
+    host: Host = "127.0.0.1"
+    """Address to listen on; a container needs 0.0.0.0, or :: where there is IPv6."""
     port: Port = 50051
     """0 takes a free port, told in the log."""
     advertise: str = ""
@@ -110,8 +114,8 @@ class GrpcSettings:
 class RestSettings:
     """The operators' API."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; a container needs 0.0.0.0."""
+    host: Host = "127.0.0.1"
+    """Address to listen on; a container needs 0.0.0.0, or :: where there is IPv6."""
     port: Port = 8080
     token_file: Path | None = None
     """Who may call, read anew when it changes. None writes `tokens` with one new token of role admin into the data
@@ -122,8 +126,8 @@ class RestSettings:
 class MetricsSettings:
     """Prometheus."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; a container needs 0.0.0.0. Anyone who reaches it may read it."""
+    host: Host = "127.0.0.1"
+    """Address to listen on; a container needs 0.0.0.0, or :: where there is IPv6. Anyone who reaches it may read it."""
     port: Port = 9090
     refresh_s: Seconds = 2.0
     """Between refreshes of the gauges; longer than the scrape interval repeats old values."""

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from structlog.contextvars import bound_contextvars
 
+from evenkeel.adapters.addresses import host_port
 from evenkeel.adapters.server_tls import ServerCertificates, check_identity
 from evenkeel.errors import EvenkeelError, InvalidInput, PeerViolation
 from evenkeel.protocol.messages import Hello
@@ -239,7 +240,7 @@ class GrpcServer:
         if options.reflection:
             names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
-        address = f"{options.host}:{options.port}"
+        address = host_port(options.host, options.port)
         cert, key = options.tls_cert_file, options.tls_key_file
         try:
             if cert is None or key is None:

@@ -7,10 +7,13 @@ import os
 import secrets
 import signal
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import structlog
 from prometheus_client import CollectorRegistry
 
+from evenkeel.adapters.addresses import host_port
 from evenkeel.adapters.clock import SystemClock
 from evenkeel.adapters.embedded_valkey import EmbeddedValkey
 from evenkeel.adapters.grpc_server import GrpcServer, ServerOptions
@@ -32,7 +35,7 @@ from evenkeel.controller.pacing import Pacer
 from evenkeel.controller.status import LiveView
 from evenkeel.controller.tasks import LastResort, Spawner
 from evenkeel.controller.tokens import TokenFile
-from evenkeel.errors import Conflict, Unavailable
+from evenkeel.errors import Conflict, InvalidInput, Unavailable
 from evenkeel.model.policy import DeploymentPolicy
 from evenkeel.protocol.timing import ControlTiming, WaveTiming
 from evenkeel.settings import Settings
@@ -80,8 +83,9 @@ async def serve(settings: Settings) -> None:
 async def _serve(
     settings: Settings, stack: contextlib.AsyncExitStack, stop: asyncio.Event, last_resort: LastResort
 ) -> None:
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
-    tokens = _tokens(settings)
+    with _usable(settings.data_dir):
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        tokens = _tokens(settings)
     clock, registry = SystemClock(), CollectorRegistry()
     metrics = ControllerMetrics(registry)
     health = StoreHealth(clock, metrics)
@@ -89,12 +93,15 @@ async def _serve(
     embedded = None if settings.redis.url else EmbeddedValkey(settings.data_dir / "valkey")
     if embedded is not None:
         stack.push_async_callback(embedded.stop)
-        await embedded.start()
+        with _usable(settings.data_dir):
+            await embedded.start()
     grpc_server = GrpcServer(_server_options(settings))
     grpc_server.bind()
     stack.push_async_callback(grpc_server.stop)
     metrics_server = MetricsServer(registry, settings.metrics.host, settings.metrics.port)
     stack.callback(metrics_server.close)
+    rest = RestServer(settings.rest.host, settings.rest.port)
+    stack.callback(rest.close)
     url = settings.redis.url if embedded is None else embedded.url
     redis = settings.redis
     login = SentinelLogin(redis.sentinel_username, redis.sentinel_password)
@@ -116,8 +123,6 @@ async def _serve(
         )
         options = _deployment_options(settings, _advertised(settings, grpc_server.port))
         fleet = Fleet(options, outside, max_deployments=settings.ingest.max_deployments)
-        rest = RestServer(create_app(fleet, tokens), settings.rest.host, settings.rest.port)
-        stack.callback(rest.close)
         if embedded is not None:
             spawner.spawn(embedded.watch(), "embedded-store")
         spawner.spawn(planner.warm_up(), "planner-warm-up")
@@ -129,7 +134,7 @@ async def _serve(
         spawner.spawn(refresh, "refresh-metrics")
         spawner.spawn(_forget_idle(fleet, settings.ingest.forget_after_s), "forget-idle")
         spawner.spawn(_pace_reports(fleet, options.flow), "pace-reports")
-        spawner.spawn(rest.run(), "rest")
+        spawner.spawn(rest.run(create_app(fleet, tokens)), "rest")
         await grpc_server.start(fleet)
         _spare_collector()
         _log.info(
@@ -241,6 +246,15 @@ async def _forget_idle(fleet: Fleet, after_s: float) -> None:
 # --- settings as the parts need them ------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _usable(data_dir: Path) -> Iterator[None]:
+    """A folder that cannot be made or written is for the operator to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidInput(f"cannot use the data folder {data_dir}: {error}") from error
+
+
 def _tokens(settings: Settings) -> TokenFile:
     """Who may use the API; at the first start a token is made and left in the data folder."""
     path = settings.rest.token_file
@@ -279,9 +293,9 @@ def _advertised(settings: Settings, port: int) -> str:
     if settings.grpc.advertise:
         return settings.grpc.advertise
     host = settings.grpc.host
-    if host in ("0.0.0.0", "::", "[::]"):
+    if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
-    return f"{host}:{port}"
+    return host_port(host, port)
 
 
 def _deployment_options(settings: Settings, advertise: str) -> DeploymentOptions:

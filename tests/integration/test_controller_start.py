@@ -1,0 +1,69 @@
+"""A controller that cannot start: one line that says why, and exit code 2."""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from evenkeel.controller.serve import _advertised
+from evenkeel.settings import load_settings
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("GRPC", "cannot listen for ranks on 127.0.0.1:"),
+        ("REST", "cannot listen for operators on 127.0.0.1:"),
+        ("METRICS", "cannot listen for Prometheus on 127.0.0.1:"),
+        ("DATA_DIR", "cannot use the data folder"),
+        ("VALKEY", "cannot use the data folder"),
+    ],
+)
+def test_what_is_in_the_way_of_a_start_is_one_line(tmp_path, what, words):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EVENKEEL_")}
+    environment |= {f"EVENKEEL_{server}__PORT": "0" for server in ("GRPC", "REST", "METRICS")}
+    environment |= {"EVENKEEL_DATA_DIR": str(tmp_path / "data"), "EVENKEEL_REDIS__URL": "redis://127.0.0.1:9"}
+    with ExitStack() as stack:
+        if what == "DATA_DIR":
+            (tmp_path / "data").write_text("a file")
+        elif what == "VALKEY":
+            (tmp_path / "data").mkdir()
+            (tmp_path / "data" / "valkey").write_text("a file")
+            del environment["EVENKEEL_REDIS__URL"]
+        else:
+            taken = stack.enter_context(socket.socket())
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            environment[f"EVENKEEL_{what}__PORT"] = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "evenkeel", "serve"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    # gRPC's own C library writes lines of its own.
+    told = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: ")]
+    assert len(told) == 1, done.stderr
+    assert words in told[0]
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "told"),
+    [
+        ("::1", "", "[::1]:50051"),
+        ("[::1]", "", "[::1]:50051"),
+        ("::", "", f"{socket.gethostname()}:50051"),
+        ("10.0.0.7", "", "10.0.0.7:50051"),
+        ("::", "[2001:db8::7]:443", "[2001:db8::7]:443"),
+    ],
+)
+def test_ranks_are_sent_to_an_address_they_can_call(monkeypatch, host, advertise, told):
+    monkeypatch.setenv("EVENKEEL_GRPC__HOST", host)
+    monkeypatch.setenv("EVENKEEL_GRPC__ADVERTISE", advertise)
+    assert _advertised(load_settings(), 50051) == told
