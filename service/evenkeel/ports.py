@@ -361,9 +361,16 @@ class Operations(Protocol):
         ...
 
     async def set_policy(
-        self, deployment: DeploymentId, changes: Mapping[str, Any], by: str
+        self,
+        deployment: DeploymentId,
+        changes: Mapping[str, Any],
+        by: str,
+        base: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Change mode, policy name, limits or gate settings; returns the whole policy document."""
+        """Change mode, policy name, limits or gate settings; returns the whole policy document.
+
+        Conflict(STALE_BASE) when the document is another than `base` at the moment of the change; None rests on any.
+        """
         ...
 
     def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """A controller small enough to read: `ports.Operations` over a dict, for the API and the command line."""
 
+import asyncio
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -175,6 +176,8 @@ class FakeOperations:
         self.advice = make_advice()
         self.calls: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
+        self.refusal: Exception | None = None
+        """Of changes of the policy."""
         self.rejected = [QuarantineRow("sum_mismatch", 12, ((1, "rank 1: 7 tokens, counts sum to 9"),))]
         self.rows: list[dict[str, Any]] = []
         self.level = "info"
@@ -249,11 +252,16 @@ class FakeOperations:
         self._check(deployment)
         self.calls.append(("resume", deployment, by))
 
-    async def set_policy(self, deployment, changes, by):
+    async def set_policy(self, deployment, changes, by, base=None):
         self._check(deployment)
+        await asyncio.sleep(0)  # A change waits for its turn.
+        if self.refusal is not None:
+            raise self.refusal
+        if base is not None and base != self.document:
+            raise Conflict("the policy document has changed since it was read", Reason.STALE_BASE)
         if changes.get("mode") not in (None, "observe", "propose", "auto"):
             raise InvalidInput(f"mode {changes['mode']} is not observe, propose or auto")
-        self.document |= changes
+        self.document = self.document | changes
         return self.document
 
     def policy(self, deployment):

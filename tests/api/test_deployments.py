@@ -1,7 +1,9 @@
+import asyncio
+
 import numpy as np
 import pytest
 
-from evenkeel.errors import Unavailable
+from evenkeel.errors import Conflict, Reason, Unavailable
 from evenkeel.model.load import Phase
 from evenkeel.model.placement import Placement
 from tests.api.conftest import assert_problem, make_client
@@ -99,6 +101,26 @@ async def test_policy_changes_only_what_its_etag_names(client):
     assert_problem(late, 412)
     assert (await client.get("/v1/deployments/demo/policy")).json()["mode"] == "observe"
     assert_problem(await client.patch("/v1/deployments/demo/policy", json={"mode": "yolo"}), 422)
+
+
+async def test_of_changes_that_rest_on_one_document_one_is_taken(client, operations):
+    path = "/v1/deployments/demo/policy"
+    headers = {"If-Match": (await client.get(path)).headers["etag"]}
+    answers = await asyncio.gather(
+        *(client.patch(path, json={"cycle_s": n}, headers=headers) for n in range(6))
+    )
+    taken = [answer for answer in answers if answer.status_code == 200]
+    assert [answer.json() for answer in taken] == [operations.document]
+    for answer in answers:
+        if answer not in taken:
+            assert_problem(answer, 412, "stale_base")
+
+
+async def test_a_change_by_another_replica_than_the_leader_is_no_stale_document(client, operations):
+    tag = (await client.get("/v1/deployments/demo/policy")).headers["etag"]
+    operations.refusal = Conflict("this replica does not lead the deployment", Reason.NOT_LEADER)
+    late = await client.patch("/v1/deployments/demo/policy", json={}, headers={"If-Match": tag})
+    assert_problem(late, 409, "not_leader")
 
 
 async def test_freeze_resume_and_who_asked(client, operations):

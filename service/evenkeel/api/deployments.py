@@ -31,7 +31,7 @@ from evenkeel.api.schemas import (
     ProblemOut,
     RecommendationOut,
 )
-from evenkeel.errors import Reason, Unavailable
+from evenkeel.errors import Conflict, Reason, Unavailable
 from evenkeel.model.load import Phase
 from evenkeel.ports import DeploymentStatus, Operations
 
@@ -156,13 +156,16 @@ async def set_policy(
             f"limits need role {Role.ADMIN}, token {token.name} has {token.role}",
             f"/v1/deployments/{deployment}/policy",
         )
-    if if_match is not None and if_match != entity_tag(plain(operations.policy(deployment))):
-        return problem_response(
-            "precondition-failed",
-            "the policy document is not the one If-Match names, read it again",
-            f"/v1/deployments/{deployment}/policy",
-        )
-    document: dict[str, Any] = plain(await operations.set_policy(deployment, changes, token.name))
+    base = None if if_match is None else operations.policy(deployment)
+    try:
+        if base is not None and if_match != entity_tag(plain(base)):
+            raise Conflict("the policy document is not the one If-Match names", Reason.STALE_BASE)
+        document: dict[str, Any] = plain(await operations.set_policy(deployment, changes, token.name, base))
+    except Conflict as error:
+        if error.reason is not Reason.STALE_BASE:
+            raise
+        path = f"/v1/deployments/{deployment}/policy"
+        return problem_response("precondition-failed", f"{error}, read it again", path)
     response.headers["ETag"] = entity_tag(document)
     return document
 

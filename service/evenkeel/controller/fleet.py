@@ -318,20 +318,27 @@ class Fleet:
             raise
 
     async def set_policy(
-        self, deployment: DeploymentId, changes: Mapping[str, Any], by: str
+        self,
+        deployment: DeploymentId,
+        changes: Mapping[str, Any],
+        by: str,
+        base: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
         """Change mode, policy name, limits or gate settings; returns the whole policy document."""
         member = self._durable(deployment)
 
         def change(_now: float) -> tuple[Mapping[str, Any], list[ControlAction]]:
+            # Compared here and not by the caller: another change may be applied before this one's turn comes.
+            if base is not None and base != policy_document(member.control.policy):
+                raise Conflict("the policy document has changed since it was read", Reason.STALE_BASE)
             policy = change_policy(member.control.policy, changes)
             if member.control.leader is None:
                 raise Conflict("this replica does not lead the deployment", Reason.NOT_LEADER)
             member.operator.set_policy(policy)
+            _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)
             document = policy_document(policy)
             return document, member.control.outgoing([PersistDocument("policy", document)])
 
-        _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)
         return await member.driver.call(change)
 
 
