@@ -58,6 +58,18 @@ def make_window(steps, seed=0, *, seconds=None, source=False) -> LoadWindow:
 # --- balance -----------------------------------------------------------------------------------
 
 
+def test_a_map_that_lost_an_expert_with_load_leaves_the_balance_unknown():
+    lost = PLACEMENT.phy2log.copy()
+    lost[0][lost[0] == 3] = -1
+    balance = Balance(8)
+    balance.update({Phase.DECODE: make_window(range(4))}, PLACEMENT)
+    assert balance.summary() != (None, None)
+    balance.update({Phase.DECODE: make_window(range(4))}, Placement(lost, 2, 4))
+    assert balance.summary() == (None, None)
+    balance.update({Phase.DECODE: make_window(range(5))}, PLACEMENT)
+    assert balance.summary() != (None, None)
+
+
 def test_balance_kept_step_by_step_equals_balance_of_the_whole_window():
     window = make_window(range(60))
     window.counts[5] = 0

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.controller.speeds import speed_factors
+from evenkeel.errors import InfeasiblePlan
 from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.planning import metrics
@@ -60,7 +61,13 @@ class Balance:
             new = window.slice(slice(max(first, len(window) - self._capacity), None))
             if not len(new):
                 continue
-            by_rank = metrics.rank_load(new.counts, placement, self._split)
+            try:
+                by_rank = metrics.rank_load(new.counts, placement, self._split)
+            except (
+                InfeasiblePlan
+            ):  # The map lost an expert the window still has load of: unknown until it slides out.
+                del self._phases[phase]
+                continue
             cut = slice(-self._capacity, None)
             known.steps = np.concatenate([known.steps, new.steps])[cut]
             known.balance = np.concatenate([known.balance, metrics.balancedness(by_rank)])[cut]

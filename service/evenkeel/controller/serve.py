@@ -35,7 +35,7 @@ from evenkeel.controller.pacing import Pacer
 from evenkeel.controller.status import LiveView
 from evenkeel.controller.tasks import LastResort, Spawner
 from evenkeel.controller.tokens import TokenFile
-from evenkeel.errors import Conflict, InvalidInput, Unavailable
+from evenkeel.errors import Conflict, EvenkeelError, InvalidInput, Unavailable
 from evenkeel.model.policy import DeploymentPolicy
 from evenkeel.protocol.timing import ControlTiming, WaveTiming
 from evenkeel.settings import Settings
@@ -165,10 +165,14 @@ async def _stop(fleet: Fleet, grpc_server: GrpcServer, rest: RestServer) -> None
     await rest.stop()
     fleet.say_goodbye()
     await grpc_server.stop()
-    for deployment in fleet.members.values():
-        with contextlib.suppress(Unavailable, Conflict):
-            await deployment.store_windows()
-        await deployment.leave()
+    # All at once: a store that does not answer costs its timeouts once, not once for each deployment.
+    await asyncio.gather(*(_leave(deployment) for deployment in list(fleet.members.values())))
+
+
+async def _leave(deployment: Deployment) -> None:
+    with contextlib.suppress(Unavailable, Conflict):
+        await deployment.store_windows()
+    await deployment.leave()
 
 
 # --- tasks ------------------------------------------------------------------------------------------
@@ -234,7 +238,11 @@ async def _refresh_metrics(
                 metrics.follow(name)
                 continue
             view = LiveView(deployment)
-            metrics.refresh(view.status(), view.balance(), figures[deployment].now())
+            try:
+                metrics.refresh(view.status(), view.balance(), figures[deployment].now())
+            except EvenkeelError as error:  # What one group's ranks say must not end the controller of all.
+                _log.error("figures_failed", deployment=name, error=str(error))
+                metrics.follow(name)
 
 
 async def _forget_idle(fleet: Fleet, after_s: float) -> None:
