@@ -46,6 +46,8 @@ _log = structlog.get_logger(__name__)
 _TICK_S = 0.1
 _LEASE_WAIT_S = 3.0
 _REGISTER_TRIES = 3
+_CLOCK_STEP_S = 1.0
+"""More than clocks drift apart between two looks."""
 _PLANS_LOADED = 400
 """Newest plans a new leader reads: twice the ended ones it keeps; all others are read when somebody asks for them."""
 
@@ -386,8 +388,20 @@ class Deployment:
 
     # --- what follows the machine's state -----------------------------------------------------------
 
+    def _follow_clock(self) -> None:
+        """Unix time is stepped, and goes on while a machine sleeps: what expires or waits by it must go by it as it is now."""
+        clock = self.outside.clock
+        offset = clock.unix() - clock.monotonic()
+        if abs(offset - self.unix_offset_s) > _CLOCK_STEP_S:
+            _log.warning(
+                "clock_stepped", deployment=self.deployment, seconds=round(offset - self.unix_offset_s, 3)
+            )
+            self.unix_offset_s = offset
+            self.control.step_clock(offset)
+
     def _follow_machine(self) -> None:
         """After every batch: telemetry needs the generation and the map the machine settled on."""
+        self._follow_clock()
         self.reach.check()
         control, ingest = self.control, self.ingest
         shape, generation = control.membership.shape, control.generation

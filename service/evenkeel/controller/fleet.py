@@ -81,8 +81,11 @@ class Fleet:
 
     async def forget_idle(self, after_s: float) -> None:
         """Let go of deployments whose ranks have all been gone for that long."""
-        for name in [name for name, member in self.members.items() if _is_over(member, after_s)]:
-            await self._let_go(name)
+        for name in list(self.members):
+            # Looked at when it is its turn: meanwhile its ranks may be back, or an operator let it go.
+            member = self.members.get(name)
+            if member is not None and _is_over(member, after_s):
+                await self._let_go(name)
 
     async def _let_go(self, name: DeploymentId) -> None:
         _log.info("deployment_forgotten", deployment=name)

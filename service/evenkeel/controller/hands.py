@@ -166,7 +166,8 @@ class ControlHands:
             case ctl.SendToRank(rank, stream, message):
                 if isinstance(message, Prepare):
                     if message.wave not in self._wave_began:
-                        self._wave_began[message.wave] = self._clock.monotonic()
+                        # One wave at a time: another's end was not seen here, and will not be.
+                        self._wave_began = {message.wave: self._clock.monotonic()}
                     self._links.expect_wave(message)
                 self._links.send(rank, stream, message)
             case ctl.CloseStream(_, stream, reason, detail):

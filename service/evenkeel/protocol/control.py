@@ -144,6 +144,12 @@ class DeploymentControl:
 
     # --- the one door ---------------------------------------------------------------------------------
 
+    def step_clock(self, unix_offset_s: float) -> None:
+        """The Unix clock was set, or went on while the monotonic one stood still."""
+        self.unix_offset_s = unix_offset_s
+        if self.migration is not None:
+            self.migration.unix_offset_s = unix_offset_s
+
     def handle(self, event: object, now: float) -> list[ControlAction]:
         """Take one event and return what the shell must do, persists first.
 
