@@ -19,7 +19,7 @@ class Rig:
 
     def __init__(self):
         self.store = MemoryStore(SystemClock())
-        self.down = False
+        self.down = self.silent = False
         self.happened = []
 
     async def acquire_lease(self, *arguments):
@@ -32,6 +32,8 @@ class Rig:
         return await self._ask(self.store.release_lease, *arguments)
 
     async def _ask(self, method, *arguments):
+        if self.silent:
+            await asyncio.sleep(60)
         if self.down:
             raise Unavailable("down")
         return await method(*arguments)
@@ -121,6 +123,17 @@ async def test_with_other_replicas_an_unreachable_store_costs_the_lease_before_i
     assert (await rig.store.acquire_lease(DEMO, "b", 1.0, 0)).holder in ("a", "b")
     rig.down = False
     await rig.until(lambda: keeper.leading or keeper.winner.holder == "b")
+
+
+async def test_a_silent_store_costs_the_lease_before_it_runs_out(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    rig.silent = True
+    await rig.until(lambda: not keeper.leading)
+    assert rig.happened[-1] == ("lost", "a")
+    # It was renewed last before the store went silent, so it cannot have been another's yet.
+    held = await rig.store.acquire_lease(DEMO, "b", 1.0, 0)
+    assert held == Lease("a", 1)
 
 
 async def test_alone_an_unreachable_store_costs_nothing(rig):

@@ -158,17 +158,23 @@ class LeaseKeeper:
             if self.lease is None:
                 break
             asked_at = self._clock.monotonic()
+            # Another replica may take a lease that ran out, so it is dropped before it does, also while the store is silent.
+            gone_at = self._held_since + self._lease_s - self._renew_s
+            left = None if self._alone else max(self._lease_s / 10, gone_at - asked_at)
             try:
-                if not await self._store.renew_lease(self.deployment, lease, self._lease_s):
+                async with asyncio.timeout(left):
+                    held = await self._store.renew_lease(self.deployment, lease, self._lease_s)
+                if not held:
                     self._lose("the store says it is another's")
                     break
                 self._held_since = asked_at
             except Unavailable as error:
-                # Another replica may take a lease that ran out, so it is dropped before it does.
-                gone_at = self._held_since + self._lease_s - self._renew_s
                 if not self._alone and self._clock.monotonic() >= gone_at:
                     self._lose(str(error))
                     break
+            except TimeoutError:
+                self._lose(f"the store did not answer within {left:g} s, and it may have run out")
+                break
 
     def _lose(self, why: str) -> None:
         _log.warning("lease_lost", deployment=self.deployment, why=why)
