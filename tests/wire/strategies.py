@@ -12,11 +12,13 @@ from evenkeel.model.plan import Transfer, Wave, WaveKey
 from evenkeel.model.topology import ModelShape
 from evenkeel.protocol import messages as m
 from evenkeel.wire import link
+from evenkeel.wire.values import MAX_TERM
 
 SHAPE = ModelShape(3, 8, 4, 3, 2, 4096, num_expert_groups=2, pool_slots_per_rank=8)
 IDENTITY = m.RankIdentity(DeploymentId("demo"), EpRank(1), Generation("g-1"), 17)
 
 counts = st.integers(0, (1 << 63) - 1)
+highest_terms = st.integers(0, MAX_TERM)
 seconds = st.floats(0, 1e6)
 positive_seconds = st.floats(1e-6, 1e6)
 short_text = st.text(max_size=40)
@@ -110,7 +112,7 @@ hellos = st.builds(
     staging_bytes=counts,
     gate_digest=short_text,
     capabilities=st.frozensets(short_text, max_size=4),
-    highest_term=counts,
+    highest_term=highest_terms,
 )
 
 
@@ -130,7 +132,7 @@ def rank_states(draw):
         last_outcome=ended[1] if ended else None,
         placement=draw(st.none() | placements()),
         checksums=draw(st.none() | st.lists(checksums64, min_size=cells, max_size=cells).map(tuple)),
-        highest_term=draw(counts),
+        highest_term=draw(highest_terms),
         step=draw(counts),
         query=draw(counts),
     )

@@ -22,7 +22,7 @@ from evenkeel.wire.codec import (
     encode_controller_message,
     encode_rank_message,
 )
-from evenkeel.wire.values import is_deployment_id
+from evenkeel.wire.values import MAX_TERM, is_deployment_id
 from tests.wire import strategies as gen
 from tests.wire.strategies import IDENTITY, SHAPE
 
@@ -309,6 +309,16 @@ def prepare():
     return encode_controller_message(m.Prepare(m.Leader("a", 1), KEY, Epoch(0), wave, (), 5.0))
 
 
+def test_a_term_the_store_cannot_count_on_from_is_refused():
+    """One rank could otherwise raise the stored term to where adding one changes nothing, and end all fencing."""
+    hello = encode_rank_message(HELLO)
+    hello.hello.highest_term = MAX_TERM
+    decode_rank_message(hello, None)
+    hello.hello.highest_term = MAX_TERM + 1
+    with pytest.raises(PeerViolation, match="highest_term is 4503599627370497"):
+        decode_rank_message(hello, None)
+
+
 def break_checksums(wire):
     wire.prepare.checksums.append(1)
 
@@ -334,6 +344,10 @@ def break_term(wire):
     wire.prepare.leader.term = 0
 
 
+def break_high_term(wire):
+    wire.prepare.leader.term = MAX_TERM + 1
+
+
 def break_deadline(wire):
     wire.prepare.batch_deadline_s = 0
 
@@ -347,6 +361,7 @@ def break_deadline(wire):
         break_layers,
         break_transfer,
         break_term,
+        break_high_term,
         break_deadline,
     ],
 )

@@ -10,6 +10,7 @@ from evenkeel.v1 import agent_pb2 as pb
 from evenkeel.wire.link import CostCurve, FromRankLink, Heartbeat
 from evenkeel.wire.reports import decode_report, encode_report
 from evenkeel.wire.values import (
+    MAX_TERM,
     check_count,
     check_seconds,
     check_text,
@@ -216,7 +217,7 @@ def _decode_hello(message: pb.Hello) -> m.Hello:
         staging_bytes=check_count("staging_bytes", message.staging_bytes),
         gate_digest=check_text("gate_digest", message.gate_digest, 256),
         capabilities=frozenset(check_text("capability", text, 64) for text in message.capabilities),
-        highest_term=check_count("highest_term", message.highest_term),
+        highest_term=check_count("highest_term", message.highest_term, MAX_TERM),
     )
 
 
@@ -279,7 +280,7 @@ def _decode_rank_state(message: pb.RankState, hello: m.Hello) -> m.RankState:
         last_outcome=_decode_outcome(message.last_outcome) if ended else None,
         placement=placement,
         checksums=checksums or None,
-        highest_term=check_count("highest_term", message.highest_term),
+        highest_term=check_count("highest_term", message.highest_term, MAX_TERM),
         step=check_count("step", message.step),
         query=check_count("query", message.query),
     )

@@ -15,6 +15,7 @@ from evenkeel.v1 import common_pb2 as pb
 
 __all__ = [
     "MAX_CELLS",
+    "MAX_TERM",
     "check_count",
     "check_seconds",
     "check_text",
@@ -38,6 +39,8 @@ MAX_CELLS = 1 << 26
 """Most (layer, slot) or (layer, expert) cells a deployment may have: no peer makes us allocate more."""
 _MAX_TEXT = 4096
 _MAX_INT = (1 << 63) - 1
+MAX_TERM = 1 << 52
+"""The store's scripts count terms as doubles: above 2**53 the next term would be the same one."""
 _ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
 
 
@@ -89,7 +92,8 @@ def decode_leader(message: pb.Leader) -> Leader:
     if message.term < 1:
         raise PeerViolation("leader term is 0, terms start at 1")
     return Leader(
-        check_text("leader id", message.leader_id, 256, empty=False), check_count("term", message.term)
+        check_text("leader id", message.leader_id, 256, empty=False),
+        check_count("term", message.term, MAX_TERM),
     )
 
 
