@@ -110,6 +110,18 @@ async def test_hello_comes_first_then_registration_heartbeats_and_orders():
         assert server.of(Heartbeat)[0] == Heartbeat(7, 1, 2)
 
 
+async def test_a_message_the_wire_cannot_carry_costs_only_itself():
+    """Protobuf raises ValueError of its own; an engine could hand in anything."""
+    async with serving([ACCEPTED]) as (server, address):
+        link = GrpcRankLink([address], timing=FAST)
+        async with running(link) as listener:
+            await until(lambda: listener.got)
+            link.send(Heartbeat(-1, 1, 2))
+            link.send(Heartbeat("seven", 1, 2))
+            link.send(Heartbeat(1234, 1, 2))
+            await until(lambda: Heartbeat(1234, 1, 2) in server.of(Heartbeat))
+
+
 async def test_messages_go_by_the_stream_they_belong_to_or_not_at_all():
     vote = Vote(WaveKey(GENERATION, PlanId("p"), 0, 1), True)
     report = LoadReport(

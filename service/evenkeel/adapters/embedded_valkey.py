@@ -85,7 +85,7 @@ class EmbeddedValkey:
             try:
                 await self._spawn()
                 pause_s = 0.1
-            except Unavailable as error:
+            except (Unavailable, OSError) as error:
                 _log.error("embedded_store_does_not_start", error=str(error), retry_in_s=pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(5.0, pause_s * 2)

@@ -222,7 +222,7 @@ async def _write(call: Any, outbox: asyncio.Queue[FromRankLink]) -> None:
         message = await outbox.get()
         try:
             encoded = encode_rank_message(message)
-        except EvenkeelError as error:
+        except (EvenkeelError, ValueError, TypeError) as error:
             _log.error("message_not_sent", kind=type(message).__name__, detail=str(error))
             continue
         await call.write(encoded)
