@@ -71,3 +71,35 @@ async def test_a_body_that_is_no_json(client):
         "/v1/deployments/demo/plans", content=b"{", headers={"content-type": "application/json"}
     )
     assert_problem(response, 422)
+
+
+async def test_a_problem_says_what_utf8_cannot(client, operations):
+    """A JSON string may escape half a surrogate pair, and words about it hold it."""
+    operations.refusal = InvalidInput("unknown policy fields \ud800; known: mode")
+    body = assert_problem(await client.patch("/v1/deployments/demo/policy", json={}), 422, "invalid_input")
+    assert body["detail"] == "unknown policy fields ?; known: mode"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content"),
+    [
+        ("POST", "plans", b'{"\\ud800": 1}'),
+        ("POST", "plans", b'{"policy": "\\ud800"}'),
+        ("POST", "plans", b'{"limits": {"max_bytes": %s}}' % (b"9" * 400)),
+        ("POST", "plans", b'{"phases": ["\\udfff"]}'),
+        ("POST", "rollback", b'{"to_epoch": %s}' % (b"9" * 400)),
+        ("POST", "rollback", b'{"\\udfff": null}'),
+        ("POST", "freeze", b'{"seconds": %s}' % (b"9" * 400)),
+        ("POST", "freeze", b'{"seconds": "\\ud800"}'),
+        ("GET", "recommendation?max_age_s=" + "9" * 400, b""),
+        ("GET", "heatmap?first_layer=" + "9" * 400, b""),
+        ("GET", "decisions?page_size=" + "9" * 400, b""),
+        ("GET", "plans?page_token=%ED%A0%80", b""),
+    ],
+)
+async def test_numbers_beyond_measure_and_half_characters_are_the_callers_fault(
+    client, method, path, content
+):
+    headers = {"Content-Type": "application/json"}
+    answer = await client.request(method, f"/v1/deployments/demo/{path}", content=content, headers=headers)
+    assert_problem(answer, 422)

@@ -1,4 +1,4 @@
-"""Changes of the policy document that come at the same time."""
+"""Changes of the policy document: several at the same time, and values no controller can use."""
 
 import asyncio
 
@@ -9,11 +9,13 @@ from structlog.testing import capture_logs
 from evenkeel.adapters.clock import SystemClock
 from evenkeel.adapters.metrics import ControllerMetrics
 from evenkeel.controller.deployment import Outside
+from evenkeel.controller.documents import change_policy
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.serve import _deployment_options
 from evenkeel.errors import Conflict, InvalidInput, Reason
 from evenkeel.model.ids import DeploymentId
+from evenkeel.model.policy import DeploymentPolicy
 from evenkeel.settings import Settings
 from tests.contracts.memory_store import MemoryStore
 from tests.waiting import until
@@ -61,3 +63,31 @@ async def test_a_change_that_is_refused_is_not_told_as_one(fleet):
     with capture_logs() as log, pytest.raises(InvalidInput, match="unknown policy fields"):
         await fleet.set_policy(DEMO, {"cycles": 1}, "me")
     assert not [row for row in log if row["event"] == "policy_changed"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cycle_s": 10**400}, "cycle_s is 1000.*, must be a finite number"),
+        ({"cycle_s": -(10**400)}, "must be a finite number"),
+        ({"proposal_ttl_s": 10**400}, "must be a finite number"),
+        ({"thresholds": {"cooldown_s": 10**400}}, "thresholds.cooldown_s is 1000"),
+        ({"cycle_s": float("nan")}, "cycle_s is nan"),
+        ({"cycle_s": True}, "cycle_s is True"),
+        ({"cycle_s": "\ud800"}, "must be a finite number"),
+        (
+            {"limits": {"max_bytes": 2**62 + 1}},
+            r"limits.max_bytes is 4611686018427387905, .* from 0 to 2\^62",
+        ),
+        ({"limits": {"max_moves": 10**400}}, "limits.max_moves is 1000"),
+        ({"limits": {"max_layers": True}}, "limits.max_layers is True"),
+    ],
+)
+def test_a_number_that_cannot_be_used_is_refused_with_its_field(changes, words):
+    with pytest.raises(InvalidInput, match=words) as caught:
+        change_policy(DeploymentPolicy(), changes)
+    assert len(str(caught.value)) < 200
+
+
+def test_the_largest_limit_is_taken():
+    assert change_policy(DeploymentPolicy(), {"limits": {"max_bytes": 2**62}}).limits.max_bytes == 2**62

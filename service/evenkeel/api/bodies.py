@@ -24,9 +24,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
+        declared = Headers(scope=scope).get("content-length", "").lstrip("0")
         body = None
-        if not (declared.isdecimal() and int(declared) > self._max_bytes):
+        # Longer is larger; an int of any length cannot be read.
+        over = declared.isdecimal() and (len(declared) > 19 or int(declared) > self._max_bytes)
+        if not over:
             try:
                 body = await read_body(receive, self._max_bytes)
             except ClientDisconnect:

@@ -4,6 +4,7 @@ Each body has `type`, `title`, `status`, `detail`, `instance` and, from the clos
 are `urn:evenkeel:problem:KIND` with KIND a key of `KINDS`.
 """
 
+import json
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,17 @@ _OF_STATUS = {
 }
 
 
+class _Problem(JSONResponse):
+    """What a client sent is told back to it: also text that UTF-8 cannot say."""
+
+    media_type = "application/problem+json"
+
+    def render(self, content: Any) -> bytes:
+        """JSON; half a surrogate pair, which a JSON string may escape (RFC 8259, section 8.2), becomes a `?`."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "replace")
+
+
 def problem_response(
     kind: str,
     detail: str,
@@ -107,9 +119,7 @@ def problem_response(
     cause = reason if reason is not None else row.reason
     if cause is not None:
         body["reason"] = cause.value
-    return JSONResponse(
-        {**body, **members}, row.status, headers=headers, media_type="application/problem+json"
-    )
+    return _Problem({**body, **members}, row.status, headers=headers)
 
 
 def add_problem_handlers(app: FastAPI) -> None:

@@ -1,5 +1,7 @@
 """The small documents kept of a deployment, and the policy as operators read and write it."""
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -23,6 +25,8 @@ __all__ = [
 
 _MOST_SHADOWS = 8
 """Each is planned with once a cycle."""
+_MOST_OF_A_LIMIT = 2**62
+"""As in the body of a plan by hand."""
 
 
 def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
@@ -78,8 +82,9 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
     shadows = _shadows(document["shadow_policies"])
     limits: dict[str, int | None] = {}
     for bound, value in document["limits"].items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise InvalidInput(f"limits.{bound} is {value!r}, must be null or an integer from 0")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and 0 <= value <= _MOST_OF_A_LIMIT):
+            raise InvalidInput(f"limits.{bound} is {value!r:.40}, must be null or an integer from 0 to 2^62")
         limits[bound] = value
     thresholds = {key: _number(f"thresholds.{key}", value) for key, value in document["thresholds"].items()}
     GateSettings.from_thresholds(thresholds)
@@ -114,9 +119,12 @@ def _spans(name: str, texts: Any) -> tuple[str, ...]:
 
 
 def _number(what: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise InvalidInput(f"{what} is {value!r}, must be a finite number")
-    return float(value)
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        # An integer may be finite and yet more than any float.
+        with contextlib.suppress(OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
+    raise InvalidInput(f"{what} is {value!r:.40}, must be a finite number")
 
 
 def policy_from_document(body: Mapping[str, Any] | None, default: DeploymentPolicy) -> DeploymentPolicy:
