@@ -51,12 +51,14 @@ def call_rows(calls: list[dict[str, NDArray[np.float64]]]) -> list[Row]:
     polls = (number % POLL_EVERY == 0) | ((number - RESOLVE_AFTER) % POLL_EVERY == 0)
     kinds = {
         "record": [rank["record"] for rank in calls],
+        "bare_store": [rank["bare_store"] for rank in calls],
         "boundary": [rank["boundary"][~polls] for rank in calls],
         "poll": [rank["boundary"][polls] for rank in calls],
     }
     rows = []
     for name, parts in kinds.items():
         micros = np.concatenate([part[len(part) // 10 :] for part in parts]) * 1e6
+        micros = micros[~np.isnan(micros)]
         what = f"us, {micros.size} calls" + (f", K {POLL_EVERY}, D {RESOLVE_AFTER}" if name == "poll" else "")
         rows += [
             Row(f"{name}_p50_us", float(np.median(micros)), what),
