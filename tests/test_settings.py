@@ -126,6 +126,24 @@ def test_variables_of_the_command_line_are_none_of_ours(monkeypatch):
     assert isinstance(load_settings(), Settings)
 
 
+def test_what_grpc_cannot_count_is_refused():
+    """Beyond 32 bits it would end the start with a traceback."""
+    words = refusal(
+        GRPC__MAX_MESSAGE_BYTES=str(2**31),
+        GRPC__KEEPALIVE_S="1e9",
+        GRPC__KEEPALIVE_TIMEOUT_S="1e308",
+        GRPC__MAX_CONNECTION_AGE_S="1e300",
+        GRPC__MAX_CONNECTION_AGE_GRACE_S="nan",
+    )
+    assert [line.split(":")[0] for line in words.splitlines()[1:]] == [
+        "EVENKEEL_GRPC__MAX_MESSAGE_BYTES",
+        "EVENKEEL_GRPC__KEEPALIVE_S",
+        "EVENKEEL_GRPC__KEEPALIVE_TIMEOUT_S",
+        "EVENKEEL_GRPC__MAX_CONNECTION_AGE_S",
+        "EVENKEEL_GRPC__MAX_CONNECTION_AGE_GRACE_S",
+    ]
+
+
 def test_all_faults_are_told_at_once():
     words = refusal(GRPC__PORT="70000", PLANNER__MODE="sometimes", LEADER__LEASE_S="nan")
     for name in ("EVENKEEL_GRPC__PORT", "EVENKEEL_PLANNER__MODE", "EVENKEEL_LEADER__LEASE_S"):

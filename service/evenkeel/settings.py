@@ -56,10 +56,13 @@ DEFAULT_THRESHOLDS: Mapping[str, float] = {
     "max_data_age_s": 15.0,
 }
 """Loads are counted by logical expert, so a window needs no time to settle after a plan."""
+_GRPC_MOST_S = 2_000_000
+"""gRPC counts milliseconds in 32 bits."""
 _SECRETS = ("redis__url", "redis__password", "redis__sentinel_password")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+GrpcSeconds = Annotated[float, Field(gt=0, le=_GRPC_MOST_S)]
 Count = Annotated[int, Field(ge=1)]
 Host = Annotated[
     str, Field(min_length=1), AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))
@@ -79,7 +82,7 @@ class GrpcSettings:
     """host:port by which ranks reach this replica; followers send ranks there. Empty means host:port as
     listened on, with the machine's name where that is every address. Wrong with several replicas: ranks are
     sent in circles."""
-    max_message_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
+    max_message_bytes: Annotated[int, Field(ge=1 << 16, lt=1 << 31)] = 64 << 20
     """Largest message taken. Below a full map or a report of many steps, ranks cannot register or report."""
     send_queue: Count = 1024
     """Messages waiting for one rank before its stream is closed as too slow; it connects again."""
@@ -88,14 +91,14 @@ class GrpcSettings:
     never get in."""
     max_messages_per_s: Annotated[float, Field(ge=10)] = 200.0
     """Of one stream, four seconds ahead; a rank needs about ten. A faster client is cut off, and told to wait."""
-    keepalive_s: Seconds = 20.0
+    keepalive_s: GrpcSeconds = 20.0
     """Silence before a ping; keep it under the idle timeout of proxies in between."""
-    keepalive_timeout_s: Seconds = 10.0
+    keepalive_timeout_s: GrpcSeconds = 10.0
     """Wait for the ping's answer before the connection counts as dead."""
-    max_connection_age_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
+    max_connection_age_s: Annotated[float, Field(ge=0, le=_GRPC_MOST_S)] = 3600.0
     """A connection this old, a tenth more or less by chance, is told to go (GOAWAY); the rank connects anew, and so
     spreads over addresses that came later. 0 lets it live for ever. With a few seconds ranks mostly connect."""
-    max_connection_age_grace_s: Seconds = 60.0
+    max_connection_age_grace_s: GrpcSeconds = 60.0
     """After that a stream still open, as a rank's always is, is cut. Serving goes on, reports wait and are sent again."""
     tls_cert_file: Path | None = None
     """PEM chain of this server; with it only TLS is spoken."""

@@ -10,7 +10,9 @@ from prometheus_client import CollectorRegistry
 from evenkeel.adapters.addresses import host_port
 from evenkeel.adapters.grpc_server import GrpcServer
 from evenkeel.adapters.http_servers import MetricsServer, RestServer
+from evenkeel.controller.serve import _server_options
 from evenkeel.errors import InvalidInput
+from evenkeel.settings import load_settings
 from tests.adapters.serving import make_options
 
 
@@ -62,6 +64,22 @@ async def test_one_form_of_an_ipv6_address_serves_for_all_three(host):
     finally:
         for server in servers:
             await close(server)
+
+
+@pytest.mark.integration
+async def test_the_largest_figures_that_settings_take_are_taken_by_grpc(monkeypatch):
+    for name in (
+        "KEEPALIVE_S",
+        "KEEPALIVE_TIMEOUT_S",
+        "MAX_CONNECTION_AGE_S",
+        "MAX_CONNECTION_AGE_GRACE_S",
+    ):
+        monkeypatch.setenv(f"EVENKEEL_GRPC__{name}", "2000000")
+    monkeypatch.setenv("EVENKEEL_GRPC__MAX_MESSAGE_BYTES", str(2**31 - 1))
+    monkeypatch.setenv("EVENKEEL_GRPC__PORT", "0")
+    server = GrpcServer(_server_options(load_settings()))
+    server.bind()
+    await close(server)
 
 
 @pytest.mark.integration
