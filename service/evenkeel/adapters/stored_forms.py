@@ -5,10 +5,12 @@ else, and the store drops what it cannot read instead of failing on it.
 """
 
 import base64
+import itertools
 import json
+import operator
 import struct
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,9 +37,11 @@ __all__ = [
 
 _T = TypeVar("_T")
 _VERSION = 1
+_PLAN_VERSION = 2
 _WINDOW_HEADER = struct.Struct("<BBIIII")
 """Version, bytes per count, steps, layers, experts, ranks."""
 _SOURCE_HEADER = struct.Struct("<BIII")
+_FIELDS = operator.attrgetter(*(field.name for field in fields(Transfer)))
 _MAX_BYTES = 1 << 30
 """No stored value may unpack to more."""
 
@@ -122,7 +126,7 @@ def pack_plan(record: PlanRecord) -> bytes:
     """A plan record whole."""
     plan = record.plan
     form = {
-        "version": _VERSION,
+        "version": _PLAN_VERSION,
         "plan": {
             "plan_id": plan.plan_id,
             "deployment": plan.deployment,
@@ -194,7 +198,7 @@ def _placement_form(placement: Placement) -> dict[str, Any]:
         "shape": placement.phy2log.shape,
         "ranks": placement.num_ranks,
         "experts": placement.num_logical_experts,
-        "phy2log": _array_form(placement.phy2log),
+        "phy2log": _array_form(placement.phy2log.astype("<i4")),
     }
 
 
@@ -207,25 +211,31 @@ def _wave_form(wave: Wave) -> dict[str, Any]:
         "index": wave.index,
         "layers": wave.layers,
         "shape": wave.rows.shape,
-        "rows": _array_form(wave.rows),
-        "batches": [[list(asdict(t).values()) for t in batch] for batch in wave.batches],
+        "rows": _array_form(wave.rows.astype("<i4")),
+        # As one array: a plan may have ten thousand transfers, and is written again after every wave.
+        "transfers": _array_form(np.array([_FIELDS(t) for t in wave.transfers], "<i8")),
+        "batches": [len(batch) for batch in wave.batches],
     }
 
 
 def _wave_of(form: dict[str, Any]) -> Wave:
-    batches = tuple(tuple(Transfer(*map(int, t)) for t in batch) for batch in form["batches"])
+    sizes = [int(size) for size in form["batches"]]
+    table = _array_of(form["transfers"], [sum(sizes), len(fields(Transfer))], "<i8").tolist()
+    transfers = iter([Transfer(*row) for row in table])
+    batches = tuple(tuple(itertools.islice(transfers, size)) for size in sizes)
     rows = _array_of(form["rows"], form["shape"])
     return Wave(int(form["index"]), tuple(map(int, form["layers"])), rows, batches)
 
 
-def _array_form(array: NDArray[np.int32]) -> str:
-    packed = zstandard.ZstdCompressor(level=3).compress(array.astype("<i4").tobytes())
+def _array_form(array: NDArray[np.integer[Any]]) -> str:
+    packed = zstandard.ZstdCompressor(level=3).compress(array.tobytes())
     return base64.b64encode(packed).decode()
 
 
-def _array_of(text: str, shape: list[int]) -> NDArray[np.int32]:
-    data = _decompress(base64.b64decode(text), 4 * int(np.prod(shape)))
-    return np.frombuffer(data, "<i4").reshape(shape).astype(np.int32)
+def _array_of(text: str, shape: list[int], dtype: str = "<i4") -> NDArray[Any]:
+    kind = np.dtype(dtype)
+    data = _decompress(base64.b64decode(text), kind.itemsize * int(np.prod(shape)))
+    return np.frombuffer(data, kind).reshape(shape).astype(kind.newbyteorder("="))
 
 
 def _unpack_header(header: struct.Struct, data: bytes) -> tuple[int, ...]:

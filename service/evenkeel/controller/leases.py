@@ -1,11 +1,13 @@
 """Who leads a deployment: takes the lease, keeps it, and says at once when it may be gone."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import structlog
 
-from evenkeel.errors import EvenkeelError, Unavailable
+from evenkeel.controller.tasks import end_tasks
+from evenkeel.errors import Conflict, EvenkeelError, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId
 from evenkeel.ports import Clock, DeploymentStore, Lease
 
@@ -36,7 +38,7 @@ class LeaseKeeper:
         lease_s: float,
         renew_s: float,
         alone: bool,
-        won: Callable[[Lease], Awaitable[None]],
+        won: Callable[[Lease], Coroutine[Any, Any, None]],
         lost: Callable[[], None],
         outrun: Callable[[Lease], None],
     ) -> None:
@@ -134,10 +136,10 @@ class LeaseKeeper:
                 self.deployment, self.holder, self._lease_s, self._at_least
             )
             if self.winner.holder == self.holder:
-                await self._won(self.winner)
-                self.lease = self.winner
                 self._held_since = asked_at
-                if not self._alone and self._clock.monotonic() - asked_at >= self._lease_s:
+                await self._load(self.winner)
+                self.lease = self.winner
+                if not self._alone and self._clock.monotonic() - self._held_since >= self._lease_s:
                     self._lose("it ran out while the records were loaded")
                     return False
                 self._at_least = max(self._at_least, self.winner.term)
@@ -150,6 +152,23 @@ class LeaseKeeper:
         async with self._changed:
             self._changed.notify_all()
         return self.lease is not None
+
+    async def _load(self, lease: Lease) -> None:
+        """What comes with a lease. It is renewed meanwhile: to read the records of large plans may take longer than one holds.
+
+        Raises:
+            Conflict: another replica took it.
+        """
+        loading = asyncio.create_task(self._won(lease))
+        try:
+            while not (await asyncio.wait((loading,), timeout=self._renew_s))[0]:
+                asked_at = self._clock.monotonic()
+                if not await self._store.renew_lease(self.deployment, lease, self._lease_s):
+                    raise Conflict("it ran out while the records were loaded", Reason.LEASE_LOST)
+                self._held_since = asked_at
+            loading.result()
+        finally:
+            await end_tasks((loading,))
 
     async def _keep(self) -> None:
         """Renew until the lease is lost, may be lost, or is to be taken anew."""
