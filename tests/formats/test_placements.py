@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -249,3 +250,16 @@ def test_a_truncated_file_is_never_read_as_another_placement(format_, cut):
         read = parse_placement(text[:cut], num_ranks=2, num_logical_experts=3)
         assert read.layer_ids != (3, 4)
         raise InvalidInput("a prefix of YAML may hold fewer layers; those it holds are whole")
+
+
+def test_what_aliases_of_aliases_stand_for_is_never_written_out():
+    # Each line lists the one before ten times: a million numbers in 300 bytes.
+    lines = ["num_slots: 1", "initial_global_assignments: {0: [0]}", "layer_updates_per_iter:"]
+    lines.append("- &a0 [1]")
+    lines += [f"- &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 7)]
+    tracemalloc.start()
+    with pytest.raises(InvalidInput, match="layer_updates_per_iter must be a whole number, is"):
+        parse_placement("\n".join(lines), num_ranks=1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000

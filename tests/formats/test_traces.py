@@ -246,11 +246,26 @@ def test_sglang_per_pass_dumps_are_summed_over_ranks_and_mapped_to_logical(tmp_p
         read_trace(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("placed", "message"),
+    [
+        (torch.tensor([[0, 2**40]]), f"names expert {2**40}, 2 slots cannot hold so many"),
+        (torch.zeros((0, 2), dtype=torch.int64), r"must be \(layers, slots\), none of them 0, got \(0, 2\)"),
+        (torch.zeros((2, 0), dtype=torch.int64), r"must be \(layers, slots\), none of them 0, got \(2, 0\)"),
+    ],
+)
+def test_a_map_no_model_has_is_refused_before_memory_is_asked_for(tmp_path, placed, message):
+    record = {"forward_pass_id": 1, "rank": 0, "global_physical_count": torch.ones(placed.shape)}
+    torch.save({"records": [record], "last_physical_to_logical_map": placed}, tmp_path / "r_0.pt")
+    with pytest.raises(InvalidInput, match=f"r_0.pt: .*{message}"):
+        read_trace(tmp_path)
+
+
 # TensorRT-LLM
 
 
 def _safetensors(path, tensors):
-    header, data = {}, b""
+    header, data = {}, bytearray()
     for name, values in tensors.items():
         blob = values.astype("<i8").tobytes()
         header[name] = {
@@ -324,6 +339,10 @@ def test_tensorrt_llm_folders_with_holes_are_refused(tmp_path):
         (b'{"1_1": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}', "has dtype 'BF16'"),
         (b'{"1_1": {"dtype": "I64", "shape": [1], "data_offsets": [8]}}', "has 1 data offsets, must be 2"),
         (b'{"1_1": {"dtype": "I64", "shape": [1]}}', "missing: data_offsets"),
+        (
+            b'{"1_1": {"dtype": "I64", "shape": [' + b"1," * 99 + b'1], "data_offsets": [0, 8]}}',
+            "has 100 dimensions, at most 32",
+        ),
     ],
 )
 def test_malformed_safetensors_are_refused_with_the_numbers(tmp_path, blob, message):
@@ -333,6 +352,16 @@ def test_malformed_safetensors_are_refused_with_the_numbers(tmp_path, blob, mess
     (tmp_path / "rank1.safetensors").write_bytes(blob)
     with pytest.raises(InvalidInput, match=message):
         read_trace(tmp_path)
+
+
+def test_a_long_recording_is_read_in_time_that_grows_with_its_keys(tmp_path):
+    # 2,000 iterations of 58 layers: comparing every key with every other would take minutes.
+    counts = np.ones((2_000, 1, 58, 1), np.int64)
+    trace = Trace(counts[:, 0], tuple(range(3, 61)), top_k=1, source=counts)
+    (tmp_path / "meta_info.json").write_text('{"num_experts": 1, "num_experts_per_token": 1}')
+    tensors = {f"{step}_{layer}": np.ones(1) for step in range(2_000) for layer in trace.layer_ids}
+    _safetensors(tmp_path / "rank0.safetensors", tensors)
+    np.testing.assert_array_equal(read_trace(tmp_path).counts, trace.counts)
 
 
 @given(st.data())

@@ -11,6 +11,7 @@ All of them give slots to ranks in order. What a format does not carry is an arg
 """
 
 import json
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -194,7 +195,7 @@ def _parse_neutral(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
     keys = ("format", "version", "num_ranks", "num_logical_experts", "layer_ids", "physical_to_logical")
     content = as_mapping(content, "the placement", keys, ("info",))
     if content["format"] != NEUTRAL_FORMAT:
-        raise InvalidInput(f"format is {content['format']!r:.60}, must be {NEUTRAL_FORMAT!r}")
+        raise InvalidInput(f"format is {reprlib.repr(content['format']):.60}, must be {NEUTRAL_FORMAT!r}")
     version = as_int(content["version"], "version")
     if version != NEUTRAL_VERSION:
         raise InvalidInput(f"version is {version}, only {NEUTRAL_VERSION} can be read")

@@ -1,6 +1,8 @@
 """Checks that every reader needs: text, JSON and numbers from files nobody vouches for."""
 
 import json
+import reprlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,11 +64,11 @@ def parse_json(text: str) -> Any:
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise InvalidInput(f"key {key!r} occurs {keys.count(key)} times in one object")
-        return dict(pairs)
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
+            key, times = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise InvalidInput(f"key {key!r} occurs {times} times in one object")
+        return mapping
 
     def constant(name: str) -> Any:
         raise InvalidInput(f"{name} is not JSON")
@@ -115,7 +117,8 @@ def as_int(value: object, what: str, least: int = 0, most: int = 2**31 - 1) -> i
         InvalidInput: anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{what} must be a whole number, is {value!r:.80}")
+        # Not repr: aliases make a few lines of YAML a value of gigabytes.
+        raise InvalidInput(f"{what} must be a whole number, is {reprlib.repr(value):.80}")
     if not least <= value <= most:
         raise InvalidInput(f"{what} is {str(value):.40}, must be {least}..{most}")
     return value

@@ -21,6 +21,8 @@ _DTYPES = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 """The limit the format's own reader sets."""
+MAX_DIMENSIONS = 32
+"""Statistics have one; numpy takes no more than 32 in its older versions."""
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[np.generic]]:
@@ -55,6 +57,8 @@ def _tensor(name: str, entry: object, data: memoryview) -> NDArray[np.generic]:
     if dtype is None:
         raise InvalidInput(f"{what} has dtype {fields['dtype']!r:.40}, known: {', '.join(_DTYPES)}")
     shape = [as_int(size, f"{what} shape") for size in as_list(fields["shape"], f"{what} shape")]
+    if len(shape) > MAX_DIMENSIONS:
+        raise InvalidInput(f"{what} has {len(shape)} dimensions, at most {MAX_DIMENSIONS} are read")
     offsets = as_list(fields["data_offsets"], f"{what} data_offsets")
     if len(offsets) != 2:
         raise InvalidInput(f"{what} has {len(offsets)} data offsets, must be 2")

@@ -58,8 +58,14 @@ def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
                 if key not in content:
                     raise InvalidInput(f"has no {key}, so it is no per-pass dump")
             held = token_counts(_array(content["last_physical_to_logical_map"], "map"), "map")
-            if held.ndim != 2 or (placed is not None and not np.array_equal(placed, held)):
+            if held.ndim != 2 or 0 in held.shape:
+                raise ShapeMismatch(f"its map must be (layers, slots), none of them 0, got {held.shape}")
+            if placed is not None and not np.array_equal(placed, held):
                 raise ShapeMismatch(f"its map {held.shape} is not the map of the other files")
+            if held.max() >= held.shape[1]:
+                raise InvalidInput(
+                    f"its map names expert {held.max()}, {held.shape[1]} slots cannot hold so many"
+                )
             placed = held
             for record in as_list(content["records"], "records"):
                 _add_record(passes, record, held.shape)
