@@ -1,6 +1,7 @@
 """Deployments of one replica: letting go of them, and clocks that are set."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,10 +12,14 @@ from evenkeel.adapters.planner_pool import PlannerPool
 from evenkeel.controller.deployment import Outside
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
+from evenkeel.controller.planning import request_digest
 from evenkeel.controller.serve import _deployment_options
-from evenkeel.model.ids import DeploymentId
+from evenkeel.errors import Conflict, Reason, Unavailable
+from evenkeel.model.ids import DeploymentId, PlanId
+from evenkeel.ports import PlanRequest
 from evenkeel.settings import Settings
 from tests.contracts.memory_store import MemoryStore
+from tests.contracts.test_stores import make_record
 from tests.waiting import until
 
 ONE, TWO = DeploymentId("one"), DeploymentId("two")
@@ -76,6 +81,22 @@ async def test_a_deployment_whose_ranks_came_back_meanwhile_is_kept(rig):
     fleet.members[TWO].sessions[1] = object()  # type: ignore[assignment]
     await idle
     assert list(fleet.members) == [TWO]
+
+
+async def test_an_id_is_taken_also_by_a_plan_that_is_only_in_the_store(rig):
+    fleet, _ = rig
+    member = fleet.members[ONE]
+    request = PlanRequest(plan_id=PlanId("old"), requested_by="eve", dry_run=True)
+    record = make_record("old", request_digest=request_digest(request))
+    record = replace(record, plan=replace(record.plan, deployment=ONE))
+    await member.outside.store.store_plan(record, member.term)
+    assert member.control.book.records == {}
+    assert await fleet.create_plan(ONE, request) == record
+    with pytest.raises(Conflict, match="plan old was created by another request") as caught:
+        await fleet.create_plan(ONE, replace(request, policy="eplb"))
+    assert caught.value.reason is Reason.ID_REUSED
+    with pytest.raises(Unavailable):  # New to the store: it would be planned, were there ranks.
+        await fleet.create_plan(ONE, replace(request, plan_id=PlanId("new")))
 
 
 @pytest.mark.parametrize("step_s", [-7200.0, 7200.0])

@@ -48,8 +48,8 @@ _LEASE_WAIT_S = 3.0
 _REGISTER_TRIES = 3
 _CLOCK_STEP_S = 1.0
 """More than clocks drift apart between two looks."""
-_PLANS_LOADED = 400
-"""Newest plans a new leader reads: twice the ended ones it keeps; all others are read when somebody asks for them."""
+_PLANS_LOADED = 128
+"""Newest plans a new leader reads: twice the ended ones it keeps; others are read when somebody asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from evenkeel.planning.policies import resolve_policy
 from evenkeel.planning.problem import CostCurves
 from evenkeel.ports import PlanRequest
 from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol.plan_book import repeated
 
 if TYPE_CHECKING:
     from evenkeel.controller.deployment import Deployment
@@ -246,6 +247,10 @@ class Planning:
             known = control.book.same_request(request.plan_id, digest)
             if known is not None:
                 return known
+            for stored in await deployment.outside.store.fetch_plans(
+                deployment.deployment, [request.plan_id]
+            ):
+                return repeated(stored, digest)
         if request.dry_run and request.approve:
             raise InvalidInput("dry_run plans and does not start, approve starts at once: not both")
         policy = control.policy

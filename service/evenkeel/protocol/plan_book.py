@@ -13,12 +13,23 @@ from evenkeel.model.ids import PlanId
 from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel.protocol.control_messages import PersistPlan
 
-__all__ = ["PlanBook"]
+__all__ = ["PlanBook", "repeated"]
 
-_KEPT_TERMINAL = 200
+_KEPT_TERMINAL = 64
 """Ended plans kept in memory; the store keeps more."""
 
 _ACTIVE = frozenset({PlanPhase.APPROVED, PlanPhase.MIGRATING, PlanPhase.PAUSED, PlanPhase.STALLED})
+
+
+def repeated(record: PlanRecord, digest: str | None) -> PlanRecord:
+    """The record, asked for again by the request that created it.
+
+    Raises:
+        Conflict: another request did.
+    """
+    if record.request_digest != digest:
+        raise Conflict(f"plan {record.plan.plan_id} was created by another request", Reason.ID_REUSED)
+    return record
 
 
 class PlanBook:
@@ -155,9 +166,7 @@ class PlanBook:
             Conflict: the id names a plan another request created.
         """
         record = self.records.get(plan_id)
-        if record is not None and record.request_digest != digest:
-            raise Conflict(f"plan {plan_id} was created by another request", Reason.ID_REUSED)
-        return record
+        return None if record is None else repeated(record, digest)
 
     @staticmethod
     def cancel_requested(record: PlanRecord) -> bool:
