@@ -103,6 +103,17 @@ async def test_policy_changes_only_what_its_etag_names(client):
     assert_problem(await client.patch("/v1/deployments/demo/policy", json={"mode": "yolo"}), 422)
 
 
+@pytest.mark.parametrize(
+    ("form", "status"), [("*", 200), ('"none", {tag}', 200), ('"none", "nor this"', 412)]
+)
+async def test_if_match_takes_its_other_forms(client, form, status):
+    path = "/v1/deployments/demo/policy"
+    tag = (await client.get(path)).headers["etag"]
+    headers = {"If-Match": form.format(tag=tag)}
+    answer = await client.patch(path, json={"mode": "observe"}, headers=headers)
+    assert answer.status_code == status
+
+
 async def test_of_changes_that_rest_on_one_document_one_is_taken(client, operations):
     path = "/v1/deployments/demo/policy"
     headers = {"If-Match": (await client.get(path)).headers["etag"]}

@@ -147,7 +147,7 @@ async def set_policy(
     deployment: DeploymentPath,
     changes: Annotated[dict[str, Any], Body(description="Fields to change; the others stay.")],
     response: Response,
-    if_match: Annotated[str | None, Header(description="ETag the change rests on.")] = None,
+    if_match: Annotated[str | None, Header(description="ETag the change rests on, several, or `*`.")] = None,
 ) -> Any:
     """Change mode, policy, gates, schedule or limits; answers with the whole document. `limits` needs role admin."""
     if "limits" in changes and not token.role.covers(Role.ADMIN):
@@ -156,9 +156,11 @@ async def set_policy(
             f"limits need role {Role.ADMIN}, token {token.name} has {token.role}",
             f"/v1/deployments/{deployment}/policy",
         )
-    base = None if if_match is None else operations.policy(deployment)
+    tags = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
+    # `*` asks only that there be a document, and there always is (RFC 9110, section 13.1.1).
+    base = None if tags is None or tags == {"*"} else operations.policy(deployment)
     try:
-        if base is not None and if_match != entity_tag(plain(base)):
+        if base is not None and tags is not None and entity_tag(plain(base)) not in tags:
             raise Conflict("the policy document is not the one If-Match names", Reason.STALE_BASE)
         document: dict[str, Any] = plain(await operations.set_policy(deployment, changes, token.name, base))
     except Conflict as error:
