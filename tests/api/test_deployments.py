@@ -156,10 +156,11 @@ async def test_decisions_page_through_without_gap_or_repeat(client):
 
 
 async def test_liveness_never_asks_the_controller(client, operations):
-    operations.health = {"store": "connection refused", "grpc": "ok"}
-    assert (await client.get("/healthz")).json() == {"status": "ok"}
-    ready = await client.get("/readyz")
-    assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+    for lost in ("store", "planner"):
+        operations.health = {"store": "ok", "planner": "ok", "grpc": "ok", lost: "connection refused"}
+        assert (await client.get("/healthz")).json() == {"status": "ok"}
+        ready = await client.get("/readyz")
+        assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
     operations.health = {"store": "ok", "grpc": "not bound"}
     assert (await client.get("/readyz")).status_code == 503
 

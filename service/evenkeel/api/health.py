@@ -9,8 +9,8 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["health"])
 
-SURVIVABLE = frozenset({"store"})
-"""Without these the controller still takes reports and answers reads, so it stays ready, degraded:
+SURVIVABLE = frozenset({"store", "planner"})
+"""Without these the controller still takes reports, answers reads and ends what it began, so it stays ready, degraded:
 taking it out of rotation would only cut the ranks off as well."""
 
 
@@ -22,7 +22,7 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", responses={503: {"description": "A component is not ready"}})
 async def readyz(operations: OperationsOf) -> JSONResponse:
-    """Whether reports and requests are served; a standby is ready, a lost store is `degraded`."""
+    """Whether reports and requests are served; a standby is ready, a lost store or planner is `degraded`."""
     components = dict(await operations.healthy())
     broken = {name for name, state in components.items() if state != "ok"}
     status = "ok" if not broken else "degraded" if broken <= SURVIVABLE else "unready"
