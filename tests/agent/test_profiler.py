@@ -86,9 +86,11 @@ def test_curves_are_kept_by_device(tmp_path):
     )
     with pytest.raises(InvalidInput, match="not of"):
         load_curve(tmp_path / "curves", "GPU-2")
-    (tmp_path / "curves" / "curve-GPU-2.json").write_text("{")
-    with pytest.raises(InvalidInput, match="no curve"):
-        load_curve(tmp_path / "curves", "GPU-2")
+    endless = '{"curve": {"tile_tokens": Infinity, "tile_seconds": [1], "slope_s_per_token": 0}}'
+    for text in ("{", endless):
+        (tmp_path / "curves" / "curve-GPU-2.json").write_text(text)
+        with pytest.raises(InvalidInput, match="no curve"):
+            load_curve(tmp_path / "curves", "GPU-2")
 
 
 def test_a_real_layer_is_measured_on_this_machine():

@@ -201,13 +201,20 @@ class GuestAgent(Agent):
     def engine_rebalanced(self, phy2log: NDArray[np.int64]) -> None:
         """The engine changed the map by itself, on every rank at this step: follow it.
 
-        The epoch rises by one, so that no plan for the old map is taken, and the controller asks anew.
+        The epoch rises by one, so that no plan for the old map is taken, and the controller asks anew. A map of
+        another size is another deployment: it is not followed, and no plan is taken any more.
         """
         with self._lock:
             participant = self._participant
             if participant.state is not ParticipantState.IDLE:
                 return
             shape = self._config.shape
+            if np.shape(phy2log) != participant.placement.phy2log.shape:
+                self.take_no_more(
+                    f"the engine went from {participant.placement.phy2log.shape} layers and slots to"
+                    f" {np.shape(phy2log)}: restart this group"
+                )
+                return
             participant.placement = Placement(
                 np.asarray(phy2log, np.int32), shape.num_ranks, shape.num_logical_experts
             )

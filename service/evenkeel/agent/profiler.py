@@ -211,7 +211,7 @@ def load_curve(folder: Path, gpu_uuid: str) -> CostCurve | None:
         found = CostCurve(int(curve["tile_tokens"]), stairs, float(curve["slope_s_per_token"]))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
     if content.get("gpu_uuid") != gpu_uuid:
         raise InvalidInput(f"{path} is of {content.get('gpu_uuid')!r}, not of {gpu_uuid!r}")

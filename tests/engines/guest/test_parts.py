@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
 from evenkeel.engines.guest.counts import StepCounts, StepNote
 from evenkeel.engines.guest.guards import Unsupported, check_fields, check_signatures, check_version
 from evenkeel.engines.guest.orders import ROW, Orders, judge
 from evenkeel.engines.guest.settings import GuestMode, load_guest_settings
+from evenkeel.engines.guest.together import all_or_none
 from evenkeel.engines.sglang.state import Rows
-from evenkeel.errors import InvalidInput, ShapeMismatch
+from evenkeel.errors import InvalidInput, ShapeMismatch, Unavailable
 
 
 def table(**changes):
@@ -122,6 +124,46 @@ def test_a_certificate_without_a_ca_is_refused(monkeypatch):
         load_guest_settings()
     monkeypatch.setenv("EVENKEEL_RANK__TLS_CA_FILE", "/ca")
     assert load_guest_settings().tls_ca_file == Path("/ca")
+
+
+def test_an_empty_variable_is_one_that_was_not_set(monkeypatch):
+    for name in ("CONTROLLERS", "DEPLOYMENT", "POLL_EVERY", "TLS_CA_FILE", "TLS_CERT_FILE", "TLS_KEY_FILE"):
+        monkeypatch.setenv(f"EVENKEEL_RANK__{name}", "")
+    settings = load_guest_settings()
+    assert settings.tls_ca_file is None, "a path of no letters would ask for TLS, with a folder as the CA"
+    assert (settings.addresses, settings.deployment, settings.poll_every) == ((), "default", 16)
+
+
+def test_a_start_that_fails_anywhere_fails_everywhere_and_is_taken_back():
+    undone = []
+
+    def among(*others):
+        return lambda row: np.array([[int(row[0])], *([other] for other in others)])
+
+    assert all_or_none("begin", lambda: 7, among(0, 0), undone.append) == 7
+    with pytest.raises(Unavailable, match=r"ranks \[2\] could not begin: their logs say why"):
+        all_or_none("begin", lambda: 7, among(0, 1), undone.append)
+    assert undone == [7]
+    rows = []
+
+    def fails():
+        raise RuntimeError("no more threads")
+
+    with pytest.raises(RuntimeError, match="no more threads"):
+        all_or_none("begin", fails, lambda row: among(0)(rows.append(row) or row), undone.append)
+    assert [row.tolist() for row in rows] == [[1]], "the others wait for a word also of a rank that failed"
+    assert undone == [7]
+
+
+def test_an_error_of_every_step_does_not_fill_the_log():
+    counts = StepCounts(3, lambda note, values: None)
+    with structlog.testing.capture_logs() as said:
+        for step in range(1000):
+            try:
+                counts.take(StepNote(step, 0, False, None), torch.zeros(1, 4), torch.zeros(2, 5))
+            except RuntimeError:
+                counts.failed(step)
+    assert [line["times"] for line in said] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
 def test_counts_become_logical_by_the_map_of_their_own_step():

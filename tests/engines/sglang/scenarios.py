@@ -24,7 +24,7 @@ TOKENS = 9
 class Rank(DrivenRank):
     """One rank of the toy engine with the plugin's hooks applied."""
 
-    def __init__(self, rank, size, *, mode="place", chunk=None, interval=10_000, init="trivial"):
+    def __init__(self, rank, size, *, mode="place", chunk=None, interval=10_000, init="trivial", **changes):
         self.rank, self.size = rank, size
         modules = self.modules = engine.load(rank)
         self.lockstep = dist.new_group(list(range(size)))
@@ -32,16 +32,17 @@ class Rank(DrivenRank):
         moe.eplb_rebalance_layers_per_chunk, moe.eplb_rebalance_num_iterations = chunk, interval
         moe.expert_distribution_recorder_buffer_size = min(16, interval)
         moe.init_expert_location = init
-        settings = GuestSettings(
-            controllers="127.0.0.1:1",
-            deployment="toy",
-            mode=mode,
-            host="127.0.0.1",
-            interface="lo",
-            poll_every=4,
-            resolve_after=2,
-            stall_after_s=0.5,
-        )
+        values = {
+            "controllers": "127.0.0.1:1",
+            "deployment": "toy",
+            "mode": mode,
+            "host": "127.0.0.1",
+            "interface": "lo",
+            "poll_every": 4,
+            "resolve_after": 2,
+            "stall_after_s": 0.5,
+        }
+        settings = GuestSettings(**{**values, **changes})
         self.links: list[Any] = []
 
         def make_link():
@@ -73,7 +74,8 @@ class Rank(DrivenRank):
         self.guest = self.plugin.guest_of(self.manager)
         self.agent = self.guest.agent
         self.link = self.links[0]
-        self.register()
+        if self.agent is not None:
+            self.register()
 
     def step(self):
         """One forward pass as ModelRunner runs it; padding tokens are routed to -1."""
@@ -160,6 +162,15 @@ def disabled(rank, size):
     one.steps(30)
     late = one.order(new, "plan-2")
     return {**one.seen(), "late": late}
+
+
+def start_fails(rank, size):
+    """Rank 0 cannot open the store that the ranks meet at; SGLang's group carries SGLang's words all the same."""
+    one = Rank(rank, size, host="no.such.host.invalid", group_timeout_s=5.0)
+    told: list[Any] = [None] * size
+    dist.all_gather_object(told, rank, group=one.guest._engine.cpu_group())
+    one.steps(20)
+    return {"agent": one.agent is not None, "told": told, "steps": one.taken}
 
 
 def warm(rank, size):

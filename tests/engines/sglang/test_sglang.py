@@ -55,6 +55,13 @@ def test_rebalancing_that_is_switched_off_is_named_and_serving_goes_on():
         assert seen["steps"] == 35
 
 
+def test_a_guest_that_cannot_start_leaves_sglangs_groups_alone():
+    for seen in ranks.once(SCENARIOS, "start_fails"):
+        assert not seen["agent"]
+        assert seen["told"] == [0, 1]
+        assert seen["steps"] == 21
+
+
 def test_a_written_placement_starts_sglang_where_it_says():
     for seen in ranks.once(SCENARIOS, "warm"):
         assert np.array_equal(seen["moe"], seen["target"])

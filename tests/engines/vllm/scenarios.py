@@ -27,7 +27,17 @@ class Rank(DrivenRank):
     """One rank of the toy engine with the plugin beside it."""
 
     def __init__(
-        self, rank, size, *, use_async, mode="place", before=None, config=None, make_link=PortLink, **changes
+        self,
+        rank,
+        size,
+        *,
+        use_async,
+        mode="place",
+        before=None,
+        config=None,
+        make_link=PortLink,
+        top_k=2,
+        **changes,
     ):
         self.rank, self.size = rank, size
         self.modules = engine.load()
@@ -54,7 +64,7 @@ class Rank(DrivenRank):
             before(self)
         self.config = config if config is not None else Config(use_async=use_async)
         self.state = self.modules.state.EplbState(self.config, torch.device("cpu"))
-        self.model = Model(self.modules, rank, size)
+        self.model = Model(self.modules, rank, size, top_k=top_k)
         self.model_config = ModelConfig()
         self.state.add_model(self.model, self.model_config)
         self.model_state = self.state.model_states["toy-hash"]
@@ -228,6 +238,50 @@ def never_consumed(rank, size):
     before = one.taken
     one.steps(20)
     return {**one.seen(), "further": one.taken - before}
+
+
+def start_fails(rank, size, *, how):
+    """The guest cannot start on one rank; the engine's groups carry the engine's words all the same."""
+    changes = {"model": {"top_k": None} if rank == 1 else {}, "store": {"host": "no.such.host.invalid"}}[how]
+    config = Config(use_async=False, step_interval=12)
+    one = Rank(rank, size, use_async=False, config=config, group_timeout_s=5.0, **changes)
+    told = []
+    for group in (engine.GROUPS.ep.cpu_group, engine.GROUPS.eplb.cpu_group):
+        mine = torch.tensor([10 + rank])
+        rows = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(rows, mine, group=group)
+        told.append([int(row) for row in rows])
+    before = one.map()
+    one.steps(30)
+    return {
+        "agent": one.agent is not None,
+        "told": told,
+        "steps": one.taken,
+        "before": before,
+        "map": one.map(),
+    }
+
+
+def hook_fails(rank, size):
+    """Something of vLLM's is not what the plugin takes it for, in the middle of a move, on one rank."""
+    one = Rank(rank, size, use_async=True, stall_after_s=0.5)
+    one.steps(4)
+    one.order(one.target())
+    if rank == 1:
+        one.state.async_worker = object()
+    one.until(lambda: one.agent.trouble)
+    before = one.taken
+    one.steps(20)
+    return {**one.seen(), "further": one.taken - before}
+
+
+def resized(rank, size, *, slots):
+    """vLLM commits a map of another number of slots, as when ranks come or go."""
+    one = Rank(rank, size, use_async=False, mode="observe")
+    one.steps(3)
+    new = torch.arange(slots).repeat(3, 1) % 6
+    one.modules.state._commit_eplb_maps(one.model_state, new_physical_to_logical_map=new)
+    return {"map": one.map().shape, "trouble": one.agent.trouble, "epoch": one.agent.epoch}
 
 
 def disagree(rank, size, *, how):

@@ -90,3 +90,28 @@ def test_a_controller_that_is_away_costs_steps_of_telemetry_and_nothing_else():
         assert seen["steps"] == 1500
         assert seen["trouble"] == ""
         assert seen["wrong"] == []
+
+
+@pytest.mark.parametrize("how", ["model", "store"])
+def test_a_guest_that_cannot_start_on_one_rank_starts_on_none_and_leaves_the_engines_groups_alone(how):
+    for seen in ranks.once(SCENARIOS, "start_fails", how=how):
+        assert not seen["agent"]
+        assert seen["told"] == [[10, 11], [10, 11]]
+        assert seen["steps"] == 30
+        assert np.array_equal(seen["map"], seen["before"])
+
+
+def test_an_error_in_a_hook_costs_the_plans_and_not_the_engine():
+    _, second = ranks.once(SCENARIOS, "hook_fails")
+    assert "the plugin failed in EplbState.step" in second["trouble"]
+    for seen in ranks.once(SCENARIOS, "hook_fails"):
+        assert seen["further"] == 20
+        assert seen["wrong"] == []
+
+
+@pytest.mark.parametrize("slots", [6, 7])
+def test_a_map_of_another_size_is_named_and_not_followed(slots):
+    for seen in ranks.once(SCENARIOS, "resized", slots=slots):
+        assert seen["map"] == (3, slots)
+        assert f"went from (3, 8) layers and slots to (3, {slots})" in seen["trouble"]
+        assert seen["epoch"] == 0

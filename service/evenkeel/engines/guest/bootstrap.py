@@ -100,6 +100,7 @@ def make_guest(
         resolve_after=settings.resolve_after,
         gate_timeout_s=settings.gate_timeout_s,
     )
+    curve = _curve(settings, config.gpu_uuid)
     agent = GuestAgent(
         config,
         placement,
@@ -111,7 +112,6 @@ def make_guest(
         link=link if link is not None else GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings)),
         stall_after_s=settings.stall_after_s,
     )
-    curve = _curve(settings, config.gpu_uuid)
     if curve is not None:
         agent.tell_curve(curve)
     return agent
@@ -145,9 +145,15 @@ def _meet(settings: GuestSettings, rank: int, size: int, broadcast: Broadcast) -
     told: bytes | None = None
     if rank == 0:
         host = settings.host or socket.gethostname()
-        store = _distributed.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
-        told = json.dumps({"host": host, "port": store.port, "generation": str(uuid.uuid4())}).encode()
+        try:
+            store = _distributed.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+            place = {"host": host, "port": store.port, "generation": str(uuid.uuid4())}
+        except RuntimeError as error:  # the others wait for a word, and would take the engine's next for it
+            place = {"error": f"rank 0 cannot open its store at {host}: {str(error)[:300]}"}
+        told = json.dumps(place).encode()
     place = json.loads(broadcast(told))
+    if "error" in place:
+        raise Unavailable(place["error"])
     if store is None:
         try:
             store = _distributed.TCPStore(

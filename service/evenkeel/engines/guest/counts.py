@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,6 +21,7 @@ from evenkeel.model.load import Phase
 
 __all__ = ["StepCounts", "StepNote", "record_step"]
 
+_log = structlog.get_logger(__name__)
 _IN_FLIGHT = 8
 
 
@@ -51,6 +53,7 @@ class StepCounts:
         self._deliver = deliver
         self._flying: deque[tuple[StepNote, Tensor, Any]] = deque()
         self._free: list[Tensor] = []
+        self._failures = 0
 
     def take(self, note: StepNote, by_slot: Tensor, phy2log: Tensor | None) -> None:
         """Note one step.
@@ -87,6 +90,12 @@ class StepCounts:
             self._flying.popleft()
             self._deliver(note, host.numpy().copy())
             self._free.append(host)
+
+    def failed(self, step: int) -> None:
+        """A step could not be counted, for the error being handled: said the 1st, 2nd, 4th, 8th, ... time."""
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:
+            _log.exception("counting_failed", step=step, times=self._failures)
 
     def _logical(self, by_slot: Tensor, phy2log: Tensor) -> Tensor:
         """(L, E) int64 sums; what fell on an empty slot goes to a column that is cut off."""

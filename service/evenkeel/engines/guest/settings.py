@@ -30,7 +30,10 @@ class GuestMode(StrEnum):
 class GuestSettings(BaseSettings):
     """One rank's plugin, from `EVENKEEL_RANK__*`."""
 
-    model_config = SettingsConfigDict(env_prefix="EVENKEEL_RANK__", frozen=True, extra="ignore")
+    # An empty variable is one that was not set: a pod's template can clear a variable, but rarely leave it out.
+    model_config = SettingsConfigDict(
+        env_prefix="EVENKEEL_RANK__", frozen=True, extra="ignore", env_ignore_empty=True
+    )
 
     controllers: str = ""
     """host:port of every controller replica, separated by commas; empty switches the plugin off."""

@@ -18,10 +18,12 @@ from evenkeel.engines.guest.bootstrap import make_guest
 from evenkeel.engines.guest.counts import StepCounts, StepNote, record_step
 from evenkeel.engines.guest.orders import Orders, gather_rows
 from evenkeel.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel.engines.guest.together import all_or_none, engine_spared
 from evenkeel.engines.sglang.state import Rows, SglangWeights, counting_side, initial, read_shape
 from evenkeel.errors import InvalidInput, Reason
 from evenkeel.model.load import CountingSide
 from evenkeel.model.placement import EMPTY, Placement
+from evenkeel.model.topology import ModelShape
 from evenkeel.protocol.messages import Prepare
 
 __all__ = ["Engine", "SglangGuest", "timed"]
@@ -62,6 +64,7 @@ class SglangGuest:
         self._engine = engine
         self._link = link
         self._rows = Rows(())
+        self._layers: dict[torch.device, Tensor] = {}
         self._side = CountingSide.SOURCE
         self._counts: StepCounts | None = None
         self._local = slice(0)
@@ -92,9 +95,36 @@ class SglangGuest:
             _log.exception("guest_not_started", detail=str(error)[:300])
 
     def _start(self) -> None:
+        shape = all_or_none("read the model", self._read, self._gather)
+        rank, metadata = _distributed.get_rank(), self._engine.metadata()
+        self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
+        self._top_k = shape.top_k
+        self._counts = StepCounts(shape.num_logical_experts, self._deliver)
+
+        def make() -> GuestAgent:
+            return make_guest(
+                self.settings,
+                rank,
+                shape,
+                initial(metadata, self._rows),
+                SglangWeights(self.manager._get_model().routed_experts_weights_of_layer, self._rows),
+                self,
+                broadcast=self._broadcast,
+                device=torch.device(metadata.physical_to_logical_map.device),
+                side=self._side,
+                link=self._link,
+            )
+
+        self.agent = all_or_none("start an agent", make, self._gather, GuestAgent.close)
+        if not self.places:
+            self.agent.observe_as_asked()
+        _log.info("guest_started", deployment=self.settings.deployment, rank=rank, side=self._side)
+
+    def _read(self) -> ModelShape:
+        """The model's shape; also which rows are MoE layers, and what the recorder counts."""
         metadata = self._engine.metadata()
         by_layer = self.manager._get_model().routed_experts_weights_of_layer
-        world, rank = _distributed.get_world_size(), _distributed.get_rank()
+        world = _distributed.get_world_size()
         if world != metadata.ep_size:
             raise InvalidInput(
                 f"{world} ranks of which {metadata.ep_size} share experts: SGLang moves experts over all ranks,"
@@ -106,24 +136,7 @@ class SglangGuest:
         )
         self._rows = Rows(tuple(sorted(by_layer)))
         self._side = counting_side(self._engine.recorder()._single_pass_gatherers["primary"])
-        self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
-        self._top_k = shape.top_k
-        self._counts = StepCounts(shape.num_logical_experts, self._deliver)
-        self.agent = make_guest(
-            self.settings,
-            rank,
-            shape,
-            initial(metadata, self._rows),
-            SglangWeights(by_layer, self._rows),
-            self,
-            broadcast=self._broadcast,
-            device=torch.device(metadata.physical_to_logical_map.device),
-            side=self._side,
-            link=self._link,
-        )
-        if not self.places:
-            self.agent.observe_as_asked()
-        _log.info("guest_started", deployment=self.settings.deployment, rank=rank, side=self._side)
+        return shape
 
     # --- what SGLang's recorder and manager do --------------------------------------------------------------
 
@@ -162,10 +175,10 @@ class SglangGuest:
             counts.pick_up()
             if by_slot is None:
                 return
-            layers = torch.tensor(self._rows.layer_ids, device=by_slot.device)
-            by_slot = by_slot[layers]
+            by_slot = by_slot[self._layers_on(by_slot.device)]
             if self._side is CountingSide.SOURCE:
-                phy2log = self._engine.metadata().physical_to_logical_map[layers.to(self._map_device)]
+                held = self._engine.metadata().physical_to_logical_map
+                phy2log = held[self._layers_on(held.device)]
                 counts.take(
                     StepNote(step, agent.epoch, False, self._tokens), by_slot, phy2log.to(by_slot.device)
                 )
@@ -174,11 +187,14 @@ class SglangGuest:
             mixed = agent.move is not None
             counts.take(StepNote(step, agent.epoch, mixed, self._tokens), by_slot[:, self._local], None)
         except Exception:
-            _log.exception("counting_failed", step=step)
+            counts.failed(step)
 
-    @property
-    def _map_device(self) -> Any:
-        return self._engine.metadata().physical_to_logical_map.device
+    def _layers_on(self, device: torch.device) -> Tensor:
+        """(L,) int64 hidden layers that are MoE; copied to a device once, for the copy waits for the device."""
+        layers = self._layers.get(device)
+        if layers is None:
+            layers = self._layers[device] = torch.tensor(self._rows.layer_ids, device=device)
+        return layers
 
     def run(self) -> Iterator[None]:
         """The manager's entry point: a rebalance when a plan is due, at the same pass on every rank."""
@@ -190,7 +206,8 @@ class SglangGuest:
             yield from self.manager.rebalance()
             if self.agent is not None and self.agent.move is not None:
                 self.orders.move = None
-                self.agent.move_finished(self._map())
+                with engine_spared(self, "EPLBManager.rebalance"):
+                    self.agent.move_finished(self._map())
 
     def plan(self, steps: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """What SGLang's planner answers: (phy2log, log2phy, replicas) over hidden layers.

@@ -15,6 +15,7 @@ from evenkeel.agent.ports import RankLink
 from evenkeel.engines.guest.guards import check_signatures, check_version
 from evenkeel.engines.guest.registering import register_guest
 from evenkeel.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel.engines.guest.together import engine_spared
 from evenkeel.engines.sglang.guest import Engine, SglangGuest, timed
 
 __all__ = ["KNOWN_VERSIONS", "Plugin", "check_engine", "register"]
@@ -157,19 +158,23 @@ class Plugin:
         if key != "primary" or data is None:
             return
         for guest in list(self.guests.values()):
-            guest.counted(data["global_physical_count"])
+            with engine_spared(guest, "_Accumulator.append"):
+                guest.counted(data["global_physical_count"])
 
     def _pass_began(self, *args: Any, **kwargs: Any) -> None:
         """Before `_on_forward_pass_start(self, forward_batch)`."""
         batch = kwargs.get("forward_batch", args[1] if len(args) > 1 else None)
         for guest in list(self.guests.values()):
-            guest.pass_began(batch)
+            with engine_spared(guest, "_on_forward_pass_start"):
+                guest.pass_began(batch)
 
     def _around_pass_end(self, original: Callable[[Any], None], manager: Any) -> None:
         guest = self.guest_of(manager)
-        guest.boundary()
+        with engine_spared(guest, "on_forward_pass_end"):
+            guest.boundary()
         original(manager)
-        guest.settle()
+        with engine_spared(guest, "on_forward_pass_end"):
+            guest.settle()
 
     def _entrypoint(self, manager: Any) -> Iterator[None]:
         return self.guest_of(manager).run()
@@ -194,7 +199,8 @@ class Plugin:
         answer, seconds = timed(lambda: original(*args, **kwargs))
         layers = kwargs.get("update_layer_ids", args[3] if len(args) > 3 else [])
         for guest in list(self.guests.values()):
-            guest.switched([int(layer) for layer in layers], seconds)
+            with engine_spared(guest, "ExpertLocationUpdater.update"):
+                guest.switched([int(layer) for layer in layers], seconds)
         return answer
 
 

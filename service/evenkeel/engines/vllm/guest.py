@@ -15,6 +15,7 @@ from evenkeel.engines.guest.bootstrap import make_guest
 from evenkeel.engines.guest.counts import StepCounts, StepNote, record_step
 from evenkeel.engines.guest.orders import Orders, gather_rows
 from evenkeel.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel.engines.guest.together import all_or_none
 from evenkeel.engines.vllm.state import VllmModelState, VllmState, VllmWeights, read_map, read_shape
 from evenkeel.engines.vllm.warm import start_from_file
 from evenkeel.errors import InvalidInput, Reason
@@ -85,25 +86,28 @@ class VllmGuest:
     def _start(self, model_state: VllmModelState) -> None:
         group = self._groups.get_ep_group()
         size, rank = int(group.world_size), int(group.rank_in_group)
-        shape = read_shape(model_state, size)
+        shape = all_or_none("read the model", lambda: read_shape(model_state, size), self._gather)
         if self.settings.placement:
             start_from_file(
                 self.settings.placement, model_state, size, self._engine, group.device_group, self._gather
             )
-        placement = Placement(read_map(model_state).astype(np.int32), size, shape.num_logical_experts)
         self._top_k = shape.top_k
         self._counts = StepCounts(shape.num_logical_experts, self._deliver)
-        self.agent = make_guest(
-            self.settings,
-            rank,
-            shape,
-            placement,
-            VllmWeights(model_state.model),
-            self,
-            broadcast=self._broadcast,
-            device=torch.device(model_state.physical_to_logical_map.device),
-            link=self._link,
-        )
+
+        def make() -> GuestAgent:
+            return make_guest(
+                self.settings,
+                rank,
+                shape,
+                Placement(read_map(model_state).astype(np.int32), size, shape.num_logical_experts),
+                VllmWeights(model_state.model),
+                self,
+                broadcast=self._broadcast,
+                device=torch.device(model_state.physical_to_logical_map.device),
+                link=self._link,
+            )
+
+        self.agent = all_or_none("start an agent", make, self._gather, GuestAgent.close)
         if not self.places:
             self.agent.observe_as_asked()
         elif self.state.policy is not self._policy:
@@ -134,9 +138,11 @@ class VllmGuest:
         self._prepared = None
         self.orders.step = self._step
         self._step += 1
-        agent.step_boundary()
-        if self.places:
-            self._set_trigger()
+        try:
+            agent.step_boundary()
+        finally:  # a rank that left the trigger alone would rearrange without the others
+            if self.places:
+                self._set_trigger()
 
     def _count(self, note: StepNote, counts: StepCounts, model_state: VllmModelState) -> None:
         """What fails here costs the telemetry of this rank, never the step, and never the gate's rhythm (R9)."""
@@ -144,7 +150,7 @@ class VllmGuest:
             counts.pick_up()
             counts.take(note, model_state.expert_load_pass, model_state.physical_to_logical_map)
         except Exception:
-            _log.exception("counting_failed", step=note.step)
+            counts.failed(note.step)
 
     def _set_trigger(self) -> None:
         """vLLM rearranges when its counter reaches the interval: at our step, and at no other."""

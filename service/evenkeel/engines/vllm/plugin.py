@@ -17,6 +17,7 @@ from evenkeel.agent.ports import RankLink
 from evenkeel.engines.guest.guards import Unsupported, check_fields, check_signatures, check_version
 from evenkeel.engines.guest.registering import register_guest
 from evenkeel.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel.engines.guest.together import engine_spared
 from evenkeel.engines.vllm.guest import VllmGuest, is_draft, timed
 from evenkeel.engines.vllm.policy import make_policy
 
@@ -162,7 +163,8 @@ class Plugin:
         ) -> None:
             guest = self.guests.get(state)
             if guest is not None and not is_profile:
-                guest.before_step(dummy=is_dummy)
+                with engine_spared(guest, "EplbState.step"):
+                    guest.before_step(dummy=is_dummy)
             step(state, is_dummy, is_profile, log_stats)
 
         @functools.wraps(should_record)
@@ -190,12 +192,14 @@ class Plugin:
             layer = int(model_state.pending_result.layer_idx)
             seconds = timed(move, model_state=model_state, ep_rank=ep_rank)
             for guest in list(self.guests.values()):
-                guest.layer_committed(model_state, layer, seconds)
+                with engine_spared(guest, "_move_to_workspace"):
+                    guest.layer_committed(model_state, layer, seconds)
 
         @functools.wraps(commit)
         def commit_and_tell(model_state: Any, new_physical_to_logical_map: Any) -> None:
             seconds = timed(commit, model_state, new_physical_to_logical_map)
             for guest in list(self.guests.values()):
-                guest.all_committed(model_state, seconds)
+                with engine_spared(guest, "_commit_eplb_maps"):
+                    guest.all_committed(model_state, seconds)
 
         module._move_to_workspace, module._commit_eplb_maps = move_and_tell, commit_and_tell
