@@ -23,7 +23,9 @@ from evenkeel.protocol.messages import (
 )
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import (
+    CPU,
     LEADER,
+    Group,
     ToyMaps,
     ToyWeights,
     expert_tensors,
@@ -140,6 +142,29 @@ def test_a_rank_that_cannot_reserve_votes_no_and_the_group_rebuilds_its_transfer
         assert not first.yes and first.reason is Reason.POOL_EXCEEDED
         second = fleet.links[1].expect(Vote)
         assert not second.yes and second.reason in (Reason.TRANSFER_TIMEOUT, Reason.TRANSFER_FAILED)
+        abort(fleet, prepare)
+        fleet.weights[0].refuse = False
+        commit(fleet, prepare_for(OLD, NEW, plan="again"))
+        assert all(weights.holds(NEW) for weights in fleet.weights)
+
+
+class OnceUnplugged(Group):
+    """Rank 0 cannot make the first new communicator, for a reason that no backend has a word for."""
+
+    def connect(self, rank, name, device=CPU):
+        if rank == 0 and name == "transfer-1":
+            raise OSError("too many open files")
+        return super().connect(rank, name, device)
+
+
+def test_a_rebuild_that_fails_is_asked_for_again_whatever_it_failed_by():
+    """R10: were it forgotten, no wave would ever drain again, and no rank would say so."""
+    prepare = prepare_for(OLD, NEW, batch_deadline_s=0.5)
+    with Fleet(OLD, group=OnceUnplugged(2, timeout_s=2.0)) as fleet:
+        fleet.weights[0].refuse = True
+        fleet.say(prepare)
+        for link in fleet.links:
+            assert not link.expect(Vote).yes
         abort(fleet, prepare)
         fleet.weights[0].refuse = False
         commit(fleet, prepare_for(OLD, NEW, plan="again"))

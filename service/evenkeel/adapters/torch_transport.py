@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
+import structlog
 import torch
 import xxhash
 from torch import Tensor
@@ -27,6 +28,7 @@ from evenkeel.protocol.messages import Prepare
 
 __all__ = ["DeviceEvent", "Progress", "StageOutcome", "TorchWeightTransport", "checksum", "is_over"]
 
+_log = structlog.get_logger(__name__)
 _MAX_OPS = 32
 """Point-to-point operations of one chunk."""
 _AHEAD_OPS = 128
@@ -199,17 +201,25 @@ class TorchWeightTransport:
         """Run every batch of the wave; on return no operation of it is in flight here.
 
         A wrong checksum or a cancellation does not stop the batches, for the peers wait for their
-        halves; a cancelled wave only runs without throttle. A batch past its deadline, or a peer that
-        went away, aborts the communicator.
+        halves; a cancelled wave only runs without throttle. A batch past its deadline, a peer that
+        went away, or tensors that the engine does not give abort the communicator.
         """
+        flights: deque[_Flight] = deque()
         with self._own_stream():
-            return self._stage(prepare, cancel, progress)
+            try:
+                return self._stage(prepare, cancel, progress, flights)
+            except (
+                Exception
+            ) as error:  # the engine's tensors, or its device: the batches in flight must end all the same
+                _log.exception("staging_broke_off", wave=str(prepare.wave))
+                return self._give_up(flights, Reason.TRANSFER_FAILED, f"{error!r:.200}")
 
-    def _stage(self, prepare: Prepare, cancel: threading.Event, progress: Progress) -> StageOutcome:
+    def _stage(
+        self, prepare: Prepare, cancel: threading.Event, progress: Progress, flights: deque[_Flight]
+    ) -> StageOutcome:
         self.clear()
         total = sum(t.nbytes for t in prepare.body.transfers if self._rank_of(t.dst_slot) == self._rank)
         wrong, done, pace_s = StageOutcome(), 0, 0.0
-        flights: deque[_Flight] = deque()
         batches = enumerate(prepare.body.batches)
         expected = iter(prepare.checksums)
         ahead = _AHEAD_OPS if self._device.type == "cpu" and prepare.max_bytes_per_s <= 0 else 0

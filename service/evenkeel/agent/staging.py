@@ -211,8 +211,13 @@ class StagingWorker:
             return
         try:
             self._transport.rebuild(serial)
-        except Unavailable as error:
-            _log.warning("transport_rebuild_failed", serial=serial, detail=str(error))
+        except Exception as error:  # without another wish no rank would ever be asked to come again
+            _log.warning(
+                "transport_rebuild_failed",
+                serial=serial,
+                detail=str(error),
+                exc_info=not isinstance(error, Unavailable),
+            )
             self._events.wish_rebuild(serial)
             return
         wave, self._undrained = self._undrained, None
