@@ -10,7 +10,7 @@ from evenkeel.model.plan import PlanLimits
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning import metrics, relabel
 from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.keel import plan_keel
+from evenkeel.planning.keel import KeelOptions, plan_keel
 from evenkeel.planning.problem import DispatchModel, PlacementProblem
 from tests.strategies import cost_curves, loads, placements, shapes, topologies
 
@@ -105,3 +105,36 @@ def test_replaying_the_evaluations_used_gives_the_same_bytes(problem):
         max_evaluations=first.evaluations,
     )
     assert plan_keel(again).placement.digest == first.placement.digest
+
+
+def skewed(shape, seed, steps=8):
+    rng = np.random.default_rng(seed)
+    popularity = rng.lognormal(6.0, 0.8, (1, shape.num_layers, shape.num_logical_experts))
+    return np.round(popularity * rng.lognormal(0.0, 0.1, (steps, *popularity.shape[1:])))
+
+
+def test_a_few_copies_are_made_where_many_would_be_too_dear():
+    shape = ModelShape(3, 24, 6, 5, 1, 1)
+    topology = Topology.single_node(6)
+    for seed in range(8):
+        before = PlacementProblem(skewed(shape, seed), shape, topology)
+        current = plan_keel(before).placement
+        problem = replace(before, load=skewed(shape, seed + 100), current=current)
+        none = plan_keel(problem, KeelOptions(stickiness=0.9, few=0.0)).placement
+        few = plan_keel(problem, KeelOptions(stickiness=0.9, few=0.1)).placement
+        many = plan_keel(problem, KeelOptions(stickiness=0.0, caution=0.0)).placement
+        copies = [relabel.count_moves(current, placement) for placement in (none, few, many)]
+        assert copies[0] < copies[1] <= max(copies[0], 9) < copies[2]
+        assert metrics.score(problem, few) < metrics.score(problem, none)
+
+
+def test_the_first_plan_is_at_most_a_hundredth_above_one_from_nothing():
+    shape = ModelShape(3, 48, 16, 4, 1, 1)
+    afresh = 0
+    for seed in range(8):
+        nothing = PlacementProblem(skewed(shape, seed), shape, Topology.single_node(16))
+        first = plan_keel(replace(nothing, current=Placement.initial(shape)))
+        best = plan_keel(nothing).score
+        assert first.score <= best / 0.99 * (1 + 1e-9)
+        afresh += first.score == pytest.approx(best)
+    assert afresh > 0

@@ -23,8 +23,10 @@ from evenkeel.planning.problem import DispatchModel, PlacementProblem, Proposal,
 
 __all__ = ["KeelOptions", "plan_keel"]
 
-_MOST_CAUTION = 0.003
+_MOST_CAUTION = 0.03
 """Loads that are shares instead of tokens would make caution forbid everything."""
+_WORTH_STARTING_AFRESH = 0.01
+"""Of the window's time, what a plan from nothing must save beyond one from the engines' start, which needs fewer copies."""
 _TRUST = 0.25
 """Of where an expert's tokens started in the window, the share that is expected to last."""
 _WORTH_REFINING = 0.003
@@ -35,17 +37,21 @@ _WORTH_REFINING = 0.003
 class KeelOptions:
     """Choices of keel that a problem does not state."""
 
-    stickiness: float = 0.0002
-    """What one copy must save per step, as a share of the layer's time under a perfect split."""
-    caution: float = 0.085
-    """What it must save besides, over the square root of the tokens a rank saw in the window: with few tokens
+    stickiness: float = 0.003
+    """What one copy must save per step, as a share of the time that the mean slot takes."""
+    caution: float = 0.25
+    """What it must save besides, over the square root of the tokens that the mean slot saw in the window: with few tokens
     most of what a move seems to save is chance. A `cost_per_move` above both together takes their place."""
+    few: float = 0.028
+    """Share of the slots that may change for `few_stickiness`: so many copies cost little even where chance chose them."""
+    few_stickiness: float = 0.0055
+    """What each of those must save, in the unit of `stickiness`. A `cost_per_move` still holds."""
     first_stickiness: float = 0.0
     """What a copy must save in the first plan after an engine's start, all told: that gain lasts."""
     change: ChangeRules = field(default_factory=ChangeRules)
 
     def __post_init__(self) -> None:
-        for name in ("stickiness", "caution", "first_stickiness"):
+        for name in ("stickiness", "caution", "few", "few_stickiness", "first_stickiness"):
             if not 0 <= getattr(self, name) < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}, must be in [0, 1)")
 
@@ -99,18 +105,36 @@ def _search(
     start = None if problem.current is None else fit_to_budget(problem, problem.current)
     fleet = Fleet(problem, start if start is not None else cold_start(problem), weights)
     price = _price(problem, fleet, options)
-    fleet.search(price, problem.max_evaluations)
+    _improve(fleet, price, options)
     best, evaluations = fleet.placement(), fleet.evaluations
     rival = _rival(problem)
     if rival is not None and _total(problem, rival, price, fleet) < _total(problem, best, price, fleet):
         second = Fleet(problem, rival, weights)
         second.evaluations = evaluations
-        second.search(price, problem.max_evaluations)
+        _improve(second, price, options)
         evaluations = second.evaluations
         best = min((rival, second.placement()), key=lambda found: _total(problem, found, price, fleet))
     if problem.current is None:
         return _anew(problem, weights, best, evaluations)
+    if _unplanned(problem.current) and problem.limits == PlanLimits():
+        nowhere = replace(problem, current=None, max_evaluations=problem.max_evaluations - evaluations)
+        fresh, _, used = _search(nowhere, weights, options)
+        fresh = relabel.relabel(problem, fresh)
+        evaluations += used
+        most = (1.0 - _WORTH_STARTING_AFRESH) * _total(problem, best, price, fleet)
+        if _total(problem, fresh, price, fleet) < most:
+            best = fresh
     return best, price, evaluations
+
+
+def _improve(fleet: Fleet, price: float, options: KeelOptions) -> None:
+    """Search at the price, then for a few copies at less."""
+    problem = fleet.problem
+    fleet.search(price, problem.max_evaluations)
+    if price > 0.0 and problem.limits.max_layers is None:
+        least = options.few_stickiness / problem.shape.slots_per_rank
+        least = max(min(least, price), fleet.price_of(problem.cost_per_move))
+        fleet.search_few(options.few, least, price, problem.max_evaluations)
 
 
 def _anew(
@@ -154,8 +178,9 @@ def _price(problem: PlacementProblem, fleet: Fleet, options: KeelOptions) -> flo
         return 0.0
     price = options.first_stickiness
     if not _unplanned(problem.current):
-        seen = fleet.unit_tokens * len(problem.load)
-        price = options.stickiness + min(options.caution / seen**0.5, _MOST_CAUTION)
+        per_rank = problem.shape.slots_per_rank
+        seen = fleet.unit_tokens * len(problem.load) / per_rank
+        price = (options.stickiness + min(options.caution / seen**0.5, _MOST_CAUTION)) / per_rank
     return max(price, fleet.price_of(problem.cost_per_move))
 
 

@@ -22,6 +22,8 @@ _LEAST = 1e-6
 _MANY_TOKENS = 16_384
 """Tokens of a rank in one step from which its load says more than chance."""
 _UNLIMITED = 1 << 40
+_FALLING = (4.0, 2.0, 1.0)
+"""Prices, over the last one, by which a search goes: the copies that save most come first."""
 _TOP_PRICE = 0.05
 _LEVEL_RATIO = 6.0
 _LEVELS = 6
@@ -50,6 +52,7 @@ class Fleet:
         self.problem = problem
         self.start = start
         self.evaluations = 0
+        self._most = _UNLIMITED
         steps, num_layers, _ = problem.load.shape
         ranks = problem.shape.num_ranks
         self.unit_tokens = float(problem.load.sum()) / (steps * num_layers * ranks) or 1.0
@@ -99,6 +102,14 @@ class Fleet:
         self._reset()
         self._descend_levels(chosen, price, evaluations)
 
+    def search_few(self, share: float, price: float, before: float, evaluations: int) -> None:
+        """After a search at the price `before`, go on at a lower one until all copies together change `share` of the slots."""
+        self._most = int(share * self.problem.shape.num_slots * len(self.layers))
+        if self._copies < self._most:
+            for level in (level * price for level in _FALLING if level * price < before):
+                self._descend_all(range(len(self.layers)), level, evaluations)
+        self._most = _UNLIMITED
+
     def undo_small(self, price: float, least: float) -> None:
         """Put back to the start every layer whose moves together gain `least` layer times or less.
 
@@ -116,17 +127,20 @@ class Fleet:
         if price == 0.0 and self._allowance() >= _UNLIMITED:
             levels = [0.0]
         elif self._allowance() >= _UNLIMITED:
-            levels = [4.0 * price, 2.0 * price, price]
+            levels = [level * price for level in _FALLING]
         else:
             top = max(_TOP_PRICE, price)
             levels = [max(price, top * _LEVEL_RATIO**-level) for level in range(_LEVELS)] + [price]
         for level in levels:
             if level > price and self._allowance() <= self._copies:
                 continue
-            for i in which:
-                self._descend(i, level, evaluations)
-            if self.budget.pool_per_rank is not None:
-                self._trade(which, level, evaluations)
+            self._descend_all(which, level, evaluations)
+
+    def _descend_all(self, which: "range | list[int]", price: float, evaluations: int) -> None:
+        for i in which:
+            self._descend(i, price, evaluations)
+        if self.budget.pool_per_rank is not None:
+            self._trade(which, price, evaluations)
 
     def _descend(self, i: int, price: float, evaluations: int) -> None:
         left = evaluations - self.evaluations
@@ -264,7 +278,7 @@ class Fleet:
 
     def _allowance(self) -> int:
         limits, shape = self.problem.limits, self.problem.shape
-        allowed = _UNLIMITED
+        allowed = self._most
         if self.problem.current is None:
             return allowed
         if limits.max_moves is not None:
