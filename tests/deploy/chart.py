@@ -1,8 +1,11 @@
 """The chart as the real helm renders it."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,6 +49,30 @@ def rendered_text(name: str, *sets: str, chart: Path = CHART) -> str:
 def rendered(name: str, *sets: str) -> list[dict[str, Any]]:
     """Every object of a rendering."""
     return [one for one in yaml.safe_load_all(rendered_text(name, *sets)) if one]
+
+
+def rendered_with(values: dict[str, Any], release: str = "r", namespace: str = "ek") -> list[dict[str, Any]]:
+    """Every object, as the API server reads it: a key once, and YAML's numbers for numbers."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(values, file)
+        file.flush()
+        answer = helm("template", release, CHART, "--namespace", namespace, "-f", file.name)
+    assert answer.code == 0, answer.err
+    return [one for one in yaml.load_all(answer.out, _OnceLoader) if one]
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """As helm's own reader takes it: no key twice, and 1e5 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        assert len(mapping) == len(node.value), [key.value for key, _ in node.value]
+        return mapping
+
+
+_OnceLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[0-9]+[eE][0-9]+$"), list("0123456789")
+)
 
 
 def kind(name: str, wanted: str, *sets: str) -> list[dict[str, Any]]:

@@ -187,10 +187,22 @@ def test_the_network_policy_names_who_may_speak_to_what():
     allowed = {(port["port"], port["protocol"]) for rule in policy["egress"] for port in rule["ports"]}
     assert {(53, "UDP"), (53, "TCP"), (6379, "TCP"), (443, "TCP")} <= allowed
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
+    names = next(rule for rule in policy["egress"] if {"port": 53, "protocol": "UDP"} in rule["ports"])
+    assert "to" not in names, "a DNS cache on the node is no pod that a selector could find"
+    assert {"port": 5353, "protocol": "UDP"} in names["ports"], "where OpenShift's DNS pods listen"
     external = only("url-in-secret", "NetworkPolicy")["spec"]["egress"]
     redis = next(rule for rule in external if {"port": 6379, "protocol": "TCP"} in rule["ports"])
     assert redis["to"] == [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
     assert not kind("default", "NetworkPolicy")
+
+
+def test_controllers_listen_where_pods_have_ipv6_addresses():
+    hosts = {
+        one["name"]: one["value"]
+        for one in container("default", "service.listenAddress=::")["env"]
+        if one["name"].endswith("__HOST")
+    }
+    assert hosts == {f"EVENKEEL_{part}__HOST": "::" for part in ("GRPC", "REST", "METRICS")}
 
 
 # --- settings ------------------------------------------------------------------------------------------

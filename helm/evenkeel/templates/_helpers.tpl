@@ -16,34 +16,53 @@
 {{- end }}
 {{- end }}
 
+{{/* Several maps of labels as one, all values strings; of two with the same key the first counts. Called with a list of maps. */}}
+{{- define "evenkeel.merged" -}}
+{{- $all := dict }}
+{{- range . }}
+{{- range $key, $value := . }}
+{{- if not (hasKey $all $key) }}
+{{- $_ := set $all $key (toString $value) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- toYaml $all }}
+{{- end }}
+
+{{/* Quoted: a release may be called 123, and a label that is a number is refused. */}}
 {{- define "evenkeel.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "evenkeel.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "evenkeel.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "evenkeel.commonLabels" -}}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 }}
-{{- with .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $chart := printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 }}
+{{- $own := dict "app.kubernetes.io/version" .Chart.AppVersion "app.kubernetes.io/managed-by" .Release.Service "helm.sh/chart" $chart }}
+{{- include "evenkeel.merged" (list .Values.commonLabels $own) }}
 {{- end }}
 
 {{- define "evenkeel.labels" -}}
-{{ include "evenkeel.selectorLabels" . }}
-{{ include "evenkeel.commonLabels" . }}
+{{- include "evenkeel.merged" (list (include "evenkeel.selectorLabels" . | fromYaml) (include "evenkeel.commonLabels" . | fromYaml)) }}
+{{- end }}
+
+{{/* Those of the controllers' pods: what selectors ask for is not the user's to change. */}}
+{{- define "evenkeel.podLabels" -}}
+{{- include "evenkeel.merged" (list (include "evenkeel.selectorLabels" . | fromYaml) .Values.podLabels (include "evenkeel.commonLabels" . | fromYaml)) }}
 {{- end }}
 
 {{/* Pods beside the controllers have another name, so that the controllers' selectors miss them. */}}
 {{- define "evenkeel.valkeySelectorLabels" -}}
-app.kubernetes.io/name: {{ include "evenkeel.name" . }}-valkey
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "evenkeel.name" . | trunc 56 | trimSuffix "-" }}-valkey
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- end }}
+
+{{- define "evenkeel.valkeyLabels" -}}
+{{- include "evenkeel.merged" (list (include "evenkeel.valkeySelectorLabels" . | fromYaml) (include "evenkeel.commonLabels" . | fromYaml)) }}
 {{- end }}
 
 {{- define "evenkeel.testSelectorLabels" -}}
-app.kubernetes.io/name: {{ include "evenkeel.name" . }}-test
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "evenkeel.name" . | trunc 56 | trimSuffix "-" }}-test
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "evenkeel.serviceAccountName" -}}
