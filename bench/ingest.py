@@ -171,7 +171,7 @@ async def growth(batches: int) -> list[Row]:
     variants = {
         "ranks": [(ranks, replace(base, ranks=ranks), WINDOW) for ranks in (4, 8, 16, 32, 64)],
         "layers": [(layers, replace(base, layers=layers), WINDOW) for layers in (8, 16, 29, 58)],
-        "window": [(window, base, window) for window in (64, 256, 1024)],
+        "window": [(window, base, window) for window in (128, 512, 2048)],
     }
     for what, cases in variants.items():
         for size, scale, window in cases:
