@@ -146,6 +146,8 @@ def test_ascend_refuses_duplicates_on_a_device_both_ways():
 
 
 def test_sglang_needs_enough_hidden_layers():
+    with pytest.raises(InvalidInput, match="10000000000 hidden layers, at most 10000 are written"):
+        render_placement(_two_layers(), PlacementFormat.SGLANG, num_hidden_layers=10**10)
     with pytest.raises(InvalidInput, match="4 hidden layers, the placement names layer 4"):
         render_placement(_two_layers(), PlacementFormat.SGLANG, num_hidden_layers=4)
 

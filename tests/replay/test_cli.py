@@ -226,6 +226,9 @@ def test_inspect_describes_in_words_and_in_json(small):
             InvalidInput,
             "unknown dispatch model 'magic'; known: even",
         ),
+        (("compare", *SMALL, "--html", "/tmp"), InvalidInput, "/tmp is a folder: name a file in it"),
+        (("compare", *SMALL, "--save-plans", "/tmp"), InvalidInput, "/tmp is a folder"),
+        (("compare", *SMALL, "--rank-speeds", "1e-320,1"), ShapeMismatch, "2 positive rank speeds"),
         (("compare", *SMALL, "--rank-speeds", "1,x"), InvalidInput, "could not convert string to float"),
         (
             ("compare", *SMALL, "--rank-speeds", "1"),

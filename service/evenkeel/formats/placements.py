@@ -37,6 +37,8 @@ __all__ = [
 
 NEUTRAL_FORMAT = "evenkeel.placement"
 NEUTRAL_VERSION = 1
+MAX_HIDDEN_LAYERS = 10_000
+"""Rows of an sglang file; far beyond any model, and short of what memory holds."""
 
 
 class PlacementFormat(StrEnum):
@@ -332,6 +334,8 @@ def _render_sglang(file: PlacementFile, num_hidden_layers: int | None) -> str:
     hidden = max(file.layer_ids) + 1 if num_hidden_layers is None else num_hidden_layers
     if hidden <= max(file.layer_ids):
         raise InvalidInput(f"{hidden} hidden layers, the placement names layer {max(file.layer_ids)}")
+    if hidden > MAX_HIDDEN_LAYERS:
+        raise InvalidInput(f"{hidden} hidden layers, at most {MAX_HIDDEN_LAYERS} are written")
     in_order = np.arange(placement.num_slots, dtype=np.int32) % placement.num_logical_experts
     rows = np.tile(in_order, (hidden, 1))
     rows[list(file.layer_ids)] = placement.phy2log

@@ -4,6 +4,7 @@ Mounted by the command line; heavy imports wait until a command runs.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -315,5 +316,11 @@ def _setup(
 
 def _check_writable(path: Path | None) -> None:
     """Find out before the work, not after it."""
-    if path is not None and not path.parent.is_dir():
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise InvalidInput(f"{path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise InvalidInput(f"{path} is a folder: name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidInput(f"{path} cannot be written")

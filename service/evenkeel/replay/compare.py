@@ -43,7 +43,8 @@ class Fleet:
             raise ShapeMismatch(f"{self.ranks} ranks do not divide over {self.nodes} nodes")
         speeds = self.rank_speeds
         if speeds is not None and (
-            len(speeds) != self.ranks or not all(0 < s < float("inf") for s in speeds)
+            len(speeds) != self.ranks
+            or not all(0 < s < float("inf") and 1 / s < float("inf") for s in speeds)
         ):
             raise ShapeMismatch(
                 f"{self.ranks} positive rank speeds are needed, got {len(speeds)}: {list(speeds)}"
