@@ -190,7 +190,7 @@ def draw(rows: list[Row]) -> Path:
     for axes, what in zip(figure.subplots(1, 3), ("ranks", "layers", "window"), strict=True):
         points = [(int(row.name.rsplit("_", 1)[1]), row.value) for row in rows if f"_{what}_" in row.name]
         axes.plot(*zip(*points, strict=True), marker="o")
-        axes.set(xlabel=what, ylim=(0, None))
+        axes.set(xlabel=what, ylim=(0, 1.1 * max(cost for _, cost in points)))
     figure.axes[0].set_ylabel("us of CPU per message")
     OUT.mkdir(exist_ok=True)
     path = OUT / "ingest_growth.svg"
