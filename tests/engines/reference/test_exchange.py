@@ -95,8 +95,19 @@ def test_a_placement_is_saved_whole_and_damage_reads_as_nothing(tmp_path):
     assert (saved.placement, saved.epoch, saved.generation) == (NEW, 3, "g")
     assert list(path.parent.iterdir()) == [path]
     assert load_placement(path, ModelShape(1, 4, 2, 4, 1, 100)) is None
-    path.write_bytes(path.read_bytes()[:100])
-    assert load_placement(path, SHAPE) is None
+    whole = path.read_bytes()
+    for damaged in (whole[:100], *damage_to(whole)):
+        path.write_bytes(damaged)
+        assert load_placement(path, SHAPE) is None
+
+
+def damage_to(whole):
+    """Bytes of the archive's directory, changed one at a time: version needed, flags, method."""
+    entry = whole.index(b"PK\x01\x02")
+    for offset, value in ((6, 255), (8, 1), (8, 32), (8, 64), (10, 99)):
+        damaged = bytearray(whole)
+        damaged[entry + offset] = value
+        yield bytes(damaged)
 
 
 @pytest.mark.parametrize("epochs, want", [((0, 0), 0), ((3, 2), 3), ((0, 4), 4), ((2, 2), 2)])

@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,18 @@ def load_placement(path: Path, shape: ModelShape) -> SavedPlacement | None:
             placement = Placement(archive["phy2log"], shape.num_ranks, shape.num_logical_experts)
             epoch, generation = int(archive["epoch"]), archive["generation"].tobytes().decode()
         placement.check(shape, allow_duplicates=True)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, EvenkeelError):
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        EOFError,
+        TypeError,
+        zipfile.BadZipFile,
+        zlib.error,
+        EvenkeelError,
+    ):
+        return None
+    except RuntimeError:  # a bit of the directory says: encrypted, or packed in a way zipfile does not know
         return None
     return SavedPlacement(placement, epoch, generation)
 
