@@ -55,6 +55,14 @@ def test_hash_layers_take_experts_from_the_table_and_weights_from_the_gate():
     assert weights[1].tolist() == pytest.approx([0.5, 0.5])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_sum_to_one_beside_a_far_higher_expert_that_the_table_leaves_out(dtype):
+    logits = torch.tensor([[200.0, 1.0, 1.0, 0.0]], dtype=dtype)
+    _, weights = hash_topk(torch.tensor([0]), torch.tensor([[1, 2]]), logits)
+    assert weights.dtype == dtype
+    assert weights[0].tolist() == [0.5, 0.5]
+
+
 def test_wrong_sizes_are_refused():
     with pytest.raises(InvalidInput):
         topk_gate(torch.zeros(2, 3), 4)

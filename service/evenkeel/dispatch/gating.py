@@ -56,5 +56,5 @@ def hash_topk(token_ids: Tensor, table: Tensor, logits: Tensor) -> tuple[Tensor,
             f" {tuple(table.shape)}, {tuple(logits.shape)}"
         )
     experts = table[token_ids].to(torch.int64)
-    kept = torch.softmax(logits, dim=1).gather(1, experts)
-    return experts, kept / kept.sum(dim=1, keepdim=True)
+    # Over the chosen ones alone: beside a much higher logit that was not chosen, all of them would be rounded to 0.
+    return experts, torch.softmax(logits.gather(1, experts), dim=1)
