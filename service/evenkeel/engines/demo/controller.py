@@ -27,7 +27,7 @@ THRESHOLDS = {
     "consecutive_windows": 2,
     "plan_below": 0.95,
     "stop_above": 0.96,
-    "min_gain": 0.01,
+    "min_gain": 0.02,
 }
 """Gates for a run of a minute: a fleet would wait longer before it moves anything."""
 
