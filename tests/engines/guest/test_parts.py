@@ -94,10 +94,10 @@ def test_guards_say_what_differs():
 
 def test_the_environment_is_read_once_and_checked(monkeypatch):
     assert load_guest_settings().addresses == ()
-    monkeypatch.setenv("EVENKEEL_RANK__CONTROLLERS", "a:1, b:2,")
+    monkeypatch.setenv("EVENKEEL_RANK__CONTROLLERS", "a:1, [fd00::2]:2,")
     monkeypatch.setenv("EVENKEEL_RANK__MODE", "place")
     settings = load_guest_settings()
-    assert settings.addresses == ("a:1", "b:2")
+    assert settings.addresses == ("a:1", "[fd00::2]:2")
     assert settings.mode is GuestMode.PLACE
 
 
@@ -108,6 +108,12 @@ def test_the_environment_is_read_once_and_checked(monkeypatch):
         ("DEPLOYMENT", "Not One", "is no deployment name"),
         ("POLL_EVERY", "1", "EVENKEEL_RANK__POLL_EVERY"),
         ("RESOLVE_AFTER", "40", "exceeds EVENKEEL_RANK__POLL_EVERY"),
+        ("GATE_TIMEOUT_S", "inf", "EVENKEEL_RANK__GATE_TIMEOUT_S"),
+        ("GROUP_TIMEOUT_S", "1e300", "EVENKEEL_RANK__GROUP_TIMEOUT_S"),
+        ("WEIGHTS_VERSION", str(2**64), "EVENKEEL_RANK__WEIGHTS_VERSION"),
+        ("CONTROLLERS", "a:1,controller", "'controller' is not host:port"),
+        ("CONTROLLERS", "http://controller:50051", "is not host:port"),
+        ("CONTROLLERS", "fd00::2:50051", "IPv6 addresses stand in brackets"),
         ("TLS_KEY_FILE", "/key", "TLS_CERT_FILE and EVENKEEL_RANK__TLS_KEY_FILE need each other"),
     ],
 )

@@ -3,6 +3,7 @@
 `EVENKEEL_RANK__CONTROLLERS` alone switches the plugin on; without it the engine runs as if it were not installed.
 """
 
+import re
 import socket
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,10 @@ from evenkeel.model.load import Phase
 from evenkeel.wire.values import is_deployment_id
 
 __all__ = ["GuestMode", "GuestSettings", "load_guest_settings"]
+
+_Seconds = Annotated[float, Field(gt=0, le=86_400)]
+"""Up to a day: "inf" is a number that no wait takes."""
+_ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/]+):[0-9]{1,5}")
 
 
 class GuestMode(StrEnum):
@@ -49,21 +54,21 @@ class GuestSettings(BaseSettings):
     must then be known to the others."""
     interface: str = ""
     """Network interface of the gate's Gloo group; empty takes the one the machine's name leads to."""
-    poll_every: Annotated[int, Field(ge=2)] = 16
+    poll_every: Annotated[int, Field(ge=2, le=1_000_000)] = 16
     """Steps between two polls of the gate; a plan waits so long for its start."""
     resolve_after: Annotated[int, Field(ge=1)] = 8
     """Steps until a poll's result is used; below the poll's time the step waits for the network."""
-    group_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    group_timeout_s: _Seconds = 120.0
     """How long the ranks wait for each other at the start."""
-    gate_timeout_s: Annotated[float, Field(gt=0)] = 20.0
-    stall_after_s: Annotated[float, Field(gt=0)] = 30.0
+    gate_timeout_s: _Seconds = 20.0
+    stall_after_s: _Seconds = 30.0
     """Seconds without a layer being switched after which a move is said to have stopped."""
     placement: str = ""
     """File written by `evenkeel export` that vLLM starts from; empty starts as vLLM does. SGLang has an
     option of its own, `--init-expert-location`. A file that does not fit, or not on every rank, is left out."""
     curves: str = ""
     """Folder of curves that `evenkeel profile` wrote on this machine; empty plans without them."""
-    weights_version: Annotated[int, Field(ge=1)] = 1
+    weights_version: Annotated[int, Field(ge=1, lt=2**63)] = 1
     tls_ca_file: Path | None = None
     """PEM of the CA that signed the controllers' certificates; with it only TLS is spoken. This and the two below are read
     for each connection, so new files serve from the next one on: at the latest after the controllers' longest age of one."""
@@ -93,6 +98,11 @@ def load_guest_settings() -> GuestSettings:
         raise InvalidInput("; ".join(faults)) from None
     if not is_deployment_id(settings.deployment):
         raise InvalidInput(f"EVENKEEL_RANK__DEPLOYMENT: {settings.deployment!r} is no deployment name")
+    for address in settings.addresses:
+        if _ADDRESS.fullmatch(address) is None:
+            raise InvalidInput(
+                f"EVENKEEL_RANK__CONTROLLERS: {address!r} is not host:port; IPv6 addresses stand in brackets"
+            )
     if settings.resolve_after > settings.poll_every:
         raise InvalidInput(
             f"EVENKEEL_RANK__RESOLVE_AFTER {settings.resolve_after} exceeds EVENKEEL_RANK__POLL_EVERY"
