@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import threading
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from evenkeel.engines.guest.counts import StepCounts, StepNote
 from evenkeel.engines.guest.guards import Unsupported, check_fields, check_signatures, check_version
 from evenkeel.engines.guest.orders import ROW, Orders, judge
 from evenkeel.engines.guest.settings import GuestMode, load_guest_settings
-from evenkeel.engines.guest.together import all_or_none
+from evenkeel.engines.guest.together import all_or_none, roll_call
 from evenkeel.engines.sglang.state import Rows
 from evenkeel.errors import InvalidInput, ShapeMismatch, Unavailable
 
@@ -138,6 +139,33 @@ def test_an_empty_variable_is_one_that_was_not_set(monkeypatch):
     settings = load_guest_settings()
     assert settings.tls_ca_file is None, "a path of no letters would ask for TLS, with a folder as the CA"
     assert (settings.addresses, settings.deployment, settings.poll_every) == ((), "default", 16)
+
+
+def test_a_rank_without_the_plugin_is_missed_before_any_collective():
+    store = torch.distributed.HashStore()
+    all_there = [threading.Thread(target=roll_call, args=(store, "a", rank, 3, 20.0)) for rank in (1, 2)]
+    for thread in all_there:
+        thread.start()
+    roll_call(store, "a", 0, 3, 20.0)
+    for thread in all_there:
+        thread.join(20)
+    errors = {}
+
+    def asks(rank):
+        try:
+            roll_call(store, "b", rank, 3, 0.2)
+        except Unavailable as error:
+            errors[rank] = str(error)
+
+    late = threading.Thread(target=asks, args=(2,))
+    late.start()
+    asks(0)
+    late.join(20)
+    assert errors == dict.fromkeys(
+        (0, 2), "no plugin came on ranks [1] of 3 within 0.2 s: it must be on all of them"
+    )
+    asks(1)
+    assert 1 in errors, "one that comes when the others have gone on does not begin alone"
 
 
 def test_a_start_that_fails_anywhere_fails_everywhere_and_is_taken_back():

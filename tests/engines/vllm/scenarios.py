@@ -262,6 +262,40 @@ def start_fails(rank, size, *, how):
     }
 
 
+def plugin_missing(rank, size):
+    """One rank has no plugin at all: vLLM balances by itself on all of them, as if none had one."""
+    if rank == 0:
+        config = Config(use_async=False, step_interval=12)
+        one = Rank(rank, size, use_async=False, config=config, group_timeout_s=3.0)
+        state, step, agent = one.state, one.step, one.agent
+    else:
+        modules = engine.load()
+        one = object.__new__(Rank)
+        one.rank, one.size, one.modules, one.hot, one.taken = rank, size, modules, False, 0
+        everyone = list(range(size))
+        one.lockstep = dist.new_group(everyone)
+        engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.new_group(everyone))
+        engine.GROUPS.eplb = engine.group_of(dist.new_group(everyone), dist.new_group(everyone))
+        state = one.state = modules.state.EplbState(
+            Config(use_async=False, step_interval=12), torch.device("cpu")
+        )
+        one.model, one.model_config = Model(modules, rank, size), ModelConfig()
+        state.add_model(one.model, one.model_config)
+        one.model_state = state.model_states["toy-hash"]
+        step, agent = one.step, None
+    before = one.map()
+    for _ in range(30):
+        step()
+    wrong = one.model.wrong_slots(rank, one.model_state.physical_to_logical_map)
+    return {
+        "agent": agent is not None,
+        "steps": one.taken,
+        "before": before,
+        "map": one.map(),
+        "wrong": wrong,
+    }
+
+
 def hook_fails(rank, size):
     """Something of vLLM's is not what the plugin takes it for, in the middle of a move, on one rank."""
     one = Rank(rank, size, use_async=True, stall_after_s=0.5)

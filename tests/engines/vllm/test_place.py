@@ -98,7 +98,17 @@ def test_a_guest_that_cannot_start_on_one_rank_starts_on_none_and_leaves_the_eng
         assert not seen["agent"]
         assert seen["told"] == [[10, 11], [10, 11]]
         assert seen["steps"] == 30
-        assert np.array_equal(seen["map"], seen["before"])
+        assert not np.array_equal(seen["map"], seen["before"]), "vLLM balances by itself"
+
+
+def test_a_rank_without_the_plugin_leaves_vllm_to_itself_on_all():
+    first, second = ranks.once(SCENARIOS, "plugin_missing")
+    assert np.array_equal(first["map"], second["map"])
+    for seen in (first, second):
+        assert not seen["agent"]
+        assert seen["steps"] == 30
+        assert seen["wrong"] == []
+        assert not np.array_equal(seen["map"], seen["before"]), "vLLM balances by itself"
 
 
 def test_an_error_in_a_hook_costs_the_plans_and_not_the_engine():

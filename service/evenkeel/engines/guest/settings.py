@@ -58,8 +58,9 @@ class GuestSettings(BaseSettings):
     """Steps between two polls of the gate; a plan waits so long for its start."""
     resolve_after: Annotated[int, Field(ge=1)] = 8
     """Steps until a poll's result is used; below the poll's time the step waits for the network."""
-    group_timeout_s: _Seconds = 120.0
-    """How long the ranks wait for each other at the start."""
+    group_timeout_s: _Seconds = 300.0
+    """How long the ranks wait for each other at the start: longer than the slowest takes to load more than the fastest,
+    and shorter than NCCL's ten minutes, after which ranks without the plugin would end for want of the others."""
     gate_timeout_s: _Seconds = 20.0
     stall_after_s: _Seconds = 30.0
     """Seconds without a layer being switched after which a move is said to have stopped."""

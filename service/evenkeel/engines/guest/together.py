@@ -4,27 +4,71 @@ A start that fails on one rank and not on the others would leave them in collect
 hold their balancer back, or wait for a rank that knows nothing of it. So after each part of it the ranks compare.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import structlog
+import torch.distributed
 
 from evenkeel.agent.guest import GuestAgent
 from evenkeel.agent.ports import GateFailed
 from evenkeel.engines.guest.orders import Gather
 from evenkeel.errors import Unavailable
 
-__all__ = ["all_or_none", "engine_spared"]
+__all__ = ["all_or_none", "engine_spared", "roll_call", "roll_call_of"]
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
+_distributed: Any = torch.distributed
+_MARGIN_S = 10.0
+_calls = itertools.count()
 
 
 class _Guest(Protocol):
     @property
     def agent(self) -> GuestAgent | None: ...
+
+
+def roll_call_of(group: Any, timeout_s: float) -> None:
+    """See `roll_call`: the ranks of one of the engine's groups, over the store of the engine's default group."""
+    try:
+        store = _distributed.distributed_c10d._get_default_store()
+        first = _distributed.get_process_group_ranks(group)[0]
+    except (AttributeError, RuntimeError, ValueError, KeyError) as error:
+        _log.warning("roll_call_left_out", detail=f"the engine's groups have no store: {error!r:.200}")
+        return
+    name = f"evenkeel/roll-call/{first}/{next(_calls)}"
+    roll_call(store, name, group.rank(), group.size(), timeout_s)
+
+
+def roll_call(store: Any, name: str, rank: int, size: int, timeout_s: float) -> None:
+    """Find out whether the plugin is on every rank, before the first collective: one that has none never comes to it.
+
+    The first rank that decides writes the verdict, in one step of the store; all others read it.
+
+    Raises:
+        Unavailable: somebody is missing; the same on every rank that asked.
+    """
+    mine, verdict = f"{name}/{rank}", f"{name}/verdict"
+    store.set(mine, "here")
+    try:
+        if rank == 0:
+            store.wait([f"{name}/{other}" for other in range(size)], timedelta(seconds=timeout_s))
+            store.compare_set(verdict, "", "all")
+        else:
+            store.wait([verdict], timedelta(seconds=timeout_s + _MARGIN_S))
+    except RuntimeError:
+        store.compare_set(verdict, "", "missing")
+    if store.get(verdict) != b"all":
+        here = [other for other in range(size) if store.check([f"{name}/{other}"])]
+        missing = [other for other in range(size) if other not in here] or [rank]
+        raise Unavailable(
+            f"no plugin came on ranks {missing[:8]} of {size} within {timeout_s:g} s: it must be on all of them"
+        )
 
 
 def all_or_none(

@@ -18,7 +18,7 @@ from evenkeel.engines.guest.bootstrap import make_guest
 from evenkeel.engines.guest.counts import StepCounts, StepNote, record_step
 from evenkeel.engines.guest.orders import Orders, gather_rows
 from evenkeel.engines.guest.settings import GuestMode, GuestSettings
-from evenkeel.engines.guest.together import all_or_none, engine_spared
+from evenkeel.engines.guest.together import all_or_none, engine_spared, roll_call_of
 from evenkeel.engines.sglang.state import Rows, SglangWeights, counting_side, initial, read_shape
 from evenkeel.errors import InvalidInput, Reason
 from evenkeel.model.load import CountingSide
@@ -95,6 +95,7 @@ class SglangGuest:
             _log.exception("guest_not_started", detail=str(error)[:300])
 
     def _start(self) -> None:
+        roll_call_of(self._engine.cpu_group(), self.settings.group_timeout_s)
         shape = all_or_none("read the model", self._read, self._gather)
         rank, metadata = _distributed.get_rank(), self._engine.metadata()
         self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
@@ -196,8 +197,14 @@ class SglangGuest:
             layers = self._layers[device] = torch.tensor(self._rows.layer_ids, device=device)
         return layers
 
-    def run(self) -> Iterator[None]:
-        """The manager's entry point: a rebalance when a plan is due, at the same pass on every rank."""
+    def run(self, original: Callable[[], Iterator[None]]) -> Iterator[None]:
+        """The manager's entry point: a rebalance when a plan is due, at the same pass on every rank.
+
+        Begins with the first forward pass. A guest that did not start leaves the manager to itself.
+        """
+        if self.agent is None:
+            yield from original()
+            return
         while True:
             yield
             if not self._due:
@@ -217,8 +224,11 @@ class SglangGuest:
             num_slots: slots of a layer it must fill.
 
         Returns:
-            None when SGLang asks for another number of slots than it has: its own planner must answer.
+            None when SGLang asks for another number of slots than it has, or no guest could be started: its own
+            planner must answer.
         """
+        if self.agent is None:
+            return None
         hidden = self._engine.metadata().physical_to_logical_map_cpu.numpy()
         if hidden.shape[1] != num_slots:
             return None

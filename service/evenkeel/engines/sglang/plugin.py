@@ -129,7 +129,7 @@ class Plugin:
         add(f"{manager}.on_forward_pass_end", self._around_pass_end, kinds.AROUND)
         add(f"{_UPDATER}.ExpertLocationUpdater.update", self._around_update, kinds.AROUND)
         if self.settings.mode is GuestMode.PLACE:
-            add(f"{manager}._entrypoint", self._entrypoint, kinds.REPLACE)
+            add(f"{manager}._entrypoint", self._around_entrypoint, kinds.AROUND)
             add(f"{manager}._check_rebalance_needed", self._around_check, kinds.AROUND)
             add(f"{_ALGORITHMS}.rebalance_experts", self._around_planner, kinds.AROUND)
         _log.info("guest_installed", engine="sglang", version=self._version, mode=self.settings.mode)
@@ -176,8 +176,8 @@ class Plugin:
         with engine_spared(guest, "on_forward_pass_end"):
             guest.settle()
 
-    def _entrypoint(self, manager: Any) -> Iterator[None]:
-        return self.guest_of(manager).run()
+    def _around_entrypoint(self, original: Callable[[Any], Iterator[None]], manager: Any) -> Iterator[None]:
+        return self.guest_of(manager).run(lambda: original(manager))
 
     def _around_check(
         self, original: Callable[..., bool], manager: Any, average_utilization_rate_over_window: Any

@@ -15,7 +15,7 @@ from evenkeel.engines.guest.bootstrap import make_guest
 from evenkeel.engines.guest.counts import StepCounts, StepNote, record_step
 from evenkeel.engines.guest.orders import Orders, gather_rows
 from evenkeel.engines.guest.settings import GuestMode, GuestSettings
-from evenkeel.engines.guest.together import all_or_none
+from evenkeel.engines.guest.together import all_or_none, roll_call_of
 from evenkeel.engines.vllm.state import VllmModelState, VllmState, VllmWeights, read_map, read_shape
 from evenkeel.engines.vllm.warm import start_from_file
 from evenkeel.errors import InvalidInput, Reason
@@ -86,6 +86,7 @@ class VllmGuest:
     def _start(self, model_state: VllmModelState) -> None:
         group = self._groups.get_ep_group()
         size, rank = int(group.world_size), int(group.rank_in_group)
+        roll_call_of(group.cpu_group, self.settings.group_timeout_s)
         shape = all_or_none("read the model", lambda: read_shape(model_state, size), self._gather)
         if self.settings.placement:
             start_from_file(
@@ -171,9 +172,13 @@ class VllmGuest:
         self._due = False
 
     def concerns(self, layers: int, slots: int) -> bool:
-        """Whether a map of this size is the target model's."""
+        """Whether a map of this size is the target model's, and a guest is there to answer for it."""
         model_state = self._model_state
-        return model_state is not None and tuple(model_state.physical_to_logical_map.shape) == (layers, slots)
+        return (
+            self.agent is not None
+            and model_state is not None
+            and tuple(model_state.physical_to_logical_map.shape) == (layers, slots)
+        )
 
     def layer_committed(self, model_state: Any, layer: int, seconds: float) -> None:
         """vLLM's asynchronous mode switched one layer, on every rank at this step."""

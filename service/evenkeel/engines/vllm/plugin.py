@@ -169,7 +169,8 @@ class Plugin:
 
         @functools.wraps(should_record)
         def record_always(state: Any, log_stats: bool = False) -> bool:
-            return state in self.guests or bool(should_record(state, log_stats))
+            guest = self.guests.get(state)
+            return (guest is not None and guest.agent is not None) or bool(should_record(state, log_stats))
 
         rearrange = owner.rearrange
 

@@ -17,8 +17,8 @@ def make_policy(original: Any, guests: "Mapping[Any, VllmGuest]") -> Any:
     """A class to stand in `EPLB_POLICIES["default"]`.
 
     Args:
-        original: vLLM's planner; asked only where vLLM wants another number of slots than it has, as when
-            ranks come or go.
+        original: vLLM's planner; asked where vLLM wants another number of slots than it has, as when ranks come
+            or go, and where no guest could be started.
         guests: one per `EplbState` of the process.
     """
 
@@ -36,13 +36,15 @@ def make_policy(original: Any, guests: "Mapping[Any, VllmGuest]") -> Any:
             old_global_expert_indices: Tensor | None = None,
         ) -> Tensor:
             old = old_global_expert_indices
-            if old is None or old.shape[1] != num_replicas:
+            watched = list(guests.values())
+            alone = bool(watched) and all(guest.agent is None for guest in watched)
+            if old is None or old.shape[1] != num_replicas or alone:
                 answer: Tensor = original.rebalance_experts(
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old
                 )
                 return answer
             current = np.asarray(old.cpu().numpy(), np.int64)
-            for guest in list(guests.values()):
+            for guest in watched:
                 if guest.concerns(*current.shape):
                     return torch.from_numpy(np.ascontiguousarray(guest.plan(current)))
             return old.cpu().clone()
