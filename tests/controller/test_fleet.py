@@ -10,10 +10,11 @@ from evenkeel.adapters.clock import SystemClock
 from evenkeel.adapters.metrics import ControllerMetrics
 from evenkeel.adapters.planner_pool import PlannerPool
 from evenkeel.controller.deployment import Outside
+from evenkeel.controller.figures import FigureLimits
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.planning import request_digest
-from evenkeel.controller.serve import _deployment_options
+from evenkeel.controller.serve import _deployment_options, _refresh_metrics
 from evenkeel.errors import Conflict, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, PlanId
 from evenkeel.ports import PlanRequest
@@ -114,3 +115,43 @@ async def test_records_go_by_the_clock_as_it_is_set(rig, step_s):
         member.control.migration.unix_offset_s,
     ):
         assert offset == pytest.approx(clock.unix() - clock.monotonic(), abs=1.0)
+
+
+async def test_other_work_is_done_between_the_figures_of_two_deployments(rig):
+    fleet, _ = rig
+    said = []
+
+    class Noting(ControllerMetrics):
+        def follow(self, deployment):
+            super().follow(deployment)
+            said.append(deployment)
+            asyncio.get_running_loop().call_soon(said.append, "other work")
+
+    refresh = asyncio.create_task(
+        _refresh_metrics(fleet, Noting(CollectorRegistry()), 0.01, FigureLimits(1, 0))
+    )
+    try:
+        await until(lambda: len(said) >= 8)
+    finally:
+        refresh.cancel()
+    assert said[:4] == [ONE, "other work", TWO, "other work"]
+
+
+async def test_a_deployment_let_go_of_while_figures_are_refreshed_gets_no_series_again(rig):
+    fleet, _ = rig
+    said = []
+
+    class Noting(ControllerMetrics):
+        def follow(self, deployment):
+            super().follow(deployment)
+            said.append(deployment)
+            fleet.members.pop(TWO, None)
+
+    refresh = asyncio.create_task(
+        _refresh_metrics(fleet, Noting(CollectorRegistry()), 0.01, FigureLimits(1, 0))
+    )
+    try:
+        await until(lambda: len(said) >= 2)
+    finally:
+        refresh.cancel()
+    assert set(said) == {ONE}

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evenkeel.controller.balance import Balance
 from evenkeel.controller.cycle import (
@@ -144,6 +146,26 @@ def test_phases_are_merged_in_step_order_and_the_newest_kept():
     assert np.array_equal(counts[1:], np.stack(wanted))
     assert len(counts) == 6
     assert np.array_equal(source, decode.source.astype(float) + prefill.source)
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 12), min_size=1, max_size=4), st.integers(1, 20))
+def test_merging_phases_is_sorting_all_their_steps(seed, lengths, num_steps):
+    rng = np.random.default_rng(seed)
+    windows = [
+        make_window(np.sort(rng.choice(20, length, replace=False)), seed + at)
+        for at, length in enumerate(lengths)
+    ]
+    newest = [window.last(num_steps) for window in windows]
+    rows = [
+        (step, at, counts)
+        for at, w in enumerate(newest)
+        for step, counts in zip(w.steps, w.counts, strict=True)
+    ]
+    rows = sorted(rows, key=lambda row: row[:2])[-num_steps:]
+    wanted = np.array([counts for _, _, counts in rows], np.uint32).reshape(-1, 2, 4)
+    counts, _ = merge_phases(windows, SHAPE, num_steps)
+    assert counts.dtype == np.uint32
+    assert np.array_equal(counts, wanted)
 
 
 def test_no_load_is_an_empty_window():

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from evenkeel.controller.balance import Balance, _PhaseBalance
+from evenkeel.controller.balance import Balance
 from evenkeel.controller.cycle import CycleSettings, price
 from evenkeel.controller.speeds import Device, SlowRanks, join_curves, speed_factors
-from evenkeel.model.load import Phase
+from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.planning.metrics import rank_seconds
 from evenkeel.planning.problem import DispatchModel
@@ -48,6 +50,51 @@ def test_outliers_move_nothing():
     rng = np.random.default_rng(9)
     seconds[rng.random(seconds.shape) < 0.2] *= 50
     assert np.allclose(speed_factors(tokens, seconds), true, rtol=0.1)
+
+
+def plain_factors(tokens, seconds):
+    """The same pass by pass, each from nothing."""
+    known = (tokens > 0) & (seconds > 0) & np.isfinite(seconds)
+    enough = known.sum(axis=0) >= 16
+    if not enough.any():
+        return np.full(tokens.shape[1], np.nan)
+    known &= enough
+    factors = np.where(enough, 1.0, np.nan)
+    for _ in range(12):
+        x, y = tokens[known], (seconds / factors)[known]
+        order = np.argsort(x, kind="stable")
+        bins = np.array_split(order, min(12, len(order)))
+        at = np.array([np.median(x[one]) for one in bins])
+        level = np.maximum.accumulate([np.median(y[one]) for one in bins])
+        keep = np.concatenate([[True], np.diff(at) > 0])
+        expected = np.interp(tokens, at[keep], level[keep])
+        factors = np.array(
+            [
+                np.median((seconds / expected)[known[:, rank], rank]) if known[:, rank].any() else np.nan
+                for rank in range(tokens.shape[1])
+            ]
+        )
+        factors /= np.median(factors[enough])
+    return factors
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 70),
+    st.integers(1, 9),
+    st.sampled_from([2, 30, 100_000]),
+    st.sampled_from([0.0, 0.2, 0.7]),
+    st.booleans(),
+)
+def test_factors_are_those_of_plain_passes_to_the_bit(seed, steps, ranks, most, missing, coarse):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, most, (steps, ranks)).astype(float)
+    seconds = rng.lognormal(-6, 1, tokens.shape)
+    if coarse:
+        seconds = np.ceil(seconds * 500) / 500
+    seconds[rng.random(seconds.shape) < missing] = np.nan
+    seconds[rng.random(seconds.shape) < 0.03] = 0.0
+    assert np.array_equal(speed_factors(tokens, seconds), plain_factors(tokens, seconds), equal_nan=True)
 
 
 def test_unknown_is_not_a_speed():
@@ -100,13 +147,44 @@ def test_measured_curves_are_what_the_planner_scores_with():
     assert price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=False), joined) == (None, 1.0)
 
 
+PLACEMENT = Placement(np.arange(4)[None], 4, 4)
+
+
+def seen(balance, tokens, seconds):
+    """Show a balance steps in which rank r carried tokens[:, r] by its one expert r."""
+    counts, steps = tokens[:, None].astype(np.uint32), len(tokens)
+    window = LoadWindow(
+        counts, np.arange(steps), np.zeros(steps, int), np.ones(tokens.shape, np.int64), seconds
+    )
+    balance.update({Phase.MIXED: window}, PLACEMENT)
+    return balance
+
+
 def test_the_planner_compares_ranks_at_the_same_tokens():
     tokens, seconds = served(np.array([1.0, 1.0, 1.2, 1.0]), shares=np.array([1.0, 1.0, 1.0, 0.2]))
-    balance = Balance(512)
-    balance._phases[Phase.MIXED] = phase = _PhaseBalance(Placement(np.arange(4)[None], 4, 4))
-    phase.tokens, phase.compute_s = tokens, seconds
-    paces = balance.paces()
+    paces = seen(Balance(512), tokens, seconds).paces()
     assert np.allclose(paces / paces[0], [1.0, 1.0, 1.2, 1.0], rtol=0.06)
-    phase.compute_s = seconds.copy()
-    phase.compute_s[:, 1] = np.nan
-    assert np.isnan(balance.paces()[1]), "unknown is never a speed"
+    seconds[:, 1] = np.nan
+    assert np.isnan(seen(Balance(512), tokens, seconds).paces()[1]), "unknown is never a speed"
+
+
+def test_factors_stand_until_sixteen_more_steps_came():
+    tokens, seconds = served(np.array([1.0, 1.0, 1.2, 1.0]))
+    balance = seen(Balance(512), tokens[:15], seconds[:15])
+    assert np.isnan(balance.speed_factors()).all()
+    first = seen(balance, tokens[:16], seconds[:16]).speed_factors()
+    assert np.array_equal(first, speed_factors(tokens[:16], seconds[:16])), "unknown is no answer to keep"
+    assert seen(balance, tokens[:31], seconds[:31]).speed_factors() is first
+    later = seen(balance, tokens[:32], seconds[:32]).speed_factors()
+    assert np.array_equal(later, speed_factors(tokens[:32], seconds[:32]))
+    balance.clear()
+    assert len(balance.speed_factors()) == 0
+    anew = seen(balance, tokens[:20], seconds[:20]).speed_factors()
+    assert np.array_equal(anew, speed_factors(tokens[:20], seconds[:20]))
+    other = Placement(np.array([[1, 0, 2, 3]]), 4, 4)
+    steps = np.arange(20)
+    window = LoadWindow(
+        tokens[:20, None].astype(np.uint32), steps, steps * 0, np.ones((20, 4), np.int64), seconds[:20]
+    )
+    balance.update({Phase.MIXED: window}, other)
+    assert np.array_equal(balance.speed_factors(), speed_factors(tokens[:20, [1, 0, 2, 3]], seconds[:20]))

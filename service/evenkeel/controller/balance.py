@@ -14,6 +14,9 @@ from evenkeel.planning.split import EVEN_SPLIT, SplitModel
 
 __all__ = ["Balance"]
 
+_FACTORS_EVERY = 16
+"""New steps after which speed factors are worked out again: they are medians of hundreds, and cost milliseconds."""
+
 
 class _PhaseBalance:
     """Figures of the newest steps of one phase, oldest first."""
@@ -43,17 +46,20 @@ class Balance:
         self._split = split
         self._placement: Placement | None = None
         self._phases: dict[Phase, _PhaseBalance] = {}
+        self._factors: NDArray[np.float64] | None = None
+        """None while none is known; see `speed_factors`."""
+        self._steps_since_factors = 0
 
     def clear(self) -> None:
         """Forget everything: the windows begin anew."""
-        self._placement = None
+        self._placement = self._factors = None
         self._phases.clear()
 
     def update(self, windows: dict[Phase, LoadWindow], placement: Placement) -> None:
         """Take in the steps that are new since the last call."""
         if self._placement is None or placement.digest != self._placement.digest:
+            self.clear()
             self._placement = placement
-            self._phases.clear()
         for phase, window in windows.items():
             known = self._phases.setdefault(phase, _PhaseBalance(placement))
             newest = int(known.steps[-1]) if len(known.steps) else -1
@@ -67,12 +73,14 @@ class Balance:
                 InfeasiblePlan
             ):  # The map lost an expert the window still has load of: unknown until it slides out.
                 del self._phases[phase]
+                self._factors = None
                 continue
             cut = slice(-self._capacity, None)
             known.steps = np.concatenate([known.steps, new.steps])[cut]
             known.balance = np.concatenate([known.balance, metrics.balancedness(by_rank)])[cut]
             known.tokens = np.concatenate([known.tokens, by_rank.sum(axis=1)])[cut]
             known.compute_s = np.concatenate([known.compute_s, new.compute_s])[cut]
+            self._steps_since_factors += len(new)
 
     def summary(self, phase: Phase | None = None) -> tuple[float | None, float | None]:
         """(mean, worst layer) of one phase or of all; None where no load is known."""
@@ -112,11 +120,19 @@ class Balance:
         )
 
     def speed_factors(self) -> NDArray[np.float64]:
-        """(R,) each rank's seconds over the median rank's at the same tokens; NaN where not known. Empty before load."""
+        """(R,) each rank's seconds over the median rank's at the same tokens; NaN where not known. Empty before load.
+
+        Once some are known they stand until 16 more steps came.
+        """
+        if self._factors is not None and self._steps_since_factors < _FACTORS_EVERY:
+            return self._factors
         tokens, seconds = self._joined("tokens"), self._joined("compute_s")
         if tokens is None or seconds is None:
             return np.zeros(0)
-        return speed_factors(tokens, seconds)
+        found = speed_factors(tokens, seconds)
+        self._factors = found if np.isfinite(found).any() else None
+        self._steps_since_factors = 0
+        return found
 
     def paces(self) -> NDArray[np.float64]:
         """(R,) seconds per token a planner may compare: the median rank's, times each rank's factor.

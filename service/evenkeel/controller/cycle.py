@@ -138,7 +138,13 @@ def merge_phases(
         return chosen[0].last(num_steps).counts, source
     parts = [window.last(num_steps) for window in chosen]
     order = np.argsort(np.concatenate([part.steps for part in parts]), kind="stable")[-num_steps:]
-    return np.concatenate([part.counts for part in parts])[order], source
+    counts = np.empty((len(order), *parts[0].counts.shape[1:]), np.uint32)
+    first = 0
+    for part in parts:  # A joined copy of all phases would be several times what is kept.
+        of_part = (order >= first) & (order < first + len(part))
+        counts[of_part] = part.counts[order[of_part] - first]
+        first += len(part)
+    return counts, source
 
 
 def price(

@@ -234,6 +234,9 @@ async def _refresh_metrics(
         await asyncio.sleep(interval_s)
         figures = {one: figures.get(one) or Figures(one, limits) for one in fleet.members.values()}
         for name, deployment in list(fleet.members.items()):
+            await asyncio.sleep(0)  # Each takes milliseconds: reports and heartbeats are read in between.
+            if fleet.members.get(name) is not deployment:
+                continue
             if not deployment.keeper.leading or deployment.shape is None:
                 metrics.follow(name)
                 continue

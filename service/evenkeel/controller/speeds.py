@@ -41,26 +41,31 @@ def speed_factors(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> 
     if not enough.any():
         return np.full(ranks, np.nan)
     known &= enough
+    # Passes change the seconds only: the order of the tokens, their bins and the bins' places are found once.
+    carried = tokens[known]
+    parts = np.array_split(np.argsort(carried, kind="stable"), min(_BINS, len(carried)))
+    at = np.array([_median(carried[part]) for part in parts])
+    keep = np.concatenate([[True], np.diff(at) > 0])
+    rows = [np.flatnonzero(column) for column in known.T]
     factors = np.where(enough, 1.0, np.nan)
     for _ in range(_PASSES):
-        expected = _pooled(tokens, seconds / factors, known)
-        ratios = np.where(known, seconds / np.where(known, expected, 1.0), np.nan)
-        factors = np.array([np.median(r[~np.isnan(r)]) if (~np.isnan(r)).any() else np.nan for r in ratios.T])
-        factors /= np.median(factors[enough])
+        level = _rising(parts, (seconds / factors)[known])
+        expected = np.interp(tokens, at[keep], level[keep])
+        ratios = [seconds[row, rank] / expected[row, rank] for rank, row in enumerate(rows)]
+        factors = np.array([_median(ratio) if len(ratio) else np.nan for ratio in ratios])
+        factors /= _median(factors[enough])
     return factors
 
 
-def _pooled(
-    tokens: NDArray[np.float64], seconds: NDArray[np.float64], known: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    """(T, R) seconds by the curve of all ranks: medians of bins of equal size, rising, with lines between."""
-    x, y = tokens[known], seconds[known]
-    order = np.argsort(x, kind="stable")
-    parts = np.array_split(order, min(_BINS, len(order)))
-    at = np.array([np.median(x[part]) for part in parts])
-    level = np.maximum.accumulate(np.array([np.median(y[part]) for part in parts]))
-    keep = np.concatenate([[True], np.diff(at) > 0])
-    return np.asarray(np.interp(tokens, at[keep], level[keep]), np.float64)
+def _rising(parts: list[NDArray[np.int64]], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Level of the curve of all ranks in each bin: its median, or that of a bin before it where that is higher."""
+    return np.asarray(np.maximum.accumulate([_median(seconds[part]) for part in parts]), np.float64)
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    """`np.median` of some finite values to the bit; called hundreds of times, its own checks cost more than the work."""
+    ordered, count = np.sort(values), len(values)
+    return float((ordered[(count - 1) // 2] + ordered[count // 2]) / 2)
 
 
 def join_curves(curves: Sequence[CostCurve | None]) -> CostCurves | None:
