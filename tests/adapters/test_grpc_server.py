@@ -4,16 +4,22 @@ import asyncio
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from evenkeel.adapters import encoder
+from evenkeel.adapters.encoder import Encoder
 from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
 from evenkeel.adapters.grpc_server import GrpcServer, RankStream
 from evenkeel.errors import InvalidInput, Reason
+from evenkeel.model.ids import Epoch, Generation, PlanId
+from evenkeel.model.plan import Transfer, Wave, WaveKey
+from evenkeel.protocol.messages import Leader, Prepare
 from evenkeel.v1 import agent_pb2, agent_pb2_grpc
-from evenkeel.wire.codec import encode_rank_message
+from evenkeel.wire.codec import encode_controller_message, encode_rank_message
 from evenkeel.wire.link import (
     FlowControl,
     Heartbeat,
@@ -57,6 +63,42 @@ async def test_acknowledgements_nobody_read_yet_are_joined():
     assert await drain(stream) == [ReportAck(49, 1, Reason.LATE_STEP)]
 
 
+def make_prepare(index=0, checksum=0):
+    rows = np.array([[0, 1, 2, 0]], np.int32)
+    wave = Wave(index, (1,), rows, ((Transfer(1, 0, 0, 3, 1000),),))
+    key = WaveKey(Generation("g"), PlanId("p"), index, 1, Epoch(6))
+    return Prepare(Leader("a", 1), key, Epoch(0), wave, (checksum,), 5.0)
+
+
+def test_a_prepare_is_encoded_once_for_all_ranks_and_resends_and_another_anew(monkeypatch):
+    encoded = []
+
+    def counting(message):
+        encoded.append(message)
+        return encode_controller_message(message)
+
+    monkeypatch.setattr(encoder, "encode_controller_message", counting)
+    one, equal, other = make_prepare(), make_prepare(), make_prepare(1, checksum=7)
+    encode = Encoder().encode
+    for _ in range(5):  # Ranks, and resends with other messages between them.
+        assert encode(one) == encode_controller_message(one).SerializeToString()
+        assert encode(FlowControl(2.0)) == encode_controller_message(FlowControl(2.0)).SerializeToString()
+    assert [type(message) for message in encoded] == [Prepare, *[FlowControl] * 5]
+    assert encode(other) == encode_controller_message(other).SerializeToString() != encode(one)
+    encode(equal)
+    sent = [message for message in encoded if isinstance(message, Prepare)]
+    assert [id(message) for message in sent] == [id(one), id(other), id(one), id(equal)]
+
+
+def test_a_message_that_cannot_be_said_is_refused_each_time_and_keeps_nothing():
+    encode, good, bad = Encoder().encode, make_prepare(), make_prepare(checksum=-1)
+    data = encode(good)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="-1"):
+            encode(bad)
+        assert encode(good) == data
+
+
 # --- over a socket --------------------------------------------------------------------------------
 
 
@@ -67,6 +109,30 @@ async def test_messages_go_both_ways_and_a_rank_that_hangs_up_is_noticed(serve):
         beat = encode_rank_message(Heartbeat(7, 1, 2))
         assert await ask(channel, encode_rank_message(HELLO), beat) == ReportAck(7)
     await asyncio.wait_for(hub.lost.wait(), 10)
+
+
+@pytest.mark.integration
+async def test_streams_share_the_bytes_of_one_prepare(serve, monkeypatch):
+    server, hub = await serve()
+    prepare, encoded = make_prepare(), []
+    attach = hub.attach
+
+    async def preparing(hello, stream):
+        stream.send(prepare)
+        return await attach(hello, stream)
+
+    def counting(message):
+        encoded.append(message)
+        return encode_controller_message(message)
+
+    hub.attach = preparing
+    monkeypatch.setattr(encoder, "encode_controller_message", counting)
+    for _ in range(3):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            told = await ask(channel, encode_rank_message(HELLO))
+            assert isinstance(told, Prepare)
+            assert told.body.transfers == prepare.body.transfers
+    assert encoded == [prepare]
 
 
 @pytest.mark.integration

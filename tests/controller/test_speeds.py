@@ -147,7 +147,7 @@ def test_measured_curves_are_what_the_planner_scores_with():
     assert price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=False), joined) == (None, 1.0)
 
 
-PLACEMENT = Placement(np.arange(4)[None], 4, 4)
+PLACEMENT = Placement(np.arange(4, dtype=np.int32)[None], 4, 4)
 
 
 def seen(balance, tokens, seconds):
@@ -181,7 +181,7 @@ def test_factors_stand_until_sixteen_more_steps_came():
     assert len(balance.speed_factors()) == 0
     anew = seen(balance, tokens[:20], seconds[:20]).speed_factors()
     assert np.array_equal(anew, speed_factors(tokens[:20], seconds[:20]))
-    other = Placement(np.array([[1, 0, 2, 3]]), 4, 4)
+    other = Placement(np.array([[1, 0, 2, 3]], np.int32), 4, 4)
     steps = np.arange(20)
     window = LoadWindow(
         tokens[:20, None].astype(np.uint32), steps, steps * 0, np.ones((20, 4), np.int64), seconds[:20]

@@ -15,11 +15,12 @@ from grpc_reflection.v1alpha import reflection
 from structlog.contextvars import bound_contextvars
 
 from evenkeel.adapters.addresses import host_port
+from evenkeel.adapters.encoder import Encoder
 from evenkeel.adapters.server_tls import ServerCertificates, check_identity
 from evenkeel.errors import EvenkeelError, InvalidInput, PeerViolation
 from evenkeel.protocol.messages import Hello
 from evenkeel.v1 import agent_pb2
-from evenkeel.wire.codec import decode_rank_message, encode_controller_message
+from evenkeel.wire.codec import decode_rank_message
 from evenkeel.wire.link import FromRankLink, ReportAck, ToRankLink
 from evenkeel.wire.trace import trace_id_or_new
 
@@ -199,6 +200,7 @@ class GrpcServer:
     def __init__(self, options: ServerOptions) -> None:
         self._hub: RankHub | None = None
         self._options = options
+        self._encoder = Encoder()
         self._numbers = itertools.count(1)
         self._server: Any = None
         self._open = 0
@@ -233,7 +235,6 @@ class GrpcServer:
             self._attach,
             # Parsed by us: what is no message must count as a violation, not as a crash of the call.
             request_deserializer=None,
-            response_serializer=agent_pb2.ControllerMessage.SerializeToString,
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Attach": attach}),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -280,7 +281,7 @@ class GrpcServer:
 
     async def _serve_stream(self, context: Any) -> None:
         stream = RankStream(next(self._numbers), context.peer(), capacity=self._options.send_queue)
-        writer = asyncio.create_task(_write(stream, context), name=f"rank-stream-{stream.number}-writer")
+        writer = asyncio.create_task(self._write(stream, context), name=f"rank-stream-{stream.number}-writer")
         reader = asyncio.create_task(self._read(stream, context), name=f"rank-stream-{stream.number}-reader")
         try:
             # The writer ends when the stream is closed by us, the reader when the rank closed it.
@@ -297,6 +298,15 @@ class GrpcServer:
         if stream.too_fast:
             per_s = self._options.max_messages_per_s
             await _exhausted(context, f"more than {per_s:g} messages a second")
+
+    async def _write(self, stream: RankStream, context: Any) -> None:
+        while (message := await stream.next()) is not None:
+            try:
+                data = self._encoder.encode(message)
+            except (EvenkeelError, ValueError) as error:
+                _log.error("message_not_sent", kind=type(message).__name__, error=str(error))
+                continue
+            await context.write(data)
 
     async def _read(self, stream: RankStream, context: Any) -> None:
         """The rank's messages to its deployment, until either end is done."""
@@ -386,13 +396,3 @@ def _parse(data: bytes) -> agent_pb2.RankMessage:
         return agent_pb2.RankMessage.FromString(data)
     except DecodeError as error:
         raise PeerViolation(f"{len(data)} bytes that are no message: {error}") from None
-
-
-async def _write(stream: RankStream, context: Any) -> None:
-    while (message := await stream.next()) is not None:
-        try:
-            encoded = encode_controller_message(message)
-        except (EvenkeelError, ValueError) as error:
-            _log.error("message_not_sent", kind=type(message).__name__, error=str(error))
-            continue
-        await context.write(encoded)
