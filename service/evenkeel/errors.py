@@ -65,6 +65,7 @@ class Reason(StrEnum):
     # Why a plan is refused, ended, stalled.
     COMMITTED = "committed"
     STALE_BASE = "stale_base"
+    POLICY_CHANGED = "policy_changed"
     GENERATION_CHANGED = "generation_changed"
     WEIGHTS_VERSION_CHANGED = "weights_version_changed"
     CANCELLED = "cancelled"

@@ -10,7 +10,7 @@ What operators ask for comes by `operator.Operator`.
 from evenkeel.errors import IllegalEvent, Reason
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Plan, PlanRecord
+from evenkeel.model.plan import Plan, PlanKind, PlanRecord
 from evenkeel.model.policy import DeploymentPolicy
 from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol.control_messages import ControlAction, FromRank, PersistAction, SendToRank
@@ -201,7 +201,7 @@ class DeploymentControl:
         self.cycles = Cycles(
             self.migration,
             self.policy,
-            first_at=now + self.policy.cycle_s,
+            since=now,
             deadline_s=timing.cycle_deadline_s,
         )
         self.cycles.held, self.cycles.frozen_until = event.stored.held, event.stored.frozen_until
@@ -353,9 +353,20 @@ class DeploymentControl:
             return []
         actions: list[ControlAction] = []
         if record is not None and not migration.weights_moved:
-            actions = migration.begin_wave(record, now, may_persist=not self._unstored)
+            closed = self._may_not_begin(record, now)
+            if closed is None:
+                actions = migration.begin_wave(record, now, may_persist=not self._unstored)
+            else:
+                actions = migration.wait(record, closed, "accepted before, and not begun yet", now)
         self.state = ControlState.READY if self.book.active is None else ControlState.MIGRATING
         return actions
+
+    def _may_not_begin(self, record: PlanRecord, now: float) -> Reason | None:
+        """A freeze and the schedule hold what has not begun, but for a rollback; a plan under way goes on."""
+        assert self.cycles is not None
+        if record.plan.kind is PlanKind.ROLLBACK or self.book.has_begun(record):
+            return None
+        return self.cycles.closed(now)
 
     def _settle(self, now: float) -> list[ControlAction]:
         """Leave RECOVERING when the recovery is over."""
@@ -407,7 +418,7 @@ class DeploymentControl:
             self._heartbeat_at = now + self.timing.heartbeat_s
             self.recovery.query += 1
             query = QueryState(self.leader, query=self.recovery.query)
-            for rank, member in self.membership.members.items():
+            for rank, member in self.membership.everyone.items():
                 actions.append(SendToRank(rank, member.stream, query))
         return actions
 

@@ -16,11 +16,12 @@ class Cycles:
     """When to look, and what becomes of what the planner answers.
 
     Args:
+        since: when the time to the first cycle begins to count.
         deadline_s: a RunCycle not answered by then counts as a failed planner.
     """
 
     def __init__(
-        self, migration: Migration, policy: DeploymentPolicy, *, first_at: float, deadline_s: float
+        self, migration: Migration, policy: DeploymentPolicy, *, since: float, deadline_s: float
     ) -> None:
         self.migration = migration
         self.policy = policy
@@ -31,18 +32,21 @@ class Cycles:
         """Unix seconds."""
         self.last: Mapping[str, object] | None = None
         """The newest decision row."""
-        self._next_at = first_at
+        self._looked_at = since
         self._number = 0
         self._began: float | None = None
+        self._asked_under = policy
+        """What the cycle under way plans by."""
 
     def tick(self, now: float, hindrance: Reason | None) -> list[ControlAction]:
         """Begin a cycle if it is time. `hindrance`: why the machine cannot plan now."""
         if self._began is not None and now - self._began >= self.deadline_s:
             self._began = None
             return [self.decide(Reason.PLANNER_FAILED, now, numbers={"waited_s": self.deadline_s})]
-        if now < self._next_at or self._began is not None:
+        # Not a time fixed a cycle ahead: another `cycle_s` counts from when it is set.
+        if now < self._looked_at + self.policy.cycle_s or self._began is not None:
             return []
-        self._next_at = now + self.policy.cycle_s
+        self._looked_at = now
         reason = hindrance or self._gate(now)
         if reason is not None:
             return [self.decide(reason, now)]
@@ -51,16 +55,15 @@ class Cycles:
         assert fleet is not None and generation is not None
         self._number += 1
         self._began = now
+        self._asked_under = self.policy
         return [RunCycle(self._number, fleet.epoch, fleet.placement, generation, fleet.weights_version)]
 
     def _gate(self, now: float) -> Reason | None:
         """What an operator or an open plan holds against a new one."""
         migration = self.migration
-        unix = now + migration.unix_offset_s
-        if unix < self.frozen_until:
-            return Reason.FROZEN
-        if not self.policy.schedule.is_open(unix):
-            return Reason.OUTSIDE_SCHEDULE
+        closed = self.closed(now)
+        if closed is not None:
+            return closed
         if self.policy.mode is Mode.AUTO and self.held:
             return Reason.HELD_AFTER_ROLLBACK
         if migration.book.active is not None:
@@ -73,6 +76,13 @@ class Cycles:
             return quorum.reason
         return None
 
+    def closed(self, now: float) -> Reason | None:
+        """Whether no plan may begin now, by a freeze or the schedule."""
+        unix = now + self.migration.unix_offset_s
+        if unix < self.frozen_until:
+            return Reason.FROZEN
+        return None if self.policy.schedule.is_open(unix) else Reason.OUTSIDE_SCHEDULE
+
     def take(self, event: CycleDecided, now: float, hindrance: Reason | None) -> list[ControlAction]:
         """Record what a cycle came to; enter its plan if one came and may be."""
         if event.cycle != self._number or self._began is None:
@@ -84,6 +94,8 @@ class Cycles:
         if self.policy.mode is Mode.OBSERVE:
             return [self.decide(Reason.OBSERVE_MODE, now, numbers=event.numbers, shadow=event.shadow)]
         reason = hindrance or self._gate(now)
+        if reason is None and self.policy != self._asked_under:
+            reason = Reason.POLICY_CHANGED  # Its limits, gates or mode may not allow what was planned.
         if reason is None and (
             migration.is_stale(plan, 0) or plan.generation != migration.membership.generation
         ):

@@ -67,7 +67,9 @@ class Membership:
         self.shape: ModelShape | None = None
         """Shape of the registered generation; another one may have another."""
         self.members: dict[EpRank, Member] = {}
-        """The newest life of each rank, whichever generation it belongs to."""
+        """The newest life in each seat of the registered group, whichever generation it belongs to."""
+        self._beyond: dict[EpRank, Member] = {}
+        """Ranks of a larger group that gathers, or seems to: they have no seat in the registered one and no say in it."""
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -83,18 +85,20 @@ class Membership:
         if refusal is not None:
             return refusal
         rank = hello.identity.rank
-        self.members[rank] = Member(hello, stream, now, hello.weights_version)
+        seated = self.shape is None or rank < self.shape.num_ranks
+        (self.members if seated else self._beyond)[rank] = Member(hello, stream, now, hello.weights_version)
         generation = hello.identity.generation
         if generation != self.generation and self.is_complete(generation):
             self.generation = generation
             self.shape = hello.shape
-            self.members = {r: m for r, m in self.members.items() if r < hello.shape.num_ranks}
+            self.members = {r: m for r, m in self.everyone.items() if r < hello.shape.num_ranks}
+            self._beyond = {}
             return Registration(True, Reason.GENERATION_CHANGED, f"all ranks of {generation}", True)
         return Registration(True, Reason.RECOVERED, f"rank {rank} on stream {stream}")
 
     def heard(self, rank: EpRank, incarnation: int, stream: int, now: float) -> bool:
         """Note a message; False when it is not from the rank's newest life and stream (R1)."""
-        member = self.members.get(rank)
+        member = self.life(rank)
         if member is None or not self.is_current(member, incarnation, stream):
             return False
         member.last_seen = now
@@ -102,24 +106,35 @@ class Membership:
 
     def report(self, state: RankState) -> None:
         """Note a rank's answer; its weights version may have risen since its Hello (R4)."""
-        member = self.members.get(state.identity.rank)
+        member = self.life(state.identity.rank)
         if member is not None and member.hello.identity == state.identity:
             member.state = state
             member.weights_version = state.weights_version
 
     def closed(self, rank: EpRank, stream: int) -> None:
-        """The stream ended; the rank stays a member and stops being fresh when its lease runs out."""
-        member = self.members.get(rank)
+        """The stream ended; the rank keeps its seat and stops being fresh when its lease runs out."""
+        member = self.life(rank)
         if member is not None and member.stream == stream:
             member.connected = False
+            self._beyond.pop(rank, None)
 
     def clear(self) -> None:
         """Forget everything: the streams went with the lease (R13)."""
         self.generation = None
         self.shape = None
         self.members.clear()
+        self._beyond.clear()
 
     # --- questions --------------------------------------------------------------------------------
+
+    @property
+    def everyone(self) -> dict[EpRank, Member]:
+        """The newest life of each rank that said hello, with or without a seat."""
+        return self.members | self._beyond
+
+    def life(self, rank: EpRank) -> Member | None:
+        """The newest life of a rank; None when it never said hello."""
+        return self.members.get(rank) or self._beyond.get(rank)
 
     def is_current(self, member: Member, incarnation: int, stream: int) -> bool:
         """R1: only the newest life's newest stream speaks for a rank."""
@@ -127,17 +142,18 @@ class Membership:
 
     def is_complete(self, generation: Generation) -> bool:
         """R1: all R ranks are present and their newest lives are of this generation."""
-        lives = [m.hello for m in self.members.values() if m.hello.identity.generation == generation]
+        lives = [m.hello for m in self.everyone.values() if m.hello.identity.generation == generation]
         return len(lives) > 0 and len(lives) == lives[0].shape.num_ranks
 
     def fresh(self, rank: EpRank, now: float) -> bool:
         """Whether the rank's heartbeat lease holds."""
-        member = self.members.get(rank)
+        member = self.life(rank)
         return member is not None and now - member.last_seen < self.lease_s
 
     def step(self) -> int:
         """Steps the fleet has taken in this generation, as far as told; dummy steps included."""
-        return max((m.state.step for m in self.members.values() if m.state is not None), default=0)
+        states = [member.state for member in self.members.values() if member.state is not None]
+        return max((s.step for s in states if s.identity.generation == self.generation), default=0)
 
     def weights_version(self) -> int | None:
         """The version all members have; None while they differ or there are none."""
@@ -192,14 +208,14 @@ class Membership:
         if not 0 <= identity.rank < shape.num_ranks:
             detail = f"rank {identity.rank} of {shape.num_ranks}"
             return Registration(False, Reason.WRONG_SHAPE, detail)
-        known = self.members.get(identity.rank)
+        known = self.life(identity.rank)
         if known is not None and self.is_outdated(known, hello, stream, now):
             detail = (
                 f"rank {identity.rank} incarnation {identity.incarnation} on stream {stream}; known is"
                 f" {known.hello.identity.incarnation} on {known.stream}"
             )
             return Registration(False, Reason.STALE_INCARNATION, detail)
-        for other in self.members.values():
+        for other in self.everyone.values():
             if other.hello.identity.generation != identity.generation or other is known:
                 continue
             if other.hello.shape != shape:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Migration"]
 
+_EPOCHS_KEPT = 64
+"""Placements of earlier epochs in memory, as many as the store keeps."""
+
 
 class Migration:
     """The active plan's progress.
@@ -126,9 +129,9 @@ class Migration:
         plan, index, unix = record.plan, record.waves_committed, now + self.unix_offset_s
         quorum = self.membership.quorum(now)
         if not quorum.ok:
-            return self._wait(record, quorum.reason, quorum.detail, now)
+            return self.wait(record, quorum.reason, quorum.detail, now)
         if not may_persist:
-            return self._wait(record, Reason.STORE_UNAVAILABLE, "earlier records are not stored yet", now)
+            return self.wait(record, Reason.STORE_UNAVAILABLE, "earlier records are not stored yet", now)
         if self.is_stale(plan, index):
             detail = f"based on epoch {plan.base_epoch} + {index}, the fleet is elsewhere"
             return [self.book.end(record, Reason.STALE_BASE, unix, detail)]
@@ -138,6 +141,9 @@ class Migration:
         assert self.fleet is not None
         body, fleet = plan.waves[index], self.fleet
         experts = fleet.placement.num_logical_experts
+        if len(fleet.checksums) != fleet.placement.num_layers * experts:
+            detail = "the ranks registered no checksums to copy by: after a reload their replicas differed"
+            return [self.book.end(record, Reason.OBSERVE_ONLY, unix, detail)]
         sums = tuple(fleet.checksums[t.layer * experts + t.logical_expert] for t in body.transfers)
         prepare = Prepare(
             self.leader, plan.key(index), fleet.epoch, body, sums, self.batch_deadline_s, self.max_bytes_per_s
@@ -209,6 +215,8 @@ class Migration:
             return []
         self.fleet = Fleet(Epoch(fleet.epoch + 1), after, fleet.weights_version, fleet.checksums)
         self.history[self.fleet.epoch] = after
+        for epoch in sorted(self.history)[:-_EPOCHS_KEPT]:
+            del self.history[epoch]
         change = self.book.change(
             record,
             "wave_committed",
@@ -276,7 +284,7 @@ class Migration:
             self.book.change(record, event, unix, phase=phase, reason=health.reason, detail=health.detail)
         ]
 
-    def _wait(self, record: PlanRecord, reason: Reason, detail: str, now: float) -> list[ControlAction]:
+    def wait(self, record: PlanRecord, reason: Reason, detail: str, now: float) -> list[ControlAction]:
         """The next wave cannot begin yet; after a while a person should know."""
         if self._waiting_since is None:
             self._waiting_since = now

@@ -69,6 +69,7 @@ class Operator:
         actions: list[ControlAction] = [
             book.add(plan, phase, plan.reason, unix, digest=request_digest, by=by)
         ]
+        actions += book.drop_excess(unix)
         if rollback and not cycles.held:
             cycles.held = True
             actions.append(self.control.document())
@@ -146,8 +147,10 @@ class Operator:
 
     def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
         """Of the recorded epochs, the base of the plan that led to the current one; else the newest."""
-        for record in self.control.book.records.values():
+        for record in reversed(self.control.book.records.values()):
             base, waves = record.plan.base_epoch, record.waves_committed
+            if self.control.is_of_other_generation(record.plan):
+                continue  # Epochs are counted anew after a cold start.
             if waves and base + waves == self.control.epoch and base in earlier:
                 return base
         return earlier[-1]

@@ -15,8 +15,11 @@ from evenkeel.protocol.control_messages import PersistPlan
 
 __all__ = ["PlanBook", "repeated"]
 
-_KEPT_TERMINAL = 64
-"""Ended plans kept in memory; the store keeps more."""
+_KEPT_TERMINAL = 16
+"""Ended plans kept in memory; the store keeps more. One of a large model may have thousands of transfers, megabytes."""
+
+_MOST_PROPOSALS = 32
+"""Proposals by hand that wait at a time."""
 
 _ACTIVE = frozenset({PlanPhase.APPROVED, PlanPhase.MIGRATING, PlanPhase.PAUSED, PlanPhase.STALLED})
 
@@ -41,6 +44,7 @@ class PlanBook:
     def load(self, records: Iterable[PlanRecord]) -> None:
         """Replace everything by what the store held."""
         self.records = {r.plan.plan_id: r for r in sorted(records, key=lambda r: r.plan.created_at)}
+        self._forget_old()
 
     def get(self, plan_id: PlanId) -> PlanRecord:
         """One record.
@@ -172,6 +176,30 @@ class PlanBook:
     def cancel_requested(record: PlanRecord) -> bool:
         """Whether an operator asked to stop it; survives a change of leader with the record."""
         return any(row["event"] == "cancel_requested" for row in record.story)
+
+    @staticmethod
+    def has_begun(record: PlanRecord) -> bool:
+        """Whether a wave of it was ever sent out."""
+        return record.waves_committed > 0 or any(row["event"] == "wave_started" for row in record.story)
+
+    def drop_excess(self, unix: float) -> list[PersistPlan]:
+        """End the oldest proposals by hand beyond a few: dry runs are many and each is kept until it expires."""
+        waiting = [
+            record
+            for record in self.open
+            if record.phase is PlanPhase.PROPOSED and record.plan.kind is not PlanKind.AUTOMATIC
+        ]
+        return [
+            self.change(
+                record,
+                "ended",
+                unix,
+                phase=PlanPhase.EXPIRED,
+                reason=Reason.EXPIRED,
+                detail=f"{_MOST_PROPOSALS} newer proposals wait",
+            )
+            for record in waiting[: max(0, len(waiting) - _MOST_PROPOSALS)]
+        ]
 
     def _forget_old(self) -> None:
         ended = [plan_id for plan_id, record in self.records.items() if record.phase.terminal]

@@ -1,0 +1,243 @@
+"""What weeks, strangers and changes of mind do to one deployment's machine, with every rank played by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from evenkeel.errors import Reason
+from evenkeel.model.ids import Epoch, EpRank, Generation, PlanId
+from evenkeel.model.plan import PlanKind, PlanLimits, PlanPhase
+from evenkeel.model.policy import DeploymentPolicy, Mode
+from evenkeel.model.topology import ModelShape
+from evenkeel.protocol import control_messages as ctl
+from evenkeel.protocol import messages as msg
+from evenkeel.protocol.control import DeploymentControl
+from evenkeel.protocol.operator import Operator
+from evenkeel.protocol.survey import Fleet
+from evenkeel.protocol.tables import ControlState
+from tests.protocol.rigs import BASE, DEPLOYMENT, LEADER, SHAPE, plan_of
+
+AUTO = DeploymentPolicy(mode=Mode.AUTO)
+LARGER = ModelShape(2, 4, 4, 3, 1, 10)
+
+
+class Group:
+    """A machine and two ranks that answer whatever it asks."""
+
+    def __init__(self, policy: DeploymentPolicy = AUTO) -> None:
+        self.control = DeploymentControl(DEPLOYMENT, policy=policy)
+        self.operator = Operator(self.control)
+        self.now = 0.0
+        self.version = 1
+        self.checksums = (5,) * 8
+        self.cycles: list[ctl.RunCycle] = []
+        self.control.handle(ctl.LeaseAcquired(LEADER), 0.0)
+        for rank in range(2):
+            self.hello(rank)
+        assert self.run(1) and self.control.state is ControlState.READY
+
+    def hello(self, rank, generation="g1", shape=SHAPE, stream=None):
+        identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation(generation), 1)
+        hello = msg.Hello(identity, shape, "n", "", Epoch(0), BASE.digest, 1, "c", 1000, 1000, "gate")
+        self.heed(self.control.handle(ctl.FromRank(EpRank(rank), 1, stream or rank + 1, hello), self.now))
+
+    def state(self, rank, query=0, full=False):
+        identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation("g1"), 1)
+        sums = self.checksums if full else None
+        state = msg.RankState(
+            identity, msg.ParticipantState.IDLE, None, Epoch(0), BASE.digest, self.version, True,
+            None, None, BASE if full else None, sums, 0, 5, query,
+        )  # fmt: skip
+        self.heed(self.control.handle(ctl.FromRank(EpRank(rank), 1, rank + 1, state), self.now))
+
+    def heed(self, actions):
+        for action in actions:
+            if isinstance(action, ctl.RunCycle):
+                self.cycles.append(action)
+            message = getattr(action, "message", None)
+            if isinstance(message, msg.QueryState) and action.rank < 2:
+                self.state(action.rank, message.query, message.want_placement)
+
+    def run(self, seconds):
+        for _ in range(seconds):
+            self.now += 1.0
+            self.heed(self.control.handle(msg.Tick(), self.now))
+        return True
+
+    def next_cycle(self):
+        self.cycles.clear()
+        for _ in range(200):
+            self.run(1)
+            if self.cycles:
+                return self.cycles[-1]
+        raise AssertionError("no cycle began")
+
+    def decided(self, cycle, plan):
+        self.heed(
+            self.control.handle(ctl.CycleDecided(cycle.cycle, Reason.BALANCE_BELOW_THRESHOLD, plan), self.now)
+        )
+
+
+def automatic(plan_id="a", waves=2):
+    return replace(plan_of(waves, plan_id), kind=PlanKind.AUTOMATIC)
+
+
+# --- strangers ---------------------------------------------------------------------------------
+
+
+def test_a_rank_of_a_larger_group_has_no_say_in_the_registered_one():
+    group = Group()
+    group.hello(3, "g9", LARGER, stream=9)
+    membership = group.control.membership
+    assert membership.quorum(group.now).detail == "all 2 ranks"
+    assert membership.staging_bytes() == (1000, 1000)
+    record, _ = group.operator.submit(plan_of(), group.now, approve=True)
+    assert record.phase is PlanPhase.MIGRATING
+    assert set(group.control.migration.coordinator.peers) == {0, 1}
+
+
+def test_a_rank_of_a_larger_group_that_left_holds_nothing_up():
+    group = Group()
+    group.hello(3, "g9", LARGER, stream=9)
+    group.control.handle(ctl.StreamClosed(EpRank(3), 9), group.now)
+    group.run(100)
+    assert group.control.membership.quorum(group.now).ok
+    group.version = 2  # A reload: everybody is asked anew.
+    for rank in range(2):
+        group.state(rank)
+    group.run(20)
+    assert group.control.state is ControlState.READY
+
+
+def test_a_larger_group_is_registered_when_all_its_ranks_are_here():
+    group = Group()
+    for rank in (3, 2, 1, 0):
+        group.hello(rank, "g9", LARGER, stream=20 + rank)
+    membership = group.control.membership
+    assert (membership.generation, membership.shape) == ("g9", LARGER)
+    assert sorted(membership.members) == [0, 1, 2, 3]
+
+
+def test_ranks_of_a_larger_group_hear_of_the_leader_while_it_gathers():
+    group = Group()
+    group.hello(3, "g9", LARGER, stream=9)
+    told = [
+        action
+        for _ in range(30)
+        for action in group.control.handle(msg.Tick(), group.now + _ / 10)
+        if isinstance(getattr(action, "message", None), msg.QueryState) and action.rank == 3
+    ]
+    assert told and told[0].stream == 9
+
+
+def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
+    group = Group()
+    group.version, group.checksums = 2, ()
+    for rank in range(2):
+        group.state(rank)
+    group.run(5)
+    cycle = group.next_cycle()
+    group.decided(cycle, replace(automatic(), weights_version=2))
+    record = group.control.book.records["a"]
+    assert (record.phase, record.reason) == (PlanPhase.REFUSED, Reason.OBSERVE_ONLY)
+    group.run(10)
+
+
+# --- weeks -------------------------------------------------------------------------------------
+
+
+def test_as_many_placements_are_remembered_as_the_store_keeps():
+    group = Group()
+    migration = group.control.migration
+    for number in range(200):
+        record, _ = group.operator.submit(
+            plan_of(1, f"p{number}", base_epoch=number, base=migration.fleet.placement), group.now
+        )
+        migration.coordinator = None
+        group.control.book.change(record, "approved", group.now, phase=PlanPhase.APPROVED)
+        group.control.carry_on(group.now)
+        migration._learned_commit(group.now)
+        migration.coordinator = None
+        done = group.control.book.get(record.plan.plan_id)
+        group.control.book.complete(done, group.now)
+    assert sorted(migration.history) == list(range(137, 201))
+
+
+def test_ended_plans_a_leader_loads_are_forgotten_beyond_a_few():
+    group = Group()
+    book = group.control.book
+    for number in range(100):
+        book.add(plan_of(1, f"p{number}"), PlanPhase.REFUSED, Reason.STALE_BASE, float(number))
+    kept = len(book.records)
+    book.load([*book.records.values(), *(r for r in Group().control.book.records.values())])
+    assert len(book.records) == kept == 16
+
+
+def test_dry_runs_do_not_pile_up():
+    group = Group()
+    for number in range(40):
+        group.operator.submit(plan_of(1, f"p{number}"), group.now)
+    book = group.control.book
+    assert [record.plan.plan_id for record in book.open] == [f"p{number}" for number in range(8, 40)]
+    assert book.get(PlanId("p7")).reason is Reason.EXPIRED
+    assert "newer proposals" in book.get(PlanId("p7")).error
+
+
+def test_a_rollback_undoes_the_newest_plan_of_this_generation():
+    group = Group()
+    book, migration = group.control.book, group.control.migration
+    before = replace(plan_of(2, "before", 1), generation=Generation("g0"))
+    for plan, waves in ((plan_of(2, "older", 1), 2), (plan_of(1, "newest", 2), 1), (before, 2)):
+        book.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
+        book.change(book.get(plan.plan_id), "wave_committed", 0.0, waves_committed=waves)
+    fleet = migration.fleet
+    migration.fleet = Fleet(Epoch(3), fleet.placement, 1, fleet.checksums)
+    migration.history = {Epoch(epoch): BASE for epoch in range(4)}
+    assert group.operator.rollback_target(None)[0] == 2
+
+
+# --- changes of mind ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        replace(AUTO, limits=PlanLimits(max_moves=1)),
+        replace(AUTO, mode=Mode.PROPOSE),
+        replace(AUTO, policy="eplb"),
+        replace(AUTO, thresholds={"min_gain": 0.5}),
+    ],
+)
+def test_a_plan_made_under_a_policy_that_was_changed_meanwhile_is_not_entered(policy):
+    group = Group()
+    cycle = group.next_cycle()
+    group.operator.set_policy(policy)
+    group.decided(cycle, automatic())
+    assert group.control.book.records == {}
+    assert group.control.cycles.last["reason"] == Reason.POLICY_CHANGED
+    group.decided(group.next_cycle(), automatic("b"))
+    assert "b" in group.control.book.records
+
+
+def test_a_shorter_cycle_counts_from_when_it_is_set():
+    group = Group(replace(AUTO, mode=Mode.OBSERVE, cycle_s=86_400.0))
+    group.run(100)
+    assert not group.cycles
+    group.operator.set_policy(replace(AUTO, mode=Mode.OBSERVE, cycle_s=2.0))
+    group.run(1)
+    assert len(group.cycles) == 1
+
+
+def test_a_plan_that_has_not_begun_waits_out_a_freeze():
+    group = Group()
+    group.now = 20.0
+    group.state(0)  # Rank 1 has not been heard for longer than its lease.
+    record, _ = group.operator.submit(plan_of(1, "w"), group.now, approve=True)
+    assert record.phase is PlanPhase.APPROVED
+    group.operator.freeze(3600, group.now)
+    group.run(200)
+    waiting = group.control.book.get(PlanId("w"))
+    assert (waiting.phase, waiting.reason) == (PlanPhase.STALLED, Reason.FROZEN)
+    group.operator.freeze(0, group.now)
+    group.run(2)
+    assert group.control.book.get(PlanId("w")).phase is PlanPhase.MIGRATING
