@@ -28,6 +28,7 @@ from evenkeel.driver import Driver
 from evenkeel.errors import EvenkeelError, PeerViolation, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank
 from evenkeel.model.policy import DeploymentPolicy
+from evenkeel.planning.split import SplitModel
 from evenkeel.ports import Clock, DeploymentStore, Lease, WindowStore
 from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol.control import DeploymentControl
@@ -48,8 +49,9 @@ _LEASE_WAIT_S = 3.0
 _REGISTER_TRIES = 3
 _CLOCK_STEP_S = 1.0
 """More than clocks drift apart between two looks."""
-_PLANS_LOADED = 128
-"""Newest plans a new leader reads: twice the ended ones it keeps; others are read when somebody asks for them."""
+_PLANS_LOADED = 48
+"""Newest plans a new leader reads: the ended ones it keeps and all proposals there may be, and some. Others are read when
+somebody asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Deployment:
         """As the ranks declared; before they do, as stored. None: never known."""
         self.sessions: dict[int, Session] = {}
         """Open streams by number."""
-        self.balance = Balance(options.cycle.plan_steps)
+        self.balance = Balance(options.cycle.plan_steps, self.split)
         self.ingest = Ingest(
             deployment,
             outside.windows,
@@ -170,11 +172,18 @@ class Deployment:
         """Have the ranks report so from now on; a new stride begins behind the newest step."""
         newest = self.ingest.newest_step
         from_step = 0 if newest is None or flow.stride == 1 else newest + 1
-        self.flow = replace(flow, from_step=from_step)
-        self.ingest.sample(flow.stride, from_step)
+        self._tell_flow(replace(flow, from_step=from_step))
+
+    def _tell_flow(self, flow: FlowControl) -> None:
+        self.flow = flow
+        self.ingest.sample(flow.stride, flow.from_step)
         for session in self.sessions.values():
             if session.registered:
-                session.stream.send(self.flow)
+                session.stream.send(flow)
+
+    def split(self) -> SplitModel:
+        """How tokens split over replicas, for gauges as for gates."""
+        return SplitModel(self.options.cycle.dispatch, self.planning.topology())
 
     def idle_s(self) -> float:
         """How long no rank has had a stream here."""
@@ -407,6 +416,8 @@ class Deployment:
         shape, generation = control.membership.shape, control.generation
         if generation is not None and shape is not None and generation != ingest.generation:
             ingest.begin_generation(generation, shape)
+            if self.flow.from_step:  # A step of the former group: the new ranks would send all up to it, for nothing.
+                self._tell_flow(replace(self.flow, from_step=0))
             self.shape = shape
             self.balance.clear()
             self.planning.forget()
