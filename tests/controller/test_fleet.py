@@ -3,10 +3,12 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from evenkeel.adapters.clock import SystemClock
+from evenkeel.adapters.grpc_server import RankStream
 from evenkeel.adapters.metrics import ControllerMetrics
 from evenkeel.adapters.planner_pool import PlannerPool
 from evenkeel.controller.deployment import Outside
@@ -17,10 +19,17 @@ from evenkeel.controller.planning import request_digest
 from evenkeel.controller.serve import _deployment_options, _refresh_metrics
 from evenkeel.errors import Conflict, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, PlanId
+from evenkeel.model.load import LoadWindow, Phase
+from evenkeel.model.topology import Topology
+from evenkeel.planning import metrics
+from evenkeel.planning.problem import DispatchModel
+from evenkeel.planning.split import SplitModel
 from evenkeel.ports import PlanRequest
 from evenkeel.settings import Settings
+from evenkeel.wire.link import FlowControl, Registration
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
+from tests.protocol.rigs import BASE, hello_of
 from tests.waiting import until
 
 ONE, TWO = DeploymentId("one"), DeploymentId("two")
@@ -155,3 +164,63 @@ async def test_a_deployment_let_go_of_while_figures_are_refreshed_gets_no_series
     finally:
         refresh.cancel()
     assert set(said) == {ONE}
+
+
+def drained(stream):
+    """What was queued on a stream so far."""
+    return [stream._queue.popleft() for _ in range(len(stream._queue))]
+
+
+async def attach_all(fleet, generation, first_stream, nodes=("n0", "n1")):
+    streams = [RankStream(first_stream + rank, "peer", capacity=64) for rank in range(2)]
+    for rank, stream in enumerate(streams):
+        hello = hello_of(rank, generation, first_stream, node=nodes[rank])
+        hello = replace(hello, identity=replace(hello.identity, deployment=ONE))
+        assert await fleet.attach(hello, stream) is not None
+    await until(lambda: fleet.members[ONE].ingest.generation == generation)
+    return streams
+
+
+async def test_the_stride_holds_from_the_first_step_of_a_new_generation_on_both_sides(rig):
+    fleet, _ = rig
+    member = fleet.members[ONE]
+    await attach_all(fleet, "g1", 1)
+    member.ingest.newest_step = 1000
+    fleet.pace(replace(member.flow, stride=4))
+    assert member.flow.from_step == 1001
+    streams = await attach_all(fleet, "g2", 3)
+    for stream in streams:
+        said = drained(stream)
+        (registration,) = (message for message in said if isinstance(message, Registration))
+        flows = [registration.flow, *(message for message in said if isinstance(message, FlowControl))]
+        assert flows[-1] == replace(registration.flow, stride=4, from_step=0), "and nothing else is changed"
+    late = RankStream(9, "peer", capacity=64)
+    hello = hello_of(1, "g2", 9)
+    await fleet.attach(replace(hello, identity=replace(hello.identity, deployment=ONE)), late)
+    assert drained(late)[0].flow == member.flow == flows[-1]
+
+
+async def test_without_a_stride_a_new_generation_is_told_nothing_of_it(rig):
+    fleet, _ = rig
+    await attach_all(fleet, "g1", 1)
+    for stream in await attach_all(fleet, "g2", 3):
+        assert not [message for message in drained(stream) if isinstance(message, FlowControl)]
+
+
+@pytest.mark.parametrize("dispatch", DispatchModel)
+async def test_gauges_split_tokens_by_the_dispatcher_and_nodes_in_force(rig, dispatch):
+    fleet, _ = rig
+    options = replace(fleet._options, cycle=replace(fleet._options.cycle, dispatch=dispatch))
+    fleet.members[ONE].options = options
+    member = fleet.members[ONE]
+    assert member.split().topology == Topology((0,)), "no rank is known yet"
+    for generation, first_stream, nodes in (("g1", 1, ("a", "a")), ("g2", 3, ("a", "b"))):
+        await attach_all(fleet, generation, first_stream, nodes)
+        split = SplitModel(dispatch, Topology((0, int(nodes[1] == "b"))))
+        assert (member.split().dispatch, member.split().topology) == (split.dispatch, split.topology)
+        counts = np.array([[[90, 5, 40, 10], [3, 50, 70, 20]]] * 4, np.uint32)
+        steps = np.arange(4)
+        window = LoadWindow(counts, steps, steps * 0, np.ones((4, 2), np.int64), np.full((4, 2), np.nan))
+        member.balance.update({Phase.DECODE: window}, BASE)
+        expected = metrics.balancedness_mean(metrics.rank_load(counts, BASE, split))
+        assert member.balance.summary()[0] == pytest.approx(expected)

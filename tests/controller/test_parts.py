@@ -33,9 +33,10 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanKind, PlanLimits, PlanPhase
 from evenkeel.model.policy import DeploymentPolicy, Mode
 from evenkeel.model.schedule import Schedule
-from evenkeel.model.topology import ModelShape
+from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning import metrics
 from evenkeel.planning.problem import DispatchModel
+from evenkeel.planning.split import SplitModel
 from evenkeel.ports import PlanRequest
 from tests.contracts.test_stores import make_record
 
@@ -109,6 +110,25 @@ def test_a_new_placement_is_judged_on_the_same_steps():
         balance.update({Phase.DECODE: window}, placement)
         expected = metrics.balancedness_mean(metrics.rank_load(window.counts, placement))
         assert balance.summary()[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dispatch", DispatchModel)
+def test_balance_splits_tokens_as_the_gates_do(dispatch):
+    rng = np.random.default_rng(4)
+    counts = rng.integers(0, 90, (20, 2, 4)).astype(np.uint32)
+    placement = Placement(np.array([[0, 1, 0, 2, 0, 3], [3, 1, 2, 3, 0, 3]], np.int32), 3, 4)
+    steps, unknown = np.arange(20), np.full((20, 3), math.nan)
+    window = LoadWindow(counts, steps, steps * 0, np.ones((20, 3), np.int64), unknown)
+    now = [Topology((0, 0, 1))]
+    balance = Balance(100, lambda: SplitModel(dispatch, now[0]))
+    for topology in (now[0], Topology((0, 1, 1)), Topology((0, 0, 0))):
+        now[0] = topology  # Also a balance that knows the steps takes a new topology up.
+        balance.update({Phase.DECODE: window}, placement)
+        by_rank = metrics.rank_load(counts, placement, SplitModel(dispatch, topology))
+        assert balance.summary() == (
+            pytest.approx(metrics.balancedness_mean(by_rank)),
+            pytest.approx(metrics.balancedness_worst(by_rank)),
+        )
 
 
 def test_what_is_not_known_is_none_and_not_zero():

@@ -1,6 +1,7 @@
 """How balanced the window is under the present placement, kept up to date step by step."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,15 +36,17 @@ class _PhaseBalance:
 class Balance:
     """Balancedness, load shares and speeds of one deployment's windows.
 
-    A step costs its own rank loads once; only a new placement makes everything be worked out again.
+    A step costs its own rank loads once; only a new placement, or another split, makes everything be worked out again.
 
     Args:
         capacity: newest steps of a phase that count.
+        split: tells how tokens split over replicas now; its dispatcher and topology are looked at.
     """
 
-    def __init__(self, capacity: int, split: SplitModel = EVEN_SPLIT) -> None:
+    def __init__(self, capacity: int, split: Callable[[], SplitModel] = lambda: EVEN_SPLIT) -> None:
         self._capacity = capacity
-        self._split = split
+        self._split_now = split
+        self._split = EVEN_SPLIT
         self._placement: Placement | None = None
         self._phases: dict[Phase, _PhaseBalance] = {}
         self._factors: NDArray[np.float64] | None = None
@@ -57,9 +60,11 @@ class Balance:
 
     def update(self, windows: dict[Phase, LoadWindow], placement: Placement) -> None:
         """Take in the steps that are new since the last call."""
-        if self._placement is None or placement.digest != self._placement.digest:
+        split = self._split_now()
+        same = (split.dispatch, split.topology) == (self._split.dispatch, self._split.topology)
+        if self._placement is None or placement.digest != self._placement.digest or not same:
             self.clear()
-            self._placement = placement
+            self._placement, self._split = placement, split
         for phase, window in windows.items():
             known = self._phases.setdefault(phase, _PhaseBalance(placement))
             newest = int(known.steps[-1]) if len(known.steps) else -1

@@ -163,16 +163,15 @@ class Figures:
         if not windows:
             return None
         load = np.sum([window.counts.sum(axis=0, dtype=np.float64) for window in windows], axis=0)
-        return metrics.window_rank_load(load[None], placement)
+        return metrics.window_rank_load(load[None], placement, self._deployment.split())
 
     def _last_plan(self) -> PlanFigures | None:
         record = self._newest(PlanPhase.COMMITTED)
         if record is None:
             return None
         deployment = self._deployment
-        split = SplitModel(deployment.options.cycle.dispatch, deployment.planning.topology())
         try:
-            self._realised.update(record, deployment.ingest.windows(), split)
+            self._realised.update(record, deployment.ingest.windows(), deployment.split())
         except EvenkeelError:
             # The plan is of a group of another shape: nothing of it can be measured here.
             return PlanFigures(record.updated_at, None, None, None, None)
