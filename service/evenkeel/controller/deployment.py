@@ -416,7 +416,8 @@ class Deployment:
         shape, generation = control.membership.shape, control.generation
         if generation is not None and shape is not None and generation != ingest.generation:
             ingest.begin_generation(generation, shape)
-            if self.flow.from_step:  # A step of the former group: the new ranks would send all up to it, for nothing.
+            if self.flow.from_step:
+                # A step of the former group: the new ranks would send all steps up to it, only to have them dropped.
                 self._tell_flow(replace(self.flow, from_step=0))
             self.shape = shape
             self.balance.clear()
