@@ -116,12 +116,12 @@ def test_a_new_placement_is_judged_on_the_same_steps():
 def test_balance_splits_tokens_as_the_gates_do(dispatch):
     rng = np.random.default_rng(4)
     counts = rng.integers(0, 90, (20, 2, 4)).astype(np.uint32)
-    placement = Placement(np.array([[0, 1, 0, 2, 0, 3], [3, 1, 2, 3, 0, 3]], np.int32), 3, 4)
-    steps, unknown = np.arange(20), np.full((20, 3), math.nan)
-    window = LoadWindow(counts, steps, steps * 0, np.ones((20, 3), np.int64), unknown)
-    now = [Topology((0, 0, 1))]
+    placement = Placement(np.array([[0, 1, 0, 2, 0, 3, 1, 2], [3, 1, 2, 3, 0, 3, 1, 2]], np.int32), 4, 4)
+    steps, unknown = np.arange(20), np.full((20, 4), math.nan)
+    window = LoadWindow(counts, steps, steps * 0, np.ones((20, 4), np.int64), unknown)
+    now = [Topology((0, 0, 1, 1))]
     balance = Balance(100, lambda: SplitModel(dispatch, now[0]))
-    for topology in (now[0], Topology((0, 1, 1)), Topology((0, 0, 0))):
+    for topology in (now[0], Topology((0, 1, 1, 1)), Topology((0, 0, 0, 0))):
         now[0] = topology  # Also a balance that knows the steps takes a new topology up.
         balance.update({Phase.DECODE: window}, placement)
         by_rank = metrics.rank_load(counts, placement, SplitModel(dispatch, topology))

@@ -150,13 +150,13 @@ def test_measured_curves_are_what_the_planner_scores_with():
 PLACEMENT = Placement(np.arange(4, dtype=np.int32)[None], 4, 4)
 
 
-def seen(balance, tokens, seconds):
-    """Show a balance steps in which rank r carried tokens[:, r] by its one expert r."""
+def seen(balance, tokens, seconds, placement=PLACEMENT):
+    """Show a balance steps in which expert r got tokens[:, r]; rank r has it, and no other."""
     counts, steps = tokens[:, None].astype(np.uint32), len(tokens)
     window = LoadWindow(
         counts, np.arange(steps), np.zeros(steps, int), np.ones(tokens.shape, np.int64), seconds
     )
-    balance.update({Phase.MIXED: window}, PLACEMENT)
+    balance.update({Phase.MIXED: window}, placement)
     return balance
 
 
@@ -182,9 +182,6 @@ def test_factors_stand_until_sixteen_more_steps_came():
     anew = seen(balance, tokens[:20], seconds[:20]).speed_factors()
     assert np.array_equal(anew, speed_factors(tokens[:20], seconds[:20]))
     other = Placement(np.array([[1, 0, 2, 3]], np.int32), 4, 4)
-    steps = np.arange(20)
-    window = LoadWindow(
-        tokens[:20, None].astype(np.uint32), steps, steps * 0, np.ones((20, 4), np.int64), seconds[:20]
-    )
-    balance.update({Phase.MIXED: window}, other)
-    assert np.array_equal(balance.speed_factors(), speed_factors(tokens[:20, [1, 0, 2, 3]], seconds[:20]))
+    assert np.isnan(seen(balance, tokens[:10], seconds[:10], other).speed_factors()).all()
+    moved = seen(balance, tokens[:20], seconds[:20], other).speed_factors()
+    assert np.array_equal(moved, speed_factors(tokens[:20, [1, 0, 2, 3]], seconds[:20]))
