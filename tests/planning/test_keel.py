@@ -11,6 +11,7 @@ from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning import metrics, relabel
 from evenkeel.planning.eplb import plan_eplb
 from evenkeel.planning.keel import KeelOptions, plan_keel
+from evenkeel.planning.keel_evaluations import Evaluations
 from evenkeel.planning.problem import DispatchModel, PlacementProblem
 from tests.strategies import cost_curves, loads, placements, shapes, topologies
 
@@ -138,3 +139,57 @@ def test_the_first_plan_is_at_most_a_hundredth_above_one_from_nothing():
         assert first.score <= best / 0.99 * (1 + 1e-9)
         afresh += first.score == pytest.approx(best)
     assert afresh > 0
+
+
+LARGE = ModelShape(58, 256, 32, 9, 8, 1)
+
+
+def large_and_skewed():
+    """Every layer with a few hot experts, under the map that engines start with."""
+    rng = np.random.default_rng(0)
+    popularity = rng.gamma(0.5, 80.0, (1, LARGE.num_layers, LARGE.num_logical_experts))
+    load = rng.poisson(popularity * rng.uniform(0.7, 1.3, (16, *popularity.shape[1:]))).astype(np.float64)
+    return PlacementProblem(
+        load, LARGE, Topology.single_node(32), current=Placement.initial(LARGE), cost_per_move=0.5
+    )
+
+
+def test_a_large_model_is_searched_to_its_last_layer():
+    problem = large_and_skewed()
+    eplb, keel = plan_eplb(problem), plan_keel(problem)
+    moves = relabel.moves_by_layer(problem.current, keel.placement)
+    assert moves.sum() < 0.2 * relabel.count_moves(problem.current, eplb.placement)
+    assert moves.min() > 0
+    assert keel.score < 1.1 * eplb.score < 0.7 * metrics.score(problem, problem.current)
+
+
+def test_the_layers_of_a_large_model_that_may_change_are_searched_after_they_were_chosen():
+    problem = replace(large_and_skewed(), limits=PlanLimits(max_layers=5))
+    keel = plan_keel(problem)
+    assert (relabel.moves_by_layer(problem.current, keel.placement) > 0).sum() == 5
+    least = metrics.score(problem, problem.current)
+    assert keel.score < least * (1 - 0.3 * 5 / LARGE.num_layers)
+
+
+def test_no_layer_uses_up_what_belongs_to_another():
+    problem = large_and_skewed()
+    mine = Evaluations(problem)
+    with mine.keeping(0.5):
+        mine.spend(0, mine.left(0))
+        assert mine.left(0) == 0
+        assert mine.left(1) == mine.share - mine.share // 2
+    assert mine.left(0) == mine.share // 2
+    mine.spend(0, mine.left(0))
+    assert mine.left(57) == mine.share
+    few = Evaluations(replace(problem, max_evaluations=100))
+    few.spend(3, 90)
+    assert few.left(4) == 10
+    assert mine.share * LARGE.num_layers > 2_000_000
+
+
+def test_a_small_model_has_one_pool():
+    shape = ModelShape(26, 64, 16, 5, 8, 1)
+    pool = Evaluations(PlacementProblem(skewed(shape, 0), shape, Topology.single_node(16)))
+    pool.spend(0, 1_500_000)
+    with pool.keeping(0.5):
+        assert [pool.left(layer) for layer in range(26)] == [500_000] * 26

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from evenkeel.model.placement import Placement
 from evenkeel.planning.change import step_weights
 from evenkeel.planning.keel_changes import best_change
+from evenkeel.planning.keel_evaluations import Evaluations
 from evenkeel.planning.keel_exchanges import best_exchanges
 from evenkeel.planning.keel_fleet import Fleet
 from evenkeel.planning.keel_moves import change_gain, exchange_gain
@@ -35,7 +36,10 @@ def searches(draw):
     )
     fitted = fit_to_budget(problem, start)
     fleet = Fleet(
-        problem, fitted if fitted is not None else Placement.initial(shape), step_weights(problem.load)[0]
+        problem,
+        fitted if fitted is not None else Placement.initial(shape),
+        step_weights(problem.load)[0],
+        Evaluations(problem),
     )
     fleet.curves = fleet.curves._replace(doublings=draw(st.sampled_from((SMOOTH, SHARP))))
     return fleet, draw(st.sampled_from((0.0, 0.001, 0.1)))

@@ -18,6 +18,8 @@ from evenkeel.planning.problem import CostCurves, PlacementProblem, Proposal
 __all__ = ["GEM_SETUPS", "GemOptions", "cost_table", "gem_setup", "plan_gem"]
 
 _MOST_UNITS = 65_536
+_MOST_EVALUATIONS = 2_000_000
+"""Every layer's first search runs in any case; restarts share what is left."""
 
 GEM_SETUPS = {
     "low": (1.0,),
@@ -75,9 +77,8 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     noise = 1.0 + rng.uniform(-options.noise, options.noise, (options.restarts, layers, experts))
     noise[0] = 1.0
     load, table = cost_table(problem.load, ranks, problem.costs)
-    rank_of, _, evaluations = search_layers(
-        load, noise, capacity, table, options.least_drop, problem.max_evaluations
-    )
+    most = _MOST_EVALUATIONS if problem.max_evaluations is None else problem.max_evaluations
+    rank_of, _, evaluations = search_layers(load, noise, capacity, table, options.least_drop, most)
     placement = Placement(_rows(rank_of, ranks, shape.slots_per_rank), ranks, experts)
     return Proposal(
         placement=placement,

@@ -17,6 +17,7 @@ from evenkeel.model.plan import PlanLimits
 from evenkeel.planning import bounds, metrics, relabel
 from evenkeel.planning.change import ChangeRules, step_weights
 from evenkeel.planning.eplb import plan_eplb
+from evenkeel.planning.keel_evaluations import Evaluations
 from evenkeel.planning.keel_fleet import Fleet
 from evenkeel.planning.keel_starts import cold_start, fit_to_budget
 from evenkeel.planning.problem import DispatchModel, PlacementProblem, Proposal, check_current
@@ -29,6 +30,8 @@ _WORTH_STARTING_AFRESH = 0.01
 """Of the window's time, what a plan from nothing must save beyond one from the engines' start, which needs fewer copies."""
 _TRUST = 0.25
 """Of where an expert's tokens started in the window, the share that is expected to last."""
+_KEPT_FOR_REFINING = 0.25
+"""Share of the evaluations left for refining a plan for nearest dispatch."""
 _WORTH_REFINING = 0.003
 """Layer times that the refined plan of a layer must promise, all told: less is mostly chance."""
 
@@ -74,18 +77,19 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
     """
     check_current(problem)
     weights, change = step_weights(problem.load, options.change)
+    evaluations = Evaluations(problem)
     if problem.dispatch is DispatchModel.NEAREST and problem.limits.max_layers is None:
         # An even split knows less and so follows less noise; what nearest dispatch adds is refined from there. (A limit on
         # layers would count from there, too.)
         even = replace(problem, dispatch=DispatchModel.EVEN)
-        best, price, evaluations = _search(even, weights, options)
-        fleet = Fleet(_shrunk(problem), best, weights)
-        fleet.evaluations = evaluations
-        fleet.search(price, problem.max_evaluations)
+        with evaluations.keeping(_KEPT_FOR_REFINING):
+            best, price = _search(even, weights, options, evaluations)
+        fleet = Fleet(_shrunk(problem), best, weights, evaluations)
+        fleet.search(price)
         fleet.undo_small(price, _WORTH_REFINING)
-        best, evaluations = fleet.placement(), fleet.evaluations
+        best = fleet.placement()
     else:
-        best, price, evaluations = _search(problem, weights, options)
+        best, price = _search(problem, weights, options, evaluations)
     score = metrics.score(problem, best)
     bound = bounds.lower_bound(problem)
     numbers = {
@@ -95,51 +99,47 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
         "gap": score / bound - 1.0 if bound > 0 else 0.0,
         "copies": 0.0 if problem.current is None else float(relabel.count_moves(problem.current, best)),
     }
-    return Proposal(best, score, evaluations, bound, numbers)
+    return Proposal(best, score, evaluations.used, bound, numbers)
 
 
 def _search(
-    problem: PlacementProblem, weights: NDArray[np.float64], options: KeelOptions
-) -> tuple[Placement, float, int]:
-    """(placement, price of a copy in layer times, evaluations): the better of what is found from here and from EPLB's."""
+    problem: PlacementProblem, weights: NDArray[np.float64], options: KeelOptions, evaluations: Evaluations
+) -> tuple[Placement, float]:
+    """(placement, price of a copy in layer times): the better of what is found from here and from EPLB's."""
     start = None if problem.current is None else fit_to_budget(problem, problem.current)
-    fleet = Fleet(problem, start if start is not None else cold_start(problem), weights)
+    fleet = Fleet(problem, start if start is not None else cold_start(problem), weights, evaluations)
     price = _price(problem, fleet, options)
     _improve(fleet, price, options)
-    best, evaluations = fleet.placement(), fleet.evaluations
+    best = fleet.placement()
     rival = _rival(problem)
     if rival is not None and _total(problem, rival, price, fleet) < _total(problem, best, price, fleet):
-        second = Fleet(problem, rival, weights)
-        second.evaluations = evaluations
+        second = Fleet(problem, rival, weights, evaluations)
         _improve(second, price, options)
-        evaluations = second.evaluations
         best = min((rival, second.placement()), key=lambda found: _total(problem, found, price, fleet))
     if problem.current is None:
-        return _anew(problem, weights, best, evaluations)
+        return _anew(problem, weights, best, evaluations), 0.0
     if _unplanned(problem.current) and problem.limits == PlanLimits():
-        nowhere = replace(problem, current=None, max_evaluations=problem.max_evaluations - evaluations)
-        fresh, _, used = _search(nowhere, weights, options)
+        fresh, _ = _search(replace(problem, current=None), weights, options, evaluations)
         fresh = relabel.relabel(problem, fresh)
-        evaluations += used
         most = (1.0 - _WORTH_STARTING_AFRESH) * _total(problem, best, price, fleet)
         if _total(problem, fresh, price, fleet) < most:
             best = fresh
-    return best, price, evaluations
+    return best, price
 
 
 def _improve(fleet: Fleet, price: float, options: KeelOptions) -> None:
     """Search at the price, then for a few copies at less."""
     problem = fleet.problem
-    fleet.search(price, problem.max_evaluations)
+    fleet.search(price)
     if price > 0.0 and problem.limits.max_layers is None:
         least = options.few_stickiness / problem.shape.slots_per_rank
         least = max(min(least, price), fleet.price_of(problem.cost_per_move))
-        fleet.search_few(options.few, least, price, problem.max_evaluations)
+        fleet.search_few(options.few, least, price)
 
 
 def _anew(
-    problem: PlacementProblem, weights: NDArray[np.float64], best: Placement, evaluations: int
-) -> tuple[Placement, float, int]:
+    problem: PlacementProblem, weights: NDArray[np.float64], best: Placement, evaluations: Evaluations
+) -> Placement:
     """`_search` from nothing, with a placement found already: also from the engines' start, and then by the very maximum.
 
     There is no placement to fall behind, so the window alone decides.
@@ -149,19 +149,14 @@ def _anew(
     except InfeasiblePlan:
         first = None
     if first is not None:
-        best, evaluations = _better(problem, best, Fleet(problem, first, weights), evaluations)
-    best, evaluations = _better(problem, best, Fleet(problem, best, weights, sharp=True), evaluations)
-    return best, 0.0, evaluations
+        best = _better(problem, best, Fleet(problem, first, weights, evaluations))
+    return _better(problem, best, Fleet(problem, best, weights, evaluations, sharp=True))
 
 
-def _better(
-    problem: PlacementProblem, best: Placement, fleet: Fleet, evaluations: int
-) -> tuple[Placement, int]:
-    """The better of a placement and what a fleet finds, and the evaluations used by now."""
-    fleet.evaluations = evaluations
-    fleet.search(0.0, problem.max_evaluations)
-    found = min((best, fleet.placement()), key=lambda each: metrics.score(problem, each))
-    return found, fleet.evaluations
+def _better(problem: PlacementProblem, best: Placement, fleet: Fleet) -> Placement:
+    """The better of a placement and what a fleet finds."""
+    fleet.search(0.0)
+    return min((best, fleet.placement()), key=lambda each: metrics.score(problem, each))
 
 
 def _shrunk(problem: PlacementProblem) -> PlacementProblem:

@@ -1,4 +1,4 @@
-"""All layers under search at once: one price, one move budget, one evaluation budget, shared pools."""
+"""All layers under search at once: one price, one move budget, shared pools."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from evenkeel.model.placement import EMPTY, Placement
 from evenkeel.planning import metrics
+from evenkeel.planning.keel_evaluations import Evaluations
 from evenkeel.planning.keel_moves import apply_change, copies_of_change
 from evenkeel.planning.keel_pool import edges
 from evenkeel.planning.keel_search import descend
@@ -22,6 +23,8 @@ _LEAST = 1e-6
 _MANY_TOKENS = 16_384
 """Tokens of a rank in one step from which its load says more than chance."""
 _UNLIMITED = 1 << 40
+_KEPT_FOR_CHOSEN = 0.5
+"""Share of the evaluations left for the few layers that may change, once all were searched to choose them."""
 _FALLING = (4.0, 2.0, 1.0)
 """Prices, over the last one, by which a search goes: the copies that save most come first."""
 _TOP_PRICE = 0.05
@@ -46,12 +49,13 @@ class Fleet:
         problem: PlacementProblem,
         start: Placement,
         weights: NDArray[np.float64],
+        evaluations: Evaluations,
         *,
         sharp: bool = False,
     ) -> None:
         self.problem = problem
         self.start = start
-        self.evaluations = 0
+        self.evaluations = evaluations
         self._most = _UNLIMITED
         steps, num_layers, _ = problem.load.shape
         ranks = problem.shape.num_ranks
@@ -88,26 +92,28 @@ class Fleet:
         rows = np.stack([layer.row for layer in self.layers])
         return Placement(rows, self.problem.shape.num_ranks, self.problem.shape.num_logical_experts)
 
-    def search(self, price: float, evaluations: int) -> None:
-        """Improve every layer until no move gains more than its price, within limits and evaluations."""
-        self._descend_levels(range(len(self.layers)), price, evaluations)
-        most = self.problem.limits.max_layers
-        if most is None:
+    def search(self, price: float) -> None:
+        """Improve every layer until no move gains more than its price, within limits and what may be evaluated."""
+        every, most = range(len(self.layers)), self.problem.limits.max_layers
+        if most is None or most >= len(every):
+            self._descend_levels(every, price)
             return
+        with self.evaluations.keeping(_KEPT_FOR_CHOSEN):
+            self._descend_levels(every, price)
         changed = [i for i, layer in enumerate(self.layers) if (layer.row != self.start.phy2log[i]).any()]
         if len(changed) <= most:
             return
         gains = {i: self._gain(i, price) for i in changed}
         chosen = sorted(sorted(changed, key=lambda i: -gains[i])[:most])
         self._reset()
-        self._descend_levels(chosen, price, evaluations)
+        self._descend_levels(chosen, price)
 
-    def search_few(self, share: float, price: float, before: float, evaluations: int) -> None:
+    def search_few(self, share: float, price: float, before: float) -> None:
         """After a search at the price `before`, go on at a lower one until all copies together change `share` of the slots."""
         self._most = int(share * self.problem.shape.num_slots * len(self.layers))
         if self._copies < self._most:
             for level in (level * price for level in _FALLING if level * price < before):
-                self._descend_all(range(len(self.layers)), level, evaluations)
+                self._descend_all(range(len(self.layers)), level)
         self._most = _UNLIMITED
 
     def undo_small(self, price: float, least: float) -> None:
@@ -123,7 +129,7 @@ class Fleet:
             load_ranks(self.layers[i], self.split)
         self._settle()
 
-    def _descend_levels(self, which: "range | list[int]", price: float, evaluations: int) -> None:
+    def _descend_levels(self, which: "range | list[int]", price: float) -> None:
         if price == 0.0 and self._allowance() >= _UNLIMITED:
             levels = [0.0]
         elif self._allowance() >= _UNLIMITED:
@@ -134,16 +140,16 @@ class Fleet:
         for level in levels:
             if level > price and self._allowance() <= self._copies:
                 continue
-            self._descend_all(which, level, evaluations)
+            self._descend_all(which, level)
 
-    def _descend_all(self, which: "range | list[int]", price: float, evaluations: int) -> None:
+    def _descend_all(self, which: "range | list[int]", price: float) -> None:
         for i in which:
-            self._descend(i, price, evaluations)
+            self._descend(i, price)
         if self.budget.pool_per_rank is not None:
-            self._trade(which, price, evaluations)
+            self._trade(which, price)
 
-    def _descend(self, i: int, price: float, evaluations: int) -> None:
-        left = evaluations - self.evaluations
+    def _descend(self, i: int, price: float) -> None:
+        left = self.evaluations.left(i)
         if left <= 0 or not self.layers[i].load.any():
             return
         layer, tally = self.layers[i], self.tallies[i]
@@ -162,17 +168,17 @@ class Fleet:
         tally.filled += added
         self._copies += copies
         self._filled += added
-        self.evaluations += used
+        self.evaluations.spend(i, used)
 
-    def _trade(self, which: "range | list[int]", price: float, evaluations: int) -> None:
+    def _trade(self, which: "range | list[int]", price: float) -> None:
         """Add copies where they save most, paid for by spare slots or by copies of other layers."""
         offers: dict[int, list[NDArray[Any]]] = {}
 
         def look(i: int) -> None:
-            if self.evaluations < evaluations:
+            if self.evaluations.left(i) > 0:
                 *offer, used = edges(self.layers[i], self.curves, self.split, price)
                 offers[i] = offer
-                self.evaluations += used
+                self.evaluations.spend(i, used)
             else:
                 offers.pop(i, None)
 
@@ -193,7 +199,7 @@ class Fleet:
                 touched.add(i)
                 look(i)
         for i in sorted(touched):
-            self._descend(i, price, evaluations)
+            self._descend(i, price)
 
     def _best_trade(self, offers: dict[int, list[NDArray[Any]]]) -> tuple[int, int, int] | None:
         """(layer that gives a copy up or -1, layer that adds one, rank) with the largest net gain."""

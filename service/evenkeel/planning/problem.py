@@ -82,8 +82,9 @@ class PlacementProblem:
     """Price of one copy between ranks in the unit of the score, per step of the window (score units a step)."""
     cross_node_factor: float = 1.0
     """How many times dearer a copy between nodes is."""
-    max_evaluations: int = 2_000_000
-    """Budget of candidate evaluations, so that the same problem gives the same bytes on any machine."""
+    max_evaluations: int | None = None
+    """Budget of candidate evaluations, so that the same problem gives the same bytes on any machine. None: the policy's
+    own, which follows from the sizes."""
     seed: int = 0
     allow_duplicates: bool = False
     """Whether one rank may hold an expert twice in a layer."""

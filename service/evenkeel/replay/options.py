@@ -95,7 +95,12 @@ PooledOption = Annotated[
     typer.Option("--pooled", help="Slots are pooled over layers; --slots is then the average of a layer."),
 ]
 EvaluationsOption = Annotated[
-    int, typer.Option("--max-evaluations", help="Search budget of one plan, in candidates.", min=1)
+    int | None,
+    typer.Option(
+        "--max-evaluations",
+        help="Candidates one plan may evaluate; default: what its size needs. More than that is not used.",
+        min=1,
+    ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of policies that draw.")]
 DuplicatesOption = Annotated[

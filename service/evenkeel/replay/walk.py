@@ -47,7 +47,7 @@ class Setup:
     price copies never go below their own default."""
     cross_node_factor: float = 1.0
     limits: PlanLimits = PlanLimits()
-    max_evaluations: int = 2_000_000
+    max_evaluations: int | None = None
     seed: int = 0
     allow_duplicates: bool = False
 
