@@ -101,5 +101,7 @@ sbom: .venv/ready
 bench-%: .venv/ready
 	$(BIN)/python -m bench.$*
 
+# numba's caches too: it does not see that a kernel changed which another file's kernel calls.
 clean:
 	rm -rf .venv .cache bench/out
+	find service bench tests -name '*.nb[ic]' -delete

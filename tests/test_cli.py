@@ -177,6 +177,7 @@ def test_work_bars_name_a_policy_as_it_was_given(monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
     with work_bars() as (on_work, _):
         on_work("[/best]: planning", 0)
     assert "[/best]: planning" in terminal.getvalue()
