@@ -32,6 +32,8 @@ _TRUST = 0.25
 """Of where an expert's tokens started in the window, the share that is expected to last."""
 _KEPT_FOR_REFINING = 0.25
 """Share of the evaluations left for refining a plan for nearest dispatch."""
+_WORTH_CHOOSING = 0.005
+"""Of the window's time under an optimal split, what its choice must save over the even split's."""
 _WORTH_REFINING = 0.003
 """Layer times that the refined plan of a layer must promise, all told: less is mostly chance."""
 
@@ -88,6 +90,13 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
         fleet.search(price)
         fleet.undo_small(price, _WORTH_REFINING)
         best = fleet.placement()
+    elif problem.dispatch is DispatchModel.OPTIMAL and problem.limits.max_layers is None:
+        with evaluations.keeping(0.5):
+            best, price = _search(problem, weights, options, evaluations)
+        # Searched under an even split all the same: another choice among what was found must promise more than chance.
+        plain, _ = _search(replace(problem, dispatch=DispatchModel.EVEN), weights, options, evaluations)
+        if metrics.score(problem, best) > (1.0 - _WORTH_CHOOSING) * metrics.score(problem, plain):
+            best = plain
     else:
         best, price = _search(problem, weights, options, evaluations)
     score = metrics.score(problem, best)
