@@ -114,6 +114,26 @@ def skewed(shape, seed, steps=8):
     return np.round(popularity * rng.lognormal(0.0, 0.1, (steps, *popularity.shape[1:])))
 
 
+def test_a_plan_for_an_optimal_split_is_the_even_ones_or_half_a_percent_better():
+    shape = ModelShape(2, 16, 4, 5, 2, 1)
+    same = 0
+    for seed in range(14):
+        problem = PlacementProblem(
+            skewed(shape, seed),
+            shape,
+            Topology.single_node(4),
+            current=Placement.initial(shape),
+            dispatch=DispatchModel.OPTIMAL,
+        )
+        for_even = plan_keel(replace(problem, dispatch=DispatchModel.EVEN)).placement
+        proposal = plan_keel(problem)
+        if proposal.placement.digest == for_even.digest:
+            same += 1
+        else:
+            assert proposal.score <= 0.995 * metrics.score(problem, for_even)
+    assert 0 < same < 14
+
+
 def test_a_few_copies_are_made_where_many_would_be_too_dear():
     shape = ModelShape(3, 24, 6, 5, 1, 1)
     topology = Topology.single_node(6)
