@@ -6,7 +6,8 @@ import pytest
 
 from evenkeel.errors import InvalidInput
 from evenkeel.model.policy import Mode
-from evenkeel.settings import DEFAULT_THRESHOLDS, Settings, load_settings
+from evenkeel.settings import DEFAULT_THRESHOLDS, Settings
+from evenkeel.settings_sources import load_settings
 
 
 def refusal(**environment):

@@ -1,9 +1,12 @@
-"""Servers of ranks, and certificates for them."""
+"""Servers of ranks, certificates for them, and a real store."""
 
 import pytest
 
 from evenkeel.adapters.grpc_server import GrpcServer
 from tests.adapters.serving import Authority, Hub, make_options
+from tests.contracts.conftest import valkey
+
+__all__ = ["valkey"]
 
 
 @pytest.fixture

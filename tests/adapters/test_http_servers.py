@@ -12,7 +12,7 @@ from evenkeel.adapters.grpc_server import GrpcServer
 from evenkeel.adapters.http_servers import MetricsServer, RestServer
 from evenkeel.controller.serve import _server_options
 from evenkeel.errors import InvalidInput
-from evenkeel.settings import load_settings
+from evenkeel.settings_sources import load_settings
 from tests.adapters.serving import make_options
 
 

@@ -26,41 +26,54 @@ def expert(number):
     ]
 
 
-def test_eight_bit_floats_and_scales_arrive_bit_for_bit():
-    """wrong bytes (R4): every tensor of an expert moves, scales too, whatever numbers it holds."""
-    old = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
-    new = Placement(np.array([[2, 1, 0, 3]], np.int32), 2, 4)
-    nbytes = sum(t.numel() * t.element_size() for t in expert(0))
-    transfers = (Transfer(0, 2, 2, 0, nbytes), Transfer(0, 0, 0, 2, nbytes))
+NBYTES = sum(t.numel() * t.element_size() for t in expert(0))
+OLD = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
+
+
+def staged_by_two(new, batches, deadline_s, missing=()):
+    """(outcome, staged tensors, whether the communicator broke) of each of two ranks after one wave.
+
+    Args:
+        new: where the wave leads; it begins at OLD.
+        missing: (rank, local slot) of tensors that the engine does not give.
+    """
     prepare = Prepare(
         LEADER,
         WaveKey(GENERATION, PlanId("bytes"), 0, 1),
         Epoch(0),
-        Wave(0, (0,), new.phy2log, (transfers,)),
-        tuple(checksum(expert(t.logical_expert)) for t in transfers),
-        20.0,
+        Wave(0, (0,), new.phy2log, batches),
+        tuple(checksum(expert(t.logical_expert)) for batch in batches for t in batch),
+        deadline_s,
     )
     group = Group(2)
 
     def stage(rank):
-        slots = [expert(int(old.phy2log[0, rank * 2 + local])) for local in range(2)]
+        here = [local for local in range(2) if (rank, local) not in missing]
+        slots = {local: expert(int(OLD.phy2log[0, rank * 2 + local])) for local in here}
         transport = TorchWeightTransport(
             rank=rank,
             slots_per_rank=2,
-            staging_bytes=4 * nbytes,
+            staging_bytes=4 * NBYTES,
             tensors_of=lambda _layer, local: slots[local],
             tensors_per_expert=4,
-            min_expert_bytes=nbytes,
+            min_expert_bytes=NBYTES,
             connect=lambda serial: group.connect(rank, f"transfer-{serial}", CPU),
             device=CPU,
         )
         transport.rebuild(0)
         outcome = transport.stage(prepare, threading.Event(), lambda done, total: None)
-        staged = dict(transport.staged)
+        found = outcome, dict(transport.staged), transport.broken
         transport.abort()
-        return outcome, staged
+        return found
 
-    for rank, (outcome, staged) in enumerate(run_ranks(2, stage)):
+    return run_ranks(2, stage)
+
+
+def test_eight_bit_floats_and_scales_arrive_bit_for_bit():
+    """wrong bytes (R4): every tensor of an expert moves, scales too, whatever numbers it holds."""
+    new = Placement(np.array([[2, 1, 0, 3]], np.int32), 2, 4)
+    batch = (Transfer(0, 2, 2, 0, NBYTES), Transfer(0, 0, 0, 2, NBYTES))
+    for rank, (outcome, staged, _) in enumerate(staged_by_two(new, (batch,), 20.0)):
         assert outcome.ok, outcome.detail
         want = expert(int(new.phy2log[0, rank * 2]))
         for have, must in zip(staged[0, 0], want, strict=True):
@@ -70,37 +83,10 @@ def test_eight_bit_floats_and_scales_arrive_bit_for_bit():
 
 def test_tensors_the_engine_does_not_give_break_the_communicator_and_leave_nothing_in_flight():
     """late bytes (R11): what another rank still sends must not land in the next wave's staging."""
-    old = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
     new = Placement(np.array([[2, 3, 0, 1]], np.int32), 2, 4)
-    nbytes = sum(t.numel() * t.element_size() for t in expert(0))
     slots_of = ((2, 2, 0), (0, 0, 2), (3, 3, 1), (1, 1, 3))
-    batches = tuple((Transfer(0, logical, src, dst, nbytes),) for logical, src, dst in slots_of)
-    sums = tuple(checksum(expert(logical)) for logical, _, _ in slots_of)
-    body = Wave(0, (0,), new.phy2log, batches)
-    prepare = Prepare(LEADER, WaveKey(GENERATION, PlanId("gone"), 0, 1), Epoch(0), body, sums, 2.0)
-    group = Group(2)
-
-    def stage(rank):
-        slots = {local: expert(int(old.phy2log[0, rank * 2 + local])) for local in range(2)}
-        if rank == 0:
-            del slots[1]
-        transport = TorchWeightTransport(
-            rank=rank,
-            slots_per_rank=2,
-            staging_bytes=4 * nbytes,
-            tensors_of=lambda _layer, local: slots[local],
-            tensors_per_expert=4,
-            min_expert_bytes=nbytes,
-            connect=lambda serial: group.connect(rank, f"transfer-{serial}", CPU),
-            device=CPU,
-        )
-        transport.rebuild(0)
-        outcome = transport.stage(prepare, threading.Event(), lambda done, total: None)
-        broken = transport.broken
-        transport.abort()
-        return outcome, broken
-
-    (first, first_broken), (second, second_broken) = run_ranks(2, stage)
+    batches = tuple((Transfer(0, logical, src, dst, NBYTES),) for logical, src, dst in slots_of)
+    (first, _, first_broken), (second, _, second_broken) = staged_by_two(new, batches, 2.0, missing={(0, 1)})
     assert first.reason is Reason.TRANSFER_FAILED
     assert "KeyError(1)" in first.detail
     assert not second.ok

@@ -126,43 +126,37 @@ async def test_records_go_by_the_clock_as_it_is_set(rig, step_s):
         assert offset == pytest.approx(clock.unix() - clock.monotonic(), abs=1.0)
 
 
-async def test_other_work_is_done_between_the_figures_of_two_deployments(rig):
-    fleet, _ = rig
+async def figures_said(fleet, count, then):
+    """Deployments by the order of their figures, with what `then(said)` adds after each, until there are `count`."""
     said = []
 
     class Noting(ControllerMetrics):
         def follow(self, deployment):
             super().follow(deployment)
             said.append(deployment)
-            asyncio.get_running_loop().call_soon(said.append, "other work")
+            then(said)
 
     refresh = asyncio.create_task(
         _refresh_metrics(fleet, Noting(CollectorRegistry()), 0.01, FigureLimits(1, 0))
     )
     try:
-        await until(lambda: len(said) >= 8)
+        await until(lambda: len(said) >= count)
     finally:
         refresh.cancel()
+    return said
+
+
+async def test_other_work_is_done_between_the_figures_of_two_deployments(rig):
+    fleet, _ = rig
+    said = await figures_said(
+        fleet, 8, lambda said: asyncio.get_running_loop().call_soon(said.append, "other work")
+    )
     assert said[:4] == [ONE, "other work", TWO, "other work"]
 
 
 async def test_a_deployment_let_go_of_while_figures_are_refreshed_gets_no_series_again(rig):
     fleet, _ = rig
-    said = []
-
-    class Noting(ControllerMetrics):
-        def follow(self, deployment):
-            super().follow(deployment)
-            said.append(deployment)
-            fleet.members.pop(TWO, None)
-
-    refresh = asyncio.create_task(
-        _refresh_metrics(fleet, Noting(CollectorRegistry()), 0.01, FigureLimits(1, 0))
-    )
-    try:
-        await until(lambda: len(said) >= 2)
-    finally:
-        refresh.cancel()
+    said = await figures_said(fleet, 2, lambda _: fleet.members.pop(TWO, None))
     assert set(said) == {ONE}
 
 

@@ -10,7 +10,8 @@ from evenkeel.adapters.redis_client import connect
 from evenkeel.api.app import create_app
 from evenkeel.api.auth import OPEN_PATHS, TokenSet
 from evenkeel.controller.serve import _STOP_S
-from evenkeel.settings import Settings, load_settings
+from evenkeel.settings import Settings
+from evenkeel.settings_sources import load_settings
 from tests.api.fakes import FakeOperations
 from tests.deploy.chart import (
     VALUES,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from evenkeel.api.auth import TokenSet
 from evenkeel.cli import app
 from evenkeel.engines.guest.settings import GuestSettings
-from evenkeel.settings import load_settings
+from evenkeel.settings_sources import load_settings
 from tests.deploy.chart import CHART, ROOT, values_of
 from tests.deploy.test_rules import promtool
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from evenkeel.engines.guest.settings import GuestSettings
 from evenkeel.model.ids import Epoch, PlanId
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import Transfer, Wave, WaveKey
@@ -15,6 +16,20 @@ from evenkeel.protocol.messages import Ack, Commit, Leader, Prepare, StagingProg
 from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome
 
 LEADER = Leader("tester", 1)
+
+
+def toy_settings(**changes) -> GuestSettings:
+    """Of a plugin on this machine that polls the gate often."""
+    values = {
+        "controllers": "127.0.0.1:1",
+        "deployment": "toy",
+        "mode": "place",
+        "host": "127.0.0.1",
+        "interface": "lo",
+        "poll_every": 4,
+        "resolve_after": 2,
+    }
+    return GuestSettings(**{**values, **changes})
 
 
 class DrivenRank:

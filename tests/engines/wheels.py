@@ -1,12 +1,17 @@
-"""Engines' own modules, taken out of their published wheels and kept in .cache; nothing of theirs is committed."""
+"""Engines' own modules, taken out of their published wheels and kept in .cache; nothing of theirs is committed.
+
+What those modules import and a test needs nothing of is stood in for.
+"""
 
 import fcntl
 import hashlib
 import subprocess
 import sys
 import tempfile
+import types
 import zipfile
 from pathlib import Path
+from typing import Any
 
 CACHE = Path(__file__).parent.parent.parent / ".cache" / "wheels"
 
@@ -36,3 +41,14 @@ def _fetch(requirement: str, wanted: tuple[str, ...], root: Path) -> None:
                 for entry in archive.namelist():
                     if entry.startswith(wanted) and entry.endswith(".py"):
                         archive.extract(entry, root)
+
+
+def stand_in(name: str, **content: Any) -> types.ModuleType:
+    """A module of that name with that content, found by every import from then on; its parent must be there."""
+    module = types.ModuleType(name)
+    module.__dict__.update(content)
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+    return module

@@ -28,7 +28,8 @@ SHAPE = ModelShape(
     num_layers=3, num_logical_experts=8, num_ranks=4, slots_per_rank=3, top_k=2, bytes_per_expert=1024
 )
 _MAIN = (
-    "from evenkeel.controller import run; from evenkeel.settings import load_settings; run(load_settings())"
+    "from evenkeel.controller import run; from evenkeel.settings_sources import load_settings;"
+    " run(load_settings())"
 )
 _incarnations = itertools.count(time.time_ns())
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from evenkeel.controller.serve import _advertised
-from evenkeel.settings import load_settings
+from evenkeel.settings_sources import load_settings
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ ConfigOption = Annotated[
 @app.command()
 def check(config: ConfigOption = None) -> None:
     """Read every setting and say what is wrong; ends with 2 if anything is."""
-    from evenkeel.settings import load_settings
+    from evenkeel.settings_sources import load_settings
 
     load_settings(config)
     typer.echo("the settings are sound")
@@ -36,7 +36,7 @@ def check(config: ConfigOption = None) -> None:
 @app.command("print")
 def print_settings(config: ConfigOption = None) -> None:
     """Print every setting as it would be used, as JSON, without secrets."""
-    from evenkeel.settings import load_settings
+    from evenkeel.settings_sources import load_settings
 
     document = dataclasses.asdict(load_settings(config))
     typer.echo(json.dumps(redacted(document), indent=2, default=str))

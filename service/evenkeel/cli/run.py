@@ -15,7 +15,7 @@ __all__ = ["add_commands"]
 def serve(config: ConfigOption = None) -> None:
     """Run a controller until SIGTERM: gRPC for ranks, REST for operators, metrics for Prometheus."""
     from evenkeel.controller.serve import run as run_controller
-    from evenkeel.settings import load_settings
+    from evenkeel.settings_sources import load_settings
 
     run_controller(load_settings(config))
 

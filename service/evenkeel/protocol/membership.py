@@ -118,13 +118,6 @@ class Membership:
             member.connected = False
             self._beyond.pop(rank, None)
 
-    def clear(self) -> None:
-        """Forget everything: the streams went with the lease (R13)."""
-        self.generation = None
-        self.shape = None
-        self.members.clear()
-        self._beyond.clear()
-
     # --- questions --------------------------------------------------------------------------------
 
     @property

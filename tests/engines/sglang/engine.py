@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.driving import expert_rows
-from tests.engines.wheels import engine_root
+from tests.engines.wheels import engine_root, stand_in
 
 VERSION = "0.5.23"
 LAYERS, DENSE, EXPERTS, REDUNDANT, TOP_K = 5, 2, 6, 2, 2
@@ -47,18 +47,8 @@ PARALLEL = SimpleNamespace(
 RESOURCES = SimpleNamespace(expert_distribution_recorder=None, expert_location_metadata=None)
 
 
-def _module(name: str, **content: Any) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__dict__.update(content)
-    sys.modules[name] = module
-    parent, _, last = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], last, module)
-    return module
-
-
 def _package(name: str, path: str | None = None, **content: Any) -> types.ModuleType:
-    module = _module(name, **content)
+    module = stand_in(name, **content)
     module.__path__ = [path] if path else []
     return module
 
@@ -136,12 +126,12 @@ def _stand_ins(srt: str) -> None:
     torch.cpu.is_current_stream_capturing = lambda: False  # type: ignore[attr-defined]
     _package("einops")
     _package("sglang")
-    _module("sglang.version", __version__=VERSION)
+    stand_in("sglang.version", __version__=VERSION)
     _package("sglang.srt")
     _package("sglang.srt.eplb", f"{srt}/eplb")
     _package("sglang.srt.plugins", f"{srt}/plugins")
-    _module("sglang.srt.environ", envs=_Environment())
-    _module(
+    stand_in("sglang.srt.environ", envs=_Environment())
+    stand_in(
         "sglang.srt.runtime_context",
         get_exec=lambda: EXEC,
         get_parallel=lambda: PARALLEL,
@@ -154,37 +144,37 @@ def _stand_ins(srt: str) -> None:
         reports_expert_balancedness=lambda: False,
     )
     _package("sglang.srt.elastic_ep")
-    _module(
+    stand_in(
         "sglang.srt.elastic_ep.elastic_ep",
         ElasticEPStateManager=_Elastic,
         elastic_expanded_world_enabled=lambda: False,
     )
     _package("sglang.srt.model_executor")
-    _module("sglang.srt.model_executor.forward_batch_info", ForwardBatch=object, ForwardMode=object)
+    stand_in("sglang.srt.model_executor.forward_batch_info", ForwardBatch=object, ForwardMode=object)
     _package("sglang.srt.model_executor.model_runner_components")
-    _module(
+    stand_in(
         "sglang.srt.model_executor.model_runner_components.moe_ep_setup", init_lplb_solvers=lambda **_: None
     )
     _package("sglang.srt.observability")
-    _module(
+    stand_in(
         "sglang.srt.observability.metrics_collector",
         STAT_LOGGER_ROLE_EXPERT_DISPATCH="",
         ExpertDispatchCollector=object,
         resolve_collector_class=lambda *_: object,
     )
-    _module(
+    stand_in(
         "sglang.srt.utils",
         Withable=_Withable,
         get_device=lambda: "cpu",
         get_int_env_var=lambda _name, default=0: default,
         get_bool_env_var=lambda _name, default="false": False,
     )
-    _module("sglang.srt.model_loader", get_model_architecture=lambda _config: (ModelClass, None))
+    stand_in("sglang.srt.model_loader", get_model_architecture=lambda _config: (ModelClass, None))
     _package("sglang.srt.distributed")
     world = SimpleNamespace(cpu_group=dist.group.WORLD)
-    _module("sglang.srt.distributed.parallel_state", get_world_group=lambda: world)
+    stand_in("sglang.srt.distributed.parallel_state", get_world_group=lambda: world)
     _package("sglang.srt.layers")
-    _module("sglang.srt.layers.moe", get_moe_a2a_backend=lambda: SimpleNamespace(is_megamoe=lambda: False))
+    stand_in("sglang.srt.layers.moe", get_moe_a2a_backend=lambda: SimpleNamespace(is_megamoe=lambda: False))
     logging.getLogger("sglang").setLevel(logging.WARNING)
 
 

@@ -15,7 +15,7 @@ from evenkeel.model.load import LoadReport
 from evenkeel.model.placement import Placement
 from evenkeel.protocol.messages import Ack, StagingProgress
 from tests.agent.fleet import PortLink
-from tests.engines.driving import DrivenRank, is_told, steps_of
+from tests.engines.driving import DrivenRank, is_told, steps_of, toy_settings
 from tests.engines.sglang import engine
 
 TOKENS = 9
@@ -32,17 +32,7 @@ class Rank(DrivenRank):
         moe.eplb_rebalance_layers_per_chunk, moe.eplb_rebalance_num_iterations = chunk, interval
         moe.expert_distribution_recorder_buffer_size = min(16, interval)
         moe.init_expert_location = init
-        values = {
-            "controllers": "127.0.0.1:1",
-            "deployment": "toy",
-            "mode": mode,
-            "host": "127.0.0.1",
-            "interface": "lo",
-            "poll_every": 4,
-            "resolve_after": 2,
-            "stall_after_s": 0.5,
-        }
-        settings = GuestSettings(**{**values, **changes})
+        settings = toy_settings(mode=mode, stall_after_s=0.5, **changes)
         self.links: list[Any] = []
 
         def make_link():

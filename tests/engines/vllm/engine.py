@@ -10,14 +10,13 @@ import importlib
 import logging
 import sys
 import threading
-import types
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
 import torch
 
 from tests.engines.driving import expert_rows
-from tests.engines.wheels import engine_root
+from tests.engines.wheels import engine_root, stand_in
 
 VERSION = "0.33.0"
 EPLB = "vllm.distributed.eplb"
@@ -77,16 +76,6 @@ def group_of(device_group: Any, cpu_group: Any) -> SimpleNamespace:
     )
 
 
-def _module(name: str, **content: Any) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__dict__.update(content)
-    sys.modules[name] = module
-    parent, _, last = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], last, module)
-    return module
-
-
 def load() -> SimpleNamespace:
     """Import the wheel's modules in this process: (state, worker, execute, policies, scheduler)."""
     if "vllm" in sys.modules:
@@ -94,7 +83,7 @@ def load() -> SimpleNamespace:
     root = engine_root("vllm", VERSION, ("vllm/distributed/eplb/",))
     torch.Event = InertEvent  # type: ignore[misc, assignment]
     _stand_ins()
-    package = _module("vllm.distributed.eplb")
+    package = stand_in("vllm.distributed.eplb")
     package.__path__ = [str(root / "vllm" / "distributed" / "eplb")]
     loaded = _loaded()
     for name in ("eplb_communicator", "rebalance_execute", "async_worker"):
@@ -123,25 +112,27 @@ def _stand_ins() -> None:
     class Experts(Protocol):
         pass
 
-    _module("vllm", __version__=VERSION)
+    stand_in("vllm", __version__=VERSION)
     for name in ("model_executor", "model_executor.models", "utils", "distributed"):
-        _module(f"vllm.{name}").__path__ = []  # type: ignore[attr-defined]
-    _module("vllm.distributed.device_communicators").__path__ = []  # type: ignore[attr-defined]
-    _module("vllm.config", ModelConfig=object, ParallelConfig=object).__path__ = []  # type: ignore[attr-defined]
-    _module("vllm.config.utils", compute_hash_cached=lambda config: config.compute_hash())
-    _module("vllm.config.parallel", EPLBPolicyOption=Literal["default"])
-    _module("vllm.logger", init_logger=logging.getLogger)
+        stand_in(f"vllm.{name}").__path__ = []  # type: ignore[attr-defined]
+    stand_in("vllm.distributed.device_communicators").__path__ = []  # type: ignore[attr-defined]
+    stand_in("vllm.config", ModelConfig=object, ParallelConfig=object).__path__ = []  # type: ignore[attr-defined]
+    stand_in("vllm.config.utils", compute_hash_cached=lambda config: config.compute_hash())
+    stand_in("vllm.config.parallel", EPLBPolicyOption=Literal["default"])
+    stand_in("vllm.logger", init_logger=logging.getLogger)
     platform = SimpleNamespace(is_rocm=lambda: False, is_cuda_alike=lambda: False)
-    _module("vllm.platforms", current_platform=platform)
-    _module("vllm.utils.gpu_sync_debug", gpu_sync_allowed=contextlib.nullcontext)
-    _module("vllm.utils.torch_utils", PIN_MEMORY=False)
-    _module("vllm.model_executor.models.interfaces", MixtureOfExperts=Experts)
-    _module("vllm.distributed.stateless_coordinator", StatelessGroupCoordinator=StatelessGroup)
-    _module("vllm.distributed.utils", StatelessProcessGroup=StatelessGroup, is_weak_contiguous=lambda _: True)
-    _module("vllm.distributed.nixl_utils", NixlWrapper=None)
-    _module("vllm.distributed.device_communicators.pynccl", PyNcclCommunicator=object)
-    _module("vllm.distributed.device_communicators.pynccl_wrapper", ncclDataTypeEnum=object)
-    _module(
+    stand_in("vllm.platforms", current_platform=platform)
+    stand_in("vllm.utils.gpu_sync_debug", gpu_sync_allowed=contextlib.nullcontext)
+    stand_in("vllm.utils.torch_utils", PIN_MEMORY=False)
+    stand_in("vllm.model_executor.models.interfaces", MixtureOfExperts=Experts)
+    stand_in("vllm.distributed.stateless_coordinator", StatelessGroupCoordinator=StatelessGroup)
+    stand_in(
+        "vllm.distributed.utils", StatelessProcessGroup=StatelessGroup, is_weak_contiguous=lambda _: True
+    )
+    stand_in("vllm.distributed.nixl_utils", NixlWrapper=None)
+    stand_in("vllm.distributed.device_communicators.pynccl", PyNcclCommunicator=object)
+    stand_in("vllm.distributed.device_communicators.pynccl_wrapper", ncclDataTypeEnum=object)
+    stand_in(
         "vllm.distributed.parallel_state",
         GroupCoordinator=object,
         get_ep_group=lambda: GROUPS.ep,

@@ -8,7 +8,7 @@ import pytest
 from tests.engines import ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.integration]
-SCENARIOS = "tests.engines.vllm.scenarios"
+SCENARIOS, FAULTS = "tests.engines.vllm.scenarios", "tests.engines.vllm.faults"
 
 
 @pytest.mark.timeout(300)
@@ -48,7 +48,7 @@ def test_a_move_that_vllm_stopped_without_a_word_is_seen_at_the_controller(contr
     seen, found = tmp_path / "seen", []
     options = {"controllers": controller.grpc_address, "seen": seen}
     fleet = threading.Thread(
-        target=lambda: found.extend(ranks.run(SCENARIOS, "controlled_until_it_stalls", **options))
+        target=lambda: found.extend(ranks.run(FAULTS, "controlled_until_it_stalls", **options))
     )
     fleet.start()
     try:

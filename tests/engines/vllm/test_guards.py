@@ -6,11 +6,11 @@ from tests.engines import ranks
 from tests.engines.vllm.scenarios import README_MAP
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
-SCENARIOS = "tests.engines.vllm.scenarios"
+SCENARIOS, FAULTS = "tests.engines.vllm.scenarios", "tests.engines.vllm.faults"
 
 
 def test_an_unknown_vllm_is_refused_with_the_reason_and_left_as_it_was():
-    (found,) = ranks.once(SCENARIOS, "refusals", size=1)
+    (found,) = ranks.once(FAULTS, "refusals", size=1)
     assert found["version"] == "vllm is 0.34.0; this plugin knows 0.33.0"
     assert (
         found["signature"]
@@ -23,7 +23,7 @@ def test_an_unknown_vllm_is_refused_with_the_reason_and_left_as_it_was():
 
 
 def test_the_entry_point_is_off_without_controllers_and_works_once():
-    (found,) = ranks.once(SCENARIOS, "environment", size=1)
+    (found,) = ranks.once(FAULTS, "environment", size=1)
     assert found == {"off": True, "refused": True, "on": True, "once": True}
 
 

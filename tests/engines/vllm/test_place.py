@@ -6,7 +6,7 @@ import pytest
 from tests.engines import ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
-SCENARIOS = "tests.engines.vllm.scenarios"
+SCENARIOS, FAULTS = "tests.engines.vllm.scenarios", "tests.engines.vllm.faults"
 
 
 @pytest.mark.parametrize("use_async", [True, False], ids=["async", "sync"])
@@ -31,7 +31,7 @@ def test_layers_are_reported_one_by_one():
 
 
 def test_a_worker_that_died_is_named_and_serving_goes_on():
-    first, second = ranks.once(SCENARIOS, "worker_dies")
+    first, second = ranks.once(FAULTS, "worker_dies")
     assert "asynchronous EPLB worker has ended" in second["trouble"]
     assert "layers switched" in first["trouble"], "the other ranks notice that nothing moves"
     for seen in (first, second):
@@ -44,7 +44,7 @@ def test_a_worker_that_died_is_named_and_serving_goes_on():
 
 
 def test_a_result_that_is_never_consumed_is_noticed():
-    for seen in ranks.once(SCENARIOS, "never_consumed"):
+    for seen in ranks.once(FAULTS, "never_consumed"):
         assert "stopped with 0 of 3 layers switched" in seen["trouble"]
         assert seen["wrong"] == []
         assert seen["further"] == 20
@@ -60,7 +60,7 @@ def test_a_result_that_is_never_consumed_is_noticed():
     ],
 )
 def test_ranks_that_disagree_keep_the_old_map_everywhere(how, words):
-    for seen in ranks.once(SCENARIOS, "disagree", how=how):
+    for seen in ranks.once(FAULTS, "disagree", how=how):
         assert words in seen["refused"]
         assert np.array_equal(seen["map"], seen["placement"])
         assert seen["wrong"] == []
@@ -68,7 +68,7 @@ def test_ranks_that_disagree_keep_the_old_map_everywhere(how, words):
 
 
 def test_a_plan_for_another_shape_is_voted_down():
-    for seen in ranks.once(SCENARIOS, "wrong_shape"):
+    for seen in ranks.once(FAULTS, "wrong_shape"):
         assert not seen["vote"].yes
         assert "16" in seen["vote"].detail
         assert seen["steps"] == 5
@@ -86,7 +86,7 @@ def test_another_planner_in_our_place_is_named_and_its_moves_followed():
 
 
 def test_a_controller_that_is_away_costs_steps_of_telemetry_and_nothing_else():
-    for seen in ranks.once(SCENARIOS, "away"):
+    for seen in ranks.once(FAULTS, "away"):
         assert seen["steps"] == 1500
         assert seen["trouble"] == ""
         assert seen["wrong"] == []
@@ -94,7 +94,7 @@ def test_a_controller_that_is_away_costs_steps_of_telemetry_and_nothing_else():
 
 @pytest.mark.parametrize("how", ["model", "store"])
 def test_a_guest_that_cannot_start_on_one_rank_starts_on_none_and_leaves_the_engines_groups_alone(how):
-    for seen in ranks.once(SCENARIOS, "start_fails", how=how):
+    for seen in ranks.once(FAULTS, "start_fails", how=how):
         assert not seen["agent"]
         assert seen["told"] == [[10, 11], [10, 11]]
         assert seen["steps"] == 30
@@ -102,7 +102,7 @@ def test_a_guest_that_cannot_start_on_one_rank_starts_on_none_and_leaves_the_eng
 
 
 def test_a_rank_without_the_plugin_leaves_vllm_to_itself_on_all():
-    first, second = ranks.once(SCENARIOS, "plugin_missing")
+    first, second = ranks.once(FAULTS, "plugin_missing")
     assert np.array_equal(first["map"], second["map"])
     for seen in (first, second):
         assert not seen["agent"]
@@ -112,16 +112,16 @@ def test_a_rank_without_the_plugin_leaves_vllm_to_itself_on_all():
 
 
 def test_an_error_in_a_hook_costs_the_plans_and_not_the_engine():
-    _, second = ranks.once(SCENARIOS, "hook_fails")
+    _, second = ranks.once(FAULTS, "hook_fails")
     assert "the plugin failed in EplbState.step" in second["trouble"]
-    for seen in ranks.once(SCENARIOS, "hook_fails"):
+    for seen in ranks.once(FAULTS, "hook_fails"):
         assert seen["further"] == 20
         assert seen["wrong"] == []
 
 
 @pytest.mark.parametrize("slots", [6, 7])
 def test_a_map_of_another_size_is_named_and_not_followed(slots):
-    for seen in ranks.once(SCENARIOS, "resized", slots=slots):
+    for seen in ranks.once(FAULTS, "resized", slots=slots):
         assert seen["map"] == (3, slots)
         assert f"went from (3, 8) layers and slots to (3, {slots})" in seen["trouble"]
         assert seen["epoch"] == 0

@@ -1,0 +1,171 @@
+"""What only the real store has: damaged values, bounds in the server, two writers, a cluster."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.exceptions import ConnectionError
+
+from evenkeel.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel.adapters.redis_client import connect, disconnect, eviction_policies
+from evenkeel.adapters.redis_store import RedisDeploymentStore
+from evenkeel.adapters.redis_windows import RedisWindowStore
+from evenkeel.adapters.stored_forms import (
+    Unreadable,
+    pack_placement,
+    pack_plan,
+    pack_source,
+    pack_window,
+    unpack_placement,
+    unpack_plan,
+    unpack_source,
+    unpack_window,
+)
+from evenkeel.model.ids import Epoch
+from evenkeel.model.load import Phase
+from tests.contracts.test_stores import BASE, DEMO, assert_same, every_plan, make_record, make_window
+
+# --- damage ------------------------------------------------------------------------------------
+
+
+FORMS = [
+    (pack_window(make_window(range(3))), unpack_window),
+    (pack_source(make_window(range(3), source=True).source), unpack_source),
+    (pack_placement(BASE), unpack_placement),
+    (pack_plan(make_record()), unpack_plan),
+]
+
+
+@given(st.sampled_from(FORMS), st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=4))
+def test_damaged_values_are_unreadable_and_nothing_worse(form, cuts):
+    data, unpack = form
+    damaged = bytearray(data)
+    for position, value in cuts:
+        damaged[position % len(damaged)] = value
+    try:
+        unpack(bytes(damaged))
+    except Unreadable:
+        pass
+
+
+@given(st.sampled_from(FORMS), st.binary(max_size=60))
+def test_foreign_values_are_unreadable_and_nothing_worse(form, data):
+    for value in (data, form[0][: len(data)]):
+        with pytest.raises(Unreadable):
+            form[1](value)
+
+
+async def test_what_cannot_be_read_is_left_out(valkey):
+    client = connect(valkey.url, timeout_s=2)
+    store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
+    await store.store_plan(make_record("good"), 1)
+    await store.store_plan(make_record("bad"), 1)
+    await store.store_epoch(DEMO, Epoch(1), BASE, 1)
+    await client.hset("evenkeel:{demo}:plans", "bad", b"\0noise")
+    await client.hset("evenkeel:{demo}:epochs", "2", b"noise")
+    await client.hset("evenkeel:{demo}:documents", "policy", b"[1")
+    await client.xadd("evenkeel:{demo}:decisions", {"d": b"noise"})
+    await store.append_decision(DEMO, {"cycle": 1})
+    await windows.append(DEMO, Phase.DECODE, make_window(range(3)))
+    await client.xadd("evenkeel:{demo}:window:decode", {"n": 1, "d": b"noise"})
+    await client.set("evenkeel:{demo}:window_source:decode", b"noise")
+    assert [record.plan.plan_id for record in await every_plan(store)] == ["good"]
+    assert list(await store.fetch_epochs(DEMO)) == [1]
+    assert await store.fetch_document(DEMO, "policy") is None
+    assert await store.fetch_decisions(DEMO, 10) == [{"cycle": 1}]
+    found = await windows.fetch(DEMO, Phase.DECODE)
+    assert found is not None
+    assert_same(found, make_window(range(3)))
+    await disconnect(client)
+
+
+# --- bounds and overlaps -----------------------------------------------------------------------
+
+
+async def test_everything_of_a_deployment_shares_a_hash_tag_and_windows_expire(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    store, windows = RedisDeploymentStore(client), RedisWindowStore(client, ttl_s=60)
+    await store.acquire_lease(DEMO, "a", 60, 0)
+    await store.store_plan(make_record(), 1)
+    await store.append_decision(DEMO, {})
+    await windows.append(DEMO, Phase.DECODE, make_window(range(3), source=True))
+    keys = {key.decode() for key in await client.keys("*")}
+    assert {key for key in keys if "{demo}" not in key} == {"evenkeel:seen"}
+    expiring = [key for key in keys if "window" in key]
+    assert len(expiring) == 3
+    for key in expiring:
+        assert 0 < await client.pttl(key) <= 60_000
+    await disconnect(client)
+
+
+async def test_plans_and_streams_are_bounded_in_the_server(valkey):
+    client = connect(valkey.url, timeout_s=2)
+    store = RedisDeploymentStore(client, plans_kept=3)
+    for number in range(6):
+        await store.store_plan(make_record(f"p{number}", 100.0 + number), 1)
+    assert await client.hlen("evenkeel:{demo}:plans") == 3
+    windows = RedisWindowStore(client, capacity=100)
+    window = make_window(range(1000))
+    for first in range(0, 1000, 8):
+        await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
+    assert await client.xlen("evenkeel:{demo}:window:decode") == 13
+    await disconnect(client)
+
+
+async def test_steps_two_writers_stored_twice_are_read_once(valkey):
+    client = connect(valkey.url, timeout_s=2)
+    windows, window = RedisWindowStore(client), make_window(range(20))
+    for cut in (slice(0, 8), slice(4, 12), slice(8, 14), slice(14, 20)):
+        await windows.append(DEMO, Phase.DECODE, window.slice(cut))
+    found = await windows.fetch(DEMO, Phase.DECODE)
+    assert found is not None
+    assert_same(found, window)
+    await disconnect(client)
+
+
+async def test_a_cluster_takes_every_command(tmp_path, unused_tcp_port_factory):
+    """One node of a real cluster that owns all slots."""
+    port, bus_port = unused_tcp_port_factory(), unused_tcp_port_factory()
+    server = EmbeddedValkey(tmp_path / "probe")
+    await server.start()
+    binary = server._command()[0]
+    await server.stop()
+    process = await asyncio.create_subprocess_exec(
+        binary,
+        *("--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes"),
+        *("--cluster-port", str(bus_port)),
+        *("--dir", str(tmp_path), "--save", "", "--logfile", str(tmp_path / "log")),
+    )
+    try:
+        plain = connect(f"redis://127.0.0.1:{port}", timeout_s=2)
+        for _ in range(100):
+            try:
+                await plain.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+                break
+            except ConnectionError:
+                await asyncio.sleep(0.05)
+        for _ in range(100):
+            if b"cluster_state:ok" in bytes(await plain.execute_command("CLUSTER", "INFO")):
+                break
+            await asyncio.sleep(0.05)
+        await disconnect(plain)
+        client = connect(f"redis+cluster://127.0.0.1:{port}", timeout_s=2)
+        store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
+        lease = await store.acquire_lease(DEMO, "a", 60, 0)
+        assert await store.renew_lease(DEMO, lease, 60)
+        assert await eviction_policies(client) == frozenset({"noeviction"})
+        await store.store_plan(make_record(), lease.term)
+        await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)
+        await store.append_decision(DEMO, {"cycle": 1})
+        await windows.append(DEMO, Phase.DECODE, make_window(range(3), source=True))
+        assert len(await every_plan(store)) == 1
+        assert await store.deployments() == [DEMO]
+        assert await windows.fetch(DEMO, Phase.DECODE) is not None
+        await windows.forget(DEMO)
+        await store.ping()
+        await disconnect(client)
+    finally:
+        process.terminate()
+        await process.wait()
