@@ -116,14 +116,17 @@ def step_ages(fleet: Fleet, seen: dict[tuple[str, int], float]) -> list[float]:
 
 
 async def watch(client: Any, fleet: Fleet, seen: dict[tuple[str, int], float]) -> None:
-    """Note when the last step of each batch is in each stored window."""
+    """Note when the last step of each batch is in each stored window; a chunk is read once, for Valkey's time counts."""
     newest = dict.fromkeys(fleet.names, WARM - 1)
+    read = dict.fromkeys(fleet.names, b"-")
     while True:
         for name in fleet.names:
-            rows = await client.xrevrange(deployment_key("evenkeel", name, "window:decode"), count=1)
+            key = deployment_key("evenkeel", name, "window:decode")
+            rows = await client.xrevrange(key, min=read[name], count=1)
             now = time.monotonic()
             if not rows:
                 continue
+            read[name] = b"(" + rows[0][0]
             batch = (int(unpack_window(rows[0][1][b"d"]).steps[-1]) + 1) // BATCH - 1
             for number in range(newest[name] + 1, batch + 1):
                 seen[name, number] = now

@@ -223,8 +223,8 @@ class IngestSettings:
     max_pending_steps: Annotated[int, Field(ge=8)] = 512
     """Incomplete steps held per deployment; each costs layers x slots x 4 bytes once used. Fewer than a slow
     rank lags behind loses those steps."""
-    heartbeat_s: Seconds = 1.0
-    """Every rank is asked for its state this often."""
+    heartbeat_s: Seconds = 2.5
+    """Every rank is asked for its state this often, and says itself that it lives."""
     rank_lease_s: Seconds = 10.0
     """A rank not heard for this long is lost; at least three heartbeats."""
     forget_after_s: Seconds = 3600.0

@@ -342,6 +342,6 @@ def quick(**times):
 
     def arrange(world) -> None:
         wave = replace(world.timing.wave, **times)
-        world.timing = replace(world.timing, heartbeat_s=0.25, rank_lease_s=0.7, wave=wave)
+        world.timing = replace(world.timing, heartbeat_s=0.25, ask_again_s=0.25, rank_lease_s=0.7, wave=wave)
 
     return arrange

@@ -21,6 +21,7 @@ def random_timing(rng, gate_steps: int) -> ControlTiming:
     """Deadlines in proportion to the simulated fleet's steps, some tight enough to race with answers."""
     return ControlTiming(
         heartbeat_s=0.5,
+        ask_again_s=0.5,
         rank_lease_s=rng.choice((1.2, 2.0)),
         recovery_deadline_s=4.0,
         cycle_deadline_s=3.0,

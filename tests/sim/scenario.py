@@ -45,6 +45,7 @@ TARGET = DeploymentId("target")
 SHAPE = ModelShape(2, 4, 2, 3, 1, 10)
 TIMING = ControlTiming(
     heartbeat_s=0.5,
+    ask_again_s=0.5,
     rank_lease_s=2.0,
     recovery_deadline_s=4.0,
     batch_deadline_s=0.8,

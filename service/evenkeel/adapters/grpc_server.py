@@ -31,8 +31,8 @@ _SERVICE = "evenkeel.v1.RankLink"
 _HELLO_WITHIN_S = 10.0
 _LAST_WORDS_S = 2.0
 """For what is queued when a stream ends."""
-_ACK_EVERY_S = 1.0
-"""Answers to reports are joined for so long: to write one costs as much as to read a report."""
+_ACK_EVERY_S = 2.0
+"""Answers to reports are joined for so long: to write one costs more than to read a report."""
 _BURST_S = 4.0
 """A stream may be that many seconds of its rate ahead: after a reconnect all unacknowledged reports come again."""
 _RETRY_MS = 2000

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,7 @@ class Rejection:
     """With the numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Intake:
+class Intake(NamedTuple):
     """What became of one report."""
 
     highest_step: int | None
@@ -123,7 +123,7 @@ class StepAssembler:
 
     def highest_step(self, rank: EpRank) -> int | None:
         """Highest step taken in from a rank; None before the first."""
-        highest = max((int(board.highest[rank]) for board in self._boards.values()), default=NO_STEP)
+        highest = max([board.highest[rank] for board in self._boards.values()], default=NO_STEP)
         return None if highest == NO_STEP else highest
 
     def take(self, report: LoadReport) -> Intake:
@@ -139,7 +139,7 @@ class StepAssembler:
         done = self._enter(board, report, positions, rejected) if positions else []
         if report.steps:
             highest = report.steps[-1].step
-            board.highest[report.rank] = max(int(board.highest[report.rank]), highest)
+            board.highest[report.rank] = max(board.highest[report.rank], highest)
         complete = self._complete(board, done, rejected) if done else ()
         self._drop_passed(board, rejected)
         return Intake(
@@ -155,7 +155,7 @@ class StepAssembler:
     def _screen(self, board: Board, report: LoadReport, rejected: list[Rejection]) -> list[int]:
         """Positions in the report of the steps that may enter the board."""
         duplicate, late, unknown = [], [], []
-        highest = int(board.highest[report.rank])
+        highest = board.highest[report.rank]
         positions: list[int] = []
         for position, meta in enumerate(report.steps):
             step = meta.step
@@ -205,6 +205,8 @@ class StepAssembler:
         self, board: Board, report: LoadReport, positions: list[int], rejected: list[Rejection]
     ) -> list[int]:
         """Let the oldest steps give way, begun ones or those of the report; the positions that stay."""
+        if len(positions) <= len(board.free):
+            return positions
         new = [report.steps[p].step for p in positions if report.steps[p].step not in board.row_of]
         excess = len(new) - len(board.free)
         if excess <= 0:
@@ -228,37 +230,42 @@ class StepAssembler:
     ) -> list[int]:
         """Write the steps into their rows; the steps now reported by all."""
         rank, row_of = report.rank, board.row_of
-        rows: list[int] = []
         torn: list[int] = []
         done: list[int] = []
-        metas = [report.steps[position] for position in positions]
-        for meta in metas:
-            row = row_of.get(meta.step)
+        rows: list[int] = []
+        tokens: list[int] = []
+        compute_s: list[float] = []
+        for position in positions:
+            meta = report.steps[position]
+            step, epoch, phase, real_tokens, dummy, seconds = meta
+            row = row_of.get(step)
             if row is None:
-                row = board.open(meta.step, meta)
+                row = board.open(step, meta)
             rows.append(row)
-            if board.epoch[row] != meta.epoch:
+            tokens.append(0 if dummy else real_tokens)
+            compute_s.append(math.nan if seconds is None else seconds)
+            begun = board.epoch[row]
+            if begun != epoch:
                 board.torn[row] = True
-                torn.append(meta.step)
-            if not meta.dummy:
+                torn.append(step)
+            if not dummy:
                 board.real[row] = True
-            if board.phase[row] != PHASE_CODE[meta.phase]:
+            if board.phase[row] != PHASE_CODE[phase]:
                 board.phase[row] = MIXED
-            board.num_reported[row] += 1
-            how = self._epochs.get(board.epoch[row])
-            if how is not None and board.num_reported[row] == how.needed:
-                done.append(meta.step)
-        board.tokens[rows, rank] = [0 if meta.dummy else meta.tokens for meta in metas]
-        board.compute_s[rows, rank] = [
-            math.nan if meta.compute_s is None else meta.compute_s for meta in metas
-        ]
-        self._write(board, report, positions, rows)
+            board.num_reported[row] = reported = board.num_reported[row] + 1
+            how = self._epochs.get(begun)
+            if how is not None and reported == how.needed:
+                done.append(step)
+        where = np.array(rows)
+        board.tokens[where, rank] = tokens
+        board.compute_s[where, rank] = compute_s
+        self._write(board, report, positions, where)
         if torn:
             detail = f"rank {rank} ran step {torn[0]} under another epoch than the ranks before it"
             rejected.append(Rejection(Reason.EPOCH_DISAGREES, len(torn), detail))
         return done
 
-    def _write(self, board: Board, report: LoadReport, positions: list[int], rows: list[int]) -> None:
+    def _write(self, board: Board, report: LoadReport, positions: list[int], rows: NDArray[np.int64]) -> None:
         counts = report.counts
         if len(positions) < len(counts):
             counts = counts[positions]
@@ -365,7 +372,7 @@ class StepAssembler:
 
     def _drop_passed(self, board: Board, rejected: list[Rejection]) -> None:
         """Give up steps that every rank has passed without all reporting them."""
-        passed = int(board.highest.min())
+        passed = min(board.highest)
         if passed > board.passed:
             board.passed = passed
             for step in sorted(step for step in board.row_of if step <= passed):

@@ -68,8 +68,8 @@ class Board:
         self.torn = [False] * capacity
         self.row_of: dict[int, int] = {}
         self.free = list(range(capacity - 1, -1, -1))
-        self.highest = np.full(shape.num_ranks, NO_STEP, np.int64)
-        """(R,) highest step each rank reported on this side."""
+        self.highest = [NO_STEP] * shape.num_ranks
+        """Highest step each rank reported on this side."""
         self.passed = NO_STEP
         """Steps up to here no rank will report again."""
         self.floor = NO_STEP

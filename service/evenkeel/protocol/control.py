@@ -196,7 +196,7 @@ class DeploymentControl:
         )
         self.migration.history = dict(event.stored.epochs)
         self.recovery = self.recovery_type(
-            self.migration, again_s=timing.heartbeat_s, deadline_s=timing.recovery_deadline_s
+            self.migration, again_s=timing.ask_again_s, deadline_s=timing.recovery_deadline_s
         )
         self.cycles = Cycles(
             self.migration,

@@ -28,8 +28,10 @@ class WaveTiming:
 class ControlTiming:
     """Seconds between things, and deadlines."""
 
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 2.5
     """Every rank is asked for its state this often; it also keeps the ranks' lease on us alive."""
+    ask_again_s: float = 1.0
+    """After ranks disagreed in a recovery."""
     rank_lease_s: float = 10.0
     """A rank not heard for this long is lost; at least three heartbeats."""
     recovery_deadline_s: float = 30.0

@@ -95,7 +95,7 @@ def _decode_counts(data: bytes, num_steps: int, side: CountingSide, shape: Model
             Reason.BAD_LENGTH,
         )
     counts = np.frombuffer(data, "<i4")
-    if counts.size and counts.min() < 0:
+    if counts.size and np.minimum.reduce(counts) < 0:
         negative = int((counts < 0).sum())
         raise PeerViolation(
             f"{negative} of {counts.size} counts are negative, smallest {counts.min()}",
@@ -118,7 +118,7 @@ def _decode_steps(message: pb.LoadReport) -> tuple[StepMeta, ...]:
         if epoch > _MAX_STEP or tokens > _MAX_STEP:
             raise PeerViolation(f"step {step} has epoch {epoch} and {tokens} tokens, at most {_MAX_STEP}")
         compute_s = meta.compute_s if meta.HasField("compute_s") else None
-        if compute_s is not None and not (math.isfinite(compute_s) and compute_s >= 0):
+        if compute_s is not None and not 0 <= compute_s < math.inf:
             raise PeerViolation(f"step {step} has compute_s {compute_s}", Reason.NOT_FINITE)
         steps.append(StepMeta(step, epoch, phase, tokens, meta.dummy, compute_s))
     return tuple(steps)
