@@ -56,6 +56,18 @@ def test_the_validator_would_see_a_misspelt_field():
         kubernetes_validate.validate(broken, "1.37", strict=True)
 
 
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [("r", "r-evenkeel"), ("my-evenkeel", "my-evenkeel"), ("7b.prod", "ek-7b-prod-evenkeel")],
+)
+def test_services_may_have_the_names_that_releases_may(release, name):
+    answer = helm("template", release, CHART)
+    assert answer.code == 0, answer.err
+    services = [one["metadata"]["name"] for one in yaml.safe_load_all(answer.out) if one["kind"] == "Service"]
+    assert name in services
+    assert all(re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", service) for service in services)
+
+
 def test_the_defaults_need_no_custom_resources():
     assert not {one["kind"] for one in rendered("default")} & CUSTOM
 

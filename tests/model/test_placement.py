@@ -15,7 +15,8 @@ def shapes(draw):
     layers = draw(st.integers(1, 3))
     least = -(-experts // ranks)
     per_rank = draw(st.integers(least, least + 4))
-    pool = draw(st.one_of(st.none(), st.integers(layers * least, layers * per_rank)))
+    fewest = -(-layers * experts // ranks)
+    pool = draw(st.one_of(st.none(), st.integers(fewest, layers * per_rank)))
     return ModelShape(layers, experts, ranks, per_rank, 1, 100, pool_slots_per_rank=pool)
 
 
@@ -31,6 +32,11 @@ def test_initial_placement_leaves_a_slot_empty_only_where_nothing_may_go(shape):
     per_layer = shape.slots_per_rank
     if shape.pool_slots_per_rank is not None:
         per_layer = min(per_layer, shape.pool_slots_per_rank // shape.num_layers)
+        assert (used <= shape.pool_slots_per_rank).all()
+    if per_layer * shape.num_ranks < shape.num_logical_experts:
+        # Some layers take more of a rank's pool than others, and nothing is left over.
+        assert used.sum() == shape.num_layers * shape.num_logical_experts
+        return
     assert (used == shape.num_layers * min(per_layer, shape.num_logical_experts)).all()
 
 

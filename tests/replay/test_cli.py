@@ -239,6 +239,11 @@ def test_inspect_describes_in_words_and_in_json(small):
         (("compare", "--ranks", 3, "--slots", 10), ShapeMismatch, "10 slots do not divide over 3 ranks"),
         (("compare", "--ranks", 2, "--slots", 6), ShapeMismatch, "cannot hold 8 experts"),
         (
+            ("compare", "--ranks", 2, "--slots", 18),
+            ShapeMismatch,
+            "9 a rank, the model has 8 experts; at most 16",
+        ),
+        (
             ("compare", *SMALL, "--html", "/nowhere/at/all.html"),
             InvalidInput,
             "there is no folder /nowhere/at",

@@ -2,17 +2,20 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{/* 40 characters leave room for suffixes of services and pods. */}}
+{{/* 40 characters leave room for suffixes of services and pods. A release may have dots or begin with a digit, a Service may not. */}}
 {{- define "evenkeel.fullname" -}}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
 {{- else }}
 {{- $name := default .Chart.Name .Values.nameOverride }}
-{{- if contains $name .Release.Name }}
-{{- .Release.Name | trunc 40 | trimSuffix "-" }}
-{{- else }}
-{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}
+{{- $full := .Release.Name }}
+{{- if not (contains $name $full) }}
+{{- $full = printf "%s-%s" $full $name }}
 {{- end }}
+{{- if regexMatch "^[0-9]" $full }}
+{{- $full = printf "ek-%s" $full }}
+{{- end }}
+{{- $full | replace "." "-" | trunc 40 | trimSuffix "-" }}
 {{- end }}
 {{- end }}
 

@@ -160,32 +160,38 @@ class Placement:
         """Experts in order over the ranks, then as many spare slots as the budget fills, round robin.
 
         The first E filled slots hold expert 0..E-1 in rank order (contiguous blocks, as engines start);
-        spare slots repeat experts from 0 on, never the same expert twice on a rank.
+        spare slots repeat experts from 0 on, never the same expert twice on a rank. Where E does not divide by R the first
+        ranks hold one expert more; with pooled slots those ranks change from layer to layer, so that no pool overruns.
         """
-        ranks, experts, per_rank = shape.num_ranks, shape.num_logical_experts, shape.slots_per_rank
-        row = np.full((ranks, per_rank), EMPTY, np.int32)
-        filled = np.zeros(ranks, np.int64)
-        base, extra = divmod(experts, ranks)
-        start = 0
-        for rank in range(ranks):
-            count = base + (rank < extra)
-            row[rank, :count] = np.arange(start, start + count)
-            filled[rank] = count
-            start += count
-        budget = per_rank
+        layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
+        budget, step = shape.slots_per_rank, 0
         if shape.pool_slots_per_rank is not None:
-            budget = min(per_rank, shape.pool_slots_per_rank // shape.num_layers)
-        spare = 0
-        for local in range(budget):
-            for rank in range(ranks):
-                if local < filled[rank]:
-                    continue
-                for offset in range(experts):
-                    expert = (spare + offset) % experts
-                    if expert not in row[rank]:
-                        row[rank, local] = expert
-                        filled[rank] += 1
-                        spare = expert + 1
-                        break
-        phy2log = np.broadcast_to(row.reshape(1, -1), (shape.num_layers, shape.num_slots))
-        return cls(phy2log.astype(np.int32), ranks, experts)
+            budget, step = min(budget, shape.pool_slots_per_rank // layers), experts % ranks
+        firsts = [layer * step % ranks for layer in range(layers)]
+        rows = {first: _initial_row(shape, budget, first) for first in set(firsts)}
+        return cls(np.stack([rows[first] for first in firsts]), ranks, experts)
+
+
+def _initial_row(shape: ModelShape, budget: int, first: int) -> NDArray[np.int32]:
+    """(S,) one layer of `Placement.initial`: `first` is the first rank that holds an expert more where E does not divide
+    by R; ranks are filled up to `budget` slots."""
+    ranks, experts, per_rank = shape.num_ranks, shape.num_logical_experts, shape.slots_per_rank
+    row = np.full((ranks, per_rank), EMPTY, np.int32)
+    base, extra = divmod(experts, ranks)
+    start = 0
+    for rank in range(ranks):
+        count = base + ((rank - first) % ranks < extra)
+        row[rank, :count] = np.arange(start, start + count)
+        start += count
+    spare = 0
+    for local in range(budget):
+        for rank in range(ranks):
+            if row[rank, local] != EMPTY:
+                continue
+            for offset in range(experts):
+                expert = (spare + offset) % experts
+                if expert not in row[rank]:
+                    row[rank, local] = expert
+                    spare = expert + 1
+                    break
+    return row.ravel()

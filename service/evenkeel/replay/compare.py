@@ -51,8 +51,17 @@ class Fleet:
             )
 
     def shape(self, trace: Trace) -> ModelShape:
-        """The deployment this fleet is for the model of a trace."""
+        """The deployment this fleet is for the model of a trace.
+
+        Raises:
+            ShapeMismatch: a rank has more slots than there are experts; none could hold anything.
+        """
         per_rank = self.slots // self.ranks
+        if per_rank > trace.num_experts:
+            raise ShapeMismatch(
+                f"{self.slots} slots on {self.ranks} ranks are {per_rank} a rank, the model has {trace.num_experts} experts;"
+                f" at most {trace.num_experts * self.ranks} slots can be used"
+            )
         row = min(trace.num_experts, 2 * per_rank) if self.pooled else per_rank
         return ModelShape(
             num_layers=trace.num_layers,
