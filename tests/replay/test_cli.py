@@ -285,7 +285,22 @@ def test_a_placement_of_another_fleet_is_no_start(small, tmp_path):
 def test_what_an_engine_cannot_read_is_not_written(small, tmp_path):
     out = tmp_path / "placement"
     with pytest.raises(InfeasiblePlan, match="cannot hold empty slots"):
-        _run("plan", "-t", small, "--ranks", 1, "--slots", 9, "-p", "eplb", "-f", "trtllm", "-o", out)
+        _run(
+            "plan",
+            "-t",
+            small,
+            "--ranks",
+            2,
+            "--slots",
+            10,
+            "--pooled",
+            "-p",
+            "craft",
+            "-f",
+            "trtllm",
+            "-o",
+            out,
+        )
     assert not out.exists()
 
 
