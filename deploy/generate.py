@@ -26,13 +26,13 @@ _TABLE = re.compile(r"(<!-- values -->\n).*?(<!-- end of values -->)", re.DOTALL
 
 CHARTS_OWN = {
     "data_dir": None,
-    "redis": None,
+    "redis": {"url", "password", "sentinel_username", "sentinel_password", "prefix"},
     "grpc": {"host", "port", "advertise", "tls_cert_file", "tls_key_file", "tls_client_ca_file"},
     "rest": {"host", "port", "token_file"},
     "metrics": {"host", "port"},
     "leader": {"replica_id", "replicas"},
 }
-"""Settings the chart sets itself, so that `config` may not; None: the whole section but `redis.timeout_s`."""
+"""Settings the chart sets itself, so that `config` may not; None: the whole section."""
 
 
 def generated() -> dict[Path, str]:
@@ -142,11 +142,6 @@ def _schema() -> dict[str, Any]:
         name = config["properties"][section].get("$ref", "").rsplit("/", 1)[-1]
         for key in own:
             definitions[name]["properties"].pop(key)
-    config["properties"]["redis"] = {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {"timeout_s": definitions.pop("RedisSettings")["properties"]["timeout_s"]},
-    }
     config["additionalProperties"] = False
     root = _of(values(), ())
     root["properties"]["config"] = config

@@ -158,7 +158,12 @@ def test_all_faults_are_told_at_once():
         ({"REST__HOST": ""}, "EVENKEEL_REST__HOST"),
         ({"LEADER__REPLICAS": "2"}, "leader.replicas is 2 and redis.url is empty"),
         ({"LEADER__LEASE_S": "2"}, "1 x 3 = 3 exceeds leader.lease_s 2"),
-        ({"INGEST__RANK_LEASE_S": "2"}, "1 x 3 = 3 exceeds ingest.rank_lease_s 2"),
+        ({"INGEST__RANK_LEASE_S": "2"}, "2.5 x 3 = 7.5 exceeds ingest.rank_lease_s 2"),
+        ({"REDIS__WAIT_REPLICAS": "1"}, "redis.wait_replicas is 1: a store of one's own has no replicas"),
+        (
+            {"REDIS__WAIT_REPLICAS": "2", "REDIS__URL": "redis+cluster://h:1"},
+            "redis.wait_replicas is 2: a store of one's own has no replicas, and a cluster is not asked",
+        ),
         ({"WINDOW__STEPS": "200"}, "window.plan_steps 256 exceeds window.steps 200"),
         ({"PLANNER__RECENT_STEPS": "100"}, "100 x 4 = 400 exceeds window.plan_steps 256"),
         ({"MIGRATION__PREPARE_DEADLINE_S": "5"}, "batch_deadline_s 10 exceeds"),

@@ -143,6 +143,9 @@ class RedisSettings:
     """First part of every key. Fleets that share a server must differ here, or they take each other's leases."""
     timeout_s: Seconds = 2.0
     """For a connection and for an answer. Above a third of leader.lease_s a slow store costs the lease."""
+    wait_replicas: Annotated[int, Field(ge=0, le=16)] = 0
+    """Replicas of the store that must have a plan, an epoch or a policy before it counts as written, so that a failover
+    loses none. Where too few have it within half of timeout_s, the write is tried again and no wave begins."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -308,6 +311,8 @@ def contradictions(settings: Settings) -> Iterator[str]:
     except InvalidInput as error:
         yield f"planner: {error}"
     redis = settings.redis
+    if redis.wait_replicas and (not redis.url or "+cluster://" in redis.url):
+        yield f"redis.wait_replicas is {redis.wait_replicas}: a store of one's own has no replicas, and a cluster is not asked for them"
     if (redis.sentinel_username or redis.sentinel_password) and "+sentinel://" not in redis.url:
         yield "redis.sentinel_username and redis.sentinel_password need a redis+sentinel:// or rediss+sentinel:// URL"
     if redis.sentinel_username and not (redis.sentinel_password or "sentinel_password=" in redis.url):

@@ -78,6 +78,7 @@ def test_a_misspelt_value_is_refused():
     assert "config.planner" in refusal("config.planner.mde=auto")
     assert "config.planner.mode" in refusal("config.planner.mode=sometimes")
     assert "grpc" in refusal("config.grpc.port=1")
+    assert "prefix" in refusal("config.redis.prefix=another")
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,7 @@ def test_every_variable_of_the_chart_is_a_setting_and_the_whole_is_sound(name, m
         redis = settings.redis
         assert (redis.password, redis.sentinel_username, redis.sentinel_password) == ("secret", "u", "secret")
         assert (settings.grpc.max_connection_age_s, settings.grpc.max_connection_age_grace_s) == (7200, 120)
+        assert redis.wait_replicas == 1
         # Every file the URL names is below a mounted secret.
         connect(redis.url, timeout_s=1)
         mounts = {one["mountPath"] for one in container(name)["volumeMounts"]}

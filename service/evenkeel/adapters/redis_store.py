@@ -17,7 +17,7 @@ from evenkeel.adapters.stored_forms import (
     unpack_placement,
     unpack_plan,
 )
-from evenkeel.errors import Conflict, Reason
+from evenkeel.errors import Conflict, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanRecord
@@ -123,6 +123,9 @@ return 1
 
 
 _RECORDS = ("term", "plans", "plan_order", "epochs", "documents")
+_WRITTEN_ANEW = ("leader", "shape")
+"""Documents that every leader writes when it begins: nothing is lost with them, so they wait for no replica. Otherwise
+nobody could lead, or count, where replicas are away."""
 
 
 class RedisDeploymentStore:
@@ -137,6 +140,8 @@ class RedisDeploymentStore:
         plans_kept, epochs_kept, decisions_kept: the oldest give way beyond these.
         decision_age_s: decisions older than this are dropped.
         record_age_s: records of a deployment nobody has led for this long are dropped.
+        wait_replicas: replicas that must have a plan, an epoch or a document within `wait_s`; else the write raises
+            Unavailable, though the primary has it, and is to be tried again.
     """
 
     def __init__(
@@ -149,6 +154,8 @@ class RedisDeploymentStore:
         decisions_kept: int = 10_000,
         decision_age_s: float = 30 * 86_400.0,
         record_age_s: float = 90 * 86_400.0,
+        wait_replicas: int = 0,
+        wait_s: float = 1.0,
     ) -> None:
         self._client: Any = client  # The clients share their commands but no typed base.
         self._prefix = prefix
@@ -157,6 +164,8 @@ class RedisDeploymentStore:
         self._decisions_kept = decisions_kept
         self._decision_age_s = decision_age_s
         self._record_age_s = record_age_s
+        self._wait_replicas = wait_replicas
+        self._wait_s = wait_s
 
     @property
     def _seen(self) -> str:
@@ -208,7 +217,7 @@ class RedisDeploymentStore:
         plan = record.plan
         names = ("term", "plans", "plan_order")
         values = (plan.plan_id, repr(plan.created_at), pack_plan(record), self._plans_kept)
-        await self._write(plan.deployment, _STORE_PLAN, names, term, values)
+        await self._write(plan.deployment, _STORE_PLAN, names, term, values, self._wait_replicas)
 
     async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
         """(id, created_at) of every stored plan, newest first."""
@@ -231,7 +240,7 @@ class RedisDeploymentStore:
     ) -> None:
         """Record a committed placement under its epoch; recorded epochs above it are dropped."""
         values = (epoch, pack_placement(placement), self._epochs_kept)
-        await self._write(deployment, _STORE_EPOCH, ("term", "epochs"), term, values)
+        await self._write(deployment, _STORE_EPOCH, ("term", "epochs"), term, values, self._wait_replicas)
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
         """Recorded placements by epoch, as many as are kept."""
@@ -250,7 +259,8 @@ class RedisDeploymentStore:
     ) -> None:
         """Write a small named JSON document."""
         values = (name, json.dumps(body))
-        await self._write(deployment, _STORE_DOCUMENT, ("term", "documents"), term, values)
+        replicas = 0 if name in _WRITTEN_ANEW else self._wait_replicas
+        await self._write(deployment, _STORE_DOCUMENT, ("term", "documents"), term, values, replicas)
 
     async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
         """Read a named document."""
@@ -298,12 +308,30 @@ class RedisDeploymentStore:
         names: tuple[str, ...],
         term: int,
         values: tuple[object, ...],
+        replicas: int,
     ) -> None:
         keys = [self._key(deployment, name) for name in names]
         with store_errors(f"writing {names[1]}"):
-            newer = await self._client.eval(script, len(keys), *keys, term, *values)
+            if replicas:
+                newer, copies = await self._eval_and_wait(replicas, script, keys, term, *values)
+            else:
+                newer, copies = await self._client.eval(script, len(keys), *keys, term, *values), 0
         if newer:
             raise Conflict(f"{deployment}: term {newer} has taken over from term {term}", Reason.LEASE_LOST)
+        if copies < replicas:
+            raise Unavailable(
+                f"writing {names[1]}: {copies} of {replicas} replicas have it after {self._wait_s:g} s"
+            )
+
+    async def _eval_and_wait(
+        self, replicas: int, script: str, keys: list[str], *values: object
+    ) -> tuple[int, int]:
+        """What the script answers, and how many replicas have what it wrote. WAIT speaks of its own connection only."""
+        pipe = self._client.pipeline(transaction=False)
+        pipe.eval(script, len(keys), *keys, *values)
+        pipe.execute_command("WAIT", replicas, _milliseconds(self._wait_s))
+        answer, copies = await pipe.execute()
+        return int(answer), int(copies)
 
 
 def _milliseconds(seconds: float) -> int:

