@@ -63,6 +63,19 @@ async def test_acknowledgements_nobody_read_yet_are_joined():
     assert await drain(stream) == [ReportAck(49, 1, Reason.LATE_STEP)]
 
 
+async def test_a_rank_that_reports_often_is_answered_before_it_must_wait():
+    stream = RankStream(1, "peer", capacity=4)
+    stream.send(ReportAck(0))
+    assert await stream.next() == ReportAck(0)
+    for step in range(1, 8):
+        stream.send(ReportAck(step))
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    stream.send(ReportAck(8))
+    assert await waiting == ReportAck(8)
+
+
 def make_prepare(index=0, checksum=0):
     rows = np.array([[0, 1, 2, 0]], np.int32)
     wave = Wave(index, (1,), rows, ((Transfer(1, 0, 0, 3, 1000),),))

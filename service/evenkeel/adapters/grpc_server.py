@@ -33,6 +33,8 @@ _LAST_WORDS_S = 2.0
 """For what is queued when a stream ends."""
 _ACK_EVERY_S = 2.0
 """Answers to reports are joined for so long: to write one costs more than to read a report."""
+_ACK_AFTER = 8
+"""And no more reports than these: a rank keeps twice as many that are not answered, then it waits."""
 _BURST_S = 4.0
 """A stream may be that many seconds of its rate ahead: after a reconnect all unacknowledged reports come again."""
 _RETRY_MS = 2000
@@ -54,6 +56,8 @@ class RankStream:
         self._closed = False
         self._ack: ReportAck | None = None
         """Held back until the next is due."""
+        self._held_back = 0
+        """Reports it answers."""
         self._next_ack_at = 0.0
 
     @property
@@ -72,8 +76,11 @@ class RankStream:
 
     def _acknowledge(self, ack: ReportAck) -> None:
         """Answer a report at once, or together with those that come until the next answer is due."""
+        self._held_back += 1
         if self._ack is not None:
             self._ack = _join_acks(self._ack, ack)
+            if self._held_back >= _ACK_AFTER:
+                self._flush_ack()
             return
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -84,7 +91,7 @@ class RankStream:
             loop.call_at(self._next_ack_at, self._flush_ack)
 
     def _flush_ack(self) -> None:
-        ack, self._ack = self._ack, None
+        ack, self._ack, self._held_back = self._ack, None, 0
         if ack is None or self._closed:
             return
         self._next_ack_at = asyncio.get_running_loop().time() + _ACK_EVERY_S
