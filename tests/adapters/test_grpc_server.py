@@ -63,17 +63,22 @@ async def test_acknowledgements_nobody_read_yet_are_joined():
     assert await drain(stream) == [ReportAck(49, 1, Reason.LATE_STEP)]
 
 
-async def test_a_rank_that_reports_often_is_answered_before_it_must_wait():
+async def test_a_rank_that_reports_often_is_answered_before_it_must_wait(monkeypatch):
+    loop, timers = asyncio.get_running_loop(), []
+    call_at = loop.call_at
+    monkeypatch.setattr(loop, "call_at", lambda *args: timers.append(call_at(*args)) or timers[-1])
     stream = RankStream(1, "peer", capacity=4)
     stream.send(ReportAck(0))
     assert await stream.next() == ReportAck(0)
     for step in range(1, 8):
         stream.send(ReportAck(step))
     waiting = asyncio.create_task(stream.next())
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)
     assert not waiting.done()
     stream.send(ReportAck(8))
     assert await waiting == ReportAck(8)
+    # What was to answer these later must not answer the next ones too early.
+    assert [timer.cancelled() for timer in timers] == [True]
 
 
 def make_prepare(index=0, checksum=0):

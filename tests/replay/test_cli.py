@@ -29,7 +29,8 @@ def small(tmp_path):
     return path
 
 
-SMALL = ("--ranks", 2, "--slots", 10, "--window", 8, "--horizon", 8)
+FLEET = ("--ranks", 2, "--slots", 10)
+SMALL = (*FLEET, "--window", 8, "--horizon", 8)
 
 
 def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises(shipped_trace):
@@ -157,11 +158,7 @@ def test_other_fleets_can_be_described(small):
 @pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
 def test_plan_writes_for_every_engine(small, tmp_path, format_):
     out = tmp_path / "placement"
-    said = json.loads(
-        _run(
-            "plan", "-t", small, "--ranks", 2, "--slots", 10, "-p", "eplb", "-f", format_, "-o", out, "--json"
-        )
-    )
+    said = json.loads(_run("plan", "-t", small, *FLEET, "-p", "eplb", "-f", format_, "-o", out, "--json"))
     file = read_placement(out, num_ranks=2, num_logical_experts=8, first_moe_layer=2)
     assert file.layer_ids == (2, 3, 4)
     load = read_trace(small).counts
@@ -172,10 +169,7 @@ def test_plan_writes_for_every_engine(small, tmp_path, format_):
             "plan",
             "-t",
             small,
-            "--ranks",
-            2,
-            "--slots",
-            10,
+            *FLEET,
             "-p",
             "eplb",
             "-o",
@@ -189,9 +183,7 @@ def test_plan_writes_for_every_engine(small, tmp_path, format_):
 
 
 def test_plan_looks_only_at_the_newest_steps(small, tmp_path):
-    _run(
-        "plan", "-t", small, "--ranks", 2, "--slots", 10, "-p", "eplb", "--window", 10, "-o", tmp_path / "new"
-    )
+    _run("plan", "-t", small, *FLEET, "-p", "eplb", "--window", 10, "-o", tmp_path / "new")
     placement = read_placement(tmp_path / "new").placement
     assert (placement.logcnt[:, 6] == 2).all()
     assert read_placement(tmp_path / "new").info["planned_on_steps"] == 10
@@ -269,10 +261,7 @@ def test_a_placement_of_another_fleet_is_no_start(small, tmp_path):
             "plan",
             "-t",
             small,
-            "--ranks",
-            2,
-            "--slots",
-            10,
+            *FLEET,
             "-p",
             "eplb",
             "-o",
@@ -289,10 +278,7 @@ def test_what_an_engine_cannot_read_is_not_written(small, tmp_path):
             "plan",
             "-t",
             small,
-            "--ranks",
-            2,
-            "--slots",
-            10,
+            *FLEET,
             "--pooled",
             "-p",
             "craft",

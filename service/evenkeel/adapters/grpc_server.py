@@ -59,6 +59,7 @@ class RankStream:
         self._held_back = 0
         """Reports it answers."""
         self._next_ack_at = 0.0
+        self._ack_timer: asyncio.TimerHandle | None = None
 
     @property
     def closed(self) -> bool:
@@ -88,10 +89,13 @@ class RankStream:
         if ack.reason is not None or now >= self._next_ack_at:
             self._flush_ack()
         else:
-            loop.call_at(self._next_ack_at, self._flush_ack)
+            self._ack_timer = loop.call_at(self._next_ack_at, self._flush_ack)
 
     def _flush_ack(self) -> None:
         ack, self._ack, self._held_back = self._ack, None, 0
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
         if ack is None or self._closed:
             return
         self._next_ack_at = asyncio.get_running_loop().time() + _ACK_EVERY_S

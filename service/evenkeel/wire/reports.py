@@ -95,7 +95,7 @@ def _decode_counts(data: bytes, num_steps: int, side: CountingSide, shape: Model
             Reason.BAD_LENGTH,
         )
     counts = np.frombuffer(data, "<i4")
-    if counts.size and np.minimum.reduce(counts) < 0:
+    if counts.size and counts.min() < 0:
         negative = int((counts < 0).sum())
         raise PeerViolation(
             f"{negative} of {counts.size} counts are negative, smallest {counts.min()}",
