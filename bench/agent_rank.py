@@ -78,6 +78,7 @@ def time_calls(agent: Agent, steps: int) -> dict[str, np.ndarray]:
     """Seconds of each call, (steps,) each; the ranks step together. NaN where a call was not made first in its step.
 
     What is called first after a forward pass finds cold caches: `record` is on even steps, the bare store on odd ones.
+    The counts are an array of their own in each step, as engines make them: `record` keeps it.
     """
     rng = np.random.default_rng(0)
     shares = np.full(EXPERTS_PER_RANK, 1 / EXPERTS_PER_RANK)
@@ -87,13 +88,14 @@ def time_calls(agent: Agent, steps: int) -> dict[str, np.ndarray]:
     beat, matrix = torch.zeros(1), torch.randn(384, 384)
     for step in range(steps):
         forward(matrix, STEP_S)
+        routed, epoch, phase = counts[step % 16].copy(), agent.epoch, Phase.DECODE
         dist.all_reduce(beat)
         if step % 2:
             began = time.perf_counter()
-            store.record(counts[step % 16])
+            store.record(routed)
             bare[step] = time.perf_counter() - began
         began = time.perf_counter()
-        agent.record(step, counts[step % 16], epoch=agent.epoch, tokens=TOKENS, phase=Phase.DECODE)
+        agent.record(step, routed, epoch=epoch, tokens=TOKENS, phase=phase)
         recorded = time.perf_counter()
         if step % 2 == 0:
             record[step] = recorded - began

@@ -191,10 +191,13 @@ class Agent:
         dummy: bool = False,
         compute_s: float | None = None,
     ) -> None:
-        """Note what one step did; never waits. See StepMeta; counts: (L, slots_per_rank) or (L, E) [tokens]."""
-        self._recorder.record(
-            step, counts, epoch=epoch, tokens=tokens, phase=phase, dummy=dummy, compute_s=compute_s
-        )
+        """Note what one step did; never waits. See StepMeta.
+
+        Args:
+            counts: (L, slots_per_rank) or (L, E) [tokens], as the side asks. Kept, not copied: hand in an array that is
+                not written again. Within a report's interval it is made read-only, so that numpy refuses who does.
+        """
+        self._recorder.record(step, counts, epoch, tokens, phase, dummy, compute_s)
 
     def step_boundary(self) -> None:
         """Between two forward passes: poll the gate when it is time, and swap when all ranks agreed.

@@ -1,80 +1,90 @@
-"""Step loads on their way out: a preallocated ring that never makes the engine wait."""
+"""Step loads on their way out: a bounded queue that never makes the engine wait and copies nothing on its thread."""
 
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from evenkeel.model.load import Phase, StepMeta
 
 __all__ = ["Recorded", "Recorder"]
 
-_Row = tuple[int, int, Phase, int, bool, float | None]
-"""Fields of a StepMeta."""
+_log = structlog.get_logger(__name__)
+
+_Row = tuple[int, NDArray[np.int64], int, int, Phase, bool, float | None]
+"""Step, counts, and the other fields of a StepMeta."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recorded:
-    """A run of steps taken out of the ring."""
+    """A run of steps taken out of the queue."""
 
     steps: tuple[StepMeta, ...]
     counts: NDArray[np.int64]
     """(n, L, W) [tokens]."""
     dropped_steps: int
-    """Steps overwritten before anyone took them, since the take before."""
+    """Steps lost since the take before: they made room for newer ones, or their counts had another shape."""
 
 
 class Recorder:
     """One writer, the engine's thread; one reader, the agent's. No lock between them.
 
-    The writer fills the row of step number `_written % capacity` and then raises `_written`; the
-    reader copies rows and afterwards looks at `_written` again: rows the writer may have come round
-    to meanwhile are thrown away and counted.
+    After a forward pass the caches hold the model's weights, and every line of memory that `record` touches is waited
+    for. So it only appends the engine's array as it is; what is to be checked and copied is left to the reader's thread.
 
     Args:
-        capacity: steps kept; the oldest are overwritten.
+        capacity: steps kept; the oldest make room.
         layers: L.
         width: counts of one layer: slots per rank, or E.
     """
 
+    __slots__ = ("_capacity", "_last_taken", "_overwritten", "_refused", "_rows", "_said", "_shape")
+
     def __init__(self, capacity: int, layers: int, width: int) -> None:
+        # The writer appends at the end and, where it is full, drops the first; the reader takes the first: each is atomic.
+        # A list, for its append costs the least with cold caches.
+        self._rows: list[_Row] = []
         self._capacity = capacity
-        self._counts = np.zeros((capacity, layers, width), np.int64)
-        # Written once here, so that the engine's thread never waits for the kernel to bring a page.
-        self._counts.fill(0)
-        # Plain tuples: on the engine's thread one store into a list costs a tenth of one into a structured array.
-        self._meta: list[_Row] = [(-1, 0, Phase.PREFILL, 0, False, None)] * capacity
-        self._written = 0
-        self._taken = 0
-        self.dropped_total = 0
-        """Steps lost since the start."""
+        self._shape = (layers, width)
+        self._last_taken = -1
+        self._overwritten = 0
+        self._refused = 0
+        self._said = 0
 
     def record(
         self,
         step: int,
         counts: NDArray[np.int64],
-        *,
         epoch: int,
         tokens: int,
         phase: Phase,
         dummy: bool = False,
         compute_s: float | None = None,
     ) -> None:
-        """Note one step; counts: (L, W) [tokens]."""
-        row = self._written % self._capacity
-        self._counts[row] = counts
-        self._meta[row] = (step, epoch, phase, tokens, dummy, compute_s)
-        self._written += 1
+        """Note one step; counts: (L, W) [tokens], kept, and made read-only when they are taken."""
+        self._rows.append((step, counts, epoch, tokens, phase, dummy, compute_s))
+        if len(self._rows) > self._capacity:
+            del self._rows[0]
+            self._overwritten += 1
 
     @property
     def last_step(self) -> int:
         """Newest step recorded, -1 before the first."""
-        return int(self._meta[(self._written - 1) % self._capacity][0]) if self._written else -1
+        try:
+            return int(self._rows[-1][0])
+        except IndexError:
+            return self._last_taken
 
     @property
     def waiting(self) -> int:
         """Steps recorded and not taken, at most the capacity."""
-        return min(self._written - self._taken, self._capacity)
+        return len(self._rows)
+
+    @property
+    def dropped_total(self) -> int:
+        """Steps lost since the start."""
+        return self._overwritten + self._refused
 
     def take(self, max_steps: int, stride: int = 1, from_step: int = 0) -> Recorded | None:
         """The oldest steps not yet taken, None when there are none.
@@ -84,32 +94,40 @@ class Recorder:
             stride: from `from_step` on only steps with step % stride == 0; the others are passed over.
             from_step: where the stride begins.
         """
-        # One row of distance to the writer: it may be filling the row at `_written` right now.
-        first = max(self._taken, self._written - self._capacity + 1)
-        last = min(self._written, first + max_steps)
-        lost = first - self._taken
-        if last <= first:
+        waiting = min(max_steps, len(self._rows))
+        if waiting:
+            # Before the rows go: `last_step` must not fall back meanwhile.
+            self._last_taken = int(self._rows[waiting - 1][0])
+        rows = [self._rows.pop(0) for _ in range(waiting)]
+        kept = [row for row in rows if (row[0] < from_step or row[0] % stride == 0) and self._has_shape(row)]
+        lost = self.dropped_total - self._said
+        if not kept and not lost:
             return None
-        rows = np.arange(first, last) % self._capacity
-        rows_of_meta, counts = self._copy(rows)
-        overrun = max(0, self._written - self._capacity + 1 - first)
-        lost += min(overrun, last - first)
-        metas, counts = [_meta(row) for row in rows_of_meta[overrun:]], counts[overrun:]
-        self._taken = last
-        self.dropped_total += lost
-        if stride > 1:
-            keep = [at for at, meta in enumerate(metas) if meta.step < from_step or meta.step % stride == 0]
-            metas, counts = [metas[at] for at in keep], counts[keep]
-        if not metas and not lost:
-            return None
-        return Recorded(tuple(metas), counts, lost)
+        self._said += lost
+        counts = np.empty((len(kept), *self._shape), np.int64)
+        for into, row in zip(counts, kept, strict=True):
+            row[1].flags.writeable = False
+            into[:] = row[1]
+        return Recorded(tuple(_meta(row) for row in kept), counts, lost)
 
-    def _copy(self, rows: NDArray[np.int64]) -> tuple[list[_Row], NDArray[np.int64]]:
-        return [self._meta[row] for row in rows.tolist()], self._counts[rows]
+    def _has_shape(self, row: _Row) -> bool:
+        """Whether counts can be used; statistics that cannot must not end the engine: said the 1st, 2nd, 4th, ... time."""
+        if row[1].shape == self._shape:
+            return True
+        self._refused += 1
+        if self._refused & (self._refused - 1) == 0:
+            _log.error(
+                "counts_refused",
+                step=int(row[0]),
+                shape=row[1].shape,
+                wanted=self._shape,
+                times=self._refused,
+            )
+        return False
 
 
 def _meta(row: _Row) -> StepMeta:
     """Engines hand in numpy's and torch's numbers too: made plain here, off their thread."""
-    step, epoch, phase, tokens, dummy, compute_s = row
+    step, _, epoch, tokens, phase, dummy, compute_s = row
     seconds = None if compute_s is None else float(compute_s)
     return StepMeta(int(step), int(epoch), phase, int(tokens), bool(dummy), seconds)

@@ -210,6 +210,16 @@ def test_counts_become_logical_by_the_map_of_their_own_step():
     assert seen == [(0, [[9, 1, 2]]), (1, [[4, 1, 5]]), (2, [[5, 1, 2, 4]])]
 
 
+def test_the_engine_may_fill_its_own_counter_again():
+    seen = []
+    counts = StepCounts(3, lambda note, values: seen.append(values))
+    own = torch.tensor([[5, 1, 2, 4]])
+    for view in (own, own[:, 1:3]):
+        counts.take(StepNote(0, 0, False, None), view, None)
+    own.zero_()
+    assert [values.tolist() for values in seen] == [[[5, 1, 2, 4]], [[1, 2]]]
+
+
 def test_dense_layers_keep_their_rows():
     rows = Rows((1, 3))
     hidden = np.arange(16).reshape(4, 4)

@@ -63,7 +63,8 @@ class StepCounts:
             by_slot: (L, S) integer, tokens this rank routed to each slot in this step.
             phy2log: (L, S) the map the step ran under, -1 where a slot is empty; None delivers (L, S) as it is.
         """
-        logical = by_slot.long() if phy2log is None else self._logical(by_slot, phy2log)
+        # What is delivered is kept: never the engine's own tensor, which it fills again in the next step.
+        logical = by_slot.to(torch.int64, copy=True) if phy2log is None else self._logical(by_slot, phy2log)
         if logical.device.type == "cpu":
             self._deliver(note, logical.numpy())
             return
