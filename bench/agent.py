@@ -1,14 +1,19 @@
-"""What the agent costs its engine: python -m bench.agent [--steps] [--runs].
+"""What the agent costs its engine: python -m bench.agent [--steps] [--pairs].
 
 Calls: two rank processes of DeepSeek-V3's counts step together and report to a real controller; each call is timed
-where the engine makes it. Overhead: the reference engine with the agent under a controller and without, in turn, over
-the same tokens; step times are paired by step number.
+where the engine makes it. Overhead: two fleets of the reference engine, one with the agent under a controller and one
+without, take turns of two seconds: one is stopped by a signal while the other runs. A machine drifts by several percent
+within minutes, so only turns next to each other are compared.
 """
 
 import argparse
 import asyncio
+import os
+import signal
 import sys
 import tempfile
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +29,9 @@ from tests.integration.whole import Fleet, whole
 RANKS = 2
 WARM_STEPS = 50
 """Not counted: connections, registration and the first polls."""
+TURN_S = 2.0
+SETTLE_S = 0.1
+"""The first part of a turn is not counted: caches fill, and reports that waited go out."""
 ENGINE = {"num_ranks": RANKS, "d_model": 256, "d_ffn": 512, "verify_every": 0, "min_step_s": 0.0}
 
 
@@ -67,42 +75,78 @@ def call_rows(calls: list[dict[str, NDArray[np.float64]]]) -> list[Row]:
     return rows
 
 
-def step_times(steps: int, with_agent: bool, folder: Path) -> NDArray[np.float64]:
-    """(steps,) seconds of the slowest rank. Without the agent a controller runs all the same, with nothing to do."""
-    config = ENGINE | {"agent": with_agent, "steps": WARM_STEPS + steps}
-    log = FleetLog(RANKS)
-    with whole(folder, {"PLANNER__MODE": "observe", "PLANNER__CYCLE_S": 3600}, config) as (served, fleet):
+@dataclass(slots=True)
+class Side:
+    """One of the two fleets, its turns and what it ran in each."""
+
+    fleet: Fleet
+    turns: list[tuple[float, float]] = field(default_factory=list)
+    """Unix seconds from the moment it could run to the moment it was stopped."""
+
+    def signal(self, number: int) -> None:
+        for pid in self.fleet.supervisor.pids:
+            os.kill(pid, number)
+
+    def run(self, seconds: float) -> None:
+        """Let it run for a turn."""
+        began = time.time()
+        self.signal(signal.SIGCONT)
+        time.sleep(seconds)
+        ended = time.time()
+        self.signal(signal.SIGSTOP)
+        if self.fleet.supervisor.poll() is not None:
+            raise SystemExit("a fleet ended")
+        self.turns.append((began, ended))
+
+    def step_times(self) -> NDArray[np.float64]:
+        """(turns,) mean seconds of the steps that lie within each turn, less its beginning."""
+        log = FleetLog(RANKS)
+        log.feed(read_new_lines(self.fleet.supervisor.folder, RANKS, {}))
+        ended = np.array([row.unix for row in log.rows])
+        took = np.array([row.seconds for row in log.rows])
+        return np.array(
+            [took[(ended - took > began + SETTLE_S) & (ended < end)].mean() for began, end in self.turns]
+        )
+
+
+def take_turns(pairs: int, folder: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(with the agent, without), (pairs,) seconds a step each; who goes first is swapped each time."""
+    bare = Side(Fleet(folder / "bare", (), **ENGINE, agent=False))
+    settings = {"PLANNER__MODE": "observe", "PLANNER__CYCLE_S": 3600}
+    with whole(folder / "whole", settings, ENGINE) as (served, fleet):
+        ours = Side(fleet)
         # A controller has a machine of its own; here it may only have what the ranks leave.
         for process in (controller := psutil.Process(served.pid), *controller.children(recursive=True)):
             process.nice(19)
-        served.wait(lambda: ended(fleet), 300, "the ranks to end")
-        log.feed(read_new_lines(fleet.supervisor.folder, RANKS, {}))
-    return np.array([row.seconds for row in sorted(log.rows, key=lambda row: row.step)])[WARM_STEPS:]
+        try:
+            bare.fleet.supervisor.start()
+            for side in (bare, ours):
+                served.wait(lambda side=side: side.fleet.newest_step() >= WARM_STEPS, 120, "the first steps")
+            for side in (bare, ours):
+                side.signal(signal.SIGSTOP)
+            for pair in range(pairs):
+                for side in (ours, bare) if pair % 2 else (bare, ours):
+                    side.run(TURN_S)
+            if not (served.status() or {}).get("window_steps"):
+                raise SystemExit("the controller saw no step: nothing was measured")
+            return ours.step_times(), bare.step_times()
+        finally:
+            for side in (bare, ours):
+                side.signal(signal.SIGCONT)
+            bare.fleet.supervisor.stop()
 
 
-def ended(fleet: Fleet) -> bool:
-    """Whether all steps were run; a fleet that failed stops the bench."""
-    report = fleet.supervisor.poll()
-    if report is not None and not report.ok:
-        raise SystemExit(f"the fleet failed: {report}")
-    return report is not None
-
-
-def overhead_rows(steps: int, runs: int) -> list[Row]:
-    """With and without in turn, the order swapped each time; a step's time is its median over the runs."""
-    times: dict[bool, list[NDArray[np.float64]]] = {True: [], False: []}
-    for run in range(runs):
-        for with_agent in (True, False) if run % 2 else (False, True):
-            with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
-                times[with_agent].append(step_times(steps, with_agent, Path(folder)))
-    ours, bare = (np.median(np.stack(times[key]), axis=0) for key in (True, False))
-    rng = np.random.default_rng(0)
-    draws = rng.integers(0, steps, (2000, steps))
+def overhead_rows(pairs: int) -> list[Row]:
+    """The ratio of step times and its bound, over pairs of turns."""
+    with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
+        ours, bare = take_turns(pairs, Path(folder))
+    draws = np.random.default_rng(0).integers(0, pairs, (2000, pairs))
     ratios = ours[draws].sum(axis=1) / bare[draws].sum(axis=1)
+    what = f"{pairs} pairs of turns of {TURN_S:g} s"
     return [
-        Row("overhead_ratio", float(ours.sum() / bare.sum()), f"{runs} runs of {steps} steps each"),
-        Row("overhead_ratio_upper95", float(np.quantile(ratios, 0.975)), "paired bootstrap over steps"),
-        Row("overhead_step_s", float(np.median(bare)), "s, median step without the agent"),
+        Row("overhead_ratio", float(ours.sum() / bare.sum()), what),
+        Row("overhead_ratio_upper95", float(np.quantile(ratios, 0.975)), "paired bootstrap over pairs"),
+        Row("overhead_step_s", float(np.median(bare)), "s, median turn without the agent"),
     ]
 
 
@@ -110,12 +154,13 @@ def main() -> None:
     """Measure and write the report."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--steps", type=int, default=4000, help="timed steps of the calls")
-    arguments.add_argument("--engine-steps", type=int, default=200, help="steps of one run of the engine")
-    arguments.add_argument("--runs", type=int, default=8, help="runs of the engine with, and as many without")
+    arguments.add_argument(
+        "--pairs", type=int, default=150, help="turns of the engine with, and as many without"
+    )
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
         rows = call_rows(asyncio.run(time_calls(chosen.steps, Path(folder))))
-    rows += overhead_rows(chosen.engine_steps, chosen.runs)
+    rows += overhead_rows(chosen.pairs)
     write_report("agent", rows, ("torch", "grpcio"))
 
 
