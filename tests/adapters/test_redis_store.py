@@ -1,6 +1,7 @@
 """What only the real store has: damaged values, bounds in the server, two writers, a cluster."""
 
 import asyncio
+import struct
 from typing import Any
 
 import pytest
@@ -55,6 +56,25 @@ def test_foreign_values_are_unreadable_and_nothing_worse(form, data):
     for value in (data, form[0][: len(data)]):
         with pytest.raises(Unreadable):
             form[1](value)
+
+
+@pytest.mark.parametrize(
+    "most, width",
+    [(0, 1), (255, 1), (256, 2), (65_535, 2), (65_536, 3), ((1 << 24) - 1, 3), ((1 << 32) - 1, 4)],
+)
+def test_counts_take_as_many_bytes_as_the_largest_needs(most, width):
+    window = make_window(range(2), high=most + 1)
+    window.counts[0, 0, 0] = most
+    data = pack_window(window)
+    assert data[1] == width
+    assert_same(unpack_window(data), window)
+
+
+def test_a_chunk_that_claims_too_many_counts_is_not_unpacked():
+    """One byte a count on the wire is four in memory."""
+    head = struct.pack("<BBIIII", 2, 1, 1 << 14, 1 << 7, 1 << 8, 1)
+    with pytest.raises(Unreadable, match="16384 x 128 x 256 counts"):
+        unpack_window(head + b"anything")
 
 
 async def test_what_cannot_be_read_is_left_out(valkey):

@@ -50,6 +50,8 @@ class RankStream:
         self.peer = peer
         self.too_fast = False
         """It was ended for sending more than it may."""
+        # Kept: to ask for the running loop is a system call each time.
+        self._loop = asyncio.get_running_loop()
         self._capacity = capacity
         self._queue: deque[ToRankLink] = deque()
         self._wake = asyncio.Event()
@@ -83,13 +85,12 @@ class RankStream:
             if self._held_back >= _ACK_AFTER:
                 self._flush_ack()
             return
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = self._loop.time()
         self._ack = ack
         if ack.reason is not None or now >= self._next_ack_at:
             self._flush_ack()
         else:
-            self._ack_timer = loop.call_at(self._next_ack_at, self._flush_ack)
+            self._ack_timer = self._loop.call_at(self._next_ack_at, self._flush_ack)
 
     def _flush_ack(self) -> None:
         ack, self._ack, self._held_back = self._ack, None, 0
@@ -98,7 +99,7 @@ class RankStream:
             self._ack_timer = None
         if ack is None or self._closed:
             return
-        self._next_ack_at = asyncio.get_running_loop().time() + _ACK_EVERY_S
+        self._next_ack_at = self._loop.time() + _ACK_EVERY_S
         if self._queue and isinstance(last := self._queue[-1], ReportAck):
             self._queue.pop()
             ack = _join_acks(last, ack)
