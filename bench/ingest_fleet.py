@@ -61,6 +61,7 @@ class ReportingRank:
         self.wire = encode_rank_message(report)
         self.writing = asyncio.Lock()
         self.reader: asyncio.Task[None] | None = None
+        self.beats: asyncio.Task[None] | None = None
 
     async def connect(self, address: str, raw: bool) -> None:
         self.channel = grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
@@ -89,6 +90,12 @@ class ReportingRank:
             isinstance(answer, link.Registration) and answer.outcome is link.RegistrationOutcome.ACCEPTED
         ), answer
         self.reader = asyncio.create_task(self._listen())
+        self.beats = asyncio.create_task(self._beat(answer.heartbeat_interval_s))
+
+    async def _beat(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            await self._send(link.Heartbeat(0, 1 << 40, 1 << 30))
 
     async def _drain(self) -> None:
         while await self.call.read() is not grpc.aio.EOF:
@@ -129,8 +136,10 @@ class ReportingRank:
     async def close(self) -> None:
         if self.reader is not None:
             self.call.cancel()
-            self.reader.cancel()
-            await asyncio.gather(self.reader, return_exceptions=True)
+            tasks = [task for task in (self.reader, self.beats) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.channel.close()
 
 
