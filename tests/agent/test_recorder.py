@@ -134,6 +134,29 @@ def test_a_reader_beside_the_writer_takes_each_step_once_or_counts_it():
     assert seen + dropped == steps
 
 
+class Raced(list):
+    """Rows of which the other thread takes all as soon as somebody has counted them."""
+
+    then = None
+
+    def __len__(self):
+        count, then, self.then = super().__len__(), self.then, None
+        if then is not None:
+            then()
+        return count
+
+
+def test_the_writer_does_not_stumble_over_a_reader_that_took_everything():
+    recorder, taken = Recorder(2, 2, 3), []
+    recorder._rows = Raced()
+    for step in range(2):
+        put(recorder, step)
+    recorder._rows.then = lambda: taken.append(recorder.take(9))
+    put(recorder, 2)
+    assert [meta.step for meta in taken[0].steps] == [0, 1, 2]
+    assert recorder.dropped_total == 0 and recorder.last_step == 2 and recorder.take(9) is None
+
+
 def test_numbers_of_numpy_are_made_plain():
     """Engines count with arrays; a message takes plain numbers."""
     recorder = Recorder(4, 2, 3)

@@ -1,5 +1,6 @@
 """Step loads on their way out: a bounded queue that never makes the engine wait and copies nothing on its thread."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,15 +40,15 @@ class Recorder:
         width: counts of one layer: slots per rank, or E.
     """
 
-    __slots__ = ("_capacity", "_last_taken", "_overwritten", "_refused", "_rows", "_said", "_shape")
+    __slots__ = ("_capacity", "_newest", "_overwritten", "_refused", "_rows", "_said", "_shape")
 
     def __init__(self, capacity: int, layers: int, width: int) -> None:
-        # The writer appends at the end and, where it is full, drops the first; the reader takes the first: each is atomic.
-        # A list, for its append costs the least with cold caches.
+        # The writer appends at the end and, where it is full, drops the first; the reader takes the first. Each is atomic,
+        # looking how many there are before is not. A list, for its append costs the least with cold caches.
         self._rows: list[_Row] = []
         self._capacity = capacity
         self._shape = (layers, width)
-        self._last_taken = -1
+        self._newest = -1
         self._overwritten = 0
         self._refused = 0
         self._said = 0
@@ -65,8 +66,9 @@ class Recorder:
         """Note one step; counts: (L, W) [tokens], kept, and made read-only when they are taken."""
         self._rows.append((step, counts, epoch, tokens, phase, dummy, compute_s))
         if len(self._rows) > self._capacity:
-            del self._rows[0]
-            self._overwritten += 1
+            with suppress(IndexError):  # the reader took them all meanwhile
+                del self._rows[0]
+                self._overwritten += 1
 
     @property
     def last_step(self) -> int:
@@ -74,7 +76,7 @@ class Recorder:
         try:
             return int(self._rows[-1][0])
         except IndexError:
-            return self._last_taken
+            return self._newest
 
     @property
     def waiting(self) -> int:
@@ -94,11 +96,11 @@ class Recorder:
             stride: from `from_step` on only steps with step % stride == 0; the others are passed over.
             from_step: where the stride begins.
         """
-        waiting = min(max_steps, len(self._rows))
-        if waiting:
-            # Before the rows go: `last_step` must not fall back meanwhile.
-            self._last_taken = int(self._rows[waiting - 1][0])
-        rows = [self._rows.pop(0) for _ in range(waiting)]
+        self._newest = self.last_step  # Before the rows go: it must not fall back meanwhile.
+        rows: list[_Row] = []
+        with suppress(IndexError):
+            while len(rows) < max_steps:
+                rows.append(self._rows.pop(0))
         kept = [row for row in rows if (row[0] < from_step or row[0] % stride == 0) and self._has_shape(row)]
         lost = self.dropped_total - self._said
         if not kept and not lost:
