@@ -83,7 +83,7 @@ async def test_what_could_not_be_stored_is_stored_with_the_next_row(store):
     store.away = True
     await log.record(entry("/2"), 1)
     store.away = False
-    log._health.answered()
+    log._health.recovered()
     assert await paths(log_on(store)) == []
     await log.record(entry("/3"), 1)
     assert await paths(log_on(store)) == ["/3", "/2", "/1"]

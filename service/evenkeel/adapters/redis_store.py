@@ -111,6 +111,12 @@ return 0
 """
 )
 
+# KEYS: a key that nobody reads. WAIT counts the replicas that have what its connection wrote, so something is written.
+_PROBE = """
+redis.call('SET', KEYS[1], 1, 'PX', 60000)
+return 0
+"""
+
 # KEYS: decisions. ARGV: body, rows kept, age in ms.
 _APPEND_DECISION = """
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'd', ARGV[1])
@@ -297,9 +303,15 @@ class RedisDeploymentStore:
         return sorted(DeploymentId(name.decode()) for name in names)
 
     async def ping(self) -> None:
-        """Raise Unavailable unless the store answers."""
+        """Raise Unavailable unless the store answers, and takes a write on as many replicas as a plan needs."""
+        wanted = self._wait_replicas
         with store_errors("ping"):
-            await self._client.ping()
+            if not wanted:
+                await self._client.ping()
+                return
+            _, copies = await self._eval_and_wait(wanted, _PROBE, [f"{self._prefix}:probe"])
+        if copies < wanted:
+            raise Unavailable(f"ping: {copies} of {wanted} replicas have a write after {self._wait_s:g} s")
 
     async def _write(
         self,

@@ -49,12 +49,16 @@ class StoreHealth:
         self._failed_at = self._clock.monotonic()
 
     def answered(self) -> None:
-        """A call was answered."""
+        """A call was answered. A fault is not over with it: reads are answered where a write that needs replicas is not."""
+        self._metrics.store_answered(self._clock.unix())
+
+    def recovered(self) -> None:
+        """The store's own check passed: whatever was wrong is over."""
         if self.fault:
             _log.info("store_back")
             self._metrics.store_degraded(False)
         self.fault = ""
-        self._metrics.store_answered(self._clock.unix())
+        self.answered()
 
 
 class Links(Protocol):

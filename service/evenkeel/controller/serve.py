@@ -209,7 +209,7 @@ async def _store_windows(fleet: Fleet, outside: Outside, interval_s: float) -> N
         except Unavailable as error:
             outside.health.failed(error)
         else:
-            outside.health.answered()
+            outside.health.recovered()
 
 
 async def _pace_reports(fleet: Fleet, flow: FlowControl) -> None:
