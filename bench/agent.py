@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,7 +86,9 @@ class Side:
 
     def signal(self, number: int) -> None:
         for pid in self.fleet.supervisor.pids:
-            os.kill(pid, number)
+            # One that ended is said by `run`; the others must be let go all the same.
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def run(self, seconds: float) -> None:
         """Let it run for a turn."""

@@ -195,7 +195,7 @@ class Agent:
 
         Args:
             counts: (L, slots_per_rank) or (L, E) [tokens], as the side asks. Kept, not copied: hand in an array that is
-                not written again. Within a report's interval it is made read-only, so that numpy refuses who does.
+                not written again. It is made read-only once a report takes it, so that numpy refuses who does.
         """
         self._recorder.record(step, counts, epoch, tokens, phase, dummy, compute_s)
 
