@@ -17,6 +17,7 @@ from evenkeel.protocol.messages import Hello, Leader, QueryState, RankIdentity, 
 from evenkeel.v1 import agent_pb2_grpc
 from evenkeel.wire.codec import decode_rank_message, encode_controller_message
 from evenkeel.wire.link import (
+    CostCurve,
     FlowControl,
     Heartbeat,
     NotLeader,
@@ -68,6 +69,21 @@ class Server(agent_pb2_grpc.RankLinkServicer):
 HELLO = Hello(IDENTITY, SHAPE, "node-0", "", Epoch(0), "0" * 32, 1, "1" * 32, 10, 20, "2" * 32)
 
 
+class Talker(Listener):
+    """Says something else before every heartbeat."""
+
+    WELL, IN_TROUBLE = CostCurve(1, (1.0,), 1.0), CostCurve(2, (1.0,), 1.0)
+
+    def __init__(self, link):
+        super().__init__(HELLO)
+        self.talks, self.trouble, self._link = True, "", link
+
+    def heartbeat(self):
+        if self.talks:
+            self._link.send(self.IN_TROUBLE if self.trouble else self.WELL)
+        return Heartbeat(7, 1, 2, self.trouble)
+
+
 @contextlib.asynccontextmanager
 async def serving(*answers):
     server, servicer = grpc.aio.server(), Server(*answers)
@@ -108,6 +124,30 @@ async def test_hello_comes_first_then_registration_heartbeats_and_orders():
         assert listener.got[0][1].outcome is RegistrationOutcome.ACCEPTED
         assert listener.got[1][1] == query
         assert server.of(Heartbeat)[0] == Heartbeat(7, 1, 2)
+
+
+async def test_a_rank_that_speaks_leaves_out_three_heartbeats_of_four_and_tells_its_trouble_at_once():
+    async with serving([ACCEPTED]) as (server, address):
+        link = GrpcRankLink([address], timing=FAST)
+        rank = Talker(link)
+        task = asyncio.create_task(link.run(rank))
+        try:
+            await until(lambda: len(server.of(CostCurve)) >= 12)
+            rank.trouble = "the engine has stopped"
+            await until(lambda: any(beat.trouble for beat in server.of(Heartbeat)))
+            rank.talks = False
+            talked = len(server.of(CostCurve))
+            beats = len(server.of(Heartbeat))
+            await until(lambda: len(server.of(Heartbeat)) >= beats + 5)
+            assert len(server.of(CostCurve)) <= talked + 1
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    kinds = [type(message) for _, message in server.heard if isinstance(message, CostCurve | Heartbeat)]
+    assert kinds[:10] == 2 * [*4 * [CostCurve], Heartbeat]
+    told = [message for _, message in server.heard].index(Heartbeat(7, 1, 2, rank.trouble))
+    in_trouble = [curve for _, curve in server.heard[:told] if curve == Talker.IN_TROUBLE]
+    assert len(in_trouble) == 1, "the first heartbeat after it began"
 
 
 async def test_a_message_the_wire_cannot_carry_costs_only_itself():

@@ -24,11 +24,13 @@ from evenkeel.wire.link import (
     ToRankLink,
 )
 
-__all__ = ["GrpcRankLink", "LinkTiming", "LinkTls"]
+__all__ = ["GrpcRankLink", "LinkTiming", "LinkTls", "channel_options"]
 
 _log = structlog.get_logger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 """A full map with checksums of the largest models is a few megabytes."""
+_QUIET_BEATS = 3
+"""Heartbeats in a row that are left out while other messages say that the rank lives."""
 
 
 class _Listener(Protocol):
@@ -72,6 +74,21 @@ class LinkTls:
         return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), *pair)
 
 
+def channel_options(timing: LinkTiming) -> list[tuple[str, int]]:
+    """gRPC's options of a rank's channel."""
+    return [
+        ("grpc.keepalive_time_ms", int(timing.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(timing.keepalive_timeout_s * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        # gRPC would measure bandwidth with a ping after every answer, and the controller answers each.
+        ("grpc.http2.bdp_probe", 0),
+        # Two agents of one process must not share a connection: its loss would be felt twice.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
 class GrpcRankLink:
     """Client of RankLink.Attach. Made on any thread, used on the event loop that runs `run`.
 
@@ -102,6 +119,8 @@ class GrpcRankLink:
         self._redirect = ""
         self._stream = 0
         self._outbox: asyncio.Queue[FromRankLink] | None = None
+        self._spoke = False
+        """Something was sent since the heartbeat before."""
 
     async def run(self, listener: _Listener) -> None:
         """Keep a stream open until cancelled; each has a number of its own, from 1."""
@@ -129,6 +148,7 @@ class GrpcRankLink:
         """Queue a message; dropped unless `stream` (None: any) is open."""
         if self._outbox is not None and stream in (None, self._stream):
             self._outbox.put_nowait(message)
+            self._spoke = True
 
     def _next_address(self, home: int) -> str:
         self._tried += 1
@@ -163,6 +183,7 @@ class GrpcRankLink:
         self, call: Any, stream: int, registration: Registration, listener: _Listener
     ) -> float | None:
         self._outbox = asyncio.Queue()
+        self._spoke = False
         listener.received(stream, registration)
         helpers = [
             asyncio.create_task(_write(call, self._outbox), name="link-writer"),
@@ -190,21 +211,20 @@ class GrpcRankLink:
             return await _read(call)
 
     async def _beat(self, interval_s: float, listener: _Listener) -> None:
+        """That the rank lives, what it has free and what troubles it; the first of these others messages may say too."""
+        left_out, told = 0, ""
         while True:
-            self.send(listener.heartbeat())
+            beat = listener.heartbeat()
+            if self._spoke and beat.trouble == told and left_out < _QUIET_BEATS:
+                left_out += 1
+            else:
+                self.send(beat)
+                left_out, told = 0, beat.trouble
+            self._spoke = False
             await asyncio.sleep(interval_s)
 
     def _channel(self, address: str) -> Any:
-        timing = self._timing
-        options = [
-            ("grpc.keepalive_time_ms", int(timing.keepalive_s * 1000)),
-            ("grpc.keepalive_timeout_ms", int(timing.keepalive_timeout_s * 1000)),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-            # Two agents of one process must not share a connection: its loss would be felt twice.
-            ("grpc.use_local_subchannel_pool", 1),
-        ]
+        options = channel_options(self._timing)
         if self._tls is None:
             return grpc.aio.insecure_channel(address, options)
         return grpc.aio.secure_channel(address, self._tls.credentials(), options)

@@ -37,6 +37,8 @@ _ACK_AFTER = 8
 """And no more reports than these: a rank keeps twice as many that are not answered, then it waits."""
 _BURST_S = 4.0
 """A stream may be that many seconds of its rate ahead: after a reconnect all unacknowledged reports come again."""
+_WINDOW_BYTES = 256 * 1024
+"""Of one stream, on their way to us and not yet read."""
 _RETRY_MS = 2000
 """Hint in an answer RESOURCE_EXHAUSTED, in the header gRPC clients know it by."""
 
@@ -239,6 +241,10 @@ class GrpcServer:
                 # Ranks probe too; a server that counts that as abuse would cut them off.
                 ("grpc.http2.min_ping_interval_without_data_ms", 1000),
                 ("grpc.http2.max_ping_strikes", 0),
+                # gRPC measures each connection's bandwidth with a ping after every read, to size this window by it:
+                # that is half of what its threads do here. A report fits several times.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
                 # A second server on the port would get every other rank.
                 ("grpc.so_reuseport", 0),
             ]

@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sent by a rank every `heartbeat_interval_s`, also when no step runs."""
+    """Sent by a rank every `heartbeat_interval_s`, also when no step runs; more rarely while other messages are sent."""
 
     step: int
     """Steps run so far in this generation."""
