@@ -42,6 +42,34 @@ def test_a_window_handed_out_never_changes():
         assert held.steps.tolist() == steps
 
 
+@pytest.mark.parametrize("length", (1, 3, 10, 17))
+def test_steps_move_within_one_buffer_while_nobody_holds_a_window(length):
+    ring, window = StepRing(SHAPE, 10), make_window(range(140))
+    buffers = []
+    for first in range(0, 140 - length, length):
+        ring.append(window.slice(slice(first, first + length)))
+        held = ring.peek()
+        assert held is not None
+        end = first + length
+        assert held.steps.tolist() == list(range(max(0, end - 10), end))
+        assert np.array_equal(held.counts, window.counts[max(0, end - 10) : end])
+        assert np.array_equal(held.tokens, window.tokens[max(0, end - 10) : end])
+        buffers.append(held.counts.base)
+    assert all(buffer is buffers[0] for buffer in buffers)
+
+
+def test_a_window_looked_at_is_moved_over_and_one_handed_out_is_not():
+    ring, window = StepRing(SHAPE, 10), make_window(range(40))
+    ring.append(window.slice(slice(0, 20)))
+    looked_at = ring.peek()
+    ring.append(window.slice(slice(20, 21)))
+    assert looked_at is not None and looked_at.steps.base is ring.window().steps.base
+    handed_out = ring.window()
+    assert handed_out is not None
+    ring.append(window.slice(slice(21, 40)))
+    assert handed_out.steps.tolist() == list(range(11, 21))
+
+
 def test_ring_takes_a_burst_longer_than_itself():
     ring, window = StepRing(SHAPE, 4), make_window(range(11))
     assert ring.append(window).steps.tolist() == [7, 8, 9, 10]

@@ -159,7 +159,7 @@ class Figures:
     def _layer_loads(self, placement: Placement) -> NDArray[np.float64] | None:
         """(L, R) [tokens] over all windows; None without load."""
         shape = (placement.num_layers, placement.num_logical_experts)
-        windows = [w for w in self._deployment.ingest.windows().values() if w.counts.shape[1:] == shape]
+        windows = [w for w in self._deployment.ingest.peek().values() if w.counts.shape[1:] == shape]
         if not windows:
             return None
         load = np.sum([window.counts.sum(axis=0, dtype=np.float64) for window in windows], axis=0)
@@ -171,7 +171,7 @@ class Figures:
             return None
         deployment = self._deployment
         try:
-            self._realised.update(record, deployment.ingest.windows(), deployment.split())
+            self._realised.update(record, deployment.ingest.peek(), deployment.split())
         except EvenkeelError:
             # The plan is of a group of another shape: nothing of it can be measured here.
             return PlanFigures(record.updated_at, None, None, None, None)

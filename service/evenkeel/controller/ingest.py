@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -13,7 +12,7 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.ports import Clock, WindowStore
 from evenkeel.protocol.assembly import Intake, Quarantine, Rejection, StepAssembler
-from evenkeel.protocol.windows import StepRing, join_windows
+from evenkeel.protocol.windows import StepRing
 from evenkeel.wire.link import ReportAck
 
 __all__ = ["Ingest"]
@@ -26,14 +25,6 @@ _MOST_PENDING_BYTES = 1 << 30
 """Of incomplete steps; fewer are held where a shape is so large that `max_pending` of them would not fit."""
 _MOST_WAITING_BYTES = 64 << 20
 """Of one rank's reports that wait for a placement."""
-
-
-@dataclass(slots=True)
-class _Unstored:
-    """Steps of one phase on their way to the store."""
-
-    parts: deque[LoadWindow] = field(default_factory=deque)
-    steps: int = 0
 
 
 class Ingest:
@@ -81,7 +72,8 @@ class Ingest:
         self._restored: Generation | None = None
         self._settled = False
         self._waiting: dict[EpRank, deque[tuple[LoadReport, Callable[[ReportAck], None]]]] = {}
-        self._unstored: dict[Phase, _Unstored] = {}
+        self._stored: dict[Phase, int] = {}
+        """Newest step of each phase that the store has, or is being given."""
         self._forget_stored = False
         self._source_stored_at: dict[Phase, float] = {}
 
@@ -100,7 +92,7 @@ class Ingest:
         self._settled = False
         if not restored:
             self._forget_stored = True
-            self._unstored.clear()
+            self._stored.clear()
             self.newest_step = self.newest_at = None
             self.rings = {}
         for phase in Phase:
@@ -124,6 +116,8 @@ class Ingest:
             ):
                 continue
             found += len(ring.append(window))
+            if ring.newest_step is not None:
+                self._stored[phase] = ring.newest_step
             for rank in range(shape.num_ranks) if window.source is not None else ():
                 assert window.source is not None
                 ring.add_source(EpRank(rank), window.source[rank].astype("int64"))
@@ -136,6 +130,11 @@ class Ingest:
     def windows(self) -> dict[Phase, LoadWindow]:
         """The windows in memory; phases without a step are left out."""
         found = {phase: ring.window() for phase, ring in self.rings.items()}
+        return {phase: window for phase, window in found.items() if window is not None}
+
+    def peek(self) -> dict[Phase, LoadWindow]:
+        """Like `windows`, for use before the next report is taken: see `StepRing.peek`."""
+        found = {phase: ring.peek() for phase, ring in self.rings.items()}
         return {phase: window for phase, window in found.items() if window is not None}
 
     def settle(self, epoch: Epoch, placement: Placement) -> None:
@@ -226,11 +225,6 @@ class Ingest:
             added = self.rings[phase].append(steps)
             if not len(added):
                 continue
-            queue = self._unstored.setdefault(phase, _Unstored())
-            queue.parts.append(added)
-            queue.steps += len(added)
-            while queue.steps - len(queue.parts[0]) >= self._window_steps:
-                queue.steps -= len(queue.parts.popleft())
             newest = int(added.steps[-1])
             if self.newest_step is None or newest > self.newest_step:
                 self.newest_step = newest
@@ -251,24 +245,22 @@ class Ingest:
         """Append what is new to the stored windows.
 
         Raises:
-            Unavailable: the store is out of reach; what could not be stored is kept, as much as a window holds.
+            Unavailable: the store is out of reach; it is given later what the window still holds.
         """
         if self._forget_stored:
             await self._store.forget(self.deployment)
             self._forget_stored = False
-        for phase, queue in list(self._unstored.items()):
-            if not queue.parts:
+        for phase, ring in list(self.rings.items()):
+            before = self._stored.get(phase, -1)
+            steps = ring.newer_than(before)
+            if steps is None:
                 continue
-            parts, steps = list(queue.parts), queue.steps
-            queue.parts.clear()
-            queue.steps = 0
+            self._stored[phase] = int(steps.steps[-1])
             try:
-                await self._store.append(
-                    self.deployment, phase, self._with_source(phase, join_windows(parts))
-                )
+                await self._store.append(self.deployment, phase, self._with_source(phase, steps))
             except Unavailable:
-                queue.parts.extendleft(reversed(parts))
-                queue.steps += steps
+                if self.rings.get(phase) is ring:
+                    self._stored[phase] = before
                 raise
 
     def _with_source(self, phase: Phase, steps: LoadWindow) -> LoadWindow:
@@ -277,7 +269,7 @@ class Ingest:
         if now - self._source_stored_at.get(phase, float("-inf")) < _SOURCE_EVERY_S:
             return steps
         ring = self.rings.get(phase)
-        window = ring.window() if ring is not None else None
+        window = ring.peek() if ring is not None else None
         if window is None or window.source is None:
             return steps
         self._source_stored_at[phase] = now

@@ -46,7 +46,7 @@ class LiveView:
         layers, experts = placement.num_layers, placement.num_logical_experts
         windows = {
             phase: window
-            for phase, window in self._deployment.ingest.windows().items()
+            for phase, window in self._deployment.ingest.peek().items()
             if window.counts.shape[1:] == (layers, experts)
         }
         self._deployment.balance.update(windows, placement)

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from evenkeel.model.ids import Epoch, EpRank
 from evenkeel.model.load import CountingSide, LoadReport, LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
-from evenkeel.protocol.board import MIXED, NO_STEP, PHASE_CODE, PHASES, Board, EpochMap, derive_map
+from evenkeel.protocol.board import MIXED, NO_STEP, PHASE_CODE, PHASES, Board, EpochMap, add_up, derive_map
 
 __all__ = ["Intake", "Quarantine", "Rejection", "StepAssembler"]
 
@@ -334,23 +335,18 @@ class StepAssembler:
         if board.side is CountingSide.SOURCE:
             counts = board.counts[rows]
             return counts.astype(np.uint32), counts.sum(axis=2), counts.max(axis=(1, 2)) > most
-        flat = board.counts[rows].reshape(len(rows), -1)
         counts = np.empty((len(rows), shape.num_layers, shape.num_logical_experts), np.uint32)
+        sums = np.empty((len(rows), shape.num_layers), np.int64)
         too_large = np.zeros(len(rows), np.bool_)
-        epochs = np.array([board.epoch[row] for row in rows])
-        for epoch in np.unique(epochs):
-            mine = np.flatnonzero(epochs == epoch)
-            # Known: it said a moment ago that the step is complete.
-            copies = self._epochs[int(epoch)].copies
-            part = flat if len(mine) == len(flat) else flat[mine]
-            counts[mine] = _by_expert(part, copies, counts[0].size).reshape(len(mine), *counts.shape[1:])
-            too_large[mine] = part.max(axis=1) > most // len(copies)
-        sums = counts.sum(axis=2, dtype=np.int64)
+        epochs = [board.epoch[row] for row in rows]
+        # A run of one epoch at a time, nearly always all. Known: it said a moment ago that the step is complete.
+        first = 0
+        for epoch, run in groupby(epochs):
+            part = slice(first, first + sum(1 for _ in run))
+            experts = self._epochs[epoch].experts
+            too_large[part] = add_up(board.counts, rows[part], experts, counts[part], sums[part])
+            first = part.stop
         want = shape.top_k * board.tokens[rows].sum(axis=1)
-        if too_large.any():
-            # Their additions may have wrapped.
-            by_rank = flat[too_large].reshape(-1, shape.num_ranks, shape.num_layers, shape.slots_per_rank)
-            sums[too_large] = by_rank.sum(axis=(1, 3), dtype=np.int64)
         return counts, sums, too_large | (sums != want[:, None]).any(axis=1)
 
     def _sum_mismatch(
@@ -384,23 +380,6 @@ class StepAssembler:
         reported = board.num_reported[row]
         detail = f"step {step} was reported by {reported} of {self.shape.num_ranks} ranks"
         rejected.append(Rejection(Reason.INCOMPLETE_STEP, reported, detail))
-
-
-def _by_expert(
-    flat: NDArray[np.uint32],
-    copies: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...],
-    num_cells: int,
-) -> NDArray[np.uint32]:
-    """(n, L * E) sums over the copies of each expert; flat: (n, R * L * slots_per_rank) as on a board."""
-    cells, places = copies[0]
-    if len(cells) == num_cells:
-        sums = np.take(flat, places, axis=1)
-    else:
-        sums = np.zeros((len(flat), num_cells), np.uint32)
-        sums[:, cells] = flat[:, places]
-    for cells, places in copies[1:]:
-        sums[:, cells] += flat[:, places]
-    return sums
 
 
 def _pick(window: LoadWindow, mask: NDArray[np.bool_]) -> LoadWindow:

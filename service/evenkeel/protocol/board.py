@@ -1,7 +1,10 @@
 """The assembler's memory: steps begun and not complete, and how the slots of an epoch add up."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,7 +12,9 @@ from evenkeel.model.load import CountingSide, Phase, StepMeta
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 
-__all__ = ["MIXED", "NO_STEP", "PHASES", "PHASE_CODE", "Board", "EpochMap", "derive_map"]
+__all__ = ["MIXED", "NO_STEP", "PHASES", "PHASE_CODE", "Board", "EpochMap", "add_up", "derive_map"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 PHASES = tuple(Phase)
 PHASE_CODE = {phase: code for code, phase in enumerate(PHASES)}
@@ -24,25 +29,66 @@ class EpochMap:
     active: NDArray[np.bool_]
     """(R,)"""
     needed: int
-    copies: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...]
-    """(cells, places) of every expert's first copy, then of every second one, and so on: cell layer * E + expert
-    has its n-th copy at a place of a board's row. No cell is twice in one pair, so sums need no loop."""
+    experts: NDArray[np.int32]
+    """(R, L, slots_per_rank): the logical expert in every slot, -1 in an empty one. As in a board's row: rank by rank."""
 
 
 def derive_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
     """The map of one epoch; active: (R,) bool."""
     layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
-    # As in a board's row: rank by rank, each rank layer by layer.
-    flat = placement.phy2log.astype(np.int64).reshape(layers, ranks, width).transpose(1, 0, 2)
-    cell = (np.arange(layers)[None, :, None] * placement.num_logical_experts + flat).ravel()
-    places = np.flatnonzero(flat.ravel() >= 0)
-    places = places[np.argsort(cell[places], kind="stable")]
-    cells = cell[places]
-    _, first, counts = np.unique(cells, return_index=True, return_counts=True)
-    copy = np.arange(len(cells)) - np.repeat(first, counts)
-    most = max(1, int(counts.max(initial=0)))
-    copies = tuple((cells[copy == number], places[copy == number]) for number in range(most))
-    return EpochMap(active, int(active.sum()), copies)
+    by_rank = placement.phy2log.reshape(layers, ranks, width).transpose(1, 0, 2)
+    return EpochMap(active, int(active.sum()), np.ascontiguousarray(by_rank, np.int32))
+
+
+def _compiled(function: _F) -> _F:
+    return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+@_compiled
+def add_up(
+    counts: NDArray[np.uint32],
+    rows: NDArray[np.int64],
+    experts: NDArray[np.int32],
+    total: NDArray[np.uint32],
+    sums: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Sums over the slots of each expert, in one pass over a board's rows.
+
+    Args:
+        counts: (capacity, R, L * slots_per_rank) [tokens] of a DESTINATION board.
+        rows: (n,) its rows to add up.
+        experts: of the `EpochMap` they ran under.
+        total: (n, L, E) [tokens], written: by expert. Worthless for a step that overflowed.
+        sums: (n, L) [tokens], written: over all experts; counts of empty slots are in none.
+
+    Returns:
+        (n,) whether an expert's tokens exceed 32 bits.
+    """
+    overflowed = np.zeros(len(rows), np.bool_)
+    num_ranks, num_layers, width = experts.shape
+    expert_in = experts.reshape(-1)
+    for i in range(len(rows)):
+        row = counts[rows[i]].reshape(-1)
+        total[i] = 0
+        sums[i] = 0
+        seen = np.uint64(0)
+        place = np.uint64(0)  # Unsigned: numba would ask of every signed index whether it counts from the end.
+        for _ in range(num_ranks):
+            for layer in range(num_layers):
+                by_expert = total[i, layer]
+                in_layer = np.uint64(0)
+                for _ in range(width):
+                    expert = expert_in[place]
+                    if expert >= 0:
+                        tokens = np.uint64(row[place])
+                        in_layer += tokens
+                        tokens += np.uint64(by_expert[np.uint64(expert)])
+                        by_expert[np.uint64(expert)] = np.uint32(tokens)
+                        seen |= tokens
+                    place += np.uint64(1)
+                sums[i, layer] += np.int64(in_layer)
+        overflowed[i] = seen > np.uint64(0xFFFFFFFF)
+    return overflowed
 
 
 class Board:

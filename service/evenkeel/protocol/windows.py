@@ -32,8 +32,8 @@ def join_windows(parts: list[LoadWindow]) -> LoadWindow:
 class StepRing:
     """The newest `capacity` complete steps, in rising step order.
 
-    A window handed out is a view that nothing writes to any more: steps are added behind it, and when the
-    buffer is full the newest move to a new one.
+    Steps are added behind those held; when the buffer is full the newest move to its beginning, or to a new one
+    if somebody was given a window of this one: memory that is used for the first time costs more than the copy.
 
     Source-side sums would need a (R, L, E) array per step to slide exactly; they are kept in a few blocks
     of a part of the window each, so they cover between three quarters of it and all of it.
@@ -47,6 +47,8 @@ class StepRing:
         self._buffer: LoadWindow | None = None
         self._start = 0
         self._end = 0
+        self._handed_out = False
+        """Whether a window of this buffer may be in use."""
         self._blocks: deque[NDArray[np.int64]] = deque(maxlen=_BLOCKS)
         self._in_block = 0
 
@@ -79,25 +81,29 @@ class StepRing:
         return added
 
     def _make_room(self, num_steps: int) -> LoadWindow:
-        """The buffer, with place for some more steps at its end."""
+        """The buffer, with place for some more steps, at most `capacity`, at its end."""
         old = self._buffer
         if old is not None and self._end + num_steps <= len(old):
             return old
-        shape, length = self.shape, self.capacity + max(self.capacity // 2, num_steps)
-        buffer = LoadWindow(
-            np.empty((length, shape.num_layers, shape.num_logical_experts), np.uint32),
-            np.empty(length, np.int64),
-            np.empty(length, np.int64),
-            np.empty((length, shape.num_ranks), np.int64),
-            np.empty((length, shape.num_ranks)),
-        )
         kept = slice(max(self._start, self._end + num_steps - self.capacity), self._end)
         count = max(0, kept.stop - kept.start)
+        # Twice as long as what is held: every step moves about once, and never over another that is kept.
+        buffer = self._allocate(2 * self.capacity) if old is None or self._handed_out else old
         if old is not None and count:
             for name in ("counts", "steps", "epochs", "tokens", "compute_s"):
                 getattr(buffer, name)[:count] = getattr(old, name)[kept]
-        self._buffer, self._start, self._end = buffer, 0, count
+        self._buffer, self._start, self._end, self._handed_out = buffer, 0, count, False
         return buffer
+
+    def _allocate(self, num_steps: int) -> LoadWindow:
+        shape = self.shape
+        return LoadWindow(
+            np.empty((num_steps, shape.num_layers, shape.num_logical_experts), np.uint32),
+            np.empty(num_steps, np.int64),
+            np.empty(num_steps, np.int64),
+            np.empty((num_steps, shape.num_ranks), np.int64),
+            np.empty((num_steps, shape.num_ranks)),
+        )
 
     def add_source(self, rank: EpRank, sums: NDArray[np.int64]) -> None:
         """Add one rank's routed tokens; sums: (L, E) int64 [tokens]."""
@@ -110,12 +116,31 @@ class StepRing:
         self._blocks[-1][rank] += sums
 
     def window(self) -> LoadWindow | None:
-        """What is held, oldest step first; None when empty. Read only."""
+        """What is held, oldest step first; None when empty. Read only; it never changes."""
+        self._handed_out = True
+        return self.peek()
+
+    def peek(self) -> LoadWindow | None:
+        """Like `window`, for use at once: it is worthless when more steps were added."""
         if self._buffer is None:
             return None
         held = self._buffer.slice(slice(self._start, self._end))
         return LoadWindow(
             held.counts, held.steps, held.epochs, held.tokens, held.compute_s, self._source_sums()
+        )
+
+    def newer_than(self, step: int) -> LoadWindow | None:
+        """A copy of the steps after one, without source-side sums; None when there is none."""
+        held = self.peek()
+        first = 0 if held is None else int(np.searchsorted(held.steps, step, side="right"))
+        if held is None or first == len(held):
+            return None
+        return LoadWindow(
+            held.counts[first:].copy(),
+            held.steps[first:].copy(),
+            held.epochs[first:].copy(),
+            held.tokens[first:].copy(),
+            held.compute_s[first:].copy(),
         )
 
     def _source_sums(self) -> NDArray[np.uint32] | None:
