@@ -30,6 +30,7 @@ from evenkeel.controller.eviction import EvictionWatch
 from evenkeel.controller.figures import FigureLimits, Figures
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
+from evenkeel.controller.kernels import warm_kernels
 from evenkeel.controller.logs import configure_logs
 from evenkeel.controller.pacing import Pacer
 from evenkeel.controller.status import LiveView
@@ -137,6 +138,7 @@ async def _serve(
         spawner.spawn(_forget_idle(fleet, settings.ingest.forget_after_s), "forget-idle")
         spawner.spawn(_pace_reports(fleet, options.flow), "pace-reports")
         spawner.spawn(rest.run(create_app(fleet, tokens)), "rest")
+        await asyncio.to_thread(warm_kernels)
         await grpc_server.start(fleet)
         _spare_collector()
         _log.info(

@@ -64,7 +64,7 @@ def token_cost(
 
 @kernel
 def rank_load_kernel(
-    load: NDArray[np.float64],
+    load: NDArray[np.float64] | NDArray[np.uint32],
     phy2log: NDArray[np.int32],
     shares: NDArray[np.float64],
     num_ranks: int,
@@ -75,14 +75,15 @@ def rank_load_kernel(
     out = np.zeros((steps, layers, num_ranks))
     for t in range(steps):
         for layer in range(layers):
-            slot = 0
+            tokens, experts, share = load[t, layer], phy2log[layer], shares[layer]
+            slot = np.uint64(0)  # Unsigned: numba would ask of every signed index whether it counts from the end.
             for rank in range(num_ranks):
                 total = 0.0
                 for _ in range(per_rank):
-                    expert = phy2log[layer, slot]
+                    expert = experts[slot]
                     if expert >= 0:
-                        total += load[t, layer, expert] * shares[layer, slot]
-                    slot += 1
+                        total += tokens[np.uint64(expert)] * share[slot]
+                    slot += np.uint64(1)
                 out[t, layer, rank] = total
     return out
 

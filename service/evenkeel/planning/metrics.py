@@ -11,7 +11,7 @@ from evenkeel.errors import InvalidInput, ShapeMismatch
 from evenkeel.model.placement import Placement
 from evenkeel.planning import kernels
 from evenkeel.planning.problem import CostCurves, DispatchModel, PlacementProblem
-from evenkeel.planning.split import EVEN_SPLIT, SplitModel, check_load, slot_load, slot_shares
+from evenkeel.planning.split import EVEN_SPLIT, SplitModel, check_counts, check_load, slot_load, slot_shares
 
 __all__ = [
     "balancedness",
@@ -51,7 +51,7 @@ def rank_load(
 
     Source: deepseek-ai/EPLB eplb.py@d52c72d step 3 for the even split.
     """
-    tokens = check_load(load, placement)
+    tokens = check_counts(load, placement)
     if split.dispatch is DispatchModel.OPTIMAL:
         per_slot = slot_load(tokens, placement, split)
         by_rank = per_slot.reshape(*per_slot.shape[:2], placement.num_ranks, placement.slots_per_rank)

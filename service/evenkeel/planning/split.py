@@ -16,7 +16,7 @@ from evenkeel.model.topology import Topology
 from evenkeel.planning import kernels
 from evenkeel.planning.problem import DispatchModel, PlacementProblem
 
-__all__ = ["EVEN_SPLIT", "SplitModel", "check_load", "slot_load", "slot_shares"]
+__all__ = ["EVEN_SPLIT", "SplitModel", "check_counts", "check_load", "slot_load", "slot_shares"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,13 +103,24 @@ def slot_load(
 
 
 def check_load(load: NDArray[np.generic], placement: Placement) -> NDArray[np.float64]:
-    """(T, L, E) load as contiguous float64, held against a placement.
+    """(T, L, E) load as contiguous float64, held against a placement; raises as `check_counts` does."""
+    return np.ascontiguousarray(check_counts(load, placement), np.float64)
+
+
+def check_counts(
+    load: NDArray[np.generic], placement: Placement
+) -> NDArray[np.float64] | NDArray[np.uint32]:
+    """(T, L, E) load, contiguous and held against a placement: a window's uint32 as they are, all else as float64.
 
     Raises:
         ShapeMismatch: load and placement differ in layers or experts.
         InfeasiblePlan: an expert that has load has no replica, so its tokens would vanish from the score.
     """
-    tokens = np.ascontiguousarray(load, np.float64)
+    tokens: NDArray[np.float64] | NDArray[np.uint32]
+    if load.dtype == np.uint32:  # A window of a large model has some hundred megabytes as float64.
+        tokens = np.ascontiguousarray(load, np.uint32)
+    else:
+        tokens = np.ascontiguousarray(load, np.float64)
     if tokens.ndim != 3 or tokens.shape[1:] != (placement.num_layers, placement.num_logical_experts):
         raise ShapeMismatch(
             f"load must be (T, {placement.num_layers}, {placement.num_logical_experts}), got {tokens.shape}"

@@ -37,7 +37,7 @@ def derive_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
     """The map of one epoch; active: (R,) bool."""
     layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
     by_rank = placement.phy2log.reshape(layers, ranks, width).transpose(1, 0, 2)
-    return EpochMap(active, int(active.sum()), np.ascontiguousarray(by_rank, np.int32))
+    return EpochMap(active, int(active.sum()), np.array(by_rank, np.int32, order="C"))
 
 
 def _compiled(function: _F) -> _F:
