@@ -227,7 +227,7 @@ class IngestSettings:
     """Incomplete steps held per deployment; each costs layers x slots x 4 bytes once used. Fewer than a slow
     rank lags behind loses those steps."""
     heartbeat_s: Seconds = 2.5
-    """Every rank is asked for its state this often, and says itself that it lives."""
+    """Every rank is asked for its state this often, half as often at rest, and says itself that it lives."""
     rank_lease_s: Seconds = 10.0
     """A rank not heard for this long is lost; at least three heartbeats."""
     forget_after_s: Seconds = 3600.0

@@ -114,7 +114,7 @@ async def test_everything_of_a_deployment_shares_a_hash_tag_and_windows_expire(v
     keys = {key.decode() for key in await client.keys("*")}
     assert {key for key in keys if "{demo}" not in key} == {"evenkeel:seen"}
     expiring = [key for key in keys if "window" in key]
-    assert len(expiring) == 3
+    assert len(expiring) == 4
     for key in expiring:
         assert 0 < await client.pttl(key) <= 60_000
     await disconnect(client)
@@ -131,6 +131,34 @@ async def test_plans_and_streams_are_bounded_in_the_server(valkey):
     for first in range(0, 1000, 8):
         await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
     assert await client.xlen("evenkeel:{demo}:window:decode") == 13
+    await disconnect(client)
+
+
+@pytest.mark.parametrize("lost", ["window_steps", "window_chunks"])
+async def test_a_window_stays_bounded_when_its_count_is_lost(valkey, lost):
+    client: Any = connect(valkey.url, timeout_s=2)
+    windows, window = RedisWindowStore(client, capacity=20), make_window(range(200))
+    for first in range(0, 40, 8):
+        await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
+    await client.delete(f"evenkeel:{{demo}}:{lost}:decode")
+    for first in range(40, 200, 8):
+        await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
+        assert await client.xlen("evenkeel:{demo}:window:decode") <= 4
+    assert_same(await windows.fetch(DEMO, Phase.DECODE), window.last(20))
+    await disconnect(client)
+
+
+async def test_a_chunk_whose_count_was_lost_on_the_way_does_not_stay(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    windows, window = RedisWindowStore(client, capacity=20), make_window(range(64))
+    chunk = {"n": 8, "d": pack_window(window.slice(slice(0, 8)))}
+    await client.xadd("evenkeel:{demo}:window:decode", chunk)
+    for first in range(0, 64, 8):
+        await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
+        found = await windows.fetch(DEMO, Phase.DECODE)
+        assert found is not None
+        assert_same(found, window.slice(slice(0, first + 8)).last(20))
+    assert await client.xlen("evenkeel:{demo}:window:decode") == 3
     await disconnect(client)
 
 

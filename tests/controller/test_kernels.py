@@ -24,5 +24,7 @@ print(before, compiled())
 
 
 def test_reports_and_balance_find_their_kernels_compiled():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.strip() == "[1, 1, 1] [1, 1, 1]"

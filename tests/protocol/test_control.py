@@ -232,6 +232,23 @@ def test_new_leader_honours_a_cancel_its_predecessor_took():
     assert record(control).phase is PlanPhase.CANCELLED
 
 
+@pytest.mark.parametrize(("state", "asked"), [(S.READY, [1, 3, 5]), (S.MIGRATING, [1, 2, 3, 4, 5])])
+def test_ranks_are_asked_half_as_often_at_rest(state, asked):
+    """The rig's heartbeat is a second."""
+    control = control_of(state)
+    when = []
+    for now in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0):
+        actions = control.handle(msg.Tick(), now)
+        if any(
+            isinstance(one, ctl.SendToRank) and isinstance(one.message, msg.QueryState) for one in actions
+        ):
+            when.append(now)
+        for rank in range(3):
+            control.handle(from_rank(rank, state_of(rank, query=0)), now)
+    assert control.state is state
+    assert when == asked
+
+
 def test_heartbeat_that_does_not_fit_the_records_starts_a_new_survey():
     control = control_of()
     control.handle(msg.Tick(), 1.0)

@@ -31,10 +31,10 @@ _SERVICE = "evenkeel.v1.RankLink"
 _HELLO_WITHIN_S = 10.0
 _LAST_WORDS_S = 2.0
 """For what is queued when a stream ends."""
-_ACK_EVERY_S = 2.0
+_ACK_EVERY_S = 4.0
 """Answers to reports are joined for so long: to write one costs more than to read a report."""
-_ACK_AFTER = 8
-"""And no more reports than these: a rank keeps twice as many that are not answered, then it waits."""
+_ACK_AFTER = 12
+"""And no more reports than these: with 16 that are not answered a rank waits."""
 _BURST_S = 4.0
 """A stream may be that many seconds of its rate ahead: after a reconnect all unacknowledged reports come again."""
 _WINDOW_BYTES = 256 * 1024

@@ -1,7 +1,7 @@
 """`ports.WindowStore` on Redis or Valkey: one stream of compressed chunks for each deployment and phase."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from evenkeel.adapters.redis_client import Client, deployment_key, store_errors
 from evenkeel.adapters.stored_forms import (
@@ -20,23 +20,34 @@ __all__ = ["RedisWindowStore"]
 
 _CHUNK_STEPS = 64
 
-# KEYS: stream, steps held. ARGV: chunk, its steps, most steps, ttl in ms. Chunks are of any length, so the
-# steps are counted; every chunk has one at least, so that MAXLEN holds the stream should the count be lost.
-_APPEND = """
-if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
-redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[3] + 1, '*', 'n', ARGV[2], 'd', ARGV[1])
-local held = redis.call('INCRBY', KEYS[2], ARGV[2])
-while held > tonumber(ARGV[3]) do
-  local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
-  local steps = tonumber(first[2][2])
-  if held - steps < tonumber(ARGV[3]) then break end
-  redis.call('XDEL', KEYS[1], first[1])
-  held = redis.call('DECRBY', KEYS[2], steps)
+# Chunks are of any length, so the steps are counted. The chunks themselves do not pass through here: Lua would copy and hash
+# them. KEYS: stream, steps ever added, its chunks by the steps before them. ARGV: id and steps of the chunk just added, most
+# steps, ttl in ms. A chunk that is not listed, for its count was lost on the way, goes with the first that is younger; a
+# total or a list that was lost begins anew, and the window with it.
+_COUNT = """
+local total = redis.call('INCRBY', KEYS[2], ARGV[2])
+if total == tonumber(ARGV[2]) then redis.call('DEL', KEYS[3]) end
+redis.call('ZADD', KEYS[3], total - ARGV[2], ARGV[1])
+local oldest = redis.call('ZRANGE', KEYS[3], 0, 1, 'WITHSCORES')
+while oldest[4] and total - oldest[4] >= tonumber(ARGV[3]) do
+  redis.call('ZREM', KEYS[3], oldest[1])
+  oldest = redis.call('ZRANGE', KEYS[3], 0, 1, 'WITHSCORES')
 end
-redis.call('PEXPIRE', KEYS[1], ARGV[4])
-redis.call('PEXPIRE', KEYS[2], ARGV[4])
-return held
+redis.call('XTRIM', KEYS[1], 'MINID', oldest[1])
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[4]) end
+return total
 """
+
+
+class _Keys(NamedTuple):
+    """Of one window."""
+
+    stream: str
+    total: str
+    """Steps ever added."""
+    chunks: str
+    """Id of each chunk by the steps before it."""
+    source: str
 
 
 class RedisWindowStore:
@@ -59,39 +70,33 @@ class RedisWindowStore:
         self._capacity = capacity
         self._ttl_ms = max(1, round(ttl_s * 1000))
 
-    def _keys(self, deployment: DeploymentId, phase: Phase) -> tuple[str, str, str]:
-        return (
-            deployment_key(self._prefix, deployment, f"window:{phase}"),
-            deployment_key(self._prefix, deployment, f"window_steps:{phase}"),
-            deployment_key(self._prefix, deployment, f"window_source:{phase}"),
-        )
+    def _keys(self, deployment: DeploymentId, phase: Phase) -> _Keys:
+        names = ("window", "window_steps", "window_chunks", "window_source")
+        return _Keys(*(deployment_key(self._prefix, deployment, f"{name}:{phase}") for name in names))
 
     async def append(self, deployment: DeploymentId, phase: Phase, steps: LoadWindow) -> None:
         """Add complete steps, newest last; source-side sums, where given, replace those stored."""
-        stream, held, source = self._keys(deployment, phase)
+        keys = self._keys(deployment, phase)
         steps = steps.last(self._capacity)
         with store_errors("appending to a window"):
             for first in range(0, len(steps), _CHUNK_STEPS):
                 chunk = steps.slice(slice(first, first + _CHUNK_STEPS))
-                await self._client.eval(
-                    _APPEND,
-                    2,
-                    stream,
-                    held,
-                    pack_window(chunk),
-                    len(chunk),
-                    self._capacity,
-                    self._ttl_ms,
+                fields = {"n": len(chunk), "d": pack_window(chunk)}
+                # Every chunk has a step at least: the length holds the stream should the count be lost.
+                chunk_id = await self._client.xadd(
+                    keys.stream, fields, maxlen=self._capacity + 1, approximate=False
                 )
+                counted = (chunk_id, len(chunk), self._capacity, self._ttl_ms)
+                await self._client.eval(_COUNT, 3, keys.stream, keys.total, keys.chunks, *counted)
             if steps.source is not None:
-                await self._client.set(source, pack_source(steps.source), px=self._ttl_ms)
+                await self._client.set(keys.source, pack_source(steps.source), px=self._ttl_ms)
 
     async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
         """The stored window, oldest step first; None when there is none."""
-        stream, _, source = self._keys(deployment, phase)
+        keys = self._keys(deployment, phase)
         with store_errors("reading a window"):
-            rows = await self._client.xrange(stream)
-            sums = await self._client.get(source)
+            rows = await self._client.xrange(keys.stream)
+            sums = await self._client.get(keys.source)
         window = _join([fields.get(b"d", b"") for _, fields in rows])
         if window is None:
             return None

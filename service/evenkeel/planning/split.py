@@ -107,9 +107,7 @@ def check_load(load: NDArray[np.generic], placement: Placement) -> NDArray[np.fl
     return np.ascontiguousarray(check_counts(load, placement), np.float64)
 
 
-def check_counts(
-    load: NDArray[np.generic], placement: Placement
-) -> NDArray[np.float64] | NDArray[np.uint32]:
+def check_counts(load: NDArray[np.generic], placement: Placement) -> NDArray[np.float64] | NDArray[np.uint32]:
     """(T, L, E) load, contiguous and held against a placement: a window's uint32 as they are, all else as float64.
 
     Raises:

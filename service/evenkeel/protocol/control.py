@@ -415,7 +415,9 @@ class DeploymentControl:
                 self._lost.add(rank)
                 actions += self._to_wave(ctl.RankLost(rank), now)
         if now >= self._heartbeat_at and self.leader is not None and self.recovery is not None:
-            self._heartbeat_at = now + self.timing.heartbeat_s
+            self._heartbeat_at = now + self.timing.heartbeat_s * (
+                2 if self.state is ControlState.READY else 1
+            )
             self.recovery.query += 1
             query = QueryState(self.leader, query=self.recovery.query)
             for rank, member in self.membership.everyone.items():

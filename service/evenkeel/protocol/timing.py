@@ -29,7 +29,7 @@ class ControlTiming:
     """Seconds between things, and deadlines."""
 
     heartbeat_s: float = 2.5
-    """Every rank is asked for its state this often; it also keeps the ranks' lease on us alive."""
+    """Every rank is asked for its state this often, half as often at rest; it also keeps the ranks' lease on us alive."""
     ask_again_s: float = 1.0
     """After ranks disagreed in a recovery."""
     rank_lease_s: float = 10.0
