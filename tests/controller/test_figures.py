@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from evenkeel.controller.balance import Balance
-from evenkeel.controller.figures import FigureLimits, Realised, live_replicas
+from evenkeel.controller.figures import Coverage, FigureLimits, Realised, live_replicas
 from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanPhase
@@ -32,6 +32,16 @@ def test_live_replicas_count_ranks_and_not_slots():
 def test_a_lost_rank_takes_experts_along_and_leaves_others_with_one_replica():
     # Rank 1 holds expert 2 in both layers and the second copy of expert 0 in layer 0.
     assert live_replicas(PLACEMENT, np.array([True, False])) == ((2, 4, 0), 1)
+
+
+def test_coverage_follows_the_map_and_the_ranks_alive():
+    coverage, moved = Coverage(), Placement(PLACEMENT.phy2log[::-1].copy(), 2, 3)
+    swapped = Placement(PLACEMENT.phy2log[:, ::-1].copy(), 2, 3)
+    for placement in (PLACEMENT, moved, swapped, PLACEMENT):
+        for live in ([True, True], [True, False], [False, True], [False, False]):
+            alive = np.array(live)
+            for _ in range(2):
+                assert coverage.live_replicas(placement, alive) == live_replicas(placement, alive)
 
 
 def test_layers_by_rank_fit_whole_under_the_cap():

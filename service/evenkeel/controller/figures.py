@@ -18,7 +18,7 @@ from evenkeel.planning.split import SplitModel
 if TYPE_CHECKING:
     from evenkeel.controller.deployment import Deployment
 
-__all__ = ["FigureLimits", "Figures", "Realised", "live_replicas"]
+__all__ = ["Coverage", "FigureLimits", "Figures", "Realised", "live_replicas"]
 
 
 class FigureLimits:
@@ -107,6 +107,23 @@ def live_replicas(placement: Placement, live: NDArray[np.bool_]) -> tuple[tuple[
     return counts, int(((alive == 1) & (placed > 1)).sum())
 
 
+class Coverage:
+    """`live_replicas`, worked out anew only when the map or the ranks alive have changed: it takes milliseconds."""
+
+    def __init__(self) -> None:
+        self._known: tuple[str, bytes] | None = None
+        self._found: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
+
+    def live_replicas(
+        self, placement: Placement, live: NDArray[np.bool_]
+    ) -> tuple[tuple[int, int, int], int]:
+        """As the function of that name."""
+        asked = (placement.digest, live.tobytes())
+        if asked != self._known:
+            self._known, self._found = asked, live_replicas(placement, live)
+        return self._found
+
+
 class Figures:
     """`DeploymentFigures` of one deployment, kept up to date."""
 
@@ -114,6 +131,7 @@ class Figures:
         self._deployment = deployment
         self._limits = limits
         self._realised = Realised()
+        self._coverage = Coverage()
 
     def now(self) -> DeploymentFigures:
         """What is so now; the deployment's balance must be up to date."""
@@ -124,7 +142,7 @@ class Figures:
             return DeploymentFigures(newest_at_unix, last_failure=self._failure())
         now, membership = deployment.outside.clock.monotonic(), control.membership
         live = np.array([membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks)], bool)
-        counts, down = live_replicas(placement, live)
+        counts, down = self._coverage.live_replicas(placement, live)
         redundant = (placement.phy2log >= 0).sum(axis=1) - placement.num_logical_experts
         return DeploymentFigures(
             newest_step_at_unix=newest_at_unix,
