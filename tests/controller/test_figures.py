@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from evenkeel.controller import figures
 from evenkeel.controller.balance import Balance
 from evenkeel.controller.figures import Coverage, FigureLimits, Realised, live_replicas
 from evenkeel.model.load import LoadWindow, Phase
@@ -34,7 +35,9 @@ def test_a_lost_rank_takes_experts_along_and_leaves_others_with_one_replica():
     assert live_replicas(PLACEMENT, np.array([True, False])) == ((2, 4, 0), 1)
 
 
-def test_coverage_follows_the_map_and_the_ranks_alive():
+def test_coverage_follows_the_map_and_the_ranks_alive(monkeypatch):
+    asked = []
+    monkeypatch.setattr(figures, "live_replicas", lambda *args: asked.append(args) or live_replicas(*args))
     coverage, moved = Coverage(), Placement(PLACEMENT.phy2log[::-1].copy(), 2, 3)
     swapped = Placement(PLACEMENT.phy2log[:, ::-1].copy(), 2, 3)
     for placement in (PLACEMENT, moved, swapped, PLACEMENT):
@@ -42,6 +45,7 @@ def test_coverage_follows_the_map_and_the_ranks_alive():
             alive = np.array(live)
             for _ in range(2):
                 assert coverage.live_replicas(placement, alive) == live_replicas(placement, alive)
+    assert len(asked) == 4 * 4, "the same question twice is worked out once"
 
 
 def test_layers_by_rank_fit_whole_under_the_cap():

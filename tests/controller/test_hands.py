@@ -1,4 +1,4 @@
-"""What the machine decides is stored under the machine's own term."""
+"""What the machine decides is stored under the machine's own term, and what it knows is counted by."""
 
 from prometheus_client import CollectorRegistry
 
@@ -7,11 +7,14 @@ from evenkeel.adapters.metrics import ControllerMetrics
 from evenkeel.controller.deployment import Deployment, Outside
 from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.serve import _deployment_options
-from evenkeel.model.ids import DeploymentId
+from evenkeel.model.ids import DeploymentId, Epoch
+from evenkeel.model.placement import Placement
 from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol.messages import Leader
+from evenkeel.protocol.tables import ControlState
 from evenkeel.settings import Settings
 from tests.contracts.memory_store import MemoryStore
+from tests.protocol.rigs import answer_survey, control_of
 
 DEMO = DeploymentId("demo")
 HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
@@ -60,3 +63,19 @@ async def test_a_lease_that_another_took_is_dropped_at_its_first_refused_write()
     await store.acquire_lease(DEMO, "another", 60.0, 0)
     assert await deployment.hands.persist([HOLD]) == (ctl.LeaseLost(),)
     assert deployment.keeper.lease is None
+
+
+async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
+    """Same layers, slots and ranks: only the experts tell that the map is of another model."""
+    control = control_of(ControlState.RECOVERING)
+    answer_survey(control, epoch=Epoch(3))
+    committed = control.placement
+    assert committed is not None and control.migration is not None
+    other = Placement(committed.phy2log.copy(), committed.num_ranks, committed.num_logical_experts + 1)
+    control.migration.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
+    deployment = make_deployment(MemoryStore(SystemClock()))
+    deployment.control = control
+    deployment._follow_machine()
+    assembler = deployment.ingest._assembler
+    assert assembler is not None
+    assert [assembler.knows_epoch(epoch) for epoch in (1, 2, 3)] == [False, True, True]

@@ -1,5 +1,6 @@
 """Telemetry of one deployment: what waits, what is stored, what a new life of the group begins anew."""
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -130,8 +131,6 @@ def test_malformed_reports_are_counted_and_let_go(rig):
 
 
 def test_dropped_steps_are_counted_by_rank(rig):
-    import dataclasses
-
     rig.begin()
     report = dataclasses.replace(Fleet().run(range(2)).report(2), dropped_steps=7)
     rig.ingest.take(report, rig.answers.append)
@@ -180,12 +179,42 @@ async def test_a_window_comes_back_for_the_same_generation_only(rig):
     assert stored.steps.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_generation_that_begins_while_steps_are_stored_is_stored_itself(rig, fails):
+    rig.begin()
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        first = 100 if phase is Phase.PREFILL else 1000
+        rig.report(Fleet().run(range(first, first + 5), phase=phase))
+    append, began = rig.append, []
+
+    async def slow(deployment, phase, steps):
+        if not began:
+            began.append(phase)
+            rig.begin(Generation("g-2"))
+            if fails:
+                raise Unavailable("down")
+        await append(deployment, phase, steps)
+
+    rig.append = slow
+    if fails:
+        with pytest.raises(Unavailable):
+            await rig.ingest.store()
+    else:
+        await rig.ingest.store()
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        run = Fleet().run(range(7) if phase is Phase.PREFILL else range(7, 14), phase=phase)
+        for rank in range(3):
+            report = dataclasses.replace(run.report(rank), generation=Generation("g-2"))
+            rig.ingest.take(report, rig.answers.append)
+    await rig.ingest.store()
+    assert (await rig.store.fetch(DEMO, Phase.PREFILL)).steps.tolist() == list(range(7))
+    assert (await rig.store.fetch(DEMO, Phase.DECODE)).steps.tolist() == list(range(7, 14))
+
+
 async def test_a_stored_window_of_another_shape_is_left_alone(rig):
     rig.begin()
     rig.report(Fleet().run(range(4)))
     await rig.ingest.store()
-    import dataclasses
-
     wider = dataclasses.replace(SHAPE, num_layers=3)
     assert await Rig(rig.store).ingest.restore(GENERATION, wider) == 0
 

@@ -1,30 +1,59 @@
 """What the event loop calls itself is compiled before the first rank is let in."""
 
+import os
 import subprocess
 import sys
 
+import pytest
+
+from evenkeel.planning.problem import DispatchModel
+
 PROGRAM = """
+import resource, signal, sys
 import numpy as np
 from evenkeel.controller.kernels import warm_kernels
+from evenkeel.model.load import Phase
 from evenkeel.planning import kernels, metrics
+from evenkeel.planning.problem import DispatchModel
+from evenkeel.planning.split import SplitModel
 from evenkeel.protocol import board
 from tests.protocol.telemetry import PLACEMENT, Fleet, make_assembler, windows_of
-from evenkeel.model.load import Phase
+
+dispatch, most_bytes = DispatchModel(sys.argv[1]), int(sys.argv[2])
+if most_bytes:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
 def compiled():
-    return [len(one.signatures) for one in (board.add_up, kernels.rank_load_kernel, kernels.balancedness_kernel)]
+    own = (board.add_up, kernels.rank_load_kernel, kernels.balancedness_kernel, kernels.optimal_split_kernel)
+    return [len(one.signatures) for one in own]
 
-warm_kernels()
+warm_kernels(dispatch)
 before = compiled()
+assert sum(before) >= 3, before
 run, assembler = Fleet().run(range(3)), make_assembler()
 window = windows_of([assembler.take(run.report(rank)) for rank in range(3)])[Phase.DECODE]
-metrics.balancedness(metrics.rank_load(window.slice(slice(1, None)).counts, PLACEMENT))
-print(before, compiled())
+counts = window.slice(slice(1, None)).counts
+for load in (counts, counts.sum(axis=0, dtype=np.float64)[None]):
+    metrics.balancedness(metrics.rank_load(load, PLACEMENT, SplitModel(dispatch)))
+assert compiled() == before, (before, compiled())
 """
 
 
-def test_reports_and_balance_find_their_kernels_compiled():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.strip() == "[1, 1, 1] [1, 1, 1]"
+def run(dispatch, most_bytes=0, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, dispatch, str(most_bytes)],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dispatch", list(DispatchModel))
+def test_reports_and_balance_find_their_kernels_compiled(dispatch):
+    done = run(dispatch)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_cache(tmp_path):
+    done = run(DispatchModel.EVEN, most_bytes=1000, NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "kernel_not_cached" in done.stdout

@@ -12,6 +12,7 @@ from evenkeel.model.ids import Epoch, EpRank
 from evenkeel.model.load import CountingSide, LoadReport, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.protocol.assembly import Quarantine, Rejection, StepAssembler
+from evenkeel.protocol.board import add_up
 from tests.protocol.telemetry import EPOCH, PLACEMENT, SHAPE, Fleet, make_assembler, reasons, windows_of
 
 
@@ -254,6 +255,20 @@ def test_an_epoch_told_again_is_the_newest_word():
     assert np.array_equal(window.counts, run.load)
     with pytest.raises(ShapeMismatch):
         assembler.learn_epoch(EPOCH, Placement(np.zeros((1, 6), np.int32), 3, 4))
+    for ranks, experts in ((3, 5), (3, 40), (2, 4)):
+        with pytest.raises(ShapeMismatch, match=rf"2, 6, {ranks}, {experts}"):
+            assembler.learn_epoch(EPOCH, Placement(PLACEMENT.phy2log.copy(), ranks, experts))
+
+
+def test_adding_up_leaves_out_experts_that_are_not_there():
+    """Compiled code has no bounds: a map that slipped through must not write beyond the counts."""
+    board = np.full((1, 2, 3), 7, np.uint32)
+    experts = np.array([[[0, 1, -1]], [[2, 5000, 1]]], np.int32)
+    around = np.full((3, 1, 3), 99, np.uint32)
+    sums = np.zeros((1, 1), np.int64)
+    assert not add_up(board, np.zeros(1, np.int64), experts, around[1:2], sums).any()
+    assert around.ravel().tolist() == [99, 99, 99, 7, 14, 7, 99, 99, 99]
+    assert sums.tolist() == [[28]]
 
 
 def test_an_epoch_forgotten_while_its_steps_were_pending_voids_them_and_nothing_else():

@@ -12,6 +12,7 @@ from evenkeel.protocol import messages as msg
 from evenkeel.protocol.operator import Operator
 from evenkeel.protocol.tables import ControlState as S
 from evenkeel.protocol.tables import CoordinatorState as C
+from evenkeel.protocol.timing import ControlTiming
 from tests.protocol.rigs import (
     AFTER_ONE,
     AFTER_TWO,
@@ -232,9 +233,9 @@ def test_new_leader_honours_a_cancel_its_predecessor_took():
     assert record(control).phase is PlanPhase.CANCELLED
 
 
-@pytest.mark.parametrize(("state", "asked"), [(S.READY, [1, 3, 5]), (S.MIGRATING, [1, 2, 3, 4, 5])])
-def test_ranks_are_asked_half_as_often_at_rest(state, asked):
-    """The rig's heartbeat is a second."""
+@pytest.mark.parametrize(("state", "asked"), [(S.READY, [1, 2.5, 4]), (S.MIGRATING, [1, 2, 3, 4, 5])])
+def test_ranks_are_asked_more_rarely_at_rest(state, asked):
+    """The rig's heartbeat is a second, its lease three."""
     control = control_of(state)
     when = []
     for now in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0):
@@ -247,6 +248,25 @@ def test_ranks_are_asked_half_as_often_at_rest(state, asked):
             control.handle(from_rank(rank, state_of(rank, query=0)), now)
     assert control.state is state
     assert when == asked
+
+
+def test_a_plan_that_begins_is_asked_about_at_once_when_the_last_question_is_a_heartbeat_old():
+    control = control_of(S.READY)
+    control.handle(msg.Tick(), 1.0)
+    assert not control.handle(msg.Tick(), 2.25)
+    control.state = S.MIGRATING
+    asked = control.handle(msg.Tick(), 2.25)
+    assert (
+        sum(isinstance(one.message, msg.QueryState) for one in asked if isinstance(one, ctl.SendToRank)) == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("heartbeat_s", "lease_s", "at_rest_s"), [(2.5, 10, 5), (2.5, 60, 5), (1, 3, 1.5), (0.2, 0.6, 0.3)]
+)
+def test_two_questions_at_rest_fit_into_a_lease(heartbeat_s, lease_s, at_rest_s):
+    timing = ControlTiming(heartbeat_s=heartbeat_s, rank_lease_s=lease_s)
+    assert timing.question_at_rest_s == pytest.approx(at_rest_s)
 
 
 def test_heartbeat_that_does_not_fit_the_records_starts_a_new_survey():

@@ -123,7 +123,7 @@ def test_ranks_of_a_larger_group_hear_of_the_leader_while_it_gathers():
     group.hello(3, "g9", LARGER, stream=9)
     told = [
         action
-        for _ in range(30)
+        for _ in range(55)  # Two heartbeats and a little: the registered group is at rest.
         for action in group.control.handle(msg.Tick(), group.now + _ / 10)
         if isinstance(getattr(action, "message", None), msg.QueryState) and action.rank == 3
     ]

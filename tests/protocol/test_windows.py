@@ -59,15 +59,32 @@ def test_steps_move_within_one_buffer_while_nobody_holds_a_window(length):
 
 
 def test_a_window_looked_at_is_moved_over_and_one_handed_out_is_not():
-    ring, window = StepRing(SHAPE, 10), make_window(range(40))
-    ring.append(window.slice(slice(0, 20)))
+    ring, window = StepRing(SHAPE, 10), make_window(range(51))
+    ring.append(window.slice(slice(0, 10)))
+    ring.append(window.slice(slice(10, 20)))
     looked_at = ring.peek()
-    ring.append(window.slice(slice(20, 21)))
-    assert looked_at is not None and looked_at.steps.base is ring.window().steps.base
+    ring.append(window.slice(slice(20, 30)))
+    assert looked_at is not None and looked_at.steps.base is ring.peek().steps.base
     handed_out = ring.window()
     assert handed_out is not None
-    ring.append(window.slice(slice(21, 40)))
-    assert handed_out.steps.tolist() == list(range(11, 21))
+    for first in (30, 40):
+        ring.append(window.slice(slice(first, first + 10)))
+    assert handed_out.steps.tolist() == list(range(20, 30))
+    assert handed_out.steps.base is not ring.peek().steps.base
+
+
+def test_steps_newer_than_one_are_a_copy_and_cost_no_sums(monkeypatch):
+    ring, window = StepRing(SHAPE, 10), make_window(range(40))
+    assert ring.newer_than(-1) is None
+    ring.append(window.slice(slice(0, 20)))
+    ring.add_source(EpRank(1), np.ones((SHAPE.num_layers, SHAPE.num_logical_experts), np.int64))
+    monkeypatch.setattr(ring, "_source_sums", None)
+    newer = ring.newer_than(16)
+    assert newer is not None and newer.steps.tolist() == [17, 18, 19]
+    assert ring.newer_than(3).steps.tolist() == list(range(10, 20))
+    assert ring.newer_than(19) is None
+    ring.append(window.slice(slice(20, 40)))
+    assert np.array_equal(newer.counts, window.counts[17:20])
 
 
 def test_ring_takes_a_burst_longer_than_itself():

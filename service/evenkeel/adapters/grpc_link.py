@@ -82,7 +82,7 @@ def channel_options(timing: LinkTiming) -> list[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-        # gRPC would measure bandwidth with a ping after every answer, and the controller answers each.
+        # gRPC would measure bandwidth with a ping after every answer, and the controller's transport answers each.
         ("grpc.http2.bdp_probe", 0),
         # Two agents of one process must not share a connection: its loss would be felt twice.
         ("grpc.use_local_subchannel_pool", 1),
@@ -120,7 +120,7 @@ class GrpcRankLink:
         self._stream = 0
         self._outbox: asyncio.Queue[FromRankLink] | None = None
         self._spoke = False
-        """Something was sent since the heartbeat before."""
+        """Something else was sent since the heartbeat before."""
 
     async def run(self, listener: _Listener) -> None:
         """Keep a stream open until cancelled; each has a number of its own, from 1."""
@@ -148,7 +148,6 @@ class GrpcRankLink:
         """Queue a message; dropped unless `stream` (None: any) is open."""
         if self._outbox is not None and stream in (None, self._stream):
             self._outbox.put_nowait(message)
-            self._spoke = True
 
     def _next_address(self, home: int) -> str:
         self._tried += 1
@@ -186,7 +185,7 @@ class GrpcRankLink:
         self._spoke = False
         listener.received(stream, registration)
         helpers = [
-            asyncio.create_task(_write(call, self._outbox), name="link-writer"),
+            asyncio.create_task(self._write(call, self._outbox), name="link-writer"),
             asyncio.create_task(self._beat(registration.heartbeat_interval_s, listener), name="heartbeat"),
         ]
         try:
@@ -205,8 +204,8 @@ class GrpcRankLink:
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _hear(self, call: Any, lease_s: float) -> ToRankLink | None:
-        """The next message. A controller that leads says something every second; one that was silent for a
-        whole lease is paused or out of reach, whatever the connection says, and another may lead by now."""
+        """The next message. A controller says something at least every half of a lease; one that was silent for a
+        whole one is paused or out of reach, whatever the connection says, and another may lead by now."""
         async with asyncio.timeout(lease_s if lease_s > 0 else None):
             return await _read(call)
 
@@ -223,6 +222,19 @@ class GrpcRankLink:
             self._spoke = False
             await asyncio.sleep(interval_s)
 
+    async def _write(self, call: Any, outbox: asyncio.Queue[FromRankLink]) -> None:
+        """Write what is queued. A message the codec refuses is our own mistake: said, and left out."""
+        while True:
+            message = await outbox.get()
+            try:
+                encoded = encode_rank_message(message)
+            except (EvenkeelError, ValueError, TypeError) as error:
+                _log.error("message_not_sent", kind=type(message).__name__, detail=str(error))
+                continue
+            await call.write(encoded)
+            if not isinstance(message, Heartbeat):
+                self._spoke = True
+
     def _channel(self, address: str) -> Any:
         options = channel_options(self._timing)
         if self._tls is None:
@@ -234,18 +246,6 @@ async def _read(call: Any) -> ToRankLink | None:
     """The next message; None at the end of the stream."""
     message = await call.read()
     return None if message is grpc.aio.EOF else decode_controller_message(message)
-
-
-async def _write(call: Any, outbox: asyncio.Queue[FromRankLink]) -> None:
-    """Write what is queued. A message the codec refuses is our own mistake: said, and left out."""
-    while True:
-        message = await outbox.get()
-        try:
-            encoded = encode_rank_message(message)
-        except (EvenkeelError, ValueError, TypeError) as error:
-            _log.error("message_not_sent", kind=type(message).__name__, detail=str(error))
-            continue
-        await call.write(encoded)
 
 
 def _asked_to_wait(error: BaseException) -> float | None:

@@ -242,7 +242,7 @@ class GrpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", 1000),
                 ("grpc.http2.max_ping_strikes", 0),
                 # gRPC measures each connection's bandwidth with a ping after every read, to size this window by it:
-                # that is half of what its threads do here. A report fits several times.
+                # that is half of what its threads do here.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
                 # A second server on the port would get every other rank.

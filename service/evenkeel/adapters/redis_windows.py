@@ -20,21 +20,24 @@ __all__ = ["RedisWindowStore"]
 
 _CHUNK_STEPS = 64
 
-# Chunks are of any length, so the steps are counted. The chunks themselves do not pass through here: Lua would copy and hash
-# them. KEYS: stream, steps ever added, its chunks by the steps before them. ARGV: id and steps of the chunk just added, most
-# steps, ttl in ms. A chunk that is not listed, for its count was lost on the way, goes with the first that is younger; a
-# total or a list that was lost begins anew, and the window with it.
+# Chunks are of any length, so their steps are counted. The chunk just added does not pass through here: Lua would copy and
+# hash it. KEYS: stream, steps ever added, for each chunk the steps before it. ARGV: steps of the chunk just added, most steps,
+# ttl in ms. The newest chunks are kept, as many as are counted; before that makes a window nothing is dropped, so that chunks
+# of before a count was lost stay for as long.
 _COUNT = """
-local total = redis.call('INCRBY', KEYS[2], ARGV[2])
-if total == tonumber(ARGV[2]) then redis.call('DEL', KEYS[3]) end
-redis.call('ZADD', KEYS[3], total - ARGV[2], ARGV[1])
+local total = redis.call('INCRBY', KEYS[2], ARGV[1])
+local before = total - ARGV[1]
+if before == 0 then redis.call('DEL', KEYS[3]) end
+redis.call('ZADD', KEYS[3], before, before)
 local oldest = redis.call('ZRANGE', KEYS[3], 0, 1, 'WITHSCORES')
-while oldest[4] and total - oldest[4] >= tonumber(ARGV[3]) do
+local dropped = false
+while oldest[4] and total - oldest[4] >= tonumber(ARGV[2]) do
   redis.call('ZREM', KEYS[3], oldest[1])
   oldest = redis.call('ZRANGE', KEYS[3], 0, 1, 'WITHSCORES')
+  dropped = true
 end
-redis.call('XTRIM', KEYS[1], 'MINID', oldest[1])
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[4]) end
+if dropped then redis.call('XTRIM', KEYS[1], 'MAXLEN', redis.call('ZCARD', KEYS[3])) end
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[3]) end
 return total
 """
 
@@ -46,7 +49,7 @@ class _Keys(NamedTuple):
     total: str
     """Steps ever added."""
     chunks: str
-    """Id of each chunk by the steps before it."""
+    """For each chunk the steps before it."""
     source: str
 
 
@@ -71,7 +74,7 @@ class RedisWindowStore:
         self._ttl_ms = max(1, round(ttl_s * 1000))
 
     def _keys(self, deployment: DeploymentId, phase: Phase) -> _Keys:
-        names = ("window", "window_steps", "window_chunks", "window_source")
+        names = ("window", "window_total", "window_chunks", "window_source")
         return _Keys(*(deployment_key(self._prefix, deployment, f"{name}:{phase}") for name in names))
 
     async def append(self, deployment: DeploymentId, phase: Phase, steps: LoadWindow) -> None:
@@ -81,13 +84,13 @@ class RedisWindowStore:
         with store_errors("appending to a window"):
             for first in range(0, len(steps), _CHUNK_STEPS):
                 chunk = steps.slice(slice(first, first + _CHUNK_STEPS))
+                # Together, so that a chunk is hardly ever left uncounted; every chunk has a step at least.
+                both = self._client.pipeline(transaction=False)
                 fields = {"n": len(chunk), "d": pack_window(chunk)}
-                # Every chunk has a step at least: the length holds the stream should the count be lost.
-                chunk_id = await self._client.xadd(
-                    keys.stream, fields, maxlen=self._capacity + 1, approximate=False
-                )
-                counted = (chunk_id, len(chunk), self._capacity, self._ttl_ms)
-                await self._client.eval(_COUNT, 3, keys.stream, keys.total, keys.chunks, *counted)
+                both.xadd(keys.stream, fields, maxlen=self._capacity + 1, approximate=False)
+                counted = (len(chunk), self._capacity, self._ttl_ms)
+                both.eval(_COUNT, 3, keys.stream, keys.total, keys.chunks, *counted)
+                await both.execute()
             if steps.source is not None:
                 await self._client.set(keys.source, pack_source(steps.source), px=self._ttl_ms)
 

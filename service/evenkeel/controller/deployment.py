@@ -435,7 +435,7 @@ class Deployment:
                 self._settled_at = (epoch, placement.digest)
                 for earlier in sorted(e for e in control.history if e < epoch)[-3:]:
                     known = control.history[earlier]
-                    if shape is not None and known.phy2log.shape == (shape.num_layers, shape.num_slots):
+                    if shape is not None and known.sizes == shape.sizes:
                         ingest.expect(earlier, known)
                 ingest.settle(epoch, placement)
         elif self._settled_at is not None:
@@ -443,5 +443,7 @@ class Deployment:
             ingest.unsettle()
 
     def malformed(self, session: Session, violation: PeerViolation, steps: tuple[int, ...]) -> None:
-        """A report that cannot be right: counted, and answered so that it is not sent again."""
+        """A report that cannot be right: counted, and answered so that it is not sent again. Its rank lives."""
+        identity, now = session.hello.identity, self.outside.clock.monotonic()
+        self.control.membership.heard(identity.rank, identity.incarnation, session.stream.number, now)
         session.stream.send(self.ingest.malformed(EpRank(session.rank), violation, steps))

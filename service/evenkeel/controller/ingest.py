@@ -251,6 +251,8 @@ class Ingest:
             await self._store.forget(self.deployment)
             self._forget_stored = False
         for phase, ring in list(self.rings.items()):
+            if self.rings.get(phase) is not ring:
+                return  # Another generation began meanwhile; what is stored must be forgotten first.
             before = self._stored.get(phase, -1)
             steps = ring.newer_than(before)
             if steps is None:

@@ -1,27 +1,55 @@
 """The compiled code that the event loop calls itself."""
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
+import structlog
 
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.planning import metrics
+from evenkeel.planning.problem import DispatchModel
+from evenkeel.planning.split import SplitModel
 from evenkeel.protocol.assembly import StepAssembler
 
 __all__ = ["warm_kernels"]
 
+_log = structlog.get_logger(__name__)
+_SHAPE = ModelShape(1, 2, 2, 1, 1, 1)
 
-def warm_kernels() -> None:
-    """Compile it, or load it from the disk, by one step of a toy group: a first report must not hold up the others."""
-    shape = ModelShape(1, 2, 2, 1, 1, 1)
-    placement, assembler = Placement.initial(shape), StepAssembler(shape)
-    assembler.learn_epoch(Epoch(0), placement)
+
+def warm_kernels(dispatch: DispatchModel) -> None:
+    """Compile it, or load it from the disk, by one step of a toy group: a first report must not hold up the others.
+
+    Args:
+        dispatch: how the engines split tokens over replicas; balance is worked out under that.
+    """
+    for use in _uses(dispatch):
+        try:
+            use()
+        except OSError as error:
+            # Numba could not write it to its cache. It is compiled all the same, and kept in memory.
+            _log.warning("kernel_not_cached", error=str(error))
+
+
+def _uses(dispatch: DispatchModel) -> Iterator[Callable[[], object]]:
+    """Each calls one kernel for the first time."""
+    placement, split, load = Placement.initial(_SHAPE), SplitModel(dispatch), np.ones((1, 1, 2))
+    yield _assemble
+    yield lambda: metrics.rank_load(load.astype(np.uint32), placement, split)
+    yield lambda: metrics.rank_load(load, placement, split)
+    yield lambda: metrics.balancedness(load)
+
+
+def _assemble() -> None:
+    assembler = StepAssembler(_SHAPE)
+    assembler.learn_epoch(Epoch(0), Placement.initial(_SHAPE))
     step = (StepMeta(0, 0, Phase.DECODE, 1),)
-    for rank in range(shape.num_ranks):
+    for rank in range(_SHAPE.num_ranks):
         report = LoadReport(
             DeploymentId("warm"), Generation("warm"), EpRank(rank), 0, CountingSide.DESTINATION, step,
             np.ones((1, 1, 1), np.int32),
         )  # fmt: skip
-        for _, window in assembler.take(report).complete:
-            metrics.balancedness(metrics.rank_load(window.counts, placement))
+        assembler.take(report)

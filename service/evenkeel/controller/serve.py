@@ -110,6 +110,8 @@ async def _serve(
     stack.push_async_callback(disconnect, client)
     planner = PlannerPool(settings.planner.workers, deadline_s=settings.planner.deadline_s)
     stack.callback(planner.close)
+    # Before leases are sought: who has one must have ears.
+    await asyncio.to_thread(warm_kernels, settings.planner.dispatch)
     prefix, window = settings.redis.prefix, settings.window
     async with asyncio.TaskGroup() as tasks:
         spawner = Spawner(tasks, failed=last_resort.arm)
@@ -138,7 +140,6 @@ async def _serve(
         spawner.spawn(_forget_idle(fleet, settings.ingest.forget_after_s), "forget-idle")
         spawner.spawn(_pace_reports(fleet, options.flow), "pace-reports")
         spawner.spawn(rest.run(create_app(fleet, tokens)), "rest")
-        await asyncio.to_thread(warm_kernels)
         await grpc_server.start(fleet)
         _spare_collector()
         _log.info(

@@ -63,6 +63,11 @@ class Placement:
         return int(self.phy2log.shape[1])
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(L, S, R, E)."""
+        return self.num_layers, self.num_slots, self.num_ranks, self.num_logical_experts
+
+    @property
     def slots_per_rank(self) -> int:
         """Local slots per layer."""
         return self.num_slots // self.num_ranks
@@ -117,10 +122,8 @@ class Placement:
             ShapeMismatch: another shape than the deployment's.
             InfeasiblePlan: an expert without a replica, a duplicate on a rank, a pool overrun.
         """
-        want = (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts)
-        have = (self.num_layers, self.num_slots, self.num_ranks, self.num_logical_experts)
-        if want != have:
-            raise ShapeMismatch(f"placement is (L, S, R, E) = {have}, the deployment is {want}")
+        if self.sizes != shape.sizes:
+            raise ShapeMismatch(f"placement is (L, S, R, E) = {self.sizes}, the deployment is {shape.sizes}")
         missing = np.argwhere(self.logcnt == 0)
         if len(missing):
             layer, expert = missing[0]

@@ -60,6 +60,11 @@ class ModelShape:
         return self.num_ranks * self.slots_per_rank
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(L, S, R, E)."""
+        return self.num_layers, self.num_slots, self.num_ranks, self.num_logical_experts
+
+    @property
     def pooled(self) -> bool:
         """Whether slots are pooled across layers."""
         return self.pool_slots_per_rank is not None

@@ -68,4 +68,6 @@ def _plan_to_waves(problem: PlacementProblem, policy: Policy) -> None:
     current = problem.current if problem.current is not None else Placement.initial(problem.shape)
     target = relabel(problem, policy(problem).placement)
     schedule_waves(current, target, problem.shape, problem.topology, None)
-    metrics.balancedness(metrics.rank_load(problem.load, target, SplitModel.of(problem)))
+    # Windows come as uint32, what is made of them as float64.
+    for load in (problem.load, problem.load.astype(np.uint32)):
+        metrics.balancedness(metrics.rank_load(load, target, SplitModel.of(problem)))

@@ -114,8 +114,9 @@ def check_counts(load: NDArray[np.generic], placement: Placement) -> NDArray[np.
         ShapeMismatch: load and placement differ in layers or experts.
         InfeasiblePlan: an expert that has load has no replica, so its tokens would vanish from the score.
     """
+    # A window of a large model has some hundred megabytes as float64.
     tokens: NDArray[np.float64] | NDArray[np.uint32]
-    if load.dtype == np.uint32:  # A window of a large model has some hundred megabytes as float64.
+    if np.asarray(load).dtype == np.uint32:
         tokens = np.ascontiguousarray(load, np.uint32)
     else:
         tokens = np.ascontiguousarray(load, np.float64)

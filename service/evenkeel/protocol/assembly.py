@@ -97,10 +97,9 @@ class StepAssembler:
             placement: its map.
             active: (R,) bool - ranks that take part; None means all.
         """
-        if (placement.num_layers, placement.num_slots) != (self.shape.num_layers, self.shape.num_slots):
+        if placement.sizes != self.shape.sizes:
             raise ShapeMismatch(
-                f"map of {placement.num_layers} x {placement.num_slots} for a deployment of"
-                f" {self.shape.num_layers} x {self.shape.num_slots}"
+                f"map is (L, S, R, E) = {placement.sizes}, the deployment is {self.shape.sizes}"
             )
         mask = np.ones(self.shape.num_ranks, np.bool_) if active is None else active
         self._epochs.pop(epoch, None)

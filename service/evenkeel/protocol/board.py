@@ -66,6 +66,7 @@ def add_up(
     """
     overflowed = np.zeros(len(rows), np.bool_)
     num_ranks, num_layers, width = experts.shape
+    num_experts = np.uint64(total.shape[2])
     expert_in = experts.reshape(-1)
     for i in range(len(rows)):
         row = counts[rows[i]].reshape(-1)
@@ -80,12 +81,12 @@ def add_up(
                 by_expert = total[i, layer]
                 in_layer = np.uint64(0)
                 for _ in range(width):
-                    expert = expert_in[place]
-                    if expert >= 0:
+                    expert = np.uint64(expert_in[place])
+                    if expert < num_experts:  # An empty slot's -1 is not.
                         tokens = np.uint64(row[place])
                         in_layer += tokens
-                        tokens += np.uint64(by_expert[np.uint64(expert)])
-                        by_expert[np.uint64(expert)] = np.uint32(tokens)
+                        tokens += np.uint64(by_expert[expert])
+                        by_expert[expert] = np.uint32(tokens)
                         seen |= tokens
                     place += np.uint64(1)
                 sums[i, layer] += np.int64(in_layer)

@@ -74,7 +74,7 @@ class DeploymentControl:
         self.recovery: Recovery | None = None
         self.cycles: Cycles | None = None
         """These three are None exactly in FOLLOWER."""
-        self._heartbeat_at = 0.0
+        self._asked_at = float("-inf")
         self._lost: set[EpRank] = set()
         self._unstored = Unstored()
 
@@ -414,10 +414,10 @@ class DeploymentControl:
             elif not present and rank not in self._lost:
                 self._lost.add(rank)
                 actions += self._to_wave(ctl.RankLost(rank), now)
-        if now >= self._heartbeat_at and self.leader is not None and self.recovery is not None:
-            self._heartbeat_at = now + self.timing.heartbeat_s * (
-                2 if self.state is ControlState.READY else 1
-            )
+        resting = self.state is ControlState.READY
+        due = self._asked_at + (self.timing.question_at_rest_s if resting else self.timing.heartbeat_s)
+        if now >= due and self.leader is not None and self.recovery is not None:
+            self._asked_at = now
             self.recovery.query += 1
             query = QueryState(self.leader, query=self.recovery.query)
             for rank, member in self.membership.everyone.items():

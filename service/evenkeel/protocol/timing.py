@@ -43,3 +43,8 @@ class ControlTiming:
     max_bytes_per_s: float = 0.0
     """Throttle of copies per rank; 0 is none."""
     wave: WaveTiming = field(default_factory=WaveTiming)
+
+    @property
+    def question_at_rest_s(self) -> float:
+        """Between questions while nothing runs: two heartbeats, unless that were more than half of a rank's lease."""
+        return max(self.heartbeat_s, min(2 * self.heartbeat_s, self.rank_lease_s / 2))

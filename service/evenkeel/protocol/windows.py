@@ -131,10 +131,11 @@ class StepRing:
 
     def newer_than(self, step: int) -> LoadWindow | None:
         """A copy of the steps after one, without source-side sums; None when there is none."""
-        held = self.peek()
-        first = 0 if held is None else int(np.searchsorted(held.steps, step, side="right"))
-        if held is None or first == len(held):
+        newest, buffer = self.newest_step, self._buffer
+        if buffer is None or newest is None or newest <= step:
             return None
+        held = buffer.slice(slice(self._start, self._end))
+        first = int(np.searchsorted(held.steps, step, side="right"))
         return LoadWindow(
             held.counts[first:].copy(),
             held.steps[first:].copy(),
