@@ -76,9 +76,8 @@ def rank_load_kernel(
     for t in range(steps):
         for layer in range(layers):
             tokens, experts, share = load[t, layer], phy2log[layer], shares[layer]
-            slot = np.uint64(
-                0
-            )  # Unsigned: numba would ask of every signed index whether it counts from the end.
+            # Unsigned: of a signed index numba would ask whether it counts from the end.
+            slot = np.uint64(0)
             for rank in range(num_ranks):
                 total = 0.0
                 for _ in range(per_rank):

@@ -73,9 +73,8 @@ def add_up(
         total[i] = 0
         sums[i] = 0
         seen = np.uint64(0)
-        place = np.uint64(
-            0
-        )  # Unsigned: numba would ask of every signed index whether it counts from the end.
+        # Unsigned: of a signed index numba would ask whether it counts from the end.
+        place = np.uint64(0)
         for _ in range(num_ranks):
             for layer in range(num_layers):
                 by_expert = total[i, layer]
