@@ -336,7 +336,7 @@ FOCI = (
     ),
     focus(
         "control recovering CycleDecided",
-        28,
+        33,
         late(frozenset({"CycleDecided"}), "controller plans", "controller is recovering", 2.5),
         reload("controller plans", False),
     ),
