@@ -266,7 +266,8 @@ def test_a_plan_that_begins_is_asked_about_at_once_when_the_last_question_is_a_h
 )
 def test_two_questions_at_rest_fit_into_a_lease(heartbeat_s, lease_s, at_rest_s):
     timing = ControlTiming(heartbeat_s=heartbeat_s, rank_lease_s=lease_s)
-    assert timing.question_at_rest_s == pytest.approx(at_rest_s)
+    assert timing.question_s(at_rest=True) == pytest.approx(at_rest_s)
+    assert timing.question_s(at_rest=False) == heartbeat_s
 
 
 def test_heartbeat_that_does_not_fit_the_records_starts_a_new_survey():

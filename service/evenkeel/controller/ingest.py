@@ -129,12 +129,14 @@ class Ingest:
 
     def windows(self) -> dict[Phase, LoadWindow]:
         """The windows in memory; phases without a step are left out."""
-        found = {phase: ring.window() for phase, ring in self.rings.items()}
-        return {phase: window for phase, window in found.items() if window is not None}
+        return self._known(StepRing.window)
 
     def peek(self) -> dict[Phase, LoadWindow]:
         """Like `windows`, for use before the next report is taken: see `StepRing.peek`."""
-        found = {phase: ring.peek() for phase, ring in self.rings.items()}
+        return self._known(StepRing.peek)
+
+    def _known(self, look: Callable[[StepRing], LoadWindow | None]) -> dict[Phase, LoadWindow]:
+        found = {phase: look(ring) for phase, ring in self.rings.items()}
         return {phase: window for phase, window in found.items() if window is not None}
 
     def settle(self, epoch: Epoch, placement: Placement) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.dispatch.compiled import kernel
+from evenkeel.compiled import kernel
 from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel.model.placement import Placement
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.dispatch.compiled import kernel
+from evenkeel.compiled import kernel
 from evenkeel.dispatch.split_kernels import split_layer
 from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 

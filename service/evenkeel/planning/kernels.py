@@ -4,12 +4,10 @@ Callers validate. Every kernel has a slow numpy twin in the tests. All run on on
 fastmath, so the same input gives the same bytes on any machine. They release the GIL.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from evenkeel.compiled import inlined, kernel
 
 __all__ = [
     "TILE_SLACK",
@@ -23,21 +21,8 @@ __all__ = [
     "token_cost",
 ]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
 TILE_SLACK = 1e-9
 """Tiles a load may overrun a stair by before it pays for the next: hides rounding of even splits."""
-
-
-def kernel(function: _F) -> _F:
-    """Compile for one thread, cached on disk; the typed face of `numba.njit`."""
-    return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
-
-
-def inlined(function: _F) -> _F:
-    """Like `kernel`, pasted into the kernels that call it: counting references to the arrays handed over would
-    cost a short loop more than its work."""
-    return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")(function))
 
 
 @kernel

@@ -1,20 +1,16 @@
 """The assembler's memory: steps begun and not complete, and how the slots of an epoch add up."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.compiled import kernel
 from evenkeel.model.load import CountingSide, Phase, StepMeta
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 
 __all__ = ["MIXED", "NO_STEP", "PHASES", "PHASE_CODE", "Board", "EpochMap", "add_up", "derive_map"]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 PHASES = tuple(Phase)
 PHASE_CODE = {phase: code for code, phase in enumerate(PHASES)}
@@ -40,11 +36,7 @@ def derive_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
     return EpochMap(active, int(active.sum()), np.array(by_rank, np.int32, order="C"))
 
 
-def _compiled(function: _F) -> _F:
-    return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
-
-
-@_compiled
+@kernel
 def add_up(
     counts: NDArray[np.uint32],
     rows: NDArray[np.int64],

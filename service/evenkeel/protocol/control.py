@@ -414,8 +414,7 @@ class DeploymentControl:
             elif not present and rank not in self._lost:
                 self._lost.add(rank)
                 actions += self._to_wave(ctl.RankLost(rank), now)
-        resting = self.state is ControlState.READY
-        due = self._asked_at + (self.timing.question_at_rest_s if resting else self.timing.heartbeat_s)
+        due = self._asked_at + self.timing.question_s(at_rest=self.state is ControlState.READY)
         if now >= due and self.leader is not None and self.recovery is not None:
             self._asked_at = now
             self.recovery.query += 1

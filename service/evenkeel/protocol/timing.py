@@ -44,7 +44,7 @@ class ControlTiming:
     """Throttle of copies per rank; 0 is none."""
     wave: WaveTiming = field(default_factory=WaveTiming)
 
-    @property
-    def question_at_rest_s(self) -> float:
-        """Between questions while nothing runs: two heartbeats, unless that were more than half of a rank's lease."""
-        return max(self.heartbeat_s, min(2 * self.heartbeat_s, self.rank_lease_s / 2))
+    def question_s(self, *, at_rest: bool) -> float:
+        """Between two questions: a heartbeat; at rest two, unless that were more than half of a rank's lease."""
+        longest = min(2 * self.heartbeat_s, self.rank_lease_s / 2) if at_rest else self.heartbeat_s
+        return max(self.heartbeat_s, longest)
