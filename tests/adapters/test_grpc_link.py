@@ -70,15 +70,18 @@ HELLO = Hello(IDENTITY, SHAPE, "node-0", "", Epoch(0), "0" * 32, 1, "1" * 32, 10
 
 
 class Talker(Listener):
-    """Says something else before every heartbeat."""
+    """Says something else before every heartbeat, and is in trouble from the eleventh on: not when one is due anyway."""
 
     WELL, IN_TROUBLE = CostCurve(1, (1.0,), 1.0), CostCurve(2, (1.0,), 1.0)
 
     def __init__(self, link):
         super().__init__(HELLO)
-        self.talks, self.trouble, self._link = True, "", link
+        self.talks, self.trouble, self.beats, self._link = True, "", 0, link
 
     def heartbeat(self):
+        self.beats += 1
+        if self.beats == 11:
+            self.trouble = "the engine has stopped"
         if self.talks:
             self._link.send(self.IN_TROUBLE if self.trouble else self.WELL)
         return Heartbeat(7, 1, 2, self.trouble)
@@ -132,8 +135,6 @@ async def test_a_rank_that_speaks_leaves_out_three_heartbeats_of_four_and_tells_
         rank = Talker(link)
         task = asyncio.create_task(link.run(rank))
         try:
-            await until(lambda: len(server.of(CostCurve)) >= 12)
-            rank.trouble = "the engine has stopped"
             await until(lambda: any(beat.trouble for beat in server.of(Heartbeat)))
             rank.talks = False
             talked = len(server.of(CostCurve))
