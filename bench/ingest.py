@@ -97,6 +97,7 @@ async def measure_fleet(
         await until(lambda: all(rank.highest >= last for rank in fleet.ranks), within_s=120)
         await until(lambda: all((name, WARM + batches - 1) in seen for name in fleet.names), within_s=60)
         spent = cpu_s(*pids) - before
+        await check_stored(client, fleet, last)
     finally:
         await end_tasks((watcher,))
     dropped = sum(rank.refused for rank in fleet.ranks)
@@ -116,22 +117,28 @@ def step_ages(fleet: Fleet, seen: dict[tuple[str, int], float]) -> list[float]:
 
 
 async def watch(client: Any, fleet: Fleet, seen: dict[tuple[str, int], float]) -> None:
-    """Note when the last step of each batch is in each stored window; a chunk is read once, for Valkey's time counts."""
+    """Note when the last step of each batch is in each stored window, by how many steps it ever had: Valkey's time
+    counts, and to read windows is no part of ingest."""
     newest = dict.fromkeys(fleet.names, WARM - 1)
-    read = dict.fromkeys(fleet.names, b"-")
+    totals = [deployment_key("evenkeel", name, "window_total:decode") for name in fleet.names]
     while True:
-        for name in fleet.names:
-            key = deployment_key("evenkeel", name, "window:decode")
-            rows = await client.xrevrange(key, min=read[name], count=1)
-            now = time.monotonic()
-            if not rows:
-                continue
-            read[name] = b"(" + rows[0][0]
-            batch = (int(unpack_window(rows[0][1][b"d"]).steps[-1]) + 1) // BATCH - 1
+        found = await client.mget(totals)
+        now = time.monotonic()
+        for name, total in zip(fleet.names, found, strict=True):
+            batch = int(total or 0) // BATCH - 1
             for number in range(newest[name] + 1, batch + 1):
                 seen[name, number] = now
             newest[name] = max(newest[name], batch)
         await asyncio.sleep(0.05)
+
+
+async def check_stored(client: Any, fleet: Fleet, last: int) -> None:
+    """Every stored window ends with that step, as its total said."""
+    for name in fleet.names:
+        ((_, chunk),) = await client.xrevrange(deployment_key("evenkeel", name, "window:decode"), count=1)
+        stored = int(unpack_window(chunk[b"d"]).steps[-1])
+        if stored != last:
+            raise SystemExit(f"the stored window of {name} ends with step {stored}, not {last}")
 
 
 async def run_raw(scale: Scale, batches: int) -> Figures:

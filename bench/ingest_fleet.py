@@ -11,7 +11,7 @@ import numpy as np
 from bench.ingest_raw import METHOD
 from evenkeel.adapters.grpc_link import LinkTiming, channel_options
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.protocol import messages as m
@@ -54,10 +54,10 @@ class ReportingRank:
         self.highest = -1
         self.refused = 0
         self.reasons: set = set()
-        metas = tuple(StepMeta(step, 0, Phase.DECODE, TOKENS) for step in range(BATCH))
+        self.steps = step_table(StepMeta(step, 0, Phase.DECODE, TOKENS) for step in range(BATCH))
         report = LoadReport(
             self.identity.deployment, self.identity.generation, self.identity.rank,
-            self.identity.incarnation, CountingSide.DESTINATION, metas, counts,
+            self.identity.incarnation, CountingSide.DESTINATION, self.steps, counts,
         )  # fmt: skip
         self.wire = encode_rank_message(report)
         self.writing = asyncio.Lock()
@@ -130,8 +130,8 @@ class ReportingRank:
 
     async def report(self, batch: int) -> None:
         """Send the batch-th message."""
-        for offset, meta in enumerate(self.wire.load_report.steps):
-            meta.step = batch * BATCH + offset
+        self.steps["step"] = np.arange(batch * BATCH, (batch + 1) * BATCH)
+        self.wire.load_report.step_table = self.steps.tobytes()
         async with self.writing:
             await self.call.write(self.wire)
 

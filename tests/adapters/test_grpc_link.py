@@ -10,7 +10,7 @@ import pytest
 from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
 from evenkeel.errors import InvalidInput, Reason
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel.model.plan import WaveKey
 from evenkeel.model.topology import ModelShape
 from evenkeel.protocol.messages import Hello, Leader, QueryState, RankIdentity, Vote
@@ -167,7 +167,7 @@ async def test_messages_go_by_the_stream_they_belong_to_or_not_at_all():
     vote = Vote(WaveKey(GENERATION, PlanId("p"), 0, 1), True)
     report = LoadReport(
         IDENTITY.deployment, GENERATION, IDENTITY.rank, 77, CountingSide.DESTINATION,
-        (StepMeta(4, 0, Phase.DECODE, 2),), np.array([[[1, 0, 1]]], np.int64),
+        step_table([StepMeta(4, 0, Phase.DECODE, 2)]), np.array([[[1, 0, 1]]], np.int64),
     )  # fmt: skip
     async with serving([ACCEPTED]) as (server, address):
         link = GrpcRankLink([address], timing=FAST)
@@ -180,7 +180,7 @@ async def test_messages_go_by_the_stream_they_belong_to_or_not_at_all():
             await until(lambda: server.of(LoadReport))
         assert len(server.of(Vote)) == 1
         [got] = server.of(LoadReport)
-        assert got.steps == report.steps and (got.counts == report.counts).all()
+        assert got.steps.tobytes() == report.steps.tobytes() and (got.counts == report.counts).all()
 
 
 async def test_a_stream_that_ends_is_opened_again_with_a_new_number():

@@ -261,7 +261,8 @@ def test_recorded_steps_reach_the_controller_and_progress_is_told():
         while len(got) < 5:
             report = fleet.links[0].expect(LoadReport)
             got += [
-                (meta.step, int(row.sum())) for meta, row in zip(report.steps, report.counts, strict=True)
+                (int(meta["step"]), int(row.sum()))
+                for meta, row in zip(report.steps, report.counts, strict=True)
             ]
         assert got == [(step, 15 * step) for step in range(5)]
         commit_later = prepare_for(OLD, NEW)

@@ -28,7 +28,7 @@ class ListLink:
         self.rang.set()
 
     def steps(self):
-        return [[meta.step for meta in report.steps] for report in self.sent]
+        return [report.steps["step"].tolist() for report in self.sent]
 
 
 def make(capacity=64):

@@ -61,11 +61,11 @@ def test_realised_gain_compares_target_and_base_on_the_same_later_steps():
     rng = np.random.default_rng(3)
     counts = rng.integers(1, 50, (12, plan.target.num_layers, plan.target.num_logical_experts))
     realised = Realised()
-    realised.update(record, {Phase.DECODE: window(counts[:6], 0, plan.base_epoch)}, EVEN_SPLIT)
+    realised.update(record, {Phase.DECODE: [window(counts[:6], 0, plan.base_epoch)]}, EVEN_SPLIT)
     assert realised.gain is None
     assert realised.balancedness is None
     later = window(counts[6:], 6, final)
-    realised.update(record, {Phase.DECODE: later}, EVEN_SPLIT)
+    realised.update(record, {Phase.DECODE: [later]}, EVEN_SPLIT)
     old = metrics.predicted_time(later.counts, plan.base)
     new = metrics.predicted_time(later.counts, plan.target)
     assert realised.gain == pytest.approx(1 - new / old)
@@ -79,10 +79,10 @@ def test_a_step_counts_once_and_another_plan_begins_anew():
     shape = record.plan.target.num_layers, record.plan.target.num_logical_experts
     skewed = np.broadcast_to(np.arange(1, shape[1] + 1) ** 3, (4, *shape))
     realised = Realised()
-    seen = {Phase.DECODE: window(skewed, 0, final)}
+    seen = {Phase.DECODE: [window(skewed, 0, final)]}
     realised.update(record, seen, EVEN_SPLIT)
     first = realised.gain
-    grown = {Phase.DECODE: window(np.concatenate([skewed, np.ones((40, *shape))]), 0, final)}
+    grown = {Phase.DECODE: [window(np.concatenate([skewed, np.ones((40, *shape))]), 0, final)]}
     realised.update(record, grown, EVEN_SPLIT)
     assert realised.gain != first
     again = realised.gain
@@ -96,7 +96,7 @@ def test_balance_by_layer_is_what_the_summary_is_made_of():
     balance = Balance(capacity=8)
     assert balance.by_layer() is None
     counts = np.array([[[4, 4, 4], [0, 0, 0]]] * 3)
-    balance.update({Phase.DECODE: window(counts)}, PLACEMENT)
+    balance.update({Phase.DECODE: [window(counts)]}, PLACEMENT)
     by_layer = balance.by_layer()
     assert by_layer[0] == pytest.approx(1.0)
     assert np.isnan(by_layer[1])

@@ -215,6 +215,6 @@ async def test_gauges_split_tokens_by_the_dispatcher_and_nodes_in_force(rig, dis
         counts = np.array([[[90, 5, 40, 10], [3, 50, 70, 20]]] * 4, np.uint32)
         steps = np.arange(4)
         window = LoadWindow(counts, steps, steps * 0, np.ones((4, 2), np.int64), np.full((4, 2), np.nan))
-        member.balance.update({Phase.DECODE: window}, BASE)
+        member.balance.update({Phase.DECODE: [window]}, BASE)
         expected = metrics.balancedness_mean(metrics.rank_load(counts, BASE, split))
         assert member.balance.summary()[0] == pytest.approx(expected)

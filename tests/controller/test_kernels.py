@@ -16,23 +16,31 @@ from evenkeel.model.load import Phase
 from evenkeel.planning import kernels, metrics
 from evenkeel.planning.problem import DispatchModel
 from evenkeel.planning.split import SplitModel
-from evenkeel.protocol import board
-from tests.protocol.telemetry import PLACEMENT, Fleet, make_assembler, windows_of
+from evenkeel.protocol import board_kernels
+from evenkeel.protocol.messages import RankIdentity
+from evenkeel.wire import reports
+from tests.protocol.telemetry import PLACEMENT, SHAPE, Fleet, make_assembler, windows_of
 
 dispatch, most_bytes = DispatchModel(sys.argv[1]), int(sys.argv[2])
 if most_bytes:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
+def over_the_wire(report):
+    identity = RankIdentity(report.deployment, report.rank, report.generation, report.incarnation)
+    return reports.decode_report(reports.encode_report(report), identity, SHAPE)
+
 def compiled():
-    own = (board.add_up, kernels.rank_load_kernel, kernels.balancedness_kernel, kernels.optimal_split_kernel)
-    return [len(one.signatures) for one in own]
+    named = (kernels.rank_load_kernel, kernels.balancedness_kernel, kernels.optimal_split_kernel)
+    ours = [one for module in (board_kernels, reports) for one in vars(module).values() if hasattr(one, "signatures")]
+    return [len(one.signatures) for one in (*ours, *named)]
 
 warm_kernels(dispatch)
 before = compiled()
-assert sum(before) >= 3, before
+assert sum(before) >= 8, before
 run, assembler = Fleet().run(range(3)), make_assembler()
-window = windows_of([assembler.take(run.report(rank)) for rank in range(3)])[Phase.DECODE]
+got = [over_the_wire(run.report(rank)) for rank in range(3)]
+window = windows_of([assembler.take(report) for report in got])[Phase.DECODE]
 counts = window.slice(slice(1, None)).counts
 for load in (counts, counts.sum(axis=0, dtype=np.float64)[None]):
     metrics.balancedness(metrics.rank_load(load, PLACEMENT, SplitModel(dispatch)))

@@ -65,11 +65,11 @@ def test_a_map_that_lost_an_expert_with_load_leaves_the_balance_unknown():
     lost = PLACEMENT.phy2log.copy()
     lost[0][lost[0] == 3] = -1
     balance = Balance(8)
-    balance.update({Phase.DECODE: make_window(range(4))}, PLACEMENT)
+    balance.update({Phase.DECODE: [make_window(range(4))]}, PLACEMENT)
     assert balance.summary() != (None, None)
-    balance.update({Phase.DECODE: make_window(range(4))}, Placement(lost, 2, 4))
+    balance.update({Phase.DECODE: [make_window(range(4))]}, Placement(lost, 2, 4))
     assert balance.summary() == (None, None)
-    balance.update({Phase.DECODE: make_window(range(5))}, PLACEMENT)
+    balance.update({Phase.DECODE: [make_window(range(5))]}, PLACEMENT)
     assert balance.summary() != (None, None)
 
 
@@ -78,7 +78,8 @@ def test_balance_kept_step_by_step_equals_balance_of_the_whole_window():
     window.counts[5] = 0
     balance = Balance(40)
     for end in (7, 8, 30, 60):
-        balance.update({Phase.DECODE: window.slice(slice(0, end))}, PLACEMENT)
+        parts = [window.slice(slice(0, end // 3)), window.slice(slice(end // 3, end))]
+        balance.update({Phase.DECODE: parts}, PLACEMENT)
     by_rank = metrics.rank_load(window.last(40).counts, PLACEMENT)
     mean, worst = balance.summary()
     assert mean == pytest.approx(metrics.balancedness_mean(by_rank))
@@ -91,7 +92,7 @@ def test_balance_kept_step_by_step_equals_balance_of_the_whole_window():
 def test_balance_of_phases_is_told_apart_and_together():
     decode, prefill = make_window(range(10)), make_window(range(10, 20), seed=1)
     balance = Balance(100)
-    balance.update({Phase.DECODE: decode, Phase.PREFILL: prefill}, PLACEMENT)
+    balance.update({Phase.DECODE: [decode], Phase.PREFILL: [prefill]}, PLACEMENT)
     for phase, window in ((Phase.DECODE, decode), (Phase.PREFILL, prefill)):
         expected = metrics.balancedness_mean(metrics.rank_load(window.counts, PLACEMENT))
         assert balance.summary(phase)[0] == pytest.approx(expected)
@@ -103,11 +104,11 @@ def test_balance_of_phases_is_told_apart_and_together():
 
 def test_a_new_placement_is_judged_on_the_same_steps():
     window, balance = make_window(range(20)), Balance(100)
-    balance.update({Phase.DECODE: window}, PLACEMENT)
+    balance.update({Phase.DECODE: [window]}, PLACEMENT)
     other = Placement(PLACEMENT.phy2log[:, ::-1].copy(), 2, 4)
     moved = Placement(np.array([[0, 1, 2, 3, 0, 1], [3, 2, 0, 1, 0, 2]], np.int32), 2, 4)
     for placement in (other, moved):
-        balance.update({Phase.DECODE: window}, placement)
+        balance.update({Phase.DECODE: [window]}, placement)
         expected = metrics.balancedness_mean(metrics.rank_load(window.counts, placement))
         assert balance.summary()[0] == pytest.approx(expected)
 
@@ -123,7 +124,7 @@ def test_balance_splits_tokens_as_the_gates_do(dispatch):
     balance = Balance(100, lambda: SplitModel(dispatch, now[0]))
     for topology in (now[0], Topology((0, 1, 1, 1)), Topology((0, 0, 0, 0))):
         now[0] = topology  # Also a balance that knows the steps takes a new topology up.
-        balance.update({Phase.DECODE: window}, placement)
+        balance.update({Phase.DECODE: [window]}, placement)
         by_rank = metrics.rank_load(counts, placement, SplitModel(dispatch, topology))
         assert balance.summary() == (
             pytest.approx(metrics.balancedness_mean(by_rank)),
@@ -138,7 +139,7 @@ def test_what_is_not_known_is_none_and_not_zero():
     assert len(balance.seconds_per_token()) == 0
     silent = make_window(range(3))
     silent.counts[:] = 0
-    balance.update({Phase.DECODE: silent}, PLACEMENT)
+    balance.update({Phase.DECODE: [silent]}, PLACEMENT)
     assert balance.summary() == (None, None)
     assert balance.load_shares() is None
     assert np.isnan(balance.seconds_per_token()).all()
@@ -148,7 +149,7 @@ def test_what_is_not_known_is_none_and_not_zero():
 
 def test_speed_is_seconds_over_tokens_carried():
     balance = Balance(100)
-    balance.update({Phase.DECODE: make_window(range(20), seconds=(1e-6, 3e-6))}, PLACEMENT)
+    balance.update({Phase.DECODE: [make_window(range(20), seconds=(1e-6, 3e-6))]}, PLACEMENT)
     assert np.allclose(balance.seconds_per_token(), [1e-6, 3e-6])
 
 

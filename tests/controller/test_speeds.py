@@ -156,7 +156,7 @@ def seen(balance, tokens, seconds, placement=PLACEMENT):
     window = LoadWindow(
         counts, np.arange(steps), np.zeros(steps, int), np.ones(tokens.shape, np.int64), seconds
     )
-    balance.update({Phase.MIXED: window}, placement)
+    balance.update({Phase.MIXED: [window]}, placement)
     return balance
 
 

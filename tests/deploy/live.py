@@ -30,9 +30,9 @@ class MeasuredGroup(Group):
     def route(self, num_steps: int, tokens: int = 64) -> list[LoadReport]:
         def timed(report: LoadReport) -> LoadReport:
             pace = 2e-6 if report.rank == 3 else 1e-6
-            tokens_by_step = report.counts.sum(axis=(1, 2))
-            metas = zip(report.steps, tokens_by_step, strict=True)
-            return replace(report, steps=tuple(meta._replace(compute_s=float(n) * pace) for meta, n in metas))
+            steps = report.steps.copy()
+            steps["compute_s"] = report.counts.sum(axis=(1, 2)) * pace
+            return replace(report, steps=steps)
 
         return [timed(report) for report in super().route(num_steps, tokens)]
 
@@ -134,4 +134,6 @@ async def live_through_everything(
 
 
 def _of_an_epoch_that_never_was(report: LoadReport) -> LoadReport:
-    return replace(report, steps=tuple(meta._replace(epoch=10_000) for meta in report.steps))
+    steps = report.steps.copy()
+    steps["epoch"] = 10_000
+    return replace(report, steps=steps)

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.protocol import messages as m
@@ -326,7 +326,7 @@ class Group:
                 slots[step, layer, copies] += base
                 slots[step, layer, copies[:extra]] += 1
         first, self.step = self.step, self.step + num_steps
-        metas = tuple(
+        metas = step_table(
             StepMeta(step, self.epoch, Phase.DECODE, tokens) for step in range(first, first + num_steps)
         )
         width = shape.slots_per_rank

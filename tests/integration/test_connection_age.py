@@ -9,7 +9,7 @@ from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
 from evenkeel.agent.recorder import Recorder
 from evenkeel.agent.reporter import Reporter
 from evenkeel.errors import Reason
-from evenkeel.model.load import CountingSide
+from evenkeel.model.load import CountingSide, Phase
 from evenkeel.wire import link
 from tests.integration.controller_rig import SHAPE, Controller, Group, Rank
 from tests.waiting import until
@@ -79,7 +79,7 @@ class LinkedGroup(Group):
         for rank, report in zip(self.linked, self.route(1), strict=True):
             (meta,) = report.steps
             rank.recorder.record(
-                meta.step, report.counts[0], epoch=meta.epoch, tokens=meta.tokens, phase=meta.phase
+                meta["step"], report.counts[0], epoch=meta["epoch"], tokens=meta["tokens"], phase=Phase.DECODE
             )
             self.tokens += int(report.counts.sum())
 

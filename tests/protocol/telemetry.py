@@ -6,7 +6,7 @@ import numpy as np
 
 from evenkeel.errors import Reason
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import CountingSide, LoadReport, LoadWindow, Phase, StepMeta
+from evenkeel.model.load import CountingSide, LoadReport, LoadWindow, Phase, StepMeta, step_table
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.protocol.assembly import StepAssembler
@@ -66,7 +66,7 @@ class Run:
             counts = self.received[:, :, rank * per_rank : (rank + 1) * per_rank]
         else:
             counts = self.routed[:, rank]
-        steps = tuple(
+        steps = step_table(
             StepMeta(
                 step,
                 changes.get("epoch", self.epoch),

@@ -12,7 +12,7 @@ from evenkeel.model.ids import Epoch, EpRank
 from evenkeel.model.load import CountingSide, LoadReport, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.protocol.assembly import Quarantine, Rejection, StepAssembler
-from evenkeel.protocol.board import add_up
+from evenkeel.protocol.board_kernels import add_up
 from tests.protocol.telemetry import EPOCH, PLACEMENT, SHAPE, Fleet, make_assembler, reasons, windows_of
 
 
@@ -186,7 +186,7 @@ def test_steps_of_two_epochs_in_one_report_use_their_own_maps():
                 one.rank,
                 1,
                 one.side,
-                one.steps + two.steps,
+                np.concatenate([one.steps, two.steps]),
                 np.concatenate([one.counts, two.counts]),
             )
         )
@@ -266,7 +266,8 @@ def test_adding_up_leaves_out_experts_that_are_not_there():
     experts = np.array([[[0, 1, -1]], [[2, 5000, 1]]], np.int32)
     around = np.full((3, 1, 3), 99, np.uint32)
     sums = np.zeros((1, 1), np.int64)
-    assert not add_up(board, np.zeros(1, np.int64), experts, around[1:2], sums).any()
+    reported = np.ones((1, 2), np.bool_)
+    assert not add_up(board, reported, np.zeros(1, np.int64), experts, around[1:2], sums).any()
     assert around.ravel().tolist() == [99, 99, 99, 7, 14, 7, 99, 99, 99]
     assert sums.tolist() == [[28]]
 

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evenkeel.errors import InvalidInput
 from evenkeel.model.ids import EpRank
 from evenkeel.model.load import Phase
-from evenkeel.protocol.windows import StepRing
+from evenkeel.protocol.windows import StepRing, join_windows, newest_parts
 from tests.protocol.telemetry import SHAPE, Fleet, make_assembler, windows_of
 
 
@@ -14,6 +16,9 @@ def make_window(steps, fleet=None):
     run = (fleet or Fleet()).run(steps)
     assembler = make_assembler()
     return windows_of([assembler.take(run.report(rank)) for rank in range(3)])[Phase.DECODE]
+
+
+LONG = make_window(range(24))
 
 
 def test_ring_keeps_the_newest_steps():
@@ -43,48 +48,54 @@ def test_a_window_handed_out_never_changes():
 
 
 @pytest.mark.parametrize("length", (1, 3, 10, 17))
-def test_steps_move_within_one_buffer_while_nobody_holds_a_window(length):
+def test_parts_are_the_window_whatever_length_steps_come_in(length):
     ring, window = StepRing(SHAPE, 10), make_window(range(140))
-    buffers = []
     for first in range(0, 140 - length, length):
         ring.append(window.slice(slice(first, first + length)))
-        held = ring.peek()
-        assert held is not None
         end = first + length
-        assert held.steps.tolist() == list(range(max(0, end - 10), end))
-        assert np.array_equal(held.counts, window.counts[max(0, end - 10) : end])
-        assert np.array_equal(held.tokens, window.tokens[max(0, end - 10) : end])
-        buffers.append(held.counts.base)
-    assert all(buffer is buffers[0] for buffer in buffers)
+        kept = slice(max(0, end - 10), end)
+        parts = ring.parts()
+        for held in (join_windows(parts), ring.window()):
+            assert held is not None and held.steps.tolist() == list(range(kept.start, end))
+            for name in ("counts", "tokens", "epochs", "compute_s"):
+                assert np.array_equal(getattr(held, name), getattr(window, name)[kept])
+        assert len(ring) == sum(map(len, parts)) == min(10, end)
 
 
-def test_a_window_looked_at_is_moved_over_and_one_handed_out_is_not():
-    ring, window = StepRing(SHAPE, 10), make_window(range(51))
-    ring.append(window.slice(slice(0, 10)))
-    ring.append(window.slice(slice(10, 20)))
-    looked_at = ring.peek()
-    ring.append(window.slice(slice(20, 30)))
-    assert looked_at is not None and looked_at.steps.base is ring.peek().steps.base
-    handed_out = ring.window()
-    assert handed_out is not None
-    for first in (30, 40):
-        ring.append(window.slice(slice(first, first + 10)))
-    assert handed_out.steps.tolist() == list(range(20, 30))
-    assert handed_out.steps.base is not ring.peek().steps.base
+def test_parts_are_few_and_long_ones_are_not_copied():
+    ring, window = StepRing(SHAPE, 128), make_window(range(200))
+    most = 0
+    for step in range(136):
+        ring.append(window.slice(slice(step, step + 1)))
+        most = max(most, len(ring.parts()))
+    assert most <= 128 // 16 + 4
+    for first in (136, 152):
+        ring.append(window.slice(slice(first, first + 16)))
+    assert [part.counts.base is window.counts for part in ring.parts()][-2:] == [True, True]
 
 
-def test_steps_newer_than_one_are_a_copy_and_cost_no_sums(monkeypatch):
-    ring, window = StepRing(SHAPE, 10), make_window(range(40))
-    assert ring.newer_than(-1) is None
+def test_parts_after_a_step_begin_there():
+    ring, window = StepRing(SHAPE, 40), make_window(range(40))
+    assert ring.parts() == []
     ring.append(window.slice(slice(0, 20)))
-    ring.add_source(EpRank(1), np.ones((SHAPE.num_layers, SHAPE.num_logical_experts), np.int64))
-    monkeypatch.setattr(ring, "_source_sums", None)
-    newer = ring.newer_than(16)
-    assert newer is not None and newer.steps.tolist() == [17, 18, 19]
-    assert ring.newer_than(3).steps.tolist() == list(range(10, 20))
-    assert ring.newer_than(19) is None
     ring.append(window.slice(slice(20, 40)))
-    assert np.array_equal(newer.counts, window.counts[17:20])
+    assert [part.steps.tolist() for part in ring.parts(16)] == [[17, 18, 19], list(range(20, 40))]
+    assert [part.steps.tolist() for part in ring.parts(19)] == [list(range(20, 40))]
+    assert ring.parts(39) == []
+
+
+@given(st.lists(st.integers(0, 4), max_size=6), st.integers(-1, 25), st.none() | st.integers(0, 25))
+def test_the_newest_parts_are_the_newest_steps(lengths, after, most):
+    parts, first = [], 0
+    for length in lengths:
+        parts.append(LONG.slice(slice(first, first + length)))
+        first += length
+    chosen = [step for step in range(first) if step > after]
+    if most is not None:
+        chosen = chosen[len(chosen) - min(most, len(chosen)) :]
+    found = newest_parts(parts, after, most)
+    assert [step for part in found for step in part.steps.tolist()] == chosen
+    assert all(len(part) for part in found)
 
 
 def test_ring_takes_a_burst_longer_than_itself():

@@ -6,7 +6,7 @@ from hypothesis.extra import numpy as hnp
 
 from evenkeel.errors import Reason
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import Transfer, Wave, WaveKey
 from evenkeel.model.topology import ModelShape
@@ -64,12 +64,12 @@ def waves(draw):
 def reports(draw, shape=SHAPE):
     side = draw(st.sampled_from(CountingSide))
     numbers = sorted(draw(st.sets(st.integers(0, (1 << 62) - 1), max_size=5)))
-    steps = tuple(
+    steps = step_table(
         StepMeta(
             number,
             draw(st.integers(0, 1 << 40)),
             draw(st.sampled_from(Phase)),
-            draw(st.integers(0, 1 << 40)),
+            draw(st.integers(0, (1 << 31) - 1)),
             draw(st.booleans()),
             draw(st.none() | seconds),
         )

@@ -1,6 +1,7 @@
 """Every message survives the wire; whatever else arrives is a PeerViolation with the numbers."""
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from evenkeel.errors import InvalidInput, PeerViolation, Reason
 from evenkeel.model.ids import Epoch, Generation, PlanId
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.load import STEP, CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel.model.plan import Wave, WaveKey
 from evenkeel.protocol import messages as m
 from evenkeel.v1 import agent_pb2, common_pb2, telemetry_pb2
@@ -22,6 +23,7 @@ from evenkeel.wire.codec import (
     encode_controller_message,
     encode_rank_message,
 )
+from evenkeel.wire.reports import steps_said
 from evenkeel.wire.values import MAX_TERM, is_deployment_id
 from tests.wire import strategies as gen
 from tests.wire.strategies import IDENTITY, SHAPE
@@ -34,6 +36,8 @@ KEY = WaveKey(Generation("g"), PlanId("p"), 0, 1, Epoch(6))
 def same(one, other):
     """Equality that looks into arrays and placements compared by value."""
     if isinstance(one, np.ndarray):
+        if one.dtype.names:  # In a table of steps NaN is what was not measured.
+            return one.dtype == other.dtype and one.tobytes() == other.tobytes()
         return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, LoadReport | m.Prepare | Wave):
         return type(one) is type(other) and all(
@@ -49,6 +53,12 @@ def over_the_wire(message):
 @given(gen.rank_messages)
 def test_what_a_rank_says_arrives_as_said(message):
     assert same(decode_rank_message(over_the_wire(encode_rank_message(message)), HELLO), message)
+
+
+@given(gen.reports())
+def test_steps_of_earlier_agents_arrive_as_said(report):
+    wire = as_rows(encode_rank_message(report))
+    assert same(decode_rank_message(over_the_wire(wire), HELLO), report)
 
 
 @given(gen.hellos)
@@ -117,7 +127,7 @@ def refusal(message, hello=HELLO):
 
 
 def make_report(**changes):
-    steps = (StepMeta(7, 2, Phase.DECODE, 5, compute_s=0.25), StepMeta(8, 2, Phase.DECODE, 6))
+    steps = step_table([StepMeta(7, 2, Phase.DECODE, 5, compute_s=0.25), StepMeta(8, 2, Phase.DECODE, 6)])
     report = LoadReport(
         IDENTITY.deployment,
         IDENTITY.generation,
@@ -147,25 +157,85 @@ def test_negative_counts_are_refused_with_how_many():
     assert "1 of 18 counts are negative, smallest -3" in str(error)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_compute_time_that_is_no_duration_is_refused(value):
+def make_steps(place, **fields):
+    """A report with fields of one row of its table set by force."""
     wire = make_report()
+    table = np.frombuffer(wire.load_report.step_table, STEP).copy()
+    for name, value in fields.items():
+        table[name][place] = value
+    wire.load_report.step_table = table.tobytes()
+    return wire
+
+
+def as_rows(wire):
+    """The same report as earlier agents said it."""
+    report = wire.load_report
+    for step, epoch, tokens, compute_s, phase, dummy in np.frombuffer(report.step_table, STEP).tolist():
+        row = report.steps.add(step=step, epoch=epoch, tokens=tokens, phase=phase, dummy=bool(dummy))
+        if not math.isnan(compute_s):
+            row.compute_s = compute_s
+    report.step_table = b""
+    return wire
+
+
+@pytest.mark.parametrize("value", [float("inf"), -1.0])
+def test_compute_time_that_is_no_duration_is_refused(value):
+    error = refusal(make_steps(0, compute_s=value))
+    assert error.reason is Reason.NOT_FINITE and f"step 7 has compute_s {value}" in str(error)
+
+
+@pytest.mark.parametrize("second", [7, 6, -1, 1 << 62])
+def test_steps_must_rise(second):
+    error = refusal(make_steps(1, step=second))
+    assert error.reason is Reason.MALFORMED and f"step {second} follows step 7" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens", 1 << 31),
+        ("tokens", -1),
+        ("epoch", 1 << 62),
+        ("epoch", -1),
+        ("phase", 0),
+        ("phase", 4),
+        ("dummy", 2),
+    ],
+)
+def test_step_fields_out_of_range_are_refused(field, value):
+    error = refusal(make_steps(1, **{field: value}))
+    assert error.reason is Reason.MALFORMED and str(value) in str(error)
+
+
+def test_a_step_table_cut_off_in_a_row_is_refused_with_the_arithmetic():
+    error = refusal(make_report(step_table=make_report().load_report.step_table[:-1]))
+    assert error.reason is Reason.BAD_LENGTH and "79 bytes, 1 rows of 40 and 39 more" in str(error)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_compute_time_of_earlier_agents_that_is_no_duration_is_refused(value):
+    wire = as_rows(make_report())
     wire.load_report.steps[0].compute_s = value
     assert refusal(wire).reason is Reason.NOT_FINITE
 
 
-@pytest.mark.parametrize("second", [7, 6, 1 << 62])
-def test_steps_must_rise(second):
-    wire = make_report()
-    wire.load_report.steps[1].step = second
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", 7), ("step", 1 << 63), ("tokens", 1 << 31), ("epoch", 1 << 63), ("phase", 0), ("phase", 300)],
+)
+def test_step_fields_of_earlier_agents_out_of_range_are_refused(field, value):
+    wire = as_rows(make_report())
+    setattr(wire.load_report.steps[1], field, value)
     assert refusal(wire).reason is Reason.MALFORMED
 
 
-@pytest.mark.parametrize(("field", "value"), [("tokens", 1 << 63), ("epoch", 1 << 63), ("phase", 0)])
-def test_step_fields_out_of_range_are_refused(field, value):
-    wire = make_report()
-    setattr(wire.load_report.steps[0], field, value)
-    assert refusal(wire).reason is Reason.MALFORMED
+def test_what_a_refused_report_says_of_its_steps_can_still_be_read():
+    """The answer lets the rank forget them."""
+    wire = make_steps(1, step=-5)
+    assert steps_said(wire.load_report) == [7, -5]
+    assert steps_said(as_rows(make_report()).load_report) == [7, 8]
+    wire.load_report.step_table = wire.load_report.step_table[:-1]
+    assert steps_said(wire.load_report) == [7]
 
 
 def test_a_side_that_is_none_is_refused():
@@ -175,6 +245,9 @@ def test_a_side_that_is_none_is_refused():
 def test_a_report_of_too_many_steps_is_refused_before_anything_is_allocated():
     wire = agent_pb2.RankMessage()
     wire.load_report.side = telemetry_pb2.COUNTING_SIDE_SOURCE
+    wire.load_report.step_table = b"\0" * (4097 * STEP.itemsize)
+    assert "4097 steps, at most 4096" in str(refusal(wire))
+    wire.load_report.step_table = b""
     for step in range(4097):
         wire.load_report.steps.add(step=step)
     assert "4097 steps, at most 4096" in str(refusal(wire))

@@ -22,6 +22,7 @@ from evenkeel.protocol.messages import Hello
 from evenkeel.v1 import agent_pb2
 from evenkeel.wire.codec import decode_rank_message
 from evenkeel.wire.link import FromRankLink, ReportAck, ToRankLink
+from evenkeel.wire.reports import steps_said
 from evenkeel.wire.trace import trace_id_or_new
 
 __all__ = ["Attached", "GrpcServer", "RankHub", "RankStream", "ServerOptions"]
@@ -389,7 +390,7 @@ def _deliver(data: bytes, hello: Hello, attached: Attached, stream: RankStream) 
         attached.received(decode_rank_message(message, hello))
     except PeerViolation as violation:
         if message.WhichOneof("body") == "load_report":
-            attached.malformed(violation, tuple(meta.step for meta in message.load_report.steps))
+            attached.malformed(violation, tuple(steps_said(message.load_report)))
             return True
         _log.warning("rank_violation", stream=stream.number, peer=stream.peer, detail=str(violation))
         return False

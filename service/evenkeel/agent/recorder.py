@@ -7,7 +7,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from evenkeel.model.load import Phase, StepMeta
+from evenkeel.model.load import Phase, StepMeta, StepTable, step_table
 
 __all__ = ["Recorded", "Recorder"]
 
@@ -21,7 +21,7 @@ _Row = tuple[int, NDArray[np.int64], int, int, Phase, bool, float | None]
 class Recorded:
     """A run of steps taken out of the queue."""
 
-    steps: tuple[StepMeta, ...]
+    steps: StepTable
     counts: NDArray[np.int64]
     """(n, L, W) [tokens]."""
     dropped_steps: int
@@ -110,7 +110,7 @@ class Recorder:
         for into, row in zip(counts, kept, strict=True):
             row[1].flags.writeable = False
             into[:] = row[1]
-        return Recorded(tuple(_meta(row) for row in kept), counts, lost)
+        return Recorded(step_table(map(_meta, kept)), counts, lost)
 
     def _has_shape(self, row: _Row) -> bool:
         """Whether counts can be used; statistics that cannot must not end the engine: said the 1st, 2nd, 4th, ... time."""

@@ -59,7 +59,7 @@ class Reporter:
                 taken.counts,
                 taken.dropped_steps,
             )
-            if taken.steps:
+            if len(taken.steps):
                 self._unacknowledged.append(report)
             self._link.send(report)
 
@@ -78,11 +78,9 @@ class Reporter:
 
     def acknowledged(self, highest_step: int | None) -> None:
         """The controller has every step up to `highest_step`; None says nothing."""
-        while (
-            highest_step is not None
-            and self._unacknowledged
-            and self._unacknowledged[0].steps[-1].step <= highest_step
-        ):
+        if highest_step is None:
+            return
+        while self._unacknowledged and (self._unacknowledged[0].last_step or 0) <= highest_step:
             self._unacknowledged.popleft()
 
     def paced(self, flow: FlowControl) -> None:

@@ -1,7 +1,7 @@
 """How balanced the window is under the present placement, kept up to date step by step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.planning import metrics
 from evenkeel.planning.split import EVEN_SPLIT, SplitModel
+from evenkeel.protocol.windows import newest_parts
 
 __all__ = ["Balance"]
 
@@ -58,22 +59,26 @@ class Balance:
         self._placement = self._factors = None
         self._phases.clear()
 
-    def update(self, windows: dict[Phase, LoadWindow], placement: Placement) -> None:
-        """Take in the steps that are new since the last call."""
+    def update(self, windows: Mapping[Phase, Sequence[LoadWindow]], placement: Placement) -> None:
+        """Take in the steps that are new since the last call.
+
+        Args:
+            windows: each in parts, oldest first.
+            placement: the map they are balanced, or not, under.
+        """
         split = self._split_now()
         same = (split.dispatch, split.topology) == (self._split.dispatch, self._split.topology)
         if self._placement is None or placement.digest != self._placement.digest or not same:
             self.clear()
             self._placement, self._split = placement, split
-        for phase, window in windows.items():
+        for phase, parts in windows.items():
             known = self._phases.setdefault(phase, _PhaseBalance(placement))
             newest = int(known.steps[-1]) if len(known.steps) else -1
-            first = int(np.searchsorted(window.steps, newest, side="right"))
-            new = window.slice(slice(max(first, len(window) - self._capacity), None))
-            if not len(new):
+            new = newest_parts(parts, newest, self._capacity)
+            if not new:
                 continue
             try:
-                by_rank = metrics.rank_load(new.counts, placement, self._split)
+                by_rank = [metrics.rank_load(part.counts, placement, self._split) for part in new]
             except (
                 InfeasiblePlan
             ):  # The map lost an expert the window still has load of: unknown until it slides out.
@@ -81,11 +86,12 @@ class Balance:
                 self._factors = None
                 continue
             cut = slice(-self._capacity, None)
-            known.steps = np.concatenate([known.steps, new.steps])[cut]
-            known.balance = np.concatenate([known.balance, metrics.balancedness(by_rank)])[cut]
-            known.tokens = np.concatenate([known.tokens, by_rank.sum(axis=1)])[cut]
-            known.compute_s = np.concatenate([known.compute_s, new.compute_s])[cut]
-            self._steps_since_factors += len(new)
+            balance, tokens = map(metrics.balancedness, by_rank), (load.sum(axis=1) for load in by_rank)
+            known.steps = np.concatenate([known.steps, *(part.steps for part in new)])[cut]
+            known.balance = np.concatenate([known.balance, *balance])[cut]
+            known.tokens = np.concatenate([known.tokens, *tokens])[cut]
+            known.compute_s = np.concatenate([known.compute_s, *(part.compute_s for part in new)])[cut]
+            self._steps_since_factors += sum(map(len, new))
 
     def summary(self, phase: Phase | None = None) -> tuple[float | None, float | None]:
         """(mean, worst layer) of one phase or of all; None where no load is known."""

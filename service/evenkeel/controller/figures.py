@@ -1,6 +1,7 @@
 """What the gauges tell beyond a deployment's status: live replicas, the worst layers, what the last plan brought."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanPhase, PlanRecord
 from evenkeel.planning import metrics
 from evenkeel.planning.split import SplitModel
+from evenkeel.protocol.windows import newest_parts
 
 if TYPE_CHECKING:
     from evenkeel.controller.deployment import Deployment
@@ -52,20 +54,31 @@ class Realised:
         self._base_time = self._target_time = 0.0
         self._balance = self._balanced_steps = 0.0
 
-    def update(self, record: PlanRecord, windows: dict[Phase, LoadWindow], split: SplitModel) -> None:
-        """Take in the steps that ran under the plan's last epoch and are new since the last call."""
+    def update(
+        self, record: PlanRecord, windows: Mapping[Phase, Sequence[LoadWindow]], split: SplitModel
+    ) -> None:
+        """Take in the steps that ran under the plan's last epoch and are new since the last call.
+
+        Args:
+            record: of the plan.
+            windows: each in parts, oldest first.
+            split: how tokens split over replicas now.
+        """
         plan = record.plan
         if plan.plan_id != self._plan:
             self._plan, self._seen = plan.plan_id, {}
             self._base_time = self._target_time = self._balance = self._balanced_steps = 0.0
         final = plan.base_epoch + len(plan.waves)
-        for phase, window in windows.items():
-            if window.counts.shape[1:] != (plan.target.num_layers, plan.target.num_logical_experts):
+        new = (
+            (phase, part)
+            for phase, parts in windows.items()
+            for part in newest_parts(parts, self._seen.get(phase, -1))
+        )
+        for phase, part in new:
+            if part.counts.shape[1:] != (plan.target.num_layers, plan.target.num_logical_experts):
                 continue
-            first = int(np.searchsorted(window.steps, self._seen.get(phase, -1), side="right"))
-            counts = window.counts[first:][window.epochs[first:] == final]
-            if len(window):
-                self._seen[phase] = int(window.steps[-1])
+            self._seen[phase] = int(part.steps[-1])
+            counts = part.counts[part.epochs == final]
             if not len(counts):
                 continue
             by_rank = metrics.rank_load(counts, plan.target, split)
@@ -177,10 +190,11 @@ class Figures:
     def _layer_loads(self, placement: Placement) -> NDArray[np.float64] | None:
         """(L, R) [tokens] over all windows; None without load."""
         shape = (placement.num_layers, placement.num_logical_experts)
-        windows = [w for w in self._deployment.ingest.peek().values() if w.counts.shape[1:] == shape]
-        if not windows:
+        parts = [part for parts in self._deployment.ingest.parts().values() for part in parts]
+        sums = [part.counts.sum(axis=0, dtype=np.float64) for part in parts if part.counts.shape[1:] == shape]
+        if not sums:
             return None
-        load = np.sum([window.counts.sum(axis=0, dtype=np.float64) for window in windows], axis=0)
+        load = np.sum(sums, axis=0)
         return metrics.window_rank_load(load[None], placement, self._deployment.split())
 
     def _last_plan(self) -> PlanFigures | None:
@@ -189,7 +203,7 @@ class Figures:
             return None
         deployment = self._deployment
         try:
-            self._realised.update(record, deployment.ingest.peek(), deployment.split())
+            self._realised.update(record, deployment.ingest.parts(), deployment.split())
         except EvenkeelError:
             # The plan is of a group of another shape: nothing of it can be measured here.
             return PlanFigures(record.updated_at, None, None, None, None)

@@ -12,7 +12,7 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.ports import Clock, WindowStore
 from evenkeel.protocol.assembly import Intake, Quarantine, Rejection, StepAssembler
-from evenkeel.protocol.windows import StepRing
+from evenkeel.protocol.windows import StepRing, join_windows
 from evenkeel.wire.link import ReportAck
 
 __all__ = ["Ingest"]
@@ -128,16 +128,13 @@ class Ingest:
         return found
 
     def windows(self) -> dict[Phase, LoadWindow]:
-        """The windows in memory; phases without a step are left out."""
-        return self._known(StepRing.window)
-
-    def peek(self) -> dict[Phase, LoadWindow]:
-        """Like `windows`, for use before the next report is taken: see `StepRing.peek`."""
-        return self._known(StepRing.peek)
-
-    def _known(self, look: Callable[[StepRing], LoadWindow | None]) -> dict[Phase, LoadWindow]:
-        found = {phase: look(ring) for phase, ring in self.rings.items()}
+        """A copy of each window in memory; phases without a step are left out."""
+        found = {phase: ring.window() for phase, ring in self.rings.items()}
         return {phase: window for phase, window in found.items() if window is not None}
+
+    def parts(self) -> dict[Phase, list[LoadWindow]]:
+        """The windows in memory in the parts they are held in, oldest first; phases without a step are left out."""
+        return {phase: ring.parts() for phase, ring in self.rings.items() if len(ring)}
 
     def settle(self, epoch: Epoch, placement: Placement) -> None:
         """The map the group runs under; reports that waited for it are taken in."""
@@ -184,7 +181,7 @@ class Ingest:
             if self._assembler is not None and self._settled:
                 detail = f"rank {report.rank} is of generation {report.generation}, not {self.generation}"
                 self._reject(report.rank, Rejection(Reason.UNKNOWN_GENERATION, len(report.steps), detail))
-                answer(ReportAck(_last(report), len(report.steps), Reason.UNKNOWN_GENERATION))
+                answer(ReportAck(report.last_step, len(report.steps), Reason.UNKNOWN_GENERATION))
                 return
             self._wait(report, answer)
         elif not self._settled:
@@ -195,7 +192,7 @@ class Ingest:
     def malformed(self, rank: EpRank, violation: PeerViolation, steps: tuple[int, ...]) -> ReportAck:
         """Count a report that cannot be right; its answer lets the rank forget it."""
         self._reject(rank, Rejection(violation.reason, max(1, len(steps)), str(violation)))
-        highest = max((step for step in steps if step < 1 << 62), default=None)
+        highest = max((step for step in steps if 0 <= step < 1 << 62), default=None)
         return ReportAck(highest, len(steps), violation.reason)
 
     def _wait(self, report: LoadReport, answer: Callable[[ReportAck], None]) -> None:
@@ -206,12 +203,12 @@ class Ingest:
             held -= old.counts.nbytes
             detail = f"rank {report.rank}: no placement known for {len(queue) + 1} reports"
             self._reject(report.rank, Rejection(Reason.UNKNOWN_EPOCH, len(old.steps), detail))
-            old_answer(ReportAck(_last(old), len(old.steps), Reason.UNKNOWN_EPOCH))
+            old_answer(ReportAck(old.last_step, len(old.steps), Reason.UNKNOWN_EPOCH))
         queue.append((report, answer))
 
     def _take(self, report: LoadReport) -> ReportAck:
         if self._assembler is None or report.generation != self.generation:
-            return ReportAck(_last(report), len(report.steps), Reason.UNKNOWN_GENERATION)
+            return ReportAck(report.last_step, len(report.steps), Reason.UNKNOWN_GENERATION)
         intake = self._assembler.take(report)
         if intake.accepted_steps:
             self._accepted(intake.accepted_steps)
@@ -256,9 +253,10 @@ class Ingest:
             if self.rings.get(phase) is not ring:
                 return  # Another generation began meanwhile; what is stored must be forgotten first.
             before = self._stored.get(phase, -1)
-            steps = ring.newer_than(before)
-            if steps is None:
+            parts = ring.parts(before)
+            if not parts:
                 continue
+            steps = join_windows(parts)
             self._stored[phase] = int(steps.steps[-1])
             try:
                 await self._store.append(self.deployment, phase, self._with_source(phase, steps))
@@ -273,14 +271,8 @@ class Ingest:
         if now - self._source_stored_at.get(phase, float("-inf")) < _SOURCE_EVERY_S:
             return steps
         ring = self.rings.get(phase)
-        window = ring.peek() if ring is not None else None
-        if window is None or window.source is None:
+        source = ring.source() if ring is not None else None
+        if source is None:
             return steps
         self._source_stored_at[phase] = now
-        return LoadWindow(
-            steps.counts, steps.steps, steps.epochs, steps.tokens, steps.compute_s, window.source
-        )
-
-
-def _last(report: LoadReport) -> int | None:
-    return report.steps[-1].step if report.steps else None
+        return LoadWindow(steps.counts, steps.steps, steps.epochs, steps.tokens, steps.compute_s, source)

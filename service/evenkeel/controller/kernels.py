@@ -6,18 +6,22 @@ import numpy as np
 import structlog
 
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.planning import metrics
 from evenkeel.planning.problem import DispatchModel
 from evenkeel.planning.split import SplitModel
 from evenkeel.protocol.assembly import StepAssembler
+from evenkeel.protocol.messages import RankIdentity
+from evenkeel.wire.reports import decode_report, encode_report
 
 __all__ = ["warm_kernels"]
 
 _log = structlog.get_logger(__name__)
 _SHAPE = ModelShape(1, 2, 2, 1, 1, 1)
+_MOST_KERNELS = 20
+"""That one use may call."""
 
 
 def warm_kernels(dispatch: DispatchModel) -> None:
@@ -27,15 +31,17 @@ def warm_kernels(dispatch: DispatchModel) -> None:
         dispatch: how the engines split tokens over replicas; balance is worked out under that.
     """
     for use in _uses(dispatch):
-        try:
-            use()
-        except OSError as error:
-            # Numba could not write it to its cache. It is compiled all the same, and kept in memory.
-            _log.warning("kernel_not_cached", error=str(error))
+        for _ in range(_MOST_KERNELS):
+            try:
+                use()
+                break
+            except OSError as error:
+                # Numba could not write one to its cache. It is compiled all the same, and kept in memory: on to the next.
+                _log.warning("kernel_not_cached", error=str(error))
 
 
 def _uses(dispatch: DispatchModel) -> Iterator[Callable[[], object]]:
-    """Each calls one kernel for the first time."""
+    """Each calls some kernels for the first time."""
     placement, split, load = Placement.initial(_SHAPE), SplitModel(dispatch), np.ones((1, 1, 2))
     yield _assemble
     yield lambda: metrics.rank_load(load.astype(np.uint32), placement, split)
@@ -46,10 +52,12 @@ def _uses(dispatch: DispatchModel) -> Iterator[Callable[[], object]]:
 def _assemble() -> None:
     assembler = StepAssembler(_SHAPE)
     assembler.learn_epoch(Epoch(0), Placement.initial(_SHAPE))
-    step = (StepMeta(0, 0, Phase.DECODE, 1),)
+    step = step_table([StepMeta(0, 0, Phase.DECODE, 1)])
     for rank in range(_SHAPE.num_ranks):
+        who = RankIdentity(DeploymentId("warm"), EpRank(rank), Generation("warm"), 0)
         report = LoadReport(
-            DeploymentId("warm"), Generation("warm"), EpRank(rank), 0, CountingSide.DESTINATION, step,
+            who.deployment, who.generation, who.rank, 0, CountingSide.DESTINATION, step,
             np.ones((1, 1, 1), np.int32),
         )  # fmt: skip
-        assembler.take(report)
+        # Over the wire: arrays that may not be written are another type to the compiler.
+        assembler.take(decode_report(encode_report(report), who, _SHAPE))

@@ -173,7 +173,7 @@ class Planning:
             raise Unavailable("the ranks have not all connected", Reason.RANKS_MISSING)
         windows = [window for phase, window in ingest.windows().items() if phase in phases]
         load, source = merge_phases(windows, shape, cycle.plan_steps)
-        deployment.balance.update(ingest.peek(), base.placement)
+        deployment.balance.update(ingest.parts(), base.placement)
         curves = self._look_at_ranks()
         speeds = deployment.balance.paces()
         costs, copy_cost = price(speeds, shape.bytes_per_expert, cycle, curves)

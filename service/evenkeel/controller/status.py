@@ -45,9 +45,9 @@ class LiveView:
             return
         layers, experts = placement.num_layers, placement.num_logical_experts
         windows = {
-            phase: window
-            for phase, window in self._deployment.ingest.peek().items()
-            if window.counts.shape[1:] == (layers, experts)
+            phase: parts
+            for phase, parts in self._deployment.ingest.parts().items()
+            if parts[-1].counts.shape[1:] == (layers, experts)
         }
         self._deployment.balance.update(windows, placement)
 

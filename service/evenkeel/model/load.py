@@ -1,5 +1,7 @@
 """Load: routed real tokens per step, layer and logical expert, and the reports it arrives in."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -10,7 +12,18 @@ from numpy.typing import NDArray
 from evenkeel.errors import ShapeMismatch
 from evenkeel.model.ids import DeploymentId, EpRank, Generation
 
-__all__ = ["CountingSide", "LoadReport", "LoadWindow", "Phase", "StepMeta"]
+__all__ = [
+    "PHASES",
+    "PHASE_CODE",
+    "STEP",
+    "CountingSide",
+    "LoadReport",
+    "LoadWindow",
+    "Phase",
+    "StepMeta",
+    "StepTable",
+    "step_table",
+]
 
 
 class Phase(StrEnum):
@@ -30,8 +43,20 @@ class CountingSide(StrEnum):
     """Tokens this rank routed, by logical expert: independent of the placement."""
 
 
+PHASES = (None, *Phase)
+"""By their codes; 0 is none, so that a table nobody filled in is not taken for one."""
+PHASE_CODE = {phase: code for code, phase in enumerate(Phase, 1)}
+
+STEP = np.dtype(
+    [("step", "i8"), ("epoch", "i8"), ("tokens", "i8"), ("compute_s", "f8"), ("phase", "u4"), ("dummy", "u4")]
+)
+"""A row of a `StepTable`: a `StepMeta`, with NaN for a compute_s that was not measured and the phase's code."""
+StepTable = NDArray[np.void]
+"""(n,) of `STEP`. A fleet makes tens of thousands of rows a second, too many to be objects."""
+
+
 class StepMeta(NamedTuple):
-    """What a rank says of one step besides the counts. A tuple: a fleet makes thousands of them a second."""
+    """What a rank says of one step besides the counts."""
 
     step: int
     epoch: int
@@ -45,6 +70,24 @@ class StepMeta(NamedTuple):
     """MoE compute seconds before the collective; None where the engine does not measure it."""
 
 
+def step_table(metas: Iterable[StepMeta]) -> StepTable:
+    """Steps as a table, in the order given."""
+    return np.array(
+        [
+            (
+                m.step,
+                m.epoch,
+                m.tokens,
+                math.nan if m.compute_s is None else m.compute_s,
+                PHASE_CODE[m.phase],
+                m.dummy,
+            )
+            for m in metas
+        ],
+        STEP,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """A run of steps from one rank."""
@@ -54,12 +97,17 @@ class LoadReport:
     rank: EpRank
     incarnation: int
     side: CountingSide
-    steps: tuple[StepMeta, ...]
+    steps: StepTable
     """n steps in rising order."""
     counts: NDArray[np.int32] | NDArray[np.int64]
     """(n, L, slots_per_rank) for DESTINATION, (n, L, E) for SOURCE [tokens]; int32 from the wire, int64 from a recorder."""
     dropped_steps: int = 0
     """Steps the rank's recorder had to drop since the previous report."""
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of the newest step; None where there is none."""
+        return int(self.steps["step"][-1]) if len(self.steps) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,6 +82,14 @@ class Placement:
         return counts
 
     @cached_property
+    def even_shares(self) -> NDArray[np.float64]:
+        """(L, S) share of its expert's tokens each slot has when they are split evenly; 0 in an empty slot."""
+        copies = np.take_along_axis(self.logcnt, np.maximum(self.phy2log, 0), axis=1)
+        shares = np.where(self.phy2log >= 0, 1.0 / np.maximum(copies, 1), 0.0)
+        shares.flags.writeable = False
+        return shares
+
+    @cached_property
     def log2phy(self) -> NDArray[np.int32]:
         """(L, E, Xmax) int32 - slots of each logical expert in slot order, padded with -1."""
         width = max(1, int(self.logcnt.max(initial=0)))

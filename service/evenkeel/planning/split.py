@@ -56,9 +56,9 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
     if split.dispatch is DispatchModel.OPTIMAL:
         raise InvalidInput("optimal dispatch splits every batch anew and has no fixed shares; use slot_load")
     if split.dispatch is DispatchModel.EVEN:
-        held = np.where(placement.phy2log >= 0, placement.phy2log, 0)
-        copies = np.take_along_axis(placement.logcnt, held, axis=1)
-        return np.where(placement.phy2log >= 0, 1.0 / np.maximum(copies, 1), 0.0)
+        return (
+            placement.even_shares.copy()
+        )  # Compiled code would need another version for what cannot be written.
     ranks, layers, experts = placement.num_ranks, placement.num_layers, placement.num_logical_experts
     topology = split.topology if split.topology is not None else Topology.single_node(ranks)
     if topology.num_ranks != ranks:

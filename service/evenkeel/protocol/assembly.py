@@ -5,9 +5,8 @@ experts unknown, never cold. What is complete must also add up (R19). Pure: repo
 bounded memory; the caller stores, counts and logs.
 """
 
-import math
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -17,10 +16,11 @@ from numpy.typing import NDArray
 
 from evenkeel.errors import InvalidInput, Reason, ShapeMismatch
 from evenkeel.model.ids import Epoch, EpRank
-from evenkeel.model.load import CountingSide, LoadReport, LoadWindow, Phase
+from evenkeel.model.load import PHASE_CODE, CountingSide, LoadReport, LoadWindow, Phase, StepTable
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
-from evenkeel.protocol.board import MIXED, NO_STEP, PHASE_CODE, PHASES, Board, EpochMap, add_up, derive_map
+from evenkeel.protocol.board import NO_STEP, Board, Entered, EpochMap, Rules, derive_map
+from evenkeel.protocol.board_kernels import Fate, add_up
 
 __all__ = ["Intake", "Quarantine", "Rejection", "StepAssembler"]
 
@@ -85,7 +85,7 @@ class StepAssembler:
         self.max_pending = max_pending
         self._boards: dict[CountingSide, Board] = {}
         self._epochs: dict[int, EpochMap] = {}
-        self._stride, self._stride_from = 1, 0
+        self._rules = self._make_rules(1, 0)
 
     def learn_epoch(
         self, epoch: Epoch, placement: Placement, active: NDArray[np.bool_] | None = None
@@ -106,6 +106,7 @@ class StepAssembler:
         self._epochs[epoch] = derive_map(placement, mask)
         while len(self._epochs) > 8:
             del self._epochs[next(iter(self._epochs))]
+        self._rules = self._make_rules(self._rules.stride, self._rules.stride_from)
 
     def knows_epoch(self, epoch: int) -> bool:
         """Whether reports of this epoch can be used."""
@@ -115,11 +116,17 @@ class StepAssembler:
         """From a step on use only those with step % stride == 0 (R18)."""
         if stride < 1:
             raise InvalidInput(f"stride is {stride}, must be at least 1")
-        self._stride, self._stride_from = stride, from_step
+        self._rules = self._make_rules(stride, from_step)
+
+    def _make_rules(self, stride: int, stride_from: int) -> Rules:
+        maps = self._epochs.values()
+        active = np.array([one.active for one in maps], np.bool_).reshape(-1, self.shape.num_ranks)
+        needed = np.array([one.needed for one in maps], np.int64)
+        return Rules(stride, stride_from, np.array(list(self._epochs), np.int64), active, needed)
 
     def pending(self) -> int:
         """Steps begun and not complete."""
-        return sum(len(board.row_of) for board in self._boards.values())
+        return sum(board.num_pending for board in self._boards.values())
 
     def highest_step(self, rank: EpRank) -> int | None:
         """Highest step taken in from a rank; None before the first."""
@@ -129,202 +136,129 @@ class StepAssembler:
     def take(self, report: LoadReport) -> Intake:
         """Take one report in. Never raises on what a rank sent; a report twice changes nothing.
 
-        The counts are trusted to have the declared shape and no negative value: the codec saw to that.
+        The counts are trusted to have no negative value and the steps to rise: the codec saw to that.
         """
         board = self._boards.get(report.side)
         if board is None:
             board = self._boards[report.side] = Board(report.side, self.shape, self.max_pending)
         rejected: list[Rejection] = []
-        positions = self._make_room(board, report, self._screen(board, report, rejected), rejected)
-        done = self._enter(board, report, positions, rejected) if positions else []
-        if report.steps:
-            highest = report.steps[-1].step
-            board.highest[report.rank] = max(board.highest[report.rank], highest)
-        complete = self._complete(board, done, rejected) if done else ()
+        wrong = self._wrong_sums(report)
+        fate, lacking = board.judge(report, wrong, self._rules)
+        if lacking:
+            self._make_room(board, report, fate, lacking, rejected)
+            fate, _ = board.judge(report, wrong, self._rules)
+        entered = board.enter(report, fate, self._rules)
+        complete: tuple[tuple[Phase, LoadWindow], ...] = ()
+        if entered.seen:
+            rejected.extend(self._refusals(board, report, entered, crowded=lacking > 0))
+            if entered.seen & Fate.COMPLETE:
+                complete = self._complete(board, entered.rows[fate & Fate.COMPLETE > 0], rejected)
         self._drop_passed(board, rejected)
         return Intake(
             self.highest_step(report.rank),
-            len(positions),
+            entered.num_steps,
             tuple(rejected),
             complete,
-            self._source_sums(report, positions) if report.side is CountingSide.SOURCE else None,
+            self._source_sums(report, entered) if report.side is CountingSide.SOURCE else None,
         )
 
     # --- one report -------------------------------------------------------------------------------
 
-    def _screen(self, board: Board, report: LoadReport, rejected: list[Rejection]) -> list[int]:
-        """Positions in the report of the steps that may enter the board."""
-        duplicate, late, unknown = [], [], []
-        highest = board.highest[report.rank]
-        positions: list[int] = []
-        for position, meta in enumerate(report.steps):
-            step = meta.step
-            if step <= highest:
-                duplicate.append(step)
-            elif step >= self._stride_from and step % self._stride:
-                continue
-            elif step <= board.floor:
-                late.append(step)
-            elif meta.epoch not in self._epochs:
-                unknown.append((step, meta.epoch))
-            elif self._epochs[meta.epoch].active[report.rank]:
-                positions.append(position)
-        if report.side is CountingSide.SOURCE and positions:
-            positions = self._screen_sums(report, positions, rejected)
-        rank = report.rank
-        if duplicate:
-            detail = f"rank {rank} steps {duplicate[0]}..{duplicate[-1]} were reported before"
-            rejected.append(Rejection(Reason.DUPLICATE_STEP, len(duplicate), detail))
-        if late:
-            detail = f"rank {rank} steps {late[0]}..{late[-1]} came after step {board.floor} was closed"
-            rejected.append(Rejection(Reason.LATE_STEP, len(late), detail))
-        if unknown:
-            detail = f"rank {rank} step {unknown[0][0]} ran under epoch {unknown[0][1]}, known are {sorted(self._epochs)}"
-            rejected.append(Rejection(Reason.UNKNOWN_EPOCH, len(unknown), detail))
-        return positions
-
-    def _screen_sums(self, report: LoadReport, positions: list[int], rejected: list[Rejection]) -> list[int]:
-        """R19 for SOURCE: in every layer the counts of a step sum to tokens x top_k. Dummy steps have none."""
-        sums = report.counts[positions].sum(axis=2)
-        want = np.array([0 if report.steps[p].dummy else report.steps[p].tokens for p in positions])
-        wrong = (sums != want[:, None] * self.shape.top_k) & np.array(
-            [not report.steps[p].dummy for p in positions]
-        )[:, None]
-        if not wrong.any():
-            return positions
-        bad = wrong.any(axis=1)
-        where, layer = np.argwhere(wrong)[0]
-        detail = (
-            f"rank {report.rank} step {report.steps[positions[where]].step} layer {layer}: counts sum to"
-            f" {sums[where, layer]}, tokens x top_k = {want[where]} x {self.shape.top_k}"
-        )
-        rejected.append(Rejection(Reason.SUM_MISMATCH, int(bad.sum()), detail))
-        return [p for p, is_bad in zip(positions, bad, strict=True) if not is_bad]
+    def _wrong_sums(self, report: LoadReport) -> NDArray[np.bool_]:
+        """R19 for SOURCE, (n,): whether in some layer the counts do not sum to tokens x top_k. Dummy steps have none."""
+        if report.side is CountingSide.DESTINATION or not len(report.steps):
+            return np.zeros(len(report.steps), np.bool_)
+        sums, want = report.counts.sum(axis=2), report.steps["tokens"] * self.shape.top_k
+        wrong: NDArray[np.bool_] = (sums != want[:, None]).any(axis=1) & (report.steps["dummy"] == 0)
+        return wrong
 
     def _make_room(
-        self, board: Board, report: LoadReport, positions: list[int], rejected: list[Rejection]
-    ) -> list[int]:
-        """Let the oldest steps give way, begun ones or those of the report; the positions that stay."""
-        if len(positions) <= len(board.free):
-            return positions
-        new = [report.steps[p].step for p in positions if report.steps[p].step not in board.row_of]
-        excess = len(new) - len(board.free)
-        if excess <= 0:
-            return positions
-        oldest = sorted([*board.row_of, *new])[:excess]
-        for step in oldest:
-            if step in board.row_of:
-                self._give_up(board, step, rejected)
-        board.floor = max(board.floor, oldest[-1])
-        kept = [p for p in positions if report.steps[p].step > board.floor]
-        if len(kept) < len(positions):
-            first = report.steps[positions[0]].step
+        self,
+        board: Board,
+        report: LoadReport,
+        fate: NDArray[np.uint8],
+        lacking: int,
+        rejected: list[Rejection],
+    ) -> None:
+        """Let the oldest steps give way, begun ones or those of the report."""
+        pending = board.pending
+        begun = board.rows["step"][pending]
+        new = np.setdiff1d(report.steps["step"][fate & Fate.REFUSED == 0], begun)
+        newest = int(np.sort(np.concatenate([begun, new]))[lacking - 1])
+        for row in pending[begun <= newest]:
+            self._give_up(board, row, rejected)
+        board.floor = max(board.floor, newest)
+
+    def _refusals(
+        self, board: Board, report: LoadReport, entered: Entered, *, crowded: bool
+    ) -> Iterator[Rejection]:
+        """Why steps of a report were not used, in words."""
+        rank, steps = report.rank, report.steps
+
+        def those(flag: int) -> StepTable:
+            return steps[entered.fate & flag > 0] if entered.seen & flag else steps[:0]
+
+        if len(duplicate := those(Fate.DUPLICATE)["step"]):
+            detail = f"rank {rank} steps {duplicate[0]}..{duplicate[-1]} were reported before"
+            yield Rejection(Reason.DUPLICATE_STEP, len(duplicate), detail)
+        if len(late := those(Fate.LATE)["step"]):
+            detail = f"rank {rank} steps {late[0]}..{late[-1]} came after step {board.floor} was closed"
+            if crowded:
+                detail = f"rank {rank} steps {late[0]}..{late[-1]}: {self.max_pending} later steps are waiting for other ranks"
+            yield Rejection(Reason.LATE_STEP, len(late), detail)
+        if len(unknown := those(Fate.UNKNOWN_EPOCH)):
+            step, epoch = unknown["step"][0], unknown["epoch"][0]
+            detail = f"rank {rank} step {step} ran under epoch {epoch}, known are {sorted(self._epochs)}"
+            yield Rejection(Reason.UNKNOWN_EPOCH, len(unknown), detail)
+        if len(wrong := those(Fate.SUM_MISMATCH)):
+            place = int(np.flatnonzero(entered.fate & Fate.SUM_MISMATCH)[0])
+            sums, want = report.counts[place].sum(axis=1), int(wrong["tokens"][0]) * self.shape.top_k
+            layer = int((sums != want).argmax())
             detail = (
-                f"rank {report.rank} step {first}: {self.max_pending} later steps are waiting for other ranks"
+                f"rank {rank} step {wrong['step'][0]} layer {layer}: counts sum to"
+                f" {sums[layer]}, tokens x top_k = {wrong['tokens'][0]} x {self.shape.top_k}"
             )
-            rejected.append(Rejection(Reason.LATE_STEP, len(positions) - len(kept), detail))
-        return kept
-
-    def _enter(
-        self, board: Board, report: LoadReport, positions: list[int], rejected: list[Rejection]
-    ) -> list[int]:
-        """Write the steps into their rows; the steps now reported by all."""
-        rank, row_of = report.rank, board.row_of
-        torn: list[int] = []
-        done: list[int] = []
-        rows: list[int] = []
-        tokens: list[int] = []
-        compute_s: list[float] = []
-        for position in positions:
-            meta = report.steps[position]
-            step, epoch, phase, real_tokens, dummy, seconds = meta
-            row = row_of.get(step)
-            if row is None:
-                row = board.open(step, meta)
-            rows.append(row)
-            tokens.append(0 if dummy else real_tokens)
-            compute_s.append(math.nan if seconds is None else seconds)
-            begun = board.epoch[row]
-            if begun != epoch:
-                board.torn[row] = True
-                torn.append(step)
-            if not dummy:
-                board.real[row] = True
-            if board.phase[row] != PHASE_CODE[phase]:
-                board.phase[row] = MIXED
-            board.num_reported[row] = reported = board.num_reported[row] + 1
-            how = self._epochs.get(begun)
-            if how is not None and reported == how.needed:
-                done.append(step)
-        where = np.array(rows)
-        board.tokens[where, rank] = tokens
-        board.compute_s[where, rank] = compute_s
-        self._write(board, report, positions, where)
-        if torn:
+            yield Rejection(Reason.SUM_MISMATCH, len(wrong), detail)
+        if len(torn := those(Fate.TORN)["step"]):
             detail = f"rank {rank} ran step {torn[0]} under another epoch than the ranks before it"
-            rejected.append(Rejection(Reason.EPOCH_DISAGREES, len(torn), detail))
-        return done
+            yield Rejection(Reason.EPOCH_DISAGREES, len(torn), detail)
 
-    def _write(self, board: Board, report: LoadReport, positions: list[int], rows: NDArray[np.int64]) -> None:
-        counts = report.counts
-        if len(positions) < len(counts):
-            counts = counts[positions]
-        if report.side is CountingSide.DESTINATION:
-            # Counts of a dummy step on this rank still are real tokens of other ranks: the sum decides.
-            board.counts[rows, report.rank] = counts.reshape(len(counts), -1)
-            return
-        dummy = np.array([report.steps[p].dummy for p in positions])
-        board.counts[rows] += np.where(dummy[:, None, None], 0, counts)
-
-    def _source_sums(self, report: LoadReport, positions: list[int]) -> dict[Phase, NDArray[np.int64]]:
-        by_phase: dict[Phase, list[int]] = {}
-        for position in positions:
-            meta = report.steps[position]
-            if not meta.dummy:
-                by_phase.setdefault(meta.phase, []).append(position)
-        return {phase: report.counts[chosen].sum(axis=0) for phase, chosen in by_phase.items()}
+    def _source_sums(self, report: LoadReport, entered: Entered) -> dict[Phase, NDArray[np.int64]]:
+        used = (entered.rows >= 0) & (report.steps["dummy"] == 0)
+        codes = report.steps["phase"]
+        found = [(phase, used & (codes == PHASE_CODE[phase])) for phase in Phase]
+        return {phase: report.counts[mask].sum(axis=0) for phase, mask in found if mask.any()}
 
     # --- steps that end ---------------------------------------------------------------------------
 
     def _complete(
-        self, board: Board, done: list[int], rejected: list[Rejection]
+        self, board: Board, rows: NDArray[np.int64], rejected: list[Rejection]
     ) -> tuple[tuple[Phase, LoadWindow], ...]:
-        """Close complete steps and make windows of those that may be used."""
-        order = sorted(done)
-        closed = [board.close(step) for step in order]
-        torn = [row for row in closed if board.torn[row]]
-        if torn:
-            step = order[closed.index(torn[0])]
-            count = sum(board.num_reported[row] for row in torn)
-            detail = f"step {step} ran under more than one epoch"
+        """Close complete steps, rising, and make windows of those that may be used."""
+        known = board.close(rows)
+        torn = known["torn"] > 0
+        if torn.any():
+            detail = f"step {known['step'][torn][0]} ran under more than one epoch"
+            count = int(known["num_reported"][torn].sum())
             rejected.append(Rejection(Reason.EPOCH_DISAGREES, count, detail))
-        usable = [
-            (step, row)
-            for step, row in zip(order, closed, strict=True)
-            if board.real[row] and not board.torn[row]
-        ]
-        if not usable:
+        usable = (known["real"] > 0) & ~torn
+        if not usable.any():
             return ()
-        steps, rows = np.array([s for s, _ in usable], np.int64), np.array([r for _, r in usable], np.int64)
-        counts, sums, bad = self._logical_counts(board, rows)
+        rows, known = rows[usable], known[usable]
+        counts, sums, bad = self._logical_counts(board, rows, known["epoch"])
         if bad.any():
-            rejected.append(self._sum_mismatch(board, steps, rows, sums, bad))
-            steps, rows, counts = steps[~bad], rows[~bad], counts[~bad]
+            rejected.append(self._sum_mismatch(board, rows[bad], known[bad], sums[bad]))
+            rows, known, counts = rows[~bad], known[~bad], counts[~bad]
         window = LoadWindow(
-            counts,
-            steps,
-            np.array([board.epoch[row] for row in rows], np.int64),
-            board.tokens[rows],
-            board.compute_s[rows],
+            counts, known["step"].copy(), known["epoch"].copy(), board.tokens[rows], board.compute_s[rows]
         )
-        phases = np.array([board.phase[row] for row in rows], np.int8)
-        found = [(phase, phases == code) for code, phase in enumerate(PHASES)]
+        found = [(phase, known["phase"] == PHASE_CODE[phase]) for phase in Phase]
         return tuple(
             (phase, window if mask.all() else _pick(window, mask)) for phase, mask in found if mask.any()
         )
 
     def _logical_counts(
-        self, board: Board, rows: NDArray[np.int64]
+        self, board: Board, rows: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.bool_]]:
         """(n, L, E) counts by logical expert, (n, L) their sums, and (n,) which do not add up (R19).
 
@@ -337,46 +271,43 @@ class StepAssembler:
         counts = np.empty((len(rows), shape.num_layers, shape.num_logical_experts), np.uint32)
         sums = np.empty((len(rows), shape.num_layers), np.int64)
         too_large = np.zeros(len(rows), np.bool_)
-        epochs = [board.epoch[row] for row in rows]
         # A run of one epoch at a time, nearly always all. Known: it said a moment ago that the step is complete.
         first = 0
-        for epoch, run in groupby(epochs):
+        for epoch, run in groupby(epochs.tolist()):
             part = slice(first, first + sum(1 for _ in run))
             experts = self._epochs[epoch].experts
-            too_large[part] = add_up(board.counts, rows[part], experts, counts[part], sums[part])
+            too_large[part] = add_up(
+                board.counts, board.reported, rows[part], experts, counts[part], sums[part]
+            )
             first = part.stop
         want = shape.top_k * board.tokens[rows].sum(axis=1)
         return counts, sums, too_large | (sums != want[:, None]).any(axis=1)
 
     def _sum_mismatch(
-        self,
-        board: Board,
-        steps: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        sums: NDArray[np.int64],
-        bad: NDArray[np.bool_],
+        self, board: Board, rows: NDArray[np.int64], known: NDArray[np.void], sums: NDArray[np.int64]
     ) -> Rejection:
-        first = int(np.flatnonzero(bad)[0])
-        tokens = int(board.tokens[rows[first]].sum())
-        layer = int(np.abs(sums[first] - tokens * self.shape.top_k).argmax())
+        """Steps that do not add up, at least one; sums: (n, L)."""
+        tokens = int(board.tokens[rows[0]].sum())
+        layer = int(np.abs(sums[0] - tokens * self.shape.top_k).argmax())
         detail = (
-            f"step {steps[first]} layer {layer}: counts of all ranks sum to {sums[first, layer]},"
+            f"step {known['step'][0]} layer {layer}: counts of all ranks sum to {sums[0, layer]},"
             f" tokens x top_k = {tokens} x {self.shape.top_k}"
         )
-        return Rejection(Reason.SUM_MISMATCH, sum(board.num_reported[row] for row in rows[bad]), detail)
+        return Rejection(Reason.SUM_MISMATCH, int(known["num_reported"].sum()), detail)
 
     def _drop_passed(self, board: Board, rejected: list[Rejection]) -> None:
         """Give up steps that every rank has passed without all reporting them."""
         passed = min(board.highest)
         if passed > board.passed:
             board.passed = passed
-            for step in sorted(step for step in board.row_of if step <= passed):
-                self._give_up(board, step, rejected)
+            for row in board.pending:
+                if board.rows["step"][row] <= passed:
+                    self._give_up(board, row, rejected)
 
-    def _give_up(self, board: Board, step: int, rejected: list[Rejection]) -> None:
-        row = board.close(step)
+    def _give_up(self, board: Board, row: np.int64, rejected: list[Rejection]) -> None:
+        (known,) = board.close(np.array([row]))
+        step, reported = int(known["step"]), int(known["num_reported"])
         board.floor = max(board.floor, step)
-        reported = board.num_reported[row]
         detail = f"step {step} was reported by {reported} of {self.shape.num_ranks} ranks"
         rejected.append(Rejection(Reason.INCOMPLETE_STEP, reported, detail))
 

@@ -1,20 +1,19 @@
 """The assembler's memory: steps begun and not complete, and how the slots of an epoch add up."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.compiled import kernel
-from evenkeel.model.load import CountingSide, Phase, StepMeta
+from evenkeel.errors import ShapeMismatch
+from evenkeel.model.load import CountingSide, LoadReport
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
+from evenkeel.protocol import board_kernels as kernels
 
-__all__ = ["MIXED", "NO_STEP", "PHASES", "PHASE_CODE", "Board", "EpochMap", "add_up", "derive_map"]
+__all__ = ["NO_STEP", "Board", "Entered", "EpochMap", "Rules", "derive_map"]
 
-PHASES = tuple(Phase)
-PHASE_CODE = {phase: code for code, phase in enumerate(PHASES)}
-MIXED = PHASE_CODE[Phase.MIXED]
 NO_STEP = -1
 
 
@@ -36,53 +35,30 @@ def derive_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
     return EpochMap(active, int(active.sum()), np.array(by_rank, np.int32, order="C"))
 
 
-@kernel
-def add_up(
-    counts: NDArray[np.uint32],
-    rows: NDArray[np.int64],
-    experts: NDArray[np.int32],
-    total: NDArray[np.uint32],
-    sums: NDArray[np.int64],
-) -> NDArray[np.bool_]:
-    """Sums over the slots of each expert, in one pass over a board's rows.
+class Rules(NamedTuple):
+    """Which steps may enter a board."""
 
-    Args:
-        counts: (capacity, R, L * slots_per_rank) [tokens] of a DESTINATION board.
-        rows: (n,) its rows to add up.
-        experts: of the `EpochMap` they ran under.
-        total: (n, L, E) [tokens], written: by expert. Worthless for a step that overflowed.
-        sums: (n, L) [tokens], written: over all experts; counts of empty slots are in none.
+    stride: int
+    stride_from: int
+    epochs: NDArray[np.int64]
+    """(k,) epochs whose maps are known."""
+    active: NDArray[np.bool_]
+    """(k, R) ranks that take part in each."""
+    needed: NDArray[np.int64]
+    """(k,) how many they are."""
 
-    Returns:
-        (n,) whether an expert's tokens exceed 32 bits.
-    """
-    overflowed = np.zeros(len(rows), np.bool_)
-    num_ranks, num_layers, width = experts.shape
-    num_experts = np.uint64(total.shape[2])
-    expert_in = experts.reshape(-1)
-    for i in range(len(rows)):
-        row = counts[rows[i]].reshape(-1)
-        total[i] = 0
-        sums[i] = 0
-        seen = np.uint64(0)
-        # Unsigned: of a signed index numba would ask whether it counts from the end.
-        place = np.uint64(0)
-        for _ in range(num_ranks):
-            for layer in range(num_layers):
-                by_expert = total[i, layer]
-                in_layer = np.uint64(0)
-                for _ in range(width):
-                    expert = np.uint64(expert_in[place])
-                    if expert < num_experts:  # An empty slot's -1 is not.
-                        tokens = np.uint64(row[place])
-                        in_layer += tokens
-                        tokens += np.uint64(by_expert[expert])
-                        by_expert[expert] = np.uint32(tokens)
-                        seen |= tokens
-                    place += np.uint64(1)
-                sums[i, layer] += np.int64(in_layer)
-        overflowed[i] = seen > np.uint64(0xFFFFFFFF)
-    return overflowed
+
+class Entered(NamedTuple):
+    """What became of a report's n steps."""
+
+    fate: NDArray[np.uint8]
+    """(n,) flags of `Fate`."""
+    seen: int
+    """All of them together."""
+    rows: NDArray[np.int64]
+    """(n,) where in the board they are, -1 for those refused."""
+    num_steps: int
+    """So many were not refused."""
 
 
 class Board:
@@ -90,47 +66,91 @@ class Board:
 
     def __init__(self, side: CountingSide, shape: ModelShape, capacity: int) -> None:
         self.side = side
-        layers = shape.num_layers
-        # Zero pages cost nothing until a row is used, and the free list hands out used rows first.
+        layers, ranks = shape.num_layers, shape.num_ranks
+        # Zero pages cost nothing until a row is used, and rows used before are used first.
         if side is CountingSide.DESTINATION:
-            self.counts = np.zeros((capacity, shape.num_ranks, layers * shape.slots_per_rank), np.uint32)
-            """(capacity, R, L * slots_per_rank): what one rank reports lies together. SOURCE: (capacity, L, E)."""
+            self._of_report = (layers, shape.slots_per_rank)
+            self.counts = np.zeros((capacity, ranks, layers * shape.slots_per_rank), np.uint32)
+            """(capacity, R, L * slots_per_rank): what one rank reports lies together, and is what an earlier step left until
+            it reported. SOURCE: (capacity, L, E)."""
         else:
+            self._of_report = (layers, shape.num_logical_experts)
             # Sums over ranks need more bits than one rank's counts.
-            self.counts = np.zeros((capacity, layers, shape.num_logical_experts), np.int64)
-        self.tokens = np.zeros((capacity, shape.num_ranks), np.int64)
-        self.compute_s = np.full((capacity, shape.num_ranks), np.nan)
-        # One value of a row is read at a time: lists are faster than arrays at that.
-        self.num_reported = [0] * capacity
-        self.epoch = [0] * capacity
-        self.phase = [0] * capacity
-        self.real = [False] * capacity
-        self.torn = [False] * capacity
-        self.row_of: dict[int, int] = {}
-        self.free = list(range(capacity - 1, -1, -1))
-        self.highest = [NO_STEP] * shape.num_ranks
+            self.counts = np.zeros((capacity, *self._of_report), np.int64)
+        self.tokens = np.zeros((capacity, ranks), np.int64)
+        self.compute_s = np.full((capacity, ranks), np.nan)
+        self.reported = np.zeros((capacity, ranks), np.bool_)
+        self.rows = np.zeros(capacity, kernels.ROW)
+        self._order = np.arange(capacity)
+        """Every row once: first those waited for, in the order of their steps, then the free ones."""
+        self.num_pending = 0
+        self.highest = [NO_STEP] * ranks
         """Highest step each rank reported on this side."""
         self.passed = NO_STEP
         """Steps up to here no rank will report again."""
         self.floor = NO_STEP
         """Steps up to here are closed."""
 
-    def open(self, step: int, meta: StepMeta) -> int:
-        """A clean row for a step; the caller made room."""
-        row = self.free.pop()
-        self.row_of[step] = row
-        self.counts[row] = 0
-        self.tokens[row] = 0
-        self.compute_s[row] = np.nan
-        self.num_reported[row] = 0
-        self.epoch[row] = meta.epoch
-        self.phase[row] = PHASE_CODE[meta.phase]
-        self.real[row] = False
-        self.torn[row] = False
-        return row
+    @property
+    def pending(self) -> NDArray[np.int64]:
+        """Rows of the steps waited for, the oldest first."""
+        return self._order[: self.num_pending].copy()
 
-    def close(self, step: int) -> int:
-        """Free a step's row; its contents stay until it is used again. Returns the row."""
-        row = self.row_of.pop(step)
-        self.free.append(row)
-        return row
+    def judge(
+        self, report: LoadReport, wrong: NDArray[np.bool_], rules: Rules
+    ) -> tuple[NDArray[np.uint8], int]:
+        """Who may enter.
+
+        Args:
+            report: its steps rise.
+            wrong: (n,) which of them do not add up.
+            rules: what is known and asked for.
+
+        Returns:
+            (n,) fates, 0 for a step that may enter, and how many rows more than there are they need.
+
+        Raises:
+            ShapeMismatch: the counts of the report have another shape than the board's.
+        """
+        steps = report.steps
+        if report.counts.shape != (len(steps), *self._of_report):
+            raise ShapeMismatch(
+                f"{len(steps)} steps have counts of {report.counts.shape}, not of {self._of_report} each"
+            )
+        fate = np.empty(len(steps), np.uint8)
+        new = kernels.judge(
+            steps, wrong, report.rank, self.highest[report.rank], self.floor, rules.stride, rules.stride_from,
+            rules.epochs, rules.active, self.rows, self._order, self.num_pending, fate,
+        )  # fmt: skip
+        return fate, max(0, new - (len(self.rows) - self.num_pending))
+
+    def enter(self, report: LoadReport, fate: NDArray[np.uint8], rules: Rules) -> Entered:
+        """Write the steps that `judge` let in and found room for; fate: as it gave them, changed here."""
+        steps, rank = report.steps, report.rank
+        rows = np.empty(len(steps), np.int64)
+        self.num_pending, num_steps, seen = kernels.enter(
+            steps, rank, rules.epochs, rules.needed, self.rows, self._order, self.num_pending, self.tokens,
+            self.compute_s, self.reported, fate, rows,
+        )  # fmt: skip
+        if self.side is CountingSide.DESTINATION:
+            # Counts of a dummy step on this rank still are real tokens of other ranks: the sum decides.
+            kernels.put(report.counts.reshape(len(steps), self.counts.shape[2]), rows, rank, self.counts)
+        else:
+            self._add(report, rows)
+        if len(steps):
+            self.highest[rank] = max(self.highest[rank], int(steps["step"][-1]))
+        return Entered(fate, seen, rows, num_steps)
+
+    def _add(self, report: LoadReport, rows: NDArray[np.int64]) -> None:
+        """SOURCE: every rank's counts are of the same experts."""
+        taken = rows >= 0
+        rows = rows[taken]
+        counts = np.where(report.steps["dummy"][taken, None, None], 0, report.counts[taken])
+        first = self.rows["num_reported"][rows] == 1
+        self.counts[rows[first]] = counts[first]
+        self.counts[rows[~first]] += counts[~first]
+
+    def close(self, rows: NDArray[np.int64]) -> NDArray[np.void]:
+        """Wait for some steps no longer. What was known of them; their counts stay until another step begins."""
+        self.num_pending = kernels.close(rows, self.rows, self._order, self.num_pending)
+        return self.rows[rows]

@@ -1,6 +1,7 @@
 """The window in memory: the newest complete steps of one phase, bounded by count."""
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,12 +11,14 @@ from evenkeel.model.ids import EpRank
 from evenkeel.model.load import LoadWindow
 from evenkeel.model.topology import ModelShape
 
-__all__ = ["StepRing", "join_windows"]
+__all__ = ["StepRing", "join_windows", "newest_parts"]
 
 _BLOCKS = 4
+_SHORT = 16
+"""Parts of fewer steps are joined, so that a window is not looked at step by step."""
 
 
-def join_windows(parts: list[LoadWindow]) -> LoadWindow:
+def join_windows(parts: Sequence[LoadWindow]) -> LoadWindow:
     """Windows one after the other; the source-side sums of the last part are kept. At least one part."""
     if len(parts) == 1:
         return parts[0]
@@ -29,11 +32,34 @@ def join_windows(parts: list[LoadWindow]) -> LoadWindow:
     )
 
 
+def newest_parts(parts: Iterable[LoadWindow], after: int = -1, most: int | None = None) -> list[LoadWindow]:
+    """What is newer than a step of consecutive parts, oldest first, without a copy and without empty parts.
+
+    Args:
+        parts: oldest first.
+        after: a step number.
+        most: so many steps, the newest; None for all.
+    """
+    found: list[LoadWindow] = []
+    for part in reversed(list(parts)):
+        if not len(part):
+            continue
+        if part.steps[-1] <= after or most == 0:
+            break
+        if part.steps[0] <= after:
+            part = part.slice(slice(int(np.searchsorted(part.steps, after, side="right")), None))
+        if most is not None:
+            part = part.last(most)
+            most -= len(part)
+        found.append(part)
+    return found[::-1]
+
+
 class StepRing:
     """The newest `capacity` complete steps, in rising step order.
 
-    Steps are added behind those held; when the buffer is full the newest move to its beginning, or to a new one
-    if somebody was given a window of this one: memory that is used for the first time costs more than the copy.
+    They stay in the parts they came in, which nobody changes: adding steps copies nothing but short parts, and whoever
+    was given some keeps them.
 
     Source-side sums would need a (R, L, E) array per step to slide exactly; they are kept in a few blocks
     of a part of the window each, so they cover between three quarters of it and all of it.
@@ -44,21 +70,18 @@ class StepRing:
             raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
         self.shape = shape
         self.capacity = capacity
-        self._buffer: LoadWindow | None = None
-        self._start = 0
-        self._end = 0
-        self._handed_out = False
-        """Whether a window of this buffer may be in use."""
+        self._parts: deque[LoadWindow] = deque()
+        self._held = 0
         self._blocks: deque[NDArray[np.int64]] = deque(maxlen=_BLOCKS)
         self._in_block = 0
 
     def __len__(self) -> int:
-        return self._end - self._start
+        return self._held
 
     @property
     def newest_step(self) -> int | None:
         """Number of the newest step; None when empty."""
-        return int(self._buffer.steps[self._end - 1]) if self._buffer is not None else None
+        return int(self._parts[-1].steps[-1]) if self._parts else None
 
     def append(self, steps: LoadWindow) -> LoadWindow:
         """Add steps that are newer than all held; the part that was added, empty when none is newer."""
@@ -68,42 +91,20 @@ class StepRing:
         added = steps.last(self.capacity)
         if not len(added):
             return added
-        buffer = self._make_room(len(added))
-        place = slice(self._end, self._end + len(added))
-        buffer.counts[place] = added.counts
-        buffer.steps[place] = added.steps
-        buffer.epochs[place] = added.epochs
-        buffer.tokens[place] = added.tokens
-        buffer.compute_s[place] = added.compute_s
-        self._end += len(added)
-        self._start = max(self._start, self._end - self.capacity)
+        parts = self._parts
+        parts.append(added)
+        # The last two where they are of about one length: a step moves a few times until its part is long enough.
+        while len(parts) > 1 and len(parts[-2]) <= len(parts[-1]) < _SHORT:
+            last = parts.pop()
+            parts.append(join_windows((parts.pop(), last)))
+        self._held += len(added)
+        while self._held - len(parts[0]) >= self.capacity:
+            self._held -= len(parts.popleft())
+        if self._held > self.capacity:
+            parts[0] = parts[0].slice(slice(self._held - self.capacity, None))
+            self._held = self.capacity
         self._in_block += len(added)
         return added
-
-    def _make_room(self, num_steps: int) -> LoadWindow:
-        """The buffer, with place for some more steps, at most `capacity`, at its end."""
-        old = self._buffer
-        if old is not None and self._end + num_steps <= len(old):
-            return old
-        kept = slice(max(self._start, self._end + num_steps - self.capacity), self._end)
-        count = max(0, kept.stop - kept.start)
-        # Twice as long as what is held: every step moves about once, and never over another that is kept.
-        buffer = self._allocate(2 * self.capacity) if old is None or self._handed_out else old
-        if old is not None and count:
-            for name in ("counts", "steps", "epochs", "tokens", "compute_s"):
-                getattr(buffer, name)[:count] = getattr(old, name)[kept]
-        self._buffer, self._start, self._end, self._handed_out = buffer, 0, count, False
-        return buffer
-
-    def _allocate(self, num_steps: int) -> LoadWindow:
-        shape = self.shape
-        return LoadWindow(
-            np.empty((num_steps, shape.num_layers, shape.num_logical_experts), np.uint32),
-            np.empty(num_steps, np.int64),
-            np.empty(num_steps, np.int64),
-            np.empty((num_steps, shape.num_ranks), np.int64),
-            np.empty((num_steps, shape.num_ranks)),
-        )
 
     def add_source(self, rank: EpRank, sums: NDArray[np.int64]) -> None:
         """Add one rank's routed tokens; sums: (L, E) int64 [tokens]."""
@@ -115,36 +116,19 @@ class StepRing:
             self._in_block = 0
         self._blocks[-1][rank] += sums
 
+    def parts(self, after: int = -1) -> list[LoadWindow]:
+        """The steps after one, oldest first, without source-side sums. Read only; they never change."""
+        return newest_parts(self._parts, after)
+
     def window(self) -> LoadWindow | None:
-        """What is held, oldest step first; None when empty. Read only; it never changes."""
-        self._handed_out = True
-        return self.peek()
-
-    def peek(self) -> LoadWindow | None:
-        """Like `window`, for use at once: it is worthless when more steps were added."""
-        if self._buffer is None:
+        """What is held in one piece, a copy, with source-side sums; None when empty."""
+        if not self._parts:
             return None
-        held = self._buffer.slice(slice(self._start, self._end))
-        return LoadWindow(
-            held.counts, held.steps, held.epochs, held.tokens, held.compute_s, self._source_sums()
-        )
+        held = join_windows(self._parts)
+        return LoadWindow(held.counts, held.steps, held.epochs, held.tokens, held.compute_s, self.source())
 
-    def newer_than(self, step: int) -> LoadWindow | None:
-        """A copy of the steps after one, without source-side sums; None when there is none."""
-        newest, buffer = self.newest_step, self._buffer
-        if buffer is None or newest is None or newest <= step:
-            return None
-        held = buffer.slice(slice(self._start, self._end))
-        first = int(np.searchsorted(held.steps, step, side="right"))
-        return LoadWindow(
-            held.counts[first:].copy(),
-            held.steps[first:].copy(),
-            held.epochs[first:].copy(),
-            held.tokens[first:].copy(),
-            held.compute_s[first:].copy(),
-        )
-
-    def _source_sums(self) -> NDArray[np.uint32] | None:
+    def source(self) -> NDArray[np.uint32] | None:
+        """(R, L, E) [tokens] each rank routed; None where ranks do not tell."""
         if not self._blocks:
             return None
         total: NDArray[np.int64] = np.sum(list(self._blocks), axis=0)

@@ -24,23 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65venkeel/v1/telemetry.proto\x12\x0b\x65venkeel.v1\"\x8f\x01\n\x08StepMeta\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12!\n\x05phase\x18\x03 \x01(\x0e\x32\x12.evenkeel.v1.Phase\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\r\n\x05\x64ummy\x18\x05 \x01(\x08\x12\x16\n\tcompute_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_compute_s\"\x82\x01\n\nLoadReport\x12\'\n\x04side\x18\x01 \x01(\x0e\x32\x19.evenkeel.v1.CountingSide\x12$\n\x05steps\x18\x02 \x03(\x0b\x32\x15.evenkeel.v1.StepMeta\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x15\n\rdropped_steps\x18\x04 \x01(\x04\"_\n\tReportAck\x12\x19\n\x0chighest_step\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0erejected_steps\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\tB\x0f\n\r_highest_step\"i\n\x0b\x46lowControl\x12\x19\n\x11report_interval_s\x18\x01 \x01(\x01\x12\x0e\n\x06stride\x18\x02 \x01(\r\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\x12\x1c\n\x14max_steps_per_report\x18\x04 \x01(\r*T\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02\x12\x0f\n\x0bPHASE_MIXED\x10\x03*f\n\x0c\x43ountingSide\x12\x1d\n\x19\x43OUNTING_SIDE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x43OUNTING_SIDE_DESTINATION\x10\x01\x12\x18\n\x14\x43OUNTING_SIDE_SOURCE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65venkeel/v1/telemetry.proto\x12\x0b\x65venkeel.v1\"\x8f\x01\n\x08StepMeta\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12!\n\x05phase\x18\x03 \x01(\x0e\x32\x12.evenkeel.v1.Phase\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\r\n\x05\x64ummy\x18\x05 \x01(\x08\x12\x16\n\tcompute_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_compute_s\"\x9a\x01\n\nLoadReport\x12\'\n\x04side\x18\x01 \x01(\x0e\x32\x19.evenkeel.v1.CountingSide\x12(\n\x05steps\x18\x02 \x03(\x0b\x32\x15.evenkeel.v1.StepMetaB\x02\x18\x01\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x15\n\rdropped_steps\x18\x04 \x01(\x04\x12\x12\n\nstep_table\x18\x05 \x01(\x0c\"_\n\tReportAck\x12\x19\n\x0chighest_step\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0erejected_steps\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\tB\x0f\n\r_highest_step\"i\n\x0b\x46lowControl\x12\x19\n\x11report_interval_s\x18\x01 \x01(\x01\x12\x0e\n\x06stride\x18\x02 \x01(\r\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\x12\x1c\n\x14max_steps_per_report\x18\x04 \x01(\r*T\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02\x12\x0f\n\x0bPHASE_MIXED\x10\x03*f\n\x0c\x43ountingSide\x12\x1d\n\x19\x43OUNTING_SIDE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x43OUNTING_SIDE_DESTINATION\x10\x01\x12\x18\n\x14\x43OUNTING_SIDE_SOURCE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'evenkeel.v1.telemetry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PHASE']._serialized_start=527
-  _globals['_PHASE']._serialized_end=611
-  _globals['_COUNTINGSIDE']._serialized_start=613
-  _globals['_COUNTINGSIDE']._serialized_end=715
+  _globals['_LOADREPORT'].fields_by_name['steps']._loaded_options = None
+  _globals['_LOADREPORT'].fields_by_name['steps']._serialized_options = b'\030\001'
+  _globals['_PHASE']._serialized_start=551
+  _globals['_PHASE']._serialized_end=635
+  _globals['_COUNTINGSIDE']._serialized_start=637
+  _globals['_COUNTINGSIDE']._serialized_end=739
   _globals['_STEPMETA']._serialized_start=45
   _globals['_STEPMETA']._serialized_end=188
   _globals['_LOADREPORT']._serialized_start=191
-  _globals['_LOADREPORT']._serialized_end=321
-  _globals['_REPORTACK']._serialized_start=323
-  _globals['_REPORTACK']._serialized_end=418
-  _globals['_FLOWCONTROL']._serialized_start=420
-  _globals['_FLOWCONTROL']._serialized_end=525
+  _globals['_LOADREPORT']._serialized_end=345
+  _globals['_REPORTACK']._serialized_start=347
+  _globals['_REPORTACK']._serialized_end=442
+  _globals['_FLOWCONTROL']._serialized_start=444
+  _globals['_FLOWCONTROL']._serialized_end=549
 # @@protoc_insertion_point(module_scope)

@@ -44,16 +44,18 @@ class StepMeta(_message.Message):
     def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., tokens: _Optional[int] = ..., dummy: _Optional[bool] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("side", "steps", "counts", "dropped_steps")
+    __slots__ = ("side", "steps", "counts", "dropped_steps", "step_table")
     SIDE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TABLE_FIELD_NUMBER: _ClassVar[int]
     side: CountingSide
     steps: _containers.RepeatedCompositeFieldContainer[StepMeta]
     counts: bytes
     dropped_steps: int
-    def __init__(self, side: _Optional[_Union[CountingSide, str]] = ..., steps: _Optional[_Iterable[_Union[StepMeta, _Mapping]]] = ..., counts: _Optional[bytes] = ..., dropped_steps: _Optional[int] = ...) -> None: ...
+    step_table: bytes
+    def __init__(self, side: _Optional[_Union[CountingSide, str]] = ..., steps: _Optional[_Iterable[_Union[StepMeta, _Mapping]]] = ..., counts: _Optional[bytes] = ..., dropped_steps: _Optional[int] = ..., step_table: _Optional[bytes] = ...) -> None: ...
 
 class ReportAck(_message.Message):
     __slots__ = ("highest_step", "rejected_steps", "reason")

@@ -1,29 +1,28 @@
-"""Load reports: counts as one packed little-endian array, so that a report costs microseconds."""
+"""Load reports: steps and counts as packed little-endian arrays, so that a report costs microseconds."""
 
 import math
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.compiled import kernel
 from evenkeel.errors import InvalidInput, PeerViolation, Reason
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta
+from evenkeel.model.load import PHASE_CODE, STEP, CountingSide, LoadReport, StepTable
 from evenkeel.model.topology import ModelShape
 from evenkeel.protocol.messages import RankIdentity
 from evenkeel.v1 import telemetry_pb2 as pb
 from evenkeel.wire.values import check_count
 
-__all__ = ["MAX_REPORT_STEPS", "decode_report", "encode_report"]
+__all__ = ["MAX_REPORT_STEPS", "decode_report", "encode_report", "steps_said"]
 
 MAX_REPORT_STEPS = 4096
 _MAX_COUNT = (1 << 31) - 1
 _MAX_STEP = (1 << 62) - 1
+# A phase's code is its number on the wire.
+_NUM_PHASES = len(PHASE_CODE)
+assert all(pb.Phase.Value(f"PHASE_{phase.name}") == code for phase, code in PHASE_CODE.items())
 
-_PHASES = {
-    Phase.PREFILL: pb.PHASE_PREFILL,
-    Phase.DECODE: pb.PHASE_DECODE,
-    Phase.MIXED: pb.PHASE_MIXED,
-}
-_PHASES_BACK = {number: phase for phase, number in _PHASES.items()}
+_STEP = STEP.newbyteorder("<")
 _SIDES = {
     CountingSide.DESTINATION: pb.COUNTING_SIDE_DESTINATION,
     CountingSide.SOURCE: pb.COUNTING_SIDE_SOURCE,
@@ -44,17 +43,7 @@ def encode_report(report: LoadReport) -> pb.LoadReport:
         )
     return pb.LoadReport(
         side=_SIDES[report.side],
-        steps=[
-            pb.StepMeta(
-                step=meta.step,
-                epoch=meta.epoch,
-                phase=_PHASES[meta.phase],
-                tokens=meta.tokens,
-                dummy=meta.dummy,
-                compute_s=meta.compute_s,
-            )
-            for meta in report.steps
-        ],
+        step_table=report.steps.astype(_STEP).tobytes(),
         counts=counts.astype("<i4").tobytes(),
         dropped_steps=report.dropped_steps,
     )
@@ -69,20 +58,26 @@ def decode_report(message: pb.LoadReport, identity: RankIdentity, shape: ModelSh
     side = _SIDES_BACK.get(message.side)
     if side is None:
         raise PeerViolation(f"counting side {message.side} is unknown")
-    num_steps = len(message.steps)
-    if num_steps > MAX_REPORT_STEPS:
-        raise PeerViolation(f"report holds {num_steps} steps, at most {MAX_REPORT_STEPS} are allowed")
-    counts = _decode_counts(message.counts, num_steps, side, shape)
+    steps = _decode_steps(message)
+    counts = _decode_counts(message.counts, len(steps), side, shape)
     return LoadReport(
         deployment=identity.deployment,
         generation=identity.generation,
         rank=identity.rank,
         incarnation=identity.incarnation,
         side=side,
-        steps=_decode_steps(message),
+        steps=steps,
         counts=counts,
         dropped_steps=check_count("dropped_steps", message.dropped_steps),
     )
+
+
+def steps_said(message: pb.LoadReport) -> list[int]:
+    """Numbers of the steps in a report that was refused, as far as it can be read."""
+    if message.steps:
+        return [meta.step for meta in message.steps]
+    whole_rows = message.step_table[: len(message.step_table) // STEP.itemsize * STEP.itemsize]
+    return [int(step) for step in np.frombuffer(whole_rows, _STEP)["step"]]
 
 
 def _decode_counts(data: bytes, num_steps: int, side: CountingSide, shape: ModelShape) -> NDArray[np.int32]:
@@ -104,21 +99,70 @@ def _decode_counts(data: bytes, num_steps: int, side: CountingSide, shape: Model
     return counts.reshape(num_steps, shape.num_layers, width)
 
 
-def _decode_steps(message: pb.LoadReport) -> tuple[StepMeta, ...]:
-    steps: list[StepMeta] = []
-    previous = -1
+def _decode_steps(message: pb.LoadReport) -> StepTable:
+    data = message.step_table
+    num_steps, rest = divmod(len(data), STEP.itemsize)
+    if message.steps and not data:
+        num_steps = len(message.steps)
+    if num_steps > MAX_REPORT_STEPS:
+        raise PeerViolation(f"report holds {num_steps} steps, at most {MAX_REPORT_STEPS} are allowed")
+    if rest:
+        raise PeerViolation(
+            f"step table has {len(data)} bytes, {num_steps} rows of {STEP.itemsize} and {rest} more",
+            Reason.BAD_LENGTH,
+        )
+    steps: StepTable = np.frombuffer(data, _STEP) if data else _decode_rows(message)
+    wrong = _first_wrong(steps)
+    if wrong >= 0:
+        raise _refuse(steps, wrong)
+    return steps
+
+
+def _decode_rows(message: pb.LoadReport) -> StepTable:
+    """Steps as earlier agents said them."""
+    rows = []
     for meta in message.steps:
-        step, epoch, tokens = meta.step, meta.epoch, meta.tokens
-        if not previous < step <= _MAX_STEP:
-            raise PeerViolation(f"step {step} follows step {previous}; steps must rise and stay below 2**62")
-        previous = step
-        phase = _PHASES_BACK.get(meta.phase)
-        if phase is None:
-            raise PeerViolation(f"step {step} has unknown phase {meta.phase}")
-        if epoch > _MAX_STEP or tokens > _MAX_STEP:
-            raise PeerViolation(f"step {step} has epoch {epoch} and {tokens} tokens, at most {_MAX_STEP}")
-        compute_s = meta.compute_s if meta.HasField("compute_s") else None
-        if compute_s is not None and not 0 <= compute_s < math.inf:
-            raise PeerViolation(f"step {step} has compute_s {compute_s}", Reason.NOT_FINITE)
-        steps.append(StepMeta(step, epoch, phase, tokens, meta.dummy, compute_s))
-    return tuple(steps)
+        if meta.HasField("compute_s") and not 0 <= meta.compute_s < math.inf:
+            raise PeerViolation(f"step {meta.step} has compute_s {meta.compute_s}", Reason.NOT_FINITE)
+        if max(meta.step, meta.epoch, meta.tokens) > _MAX_STEP:
+            numbers = f"{meta.step}, epoch {meta.epoch} and {meta.tokens} tokens"
+            raise PeerViolation(f"step {numbers}: at most {_MAX_STEP} each")
+        seconds = meta.compute_s if meta.HasField("compute_s") else math.nan
+        phase = meta.phase if 0 <= meta.phase <= _NUM_PHASES else 0
+        rows.append((meta.step, meta.epoch, meta.tokens, seconds, phase, meta.dummy))
+    return np.array(rows, STEP)
+
+
+@kernel
+def _first_wrong(steps: StepTable) -> int:
+    """Where a table says what cannot be, -1 where it does nowhere."""
+    before = -1
+    for i in range(len(steps)):
+        one = steps[i]
+        if not (
+            before < one.step <= _MAX_STEP and 0 <= one.epoch <= _MAX_STEP and 0 <= one.tokens <= _MAX_COUNT
+        ):
+            return i
+        if not (1 <= one.phase <= _NUM_PHASES and one.dummy <= 1):
+            return i
+        if not (0 <= one.compute_s < math.inf or math.isnan(one.compute_s)):
+            return i
+        before = one.step
+    return -1
+
+
+def _refuse(steps: StepTable, wrong: int) -> PeerViolation:
+    """What is wrong with that row."""
+    step, epoch, tokens, compute_s, phase, dummy = steps[wrong].item()[:6]
+    before = steps["step"][wrong - 1] if wrong else -1
+    if not before < step <= _MAX_STEP:
+        return PeerViolation(f"step {step} follows step {before}; steps must rise and stay below 2**62")
+    if not 1 <= phase <= _NUM_PHASES or dummy > 1:
+        return PeerViolation(
+            f"step {step} has unknown phase {phase}, or neither is dummy nor is not: {dummy}"
+        )
+    if not 0 <= epoch <= _MAX_STEP:
+        return PeerViolation(f"step {step} has epoch {epoch}, must be 0..{_MAX_STEP}")
+    if not 0 <= tokens <= _MAX_COUNT:
+        return PeerViolation(f"step {step} has {tokens} tokens, must be 0..{_MAX_COUNT}")
+    return PeerViolation(f"step {step} has compute_s {compute_s}", Reason.NOT_FINITE)

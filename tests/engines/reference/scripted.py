@@ -110,7 +110,7 @@ class ScriptedLink:
         while True:
             message = await self.inbox.get()
             if hasattr(message, "steps"):
-                listener.received(1, ReportAck(message.steps[-1].step if message.steps else None))
+                listener.received(1, ReportAck(message.last_step))
 
     async def drive(self, listener, key, wave, epoch, abort):
         prepare = Prepare(LEADER, key, Epoch(epoch), wave, self.checksums(wave), batch_deadline_s=10.0)

@@ -48,11 +48,11 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
                 self.hellos[hello.identity.rank] = hello
                 self.streams[hello.identity.rank] = context
             if isinstance(message, LoadReport):
-                for meta, counts in zip(message.steps, message.counts, strict=True):
-                    self.counts[message.rank][meta.step] = counts.sum(axis=1)
+                for step, counts in zip(message.steps["step"].tolist(), message.counts, strict=True):
+                    self.counts[message.rank][step] = counts.sum(axis=1)
                 if len(self.common_steps()) >= 5:
                     self.counted.set()
-                await self.write(context, ReportAck(message.steps[-1].step if message.steps else None))
+                await self.write(context, ReportAck(message.last_step))
             await self.messages.put((hello.identity.rank, message))
 
     async def write(self, context, message):

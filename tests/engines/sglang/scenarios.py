@@ -121,11 +121,11 @@ def observe(rank, size):
     one.steps(5)
     want = torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy()
     reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 5)
-    metas = [meta for report in reports for meta in report.steps]
-    counts = np.concatenate([report.counts for report in reports if report.steps])
+    metas = np.concatenate([report.steps for report in reports])
+    counts = np.concatenate([report.counts for report in reports])
     return {
-        "steps": [meta.step for meta in metas],
-        "tokens": {meta.tokens for meta in metas},
+        "steps": metas["step"].tolist(),
+        "tokens": set(metas["tokens"].tolist()),
         "sides": {report.side.value for report in reports},
         "last": counts[-1],
         "want": want,

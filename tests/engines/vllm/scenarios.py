@@ -139,14 +139,14 @@ def observe(rank, size):
     one.step(dummy=True)
     one.steps(3)
     reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 8)
-    metas = [meta for report in reports for meta in report.steps]
-    counts = np.concatenate([report.counts for report in reports if report.steps])
+    metas = np.concatenate([report.steps for report in reports])
+    counts = np.concatenate([report.counts for report in reports])
     hello = one.agent.hello()
     return {
-        "steps": [meta.step for meta in metas],
-        "tokens": [meta.tokens for meta in metas],
-        "dummy": [meta.dummy for meta in metas],
-        "epochs": [meta.epoch for meta in metas],
+        "steps": metas["step"].tolist(),
+        "tokens": metas["tokens"].tolist(),
+        "dummy": metas["dummy"].tolist(),
+        "epochs": metas["epoch"].tolist(),
         "counts": counts,
         "want_3": want,
         "shape": hello.shape,
