@@ -64,7 +64,7 @@ class Rig:
             self.ingest.take(run.report(rank, **options), self.answers.append)
 
     def steps(self):
-        window = self.ingest.windows().get(Phase.DECODE)
+        window = self.ingest.windows(50).get(Phase.DECODE)
         return [] if window is None else window.steps.tolist()
 
 
@@ -166,7 +166,7 @@ async def test_a_window_comes_back_for_the_same_generation_only(rig):
     same.begin()
     same.report(Fleet().run(range(25, 33)))
     assert same.steps() == list(range(33))
-    window = same.ingest.windows()[Phase.DECODE]
+    window = same.ingest.windows(50)[Phase.DECODE]
     assert window.source is not None
     assert window.source.sum() > 0
 
@@ -236,7 +236,7 @@ def test_a_map_a_wave_leads_to_is_expected(rig):
     rig.ingest.expect(Epoch(EPOCH + 1), PLACEMENT)
     run = Fleet().run(range(3), epoch=EPOCH + 1)
     rig.report(run)
-    assert np.array_equal(rig.ingest.windows()[Phase.DECODE].counts, run.load)
+    assert np.array_equal(rig.ingest.windows(50)[Phase.DECODE].counts, run.load)
 
 
 def test_reports_that_wait_are_bounded_by_bytes_too(rig, monkeypatch):

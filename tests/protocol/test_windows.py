@@ -55,6 +55,8 @@ def test_parts_are_the_window_whatever_length_steps_come_in(length):
         end = first + length
         kept = slice(max(0, end - 10), end)
         parts = ring.parts()
+        newest = ring.window(3)
+        assert newest is not None and newest.steps.tolist() == list(range(kept.start, end))[-3:]
         for held in (join_windows(parts), ring.window()):
             assert held is not None and held.steps.tolist() == list(range(kept.start, end))
             for name in ("counts", "tokens", "epochs", "compute_s"):

@@ -127,9 +127,9 @@ class Ingest:
         self._restored = generation
         return found
 
-    def windows(self) -> dict[Phase, LoadWindow]:
-        """A copy of each window in memory; phases without a step are left out."""
-        found = {phase: ring.window() for phase, ring in self.rings.items()}
+    def windows(self, most: int) -> dict[Phase, LoadWindow]:
+        """A copy of each window in memory, as far as its newest steps; phases without a step are left out."""
+        found = {phase: ring.window(most) for phase, ring in self.rings.items()}
         return {phase: window for phase, window in found.items() if window is not None}
 
     def parts(self) -> dict[Phase, list[LoadWindow]]:

@@ -171,7 +171,8 @@ class Planning:
         shape, now = control.membership.shape, deployment.outside.clock.monotonic()
         if shape is None:
             raise Unavailable("the ranks have not all connected", Reason.RANKS_MISSING)
-        windows = [window for phase, window in ingest.windows().items() if phase in phases]
+        found = ingest.windows(cycle.plan_steps)
+        windows = [window for phase, window in found.items() if phase in phases]
         load, source = merge_phases(windows, shape, cycle.plan_steps)
         deployment.balance.update(ingest.parts(), base.placement)
         curves = self._look_at_ranks()

@@ -107,7 +107,7 @@ class WhatIf:
                 Reason.PLAN_IN_PROGRESS,
             )
         inputs = deployment.planning.inputs(base, policy.policy, policy.limits, tuple(Phase))
-        windows = [window for window in deployment.ingest.windows().values() if len(window)]
+        newest = [ring.newest_step for ring in deployment.ingest.rings.values()]
         request = WhatIfInputs(inputs, (_REFERENCE, *policy.shadow_policies), self._free_bytes())
         found = await deployment.outside.planner.aside.run(recommend, request)
         advice = Advice(
@@ -116,7 +116,7 @@ class WhatIf:
             generation=base.generation,
             epoch=base.epoch,
             policy=policy.policy,
-            newest_step=max((int(window.steps[-1]) for window in windows), default=None),
+            newest_step=max((step for step in newest if step is not None), default=None),
             free_bytes=request.free_bytes,
             recommendation=found,
             shadow=self.shadows(),

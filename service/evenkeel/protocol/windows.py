@@ -120,11 +120,11 @@ class StepRing:
         """The steps after one, oldest first, without source-side sums. Read only; they never change."""
         return newest_parts(self._parts, after)
 
-    def window(self) -> LoadWindow | None:
-        """What is held in one piece, a copy, with source-side sums; None when empty."""
+    def window(self, most: int | None = None) -> LoadWindow | None:
+        """The newest steps, all or so many, in one piece and with source-side sums; None when empty."""
         if not self._parts:
             return None
-        held = join_windows(self._parts)
+        held = join_windows(newest_parts(self._parts, most=most))
         return LoadWindow(held.counts, held.steps, held.epochs, held.tokens, held.compute_s, self.source())
 
     def source(self) -> NDArray[np.uint32] | None:
