@@ -1,6 +1,7 @@
 """What the policies' own choices are worth on recorded routing: python -m bench.planning_setups.
 
-GEM's set-ups of unequal ranks; how long a window should be (GEM's Figure 10); CRAFT's two objectives. All walk-forward.
+GEM's set-ups of unequal ranks; how long a window should be (GEM's Figure 10); CRAFT's two objectives; how much there is
+to gain at all. All walk-forward.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.planning_walk import recorded, setup_of, upper95
+from bench.planning_walk import FLEETS, RIVALS, recorded, setup_of, upper95
 from bench.report import Row, print_row, write_report
 from evenkeel.formats import Trace
 from evenkeel.planning import metrics
@@ -18,6 +19,7 @@ from evenkeel.planning.gem import gem_setup, plan_gem
 from evenkeel.planning.keel import plan_keel
 from evenkeel.planning.policies import warm_kernels
 from evenkeel.planning.problem import PlacementProblem, Proposal
+from evenkeel.replay.planners import choose_planners
 from evenkeel.replay.walk import Replan, Setup, Walk, walk_forward
 
 __all__ = ["setup_rows"]
@@ -111,8 +113,39 @@ def craft_objective_rows(traces: list[Trace]) -> Iterator[list[Row]]:
         yield rows
 
 
+def _foresee(replan: Replan) -> Proposal:
+    """keel told how often each expert will be chosen over the steps it is scored on, and nothing else of them."""
+    problem, setup = replan.problem, replan.setup
+    past = problem.load.mean(axis=0)
+    coming = setup.load[replan.step : replan.step + setup.horizon_steps].mean(axis=0)
+    return plan_keel(
+        replace(problem, load=problem.load * np.where(past > 0, coming / np.maximum(past, 1e-9), 1.0))
+    )
+
+
+def foresight_rows(traces: list[Trace]) -> Iterator[list[Row]]:
+    """keel and keel with foresight of means, over the best of the others: what better forecasts could bring at most."""
+    for ranks, slots in FLEETS:
+        for trace in traces:
+            setup = setup_of(trace, ranks, slots)
+            rivals = [
+                walk_forward(name, planner, setup).times.sum(axis=1)
+                for name, planner in choose_planners(list(RIVALS), baselines=False).items()
+            ]
+            best = min(rivals, key=lambda times: float(times.sum()))
+            keel = _walk("keel", plan_keel, setup).times.sum(axis=1)
+            told = walk_forward("foresight", _foresee, setup).times.sum(axis=1)
+            name = f"foresight_{ranks}x{slots}_{trace.name}"
+            yield [
+                Row(f"{name}_keel_over_best", float(keel.sum() / best.sum()), "ratio"),
+                Row(f"{name}_told_over_best", float(told.sum() / best.sum()), "ratio"),
+                Row(f"{name}_told_upper95", upper95(told, best), "ratio"),
+            ]
+
+
 def setup_rows(traces: list[Trace]) -> Iterator[list[Row]]:
     """All of it, part by part."""
+    yield from foresight_rows(traces)
     yield from speed_rows(traces)
     yield from craft_objective_rows(traces)
     yield from window_rows(traces)
