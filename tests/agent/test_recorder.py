@@ -159,6 +159,16 @@ def test_the_writer_does_not_stumble_over_a_reader_that_took_everything():
     assert recorder.dropped_total == 0 and recorder.last_step == 2 and recorder.take(9) is None
 
 
+def test_numbers_no_report_can_carry_cost_their_step_and_not_the_reporter():
+    recorder = Recorder(16, 2, 3)
+    put(recorder, 0, value=1)
+    put(recorder, 1, value=1, tokens=1 << 70)
+    put(recorder, 2, value=1, epoch=1 << 62)
+    put(recorder, 3, value=1)
+    taken = recorder.take(16)
+    assert taken.steps["step"].tolist() == [0, 3] and taken.dropped_steps == 2
+
+
 def test_numbers_of_numpy_are_made_plain():
     """Engines count with arrays; a message takes plain numbers."""
     recorder = Recorder(4, 2, 3)

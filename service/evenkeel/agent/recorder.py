@@ -13,6 +13,9 @@ __all__ = ["Recorded", "Recorder"]
 
 _log = structlog.get_logger(__name__)
 
+_MOST = (1 << 62) - 1
+"""Of a step, epoch or count of tokens: more is none."""
+
 _Row = tuple[int, NDArray[np.int64], int, int, Phase, bool, float | None]
 """Step, counts, and the other fields of a StepMeta."""
 
@@ -25,7 +28,7 @@ class Recorded:
     counts: NDArray[np.int64]
     """(n, L, W) [tokens]."""
     dropped_steps: int
-    """Steps lost since the take before: they made room for newer ones, or their counts had another shape."""
+    """Steps lost since the take before: they made room for newer ones, or their counts had another shape, or a number is none."""
 
 
 class Recorder:
@@ -101,7 +104,7 @@ class Recorder:
         with suppress(IndexError):
             while len(rows) < max_steps:
                 rows.append(self._rows.pop(0))
-        kept = [row for row in rows if (row[0] < from_step or row[0] % stride == 0) and self._has_shape(row)]
+        kept = [row for row in rows if (row[0] < from_step or row[0] % stride == 0) and self._is_usable(row)]
         lost = self.dropped_total - self._said
         if not kept and not lost:
             return None
@@ -112,16 +115,19 @@ class Recorder:
             into[:] = row[1]
         return Recorded(step_table(map(_meta, kept)), counts, lost)
 
-    def _has_shape(self, row: _Row) -> bool:
-        """Whether counts can be used; statistics that cannot must not end the engine: said the 1st, 2nd, 4th, ... time."""
-        if row[1].shape == self._shape:
+    def _is_usable(self, row: _Row) -> bool:
+        """Whether a report can carry it; statistics that cannot must not end the engine: said the 1st, 2nd, 4th, ... time."""
+        step, counts, epoch, tokens = row[:4]
+        if counts.shape == self._shape and max(step, epoch, tokens) <= _MOST:
             return True
         self._refused += 1
         if self._refused & (self._refused - 1) == 0:
             _log.error(
                 "counts_refused",
-                step=int(row[0]),
-                shape=row[1].shape,
+                step=int(step),
+                epoch=int(epoch),
+                tokens=int(tokens),
+                shape=counts.shape,
                 wanted=self._shape,
                 times=self._refused,
             )
