@@ -54,9 +54,9 @@ def test_counts_of_another_shape_are_dropped_counted_and_said():
     assert taken.steps["step"].tolist() == [0, 5] and taken.counts[:, 0, 0].tolist() == [0, 5]
     assert taken.dropped_steps == 4 == recorder.dropped_total and recorder.last_step == 5
     assert [(log["event"], log["step"], log["shape"], log["wanted"]) for log in logs] == [
-        ("counts_refused", 1, (3, 2), (2, 3)),
-        ("counts_refused", 2, (3,), (2, 3)),
-        ("counts_refused", 4, (2, 0), (2, 3)),
+        ("step_refused", 1, (3, 2), (2, 3)),
+        ("step_refused", 2, (3,), (2, 3)),
+        ("step_refused", 4, (2, 0), (2, 3)),
     ]
 
 
@@ -162,11 +162,14 @@ def test_the_writer_does_not_stumble_over_a_reader_that_took_everything():
 def test_numbers_no_report_can_carry_cost_their_step_and_not_the_reporter():
     recorder = Recorder(16, 2, 3)
     put(recorder, 0, value=1)
-    put(recorder, 1, value=1, tokens=1 << 70)
-    put(recorder, 2, value=1, epoch=1 << 62)
-    put(recorder, 3, value=1)
+    for place, numbers in enumerate(
+        ({"tokens": 1 << 31}, {"tokens": -1}, {"epoch": 1 << 62}, {"epoch": -(1 << 70)}), 1
+    ):
+        put(recorder, place, value=1, **numbers)
+    put(recorder, 5, value=1)
+    put(recorder, 1 << 62, value=1)
     taken = recorder.take(16)
-    assert taken.steps["step"].tolist() == [0, 3] and taken.dropped_steps == 2
+    assert taken.steps["step"].tolist() == [0, 5] and taken.dropped_steps == 5
 
 
 def test_numbers_of_numpy_are_made_plain():

@@ -10,6 +10,7 @@ from evenkeel.planning.problem import DispatchModel
 
 PROGRAM = """
 import resource, signal, sys
+from dataclasses import replace
 import numpy as np
 from evenkeel.controller.kernels import warm_kernels
 from evenkeel.model.load import Phase
@@ -18,7 +19,7 @@ from evenkeel.planning.problem import DispatchModel
 from evenkeel.planning.split import SplitModel
 from evenkeel.protocol import board_kernels
 from evenkeel.protocol.messages import RankIdentity
-from evenkeel.wire import reports
+from evenkeel.wire import reports, step_checks
 from tests.protocol.telemetry import PLACEMENT, SHAPE, Fleet, make_assembler, windows_of
 
 dispatch, most_bytes = DispatchModel(sys.argv[1]), int(sys.argv[2])
@@ -26,13 +27,15 @@ if most_bytes:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
+def identity_of(report):
+    return RankIdentity(report.deployment, report.rank, report.generation, report.incarnation)
+
 def over_the_wire(report):
-    identity = RankIdentity(report.deployment, report.rank, report.generation, report.incarnation)
-    return reports.decode_report(reports.encode_report(report), identity, SHAPE)
+    return reports.decode_report(reports.encode_report(report), identity_of(report), SHAPE)
 
 def compiled():
     named = (kernels.rank_load_kernel, kernels.balancedness_kernel, kernels.optimal_split_kernel)
-    ours = [one for module in (board_kernels, reports) for one in vars(module).values() if hasattr(one, "signatures")]
+    ours = [one for module in (board_kernels, step_checks) for one in vars(module).values() if hasattr(one, "signatures")]
     return [len(one.signatures) for one in (*ours, *named)]
 
 warm_kernels(dispatch)
@@ -41,6 +44,13 @@ assert sum(before) >= 8, before
 run, assembler = Fleet().run(range(3)), make_assembler()
 got = [over_the_wire(run.report(rank)) for rank in range(3)]
 window = windows_of([assembler.take(report) for report in got])[Phase.DECODE]
+nothing = over_the_wire(replace(run.report(0), steps=got[0].steps[:0], counts=got[0].counts[:0], dropped_steps=3))
+assembler.take(nothing)
+wire = reports.encode_report(run.report(0))
+wire.step_table = b""
+for step in range(3, 6):
+    wire.steps.add(step=step, epoch=5, phase=2, tokens=1)
+assert assembler.take(reports.decode_report(wire, identity_of(run.report(0)), SHAPE)).accepted_steps == 3
 counts = window.slice(slice(1, None)).counts
 for load in (counts, counts.sum(axis=0, dtype=np.float64)[None]):
     metrics.balancedness(metrics.rank_load(load, PLACEMENT, SplitModel(dispatch)))

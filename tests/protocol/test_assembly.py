@@ -1,5 +1,6 @@
 """R18 and R19: only whole steps that add up enter a window."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -230,6 +231,50 @@ def test_memory_is_bounded_and_the_oldest_step_gives_way():
     assert reasons(behind) == {Reason.LATE_STEP: 2}
     with pytest.raises(InvalidInput, match="max_pending is 0"):
         StepAssembler(SHAPE, max_pending=0)
+
+
+def test_what_is_refused_for_a_reason_of_its_own_is_not_late_where_there_is_no_room():
+    assembler = make_assembler(max_pending=4)
+    one, other = Fleet().run(range(6), epoch=7), Fleet(1).run(range(6, 12))
+    reports = one.report(0), other.report(0)
+    report = replace(
+        reports[0],
+        steps=np.concatenate([report.steps for report in reports]),
+        counts=np.concatenate([report.counts for report in reports]),
+    )
+    intake = assembler.take(report)
+    assert reasons(intake) == {Reason.UNKNOWN_EPOCH: 6, Reason.LATE_STEP: 2}
+    late, unknown = intake.rejected
+    assert late.detail == "rank 0 steps 6..7: 4 later steps are waiting for other ranks"
+    assert "epoch 7, known are [5]" in unknown.detail
+    assert intake.accepted_steps == assembler.pending() == 4
+
+
+def test_a_report_that_makes_others_give_way_is_told_its_own_reason_first():
+    assembler, run = make_assembler(max_pending=4), Fleet().run(range(8))
+    assembler.take(run.report(0, only=slice(0, 4)))
+    intake = assembler.take(run.report(0))
+    assert [rejection.reason for rejection in intake.rejected] == [Reason.DUPLICATE_STEP] + 4 * [
+        Reason.INCOMPLETE_STEP
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": EpRank(3)},
+        {"rank": EpRank(-1)},
+        {"counts": np.ones((2, 2, 3), np.int32)},
+        {"counts": np.ones((3, 2, 2), np.int32)},
+        {"counts": np.ones((2, 4), np.int32)},
+    ],
+)
+def test_a_report_of_a_group_of_another_shape_is_refused_whole(change):
+    """Compiled code has no bounds: a rank that said hello again with another shape must not write beyond the board."""
+    assembler, run = make_assembler(), Fleet().run(range(2))
+    intake = assembler.take(replace(run.report(0), **change))
+    assert reasons(intake) == {Reason.BAD_LENGTH: 2} and intake.highest_step == 1
+    assert assembler.pending() == 0 and intake.accepted_steps == 0
 
 
 def test_a_map_without_some_expert_breaks_nothing():

@@ -1,5 +1,7 @@
 """The window in memory keeps the newest steps, and what it handed out."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -74,6 +76,12 @@ def test_parts_are_few_and_long_ones_are_not_copied():
     for first in (136, 152):
         ring.append(window.slice(slice(first, first + 16)))
     assert [part.counts.base is window.counts for part in ring.parts()][-2:] == [True, True]
+
+
+def test_a_part_keeps_no_sums_of_the_window_it_came_from():
+    ring = StepRing(SHAPE, 10)
+    ring.append(replace(LONG, source=np.ones((3, 2, 4), np.uint32)))
+    assert [part.source for part in ring.parts()] == [None] and ring.window().source is None
 
 
 def test_parts_after_a_step_begin_there():

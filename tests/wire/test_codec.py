@@ -221,7 +221,15 @@ def test_compute_time_of_earlier_agents_that_is_no_duration_is_refused(value):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("step", 7), ("step", 1 << 63), ("tokens", 1 << 31), ("epoch", 1 << 63), ("phase", 0), ("phase", 300)],
+    [
+        ("step", 7),
+        ("step", 1 << 63),
+        ("tokens", 1 << 31),
+        ("epoch", 1 << 63),
+        ("phase", 0),
+        ("phase", 77),
+        ("phase", -2),
+    ],
 )
 def test_step_fields_of_earlier_agents_out_of_range_are_refused(field, value):
     wire = as_rows(make_report())
@@ -233,6 +241,8 @@ def test_what_a_refused_report_says_of_its_steps_can_still_be_read():
     """The answer lets the rank forget them."""
     wire = make_steps(1, step=-5)
     assert steps_said(wire.load_report) == [7, -5]
+    wire.load_report.steps.add(step=99)
+    assert steps_said(wire.load_report) == [7, -5], "where both are said the table is read"
     assert steps_said(as_rows(make_report()).load_report) == [7, 8]
     wire.load_report.step_table = wire.load_report.step_table[:-1]
     assert steps_said(wire.load_report) == [7]

@@ -7,14 +7,11 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from evenkeel.model.load import Phase, StepMeta, StepTable, step_table
+from evenkeel.model.load import MAX_STEP, MAX_TOKENS, Phase, StepMeta, StepTable, step_table
 
 __all__ = ["Recorded", "Recorder"]
 
 _log = structlog.get_logger(__name__)
-
-_MOST = (1 << 62) - 1
-"""Of a step, epoch or count of tokens: more is none."""
 
 _Row = tuple[int, NDArray[np.int64], int, int, Phase, bool, float | None]
 """Step, counts, and the other fields of a StepMeta."""
@@ -118,12 +115,13 @@ class Recorder:
     def _is_usable(self, row: _Row) -> bool:
         """Whether a report can carry it; statistics that cannot must not end the engine: said the 1st, 2nd, 4th, ... time."""
         step, counts, epoch, tokens = row[:4]
-        if counts.shape == self._shape and max(step, epoch, tokens) <= _MOST:
+        numbers = 0 <= step <= MAX_STEP and 0 <= epoch <= MAX_STEP and 0 <= tokens <= MAX_TOKENS
+        if numbers and counts.shape == self._shape:
             return True
         self._refused += 1
         if self._refused & (self._refused - 1) == 0:
             _log.error(
-                "counts_refused",
+                "step_refused",
                 step=int(step),
                 epoch=int(epoch),
                 tokens=int(tokens),

@@ -128,7 +128,7 @@ class Ingest:
         return found
 
     def windows(self, most: int) -> dict[Phase, LoadWindow]:
-        """A copy of each window in memory, as far as its newest steps; phases without a step are left out."""
+        """The newest steps of each window in memory, in one piece; phases without a step are left out."""
         found = {phase: ring.window(most) for phase, ring in self.rings.items()}
         return {phase: window for phase, window in found.items() if window is not None}
 

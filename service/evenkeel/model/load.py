@@ -13,7 +13,8 @@ from evenkeel.errors import ShapeMismatch
 from evenkeel.model.ids import DeploymentId, EpRank, Generation
 
 __all__ = [
-    "PHASES",
+    "MAX_STEP",
+    "MAX_TOKENS",
     "PHASE_CODE",
     "STEP",
     "CountingSide",
@@ -43,9 +44,12 @@ class CountingSide(StrEnum):
     """Tokens this rank routed, by logical expert: independent of the placement."""
 
 
-PHASES = (None, *Phase)
-"""By their codes; 0 is none, so that a table nobody filled in is not taken for one."""
 PHASE_CODE = {phase: code for code, phase in enumerate(Phase, 1)}
+"""0 is none, so that a table nobody filled in is not taken for one."""
+MAX_STEP = (1 << 62) - 1
+"""Of numbers of steps and epochs."""
+MAX_TOKENS = (1 << 31) - 1
+"""Of one rank in one step, routed or counted in one place: times `top_k` and summed over ranks they stay far below 2**63."""
 
 STEP = np.dtype(
     [("step", "i8"), ("epoch", "i8"), ("tokens", "i8"), ("compute_s", "f8"), ("phase", "u4"), ("dummy", "u4")]

@@ -56,9 +56,8 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
     if split.dispatch is DispatchModel.OPTIMAL:
         raise InvalidInput("optimal dispatch splits every batch anew and has no fixed shares; use slot_load")
     if split.dispatch is DispatchModel.EVEN:
-        return (
-            placement.even_shares.copy()
-        )  # Compiled code would need another version for what cannot be written.
+        # A copy: compiled code would need another version for what cannot be written.
+        return placement.even_shares.copy()
     ranks, layers, experts = placement.num_ranks, placement.num_layers, placement.num_logical_experts
     topology = split.topology if split.topology is not None else Topology.single_node(ranks)
     if topology.num_ranks != ranks:

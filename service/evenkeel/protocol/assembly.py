@@ -141,18 +141,21 @@ class StepAssembler:
         board = self._boards.get(report.side)
         if board is None:
             board = self._boards[report.side] = Board(report.side, self.shape, self.max_pending)
-        rejected: list[Rejection] = []
+        if (misfit := board.misfit(report)) is not None:
+            rejection = Rejection(Reason.BAD_LENGTH, len(report.steps), misfit)
+            return Intake(report.last_step, rejected=(rejection,))
         wrong = self._wrong_sums(report)
         fate, lacking = board.judge(report, wrong, self._rules)
+        gave_way: list[Rejection] = []
         if lacking:
-            self._make_room(board, report, fate, lacking, rejected)
-            fate, _ = board.judge(report, wrong, self._rules)
+            self._make_room(board, report, fate, lacking, gave_way)
+            again, _ = board.judge(report, wrong, self._rules)
+            fate[(fate == 0) & (again > 0)] = Fate.CROWDED
         entered = board.enter(report, fate, self._rules)
+        rejected = [*self._refusals(board, report, entered), *gave_way] if entered.seen else gave_way
         complete: tuple[tuple[Phase, LoadWindow], ...] = ()
-        if entered.seen:
-            rejected.extend(self._refusals(board, report, entered, crowded=lacking > 0))
-            if entered.seen & Fate.COMPLETE:
-                complete = self._complete(board, entered.rows[fate & Fate.COMPLETE > 0], rejected)
+        if entered.seen & Fate.COMPLETE:
+            complete = self._complete(board, entered.rows[fate & Fate.COMPLETE > 0], rejected)
         self._drop_passed(board, rejected)
         return Intake(
             self.highest_step(report.rank),
@@ -189,9 +192,7 @@ class StepAssembler:
             self._give_up(board, row, rejected)
         board.floor = max(board.floor, newest)
 
-    def _refusals(
-        self, board: Board, report: LoadReport, entered: Entered, *, crowded: bool
-    ) -> Iterator[Rejection]:
+    def _refusals(self, board: Board, report: LoadReport, entered: Entered) -> Iterator[Rejection]:
         """Why steps of a report were not used, in words."""
         rank, steps = report.rank, report.steps
 
@@ -203,9 +204,11 @@ class StepAssembler:
             yield Rejection(Reason.DUPLICATE_STEP, len(duplicate), detail)
         if len(late := those(Fate.LATE)["step"]):
             detail = f"rank {rank} steps {late[0]}..{late[-1]} came after step {board.floor} was closed"
-            if crowded:
-                detail = f"rank {rank} steps {late[0]}..{late[-1]}: {self.max_pending} later steps are waiting for other ranks"
             yield Rejection(Reason.LATE_STEP, len(late), detail)
+        if len(crowded := those(Fate.CROWDED)["step"]):
+            waiting = f"{self.max_pending} later steps are waiting for other ranks"
+            detail = f"rank {rank} steps {crowded[0]}..{crowded[-1]}: {waiting}"
+            yield Rejection(Reason.LATE_STEP, len(crowded), detail)
         if len(unknown := those(Fate.UNKNOWN_EPOCH)):
             step, epoch = unknown["step"][0], unknown["epoch"][0]
             detail = f"rank {rank} step {step} ran under epoch {epoch}, known are {sorted(self._epochs)}"

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.errors import ShapeMismatch
 from evenkeel.model.load import CountingSide, LoadReport
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
@@ -96,27 +95,29 @@ class Board:
         """Rows of the steps waited for, the oldest first."""
         return self._order[: self.num_pending].copy()
 
+    def misfit(self, report: LoadReport) -> str | None:
+        """Why a report cannot be of this group, None where it can; what follows writes by its rank and shape."""
+        num_ranks, shape = len(self.highest), (len(report.steps), *self._of_report)
+        if not 0 <= report.rank < num_ranks:
+            return f"rank {report.rank} is none of {num_ranks}"
+        if report.counts.shape != shape:
+            return f"rank {report.rank} has counts of shape {report.counts.shape}, the group {shape}"
+        return None
+
     def judge(
         self, report: LoadReport, wrong: NDArray[np.bool_], rules: Rules
     ) -> tuple[NDArray[np.uint8], int]:
         """Who may enter.
 
         Args:
-            report: its steps rise.
+            report: without a misfit; its steps rise.
             wrong: (n,) which of them do not add up.
             rules: what is known and asked for.
 
         Returns:
             (n,) fates, 0 for a step that may enter, and how many rows more than there are they need.
-
-        Raises:
-            ShapeMismatch: the counts of the report have another shape than the board's.
         """
         steps = report.steps
-        if report.counts.shape != (len(steps), *self._of_report):
-            raise ShapeMismatch(
-                f"{len(steps)} steps have counts of {report.counts.shape}, not of {self._of_report} each"
-            )
         fate = np.empty(len(steps), np.uint8)
         new = kernels.judge(
             steps, wrong, report.rank, self.highest[report.rank], self.floor, rules.stride, rules.stride_from,

@@ -38,7 +38,9 @@ class Fate:
     SUM_MISMATCH = 32
     PASSED_OVER = 64
     """Not asked for, or by a rank that takes no part."""
-    REFUSED = DUPLICATE | LATE | UNKNOWN_EPOCH | SUM_MISMATCH | PASSED_OVER
+    CROWDED = 128
+    """There was no room for it beside later ones."""
+    REFUSED = DUPLICATE | LATE | UNKNOWN_EPOCH | SUM_MISMATCH | PASSED_OVER | CROWDED
 
 
 _COMPLETE, _TORN, _DUPLICATE, _LATE = Fate.COMPLETE, Fate.TORN, Fate.DUPLICATE, Fate.LATE

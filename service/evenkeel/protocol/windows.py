@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +89,7 @@ class StepRing:
         newest = self.newest_step
         if newest is not None and len(steps) and int(steps.steps[0]) <= newest:
             steps = steps.slice(slice(int(np.searchsorted(steps.steps, newest, side="right")), None))
-        added = steps.last(self.capacity)
+        added = replace(steps.last(self.capacity), source=None)
         if not len(added):
             return added
         parts = self._parts

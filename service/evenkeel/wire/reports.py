@@ -5,9 +5,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.compiled import kernel
 from evenkeel.errors import InvalidInput, PeerViolation, Reason
-from evenkeel.model.load import PHASE_CODE, STEP, CountingSide, LoadReport, StepTable
+from evenkeel.model.load import MAX_STEP, MAX_TOKENS, PHASE_CODE, STEP, CountingSide, LoadReport, StepTable
 from evenkeel.model.topology import ModelShape
 from evenkeel.protocol.messages import RankIdentity
 from evenkeel.v1 import telemetry_pb2 as pb
@@ -16,12 +15,8 @@ from evenkeel.wire.values import check_count
 __all__ = ["MAX_REPORT_STEPS", "decode_report", "encode_report", "steps_said"]
 
 MAX_REPORT_STEPS = 4096
-_MAX_COUNT = (1 << 31) - 1
-_MAX_STEP = (1 << 62) - 1
 # A phase's code is its number on the wire.
-_NUM_PHASES = len(PHASE_CODE)
 assert all(pb.Phase.Value(f"PHASE_{phase.name}") == code for phase, code in PHASE_CODE.items())
-
 _STEP = STEP.newbyteorder("<")
 _SIDES = {
     CountingSide.DESTINATION: pb.COUNTING_SIDE_DESTINATION,
@@ -37,9 +32,9 @@ def encode_report(report: LoadReport) -> pb.LoadReport:
         InvalidInput: a count outside 0..2**31-1 would not survive the wire.
     """
     counts = report.counts
-    if counts.size and (counts.min() < 0 or counts.max() > _MAX_COUNT):
+    if counts.size and (counts.min() < 0 or counts.max() > MAX_TOKENS):
         raise InvalidInput(
-            f"counts range over {counts.min()}..{counts.max()}, the wire takes 0..{_MAX_COUNT}"
+            f"counts range over {counts.min()}..{counts.max()}, the wire takes 0..{MAX_TOKENS}"
         )
     return pb.LoadReport(
         side=_SIDES[report.side],
@@ -74,7 +69,7 @@ def decode_report(message: pb.LoadReport, identity: RankIdentity, shape: ModelSh
 
 def steps_said(message: pb.LoadReport) -> list[int]:
     """Numbers of the steps in a report that was refused, as far as it can be read."""
-    if message.steps:
+    if not message.step_table:
         return [meta.step for meta in message.steps]
     whole_rows = message.step_table[: len(message.step_table) // STEP.itemsize * STEP.itemsize]
     return [int(step) for step in np.frombuffer(whole_rows, _STEP)["step"]]
@@ -111,58 +106,45 @@ def _decode_steps(message: pb.LoadReport) -> StepTable:
             f"step table has {len(data)} bytes, {num_steps} rows of {STEP.itemsize} and {rest} more",
             Reason.BAD_LENGTH,
         )
+    # Here, for agents load this module too, and must not load a compiler.
+    from evenkeel.wire.step_checks import first_wrong
+
     steps: StepTable = np.frombuffer(data, _STEP) if data else _decode_rows(message)
-    wrong = _first_wrong(steps)
+    wrong = first_wrong(steps)
     if wrong >= 0:
         raise _refuse(steps, wrong)
     return steps
 
 
 def _decode_rows(message: pb.LoadReport) -> StepTable:
-    """Steps as earlier agents said them."""
+    """Steps as earlier agents said them, or none."""
     rows = []
     for meta in message.steps:
         if meta.HasField("compute_s") and not 0 <= meta.compute_s < math.inf:
             raise PeerViolation(f"step {meta.step} has compute_s {meta.compute_s}", Reason.NOT_FINITE)
-        if max(meta.step, meta.epoch, meta.tokens) > _MAX_STEP:
+        if max(meta.step, meta.epoch, meta.tokens) > MAX_STEP:
             numbers = f"{meta.step}, epoch {meta.epoch} and {meta.tokens} tokens"
-            raise PeerViolation(f"step {numbers}: at most {_MAX_STEP} each")
+            raise PeerViolation(f"step {numbers}: at most {MAX_STEP} each")
         seconds = meta.compute_s if meta.HasField("compute_s") else math.nan
-        phase = meta.phase if 0 <= meta.phase <= _NUM_PHASES else 0
+        phase = meta.phase & 0xFFFFFFFF  # An enum may be negative; that is no phase either way.
         rows.append((meta.step, meta.epoch, meta.tokens, seconds, phase, meta.dummy))
-    return np.array(rows, STEP)
-
-
-@kernel
-def _first_wrong(steps: StepTable) -> int:
-    """Where a table says what cannot be, -1 where it does nowhere."""
-    before = -1
-    for i in range(len(steps)):
-        one = steps[i]
-        if not (
-            before < one.step <= _MAX_STEP and 0 <= one.epoch <= _MAX_STEP and 0 <= one.tokens <= _MAX_COUNT
-        ):
-            return i
-        if not (1 <= one.phase <= _NUM_PHASES and one.dummy <= 1):
-            return i
-        if not (0 <= one.compute_s < math.inf or math.isnan(one.compute_s)):
-            return i
-        before = one.step
-    return -1
+    steps: StepTable = np.array(rows, STEP)
+    steps.flags.writeable = False  # Like a table's view of the message: another type would be compiled anew.
+    return steps
 
 
 def _refuse(steps: StepTable, wrong: int) -> PeerViolation:
     """What is wrong with that row."""
-    step, epoch, tokens, compute_s, phase, dummy = steps[wrong].item()[:6]
+    step, epoch, tokens, compute_s, phase, dummy = steps[wrong].item()
     before = steps["step"][wrong - 1] if wrong else -1
-    if not before < step <= _MAX_STEP:
+    if not before < step <= MAX_STEP:
         return PeerViolation(f"step {step} follows step {before}; steps must rise and stay below 2**62")
-    if not 1 <= phase <= _NUM_PHASES or dummy > 1:
-        return PeerViolation(
-            f"step {step} has unknown phase {phase}, or neither is dummy nor is not: {dummy}"
-        )
-    if not 0 <= epoch <= _MAX_STEP:
-        return PeerViolation(f"step {step} has epoch {epoch}, must be 0..{_MAX_STEP}")
-    if not 0 <= tokens <= _MAX_COUNT:
-        return PeerViolation(f"step {step} has {tokens} tokens, must be 0..{_MAX_COUNT}")
+    if not 1 <= phase <= len(PHASE_CODE):
+        return PeerViolation(f"step {step} has unknown phase {phase}")
+    if dummy > 1:
+        return PeerViolation(f"step {step} has dummy {dummy}, must be 0 or 1")
+    if not 0 <= epoch <= MAX_STEP:
+        return PeerViolation(f"step {step} has epoch {epoch}, must be 0..{MAX_STEP}")
+    if not 0 <= tokens <= MAX_TOKENS:
+        return PeerViolation(f"step {step} has {tokens} tokens, must be 0..{MAX_TOKENS}")
     return PeerViolation(f"step {step} has compute_s {compute_s}", Reason.NOT_FINITE)
