@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from evenkeel.model.load import Phase
@@ -78,6 +80,25 @@ async def test_idempotency_key_stands_in_for_the_plan_id(client):
 async def test_a_target_of_another_shape_is_refused(client, operations, target, reason):
     body = {"target": {"physical_to_logical": target}}
     assert_problem(await client.post(PLANS, json=body), 422, reason)
+    assert operations.calls == []
+
+
+@pytest.mark.parametrize(
+    "unproven",
+    [
+        {"generation": "", "state": "waiting_for_ranks", "reason": "ranks_missing"},
+        {"state": "follower", "reason": "not_leader"},
+    ],
+)
+@pytest.mark.parametrize("target", [[[0, 1, 2]], [[0, 1, 2, 3, 0, 9], [0, 1, 2, 3, 0, 1]]])
+async def test_a_target_is_not_refused_for_good_by_the_word_of_a_group_that_is_not_there(
+    client, operations, target, unproven
+):
+    """The first rank to say hello after a restart may be of another group."""
+    view = operations.views["demo"]
+    view._status = replace(view._status, **unproven)
+    body = {"target": {"physical_to_logical": target}}
+    assert_problem(await client.post(PLANS, json=body), 503, unproven["reason"])
     assert operations.calls == []
 
 

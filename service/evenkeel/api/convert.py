@@ -23,7 +23,7 @@ from evenkeel.api.schemas import (
     VerdictOut,
     WaveOut,
 )
-from evenkeel.errors import ShapeMismatch
+from evenkeel.errors import InvalidInput, Reason, ShapeMismatch, Unavailable
 from evenkeel.model.ids import PlanId
 from evenkeel.model.load import LoadWindow
 from evenkeel.model.placement import Placement
@@ -33,6 +33,7 @@ from evenkeel.planning import metrics
 from evenkeel.planning.verdict import Verdict
 from evenkeel.planning.what_if import PolicyScore, Redundancy
 from evenkeel.ports import Advice, DeploymentStatus, PlanRequest
+from evenkeel.protocol.tables import ControlState
 
 __all__ = [
     "deployment_out",
@@ -254,22 +255,29 @@ def _redundancy_out(redundancy: Redundancy) -> RedundancyOut:
     )
 
 
-def plan_request(body: PlanIn, plan_id: str | None, shape: ModelShape, by: str) -> PlanRequest:
+def plan_request(body: PlanIn, plan_id: str | None, status: DeploymentStatus, by: str) -> PlanRequest:
     """What the controller is asked for.
 
     Raises:
         ShapeMismatch: the explicit target has another shape than the deployment.
+        InvalidInput: an expert in it that is none.
+        Unavailable: one or the other, as far as is known while no group leads: perhaps by one rank's word alone.
     """
     target: Placement | None = None
     if body.target is not None:
         rows = body.target.physical_to_logical
-        lengths = {len(row) for row in rows}
-        if len(rows) != shape.num_layers or lengths != {shape.num_slots}:
+        if len({len(row) for row in rows}) > 1:
             raise ShapeMismatch(
-                f"target has {len(rows)} rows of {sorted(lengths)} slots,"
-                f" the deployment has {shape.num_layers} layers of {shape.num_slots} slots"
+                f"target has rows of {sorted({len(row) for row in rows})} slots, all must have as many"
             )
-        target = Placement(np.array(rows, np.int32), shape.num_ranks, shape.num_logical_experts)
+        try:
+            target = _target(rows, status.shape)
+        except InvalidInput as error:
+            if status.generation and status.state != ControlState.FOLLOWER:
+                raise
+            raise Unavailable(
+                f"the ranks have not told where they stand; {error}", Reason(status.reason)
+            ) from None
     return PlanRequest(
         plan_id=None if plan_id is None else PlanId(plan_id),
         policy=body.policy,
@@ -280,3 +288,12 @@ def plan_request(body: PlanIn, plan_id: str | None, shape: ModelShape, by: str) 
         approve=body.approve,
         requested_by=by,
     )
+
+
+def _target(rows: list[list[int]], shape: ModelShape) -> Placement:
+    if len(rows) != shape.num_layers or {len(row) for row in rows} != {shape.num_slots}:
+        raise ShapeMismatch(
+            f"target has {len(rows)} rows of {len(rows[0])} slots,"
+            f" the deployment has {shape.num_layers} layers of {shape.num_slots} slots"
+        )
+    return Placement(np.array(rows, np.int32), shape.num_ranks, shape.num_logical_experts)

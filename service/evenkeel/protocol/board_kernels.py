@@ -19,7 +19,8 @@ ROW = np.dtype(
         ("real", "?"),
         ("torn", "?"),
         ("pending", "?"),
-    ]
+    ],
+    align=True,
 )
 """One step: its first report's epoch, how many ranks reported it, whether any of them really ran it, whether all under
 that epoch, and whether it is waited for."""
