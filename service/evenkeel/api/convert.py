@@ -261,7 +261,8 @@ def plan_request(body: PlanIn, plan_id: str | None, status: DeploymentStatus, by
     Raises:
         ShapeMismatch: the explicit target has another shape than the deployment.
         InvalidInput: an expert in it that is none.
-        Unavailable: one or the other, as far as is known while no group leads: perhaps by one rank's word alone.
+        Unavailable: one or the other, as far as is known here while another replica leads or ranks are missing: that may
+            be one rank's word, and of another group.
     """
     target: Placement | None = None
     if body.target is not None:
