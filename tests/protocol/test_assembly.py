@@ -55,6 +55,19 @@ def test_r18_an_inactive_rank_is_not_waited_for():
     assert np.array_equal(windows_of([assembler.take(run.report(1))])[Phase.DECODE].counts, run.load)
 
 
+def test_a_row_used_again_has_no_counts_of_a_rank_that_takes_no_part():
+    """Rows are not cleared: what stands there for a rank is of an earlier step until it reports."""
+    assembler, first = make_assembler(max_pending=1), Fleet().run([0])
+    assert windows_of([assembler.take(first.report(rank)) for rank in range(3)])
+    with_third = Placement(np.array([[0, 1, 2, 3, 0, 1]] * 2, np.int32), 3, 4)
+    assembler.learn_epoch(Epoch(6), with_third, np.array([True, True, False]))
+    without = Placement(np.array([[0, 1, 2, 3, -1, -1]] * 2, np.int32), 3, 4)
+    run = Fleet(1, without).run([1], epoch=6, idle=(2,))
+    window = windows_of([assembler.take(run.report(rank)) for rank in range(2)])[Phase.DECODE]
+    assert np.array_equal(window.counts, run.load)
+    assert window.tokens[0, 2] == 0 and np.isnan(window.compute_s[0, 2])
+
+
 def test_r18_with_a_stride_only_sampled_steps_count_from_the_announced_one():
     assembler, run = make_assembler(), Fleet().run(range(20))
     assembler.sample(4, 10)
