@@ -38,6 +38,7 @@ def url(operations):
     server = uvicorn.Server(config)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # A command may be quicker than the server's thread: its connection waits.
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
