@@ -1,7 +1,6 @@
 """Every message survives the wire; whatever else arrives is a PeerViolation with the numbers."""
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput, PeerViolation, Reason
+from evenkeel.errors import PeerViolation, Reason
 from evenkeel.model.ids import Epoch, Generation, PlanId
-from evenkeel.model.load import STEP, CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel.model.plan import Wave, WaveKey
 from evenkeel.protocol import messages as m
 from evenkeel.v1 import agent_pb2, common_pb2, telemetry_pb2
@@ -23,42 +21,17 @@ from evenkeel.wire.codec import (
     encode_controller_message,
     encode_rank_message,
 )
-from evenkeel.wire.reports import steps_said
 from evenkeel.wire.values import MAX_TERM, is_deployment_id
 from tests.wire import strategies as gen
-from tests.wire.strategies import IDENTITY, SHAPE
-
-HELLO = m.Hello(IDENTITY, SHAPE, "node-0", "", Epoch(0), "d" * 32, 1, "c", 1000, 500, "gate")
+from tests.wire.strategies import IDENTITY
+from tests.wire.wires import HELLO, make_report, over_the_wire, refusal, same
 
 KEY = WaveKey(Generation("g"), PlanId("p"), 0, 1, Epoch(6))
-
-
-def same(one, other):
-    """Equality that looks into arrays and placements compared by value."""
-    if isinstance(one, np.ndarray):
-        if one.dtype.names:  # In a table of steps NaN is what was not measured.
-            return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, LoadReport | m.Prepare | Wave):
-        return type(one) is type(other) and all(
-            same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)
-        )
-    return one == other
-
-
-def over_the_wire(message):
-    return type(message).FromString(message.SerializeToString())
 
 
 @given(gen.rank_messages)
 def test_what_a_rank_says_arrives_as_said(message):
     assert same(decode_rank_message(over_the_wire(encode_rank_message(message)), HELLO), message)
-
-
-@given(gen.reports())
-def test_steps_of_earlier_agents_arrive_as_said(report):
-    wire = as_rows(encode_rank_message(report))
-    assert same(decode_rank_message(over_the_wire(wire), HELLO), report)
 
 
 @given(gen.hellos)
@@ -118,166 +91,6 @@ def test_noise_never_crashes(data):
 
 
 # --- one fault at a time ---------------------------------------------------------------------
-
-
-def refusal(message, hello=HELLO):
-    with pytest.raises(PeerViolation) as caught:
-        decode_rank_message(message, hello)
-    return caught.value
-
-
-def make_report(**changes):
-    steps = step_table([StepMeta(7, 2, Phase.DECODE, 5, compute_s=0.25), StepMeta(8, 2, Phase.DECODE, 6)])
-    report = LoadReport(
-        IDENTITY.deployment,
-        IDENTITY.generation,
-        IDENTITY.rank,
-        IDENTITY.incarnation,
-        CountingSide.DESTINATION,
-        steps,
-        np.arange(2 * 3 * 3).reshape(2, 3, 3),
-    )
-    wire = encode_rank_message(report)
-    for name, value in changes.items():
-        setattr(wire.load_report, name, value)
-    return wire
-
-
-def test_counts_of_another_length_are_refused_with_the_arithmetic():
-    error = refusal(make_report(counts=b"\0" * 68))
-    assert error.reason is Reason.BAD_LENGTH
-    assert "68 bytes, 2 steps x 3 layers x 3 x 4 = 72" in str(error)
-
-
-def test_negative_counts_are_refused_with_how_many():
-    counts = np.arange(18, dtype="<i4")
-    counts[4] = -3
-    error = refusal(make_report(counts=counts.tobytes()))
-    assert error.reason is Reason.NEGATIVE_COUNT
-    assert "1 of 18 counts are negative, smallest -3" in str(error)
-
-
-def make_steps(place, **fields):
-    """A report with fields of one row of its table set by force."""
-    wire = make_report()
-    table = np.frombuffer(wire.load_report.step_table, STEP).copy()
-    for name, value in fields.items():
-        table[name][place] = value
-    wire.load_report.step_table = table.tobytes()
-    return wire
-
-
-def as_rows(wire):
-    """The same report as earlier agents said it."""
-    report = wire.load_report
-    for step, epoch, tokens, compute_s, phase, dummy in np.frombuffer(report.step_table, STEP).tolist():
-        row = report.steps.add(step=step, epoch=epoch, tokens=tokens, phase=phase, dummy=bool(dummy))
-        if not math.isnan(compute_s):
-            row.compute_s = compute_s
-    report.step_table = b""
-    return wire
-
-
-@pytest.mark.parametrize("value", [float("inf"), -1.0])
-def test_compute_time_that_is_no_duration_is_refused(value):
-    error = refusal(make_steps(0, compute_s=value))
-    assert error.reason is Reason.NOT_FINITE and f"step 7 has compute_s {value}" in str(error)
-
-
-@pytest.mark.parametrize("second", [7, 6, -1, 1 << 62])
-def test_steps_must_rise(second):
-    error = refusal(make_steps(1, step=second))
-    assert error.reason is Reason.MALFORMED and f"step {second} follows step 7" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tokens", 1 << 31),
-        ("tokens", -1),
-        ("epoch", 1 << 62),
-        ("epoch", -1),
-        ("phase", 0),
-        ("phase", 4),
-        ("dummy", 2),
-    ],
-)
-def test_step_fields_out_of_range_are_refused(field, value):
-    error = refusal(make_steps(1, **{field: value}))
-    assert error.reason is Reason.MALFORMED and str(value) in str(error)
-
-
-def test_a_step_table_cut_off_in_a_row_is_refused_with_the_arithmetic():
-    error = refusal(make_report(step_table=make_report().load_report.step_table[:-1]))
-    assert error.reason is Reason.BAD_LENGTH and "79 bytes, 1 rows of 40 and 39 more" in str(error)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_compute_time_of_earlier_agents_that_is_no_duration_is_refused(value):
-    wire = as_rows(make_report())
-    wire.load_report.steps[0].compute_s = value
-    assert refusal(wire).reason is Reason.NOT_FINITE
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("step", 7),
-        ("step", 1 << 63),
-        ("tokens", 1 << 31),
-        ("epoch", 1 << 63),
-        ("phase", 0),
-        ("phase", 77),
-        ("phase", -2),
-    ],
-)
-def test_step_fields_of_earlier_agents_out_of_range_are_refused(field, value):
-    wire = as_rows(make_report())
-    setattr(wire.load_report.steps[1], field, value)
-    assert refusal(wire).reason is Reason.MALFORMED
-
-
-def test_what_a_refused_report_says_of_its_steps_can_still_be_read():
-    """The answer lets the rank forget them."""
-    wire = make_steps(1, step=-5)
-    assert steps_said(wire.load_report) == [7, -5]
-    wire.load_report.steps.add(step=99)
-    assert steps_said(wire.load_report) == [7, -5], "where both are said the table is read"
-    assert steps_said(as_rows(make_report()).load_report) == [7, 8]
-    wire.load_report.step_table = wire.load_report.step_table[:-1]
-    assert steps_said(wire.load_report) == [7]
-
-
-def test_a_side_that_is_none_is_refused():
-    assert refusal(make_report(side=0)).reason is Reason.MALFORMED
-
-
-def test_a_report_of_too_many_steps_is_refused_before_anything_is_allocated():
-    wire = agent_pb2.RankMessage()
-    wire.load_report.side = telemetry_pb2.COUNTING_SIDE_SOURCE
-    wire.load_report.step_table = b"\0" * (4097 * STEP.itemsize)
-    assert "4097 steps, at most 4096" in str(refusal(wire))
-    wire.load_report.step_table = b""
-    for step in range(4097):
-        wire.load_report.steps.add(step=step)
-    assert "4097 steps, at most 4096" in str(refusal(wire))
-
-
-def test_counts_of_a_recorder_arrive_with_their_values():
-    report = decode_rank_message(make_report(), HELLO)
-    assert isinstance(report, LoadReport)
-    recorded = dataclasses.replace(report, counts=report.counts.astype(np.int64))
-    assert same(decode_rank_message(over_the_wire(encode_rank_message(recorded)), HELLO), report)
-
-
-@pytest.mark.parametrize("value", [-1, 1 << 31])
-def test_our_own_counts_that_cannot_be_sent_are_refused_at_the_sender(value):
-    report = decode_rank_message(make_report(), HELLO)
-    assert isinstance(report, LoadReport)
-    counts = report.counts.astype(np.int64)
-    counts[0, 0, 0] = value
-    with pytest.raises(InvalidInput, match=str(value)):
-        encode_rank_message(dataclasses.replace(report, counts=counts))
 
 
 def test_a_stream_starts_with_one_hello_and_has_no_second():
