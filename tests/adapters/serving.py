@@ -10,7 +10,7 @@ from evenkeel.adapters.grpc_server import ServerOptions
 from evenkeel.v1 import agent_pb2_grpc
 from evenkeel.wire.codec import decode_controller_message
 from evenkeel.wire.link import FlowControl, Heartbeat, NotLeader, Registration, RegistrationOutcome, ReportAck
-from tests.wire.test_codec import HELLO
+from tests.wire.wires import HELLO
 
 
 class Hub:

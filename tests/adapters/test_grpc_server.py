@@ -27,7 +27,7 @@ from evenkeel.wire.link import (
     ReportAck,
 )
 from tests.adapters.serving import Listener, RegisteringHub, ask, make_options
-from tests.wire.test_codec import HELLO
+from tests.wire.wires import HELLO
 
 
 async def drain(stream):

@@ -17,7 +17,7 @@ from evenkeel.wire.codec import encode_rank_message
 from evenkeel.wire.link import Heartbeat, NotLeader, ReportAck
 from tests.adapters.serving import Authority, Listener, RegisteringHub, ask, make_options
 from tests.waiting import until
-from tests.wire.test_codec import HELLO
+from tests.wire.wires import HELLO
 
 
 @pytest.mark.integration

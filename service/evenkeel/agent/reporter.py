@@ -80,7 +80,7 @@ class Reporter:
         """The controller has every step up to `highest_step`; None says nothing."""
         if highest_step is None:
             return
-        while self._unacknowledged and (self._unacknowledged[0].last_step or 0) <= highest_step:
+        while self._unacknowledged and self._unacknowledged[0].steps["step"][-1] <= highest_step:
             self._unacknowledged.popleft()
 
     def paced(self, flow: FlowControl) -> None:

@@ -7,7 +7,7 @@ import structlog
 
 from evenkeel.errors import PeerViolation, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import LoadReport, LoadWindow, Phase
+from evenkeel.model.load import MAX_STEP, LoadReport, LoadWindow, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.ports import Clock, WindowStore
@@ -192,7 +192,7 @@ class Ingest:
     def malformed(self, rank: EpRank, violation: PeerViolation, steps: tuple[int, ...]) -> ReportAck:
         """Count a report that cannot be right; its answer lets the rank forget it."""
         self._reject(rank, Rejection(violation.reason, max(1, len(steps)), str(violation)))
-        highest = max((step for step in steps if 0 <= step < 1 << 62), default=None)
+        highest = max((step for step in steps if 0 <= step <= MAX_STEP), default=None)
         return ReportAck(highest, len(steps), violation.reason)
 
     def _wait(self, report: LoadReport, answer: Callable[[ReportAck], None]) -> None:

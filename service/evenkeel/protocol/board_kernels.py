@@ -111,6 +111,14 @@ def _epoch_at(epochs: NDArray[np.int64], epoch: int) -> int:
     return -1
 
 
+@inlined
+def _seek(rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int, step: int) -> int:
+    """Where in the order a step is, or would be; `at`: a place at or before that."""
+    while at < num_pending and rows[order[at]].step < step:
+        at += 1
+    return at
+
+
 @kernel
 def judge(
     steps: StepTable,
@@ -152,8 +160,7 @@ def judge(
         if wrong[i]:
             fate[i] = _SUM_MISMATCH
             continue
-        while at < num_pending and rows[order[at]].step < step:
-            at += 1
+        at = _seek(rows, order, num_pending, at, step)
         if at == num_pending or rows[order[at]].step != step:
             new += 1
     return new
@@ -189,8 +196,7 @@ def enter(
             continue
         entered += 1
         one = steps[i]
-        while at < num_pending and rows[order[at]].step < one.step:
-            at += 1
+        at = _seek(rows, order, num_pending, at, one.step)
         if at == num_pending or rows[order[at]].step != one.step:
             free = order[num_pending]
             for k in range(num_pending, at, -1):

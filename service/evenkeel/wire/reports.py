@@ -107,12 +107,10 @@ def _decode_steps(message: pb.LoadReport) -> StepTable:
             Reason.BAD_LENGTH,
         )
     # Here, for agents load this module too, and must not load a compiler.
-    from evenkeel.wire.step_checks import first_wrong
+    from evenkeel.wire.step_checks import check_steps
 
     steps: StepTable = np.frombuffer(data, _STEP) if data else _decode_rows(message)
-    wrong = first_wrong(steps)
-    if wrong >= 0:
-        raise _refuse(steps, wrong)
+    check_steps(steps)
     return steps
 
 
@@ -131,20 +129,3 @@ def _decode_rows(message: pb.LoadReport) -> StepTable:
     steps: StepTable = np.array(rows, STEP)
     steps.flags.writeable = False  # Like a table's view of the message: another type would be compiled anew.
     return steps
-
-
-def _refuse(steps: StepTable, wrong: int) -> PeerViolation:
-    """What is wrong with that row."""
-    step, epoch, tokens, compute_s, phase, dummy = steps[wrong].item()
-    before = steps["step"][wrong - 1] if wrong else -1
-    if not before < step <= MAX_STEP:
-        return PeerViolation(f"step {step} follows step {before}; steps must rise and stay below 2**62")
-    if not 1 <= phase <= len(PHASE_CODE):
-        return PeerViolation(f"step {step} has unknown phase {phase}")
-    if dummy > 1:
-        return PeerViolation(f"step {step} has dummy {dummy}, must be 0 or 1")
-    if not 0 <= epoch <= MAX_STEP:
-        return PeerViolation(f"step {step} has epoch {epoch}, must be 0..{MAX_STEP}")
-    if not 0 <= tokens <= MAX_TOKENS:
-        return PeerViolation(f"step {step} has {tokens} tokens, must be 0..{MAX_TOKENS}")
-    return PeerViolation(f"step {step} has compute_s {compute_s}", Reason.NOT_FINITE)
