@@ -69,6 +69,16 @@ def test_unacknowledged_reports_are_sent_again_on_the_next_stream():
     assert link.steps() == [[2, 3], [4]]
 
 
+def test_a_report_is_kept_until_its_last_step_is_acknowledged():
+    recorder, link, reporter = make()
+    reporter.registered(FLOW, None)
+    record(recorder, 0, 1)
+    reporter.report()
+    reporter.acknowledged(0)
+    reporter.registered(FLOW, None)
+    assert link.steps() == [[0, 1], [0, 1]]
+
+
 def test_what_the_controller_already_has_is_not_sent_again():
     recorder, link, reporter = make()
     reporter.registered(FLOW, None)

@@ -125,8 +125,9 @@ def test_reports_that_waited_for_an_earlier_generation_are_not_counted_for_the_n
 def test_malformed_reports_are_counted_and_let_go(rig):
     ack = rig.ingest.malformed(EpRank(1), PeerViolation("x", Reason.BAD_LENGTH), (4, 5, 1 << 63))
     assert (ack.highest_step, ack.rejected_steps, ack.reason) == (5, 3, Reason.BAD_LENGTH)
-    assert rig.ingest.malformed(EpRank(1), PeerViolation("x"), ()).highest_step is None
-    assert rig.rejected == {Reason.BAD_LENGTH: 3, Reason.MALFORMED: 1}
+    for nothing in ((), (-5,)):
+        assert rig.ingest.malformed(EpRank(1), PeerViolation("x"), nothing).highest_step is None
+    assert rig.rejected == {Reason.BAD_LENGTH: 3, Reason.MALFORMED: 2}
     assert rig.ingest.quarantine.samples(Reason.BAD_LENGTH) == ((1, "x"),)
 
 
