@@ -1,5 +1,6 @@
 """Telemetry of one deployment: what waits, what is stored, what a new life of the group begins anew."""
 
+import asyncio
 import dataclasses
 from collections import Counter
 
@@ -154,6 +155,25 @@ async def test_steps_are_stored_once_and_kept_while_the_store_is_away(rig):
     stored = await rig.store.fetch(DEMO, Phase.DECODE)
     assert stored.steps.tolist() == rig.steps() == list(range(155, 205))
     assert rig.appended[1] <= 60, "no more is kept for the store than a window holds"
+
+
+async def test_a_write_that_is_cancelled_loses_no_steps(rig):
+    rig.begin()
+    rig.report(Fleet().run(range(5)))
+    append = rig.append
+
+    async def silent(deployment, phase, steps):
+        await asyncio.Event().wait()
+
+    rig.append = silent
+    writing = asyncio.create_task(rig.ingest.store())
+    await asyncio.sleep(0)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    rig.append = append
+    await rig.ingest.store()
+    assert (await rig.store.fetch(DEMO, Phase.DECODE)).steps.tolist() == list(range(5))
 
 
 async def test_a_window_comes_back_for_the_same_generation_only(rig):

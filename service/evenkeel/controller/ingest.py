@@ -260,7 +260,7 @@ class Ingest:
             self._stored[phase] = int(steps.steps[-1])
             try:
                 await self._store.append(self.deployment, phase, self._with_source(phase, steps))
-            except Unavailable:
+            except BaseException:  # Also when it was cancelled: who stores next gives them again.
                 if self.rings.get(phase) is ring:
                     self._stored[phase] = before
                 raise

@@ -34,7 +34,7 @@ from evenkeel.controller.kernels import warm_kernels
 from evenkeel.controller.logs import configure_logs
 from evenkeel.controller.pacing import Pacer
 from evenkeel.controller.status import LiveView
-from evenkeel.controller.tasks import LastResort, Spawner
+from evenkeel.controller.tasks import LastResort, Spawner, end_tasks
 from evenkeel.controller.tokens import TokenFile
 from evenkeel.errors import Conflict, EvenkeelError, InvalidInput, Unavailable
 from evenkeel.model.policy import DeploymentPolicy
@@ -133,7 +133,7 @@ async def _serve(
         spawner.spawn(planner.warm_up(), "planner-warm-up")
         spawner.spawn(EvictionWatch(client, metrics).run(), "eviction-watch")
         spawner.spawn(_take_up(fleet, outside), "take-up")
-        spawner.spawn(_store_windows(fleet, outside, window.store_interval_s), "store-windows")
+        storing = spawner.spawn(_store_windows(fleet, outside, window.store_interval_s), "store-windows")
         limits = FigureLimits(settings.metrics.worst_layers, settings.metrics.layer_rank_series)
         refresh = _refresh_metrics(fleet, metrics, settings.metrics.refresh_s, limits)
         spawner.spawn(refresh, "refresh-metrics")
@@ -153,7 +153,7 @@ async def _serve(
         await stop.wait()
         _log.info("stopping")
         last_resort.arm()
-        await _stop(fleet, grpc_server, rest)
+        await _stop(fleet, grpc_server, rest, storing)
         await spawner.end()
     _log.info("stopped")
 
@@ -165,11 +165,13 @@ def _spare_collector() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-async def _stop(fleet: Fleet, grpc_server: GrpcServer, rest: RestServer) -> None:
+async def _stop(fleet: Fleet, grpc_server: GrpcServer, rest: RestServer, storing: asyncio.Task[None]) -> None:
     """Say goodbye in order; whatever the store does not take now is the next leader's to ask the ranks."""
     await rest.stop()
     fleet.say_goodbye()
     await grpc_server.stop()
+    # What it had in hand when it ends is given again below.
+    await end_tasks((storing,))
     # All at once: a store that does not answer costs its timeouts once, not once for each deployment.
     await asyncio.gather(*(_leave(deployment) for deployment in list(fleet.members.values())))
 
