@@ -128,6 +128,25 @@ def test_benefit_grows_with_replicas_where_one_expert_is_hot():
     assert benefit.base[0] == pytest.approx((27 / 4) / 21)
 
 
+def test_a_hot_expert_has_no_more_copies_than_ranks_to_hold_them():
+    """Load divided by copies that no rank can hold would look balanced beyond what is possible."""
+    load = np.ones((10, 2, 8))
+    load[:, 0, 0] = 1000.0
+    benefit = replica_benefit(load, Topology.single_node(4), 4)
+    assert (benefit.base + benefit.gain).max() <= 1.0
+    shape = ModelShape(2, 8, 4, 4, 2, 100, pool_slots_per_rank=6)
+    proposal = plan_craft(PlacementProblem(load, shape, Topology.single_node(4)))
+    assert proposal.placement.logcnt[0].tolist() == [4, 2, 1, 1, 1, 1, 1, 1]
+    assert proposal.numbers["replicas"] == (proposal.placement.phy2log >= 0).sum() - 2 * 8
+
+
+@given(shapes(pooled=False), st.data())
+def test_no_layer_gains_more_than_perfect_balance(shape, data):
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    benefit = replica_benefit(load, data.draw(topologies(shape.num_ranks)), shape.slots_per_rank)
+    assert (benefit.base + benefit.gain <= 1.0 + 1e-6).all()
+
+
 @given(shapes(), st.data())
 def test_proposals_are_sound_and_use_no_more_than_the_budget(shape, data):
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts))

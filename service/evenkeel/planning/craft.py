@@ -123,9 +123,8 @@ def replica_benefit(load: NDArray[np.float64], topology: Topology, slots_per_ran
     rows = np.empty((layers, len(tried), ranks * slots_per_rank), np.int32)
     share = np.empty(rows.shape, np.float32)
     for k, replicas in enumerate(tried):
-        copies = _copies(total, np.full(layers, replicas))
-        capacity = np.repeat(interleaved_capacity(np.array([experts + replicas]), topology), layers, axis=0)
-        rows[:, k] = pack_copies(total, copies, capacity, slots_per_rank)
+        placement = place_replicas(total, np.full(layers, replicas), topology, slots_per_rank)
+        rows[:, k], copies = placement.phy2log, placement.logcnt
         held = np.maximum(rows[:, k], 0)
         share[:, k] = np.where(rows[:, k] >= 0, 1.0 / np.take_along_axis(copies, held, axis=1), 0.0)
     balance = np.stack(
@@ -134,13 +133,13 @@ def replica_benefit(load: NDArray[np.float64], topology: Topology, slots_per_ran
     return Benefit(counts, balance[1:] - balance[0], balance[0])
 
 
-def _copies(total: NDArray[np.float64], replicas: NDArray[np.int64]) -> NDArray[np.int32]:
-    """(L, E) copies of each expert if layer l gets `replicas[l]` more than one each."""
+def _copies(total: NDArray[np.float64], replicas: NDArray[np.int64], most: int) -> NDArray[np.int32]:
+    """(L, E) copies of each expert, at most `most`, if layer l gets `replicas[l]` more than one each."""
     layers, experts = total.shape
     logcnt = np.empty((layers, experts), np.int32)
     for layer in range(layers):
         logcnt[layer] = replicate_experts(
-            total[layer : layer + 1].astype(np.float32), experts + int(replicas[layer])
+            total[layer : layer + 1].astype(np.float32), experts + int(replicas[layer]), most
         )[1][0]
     return logcnt
 
@@ -271,12 +270,13 @@ def plan_craft(problem: PlacementProblem, options: CraftOptions = CraftOptions()
     allocation = allocate_replicas(benefit, replicas, options.weighting)
     total = problem.load.sum(axis=0)
     placement = place_replicas(total, allocation, problem.topology, shape.slots_per_rank)
+    placed = int(placement.logcnt.sum()) - layers * experts
     return Proposal(
         placement=placement,
         score=metrics.score(problem, placement),
         evaluations=(len(benefit.counts) + 1) * layers,
         lower_bound=bounds.lower_bound(problem),
-        numbers={"replicas": float(allocation.sum()), "replication_factor": float(factor)},
+        numbers={"replicas": float(placed), "replication_factor": float(factor)},
     )
 
 
@@ -285,9 +285,11 @@ def place_replicas(
 ) -> Placement:
     """Copies by load, interleaved capacity and greedy packing for a given allocation.
 
+    No expert gets more copies than there are ranks to hold them: load is divided by copies that exist.
+
     Args:
         total: (L, E) [tokens] over the window.
-        allocation: (L,) replicas of each layer.
+        allocation: (L,) replicas of each layer; fewer are placed where no rank can take another.
         topology: the ranks.
         slots_per_rank: local slots of a layer.
 
@@ -296,7 +298,7 @@ def place_replicas(
     """
     ranks = topology.num_ranks
     capacity = interleaved_capacity(total.shape[1] + allocation, topology)
-    rows = pack_copies(total, _copies(total, allocation), capacity, slots_per_rank)
+    rows = pack_copies(total, _copies(total, allocation, ranks), capacity, slots_per_rank)
     return Placement(rows, ranks, total.shape[1])
 
 
