@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import numpy as np
@@ -138,6 +139,14 @@ def test_more_restarts_never_score_worse_and_the_budget_replays():
     assert many.score < few.score * 0.999  # restarts find something on this load
     again = plan_gem(problem_of(load, 4, max_evaluations=many.evaluations))
     assert again.placement == many.placement
+
+
+def test_every_restart_runs_on_traffic_of_a_recorded_traces_size():
+    load = np.random.default_rng(7).gamma(2.0, 20.0, (100, 6, 64)).round()
+    shape = ModelShape(6, 64, 8, 9, 6, 100)
+    problem = PlacementProblem(load, shape, Topology.single_node(8))
+    unbounded = plan_gem(dataclasses.replace(problem, max_evaluations=1 << 60))
+    assert plan_gem(problem).evaluations == unbounded.evaluations > 2_000_000
 
 
 def test_a_slow_rank_gets_less_load():
