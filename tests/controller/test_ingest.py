@@ -121,6 +121,7 @@ def test_reports_that_waited_for_an_earlier_generation_are_not_counted_for_the_n
     rig.begin(Generation("g-2"))
     assert rig.steps() == []
     assert {ack.reason for ack in rig.answers} == {Reason.UNKNOWN_GENERATION}
+    assert rig.rejected == {Reason.UNKNOWN_GENERATION: 12}
 
 
 def test_malformed_reports_are_counted_and_let_go(rig):
@@ -260,13 +261,22 @@ def test_a_map_a_wave_leads_to_is_expected(rig):
     assert np.array_equal(rig.ingest.windows(50)[Phase.DECODE].counts, run.load)
 
 
-def test_reports_that_wait_are_bounded_by_bytes_too(rig, monkeypatch):
+def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
     run = Fleet().run(range(4))
-    first, second, third = (run.report(0) for _ in range(3))
-    monkeypatch.setattr("evenkeel.controller.ingest._MOST_WAITING_BYTES", int(2.5 * first.counts.nbytes))
+    size = run.report(0).counts.nbytes
+    monkeypatch.setattr("evenkeel.controller.ingest._MOST_WAITING_BYTES", int(3.5 * size))
     rig.ingest.begin_generation(GENERATION, SHAPE)
-    for report in (first, second, third):
-        rig.ingest.take(report, rig.answers.append)
-    # The oldest gave way, and its rank was told so that it does not keep it.
+    for rank in (0, 0, 1, 2):
+        rig.ingest.take(run.report(rank), rig.answers.append)
+    # The oldest of the rank that had most gave way, and it was told so that it does not keep it.
     assert [answer.reason for answer in rig.answers] == [Reason.UNKNOWN_EPOCH]
-    assert sum(rig.rejected.values()) == len(first.steps)
+    assert [rank for rank, _ in rig.ingest.quarantine.samples(Reason.UNKNOWN_EPOCH)] == [0]
+    rig.ingest.settle(EPOCH, PLACEMENT)
+    assert rig.steps() == list(range(4)), "no other rank lost anything"
+
+
+def test_one_report_larger_than_the_bound_still_waits(rig, monkeypatch):
+    monkeypatch.setattr("evenkeel.controller.ingest._MOST_WAITING_BYTES", 1)
+    rig.ingest.begin_generation(GENERATION, SHAPE)
+    rig.ingest.take(Fleet().run(range(4)).report(0), rig.answers.append)
+    assert rig.answers == []

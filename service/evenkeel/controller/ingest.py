@@ -1,11 +1,11 @@
 """Reports to windows: assembly, the window in memory, and its copy in the store."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import structlog
 
-from evenkeel.errors import PeerViolation, Reason, Unavailable
+from evenkeel.errors import PeerViolation, Reason
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel.model.load import MAX_STEP, LoadReport, LoadWindow, Phase
 from evenkeel.model.placement import Placement
@@ -23,8 +23,8 @@ _MAX_WAITING = 64
 _SOURCE_EVERY_S = 10.0
 _MOST_PENDING_BYTES = 1 << 30
 """Of incomplete steps; fewer are held where a shape is so large that `max_pending` of them would not fit."""
-_MOST_WAITING_BYTES = 64 << 20
-"""Of one rank's reports that wait for a placement."""
+_MOST_WAITING_BYTES = 256 << 20
+"""Of all reports that wait for a placement: after an outage every rank sends its whole ring before the last is back."""
 
 
 class Ingest:
@@ -72,6 +72,7 @@ class Ingest:
         self._restored: Generation | None = None
         self._settled = False
         self._waiting: dict[EpRank, deque[tuple[LoadReport, Callable[[ReportAck], None]]]] = {}
+        self._waiting_bytes: Counter[EpRank] = Counter()
         self._stored: dict[Phase, int] = {}
         """Newest step of each phase that the store has, or is being given."""
         self._forget_stored = False
@@ -142,6 +143,7 @@ class Ingest:
         self._assembler.learn_epoch(epoch, placement)
         self._settled = True
         waiting, self._waiting = self._waiting, {}
+        self._waiting_bytes.clear()
         for reports in waiting.values():
             for report, answer in reports:
                 answer(self._take(report))
@@ -179,11 +181,9 @@ class Ingest:
             self._dropped(report.rank, report.dropped_steps)
         if self._assembler is None or report.generation != self.generation:
             if self._assembler is not None and self._settled:
-                detail = f"rank {report.rank} is of generation {report.generation}, not {self.generation}"
-                self._reject(report.rank, Rejection(Reason.UNKNOWN_GENERATION, len(report.steps), detail))
-                answer(ReportAck(report.last_step, len(report.steps), Reason.UNKNOWN_GENERATION))
-                return
-            self._wait(report, answer)
+                answer(self._of_another_generation(report))
+            else:
+                self._wait(report, answer)
         elif not self._settled:
             self._wait(report, answer)
         else:
@@ -197,18 +197,27 @@ class Ingest:
 
     def _wait(self, report: LoadReport, answer: Callable[[ReportAck], None]) -> None:
         queue = self._waiting.setdefault(report.rank, deque())
-        held = sum(waiting.counts.nbytes for waiting, _ in queue)
-        while queue and (len(queue) >= _MAX_WAITING or held + report.counts.nbytes > _MOST_WAITING_BYTES):
-            old, old_answer = queue.popleft()
-            held -= old.counts.nbytes
-            detail = f"rank {report.rank}: no placement known for {len(queue) + 1} reports"
-            self._reject(report.rank, Rejection(Reason.UNKNOWN_EPOCH, len(old.steps), detail))
-            old_answer(ReportAck(old.last_step, len(old.steps), Reason.UNKNOWN_EPOCH))
         queue.append((report, answer))
+        self._waiting_bytes[report.rank] += report.counts.nbytes
+        if len(queue) > _MAX_WAITING:
+            self._give_up_oldest(report.rank)
+        # The rank that has most gives way, so that one with large reports costs the others none of theirs.
+        while self._waiting_bytes.total() > _MOST_WAITING_BYTES and sum(map(len, self._waiting.values())) > 1:
+            self._give_up_oldest(max(self._waiting_bytes, key=self._waiting_bytes.__getitem__))
+
+    def _give_up_oldest(self, rank: EpRank) -> None:
+        queue = self._waiting[rank]
+        detail = (
+            f"rank {rank}: no placement known for {len(queue)} reports of {self._waiting_bytes[rank]} bytes"
+        )
+        report, answer = queue.popleft()
+        self._waiting_bytes[rank] -= report.counts.nbytes
+        self._reject(rank, Rejection(Reason.UNKNOWN_EPOCH, len(report.steps), detail))
+        answer(ReportAck(report.last_step, len(report.steps), Reason.UNKNOWN_EPOCH))
 
     def _take(self, report: LoadReport) -> ReportAck:
         if self._assembler is None or report.generation != self.generation:
-            return ReportAck(report.last_step, len(report.steps), Reason.UNKNOWN_GENERATION)
+            return self._of_another_generation(report)
         intake = self._assembler.take(report)
         if intake.accepted_steps:
             self._accepted(intake.accepted_steps)
@@ -218,6 +227,11 @@ class Ingest:
         refused = sum(rejection.rank_steps for rejection in intake.rejected)
         reason = intake.rejected[0].reason if intake.rejected else None
         return ReportAck(intake.highest_step, refused, reason)
+
+    def _of_another_generation(self, report: LoadReport) -> ReportAck:
+        detail = f"rank {report.rank} is of generation {report.generation}, not {self.generation}"
+        self._reject(report.rank, Rejection(Reason.UNKNOWN_GENERATION, len(report.steps), detail))
+        return ReportAck(report.last_step, len(report.steps), Reason.UNKNOWN_GENERATION)
 
     def _enter(self, rank: EpRank, intake: Intake) -> None:
         for phase, steps in intake.complete:
