@@ -1,11 +1,13 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from evenkeel.errors import InvalidInput, Reason
 from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.planning.eplb import Variant, plan_eplb
 from evenkeel.planning.policies import POLICIES, resolve_policy
 from evenkeel.planning.problem import PlacementProblem
 from evenkeel.planning.relabel import count_moves, relabel
@@ -13,6 +15,19 @@ from evenkeel.planning.relabel import count_moves, relabel
 
 def test_policies_are_found_by_name():
     assert resolve_policy("eplb") is POLICIES["eplb"]
+
+
+def test_one_form_of_eplb_can_be_chosen_by_name():
+    """For a phase whose better form is known: a deployment, or a plan by hand with its phases, names it."""
+    shape = ModelShape(2, 8, 4, 3, 2, 100, num_expert_groups=2)
+    load = np.random.default_rng(1).lognormal(4, 1, (6, 2, 8))
+    problem = PlacementProblem(load, shape, Topology((0, 0, 1, 1)))
+    for variant in Variant:
+        chosen = resolve_policy(f"eplb-{variant}")(problem)
+        assert chosen.placement == plan_eplb(problem, variant).placement
+        assert chosen.numbers["keep_nodes"] == (variant is Variant.HIERARCHICAL)
+    with pytest.raises(InvalidInput, match="hierarchical EPLB is not possible: there is one node"):
+        resolve_policy("eplb-hierarchical")(replace(problem, topology=Topology.single_node(4)))
 
 
 def test_unknown_policy_names_the_known_ones():

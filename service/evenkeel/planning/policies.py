@@ -1,6 +1,7 @@
 """The policies by name. To add one: write `plan(problem) -> Proposal` in its own file and name it here."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -10,7 +11,7 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning import metrics
 from evenkeel.planning.craft import plan_craft
-from evenkeel.planning.eplb import plan_eplb
+from evenkeel.planning.eplb import Variant, plan_eplb
 from evenkeel.planning.gem import plan_gem
 from evenkeel.planning.keel import plan_keel
 from evenkeel.planning.libra import plan_libra
@@ -19,7 +20,7 @@ from evenkeel.planning.relabel import relabel
 from evenkeel.planning.split import SplitModel
 from evenkeel.planning.waves import schedule_waves
 
-__all__ = ["POLICIES", "resolve_policy", "warm_kernels"]
+__all__ = ["FORMS", "POLICIES", "resolve_policy", "warm_kernels"]
 
 POLICIES: dict[str, Policy] = {
     "craft": plan_craft,
@@ -28,6 +29,12 @@ POLICIES: dict[str, Policy] = {
     "keel": plan_keel,
     "libra": plan_libra,
 }
+FORMS: dict[str, Policy] = {
+    "eplb-global": partial(plan_eplb, variant=Variant.GLOBAL),
+    "eplb-hierarchical": partial(plan_eplb, variant=Variant.HIERARCHICAL),
+}
+"""One form of a policy, where the better one is known: hierarchical for prefill, say, and global for decode. Not every fleet
+allows it."""
 
 
 def resolve_policy(name: str) -> Policy:
@@ -36,12 +43,12 @@ def resolve_policy(name: str) -> Policy:
     Raises:
         InvalidInput: no policy has that name; the message lists those that do.
     """
-    policy = POLICIES.get(name)
-    if policy is None:
+    known = POLICIES | FORMS
+    if name not in known:
         raise InvalidInput(
-            f"unknown policy {name!r}; known: {', '.join(sorted(POLICIES))}", Reason.UNKNOWN_POLICY
+            f"unknown policy {name!r}; known: {', '.join(sorted(known))}", Reason.UNKNOWN_POLICY
         )
-    return policy
+    return known[name]
 
 
 def warm_kernels() -> None:
