@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evenkeel.errors import InvalidInput, Reason
+from evenkeel.model.placement import EMPTY
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning.eplb import Variant, plan_eplb
 from evenkeel.planning.policies import POLICIES, resolve_policy
@@ -93,3 +96,23 @@ def test_planning_again_on_the_same_load_moves_nothing(name):
     again = PlacementProblem(load, shape, topology, current=first, max_evaluations=20_000, cost_per_move=1.0)
     target = relabel(again, resolve_policy(name)(again).placement)
     assert count_moves(first, target) == 0
+
+
+@pytest.mark.parametrize("name", ["craft", "eplb"])
+@given(st.integers(0, 1000))
+def test_other_names_of_the_experts_change_nothing_else(name, seed):
+    """Where a policy builds its plan from the loads alone; keel searches from a placement, GEM draws orders by id."""
+    rng = np.random.default_rng(seed)
+    load, new = rng.lognormal(4, 1, (4, 2, 8)), rng.permutation(8)
+    shape = ModelShape(2, 8, 3, 4, 2, 100)
+    plan, topology = resolve_policy(name), Topology.single_node(3)
+    first = plan(PlacementProblem(load, shape, topology))
+    renamed = plan(PlacementProblem(load[:, :, new], shape, topology))
+    names = np.append(new, EMPTY)  # The last stands for an empty slot, -1.
+    assert by_rank(names[renamed.placement.phy2log]) == by_rank(first.placement.phy2log)
+    assert renamed.score == pytest.approx(first.score)
+
+
+def by_rank(phy2log):
+    """Of each layer, what ranks hold, whichever rank holds it."""
+    return [sorted(sorted(rank) for rank in row.reshape(3, -1).tolist()) for row in phy2log]

@@ -21,6 +21,7 @@ from evenkeel.planning.keel_evaluations import Evaluations
 from evenkeel.planning.keel_fleet import Fleet
 from evenkeel.planning.keel_starts import cold_start, fit_to_budget
 from evenkeel.planning.problem import DispatchModel, PlacementProblem, Proposal, check_current
+from evenkeel.planning.split import SplitModel
 
 __all__ = ["KeelOptions", "plan_keel"]
 
@@ -95,7 +96,7 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
             best, price = _search(problem, weights, options, evaluations)
         # Searched under an even split all the same: another choice among what was found must promise more than chance.
         plain, _ = _search(replace(problem, dispatch=DispatchModel.EVEN), weights, options, evaluations)
-        if metrics.score(problem, best) > (1.0 - _WORTH_CHOOSING) * metrics.score(problem, plain):
+        if _time(problem, weights, best) > (1.0 - _WORTH_CHOOSING) * _time(problem, weights, plain):
             best = plain
     else:
         best, price = _search(problem, weights, options, evaluations)
@@ -120,18 +121,21 @@ def _search(
     price = _price(problem, fleet, options)
     _improve(fleet, price, options)
     best = fleet.placement()
+
+    def total(placement: Placement) -> float:
+        return _total(problem, weights, placement, price, fleet)
+
     rival = _rival(problem)
-    if rival is not None and _total(problem, rival, price, fleet) < _total(problem, best, price, fleet):
+    if rival is not None and total(rival) < total(best):
         second = Fleet(problem, rival, weights, evaluations)
         _improve(second, price, options)
-        best = min((rival, second.placement()), key=lambda found: _total(problem, found, price, fleet))
+        best = min((rival, second.placement()), key=total)
     if problem.current is None:
         return _anew(problem, weights, best, evaluations), 0.0
     if _unplanned(problem.current) and problem.limits == PlanLimits():
         fresh, _ = _search(replace(problem, current=None), weights, options, evaluations)
         fresh = relabel.relabel(problem, fresh)
-        most = (1.0 - _WORTH_STARTING_AFRESH) * _total(problem, best, price, fleet)
-        if _total(problem, fresh, price, fleet) < most:
+        if total(fresh) < (1.0 - _WORTH_STARTING_AFRESH) * total(best):
             best = fresh
     return best, price
 
@@ -158,14 +162,22 @@ def _anew(
     except InfeasiblePlan:
         first = None
     if first is not None:
-        best = _better(problem, best, Fleet(problem, first, weights, evaluations))
-    return _better(problem, best, Fleet(problem, best, weights, evaluations, sharp=True))
+        best = _better(problem, weights, best, Fleet(problem, first, weights, evaluations))
+    return _better(problem, weights, best, Fleet(problem, best, weights, evaluations, sharp=True))
 
 
-def _better(problem: PlacementProblem, best: Placement, fleet: Fleet) -> Placement:
+def _better(
+    problem: PlacementProblem, weights: NDArray[np.float64], best: Placement, fleet: Fleet
+) -> Placement:
     """The better of a placement and what a fleet finds."""
     fleet.search(0.0)
-    return min((best, fleet.placement()), key=lambda each: metrics.score(problem, each))
+    return min((best, fleet.placement()), key=lambda each: _time(problem, weights, each))
+
+
+def _time(problem: PlacementProblem, weights: NDArray[np.float64], placement: Placement) -> float:
+    """Predicted time of the window, in the unit of the score; its steps weighed as in the search that found the placement."""
+    times = metrics.step_times(problem.load, placement, problem.costs, SplitModel.of(problem))
+    return float(weights @ times.sum(axis=1)) * len(weights)
 
 
 def _shrunk(problem: PlacementProblem) -> PlacementProblem:
@@ -188,9 +200,11 @@ def _price(problem: PlacementProblem, fleet: Fleet, options: KeelOptions) -> flo
     return max(price, fleet.price_of(problem.cost_per_move))
 
 
-def _total(problem: PlacementProblem, placement: Placement, price: float, fleet: Fleet) -> float:
+def _total(
+    problem: PlacementProblem, weights: NDArray[np.float64], placement: Placement, price: float, fleet: Fleet
+) -> float:
     """Predicted time of the window plus the price of the copies, both in the unit of the score."""
-    score = metrics.score(problem, placement)
+    score = _time(problem, weights, placement)
     if problem.current is None or price == 0.0:
         return score
     per_copy = price * fleet.unit_cost * len(problem.load)
