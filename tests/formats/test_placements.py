@@ -24,7 +24,7 @@ FIRST_MOE_LAYER = 3
 
 @st.composite
 def placement_files(draw, empty=False):
-    """Every expert placed, no duplicate on a rank, layers after some dense ones."""
+    """Every expert placed, no duplicate on a rank, dense layers anywhere between."""
     ranks = draw(st.integers(1, 4))
     experts = draw(st.integers(1, 9))
     layers = draw(st.integers(1, 3))
@@ -42,8 +42,8 @@ def placement_files(draw, empty=False):
             slot = draw(st.integers(0, shape.num_slots - 1))
             if spare.logcnt[layer, rows[layer, slot]] > 1:
                 rows[layer, slot] = EMPTY
-    first = draw(st.integers(0, 4))
-    return PlacementFile(Placement(rows, ranks, experts), tuple(range(first, first + layers)))
+    layer_ids = draw(st.sets(st.integers(0, 9), min_size=layers, max_size=layers))
+    return PlacementFile(Placement(rows, ranks, experts), tuple(sorted(layer_ids)))
 
 
 def _same(a, b):
@@ -65,7 +65,7 @@ def test_engine_formats_round_trip(file, format_):
         text,
         num_ranks=file.placement.num_ranks,
         num_logical_experts=file.placement.num_logical_experts,
-        first_moe_layer=file.layer_ids[0],
+        layer_ids=file.layer_ids,
     )
     _same(back, file)
 
@@ -73,6 +73,14 @@ def test_engine_formats_round_trip(file, format_):
 def _two_layers():
     rows = np.array([[0, 1, 2, 0], [2, 1, 0, 2]], np.int32)
     return PlacementFile(Placement(rows, 2, 3), (3, 4), {"policy": "keel"})
+
+
+@pytest.mark.parametrize("format_", list(PlacementFormat))
+def test_the_first_moe_layer_will_do_where_dense_layers_are_in_front(format_):
+    _same(
+        parse_placement(render_placement(_two_layers(), format_), num_ranks=2, first_moe_layer=3),
+        _two_layers(),
+    )
 
 
 def test_neutral_keeps_what_it_was_told_and_has_a_version():
@@ -205,6 +213,27 @@ def test_what_the_file_says_and_what_was_asked_for_must_agree():
         parse_placement(text, num_logical_experts=9)
     with pytest.raises(InvalidInput, match="does not carry the number of ranks"):
         parse_placement(render_placement(_two_layers(), PlacementFormat.TRTLLM))
+
+
+@pytest.mark.parametrize("format_", list(PlacementFormat))
+def test_layers_asked_for_must_be_those_of_the_file_as_far_as_it_says(format_):
+    text = render_placement(_two_layers(), format_)
+    said = {
+        PlacementFormat.SGLANG: r"MoE layers \[1, 3, 5\] must be among the 5 hidden layers",
+        PlacementFormat.ASCEND: "3 layer ids for 2 layers",
+    }
+    said_by_others = r"the file is for layers \[3, 4\], \[1, 3, 5\] were asked for"
+    with pytest.raises(
+        InvalidInput if format_ in said else ShapeMismatch, match=said.get(format_, said_by_others)
+    ):
+        parse_placement(text, num_ranks=2, layer_ids=(1, 3, 5))
+    with pytest.raises(InvalidInput, match="first_moe_layer is -1, must not be negative"):
+        parse_placement(text, num_ranks=2, first_moe_layer=-1)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(InvalidInput, match=f"{tmp_path}: cannot be written: Is a directory"):
+        write_placement(tmp_path, _two_layers(), PlacementFormat.NEUTRAL)
 
 
 json_values = st.recursive(

@@ -53,6 +53,11 @@ def test_npz_round_trip_keeps_everything_and_is_byte_stable(tmp_path):
     assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "five.npz").read_bytes()
 
 
+def test_a_trace_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(InvalidInput, match=f"{tmp_path}: cannot be written: Is a directory"):
+        write_trace(tmp_path, _trace())
+
+
 @given(npst.arrays(np.int64, st.tuples(*[st.integers(1, 4)] * 3), elements=st.integers(0, 2**40)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_counts_of_any_size_survive_the_smallest_type(tmp_path, counts):
@@ -206,6 +211,10 @@ def test_sglang_dumps_of_another_kind_are_refused(tmp_path):
         ({"logical_count": torch.zeros(2, 2, 2, 2)}, r"must be \(steps, hidden layers, experts\)"),
         ({"logical_count": torch.zeros(2, 2, 2)}, "none of the 2 steps routed a token"),
         ({"logical_count": torch.full((2, 2, 2), -1)}, "holds -1..-1"),
+        (
+            {"logical_count": torch.ones(2, 2, 2, dtype=torch.bfloat16)},
+            "logical_count is bfloat16, which rounds counts above 256: dump it as int32 or float32",
+        ),
     ):
         torch.save(content, tmp_path / "d.pt")
         with pytest.raises(InvalidInput, match=message):

@@ -8,8 +8,10 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.policy import Mode
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning import metrics
-from evenkeel.planning.cycle import CycleInputs, run_cycle
+from evenkeel.planning.cycle import CycleInputs, plan_target, run_cycle
 from evenkeel.planning.gates import GateSettings
+from evenkeel.planning.policies import POLICIES
+from evenkeel.planning.problem import Proposal
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 1000)
 SETTINGS = GateSettings(cooldown_s=10, min_window_steps=24, consecutive_windows=1, min_held_out_steps=8)
@@ -111,6 +113,69 @@ def test_no_steps_is_insufficient_data_and_never_a_balance():
 
 def test_a_lost_rank_stops_the_cycle_whatever_the_balance():
     assert run_cycle(inputs(skewed(60), ranks_fresh=3)).reason is Reason.RANKS_MISSING
+
+
+def asked_of_a_policy(monkeypatch, load, source_load):
+    """The problem a cycle makes of some steps."""
+    asked = []
+
+    def plan(problem):
+        asked.append(problem)
+        return Proposal(Placement.initial(SHAPE), 1.0)
+
+    monkeypatch.setitem(POLICIES, "listener", plan)
+    plan_target(inputs(skewed(60), policy="listener", source_load=source_load), load)
+    return asked[0]
+
+
+def test_source_sums_of_the_window_say_where_tokens_start_and_not_how_many(monkeypatch):
+    load = skewed(60)[:40]
+    sums = np.random.default_rng(4).integers(1, 99, (4, 2, 8)).astype(np.float64)
+    source = asked_of_a_policy(monkeypatch, load, sums).source_load
+    np.testing.assert_allclose(source.sum(axis=0), load.sum(axis=0))
+    np.testing.assert_allclose(source / source.sum(axis=0), sums / sums.sum(axis=0))
+    other_steps = 2.0 ** np.random.default_rng(5).integers(-3, 9, (2, 8))
+    np.testing.assert_array_equal(
+        asked_of_a_policy(monkeypatch, load, sums * other_steps).source_load, source
+    )
+
+
+def test_an_expert_with_load_and_no_source_sums_starts_evenly(monkeypatch):
+    load = skewed(60)
+    sums = np.ones((4, 2, 8))
+    sums[:, 1, 0] = 0.0
+    source = asked_of_a_policy(monkeypatch, load, sums).source_load
+    np.testing.assert_array_equal(source[:, 1, 0], np.full(4, load[:, 1, 0].sum() / 4))
+    assert asked_of_a_policy(monkeypatch, load, None).source_load is None
+
+
+def test_after_a_change_source_sums_of_before_make_no_expert_hot():
+    before, after = skewed(64, (0, 1)), skewed(40, (6, 7))
+    load = np.concatenate([before, after])
+    sums = np.repeat(load.sum(axis=0, dtype=np.float64)[None] / 4, 4, axis=0)
+    known = run_cycle(inputs(load, policy="libra", source_load=sums))
+    assert known.split is not None
+    assert known.split.begin == 64
+    assert known.target == run_cycle(inputs(load, policy="libra")).target
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    ("sums", "reason", "words"),
+    [
+        (
+            np.full((4, 2, 8), np.nan),
+            Reason.PLANNER_FAILED,
+            "source_load holds 64 values that are not finite",
+        ),
+        (np.full((4, 2, 8), -1.0), Reason.PLANNER_FAILED, "64 negative values, smallest -1"),
+        (np.ones((4, 2, 7)), Reason.WRONG_SHAPE, "must be (4, 2, 8), got (4, 2, 7)"),
+    ],
+)
+def test_source_sums_that_cannot_be_end_the_cycle_in_words(policy, sums, reason, words):
+    result = run_cycle(inputs(skewed(60), policy=policy, source_load=sums))
+    assert (result.passed, result.reason) == (False, reason)
+    assert words in result.detail
 
 
 def test_noise_alone_moves_nothing():

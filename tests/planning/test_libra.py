@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel.errors import InvalidInput
-from evenkeel.model.topology import ModelShape, Topology
+from evenkeel.model.topology import Topology
 from evenkeel.planning.libra import LibraOptions, plan_libra, replicate_by_source
 from evenkeel.planning.problem import DispatchModel, PlacementProblem
 from tests.strategies import loads, placements, seeds, shapes
@@ -78,13 +78,5 @@ def test_proposals_are_sound(shape, data):
 
 
 def test_what_it_refuses():
-    shape = ModelShape(1, 4, 2, 3, 1, 100)
-    load = np.ones((1, 1, 4))
-    with pytest.raises(InvalidInput, match=r"source_load must be \(2, 1, 4\)"):
-        plan_libra(PlacementProblem(load, shape, Topology.single_node(2), source_load=np.ones((2, 4))))
-    with pytest.raises(InvalidInput, match="finite"):
-        plan_libra(
-            PlacementProblem(load, shape, Topology.single_node(2), source_load=np.full((2, 1, 4), np.nan))
-        )
     with pytest.raises(InvalidInput, match="locality is 2"):
         LibraOptions(2)

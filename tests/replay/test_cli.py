@@ -1,6 +1,7 @@
 import json
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -240,6 +241,21 @@ def test_inspect_describes_in_words_and_in_json(small):
             InvalidInput,
             "there is no folder /nowhere/at",
         ),
+        (
+            ("compare", *SMALL, "-p", "eplb", "--free-bytes", 5),
+            InvalidInput,
+            "are for craft, which is not among the policies",
+        ),
+        (
+            ("plan", "-o", "x", *FLEET, "-p", "craft", "--craft-replicas", "most"),
+            InvalidInput,
+            "--craft-replicas most is neither memory, knee nor a number",
+        ),
+        (
+            ("plan", "-o", "x", *FLEET, "-p", "keel+verdict"),
+            InvalidInput,
+            r"keel\+verdict holds a plan against the placement in force: name it with --current",
+        ),
         (("plan", "-o", "x", "-f", "vllm"), InvalidInput, "unknown placement format 'vllm'; known: neutral"),
         (
             ("plan", "-o", "x", "--ranks", 2, "--window", 99),
@@ -269,6 +285,103 @@ def test_a_placement_of_another_fleet_is_no_start(small, tmp_path):
             "--current",
             out,
         )
+
+
+@pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
+def test_dense_layers_may_lie_between_moe_layers(tmp_path, format_):
+    counts = np.random.default_rng(7).integers(0, 40, (20, 3, 8))
+    for name, layer_ids in (("here", (1, 3, 5)), ("there", (1, 2, 3))):
+        write_trace(tmp_path / f"{name}.npz", Trace(counts, layer_ids))
+    plan = ("plan", *FLEET, "-p", "eplb", "-t")
+    _run(*plan, tmp_path / "here.npz", "-f", format_, "-o", tmp_path / "placement")
+    current = ("--current", tmp_path / "placement", "-o", tmp_path / "b", "--json")
+    assert json.loads(_run(*plan, tmp_path / "here.npz", *current))["copies"] == 0.0
+    if format_ in ("neutral", "trtllm"):
+        with pytest.raises(
+            ShapeMismatch, match=r"placement: the file is for layers \[1, 3, 5\], \[1, 2, 3\] were"
+        ):
+            _run(*plan, tmp_path / "there.npz", *current)
+
+
+def test_figures_outlive_a_full_disk(small, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    page = str(tmp_path / "page.html")
+    for option in ("--html", "--save-plans"):
+        args = ["compare", "-t", str(small), *map(str, SMALL), "-p", "eplb", "--json", option, page]
+        result = CliRunner().invoke(app, args)
+        assert json.loads(result.stdout)["replans"] == 4
+        assert isinstance(result.exception, InvalidInput)
+        assert str(result.exception) == f"{page}: cannot be written: No space left on device"
+    with pytest.raises(InvalidInput, match="b: cannot be written: No space left"):
+        _run("plan", "-t", small, *FLEET, "-p", "eplb", "-o", tmp_path / "b")
+
+
+def test_places_of_files_are_looked_at_before_the_trace(tmp_path):
+    one, same = tmp_path / "one", tmp_path / "." / ".." / tmp_path.name / "one"
+    with pytest.raises(InvalidInput, match="one is named for two files"):
+        _run("compare", "-t", tmp_path / "absent.npz", "--html", one, "--save-plans", same)
+    for name, message in (
+        ("no/where", "there is no folder"),
+        ("a" * 300, "cannot be written: File name too long"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            _run("plan", "-t", tmp_path / "absent.npz", "-o", tmp_path / name)
+
+
+def test_what_is_assumed_of_where_tokens_start_is_said(small, tmp_path):
+    page = tmp_path / "page.html"
+    few = ("-t", str(small), "--ranks", "4", "--slots", "12")
+    replay = ("compare", *few, "--window", "8", "--horizon", "8", "--no-baselines", "--json")
+    note = (
+        "the trace has source counts of 2 ranks, not of 4: tokens are taken to start evenly on all ranks, which"
+        " matters to nearest dispatch and libra+verdict"
+    )
+    args = [*replay, "-p", "libra+verdict", "--dispatch", "nearest", "--html", str(page)]
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert json.loads(result.stdout)["notes"] == [note]
+    assert result.stderr == f"note: {note}\n"
+    assert f"Note: {note}." in page.read_text("utf-8")
+    assert json.loads(_run(*replay, "-p", "eplb"))["notes"] == []
+    here = ("-t", small, *SMALL, "--json", "-p", "libra", "--dispatch", "nearest")
+    assert json.loads(_run("compare", *here))["notes"] == []
+    write_trace(small, Trace(read_trace(small).counts, (2, 3, 4)))
+    said = json.loads(_run("plan", *few, "-p", "libra", "-o", tmp_path / "b", "--json"))["notes"]
+    assert said == [
+        "the trace has no source counts: tokens are taken to start evenly on all ranks, which matters to libra"
+    ]
+
+
+def test_craft_chooses_its_replicas_by_memory_gain_or_knee(small, tmp_path):
+    craft = (
+        "plan",
+        "-t",
+        small,
+        *FLEET,
+        "--bytes-per-expert",
+        10,
+        "-p",
+        "craft",
+        "-o",
+        tmp_path / "b",
+        "--json",
+    )
+    most = json.loads(_run(*craft))["replicas"]
+    assert json.loads(_run(*craft, "--craft-replicas", "memory"))["replicas"] == most > 2
+    assert json.loads(_run(*craft, "--free-bytes", 10))["replicas"] == 2
+    assert json.loads(_run(*craft, "--craft-replicas", "1"))["replicas"] == 0
+    assert 0 < json.loads(_run(*craft, "--craft-replicas", "knee"))["replicas"] <= most
+    replay = ("compare", "-t", small, *SMALL, "-p", "craft", "--no-baselines", "--json")
+    free = [json.loads(_run(*replay, *more))["results"] for more in ((), ("--free-bytes", 0))]
+    assert free[0][0]["time_over_fluid"] < free[1][0]["time_over_fluid"]
+
+
+def test_a_seed_is_not_negative(small):
+    result = CliRunner().invoke(app, ["plan", "-t", str(small), "--seed", "-1", "-o", "x"])
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr
 
 
 def test_what_an_engine_cannot_read_is_not_written(small, tmp_path):

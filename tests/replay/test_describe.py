@@ -77,6 +77,7 @@ def test_short_and_silent_traces_have_no_value_rather_than_a_wrong_one():
     counts = np.zeros((2, 1, 3), np.int64)
     described = _describe(counts, num_ranks=2)
     assert described.layers[0].skew != described.layers[0].skew
+    assert described.layers[0].skew_class == "none"
     assert described.pairs == ()
     plain = described.as_dict()
     json.dumps(plain, allow_nan=False)

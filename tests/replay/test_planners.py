@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from evenkeel.errors import InvalidInput, Reason
+from evenkeel.planning.craft import CraftOptions, ReplicaRule, plan_craft
 from evenkeel.planning.eplb import plan_eplb
-from evenkeel.replay.planners import choose_planners, faded_mean, warm_up
+from evenkeel.replay.planners import choose_planners, craft_within, faded_mean, warm_up
 from evenkeel.replay.walk import walk_forward
 
 
@@ -23,6 +26,13 @@ def test_names_nobody_has_are_refused_with_those_that_exist():
         choose_planners([], baselines=False)
     with pytest.raises(InvalidInput, match="named twice: eplb"):
         choose_planners(["eplb", "eplb"])
+
+
+def test_one_form_of_eplb_is_a_policy_too():
+    assert list(choose_planners(["eplb-global", "eplb-hierarchical+verdict"], baselines=False)) == [
+        "eplb-global",
+        "eplb-hierarchical+verdict",
+    ]
 
 
 def test_initial_never_moves_and_once_moves_once(setup):
@@ -70,3 +80,26 @@ def test_any_name_may_come_with_a_verdict():
     ]
     with pytest.raises(InvalidInput, match=r"unknown policies nobody\+verdict, eplb\+verdict\+verdict"):
         choose_planners(["nobody+verdict", "eplb+verdict+verdict"])
+
+
+@pytest.mark.parametrize("pooled", [None, 10])
+def test_craft_never_fills_more_memory_of_a_rank_than_is_free(setup, pooled):
+    problem = setup.problem(0, 20, None)
+    # 2 layers x 8 experts on 2 ranks: 8 slots of a rank hold one copy each, 2 are left for replicas of 10 bytes.
+    problem = replace(problem, shape=replace(problem.shape, pool_slots_per_rank=pooled))
+    used = []
+    for free_bytes in (0, 9, 10, 20, 10**9):
+        held = craft_within(CraftOptions(), free_bytes)(problem).placement.phy2log.reshape(2, 2, -1) >= 0
+        used.append(int(held.sum(axis=(0, 2)).max()) - 8)
+        assert used[-1] <= free_bytes // 10
+    assert used[:3] == [0, 0, 1]
+    most = craft_within(CraftOptions(), 10**9)(problem).placement
+    assert most == plan_craft(problem).placement
+
+
+def test_craft_takes_the_rule_it_is_given_and_needs_bytes_to_count_replicas(setup):
+    problem = setup.problem(0, 20, None)
+    picky = CraftOptions(rule=ReplicaRule.MARGINAL_GAIN, min_marginal_gain=1.0)
+    assert craft_within(picky)(problem).numbers["replicas"] == 0.0
+    with pytest.raises(InvalidInput, match="5 free bytes / 0 bytes per expert"):
+        craft_within(picky, 5)(replace(problem, shape=replace(problem.shape, bytes_per_expert=0)))

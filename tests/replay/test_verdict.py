@@ -5,9 +5,9 @@ import numpy as np
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.problem import Proposal
+from evenkeel.planning.problem import DispatchModel, Proposal
 from evenkeel.replay.verdict import behind_verdict
-from evenkeel.replay.walk import Setup, walk_forward
+from evenkeel.replay.walk import Replan, Setup, walk_forward
 
 
 def _setup(load):
@@ -59,6 +59,44 @@ def test_the_newest_steps_are_scored_on_and_never_planned_on():
     # The first window of 24 has nothing before it; later plans see 24 steps, as without a verdict.
     first, *later = [step - 6 for step in walk.steps.tolist()]
     assert seen == [(18, first, first), *((24, step, step) for step in later)]
+
+
+def test_a_plan_is_told_the_origins_and_the_price_of_the_steps_it_is_made_on():
+    source = np.random.default_rng(1).poisson(20, (80, 2, 2, 8)).astype(np.float64)
+    setup = replace(_setup(source.sum(axis=1)), source=source, copy_price=0.01)
+    asked = []
+
+    def planner(replan):
+        asked.append(replan)
+        return None
+
+    walk_forward("none", behind_verdict(planner), setup)
+    for replan in asked:
+        want = setup.problem(replan.step - len(replan.problem.load), replan.step, None)
+        np.testing.assert_array_equal(replan.problem.load, want.load)
+        np.testing.assert_array_equal(replan.problem.source_load, want.source_load)
+        np.testing.assert_array_equal(replan.problem.source_load.sum(axis=0), want.load.sum(axis=0))
+        assert replan.problem.cost_per_move == want.cost_per_move
+
+
+def test_a_plan_is_scored_by_the_origins_of_the_steps_that_decide():
+    """A second copy of the hot expert helps where its tokens start on both ranks, and no more once all start on one."""
+    load = np.full((80, 2, 8), 20.0)
+    load[:, :, 3] = 400.0
+    rows = np.tile(np.array([0, 1, 2, 3, 6, 3, 4, 5, 7, 6], np.int32), (2, 1))
+    one = np.stack([load, np.zeros_like(load)], axis=1)
+    both = np.stack([load, load], axis=1) / 2
+
+    def adopted(before, after):
+        source = np.concatenate([before[:18], after[18:]])
+        setup = replace(_setup(load), source=source, dispatch=DispatchModel.NEAREST)
+        replan = Replan(0, 24, setup.problem(0, 24, Placement.initial(setup.shape)), load[:24], setup)
+        return behind_verdict(lambda _: Proposal(Placement(rows, 2, 8), 0.0))(replan) is not None
+
+    assert adopted(both, both)
+    assert adopted(one, both)
+    assert not adopted(one, one)
+    assert not adopted(both, one)
 
 
 def test_what_was_scored_is_what_runs():

@@ -156,6 +156,8 @@ def test_the_price_of_a_copy_is_a_share_of_the_layer_time(setup):
 def test_setups_that_cannot_be_replayed_are_refused(setup):
     with pytest.raises(ShapeMismatch, match=r"load must be \(T, 2, 8\)"):
         replace(setup, load=setup.load[:, :1])
+    with pytest.raises(ShapeMismatch, match=r"source must be \(30, 2, 2, 8\), got \(29, 2, 2, 8\)"):
+        replace(setup, source=np.ones((29, 2, 2, 8)))
     with pytest.raises(InvalidInput, match="at least 1 step, got 0 and 4"):
         replace(setup, window_steps=0)
 

@@ -12,7 +12,7 @@ All of them give slots to ranks in order. What a format does not carry is an arg
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel.formats.reading import as_int, as_list, as_mapping, expert_rows, naming, parse_json, read_text
+from evenkeel.formats.writing import write_file
 from evenkeel.model.placement import EMPTY, Placement
 
 __all__ = [
@@ -85,6 +86,7 @@ class _Asked:
     num_ranks: int | None
     num_logical_experts: int | None
     first_moe_layer: int
+    layer_ids: tuple[int, ...] | None
 
     def ranks(self, carried: int | None = None) -> int:
         if carried is not None and self.num_ranks not in (None, carried):
@@ -107,6 +109,16 @@ class _Asked:
             )
         return experts
 
+    def layers(self, carried: tuple[int, ...]) -> tuple[int, ...]:
+        if self.layer_ids not in (None, carried):
+            raise ShapeMismatch(
+                f"the file is for layers {list(carried)}, {list(self.layer_ids or ())} were asked for"
+            )
+        return carried
+
+    def layers_up_to(self, last: int) -> tuple[int, ...]:
+        return self.layer_ids if self.layer_ids is not None else tuple(range(self.first_moe_layer, last))
+
 
 def read_placement(
     path: Path | str,
@@ -115,6 +127,7 @@ def read_placement(
     num_ranks: int | None = None,
     num_logical_experts: int | None = None,
     first_moe_layer: int = 0,
+    layer_ids: Sequence[int] | None = None,
 ) -> PlacementFile:
     """Read a placement file; see `parse_placement`, errors carry the file's name."""
     path = Path(path)
@@ -125,6 +138,7 @@ def read_placement(
             num_ranks=num_ranks,
             num_logical_experts=num_logical_experts,
             first_moe_layer=first_moe_layer,
+            layer_ids=layer_ids,
         )
 
 
@@ -135,6 +149,7 @@ def parse_placement(
     num_ranks: int | None = None,
     num_logical_experts: int | None = None,
     first_moe_layer: int = 0,
+    layer_ids: Sequence[int] | None = None,
 ) -> PlacementFile:
     """Parse the text of a placement file.
 
@@ -145,6 +160,8 @@ def parse_placement(
         num_logical_experts: E; None takes what the file says, or the largest id + 1.
         first_moe_layer: hidden layers before the first MoE layer: skipped in sglang files, added to the
             layer numbers of ascend files, not used otherwise.
+        layer_ids: the MoE layers among the hidden ones, for sglang and ascend files of models whose dense layers
+            are not all in front; checked against the others. None counts on from `first_moe_layer`.
 
     Raises:
         InvalidInput, ShapeMismatch: malformed; the message has the numbers.
@@ -152,10 +169,13 @@ def parse_placement(
     """
     if num_ranks is not None and num_ranks < 1:
         raise InvalidInput(f"num_ranks is {num_ranks}, must be at least 1")
+    if first_moe_layer < 0:
+        raise InvalidInput(f"first_moe_layer is {first_moe_layer}, must not be negative")
     content = parse_json(text) if text.lstrip()[:1] in ("{", "[") else _parse_yaml(text)
     if not isinstance(content, dict):
         raise InvalidInput(f"must be a mapping, is {type(content).__name__}")
-    asked = _Asked(num_ranks, num_logical_experts, first_moe_layer)
+    ids = None if layer_ids is None else tuple(layer_ids)
+    asked = _Asked(num_ranks, num_logical_experts, first_moe_layer, ids)
     return _PARSERS[format_ or _detect(content)](content, asked)
 
 
@@ -208,17 +228,18 @@ def _parse_neutral(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
         raise InvalidInput(f"info must be a mapping, is {type(info).__name__}")
     ranks = asked.ranks(as_int(content["num_ranks"], "num_ranks", 1))
     experts = asked.experts(rows, as_int(content["num_logical_experts"], "num_logical_experts", 1))
-    return PlacementFile(Placement(rows, ranks, experts), layer_ids, info)
+    return PlacementFile(Placement(rows, ranks, experts), asked.layers(layer_ids), info)
 
 
 def _parse_sglang(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
     content = as_mapping(content, "the placement", ("physical_to_logical_map",))
     rows = expert_rows(content["physical_to_logical_map"], "physical_to_logical_map", 0)
-    first = asked.first_moe_layer
-    if not 0 <= first < len(rows):
-        raise InvalidInput(f"first MoE layer {first} is outside the {len(rows)} hidden layers")
-    placement = Placement(rows[first:], asked.ranks(), asked.experts(rows[first:]))
-    return PlacementFile(placement, tuple(range(first, len(rows))))
+    ids = asked.layers_up_to(len(rows))
+    if not ids or min(ids) < 0 or max(ids) >= len(rows):
+        asked_for = list(ids) or [asked.first_moe_layer]
+        raise InvalidInput(f"MoE layers {asked_for} must be among the {len(rows)} hidden layers")
+    rows = rows[list(ids)]
+    return PlacementFile(Placement(rows, asked.ranks(), asked.experts(rows)), ids)
 
 
 def _parse_trtllm(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
@@ -233,7 +254,7 @@ def _parse_trtllm(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
     rows = expert_rows([by_layer[layer] for layer in layer_ids], "initial_global_assignments", 0)
     if rows.shape[1] != num_slots:
         raise ShapeMismatch(f"layer {layer_ids[0]} lists {rows.shape[1]} experts, num_slots is {num_slots}")
-    return PlacementFile(Placement(rows, asked.ranks(), asked.experts(rows)), layer_ids)
+    return PlacementFile(Placement(rows, asked.ranks(), asked.experts(rows)), asked.layers(layer_ids))
 
 
 def _parse_ascend(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
@@ -253,7 +274,7 @@ def _parse_ascend(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
     rows = np.stack(tables).reshape(count, -1)
     placement = Placement(rows, asked.ranks(tables[0].shape[0]), asked.experts(rows))
     _refuse_duplicates(placement)
-    return PlacementFile(placement, tuple(range(asked.first_moe_layer, asked.first_moe_layer + count)))
+    return PlacementFile(placement, asked.layers_up_to(asked.first_moe_layer + count))
 
 
 def _ascend_layer(layer: object, index: int) -> tuple[int, NDArray[np.int32]]:
@@ -285,7 +306,7 @@ def write_placement(
     """Write a placement file; see `render_placement`."""
     with naming(path):
         text = render_placement(file, format_, num_hidden_layers=num_hidden_layers)
-    Path(path).write_text(text, "utf-8")
+    write_file(path, text)
 
 
 def render_placement(

@@ -124,6 +124,8 @@ def _load(path: Path) -> dict[Any, Any]:
 
 
 def _array(value: object, what: str) -> NDArray[Any]:
+    if str(getattr(value, "dtype", None)) == "torch.bfloat16":
+        raise InvalidInput(f"{what} is bfloat16, which rounds counts above 256: dump it as int32 or float32")
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:

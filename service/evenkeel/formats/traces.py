@@ -16,6 +16,7 @@ from evenkeel.formats import sglang
 from evenkeel.formats.reading import as_int, as_mapping, naming, parse_json, read_text, token_counts
 from evenkeel.formats.safetensors import read_tensors
 from evenkeel.formats.trace import Trace, drop_idle_steps
+from evenkeel.formats.writing import write_file
 
 __all__ = ["read_trace", "write_trace"]
 
@@ -126,7 +127,7 @@ def write_trace(path: Path | str, trace: Trace) -> None:
         arrays["domains"] = np.array(trace.domains)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **_any(arrays))
-    Path(path).write_bytes(buffer.getvalue())
+    write_file(path, buffer.getvalue())
 
 
 def _any(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from evenkeel.planning.gates import (
     decide_before,
 )
 from evenkeel.planning.policies import resolve_policy
-from evenkeel.planning.problem import CostCurves, DispatchModel, PlacementProblem, Proposal
+from evenkeel.planning.problem import CostCurves, DispatchModel, PlacementProblem, Proposal, origin_shares
 from evenkeel.planning.relabel import align_slots, count_moves, relabel
 from evenkeel.planning.split import SplitModel
 from evenkeel.planning.verdict import Verdict, VerdictRules, held_out_steps, judge
@@ -92,6 +92,8 @@ class CycleInputs:
     dispatch: DispatchModel = DispatchModel.EVEN
     costs: CostCurves | None = None
     source_load: NDArray[np.float64] | None = None
+    """(R, L, E) [tokens] source-side sums of about the whole window, the later steps included: a cycle takes from them
+    only which share of an expert's tokens starts on which rank. None where ranks do not tell."""
     copy_cost: float = 0.0
     """Price of one copy between ranks in score units: seconds with curves, else tokens."""
     lifetime_steps: int = 1000
@@ -224,19 +226,27 @@ def split_window(inputs: CycleInputs, change: Change) -> Split:
 def plan_target(inputs: CycleInputs, load: NDArray[np.uint32]) -> tuple[Placement, dict[str, float]]:
     """What the policy proposes, in the labels nearest to the present placement.
 
+    Args:
+        inputs: of the cycle.
+        load: (T, L, E) [tokens] the steps to plan on. How much load an expert has comes from them alone; only the
+            origin shares of its tokens come from all of the window, whose sums do not tell steps apart.
+
     Raises:
         InvalidInput, InfeasiblePlan: the policy is unknown or cannot answer.
     """
     if inputs.target is not None:
         inputs.target.check(inputs.shape, allow_duplicates=inputs.allow_duplicates)
         return align_slots(inputs.current, inputs.target), {}
+    source = None
+    if inputs.source_load is not None:
+        source = origin_shares(inputs.source_load, inputs.shape) * load.sum(axis=0, dtype=np.float64)
     problem = PlacementProblem(
         load=load.astype(np.float64),
         shape=inputs.shape,
         topology=inputs.topology,
         current=inputs.current,
         replica_budget=inputs.replica_budget,
-        source_load=inputs.source_load,
+        source_load=source,
         costs=inputs.costs,
         dispatch=inputs.dispatch,
         limits=inputs.limits,

@@ -14,7 +14,7 @@ from evenkeel.planning.keel_pool import edges
 from evenkeel.planning.keel_search import descend
 from evenkeel.planning.keel_starts import Budget
 from evenkeel.planning.keel_state import SHARP, SMOOTH, Curves, Layer, Split, build_layer, load_ranks, refresh
-from evenkeel.planning.problem import DispatchModel, PlacementProblem
+from evenkeel.planning.problem import DispatchModel, PlacementProblem, origin_shares
 
 __all__ = ["Fleet"]
 
@@ -312,10 +312,7 @@ def _scaled_curves(problem: PlacementProblem, unit_tokens: float, unit_cost: flo
 def _origin_shares(problem: PlacementProblem) -> NDArray[np.float64]:
     """(L, E, R) share of each expert's tokens that start on each rank; even where unknown."""
     shape = problem.shape
-    ranks = shape.num_ranks
-    even = np.full((shape.num_layers, shape.num_logical_experts, ranks), 1.0 / ranks)
     if problem.source_load is None:
-        return even
-    source = np.moveaxis(np.asarray(problem.source_load, np.float64), 0, 2)
-    total = source.sum(axis=2, keepdims=True)
-    return np.where(total > 0, source / np.where(total > 0, total, 1.0), even)
+        sizes = (shape.num_layers, shape.num_logical_experts, shape.num_ranks)
+        return np.full(sizes, 1.0 / shape.num_ranks)
+    return np.ascontiguousarray(np.moveaxis(origin_shares(problem.source_load, shape), 0, 2))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.errors import InvalidInput, ShapeMismatch
+from evenkeel.errors import InvalidInput
 from evenkeel.model.placement import EMPTY, Placement
 from evenkeel.planning import bounds, metrics
 from evenkeel.planning.eplb import slots_to_fill
@@ -118,7 +118,7 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
     Raises:
         InvalidInput: a replica budget that does not divide over the ranks.
         InfeasiblePlan: too few slots.
-        ShapeMismatch: source loads of another deployment.
+        ShapeMismatch: the current placement is of another deployment.
     """
     check_current(problem)
     shape = problem.shape
@@ -128,10 +128,6 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
         demand = np.repeat(problem.load.sum(axis=0)[None] / ranks, ranks, axis=0)
     else:
         demand = np.asarray(problem.source_load, np.float64)
-    if demand.shape != (ranks, layers, experts):
-        raise ShapeMismatch(f"source_load must be ({ranks}, {layers}, {experts}), got {demand.shape}")
-    if not np.isfinite(demand).all() or (demand < 0).any():
-        raise InvalidInput("source_load must be finite and not negative")
     rows = np.full((layers, ranks, shape.slots_per_rank), EMPTY, np.int32)
     for layer in range(layers):
         home = _homes(problem.current, layer, ranks, experts, capacity)

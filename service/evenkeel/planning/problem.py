@@ -1,6 +1,8 @@
 """The one signature of every policy: `plan(problem) -> Proposal`, pure and deterministic."""
 
-from dataclasses import dataclass, field
+import math
+import sys
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -12,7 +14,18 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanLimits
 from evenkeel.model.topology import ModelShape, Topology
 
-__all__ = ["CostCurves", "DispatchModel", "PlacementProblem", "Policy", "Proposal", "check_current"]
+__all__ = [
+    "CostCurves",
+    "DispatchModel",
+    "PlacementProblem",
+    "Policy",
+    "Proposal",
+    "check_current",
+    "origin_shares",
+]
+
+_MOST_TOKENS = 2.0**53
+"""Up to here float64 holds every number of tokens."""
 
 
 class DispatchModel(StrEnum):
@@ -41,17 +54,21 @@ class CostCurves:
     """(R,) seconds per token beyond K * tile_tokens."""
 
     def __post_init__(self) -> None:
-        if self.tile_seconds.ndim != 2 or self.slope_s_per_token.shape != self.tile_seconds.shape[:1]:
+        stairs, slope = self.tile_seconds, self.slope_s_per_token
+        if stairs.ndim != 2 or stairs.size == 0 or slope.shape != stairs.shape[:1]:
             raise ShapeMismatch(
-                f"tile_seconds must be (R, K) and slope (R,), got {self.tile_seconds.shape} and"
-                f" {self.slope_s_per_token.shape}"
+                f"tile_seconds must be (R, K) with K at least 1 and slope (R,), got {stairs.shape} and {slope.shape}"
             )
-        if self.tile_tokens < 1:
-            raise InvalidInput(f"tile_tokens is {self.tile_tokens}, must be at least 1")
-        if not (np.isfinite(self.tile_seconds).all() and np.isfinite(self.slope_s_per_token).all()):
-            raise InvalidInput("cost curves must be finite")
-        if (np.diff(self.tile_seconds, axis=1) < 0).any() or (self.slope_s_per_token < 0).any():
-            raise InvalidInput("cost curves must not fall with the number of tokens")
+        if not 1 <= self.tile_tokens < math.inf:
+            raise InvalidInput(f"tile_tokens is {self.tile_tokens}, must be finite and at least 1")
+        _check_values("tile_seconds", stairs)
+        _check_values("slope_s_per_token", slope)
+        steps = np.diff(stairs, axis=1)
+        if (steps < 0).any():
+            raise InvalidInput(
+                "cost curves must not fall with the number of tokens:"
+                f" {int((steps < 0).sum())} stairs are lower than the one before, the most by {-steps.min():g} s"
+            )
 
     @classmethod
     def linear(cls, seconds_per_token: NDArray[np.float64]) -> "CostCurves":
@@ -65,7 +82,7 @@ class PlacementProblem:
     """Everything a policy may look at."""
 
     load: NDArray[np.float64]
-    """(T, L, E) [tokens] - one entry per step, oldest first; finite, not negative."""
+    """(T, L, E) [tokens] - one entry per step, oldest first; in [0, 2**53]."""
     shape: ModelShape
     topology: Topology
     current: Placement | None = None
@@ -73,7 +90,8 @@ class PlacementProblem:
     replica_budget: int | None = None
     """Redundant slots per layer on average; None uses what the shape holds."""
     source_load: NDArray[np.float64] | None = None
-    """(R, L, E) [tokens] routed by each source rank, for locality (Libra, nearest dispatch)."""
+    """(R, L, E) [tokens] of the steps of `load` and no others, summed by source rank; for locality (Libra, nearest
+    dispatch). None where not known."""
     costs: CostCurves | None = None
     """None means C_r(n) = n: the score is then in tokens."""
     dispatch: DispatchModel = DispatchModel.EVEN
@@ -97,12 +115,62 @@ class PlacementProblem:
             )
         if load.shape[0] < 1:
             raise InvalidInput("the load window holds no step")
-        if not np.isfinite(load).all():
-            raise InvalidInput(f"load holds {int((~np.isfinite(load)).sum())} values that are not finite")
-        if (load < 0).any():
-            raise InvalidInput(f"load holds {int((load < 0).sum())} negative values, smallest {load.min():g}")
+        _check_values("load", load, _MOST_TOKENS)
         if self.topology.num_ranks != self.shape.num_ranks:
             raise ShapeMismatch(f"topology has {self.topology.num_ranks} ranks, shape {self.shape.num_ranks}")
+        if self.source_load is not None:
+            _check_source(self.source_load, self.shape)
+        numbers = {
+            "cost_per_move": self.cost_per_move,
+            "cross_node_factor": self.cross_node_factor,
+            "max_evaluations": self.max_evaluations,
+            "seed": self.seed,
+        }
+        for name, value in (numbers | asdict(self.limits)).items():
+            if value is not None and not 0 <= value < math.inf:
+                raise InvalidInput(f"{name} is {value}, must be finite and not negative")
+
+
+def _check_values(name: str, values: NDArray[np.float64], most: float = sys.float_info.max) -> None:
+    """Raises InvalidInput unless all are finite, not negative and at most `most`."""
+    least, largest = values.min(), values.max()
+    if 0 <= least and largest <= most:  # never so with a NaN
+        return
+    finite = np.isfinite(values)
+    if not finite.all():
+        raise InvalidInput(f"{name} holds {int((~finite).sum())} values that are not finite")
+    if least < 0:
+        raise InvalidInput(f"{name} holds {int((values < 0).sum())} negative values, smallest {least:g}")
+    raise InvalidInput(
+        f"{name} holds {int((values > most).sum())} values above {most:g}, largest {largest:g}"
+    )
+
+
+def _check_source(source_load: NDArray[np.float64], shape: ModelShape) -> None:
+    """Raises ShapeMismatch or InvalidInput unless they are source loads of the deployment."""
+    want = (shape.num_ranks, shape.num_layers, shape.num_logical_experts)
+    if source_load.shape != want:
+        raise ShapeMismatch(f"source_load must be {want}, got {source_load.shape}")
+    _check_values("source_load", source_load, _MOST_TOKENS)
+
+
+def origin_shares(source_load: NDArray[np.float64], shape: ModelShape) -> NDArray[np.float64]:
+    """Share of each expert's tokens that start on each rank.
+
+    Args:
+        source_load: (R, L, E) [tokens] routed by each source rank.
+        shape: of the deployment.
+
+    Returns:
+        (R, L, E) float64 in [0, 1], summing to 1 over ranks; even for an expert no rank routed to.
+
+    Raises:
+        ShapeMismatch: the source loads are of another deployment.
+        InvalidInput: some are negative or not finite.
+    """
+    _check_source(source_load, shape)
+    total = source_load.sum(axis=0)
+    return np.where(total > 0, source_load / np.where(total > 0, total, 1.0), 1.0 / shape.num_ranks)
 
 
 def check_current(problem: PlacementProblem) -> None:

@@ -17,12 +17,14 @@ from evenkeel.replay.options import (
     BYTES_PER_EXPERT,
     BaselinesOption,
     BytesOption,
+    CraftReplicasOption,
     CurrentOption,
     DispatchOption,
     DuplicatesOption,
     EvaluationsOption,
     FirstMoeLayerOption,
     FormatOption,
+    FreeBytesOption,
     GroupsOption,
     HorizonOption,
     HtmlOption,
@@ -46,7 +48,10 @@ from evenkeel.replay.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from evenkeel.formats import Trace
+    from evenkeel.planning.problem import Policy
     from evenkeel.replay.compare import Fleet
     from evenkeel.replay.walk import Setup
 
@@ -79,6 +84,8 @@ def compare_command(
     max_evaluations: EvaluationsOption = None,
     seed: SeedOption = 0,
     allow_duplicates: DuplicatesOption = False,
+    craft_replicas: CraftReplicasOption = None,
+    free_bytes: FreeBytesOption = None,
     first_moe_layer: FirstMoeLayerOption = None,
     save_plans: SavePlansOption = None,
     html: HtmlOption = None,
@@ -89,12 +96,14 @@ def compare_command(
     Copies and bytes are of all replans but the first, which starts from the initial placement. At least 4
     replans must fit into the trace.
     """
-    from evenkeel.replay.compare import Fleet, compare
+    from evenkeel.formats.writing import write_file
+    from evenkeel.replay.compare import Fleet, compare, origin_notes
     from evenkeel.replay.compare import save_plans as write_plans
     from evenkeel.replay.page import render_page
     from evenkeel.replay.planners import choose_planners
     from evenkeel.replay.tables import comparison_table
 
+    _check_writable(save_plans, html)
     recorded = _read(trace, first_moe_layer)
     fleet = Fleet(
         ranks,
@@ -111,9 +120,9 @@ def compare_command(
     names = _names(policies)
     if verdict:
         names += [f"{name}+verdict" for name in names if not name.endswith("+verdict")]
-    planners = choose_planners(names, baselines=baselines)
-    for path in (save_plans, html):
-        _check_writable(path)
+    crafted = _policies(names, craft_replicas, free_bytes)
+    planners = choose_planners(names, baselines=baselines, policies=crafted)
+    _say(origin_notes(recorded, setup, planners))
     with work_bars() as (on_work, on_replan):
         comparison = compare(
             recorded,
@@ -124,18 +133,19 @@ def compare_command(
             on_work=on_work,
             on_replan=on_replan,
         )
+    # Before any file: a full disk must not cost the figures.
+    if as_json:
+        typer.echo(json.dumps(comparison.as_dict(), indent=2, allow_nan=False))
+    else:
+        facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
+        show(
+            f"[bold]{escape(comparison.name)}[/bold]: {facts}",
+            comparison_table(comparison.figures, stdout_console().width),
+        )
     if save_plans is not None:
         write_plans(save_plans, comparison)
     if html is not None:
-        html.write_text(render_page(comparison), "utf-8")
-    if as_json:
-        typer.echo(json.dumps(comparison.as_dict(), indent=2, allow_nan=False))
-        return
-    facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
-    show(
-        f"[bold]{escape(comparison.name)}[/bold]: {facts}",
-        comparison_table(comparison.figures, stdout_console().width),
-    )
+        write_file(html, render_page(comparison))
 
 
 @app.command("plan")
@@ -159,14 +169,17 @@ def plan_command(
     max_evaluations: EvaluationsOption = None,
     seed: SeedOption = 0,
     allow_duplicates: DuplicatesOption = False,
+    craft_replicas: CraftReplicasOption = None,
+    free_bytes: FreeBytesOption = None,
     first_moe_layer: FirstMoeLayerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan one placement on a trace and write it for an engine."""
     from evenkeel.formats import PlacementFile, read_placement, write_placement
-    from evenkeel.replay.compare import Fleet
+    from evenkeel.replay.compare import Fleet, origin_notes
     from evenkeel.replay.single import plan_once
 
+    _check_writable(out)
     written_for = _format(format_)
     recorded = _read(trace, first_moe_layer)
     fleet = Fleet(
@@ -188,19 +201,20 @@ def plan_command(
             current,
             num_ranks=ranks,
             num_logical_experts=recorded.num_experts,
-            first_moe_layer=recorded.layer_ids[0],
+            layer_ids=recorded.layer_ids,
         ).placement
-    _check_writable(out)
+    policies = _policies([policy], craft_replicas, free_bytes)
+    notes = origin_notes(recorded, setup, [policy])
+    _say(notes)
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
-        placement, numbers = plan_once(policy, setup, in_force)
+        placement, numbers = plan_once(policy, setup, in_force, policies)
     info = {"policy": policy, "trace": recorded.name, "planned_on_steps": steps, **numbers}
     file = PlacementFile(placement, recorded.layer_ids, info)
     write_placement(out, file, written_for, num_hidden_layers=num_hidden_layers)
     if as_json:
-        typer.echo(
-            json.dumps({"file": str(out), "format": str(written_for), **info}, indent=2, allow_nan=False)
-        )
+        answer = {"file": str(out), "format": str(written_for), **info, "notes": [*recorded.notes, *notes]}
+        typer.echo(json.dumps(answer, indent=2, allow_nan=False))
         return
     shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
     show(
@@ -241,9 +255,13 @@ def _read(path: Path, first_moe_layer: int | None) -> "Trace":
     from evenkeel.formats import read_trace
 
     trace = read_trace(path, first_moe_layer=first_moe_layer)
-    for note in trace.notes:
-        typer.echo(f"note: {note}", err=True)
+    _say(trace.notes)
     return trace
+
+
+def _say(notes: "Sequence[str]") -> None:
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
 
 
 def _slots(slots: int | None, ranks: int, trace: "Trace") -> int:
@@ -256,6 +274,26 @@ def _names(policies: str | None) -> list[str]:
 
         return list(POLICIES)
     return [name.strip() for name in policies.split(",") if name.strip()]
+
+
+def _policies(names: "Sequence[str]", replicas: str | None, free_bytes: int | None) -> "Mapping[str, Policy]":
+    """The policies, craft with the replicas asked for."""
+    from evenkeel.planning.craft import CraftOptions, ReplicaRule
+    from evenkeel.planning.policies import POLICIES
+    from evenkeel.replay.planners import VERDICT, craft_within
+
+    if replicas is None and free_bytes is None:
+        return POLICIES
+    if "craft" not in {name.removesuffix(VERDICT) for name in names}:
+        raise InvalidInput("--craft-replicas and --free-bytes are for craft, which is not among the policies")
+    if replicas in (None, "memory", "knee"):
+        options = CraftOptions(rule=ReplicaRule(replicas or "memory"))
+    else:
+        try:
+            options = CraftOptions(rule=ReplicaRule.MARGINAL_GAIN, min_marginal_gain=float(replicas))
+        except ValueError as error:
+            raise InvalidInput(f"--craft-replicas {replicas} is neither memory, knee nor a number") from error
+    return {**POLICIES, "craft": craft_within(options, free_bytes)}
 
 
 def _speeds(text: str | None) -> tuple[float, ...] | None:
@@ -314,13 +352,18 @@ def _setup(
     )
 
 
-def _check_writable(path: Path | None) -> None:
+def _check_writable(*wanted: Path | None) -> None:
     """Find out before the work, not after it."""
-    if path is None:
-        return
-    if not path.parent.is_dir():
-        raise InvalidInput(f"{path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise InvalidInput(f"{path} is a folder: name a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InvalidInput(f"{path} cannot be written")
+    paths = [path for path in wanted if path is not None]
+    for path in paths:
+        try:
+            if not path.parent.is_dir():
+                raise InvalidInput(f"{path}: there is no folder {path.parent}")
+            if path.is_dir():
+                raise InvalidInput(f"{path} is a folder: name a file in it")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise InvalidInput(f"{path} cannot be written")
+        except OSError as error:
+            raise InvalidInput(f"{path} cannot be written: {error.strerror}") from error
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise InvalidInput(f"{paths[0]} is named for two files: one would replace the other")

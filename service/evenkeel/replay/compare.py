@@ -1,6 +1,7 @@
 """Compare policies on one trace: walk each, summarise, keep what the page and the files need."""
 
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from numpy.typing import NDArray
 
 from evenkeel.errors import ShapeMismatch
 from evenkeel.formats import Trace
+from evenkeel.formats.writing import write_file
 from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.problem import CostCurves
+from evenkeel.planning.problem import CostCurves, DispatchModel
 from evenkeel.replay.budget import BudgetPoint, budget_curve, budgets_to_try
 from evenkeel.replay.figures import Figures, summarise
-from evenkeel.replay.planners import warm_up
+from evenkeel.replay.planners import VERDICT, warm_up
 from evenkeel.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
 
-__all__ = ["Comparison", "Fleet", "compare", "load_of", "save_plans"]
+__all__ = ["Comparison", "Fleet", "compare", "load_of", "origin_notes", "save_plans"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,20 @@ def load_of(trace: Trace, ranks: int) -> tuple[NDArray[np.float64], NDArray[np.f
     if source is None or source.shape[1] != ranks:
         return trace.counts.astype(np.float64), None
     return trace.counts.astype(np.float64), source.astype(np.float64)
+
+
+def origin_notes(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[str, ...]:
+    """What is assumed of where tokens start, if anything asks for it and the trace does not say."""
+    asking = ["nearest dispatch"] if setup.dispatch is DispatchModel.NEAREST else []
+    asking += [name for name in policies if name.removesuffix(VERDICT) == "libra"]
+    if setup.source is not None or not asking:
+        return ()
+    have = "has no source counts"
+    if trace.source is not None:
+        have = f"has source counts of {trace.source.shape[1]} ranks, not of {setup.shape.num_ranks}"
+    return (
+        f"the trace {have}: tokens are taken to start evenly on all ranks, which matters to {' and '.join(asking)}",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +203,9 @@ def compare(
         on_work("replica budgets", replans * len(budgets))
         points = budget_curve(setup, budgets, bytes_per_expert, on_replan=on_replan)
     figures = tuple(summarise(walk, bytes_per_expert) for walk in walks)
+    notes = trace.notes + origin_notes(trace, setup, planners)
     return Comparison(
-        trace.name, trace.layer_ids, setup, bytes_per_expert, tuple(walks), figures, points, trace.notes
+        trace.name, trace.layer_ids, setup, bytes_per_expert, tuple(walks), figures, points, notes
     )
 
 
@@ -196,10 +213,14 @@ def save_plans(path: Path, comparison: Comparison) -> None:
     """Write every plan, so that anybody can score it again: `<policy>_steps` and `<policy>_phy2log`.
 
     Plan i of a policy is in force, and was scored, from its step up to `horizon` steps later.
+
+    Raises:
+        InvalidInput: the file cannot be written.
     """
     arrays: dict[str, Any] = {}
     for walk in comparison.walks:
         arrays[f"{walk.policy}_steps"] = walk.steps.astype(np.int64)
         arrays[f"{walk.policy}_phy2log"] = np.stack([p.phy2log for p in walk.placements]).astype(np.int32)
-    with path.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    write_file(path, buffer.getvalue())

@@ -29,7 +29,10 @@ def show(*parts: "RenderableType") -> None:
 
 @contextmanager
 def work_bars() -> Iterator[tuple[Any, Any]]:
-    """(on_work, on_replan) that draw bars on stderr when a person is watching it."""
+    """(on_work, on_replan) that draw bars on stderr when a person is watching it.
+
+    Ctrl-C in the middle of compiled code comes out of it as the cause of SystemErrors; here it is Ctrl-C again.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -48,4 +51,12 @@ def work_bars() -> Iterator[tuple[Any, Any]]:
         def on_work(name: str, replans: int) -> None:
             bars.reset(task, description=name, total=replans or None)
 
-        yield on_work, lambda: bars.advance(task)
+        try:
+            yield on_work, lambda: bars.advance(task)
+        except SystemError as error:
+            cause: BaseException | None = error
+            while isinstance(cause, SystemError):
+                cause = cause.__cause__
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
+            raise

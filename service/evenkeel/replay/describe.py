@@ -41,7 +41,7 @@ class LayerDescription:
     skew_step: float
     """Max / mean over experts in one step, averaged over steps."""
     skew_class: str
-    """`high` above `HIGH_SKEW`, else `low`."""
+    """`high` above `HIGH_SKEW`, `none` without any load, else `low`."""
     balancedness: float
     """With experts in order and no replicas, averaged over steps; NaN without ranks."""
     consistent: tuple[int, ...]
@@ -181,13 +181,19 @@ def _layers(
             layer_id=layer_id,
             skew=float(skew[row]),
             skew_step=float(skew_step[row]),
-            skew_class="high" if skew[row] > HIGH_SKEW else "low",
+            skew_class=_skew_class(float(skew[row])),
             balancedness=float(balance[row]),
             consistent=tuple(np.nonzero(hot_share[row] >= CONSISTENT_SHARE)[0].tolist()),
             temporal=tuple(np.nonzero(temporal[row])[0].tolist()),
         )
         for row, layer_id in enumerate(trace.layer_ids)
     )
+
+
+def _skew_class(skew: float) -> str:
+    if np.isnan(skew):
+        return "none"
+    return "high" if skew > HIGH_SKEW else "low"
 
 
 def _one_each(shape: ModelShape) -> Placement:

@@ -9,12 +9,14 @@ __all__ = [
     "BYTES_PER_EXPERT",
     "BaselinesOption",
     "BytesOption",
+    "CraftReplicasOption",
     "CurrentOption",
     "DispatchOption",
     "DuplicatesOption",
     "EvaluationsOption",
     "FirstMoeLayerOption",
     "FormatOption",
+    "FreeBytesOption",
     "GroupsOption",
     "HorizonOption",
     "HtmlOption",
@@ -85,8 +87,9 @@ PriceOption = Annotated[
     float,
     typer.Option(
         "--copy-price",
-        help="What one copy must save per step, as a share of a perfectly split layer's time; keel never asks less"
-        " than its own 0.0015. 0.01 makes copies rare, 0 leaves it to the policy.",
+        help="What one copy must save per step, as a share of a perfectly split layer's time, to keel and to verdicts."
+        " keel's own price, which falls with the slots of a rank and the tokens they see, holds where it is higher."
+        " 0.01 makes copies rare, 0 leaves it to keel.",
         min=0.0,
     ),
 ]
@@ -98,14 +101,33 @@ EvaluationsOption = Annotated[
     int | None,
     typer.Option(
         "--max-evaluations",
-        help="Candidates one plan may evaluate; default: what its size needs. More than that is not used.",
+        help="Most candidates the search of one plan may evaluate.",
         min=1,
+        show_default="what the policy sets itself",
     ),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed of policies that draw.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of policies that draw.", min=0)]
 DuplicatesOption = Annotated[
     bool,
     typer.Option("--allow-duplicates", help="Let a rank hold an expert twice, as the engines' planners do."),
+]
+CraftReplicasOption = Annotated[
+    str | None,
+    typer.Option(
+        "--craft-replicas",
+        help="How many replicas craft uses: memory, as many as fit; knee, up to where the curve of gain over replicas"
+        " bends; a number, as 0.001: as long as a further replica gains so much balancedness, summed over layers.",
+        show_default="memory",
+    ),
+]
+FreeBytesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--free-bytes",
+        help="Memory of one rank that craft's replicas may take, all layers together.",
+        min=0,
+        show_default="what the slots hold",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PoliciesOption = Annotated[

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from evenkeel.errors import InvalidInput, Reason
 from evenkeel.model.placement import Placement
+from evenkeel.planning.craft import CraftOptions, factor_by_memory, plan_craft
 from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.policies import POLICIES
-from evenkeel.planning.problem import Policy, Proposal
+from evenkeel.planning.policies import FORMS, POLICIES
+from evenkeel.planning.problem import PlacementProblem, Policy, Proposal
 from evenkeel.replay.verdict import behind_verdict
 from evenkeel.replay.walk import Planner, Replan, Setup
 
-__all__ = ["BASELINES", "choose_planners", "faded_mean", "warm_up"]
+__all__ = ["BASELINES", "VERDICT", "choose_planners", "craft_within", "faded_mean", "warm_up"]
 
 EWMA_HALF_LIFE_WINDOWS = 0.125
 """Windows after which a step counts half in `ewma`: the strongest of 1/16..1 on recorded traffic that changes, within
@@ -55,11 +56,33 @@ def _of_policy(policy: Policy) -> Planner:
     return lambda replan: policy(replan.problem)
 
 
+def craft_within(options: CraftOptions, free_bytes_per_rank: int | None = None) -> Policy:
+    """CRAFT with its choice of replicas.
+
+    Args:
+        options: the rule that chooses.
+        free_bytes_per_rank: memory of a rank for replicas, over all layers; None leaves what the slots hold.
+    """
+
+    def plan(problem: PlacementProblem) -> Proposal:
+        shape = problem.shape
+        if free_bytes_per_rank is not None:
+            held = shape.pool_slots_per_rank or shape.slots_per_rank * shape.num_layers
+            one_each = -(-shape.num_logical_experts * shape.num_layers // shape.num_ranks)
+            fits = one_each + factor_by_memory(free_bytes_per_rank, shape.bytes_per_expert)
+            problem = replace(problem, shape=replace(shape, pool_slots_per_rank=min(held, fits)))
+        return plan_craft(problem, options)
+
+    return plan
+
+
 VERDICT = "+verdict"
 """Suffix of a policy that acts only where later steps say that it pays."""
 
 
-def choose_planners(names: Sequence[str], *, baselines: bool = True) -> dict[str, Planner]:
+def choose_planners(
+    names: Sequence[str], *, baselines: bool = True, policies: Mapping[str, Policy] = POLICIES
+) -> dict[str, Planner]:
     """Planners by name, in the order asked for, baselines first.
 
     A name may end in `+verdict`: the same policy, its plans adopted only if held-out steps agree.
@@ -71,25 +94,26 @@ def choose_planners(names: Sequence[str], *, baselines: bool = True) -> dict[str
     if not wanted:
         raise InvalidInput("no policies to compare: name some, or keep the baselines")
     twice = sorted({name for name in wanted if wanted.count(name) > 1})
-    unknown = [name for name in wanted if _planner(name) is None]
+    planners = {name: _planner(name, policies) for name in wanted}
+    unknown = [name for name, planner in planners.items() if planner is None]
     if twice:
         raise InvalidInput(f"policies named twice: {', '.join(twice)}")
     if unknown:
-        known = ", ".join([*BASELINES, *sorted(POLICIES)])
+        known = ", ".join([*BASELINES, *sorted({*policies, *FORMS})])
         raise InvalidInput(
             f"unknown policies {', '.join(unknown)}; known: {known}; any of them with {VERDICT}",
             Reason.UNKNOWN_POLICY,
         )
-    return {name: planner for name in wanted if (planner := _planner(name)) is not None}
+    return {name: planner for name, planner in planners.items() if planner is not None}
 
 
-def _planner(name: str) -> Planner | None:
+def _planner(name: str, policies: Mapping[str, Policy]) -> Planner | None:
     if name.endswith(VERDICT):
-        inner = _planner(name.removesuffix(VERDICT))
+        inner = _planner(name.removesuffix(VERDICT), policies)
         return None if inner is None or name.count(VERDICT) > 1 else behind_verdict(inner)
     if name in BASELINES:
         return BASELINES[name]
-    policy = POLICIES.get(name)
+    policy = policies.get(name) or FORMS.get(name)
     return None if policy is None else _of_policy(policy)
 
 

@@ -1,35 +1,44 @@
 """Plan once, on the newest steps of a trace."""
 
 import math
+from collections.abc import Mapping
 
-from evenkeel.errors import ShapeMismatch
+from evenkeel.errors import InvalidInput, ShapeMismatch
 from evenkeel.model.placement import Placement
 from evenkeel.planning import metrics
+from evenkeel.planning.policies import POLICIES
+from evenkeel.planning.problem import Policy
 from evenkeel.planning.relabel import count_moves, relabel
-from evenkeel.replay.planners import choose_planners
+from evenkeel.replay.planners import VERDICT, choose_planners
 from evenkeel.replay.walk import Replan, Setup
 
 __all__ = ["plan_once"]
 
 
-def plan_once(policy: str, setup: Setup, current: Placement | None) -> tuple[Placement, dict[str, float]]:
+def plan_once(
+    policy: str, setup: Setup, current: Placement | None, policies: Mapping[str, Policy] = POLICIES
+) -> tuple[Placement, dict[str, float]]:
     """A placement for what comes after the trace, planned on its last `setup.window_steps` steps.
 
     Args:
         policy: a policy or a baseline.
         setup: trace and fleet.
         current: placement in force; None at a cold start.
+        policies: by name.
 
     Returns:
         The placement, and figures of it on the window it was planned on: `balancedness_mean`,
-        `time_over_fluid`, and `copies` from `current` if there is one; those without a value are left out.
+        `time_over_fluid`, `replicas` over all layers, and `copies` from `current` if there is one; those without a
+        value are left out.
 
     Raises:
-        InvalidInput: no such policy.
+        InvalidInput: no such policy, or a verdict without a placement in force to hold its plan against.
         ShapeMismatch: `current` is of another deployment.
         EvenkeelError: the policy refused.
     """
-    planner = choose_planners([policy], baselines=False)[policy]
+    planner = choose_planners([policy], baselines=False, policies=policies)[policy]
+    if current is None and policy.endswith(VERDICT):
+        raise InvalidInput(f"{policy} holds a plan against the placement in force: name it with --current")
     steps = len(setup.load)
     first = steps - setup.window_steps
     shape = setup.shape
@@ -49,6 +58,7 @@ def plan_once(policy: str, setup: Setup, current: Placement | None) -> tuple[Pla
     numbers = {
         "balancedness_mean": metrics.balancedness_mean(metrics.rank_load(load, target, split)),
         "time_over_fluid": metrics.time_over_fluid(load, target, setup.costs, split),
+        "replicas": float((target.logcnt - 1).sum()),
     }
     if current is not None:
         numbers["copies"] = float(count_moves(current, target))

@@ -105,7 +105,7 @@ def description_tables(description: TraceDescription) -> tuple[Table, Table, Tab
     for layer in description.layers:
         layers.add_row(
             str(layer.layer_id),
-            f"{layer.skew:.2f}",
+            _plain(2)(layer.skew),
             f"{layer.skew_step:.2f}",
             layer.skew_class,
             _plain(3)(layer.balancedness),

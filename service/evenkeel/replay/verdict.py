@@ -10,7 +10,6 @@ from evenkeel.planning import metrics
 from evenkeel.planning.gates import AfterInputs, GateSettings, decide_after
 from evenkeel.planning.problem import Proposal
 from evenkeel.planning.relabel import count_moves, relabel
-from evenkeel.planning.split import SplitModel
 from evenkeel.planning.verdict import VerdictRules, held_out_steps, judge
 from evenkeel.replay.walk import Planner, Replan
 
@@ -24,8 +23,9 @@ def behind_verdict(planner: Planner) -> Planner:
     """The planner, with its answer adopted only if it passes the gates that follow planning.
 
     As many of the newest steps decide as in the controller. The policy plans on as many steps before them as it would
-    see alone; at the first plan there are fewer. Thresholds are the controller's defaults, except that a short
-    window may decide on fewer steps.
+    see alone; at the first plan there are fewer. What it is told by source rank is of the steps it plans on, and scored
+    is by the origins of the steps that decide. Thresholds are the controller's defaults, except that a short window may
+    decide on fewer steps.
     """
     settings = GateSettings()
 
@@ -35,14 +35,17 @@ def behind_verdict(planner: Planner) -> Planner:
         later = held_out_steps(len(problem.load), int(settings.min_held_out_steps))
         if current is None or later == 0:
             return None
-        step, history = replan.step - later, replan.history[: replan.step - later]
-        part = replace(problem, load=history[-len(problem.load) :])
-        proposal = planner(replace(replan, step=step, problem=part, history=history))
+        step = replan.step - later
+        older = replan.setup.problem(max(0, step - len(problem.load)), step, current)
+        part = replace(
+            problem, load=older.load, source_load=older.source_load, cost_per_move=older.cost_per_move
+        )
+        proposal = planner(replace(replan, step=step, problem=part, history=replan.history[:step]))
         if proposal is None:
             return None
         keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
         target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
-        scored, split = problem.load[-later:], SplitModel.of(problem)
+        scored, split = problem.load[-later:], replan.setup.split(step, replan.step)
         old = metrics.step_times(scored, current, problem.costs, split).sum(axis=1)
         new = metrics.step_times(scored, target, problem.costs, split).sum(axis=1)
         least = min(settings.min_held_out_steps, later)

@@ -55,6 +55,9 @@ class Setup:
         want = (self.shape.num_layers, self.shape.num_logical_experts)
         if self.load.ndim != 3 or self.load.shape[1:] != want:
             raise ShapeMismatch(f"load must be (T, {want[0]}, {want[1]}), got {self.load.shape}")
+        by_rank = (len(self.load), self.shape.num_ranks, *want)
+        if self.source is not None and self.source.shape != by_rank:
+            raise ShapeMismatch(f"source must be {by_rank}, got {self.source.shape}")
         if self.window_steps < 1 or self.horizon_steps < 1:
             raise InvalidInput(
                 f"window and horizon must be at least 1 step, got {self.window_steps} and {self.horizon_steps}"
@@ -74,7 +77,7 @@ class Setup:
             shape=self.shape,
             topology=self.topology,
             current=current,
-            source_load=None if self.source is None else self.source[first:last].sum(axis=0),
+            source_load=self.split(first, last).source_load,
             costs=self.costs,
             dispatch=self.dispatch,
             limits=self.limits,
