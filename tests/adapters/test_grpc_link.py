@@ -6,6 +6,7 @@ import contextlib
 import grpc
 import numpy as np
 import pytest
+import structlog
 
 from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
 from evenkeel.errors import InvalidInput, Reason
@@ -88,8 +89,8 @@ class Talker(Listener):
 
 
 @contextlib.asynccontextmanager
-async def serving(*answers):
-    server, servicer = grpc.aio.server(), Server(*answers)
+async def serving(*answers, servicer=None):
+    server, servicer = grpc.aio.server(), servicer or Server(*answers)
     agent_pb2_grpc.add_RankLinkServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -291,3 +292,100 @@ async def test_a_controller_that_speaks_within_its_lease_is_kept():
             assert listener.lost_streams == []
     finally:
         await server.stop(0)
+
+
+# --- what ends beside the reader ---------------------------------------------------------------------------
+
+
+class Asking(Server):
+    """Asks on every stream, ten times a lease, and stops reading when told: the rank's reader is content."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = True
+
+    async def Attach(self, requests, context):
+        self.streams += 1
+        stream, hello = self.streams, decode_rank_message(await context.read(), None)
+        await context.write(encode_controller_message(ACCEPTED))
+
+        async def ask():
+            while True:
+                await context.write(encode_controller_message(QueryState(Leader("a", 1))))
+                await asyncio.sleep(0.05)
+
+        asking = asyncio.create_task(ask())
+        try:
+            while not self.reads:  # noqa: ASYNC110 - a test's switch
+                await asyncio.sleep(0.01)
+            async for request in requests:
+                self.heard.append((stream, decode_rank_message(request, hello)))
+        finally:
+            asking.cancel()
+
+
+class OnceFaint(Listener):
+    """The device does not answer when the first heartbeat is due."""
+
+    def __init__(self):
+        super().__init__(HELLO)
+        self.beats = 0
+
+    def heartbeat(self):
+        self.beats += 1
+        if self.beats == 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return Heartbeat(7, 1, 2)
+
+
+class OnceTorn(GrpcRankLink):
+    """Its writer fails on the first stream."""
+
+    torn = False
+
+    async def _write(self, call, outbox):
+        if not self.torn:
+            self.torn = True
+            raise RuntimeError("half written")
+        await super()._write(call, outbox)
+
+
+@pytest.mark.parametrize(
+    ("link_type", "listener", "words"),
+    [(GrpcRankLink, OnceFaint(), "illegal memory"), (OnceTorn, Listener(HELLO), "half written")],
+)
+async def test_a_rank_whose_heartbeat_or_writer_ends_opens_another_stream_and_says_why(
+    link_type, listener, words
+):
+    """Its reader hears the controller all the while: nothing else would end a stream on which the rank is mute."""
+    async with serving(servicer=Asking()) as (server, address):
+        task = asyncio.create_task(link_type([address], timing=FAST).run(listener))
+        try:
+            with structlog.testing.capture_logs() as logs:
+                await until(lambda: server.of(Heartbeat))
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    assert listener.registrations == [1, 2] and listener.lost_streams == [1, 2]
+    [log] = [log for log in logs if log["event"] == "link_failed"]
+    assert log["log_level"] == "error" and words in log["detail"]
+
+
+async def test_a_controller_that_takes_nothing_fills_the_outbox_and_is_left():
+    vote = Vote(WaveKey(GENERATION, PlanId("p"), 0, 1), False, Reason.BUSY, "x" * 4000)
+    async with serving(servicer=Asking()) as (server, address):
+        server.reads = False
+        link, most = GrpcRankLink([address], timing=FAST), 0
+        with structlog.testing.capture_logs() as logs:
+            async with running(link) as listener:
+                await until(lambda: listener.registrations)
+                async with asyncio.timeout(20):
+                    while listener.registrations == [1]:
+                        link.send(vote, 1)
+                        most = max(most, 0 if link._outbox is None else link._outbox.qsize())
+                        await asyncio.sleep(0)
+                server.reads = True
+                await until(lambda: server.of(Heartbeat))
+    assert 1000 < most <= 1024
+    cut = [log for log in logs if log["event"] == "controller_too_slow"]
+    assert [(log["stream"], log["queued"]) for log in cut] == [(1, 1024)]

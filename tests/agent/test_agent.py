@@ -30,6 +30,7 @@ from tests.agent.ranks import (
     ToyWeights,
     expert_tensors,
     prepare_for,
+    run_ranks,
     two_rank_placements,
 )
 
@@ -237,6 +238,41 @@ def test_new_weights_need_a_permit_and_raise_the_version():
     hello = fleet.agents[0].hello()
     assert hello.weights_version == 2 and "migrate" in hello.capabilities
     assert hello.checksums_digest == fleet.agents[1].hello().checksums_digest
+
+
+def reload(fleet, versions):
+    """New bytes in every slot between two boundaries, by rank; collective."""
+    for rank, version in enumerate(versions):
+        fleet.weights[rank].slots = ToyWeights(fleet.old, rank, version=version).slots
+    run_ranks(fleet.size, lambda rank: fleet.agents[rank].finish_reload(2))
+
+
+def test_a_reload_that_leaves_no_checksums_is_said_with_every_heartbeat():
+    """R4: replicas that differ forbid copies; the Hello of a stream that stays open offers them still."""
+    with Fleet(NEW, steps=False) as fleet:  # Expert 3 lies on both ranks.
+        assert [agent.heartbeat().trouble for agent in fleet.agents] == ["", ""]
+        reload(fleet, versions=(1, 2))
+        for agent in fleet.agents:
+            assert agent.observe_only and agent.trouble == agent.heartbeat().trouble
+            assert agent.trouble == "weights 2 were loaded with replicas that differ, or not for every expert"
+
+
+def test_a_reload_that_all_ranks_did_alike_is_no_trouble():
+    with Fleet(NEW, steps=False) as fleet:
+        reload(fleet, versions=(1, 1))
+        assert not any(agent.trouble or agent.observe_only for agent in fleet.agents)
+
+
+def test_an_error_of_the_agents_own_is_said_with_every_heartbeat():
+    """R9: it keeps polling and refuses waves; a rank that only said no would leave people to guess why."""
+    with Fleet(OLD) as fleet:
+        fleet.agents[0].feed("no event at all")
+        fleet.agents[1]._participant.snapshot = None
+        fleet.wait_steps(10)
+        first, second = (agent.heartbeat().trouble for agent in fleet.agents)
+        assert first.startswith("the agent failed at str: IllegalEvent(")
+        assert second.startswith("the agent failed at the gate: snapshot of toy: TypeError(")
+        assert fleet.agents[0].observe_only and fleet.agents[1].observe_only
 
 
 def test_state_is_told_with_map_and_checksums_and_lower_terms_are_refused():

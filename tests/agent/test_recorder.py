@@ -1,10 +1,13 @@
 """The ring between the engine's steps and the reports."""
 
+import json
+import math
 import threading
 
 import numpy as np
 import pytest
 import structlog
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -185,3 +188,53 @@ def test_numbers_of_numpy_are_made_plain():
     )
     steps = recorder.take(1).steps
     assert steps.tobytes() == step_table([StepMeta(3, 1, Phase.DECODE, 7, True, 0.5)]).tobytes()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"tokens": math.nan},
+        {"tokens": math.inf},
+        {"tokens": None},
+        {"epoch": math.nan},
+        {"step": math.nan},
+        {"step": -math.inf},
+        {"step": torch.zeros(2)},
+        {"compute_s": math.inf},
+        {"compute_s": -0.5},
+        {"phase": "lunch"},
+        {"counts": torch.zeros((2, 3), dtype=torch.int64)},
+        {"counts": [[0, 0, 0], [0, 0, 0]]},
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_step_that_is_none_is_refused_counted_and_said_and_the_next_is_taken(numbers, stride):
+    """A step is numbers and an array: the reporter would end for whatever else it cannot read."""
+    recorder = Recorder(16, 2, 3)
+    put(recorder, 2)
+    recorder.record(
+        **{
+            "step": 3,
+            "counts": np.zeros((2, 3), np.int64),
+            "epoch": 0,
+            "tokens": 1,
+            "phase": Phase.DECODE,
+            **numbers,
+        }
+    )
+    assert recorder.last_step in (-1, 3), "asked on the engine's thread, at each swap"
+    put(recorder, 4)
+    with structlog.testing.capture_logs() as logs:
+        taken = recorder.take(16, stride)
+    assert taken.steps["step"].tolist() == [2, 4]
+    assert taken.dropped_steps == 1 == recorder.dropped_total
+    [log] = logs
+    assert log["event"] == "step_refused"
+    json.dumps(log, allow_nan=False)
+
+
+def test_seconds_that_are_not_measured_may_be_nan():
+    recorder = Recorder(4, 2, 3)
+    put(recorder, 0, compute_s=math.nan)
+    assert math.isnan(recorder.take(1).steps["compute_s"][0])

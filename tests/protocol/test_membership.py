@@ -110,6 +110,30 @@ def test_group_that_cannot_migrate_is_known_but_has_no_quorum(changes, reason):
     assert members.quorum(0.0)[:2] == (False, reason)
 
 
+def test_a_rank_in_trouble_has_no_say_in_migrating_until_its_trouble_is_over():
+    """What it offered when it said hello was before."""
+    members, _ = group(hello_of(0), hello_of(1))
+    members.troubled(1, 11, "after a reload its replicas differ")
+    answer = members.quorum(0.0)
+    assert answer[:2] == (False, Reason.OBSERVE_ONLY) and answer.missing == ()
+    assert answer.detail == "ranks [1] take no wave any more; rank 1: after a reload its replicas differ"
+    members.troubled(1, 11, "")
+    assert members.quorum(0.0).ok
+
+
+def test_trouble_counts_from_the_newest_stream_and_gives_nothing_that_was_not_offered():
+    """R1; and a heartbeat without trouble is no offer to migrate."""
+    members, _ = group(hello_of(0), hello_of(1))
+    members.troubled(1, 11, "the engine has stopped")
+    assert members.register(hello_of(1), 30, 1.0).accepted
+    members.troubled(1, 11, "the engine has stopped")
+    assert members.quorum(1.0).ok, "a new stream says so anew"
+    assert members.register(hello_of(1, capabilities=frozenset()), 31, 2.0).accepted
+    members.troubled(1, 31, "")
+    members.troubled(7, 31, "nobody's")
+    assert members.quorum(2.0).detail == "ranks [1] do not offer to migrate"
+
+
 def test_wrong_deployment_and_rank_are_refused():
     stranger = dataclasses.replace(
         hello_of(0), identity=dataclasses.replace(hello_of(0).identity, deployment="x")

@@ -31,6 +31,8 @@ _MAX_MESSAGE_BYTES = 64 << 20
 """A full map with checksums of the largest models is a few megabytes."""
 _QUIET_BEATS = 3
 """Heartbeats in a row that are left out while other messages say that the rank lives."""
+_MAX_OUTBOX = 1024
+"""Messages queued on a stream; 16 are reports, and few others come without the controller having asked."""
 
 
 class _Listener(Protocol):
@@ -119,6 +121,8 @@ class GrpcRankLink:
         self._redirect = ""
         self._stream = 0
         self._outbox: asyncio.Queue[FromRankLink] | None = None
+        self._full = asyncio.Event()
+        """The outbox of the open stream was full."""
         self._spoke = False
         """Something else was sent since the heartbeat before."""
 
@@ -136,6 +140,8 @@ class GrpcRankLink:
                 wait_s = _asked_to_wait(error)
             except EvenkeelError as error:
                 _log.warning("link_violated", address=address, reason=error.reason, detail=str(error))
+            except Exception as error:  # a mistake of ours costs this stream, not all that follow
+                _log.exception("link_failed", address=address, detail=_brief(error))
             if wait_s is None:
                 failures += 1
                 doubled = self._timing.backoff_min_s * 2.0 ** min(failures - 1, 16)
@@ -145,9 +151,15 @@ class GrpcRankLink:
             await asyncio.sleep(wait_s * self._jitter.uniform(0.5, 1.0))
 
     def send(self, message: FromRankLink, stream: int | None = None) -> None:
-        """Queue a message; dropped unless `stream` (None: any) is open."""
-        if self._outbox is not None and stream in (None, self._stream):
+        """Queue a message; dropped unless `stream` (None: any) is open. A controller too slow to take them is left."""
+        if self._outbox is None or stream not in (None, self._stream):
+            return
+        try:
             self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            _log.warning("controller_too_slow", stream=self._stream, queued=self._outbox.qsize())
+            self._outbox = None
+            self._full.set()
 
     def _next_address(self, home: int) -> str:
         self._tried += 1
@@ -181,27 +193,46 @@ class GrpcRankLink:
     async def _serve(
         self, call: Any, stream: int, registration: Registration, listener: _Listener
     ) -> float | None:
-        self._outbox = asyncio.Queue()
+        self._outbox = asyncio.Queue(_MAX_OUTBOX)
         self._spoke = False
-        listener.received(stream, registration)
-        helpers = [
+        self._full.clear()
+        # First of the tasks to run: the listener hears of the registration before anything is asked of it.
+        listening = asyncio.create_task(
+            self._listen(call, stream, registration, listener), name="link-reader"
+        )
+        helpers: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._write(call, self._outbox), name="link-writer"),
             asyncio.create_task(self._beat(registration.heartbeat_interval_s, listener), name="heartbeat"),
+            asyncio.create_task(self._full.wait(), name="link-overflow"),
         ]
         try:
-            while (message := await self._hear(call, registration.lease_s)) is not None:
-                if isinstance(message, NotLeader):
-                    # A controller that goes in order: begin anew, so that a roll-out spreads the deployments.
-                    self._tried = 0
-                    return self._turned_away("", message)
-                listener.received(stream, message)
-            return self._timing.backoff_min_s
+            await asyncio.wait([listening, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            for helper in helpers:
+                # One that ended with the call leaves it to the reader to say how that ended.
+                if helper.done() and not call.done():
+                    helper.result()  # Without it the rank would be mute on a stream that seems well.
+                    return None
+            return await listening
         finally:
             self._outbox = None
             listener.lost(stream)
-            for helper in helpers:
-                helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            for task in (listening, *helpers):
+                task.cancel()
+            await asyncio.gather(listening, *helpers, return_exceptions=True)
+
+    async def _listen(
+        self, call: Any, stream: int, registration: Registration, listener: _Listener
+    ) -> float | None:
+        """Hand on what the controller says, to the stream's end."""
+        message: ToRankLink | None = registration
+        while message is not None:
+            if isinstance(message, NotLeader):
+                # A controller that goes in order: begin anew, so that a roll-out spreads the deployments.
+                self._tried = 0
+                return self._turned_away("", message)
+            listener.received(stream, message)
+            message = await self._hear(call, registration.lease_s)
+        return self._timing.backoff_min_s
 
     async def _hear(self, call: Any, lease_s: float) -> ToRankLink | None:
         """The next message. A controller says something at least every half of a lease; one that was silent for a
@@ -228,7 +259,7 @@ class GrpcRankLink:
             message = await outbox.get()
             try:
                 encoded = encode_rank_message(message)
-            except (EvenkeelError, ValueError, TypeError) as error:
+            except Exception as error:  # a report would end the next stream too, where it is sent again
                 _log.error("message_not_sent", kind=type(message).__name__, detail=str(error))
                 continue
             await call.write(encoded)

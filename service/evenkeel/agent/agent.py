@@ -130,6 +130,7 @@ class Agent:
         self._on_progress = on_progress
         self._progress_at = 0.0
         self._left: LeaveGroup | None = None
+        self._trouble = ""
         self._curve: CostCurve | None = None
         self._lock = threading.Lock()
         self._permit = threading.Event()
@@ -174,6 +175,11 @@ class Agent:
     def observe_only(self) -> bool:
         """Whether this rank refuses every wave."""
         return self._participant.observe_only
+
+    @property
+    def trouble(self) -> str:
+        """Why this rank takes no wave any more, in words; empty while all is well."""
+        return self._trouble
 
     @property
     def dropped_steps(self) -> int:
@@ -229,7 +235,9 @@ class Agent:
             self._gate_group, self._config.identity.rank, self.placement, self._weights
         )
         if checksums is None:
-            self._participant.observe_only = True
+            self.take_no_more(
+                f"weights {weights_version} were loaded with replicas that differ, or not for every expert"
+            )
         self.feed(WeightsReloaded(weights_version, checksums or ()))
 
     def tell_curve(self, curve: CostCurve) -> None:
@@ -237,6 +245,14 @@ class Agent:
         self._curve = curve
         if self._uplink is not None:
             self._uplink.send(curve, None)
+
+    def take_no_more(self, why: str) -> None:
+        """Refuse every further wave; telemetry goes on. Said once, and with every heartbeat."""
+        if self._trouble:
+            return
+        self._trouble = why
+        self._participant.observe_only = True
+        _log.error("placement_off", deployment=self._config.identity.deployment, detail=why)
 
     def close(self) -> None:
         """End the threads and the transfers. The gate's communicator goes with the process."""
@@ -263,6 +279,7 @@ class Agent:
                 self._leave_by(gate.on_failure(f"the poll could not begin: {error}"))
         for fault in gate.faults:
             _log.error("gate_fault", detail=fault)
+            self.take_no_more(f"the agent failed at the gate: {fault}")
         gate.faults.clear()
 
     def _wait_poll(self) -> PollResolved | PollFailed:
@@ -326,9 +343,9 @@ class Agent:
             try:
                 for action in self._participant.handle(event, time.monotonic()):
                     self._carry_out(action)
-            except Exception:  # a bug of ours: refuse waves, keep polling
-                self._participant.observe_only = True
+            except Exception as error:  # a bug of ours: refuse waves, keep polling
                 _log.exception("participant_failed", story=self._participant.story)
+                self.take_no_more(f"the agent failed at {type(event).__name__}: {error!r:.200}")
 
     def _carry_out(self, action: ParticipantAction) -> None:
         match action:
@@ -391,8 +408,9 @@ class Agent:
             )
 
     def heartbeat(self) -> Heartbeat:
-        """Alive, and how many steps were run."""
-        return Heartbeat(self._gate.calls, free_bytes(self._device), self._config.staging_bytes)
+        """Alive, how many steps were run, and what is wrong."""
+        room = self._config.staging_bytes
+        return Heartbeat(self._gate.calls, free_bytes(self._device), room, self._trouble)
 
     def received(self, stream: int, message: ToRankLink) -> None:
         """A message of the controller: telemetry's own words stop here, the rest goes to the participant."""

@@ -32,7 +32,6 @@ from evenkeel.model.ids import Epoch
 from evenkeel.model.placement import EMPTY, Placement
 from evenkeel.model.plan import WaveKey
 from evenkeel.protocol.messages import ParticipantState, Prepare, Swap, SwapFinished
-from evenkeel.wire.link import Heartbeat
 
 __all__ = ["GuestAgent", "HostEngine", "Move"]
 
@@ -102,7 +101,6 @@ class GuestAgent(Agent):
     ) -> None:
         self._engine = engine
         self._move: Move | None = None
-        self._trouble = ""
         self._off = False
         self._stall_after_s = stall_after_s
         self._stall_after_steps = stall_after_steps
@@ -122,11 +120,6 @@ class GuestAgent(Agent):
         return _NoCopies(self._engine, lambda: self._participant.next_placement)
 
     # --- what the engine tells ----------------------------------------------------------------------
-
-    @property
-    def trouble(self) -> str:
-        """Why this rank takes no wave any more, in words; empty while all is well."""
-        return self._trouble
 
     @property
     def move(self) -> Move | None:
@@ -224,20 +217,7 @@ class GuestAgent(Agent):
         """Refuse every wave because the engine was configured so: no trouble."""
         self._participant.observe_only = True
 
-    def take_no_more(self, why: str) -> None:
-        """Refuse every further wave; telemetry goes on. Said once, and with every heartbeat."""
-        if self._trouble:
-            return
-        self._trouble = why
-        self._participant.observe_only = True
-        _log.error("placement_off", deployment=self._config.identity.deployment, detail=why)
-
-    # --- what the gate and the link want ------------------------------------------------------------
-
-    def heartbeat(self) -> Heartbeat:
-        """Alive, how many steps were run, and what is wrong."""
-        beat = super().heartbeat()
-        return Heartbeat(beat.step, beat.free_bytes, beat.staging_bytes, self._trouble)
+    # --- what the gate wants ------------------------------------------------------------------------
 
     def _swap(self, action: Swap) -> None:
         """The commit point was passed: the wave is the engine's from here."""

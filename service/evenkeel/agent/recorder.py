@@ -1,7 +1,9 @@
 """Step loads on their way out: a bounded queue that never makes the engine wait and copies nothing on its thread."""
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import structlog
@@ -75,7 +77,7 @@ class Recorder:
         """Newest step recorded, -1 before the first."""
         try:
             return int(self._rows[-1][0])
-        except IndexError:
+        except Exception:  # no step, or none that is a number: a swap asks, and must not fail for it
             return self._newest
 
     @property
@@ -101,39 +103,67 @@ class Recorder:
         with suppress(IndexError):
             while len(rows) < max_steps:
                 rows.append(self._rows.pop(0))
-        kept = [row for row in rows if (row[0] < from_step or row[0] % stride == 0) and self._is_usable(row)]
+        kept = [
+            (meta, row[1])
+            for row in rows
+            if (meta := self._usable(row)) is not None and (meta.step < from_step or meta.step % stride == 0)
+        ]
         lost = self.dropped_total - self._said
         if not kept and not lost:
             return None
         self._said += lost
         counts = np.empty((len(kept), *self._shape), np.int64)
-        for into, row in zip(counts, kept, strict=True):
-            row[1].flags.writeable = False
-            into[:] = row[1]
-        return Recorded(step_table(map(_meta, kept)), counts, lost)
+        for into, (_, one) in zip(counts, kept, strict=True):
+            one.flags.writeable = False
+            into[:] = one
+        return Recorded(step_table(meta for meta, _ in kept), counts, lost)
 
-    def _is_usable(self, row: _Row) -> bool:
-        """Whether a report can carry it; statistics that cannot must not end the engine: said the 1st, 2nd, 4th, ... time."""
-        step, counts, epoch, tokens = row[:4]
-        numbers = 0 <= step <= MAX_STEP and 0 <= epoch <= MAX_STEP and 0 <= tokens <= MAX_TOKENS
-        if numbers and counts.shape == self._shape:
-            return True
+    def _usable(self, row: _Row) -> StepMeta | None:
+        """What a report says of a step; None where none can carry it: statistics must not end the engine, nor their
+        reporter, so it is counted, and said the 1st, 2nd, 4th, ... time."""
+        counts = row[1]
+        with suppress(Exception):  # whatever an engine hands in that is no number
+            meta = _meta(row)
+            if _can_be(meta) and isinstance(counts, np.ndarray) and counts.shape == self._shape:
+                return meta
         self._refused += 1
         if self._refused & (self._refused - 1) == 0:
+            step, _, epoch, tokens, _, _, compute_s = row
             _log.error(
                 "step_refused",
-                step=int(step),
-                epoch=int(epoch),
-                tokens=int(tokens),
-                shape=counts.shape,
+                step=_said(step),
+                epoch=_said(epoch),
+                tokens=_said(tokens),
+                compute_s=str(compute_s),
+                counts=type(counts).__name__,
+                shape=getattr(counts, "shape", None),
                 wanted=self._shape,
                 times=self._refused,
             )
-        return False
+        return None
+
+
+def _can_be(meta: StepMeta) -> bool:
+    """Whether the controller takes it: one step of which it does not would cost its whole report."""
+    seconds = meta.compute_s
+    return (
+        0 <= meta.step <= MAX_STEP
+        and 0 <= meta.epoch <= MAX_STEP
+        and 0 <= meta.tokens <= MAX_TOKENS
+        and (seconds is None or 0 <= seconds < math.inf or math.isnan(seconds))
+    )
+
+
+def _said(number: Any) -> object:
+    """A number for the log, which takes neither numpy's nor NaN."""
+    try:
+        return int(number)
+    except Exception:
+        return repr(number)[:50]
 
 
 def _meta(row: _Row) -> StepMeta:
     """Engines hand in numpy's and torch's numbers too: made plain here, off their thread."""
     step, _, epoch, tokens, phase, dummy, compute_s = row
     seconds = None if compute_s is None else float(compute_s)
-    return StepMeta(int(step), int(epoch), phase, int(tokens), bool(dummy), seconds)
+    return StepMeta(int(step), int(epoch), Phase(phase), int(tokens), bool(dummy), seconds)

@@ -77,7 +77,10 @@ class StagingWorker:
         self._weights = weights
         self._maps = maps
         self._events = events
+        # Short whatever a peer does: a wave has two jobs, and the next begins only after the second.
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._agreed = 0
+        """Newest communicator the group agreed to build."""
         self._cancels: dict[WaveKey, threading.Event] = {}
         self._reserved: tuple[tuple[int, int], ...] = ()
         self._ready: ReadyWave | None = None
@@ -114,6 +117,7 @@ class StagingWorker:
 
     def rebuild(self, serial: int) -> None:
         """Connect anew: the whole group agreed, so operations still in flight can never end well."""
+        self._agreed = serial
         self._transport.abort()
         self._jobs.put(lambda: self._rebuild(serial))
 
@@ -207,6 +211,8 @@ class StagingWorker:
             self._events.feed(TransportDrained(wave))
 
     def _rebuild(self, serial: int) -> None:
+        if serial < self._agreed:
+            return  # The others gave it up while this thread was busy: to wait for them would make it late for the newest too.
         if self._transport.serial >= serial and not self._transport.broken:
             return
         try:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import structlog
 
@@ -49,21 +51,21 @@ class Uplink:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
 
-    async def _keep_open(self, listener: LinkListener) -> None:
-        """A mistake of ours costs this stream, not all that follow."""
+    async def _keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """A mistake of ours costs what is in hand, not all that follows."""
         while True:
             try:
-                await self._link.run(listener)
+                await work()
             except Exception:
-                _log.exception("link_failed")
+                _log.exception(f"{name}_failed")
             await asyncio.sleep(_AFTER_MISTAKE_S)
 
     def _run(self, listener: LinkListener) -> None:
         loop = self._loop
         asyncio.set_event_loop(loop)
         tasks = [
-            loop.create_task(self._keep_open(listener), name="link"),
-            loop.create_task(self.reporter.run(), name="reporter"),
+            loop.create_task(self._keep("link", lambda: self._link.run(listener)), name="link"),
+            loop.create_task(self._keep("reporter", self.reporter.run), name="reporter"),
         ]
         for task in tasks:
             task.add_done_callback(_log_end)

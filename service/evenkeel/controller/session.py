@@ -69,6 +69,8 @@ class Session:
 
     def _beat(self, beat: Heartbeat) -> None:
         self.free_bytes = beat.free_bytes
+        # With each, not only with a change: the machine forgets its members when it stops leading.
+        self._deployment.control.membership.troubled(self.rank, self.stream.number, beat.trouble)
         if beat.trouble != self.trouble:
             self.trouble = beat.trouble
             _log.error(

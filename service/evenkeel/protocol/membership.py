@@ -47,6 +47,8 @@ class Member:
     last_seen: float
     """Monotonic seconds of the last message on its stream."""
     weights_version: int
+    trouble: str = ""
+    """Why the rank takes no wave any more, as its newest heartbeat says; empty while all is well."""
     connected: bool = True
     state: RankState | None = None
     """Its newest answer to a query in this life."""
@@ -103,6 +105,12 @@ class Membership:
             return False
         member.last_seen = now
         return True
+
+    def troubled(self, rank: EpRank, stream: int, trouble: str) -> None:
+        """Note what keeps a rank from waves, whatever its Hello offered; empty gives back what that did."""
+        member = self.life(rank)
+        if member is not None and member.stream == stream:
+            member.trouble = trouble
 
     def report(self, state: RankState) -> None:
         """Note a rank's answer; its weights version may have risen since its Hello (R4)."""
@@ -184,6 +192,11 @@ class Membership:
         ):
             if len(set(values.values())) > 1:
                 return Quorum(False, reason, f"{what} by rank: {dict(sorted(values.items()))}")
+        troubles = {rank: m.trouble for rank, m in sorted(self.members.items()) if m.trouble}
+        if troubles:
+            first = next(iter(troubles))
+            detail = f"ranks {list(troubles)} take no wave any more; rank {first}: {troubles[first][:200]}"
+            return Quorum(False, Reason.OBSERVE_ONLY, detail)
         watchers = [
             rank for rank in sorted(self.members) if "migrate" not in self.members[rank].hello.capabilities
         ]

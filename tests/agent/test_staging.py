@@ -1,0 +1,98 @@
+"""The transfer thread's queue: what can wait there while a peer does not answer."""
+
+import threading
+
+from evenkeel.agent.staging import StagingWorker
+from evenkeel.protocol.messages import Abort, AbortAnswer, Commit, QueryState, Vote
+from tests.agent.fleet import Fleet
+from tests.agent.ranks import LEADER, ToyMaps, ToyWeights, prepare_for, two_rank_placements
+
+OLD, NEW = two_rank_placements()
+
+
+class Stuck(ToyWeights):
+    """Reserving takes until it is let go on, as a transfer does whose peer is silent."""
+
+    def __init__(self, placement, rank):
+        super().__init__(placement, rank)
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def reserve(self, slots):
+        self.began.set()
+        assert self.go_on.wait(30)
+        return super().reserve(slots)
+
+
+def test_whatever_a_controller_asks_meanwhile_a_stuck_wave_has_one_job_waiting():
+    """Its own end; every other wave is refused at once, and nothing else is queued."""
+    stuck = Stuck(OLD, 0)
+    with Fleet(OLD, weights=[stuck, ToyWeights(OLD, 1)]) as fleet:
+        held, jobs = prepare_for(OLD, NEW), fleet.agents[0]._worker._jobs
+        fleet.say(held, ranks=[0])
+        assert stuck.began.wait(20)
+        for number in range(200):
+            other = prepare_for(OLD, NEW, plan=f"plan-{number}")
+            for message in (
+                held,
+                Abort(LEADER, held.wave),
+                other,
+                Commit(LEADER, other.wave),
+                Abort(LEADER, other.wave),
+                QueryState(LEADER, query=number),
+            ):
+                fleet.say(message, ranks=[0])
+        assert jobs.qsize() == 1
+        assert not fleet.links[0].expect(Vote, where=lambda vote: vote.wave == other.wave).yes
+        fleet.say(held, ranks=[1])
+        fleet.say(Abort(LEADER, held.wave), ranks=[1])
+        stuck.go_on.set()
+        for link in fleet.links:
+            link.expect(AbortAnswer, where=lambda answer: answer.wave == held.wave and answer.drained)
+
+
+class SlowToConnect:
+    """A transport whose first rebuild takes until it is let go on, and fails."""
+
+    serial, broken = 0, True
+
+    def __init__(self):
+        self.tried, self.began, self.go_on = [], threading.Event(), threading.Event()
+
+    def rebuild(self, serial):
+        self.serial = serial
+        self.tried.append(serial)
+        if serial == 1:
+            self.began.set()
+            assert self.go_on.wait(30)
+            raise OSError("the others did not come")
+        self.broken = False
+
+    def abort(self):
+        """Nothing is in flight."""
+
+
+class Wishes:
+    def __init__(self):
+        self.serials = []
+
+    def wish_rebuild(self, serial):
+        self.serials.append(serial)
+
+
+def test_communicators_the_group_gave_up_meanwhile_are_not_waited_for():
+    """R10: a rank that tried each in turn would come too late to every one, and the queue would only grow."""
+    transport, wishes = SlowToConnect(), Wishes()
+    worker = StagingWorker(0, transport, ToyWeights(OLD, 0), ToyMaps(OLD), wishes)
+    worker.start()
+    try:
+        worker.rebuild(1)
+        assert transport.began.wait(20)
+        for serial in range(2, 100):
+            worker.rebuild(serial)
+        done = threading.Event()
+        worker.later(done.set)
+        transport.go_on.set()
+        assert done.wait(20)
+        assert transport.tried == [1, 99] and wishes.serials == [1]
+    finally:
+        worker.close()
