@@ -9,6 +9,7 @@ from evenkeel.model.policy import Mode
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning import metrics
 from evenkeel.planning.cycle import CycleInputs, plan_target, run_cycle
+from evenkeel.planning.eplb import plan_eplb
 from evenkeel.planning.gates import GateSettings
 from evenkeel.planning.policies import POLICIES
 from evenkeel.planning.problem import Proposal
@@ -40,6 +41,13 @@ def inputs(load, **changes) -> CycleInputs:
         "recent_steps": 16,
     }
     return CycleInputs(**(known | changes))
+
+
+def test_the_policy_is_told_what_it_may_spend(monkeypatch):
+    told = []
+    monkeypatch.setitem(POLICIES, "spy", lambda problem: told.append(problem) or plan_eplb(problem))
+    run_cycle(inputs(skewed(60), policy="spy", cross_node_factor=3.0, max_evaluations=77))
+    assert [(problem.cross_node_factor, problem.max_evaluations) for problem in told] == [(3.0, 77)]
 
 
 def test_a_skewed_window_ends_in_waves_that_reach_a_better_target():

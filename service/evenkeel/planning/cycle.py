@@ -96,6 +96,10 @@ class CycleInputs:
     only which share of an expert's tokens starts on which rank. None where ranks do not tell."""
     copy_cost: float = 0.0
     """Price of one copy between ranks in score units: seconds with curves, else tokens."""
+    cross_node_factor: float = 1.0
+    """Price of a copy that no rank of the node could send, over that of others."""
+    max_evaluations: int | None = None
+    """Candidates the policy may look at; None leaves it to the policy."""
     lifetime_steps: int = 1000
     """Steps a placement is expected to last: what a copy's price is spread over."""
     recent_steps: int = 32
@@ -251,6 +255,8 @@ def plan_target(inputs: CycleInputs, load: NDArray[np.uint32]) -> tuple[Placemen
         dispatch=inputs.dispatch,
         limits=inputs.limits,
         cost_per_move=inputs.copy_cost / inputs.lifetime_steps,
+        cross_node_factor=inputs.cross_node_factor,
+        max_evaluations=inputs.max_evaluations,
         seed=inputs.seed,
         allow_duplicates=inputs.allow_duplicates,
     )

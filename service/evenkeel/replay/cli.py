@@ -18,6 +18,7 @@ from evenkeel.replay.options import (
     BaselinesOption,
     BytesOption,
     CraftReplicasOption,
+    CrossNodeOption,
     CurrentOption,
     DispatchOption,
     DuplicatesOption,
@@ -80,6 +81,7 @@ def compare_command(
     rank_speeds: SpeedsOption = None,
     dispatch: DispatchOption = "even",
     copy_price: PriceOption = 0.0,
+    cross_node_factor: CrossNodeOption = 1.0,
     pooled: PooledOption = False,
     max_evaluations: EvaluationsOption = None,
     seed: SeedOption = 0,
@@ -115,7 +117,16 @@ def compare_command(
         _speeds(rank_speeds),
     )
     setup = _setup(
-        recorded, fleet, window, horizon, dispatch, copy_price, max_evaluations, seed, allow_duplicates
+        recorded,
+        fleet,
+        window,
+        horizon,
+        dispatch,
+        copy_price,
+        cross_node_factor,
+        max_evaluations,
+        seed,
+        allow_duplicates,
     )
     names = _names(policies)
     if verdict:
@@ -165,6 +176,7 @@ def plan_command(
     rank_speeds: SpeedsOption = None,
     dispatch: DispatchOption = "even",
     copy_price: PriceOption = 0.0,
+    cross_node_factor: CrossNodeOption = 1.0,
     pooled: PooledOption = False,
     max_evaluations: EvaluationsOption = None,
     seed: SeedOption = 0,
@@ -194,7 +206,18 @@ def plan_command(
     steps = recorded.num_steps if window is None else window
     if steps > recorded.num_steps:
         raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
-    setup = _setup(recorded, fleet, steps, 1, dispatch, copy_price, max_evaluations, seed, allow_duplicates)
+    setup = _setup(
+        recorded,
+        fleet,
+        steps,
+        1,
+        dispatch,
+        copy_price,
+        cross_node_factor,
+        max_evaluations,
+        seed,
+        allow_duplicates,
+    )
     in_force = None
     if current is not None:
         in_force = read_placement(
@@ -322,6 +345,7 @@ def _setup(
     horizon: int,
     dispatch: str,
     copy_price: float,
+    cross_node_factor: float,
     max_evaluations: int | None,
     seed: int,
     allow_duplicates: bool,
@@ -346,6 +370,7 @@ def _setup(
         costs=fleet.costs(),
         dispatch=model,
         copy_price=copy_price,
+        cross_node_factor=cross_node_factor,
         max_evaluations=max_evaluations,
         seed=seed,
         allow_duplicates=allow_duplicates,

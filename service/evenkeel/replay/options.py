@@ -10,6 +10,7 @@ __all__ = [
     "BaselinesOption",
     "BytesOption",
     "CraftReplicasOption",
+    "CrossNodeOption",
     "CurrentOption",
     "DispatchOption",
     "DuplicatesOption",
@@ -149,6 +150,14 @@ BaselinesOption = Annotated[
 SavePlansOption = Annotated[
     Path | None,
     typer.Option("--save-plans", help="Write every plan to this npz, to be scored elsewhere."),
+]
+CrossNodeOption = Annotated[
+    float,
+    typer.Option(
+        "--cross-node-factor",
+        help="Price of a copy from another node, over that of others.",
+        min=1.0,
+    ),
 ]
 HtmlOption = Annotated[
     Path | None, typer.Option("--html", help="Write one self-contained page with drawings.")
