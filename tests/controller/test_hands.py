@@ -1,5 +1,7 @@
 """What the machine decides is stored under the machine's own term, and what it knows is counted by."""
 
+import sys
+
 from prometheus_client import CollectorRegistry
 
 from evenkeel.adapters.clock import SystemClock
@@ -7,14 +9,18 @@ from evenkeel.adapters.metrics import ControllerMetrics
 from evenkeel.controller.deployment import Deployment, Outside
 from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.serve import _deployment_options
-from evenkeel.model.ids import DeploymentId, Epoch
+from evenkeel.driver import Stage
+from evenkeel.errors import Reason
+from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel.model.placement import Placement
+from evenkeel.model.plan import PlanPhase
 from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol.messages import Leader
+from evenkeel.protocol.messages import Commit, Leader, QueryState
+from evenkeel.protocol.plan_book import PlanBook
 from evenkeel.protocol.tables import ControlState
 from evenkeel.settings import Settings
 from tests.contracts.memory_store import MemoryStore
-from tests.protocol.rigs import answer_survey, control_of
+from tests.protocol.rigs import answer_survey, control_of, key_of, plan_of
 
 DEMO = DeploymentId("demo")
 HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
@@ -79,3 +85,64 @@ async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
     assembler = deployment.ingest._assembler
     assert assembler is not None
     assert [assembler.knows_epoch(epoch) for epoch in (1, 2, 3)] == [False, True, True]
+
+
+async def test_questions_go_out_while_the_store_is_away_and_what_decides_does_not():
+    _, deployment, _ = await leading()
+    leader = deployment.control.leader
+    assert leader is not None
+    question = ctl.SendToRank(EpRank(0), 1, QueryState(leader, query=1))
+    commit = ctl.SendToRank(EpRank(0), 1, Commit(leader, key_of()))
+    assert [deployment.hands.stage(action) for action in (HOLD, commit, question)] == [
+        Stage.PERSIST,
+        Stage.SEND,
+        Stage.OTHER,
+    ]
+
+
+async def test_a_leader_that_was_fenced_off_asks_nothing_more():
+    """R13, also in the very batch whose write was refused."""
+    store, deployment, lease = await leading()
+    sent = []
+    deployment.send = lambda rank, stream, message: sent.append(message)  # type: ignore[method-assign]
+    leader = deployment.control.leader
+    assert leader is not None
+    question = QueryState(leader, query=1)
+    deployment.hands.perform(ctl.SendToRank(EpRank(0), 1, question))
+    assert sent == [question]
+    await store.release_lease(DEMO, lease)
+    await store.acquire_lease(DEMO, "another", 60.0, 0)
+    await deployment.driver._carry_out([HOLD, ctl.SendToRank(EpRank(0), 1, question)])
+    assert sent == [question]
+    assert deployment.control.state is ControlState.FOLLOWER
+
+
+async def test_a_plan_is_told_once_however_often_it_is_stored_and_not_held_for_it():
+    """The book keeps some fifty plans; of a large model one may be megabytes."""
+    _, deployment, _ = await leading()
+    told = []
+    deployment.hands._tell_plan = told.append  # type: ignore[method-assign]
+    book = PlanBook()
+    action = book.add(plan_of(), PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0.0)
+    for again in (action, ctl.PersistPlan(action.record)):
+        await deployment.hands.persist([again])
+    changed = book.change(action.record, "approved", 1.0, phase=PlanPhase.APPROVED)
+    await deployment.hands.persist([changed])
+    assert told == [action.record, changed.record]
+    placement = ctl.PersistEpoch(Generation("g1"), Epoch(0), action.record.plan.base)
+    await deployment.hands.persist([placement])
+    known = [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)]
+    deployment.hands._told.clear()
+    assert [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)] == known
+
+
+async def test_each_decision_and_each_waves_end_is_told_once():
+    _, deployment, _ = await leading()
+    rows = [ctl.PersistDecision({"at": at, "reason": "no_change"}) for at in (1.0, 2.0)]
+    waves = []
+    deployment.hands._tell_wave = lambda wave, *_: waves.append(wave)  # type: ignore[method-assign]
+    ends = [ctl.PersistOutcome(key_of(index=index), True, Reason.COMMITTED) for index in (0, 1)]
+    for _ in range(2):
+        await deployment.hands.persist([*rows, *ends])
+    assert [row["at"] for row in deployment.hands.decisions] == [1.0, 2.0]
+    assert waves == [key_of(), key_of(index=1)]

@@ -142,6 +142,30 @@ async def test_a_lease_lost_while_the_records_are_read_is_sought_anew(rig):
     assert ("won", "a", 1) not in rig.happened
 
 
+@pytest.mark.parametrize("refused", [False, True])
+async def test_who_was_told_to_lead_hears_it_when_the_lease_fails_as_the_records_arrive(rig, refused):
+    """R13: or it leads without a lease, and is told to lead twice."""
+    rig.load_s = 0.05
+    renew, renewals = rig.renew_lease, 0
+
+    async def renew_lease(*arguments):
+        nonlocal renewals
+        renewals += 1
+        if renewals > 1:
+            return await renew(*arguments)
+        await rig.until(lambda: rig.happened)  # the records arrive while it is on its way
+        if refused:
+            return False
+        raise Unavailable("timeout")
+
+    rig.renew_lease = renew_lease
+    keeper = rig.start("a")
+    keeper.want()
+    await rig.until(lambda: keeper.leading)
+    told = [happened[0] for happened in rig.happened]
+    assert told == ["won", "lost", "won"]
+
+
 async def test_with_other_replicas_an_unreachable_store_costs_the_lease_before_it_runs_out(rig):
     keeper = rig.start("a")
     await keeper.decided(5)

@@ -142,6 +142,65 @@ def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts(
     assert (record(control).phase, record(control).waves_committed) == (PlanPhase.COMMITTED, 2)
 
 
+def restarts(control, *stands):
+    """The group comes back as g2, each rank at an epoch and a map."""
+    return [
+        action
+        for rank, (epoch, placement) in enumerate(stands)
+        for action in control.handle(
+            from_rank(
+                rank, hello_of(rank, "g2", 5, epoch=epoch, placement_digest=placement.digest), 5, 30 + rank
+            ),
+            1.0,
+        )
+    ]
+
+
+def test_wave_swapped_everywhere_is_counted_though_the_group_restarts_before_any_ack():
+    """R12: the ranks are the truth, also those of the next generation."""
+    control = control_of(S.MIGRATING)
+    vote(control)
+    actions = restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
+    assert only(actions, ctl.PersistOutcome) == ctl.PersistOutcome(key_of(), True, Reason.COMMITTED)
+    ended = record(control)
+    assert (ended.phase, ended.reason, ended.waves_committed) == (
+        PlanPhase.ABORTED,
+        Reason.GENERATION_CHANGED,
+        1,
+    )
+    control = control_of()
+    Operator(control).submit(plan_of(1), 0.0, approve=True)
+    vote(control)
+    restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
+    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.COMMITTED, 1)
+
+
+@pytest.mark.parametrize(
+    "stands",
+    [
+        ((0, BASE), (0, BASE)),
+        ((0, BASE), (1, AFTER_ONE)),
+        ((1, AFTER_ONE), (0, BASE)),
+        ((1, AFTER_TWO), (1, AFTER_TWO)),
+        ((9, AFTER_ONE), (9, AFTER_ONE)),
+    ],
+)
+def test_wave_is_not_counted_unless_the_whole_group_comes_back_where_it_leads(stands):
+    control = control_of(S.MIGRATING)
+    vote(control)
+    restarts(control, *stands)
+    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
+
+
+def test_proposal_that_leads_where_another_plan_led_is_not_counted():
+    control = control_of()
+    Operator(control).submit(plan_of(2, "same"), 0.0)
+    Operator(control).submit(plan_of(2), 0.0, approve=True)
+    vote(control)
+    restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
+    assert [record(control, name).waves_committed for name in ("p", "same")] == [1, 0]
+
+
 def test_found_wave_is_ended_before_anything_else():
     """R12."""
     control = control_of(S.RECOVERING)
@@ -205,6 +264,57 @@ def test_found_wave_of_another_life_of_the_plan_id_is_not_counted():
     moved = dataclasses.replace(stored.plans[0].plan, base_epoch=Epoch(7))
     control, _ = found_and_acked(stored_plan(plan=moved))
     assert record(control).waves_committed == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "heard", "reason"),
+    [
+        (S.WAITING_FOR_RANKS, (0,), Reason.RANKS_MISSING),
+        (S.RECOVERING, (0,), Reason.RANKS_MISSING),
+        (S.RECOVERING, (0, 1), Reason.RECOVERY_DEADLINE),
+    ],
+)
+def test_plan_that_a_new_leader_cannot_go_on_with_says_why(state, heard, reason):
+    """R14: a rank that never comes back, that goes away, that hears no question."""
+    control = control_of(state, stored_plan())
+    for t in range(1, 15):
+        for rank in heard:
+            control.handle(from_rank(rank, hello_of(rank)), float(t))
+            control.membership.heard(rank, 1, 10 + rank, float(t))
+        said = of_kind(control.handle(msg.Tick(), float(t)), ctl.WaveHealth)
+        assert [health.reason for health in said] == ([reason] if t == 11 else [])
+    assert (control.state, record(control).phase, record(control).reason) == (
+        state,
+        PlanPhase.STALLED,
+        reason,
+    )
+    if state is S.WAITING_FOR_RANKS:
+        control.handle(from_rank(1, hello_of(1)), 15.0)
+    answer_survey(control, 15.0)
+    assert (control.state, record(control).phase) == (S.MIGRATING, PlanPhase.MIGRATING)
+
+
+def test_found_wave_that_stalls_is_what_its_plan_says():
+    """R14, and it runs again when the rank is back."""
+    held = {"state": msg.ParticipantState.PREPARED, "wave": key_of()}
+    control = control_of(S.RECOVERING, stored_plan())
+    both(control, lambda rank: state_of(rank, query=1, **held))
+    for t in range(1, 6):
+        control.handle(from_rank(0, state_of(0, query=2, **held)), float(t))
+        control.handle(msg.Tick(), float(t))
+    assert control.coordinator.state is C.RECOVERING
+    assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.RANK_LOST)
+    control.handle(from_rank(1, state_of(1, query=2, **held)), 6.0)
+    assert control.coordinator.state is C.COMMITTING
+    assert record(control).phase is PlanPhase.MIGRATING
+
+
+def test_plan_that_waited_for_ranks_goes_on_with_its_found_wave():
+    held = {"state": msg.ParticipantState.PREPARED, "wave": key_of()}
+    stalled = stored_plan(phase=PlanPhase.STALLED, reason=Reason.RANKS_MISSING)
+    control = control_of(S.RECOVERING, stalled)
+    both(control, lambda rank: state_of(rank, query=1, **held))
+    assert record(control).phase is PlanPhase.MIGRATING
 
 
 def test_new_leader_ends_a_plan_that_the_ranks_completed():

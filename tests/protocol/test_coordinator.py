@@ -170,6 +170,23 @@ def test_fleet_without_steps_is_paused_not_stalled():
     assert only(progress(wave, 1, 502.0), ctl.WaveHealth).reason is None
 
 
+def test_commit_that_waits_for_the_store_says_so_and_the_ranks_time_begins_when_it_goes_out():
+    """R14: the fleet steps on, so neither `paused` nor a deadline of the gate would be true."""
+    wave = coordinator_in(C.COMMITTING)
+    wave.kept_back = True
+    health = only(wave.handle(msg.Tick(), 1.0), ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (True, Reason.STORE_UNAVAILABLE)
+    for t in range(2, 60):
+        assert of_kind(progress(wave, 20 * t, float(t)), ctl.WaveHealth) == [], "said once"
+    assert wave.state is C.COMMITTING
+    wave.kept_back = False
+    assert only(progress(wave, 1200, 60.0), ctl.WaveHealth).reason is None
+    progress(wave, 1400, 68.0)
+    assert wave.state is C.COMMITTING
+    progress(wave, 1600, 70.0)
+    assert (wave.state, wave.reason) == (C.ABORTING, Reason.GATE_DEADLINE)
+
+
 @pytest.mark.parametrize("state", [C.COMMITTING, C.ABORTING, C.RECOVERING, C.COMMITTED])
 def test_unreachable_rank_stalls_and_never_ends_the_wave(state):
     """R14: reported as stalled with the reason; ends only by R12's rule or by a new generation."""

@@ -13,6 +13,7 @@ from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol import messages as msg
 from evenkeel.protocol.operator import Operator
 from evenkeel.protocol.tables import ControlState as S
+from evenkeel.protocol.tables import CoordinatorState as C
 from tests.protocol.rigs import (
     AFTER_ONE,
     AFTER_TWO,
@@ -111,6 +112,17 @@ def test_cancel_after_the_votes_takes_effect_at_the_next_wave():
     assert control.epoch == 1
     with pytest.raises(Conflict):
         Operator(control).cancel(PlanId("p"), "me", 0.0)
+
+
+def test_a_cancel_asked_again_is_answered_when_the_store_has_the_first():
+    """The caller of the first was told 503; a second that writes nothing would be told that all is well."""
+    control = control_of(S.MIGRATING)
+    vote(control)
+    _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)
+    control.handle(ctl.PersistFailed(tuple(of_kind(actions, ctl.PersistPlan))), 0.0)
+    _, again = Operator(control).cancel(PlanId("p"), "me", 0.1)
+    assert of_kind(again, ctl.PersistPlan)
+    assert Operator(control).cancel(PlanId("p"), "me", 0.2)[1] == []
 
 
 def test_approve_after_the_epoch_moved_is_a_stale_base():
@@ -219,6 +231,8 @@ def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
     assert only(actions, ctl.PersistDecision).row["reason"] == Reason.HELD_AFTER_ROLLBACK
     assert only(operator.resume(11.0), ctl.PersistDocument).body["held"] is False
     assert operator.resume(11.0) == []
+    control.handle(ctl.PersistFailed((control.document(),)), 11.0)
+    assert only(operator.resume(11.1), ctl.PersistDocument).body["held"] is False, "asked again after a 503"
     both(control, lambda rank: state_of(rank, epoch=1, placement=AFTER_ONE), 19.9)
     assert only(control.handle(msg.Tick(), 20.0), ctl.RunCycle).epoch == 1
 
@@ -278,6 +292,24 @@ def test_failed_writes_are_kept_and_no_wave_begins_before_they_are_stored():
     control.handle(ctl.PersistFailed((newest,)), 0.2)
     _, actions = operator.approve(PlanId("p"), "me", 0.2)
     assert [m for m in sent(actions) if isinstance(m, msg.Prepare)] == []
+
+
+def test_store_away_while_committing_is_what_the_plan_says():
+    """The leader asks on, so it hears the steps the fleet takes; Commit waits for its intent."""
+    control = control_of(S.MIGRATING)
+    unstored = of_kind(vote(control), ctl.PersistAction)
+    assert only(unstored, ctl.PersistIntent)
+    for t in range(1, 40):
+        control.handle(ctl.PersistFailed(tuple(unstored)), float(t))
+        actions = control.handle(msg.Tick(), float(t))
+        unstored = of_kind(actions, ctl.PersistAction)
+        for question in (a for a in of_kind(actions, ctl.SendToRank) if not a.decides):
+            heard = state_of(question.rank, question.message.query, wave=key_of(), step=20 * t)
+            control.handle(from_rank(question.rank, heard), float(t))
+    assert control.coordinator.state is C.COMMITTING
+    assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.STORE_UNAVAILABLE)
+    control.handle(msg.Tick(), 41.0)
+    assert record(control).phase is PlanPhase.MIGRATING
 
 
 def test_a_plan_that_counts_a_wave_is_stored_before_the_waves_outcome():
@@ -358,6 +390,21 @@ def test_plan_that_was_overtaken_is_not_begun():
     assert only(actions, ctl.PersistDecision).row["reason"] == Reason.FROZEN
     late = control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan_of()), 10.6)
     assert late == [], "a cycle is answered once"
+
+
+def test_plan_of_a_cycle_of_an_earlier_term_is_not_begun():
+    """It was made under the policy of its time, and the new term's cycle still waits for its own answer."""
+    control = fresh(AUTO)
+    late = only(control.handle(msg.Tick(), 10.0), ctl.RunCycle)
+    control.handle(ctl.LeaseLost(), 10.1)
+    control.handle(ctl.LeaseAcquired(msg.Leader("a", 2)), 10.2)
+    both(control, hello_of, 10.3)
+    answer_survey(control, 10.4)
+    both(control, lambda rank: state_of(rank), 20.0)
+    asked = only(control.handle(msg.Tick(), 20.3), ctl.RunCycle)
+    assert control.handle(ctl.CycleDecided(late.cycle, Reason.PLAN_STARTED, plan_of()), 20.4) == []
+    answered = control.handle(ctl.CycleDecided(asked.cycle, Reason.PLAN_STARTED, plan_of()), 20.5)
+    assert only(answered, ctl.PersistDecision).row["reason"] == Reason.PLAN_STARTED
 
 
 def only_from(unix: float, minutes: int = 60) -> Schedule:

@@ -330,13 +330,13 @@ FOCI = (
     ),
     focus(
         "control waiting_for_ranks CycleDecided",
-        23,
+        26,
         late(frozenset({"CycleDecided"}), "controller plans", "controller is waiting_for_ranks", 2.5),
         lapse("controller plans", same=1.0),
     ),
     focus(
         "control recovering CycleDecided",
-        33,
+        42,
         late(frozenset({"CycleDecided"}), "controller plans", "controller is recovering", 2.5),
         reload("controller plans", False),
     ),

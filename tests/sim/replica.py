@@ -143,7 +143,7 @@ class Seat:
                 self.world.moment(f"wave is {after[1]}", replica=self.replica, seat=self)
 
     def carry(self, actions) -> None:
-        """Persists first, then sends; a failed persist keeps the batch's sends back."""
+        """Persists first, then sends; a failed persist keeps the batch's sends back, but for questions."""
         world, failed = self.world, []
         for action in actions:
             if not self.replica.alive:
@@ -152,7 +152,7 @@ class Seat:
                 self.persist(action, failed)
                 world.moment(f"controller stores {type(action).__name__}", replica=self.replica, seat=self)
             elif isinstance(action, ctl.SendToRank):
-                if not failed:
+                if not (failed and action.decides):
                     self.send(action)
             else:
                 self.other(action)

@@ -17,6 +17,7 @@ Commands:
     corrupt-copy                    the next copy between ranks arrives damaged
     lose-write KIND                 the store loses the next write of a kind, and says nothing
     flush                           the store loses everything
+    store-down | store-up           the store takes no writes, or takes them again
     idle | steps                    the fleet stops or goes on taking steps
     reload                          load other weights, asking first
     status                          where everyone stands
@@ -103,6 +104,7 @@ class ScriptedWorld(FleetWorld):
         self.rng = Steady()
         self.network = self.scripted = ScriptedNetwork(self)
         self.mode = Mode.OBSERVE
+        self.prompt_failures = 1.0
         self.flaws = 0.0
         self.deployments = (TARGET,)
         self.timing = TIMING
@@ -235,6 +237,14 @@ class Script:
     def flush(self):
         self.world.note("store is flushed")
         self.world.store.flush()
+
+    def store_down(self):
+        self.world.note("store is away")
+        self.world.store.down = True
+
+    def store_up(self):
+        self.world.note("store is back")
+        self.world.store.down = False
 
     def idle(self):
         self.world.fleet.idle = True

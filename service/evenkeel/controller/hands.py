@@ -117,16 +117,18 @@ class ControlHands:
         self._links = links
         self._find_plan = find_plan
         self._told: deque[object] = deque(maxlen=_KEPT)
+        """Subjects of the last actions that were logged."""
         self._last_reason: object = None
         self._alerted: dict[Reason, tuple[float, int]] = {}
         """When each reason was last logged, and how often it was left out since."""
         self._wave_began: dict[WaveKey, float] = {}
+        self._fenced_term = 0
 
     def stage(self, action: ctl.ControlAction) -> Stage:
-        """Persists first, sends only when they are stored."""
+        """Persists first; sends only when they are stored, but for questions: ranks hear their leader while the store is away."""
         if isinstance(action, ctl.PersistAction):
             return Stage.PERSIST
-        return Stage.SEND if isinstance(action, ctl.SendToRank) else Stage.OTHER
+        return Stage.SEND if isinstance(action, ctl.SendToRank) and action.decides else Stage.OTHER
 
     async def persist(self, actions: Sequence[ctl.ControlAction]) -> Sequence[object]:
         """Store all, in order; PersistFailed for those that may not be, LeaseLost when another leads."""
@@ -141,6 +143,7 @@ class ControlHands:
                 self._health.failed(error)
                 return (_failed(actions[position:], str(error)),)
             except Conflict as error:
+                self._fenced_term = self._links.machine_term
                 self._links.fenced(str(error))
                 return (ctl.LeaseLost(),)
         self._health.answered()
@@ -167,6 +170,8 @@ class ControlHands:
     def perform(self, action: ctl.ControlAction) -> None:
         """Send, close, start a cycle, or tell people."""
         match action:
+            case ctl.SendToRank() if self._links.machine_term <= self._fenced_term:
+                return  # R13: another leads, and the machine has not heard of it yet.
             case ctl.SendToRank(rank, stream, message):
                 if isinstance(message, Prepare):
                     if message.wave not in self._wave_began:
@@ -200,9 +205,8 @@ class ControlHands:
 
     def _tell(self, action: ctl.ControlAction) -> None:
         """Log and count an action once, however often it must be stored."""
-        # A write tried again is another action about the same record.
-        subject = action.record if isinstance(action, ctl.PersistPlan) else action
-        if any(subject is told for told in self._told):
+        subject = _subject(action)
+        if subject is None or subject in self._told:
             return
         self._told.append(subject)
         match action:
@@ -212,8 +216,6 @@ class ControlHands:
                 self._tell_plan(record)
             case ctl.PersistOutcome(wave, committed, reason):
                 self._tell_wave(wave, committed, reason)
-            case _:
-                return
 
     def _tell_decision(self, row: dict[str, Any]) -> None:
         self.decisions.append(row)
@@ -257,6 +259,18 @@ class ControlHands:
         self._metrics.wave_committed(
             self.deployment, self._clock.monotonic() - began, moves, body.nbytes(per_rank)
         )
+
+
+def _subject(action: ctl.ControlAction) -> object:
+    """What tells an action from others, however often it is tried; not the record itself, which may be megabytes."""
+    match action:
+        case ctl.PersistPlan(record):
+            return record.plan.plan_id, len(record.story), record.updated_at
+        case ctl.PersistDecision(row):
+            return row
+        case ctl.PersistOutcome(wave):
+            return wave
+    return None
 
 
 def _failed(actions: Sequence[ctl.ControlAction], detail: str) -> ctl.PersistFailed:

@@ -167,6 +167,10 @@ class LeaseKeeper:
                     raise Conflict("it ran out while the records were loaded", Reason.LEASE_LOST)
                 self._held_since = asked_at
             loading.result()
+        except EvenkeelError:
+            if loading.done() and loading.exception() is None:
+                self._lost()  # The records came as the renewal failed: the machine leads already.
+            raise
         finally:
             await end_tasks((loading,))
 

@@ -7,10 +7,12 @@ carries the actions out in order (see `control_messages`) and reads the public a
 What operators ask for comes by `operator.Operator`.
 """
 
+from itertools import count
+
 from evenkeel.errors import IllegalEvent, Reason
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Plan, PlanKind, PlanRecord
+from evenkeel.model.plan import PlanKind, PlanRecord
 from evenkeel.model.policy import DeploymentPolicy
 from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol.control_messages import ControlAction, FromRank, PersistAction, SendToRank
@@ -61,6 +63,7 @@ class DeploymentControl:
         self.unix_offset_s = unix_offset_s
         self.policy = policy or DeploymentPolicy()
         """What operators set; replaced by `Operator.set_policy`."""
+        self._cycle_numbers = count(1)
         self._become_follower()
 
     def _become_follower(self) -> None:
@@ -203,6 +206,7 @@ class DeploymentControl:
             self.policy,
             since=now,
             deadline_s=timing.cycle_deadline_s,
+            numbers=self._cycle_numbers,
         )
         self.cycles.held, self.cycles.frozen_until = event.stored.held, event.stored.frozen_until
         self.state = ControlState.WAITING_FOR_RANKS
@@ -244,7 +248,8 @@ class DeploymentControl:
             return self._step_down(hello.highest_term)
         if registered.new_generation:
             self.state = ControlState.RECOVERING
-            return [*self._end_old_plans(now), *self.recovery.begin(now)]
+            self._lost.clear()
+            return [*self.recovery.end_old_plans(now), *self.recovery.begin(now)]
         if hello.identity.generation != self.membership.generation:
             return []
         self._lost.discard(event.rank)
@@ -252,22 +257,6 @@ class DeploymentControl:
         if question is not None:
             return [question]
         return self._to_wave(ctl.RankConnected(event.rank, event.incarnation, event.stream), now)
-
-    def _end_old_plans(self, now: float) -> list[ControlAction]:
-        """R1: plans of an earlier generation end; their waves died with it."""
-        assert self.migration is not None
-        self.migration.coordinator = None
-        self._lost.clear()
-        unix, detail = now + self.unix_offset_s, f"the group restarted as {self.membership.generation}"
-        return [
-            self.book.complete(record, unix) or self.book.end(record, Reason.GENERATION_CHANGED, unix, detail)
-            for record in self.book.open
-            if self.is_of_other_generation(record.plan)
-        ]
-
-    def is_of_other_generation(self, plan: Plan) -> bool:
-        """R1: the plan was made for an earlier life of the group."""
-        return plan.generation != self.membership.generation
 
     def _closed(self, event: ctl.StreamClosed, _now: float) -> list[ControlAction]:
         self.membership.closed(event.rank, event.stream)
@@ -330,6 +319,8 @@ class DeploymentControl:
         was_running = migration.running
         if isinstance(event, ctl.CancelWave) and not was_running:
             return []
+        if migration.coordinator is not None:
+            migration.coordinator.kept_back = self._unstored.holds_intent(migration.coordinator.wave)
         actions = migration.take(event, now)
         if was_running and not migration.running:
             recovery.settled_query = recovery.query + 1
@@ -379,12 +370,23 @@ class DeploymentControl:
     # --- time ---------------------------------------------------------------------------------------
 
     def _tick_waiting(self, _event: object, now: float) -> list[ControlAction]:
-        return [*self._housekeeping(now), *self._tick_cycles(now, Reason.RANKS_MISSING)]
+        actions = [*self._housekeeping(now), *self._note_waiting(now)]
+        return [*actions, *self._tick_cycles(now, Reason.RANKS_MISSING)]
 
     def _tick_recovering(self, event: object, now: float) -> list[ControlAction]:
         assert self.recovery is not None
         actions = [*self._housekeeping(now), *self._to_wave(event, now), *self.recovery.tick(now)]
+        actions += self._note_waiting(now)
         return [*actions, *self._tick_cycles(now, Reason.RECOVERING)]
+
+    def _note_waiting(self, now: float) -> list[ControlAction]:
+        """R14: a plan that waits for the ranks to be asked says so; where a wave was found, the wave does."""
+        migration, recovery, record = self.migration, self.recovery, self.book.active
+        assert migration is not None and recovery is not None
+        if record is None or migration.running:
+            return []
+        obstacle = recovery.obstacle(now)
+        return migration.wait(record, obstacle.reason, obstacle.detail, now)
 
     def _tick_ready(self, event: object, now: float) -> list[ControlAction]:
         return self._tick_migrating(event, now)

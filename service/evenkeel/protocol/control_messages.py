@@ -1,8 +1,9 @@
 """Events and actions of the controller's machines: coordinator and control.
 
 The shell carries out a batch of actions in order. Every Persist action of a batch finishes before
-its first SendToRank starts. If one fails, the batch's SendToRank actions are not carried out and
-`PersistFailed` names the persists that are not known to be stored; all else of the batch is.
+its first SendToRank starts. If one fails, the batch's SendToRank actions are not carried out, but for
+questions, and `PersistFailed` names the persists that are not known to be stored; all else of the
+batch is carried out.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from evenkeel.errors import Reason
 from evenkeel.model.ids import Epoch, EpRank, Generation
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import Plan, PlanRecord, WaveKey
-from evenkeel.protocol.messages import ControllerMessage, Leader, RankMessage
+from evenkeel.protocol.messages import ControllerMessage, Leader, QueryState, RankMessage
 
 # --- events -----------------------------------------------------------------------------------
 
@@ -129,6 +130,11 @@ class SendToRank:
     rank: EpRank
     stream: int
     message: ControllerMessage
+
+    @property
+    def decides(self) -> bool:
+        """Whether it may go out only once its batch is stored: a question rests on nothing that is."""
+        return not isinstance(self.message, QueryState)
 
 
 @dataclass(frozen=True, slots=True)

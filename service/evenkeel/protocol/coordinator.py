@@ -100,6 +100,8 @@ class Coordinator:
         """Set while the wave waits for a reason a person should know (R14)."""
         self.ack: Ack | None = None
         """The first Ack, of the new epoch."""
+        self.kept_back = False
+        """The intent is not known to be stored, so that Commit waits for the store."""
         self._entered_at = 0.0
         self._entered_step = 0
         self._step = 0
@@ -329,6 +331,10 @@ class Coordinator:
         lost = [rank for rank in self.pending if self.peers[rank].lost]
         if lost:
             return self._stall(Reason.RANK_LOST, f"ranks {lost} are not heard", now)
+        if self.state is CoordinatorState.COMMITTING and self.kept_back:
+            # The ranks' time to agree begins when they can be told to.
+            self._entered_at, self._entered_step = now, self._step
+            return self._stall(Reason.STORE_UNAVAILABLE, "the intent to commit is not stored yet", now)
         if self.state is not CoordinatorState.RECOVERING and self.is_idle(now):
             detail = f"no step for {now - self._stepped_at:.0f} s"
             return self._set_health(WaveHealth(self.wave, False, Reason.NO_STEPS, detail))

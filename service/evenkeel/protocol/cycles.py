@@ -1,6 +1,6 @@
 """The control loop's rhythm: every cycle ends in one recorded decision with a Reason."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evenkeel.errors import Reason
@@ -18,10 +18,17 @@ class Cycles:
     Args:
         since: when the time to the first cycle begins to count.
         deadline_s: a RunCycle not answered by then counts as a failed planner.
+        numbers: of the RunCycles; of no earlier term of this replica, whose planner may still answer.
     """
 
     def __init__(
-        self, migration: Migration, policy: DeploymentPolicy, *, since: float, deadline_s: float
+        self,
+        migration: Migration,
+        policy: DeploymentPolicy,
+        *,
+        since: float,
+        deadline_s: float,
+        numbers: Iterator[int],
     ) -> None:
         self.migration = migration
         self.policy = policy
@@ -33,6 +40,7 @@ class Cycles:
         self.last: Mapping[str, object] | None = None
         """The newest decision row."""
         self._looked_at = since
+        self._numbers = numbers
         self._number = 0
         self._began: float | None = None
         self._asked_under = policy
@@ -53,7 +61,7 @@ class Cycles:
         migration = self.migration
         fleet, generation = migration.fleet, migration.membership.generation
         assert fleet is not None and generation is not None
-        self._number += 1
+        self._number = next(self._numbers)
         self._began = now
         self._asked_under = self.policy
         return [RunCycle(self._number, fleet.epoch, fleet.placement, generation, fleet.weights_version)]

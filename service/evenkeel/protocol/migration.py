@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from evenkeel.errors import Reason
-from evenkeel.model.ids import Epoch, EpRank
+from evenkeel.model.ids import Epoch, EpRank, PlanId
 from evenkeel.model.plan import Plan, PlanPhase, PlanRecord, WaveKey
 from evenkeel.protocol.control_messages import (
     ControlAction,
@@ -76,7 +76,8 @@ class Migration:
         """Waves a recovery aborted: their plan cannot go on."""
         self._after: Placement | None = None
         self._ended = True
-        self._waiting_since: float | None = None
+        self._waiting: tuple[PlanId, float] | None = None
+        """The plan that cannot go on, and since when."""
 
     @property
     def running(self) -> bool:
@@ -97,6 +98,10 @@ class Migration:
             or fleet.epoch != plan.base_epoch + waves_committed
             or fleet.placement != placement_at(plan, waves_committed)
         )
+
+    def is_of_other_generation(self, plan: Plan) -> bool:
+        """R1: the plan was made for an earlier life of the group."""
+        return plan.generation != self.membership.generation
 
     def plan_problem(self, plan: Plan) -> Refusal | None:
         """R17: the plan breaks an invariant as a whole."""
@@ -149,7 +154,7 @@ class Migration:
             self.leader, plan.key(index), fleet.epoch, body, sums, self.batch_deadline_s, self.max_bytes_per_s
         )
         self._after = fleet.placement.with_rows(body.layers, body.rows)
-        self._waiting_since = None
+        self._waiting = None
         self.staged = {}
         row = f"wave {index} of {len(plan.waves)}: {len(body.transfers)} transfers"
         change = self.book.change(
@@ -159,8 +164,9 @@ class Migration:
 
     def recover(self, wave: WaveKey, query: int, now: float) -> list[ControlAction]:
         """End a wave that some rank was found holding (R12)."""
-        self._after = None
-        return list(self._start(wave, now, query=query))
+        self._after = self._waiting = None
+        actions = self._start(wave, now, query=query)
+        return [*self._note_health(WaveHealth(wave, False, None), now), *actions]
 
     def _start(
         self, wave: WaveKey, now: float, *, prepare: Prepare | None = None, query: int = 0
@@ -234,18 +240,18 @@ class Migration:
         """
         assert self.coordinator is not None
         wave = self.coordinator.wave
-        record = self.book.records.get(wave.plan_id)
-        if record is None or record.phase.terminal or not self._is_next(record, wave):
+        record = self._plan_of(wave)
+        if record is None or record.phase.terminal or wave.wave_index < record.waves_committed:
             return []
         unix, committed = now + self.unix_offset_s, wave.wave_index + 1
         detail = "found on the ranks"
         return [self.book.change(record, "wave_committed", unix, waves_committed=committed, detail=detail)]
 
-    @staticmethod
-    def _is_next(record: PlanRecord, wave: WaveKey) -> bool:
-        """The wave is of this very plan, not of another life of its id, and is not counted yet."""
-        uncounted = record.waves_committed <= wave.wave_index < len(record.plan.waves)
-        return uncounted and record.plan.key(wave.wave_index) == wave
+    def _plan_of(self, wave: WaveKey) -> PlanRecord | None:
+        """The record of this very plan; None where its id has another life."""
+        record, index = self.book.records.get(wave.plan_id), wave.wave_index
+        known = record is not None and index < len(record.plan.waves) and record.plan.key(index) == wave
+        return record if known else None
 
     def _wave_ended(self, coordinator: Coordinator, now: float) -> list[ControlAction]:
         """All ranks are through with the wave: end the plan if this ends it."""
@@ -272,11 +278,14 @@ class Migration:
     # --- waiting ------------------------------------------------------------------------------------
 
     def _note_health(self, health: WaveHealth, now: float) -> list[PersistPlan]:
-        record = self._record()
-        if record is None or record.phase.terminal:
+        """A plan says what its wave waits for, also a wave that was found on the ranks (R14)."""
+        record = self._plan_of(health.wave) if health.wave is not None else None
+        if record is None or record is not self.book.active:
             return []
         unix = now + self.unix_offset_s
         if health.reason is None:
+            if record.phase is PlanPhase.MIGRATING:
+                return []
             phase, reason = PlanPhase.MIGRATING, Reason.PLAN_STARTED
             return [self.book.change(record, "resumed", unix, phase=phase, reason=reason)]
         event, phase = ("stalled", PlanPhase.STALLED) if health.stalled else ("paused", PlanPhase.PAUSED)
@@ -285,10 +294,10 @@ class Migration:
         ]
 
     def wait(self, record: PlanRecord, reason: Reason, detail: str, now: float) -> list[ControlAction]:
-        """The next wave cannot begin yet; after a while a person should know."""
-        if self._waiting_since is None:
-            self._waiting_since = now
-        if now - self._waiting_since < self.timing.stall_after_s:
+        """The plan cannot go on yet; after a while a person should know."""
+        if self._waiting is None or self._waiting[0] != record.plan.plan_id:
+            self._waiting = record.plan.plan_id, now
+        if now - self._waiting[1] < self.timing.stall_after_s:
             return []
         if record.phase is PlanPhase.STALLED and record.reason is reason:
             return []

@@ -114,7 +114,7 @@ class Operator:
             raise Conflict(f"plan {plan_id} is {record.phase}")
         unix = now + self.control.unix_offset_s
         if book.cancel_requested(record):
-            return record, []
+            return record, self.control.outgoing([], flush=True)
         actions: list[ControlAction] = [book.change(record, "cancel_requested", unix, by=by)]
         record = book.get(plan_id)
         migration = self.control.migration
@@ -147,9 +147,10 @@ class Operator:
 
     def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
         """Of the recorded epochs, the base of the plan that led to the current one; else the newest."""
+        migration = self.control.migration
         for record in reversed(self.control.book.records.values()):
             base, waves = record.plan.base_epoch, record.waves_committed
-            if self.control.is_of_other_generation(record.plan):
+            if migration is None or migration.is_of_other_generation(record.plan):
                 continue  # Epochs are counted anew after a cold start.
             if waves and base + waves == self.control.epoch and base in earlier:
                 return base
@@ -160,7 +161,9 @@ class Operator:
         del now
         _, cycles = self._leading()
         if not cycles.held:
-            return []
+            return self.control.outgoing(
+                [], flush=True
+            )  # Asked again, perhaps before the store had the first.
         cycles.held = False
         return self.control.outgoing([self.control.document()])
 

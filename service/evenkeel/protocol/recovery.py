@@ -3,7 +3,7 @@
 from evenkeel.errors import Reason
 from evenkeel.model.ids import EpRank
 from evenkeel.model.plan import PlanPhase, PlanRecord
-from evenkeel.protocol.control_messages import Alert, ControlAction, PersistEpoch, SendToRank
+from evenkeel.protocol.control_messages import Alert, ControlAction, PersistEpoch, PersistOutcome, SendToRank
 from evenkeel.protocol.messages import QueryState, RankState
 from evenkeel.protocol.migration import Migration
 from evenkeel.protocol.survey import Disagreement, Fleet, Survey
@@ -74,6 +74,16 @@ class Recovery:
             actions += self._alert(Reason.RECOVERY_DEADLINE, f"no answer from ranks {missing}")
         return actions
 
+    def obstacle(self, now: float) -> Disagreement:
+        """Why it is not over yet, or has not begun."""
+        quorum = self.migration.membership.quorum(now)
+        if quorum.reason is Reason.RANKS_MISSING:
+            return Disagreement(quorum.reason, quorum.detail)
+        if self.disagreement is not None:
+            return self.disagreement
+        missing = list(self.survey.missing) if self.survey is not None else []
+        return Disagreement(Reason.RECOVERY_DEADLINE, f"no answer from ranks {missing}")
+
     def question(self, rank: EpRank) -> SendToRank | None:
         """The survey's question again, for a rank that has a new stream; None if it has answered."""
         survey = self.survey
@@ -133,6 +143,40 @@ class Recovery:
         migration.history = {epoch: placement for epoch, placement in known.items() if epoch < fleet.epoch}
         migration.history[fleet.epoch] = fleet.placement
         return [PersistEpoch(generation, fleet.epoch, fleet.placement)]
+
+    def end_old_plans(self, now: float) -> list[ControlAction]:
+        """R1: plans of an earlier generation end; what is left of their waves died with it."""
+        migration, book = self.migration, self.migration.book
+        migration.coordinator = None
+        unix = now + migration.unix_offset_s
+        detail = f"the group restarted as {migration.membership.generation}"
+        actions: list[ControlAction] = []
+        for record in book.open:
+            if not migration.is_of_other_generation(record.plan):
+                continue
+            actions += self._count_swapped(record, unix)
+            record = book.get(record.plan.plan_id)
+            ended = book.complete(record, unix) or book.end(record, Reason.GENERATION_CHANGED, unix, detail)
+            actions.append(ended)
+        return actions
+
+    def _count_swapped(self, record: PlanRecord, unix: float) -> list[ControlAction]:
+        """Waves that no rank lived to acknowledge: a group that comes up where they lead has swapped them (R12)."""
+        plan, book = record.plan, self.migration.book
+        hellos = [member.hello for member in self.migration.membership.members.values()]
+        stands = {(hello.epoch, hello.placement_digest) for hello in hellos}
+        waves = hellos[0].epoch - plan.base_epoch
+        unheard = book.has_begun(record) and record.waves_committed < waves <= len(plan.waves)
+        if not unheard or stands != {(hellos[0].epoch, placement_at(plan, waves).digest)}:
+            return []
+        detail = f"the ranks came back at epoch {hellos[0].epoch}"
+        return [
+            book.change(record, "wave_committed", unix, waves_committed=waves, detail=detail),
+            *(
+                PersistOutcome(plan.key(index), True, Reason.COMMITTED)
+                for index in range(record.waves_committed, waves)
+            ),
+        ]
 
     def _reconcile(self, now: float) -> list[ControlAction]:
         """Hold every open plan against where the fleet is."""
