@@ -17,6 +17,7 @@ from evenkeel.cli import app, main
 from evenkeel.cli.client import CliError, Exit, read_token
 from evenkeel.cli.options import parse_value
 from evenkeel.engines.reference.config import RankConfig
+from evenkeel.errors import Conflict, Unavailable
 from evenkeel.model.placement import Placement
 from evenkeel.replay.console import work_bars
 from tests.api.fakes import SHAPE, FakeView, make_operations, make_plan, make_rank, make_status
@@ -196,6 +197,37 @@ def test_operating_commands(run, operations):
     assert "observe" in run("policy", "mode=observe", "cooldown_s=30", "-d", "demo")[1]
     assert operations.document["cooldown_s"] == 30
     assert "no_change" in run("decisions", "-n", "3", "-d", "demo")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"), [(("rollback",), "rollback"), (("create", "--policy", "keel"), "manual")]
+)
+def test_a_plan_that_may_have_been_taken_is_asked_for_again_by_its_id(run, operations, arguments, kind):
+    words = "the store did not take it; it is tried again while this replica leads"
+    operations.error = Unavailable(words)
+    code, out, err = run("plan", *arguments, "-d", "demo")
+    assert (code, out, len(err.splitlines())) == (Exit.UNAVAILABLE, "", 1)
+    assert words in err
+    repeat = re.search(rf"--id ({kind}-[0-9a-f]{{12}})$", err.strip())
+    assert repeat
+    operations.error = None
+    for _ in range(2):
+        code, out, _ = run("plan", *arguments, "-d", "demo", "--id", repeat[1])
+        assert (code, repeat[1] in out) == (0, True)
+    assert [record.plan.plan_id for record in operations.records["demo"]] == [repeat[1]]
+
+
+def test_a_plan_that_was_refused_is_not_to_be_asked_for_again(run, operations):
+    operations.error = Conflict("plan p is migrating")
+    code, _, err = run("plan", "rollback", "-d", "demo")
+    assert (code, "--id" in err) == (Exit.REFUSED, False)
+
+
+def test_each_rollback_has_an_id_of_its_own(run, operations):
+    for _ in range(2):
+        assert run("plan", "rollback", "-d", "demo")[0] == 0
+    first, second = (record.plan.plan_id for record in operations.records["demo"])
+    assert first != second
 
 
 def test_several_deployments_must_be_named(run):

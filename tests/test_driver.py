@@ -8,7 +8,8 @@ import pytest
 
 from evenkeel.adapters.clock import SystemClock
 from evenkeel.driver import Driver, Stage
-from evenkeel.errors import Conflict, Unavailable
+from evenkeel.errors import Conflict, Reason, Unavailable
+from evenkeel.protocol.control_messages import LeaseLost
 from tests.waiting import until
 
 
@@ -152,6 +153,20 @@ async def test_a_caller_is_told_what_could_not_be_stored(rig):
     with pytest.raises(Unavailable, match="tried again"):
         await driver.call(lambda now: ("answer", [persist("p"), send("s")]))
     assert machine.seen[-1] == "failed"
+    assert "s" not in hands.done
+
+
+async def test_a_caller_is_not_promised_what_nobody_tries_again(rig):
+    driver, machine, hands, _ = rig({})
+
+    async def fenced(actions):
+        return (LeaseLost(),)
+
+    hands.persist = fenced
+    with pytest.raises(Unavailable, match="what the store has not taken of it is not tried again") as caught:
+        await driver.call(lambda now: ("answer", [persist("p"), send("s")]))
+    assert caught.value.reason is Reason.LEASE_LOST
+    assert machine.seen[-1] == LeaseLost()
     assert "s" not in hands.done
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Generic, Protocol, TypeVar
 
-from evenkeel.errors import Unavailable
+from evenkeel.errors import Reason, Unavailable
 from evenkeel.ports import Clock
+from evenkeel.protocol.control_messages import LeaseLost
 
 __all__ = ["Driver", "Hands", "Machine", "Stage"]
 
@@ -114,7 +115,8 @@ class Driver(Generic[ActionT]):
                 here and has led to no action.
 
         Raises:
-            Unavailable: the actions could not be stored; the machine keeps them and tries again.
+            Unavailable: the actions are not known to be stored. The machine keeps them and tries again, unless the
+                lease is lost (LEASE_LOST).
         """
         if self._ended:
             raise Unavailable("the controller is stopping")
@@ -164,19 +166,19 @@ class Driver(Generic[ActionT]):
                 event.answer.set_exception(error)
             return
         try:
-            stored = await self._carry_out(actions)
+            failures = await self._carry_out(actions)
         except BaseException:
             event.answer.cancel()
             raise
         if event.answer.done():
             return
-        if stored:
-            event.answer.set_result(result)
+        if failures:
+            event.answer.set_exception(_not_stored(failures))
         else:
-            event.answer.set_exception(Unavailable("the store did not take it; it is tried again"))
+            event.answer.set_result(result)
 
-    async def _carry_out(self, actions: Sequence[ActionT]) -> bool:
-        """One batch; whether all its persists are known to be stored."""
+    async def _carry_out(self, actions: Sequence[ActionT]) -> Sequence[object]:
+        """One batch; the events that told the machine of persists not known to be stored."""
         turns = [(self._hands.stage(action), action) for action in actions]
         persists = [action for turn, action in turns if turn is Stage.PERSIST]
         failures = await self._hands.persist(persists) if persists else ()
@@ -186,4 +188,13 @@ class Driver(Generic[ActionT]):
         self._after()
         for failure in failures:
             await self._carry_out(self._machine.handle(failure, self._clock.monotonic()))
-        return not failures
+        return failures
+
+
+def _not_stored(failures: Sequence[object]) -> Unavailable:
+    """What a caller is told of actions that may yet be carried out, by this replica or the next leader."""
+    if any(isinstance(failure, LeaseLost) for failure in failures):
+        return Unavailable(
+            "the lease was lost: what the store has not taken of it is not tried again", Reason.LEASE_LOST
+        )
+    return Unavailable("the store did not take it; it is tried again while this replica leads")

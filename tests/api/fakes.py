@@ -241,10 +241,17 @@ class FakeOperations:
     async def cancel(self, deployment, plan_id, by):
         return await self._move(deployment, plan_id, PlanPhase.CANCELLED, Reason.CANCELLED, by)
 
-    async def rollback(self, deployment, to_epoch, by):
+    async def rollback(self, deployment, to_epoch, by, plan_id=None):
         self._check(deployment)
+        for record in self.records[deployment]:
+            if record.plan.plan_id == plan_id:
+                if record.request_digest != repr(to_epoch):
+                    raise Conflict(f"plan {plan_id} was made from another body", Reason.ID_REUSED)
+                return record
         self.calls.append(("rollback", deployment, to_epoch, by))
-        record = make_plan("rollback-1", deployment, phase=PlanPhase.APPROVED)
+        record = make_plan(
+            plan_id or "rollback-1", deployment, phase=PlanPhase.APPROVED, request_digest=repr(to_epoch)
+        )
         self.records[deployment].insert(0, record)
         return record
 

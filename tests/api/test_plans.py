@@ -134,3 +134,13 @@ async def test_rollback_names_its_epoch_or_takes_the_one_before(client, operatio
     await client.post("/v1/deployments/demo/rollback", json={"to_epoch": 2})
     assert [call[2] for call in operations.calls] == [None, 2]
     assert_problem(await client.post("/v1/deployments/demo/rollback", json={"to_epoch": -1}), 422)
+
+
+async def test_a_rollback_is_made_once_for_an_id(client, operations):
+    path, body = "/v1/deployments/demo/rollback", {"plan_id": "mine-1", "to_epoch": 2}
+    first = await client.post(path, json=body, headers={"Idempotency-Key": "k-1"})
+    again = await client.post(path, json=body, headers={"Idempotency-Key": "k-2"})
+    assert first.headers["location"] == again.headers["location"] == f"{PLANS}/mine-1"
+    assert_problem(await client.post(path, json={**body, "to_epoch": 1}), 409, "id_reused")
+    assert_problem(await client.post(path, json={**body, "plan_id": "/"}), 422)
+    assert len(operations.calls) == 1

@@ -146,6 +146,25 @@ async def test_a_controller_that_started_anew_repeats_the_answer_with_the_plan_a
     assert "alice" not in str(operations.answers)
 
 
+async def test_a_rollback_whose_answer_was_lost_is_found_by_its_key(operations):
+    """It may have been carried out: the placement before the last plan is another one then."""
+    headers = {"Idempotency-Key": "k-1"}
+    async with make_client(create_app(operations, TOKENS)) as client:
+        first = await client.post(ROLLBACK, json={}, headers=headers)
+    operations.answers.clear()  # 503, or the controller died before it could answer.
+    async with make_client(create_app(operations, TOKENS)) as client:
+        again = await client.post(ROLLBACK, json={}, headers=headers)
+        assert (again.status_code, again.json()) == (202, first.json())
+        operations.answers.clear()
+    async with make_client(create_app(operations, TOKENS)) as client:
+        other = await client.post(ROLLBACK, json={"to_epoch": 2}, headers=headers)
+        assert_problem(other, 409, "id_reused")
+    assert len(operations.records["demo"]) == 1
+    # The key's own name stays free for a plan.
+    async with make_client(create_app(operations, TOKENS)) as client:
+        assert (await client.post(PLANS, json={}, headers=headers)).json()["plan_id"] == "k-1"
+
+
 async def test_nothing_is_done_while_nobody_can_say_whether_it_was(client, operations):
     async def away(deployment, name):
         raise Unavailable("the store is out of reach")

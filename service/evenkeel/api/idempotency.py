@@ -139,7 +139,8 @@ class Idempotency:
         async def keep(message: Message) -> None:
             messages.append(dict(message))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                # Before the client can repeat the call. An error changed nothing: it may be tried again.
+                # Before the client can repeat the call. An error is not kept: it changed nothing, or it is a 503 of something
+                # that may be carried out yet, and then the id of the plan makes that a repetition finds it.
                 status = messages[0]["status"]
                 if 200 <= status < 300:
                     self._remember(name, digest, tuple(messages))

@@ -1,5 +1,6 @@
 """Routes of plans: make, look, approve, cancel, roll back."""
 
+import hashlib
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
@@ -130,9 +131,29 @@ async def rollback(
     deployment: DeploymentPath,
     response: Response,
     body: RollbackIn | None = None,
-    idempotency_key: IdempotencyKey = None,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            pattern=PLAN_ID_PATTERN,
+            description="Repeating the call with the same key and body gives the same answer, with another body 422,"
+            " while the first is under way 409. The plan_id is made of it and the token's name where the body has none.",
+        ),
+    ] = None,
 ) -> PlanOut:
-    """Return to an earlier epoch's placement and hold automatic plans until `resume`."""
-    from_body = body if body is not None else RollbackIn(to_epoch=None)
+    """Return to an earlier epoch's placement and hold automatic plans until `resume`.
+
+    The same plan_id with the same epoch gives the same plan again, with another epoch 409 `id_reused`. Without plan_id and
+    key every call is another rollback: one that is repeated undoes the first.
+    """
+    from_body = body if body is not None else RollbackIn()
     epoch = None if from_body.to_epoch is None else Epoch(from_body.to_epoch)
-    return _accepted(await operations.rollback(deployment, epoch, caller), response)
+    plan_id = from_body.plan_id
+    if plan_id is None and idempotency_key is not None:
+        plan_id = _rollback_id(caller, idempotency_key)
+    chosen = None if plan_id is None else PlanId(plan_id)
+    return _accepted(await operations.rollback(deployment, epoch, caller, chosen), response)
+
+
+def _rollback_id(caller: str, key: str) -> str:
+    """One id for one caller's key: neither another caller's rollback has it, nor a plan of the key's own name."""
+    return f"rollback-{hashlib.sha256(f'{caller} {key}'.encode()).hexdigest()[:24]}"

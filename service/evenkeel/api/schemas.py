@@ -365,6 +365,11 @@ class PlanIn(_In):
 class RollbackIn(_In):
     """Where to return to."""
 
+    plan_id: str | None = Field(
+        default=None,
+        pattern=PLAN_ID_PATTERN,
+        description="Chosen by the client, so that repeating the call is not another rollback.",
+    )
     to_epoch: int | None = Field(
         default=None, ge=0, le=2**53, description="Null is the placement before the last plan."
     )

@@ -1,13 +1,14 @@
 """`evenkeel plan`: make, look at, approve, cancel and roll back plans."""
 
 import json
+import uuid
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from evenkeel.cli import tables
-from evenkeel.cli.client import CliError, Exit
+from evenkeel.cli.client import ApiClient, CliError, Exit
 from evenkeel.cli.options import (
     DEFAULT_DATA_DIR,
     DEFAULT_URL,
@@ -26,6 +27,14 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, help="Make, look at, approve, cancel and roll back plans.")
 
 PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="Plan id.")]
+IdOption = Annotated[
+    str | None,
+    typer.Option(
+        "--id",
+        help="Id of the plan; repeating the command with it changes nothing.",
+        show_default="a new one",
+    ),
+]
 
 
 @app.command()
@@ -39,14 +48,7 @@ def create(
         bool, typer.Option("--dry-run", help="Only plan; `plan approve` starts this very plan later.")
     ] = False,
     start: Annotated[bool, typer.Option("--start", help="Start at once, also in propose mode.")] = False,
-    plan_id: Annotated[
-        str | None,
-        typer.Option(
-            "--id",
-            help="Id of the plan; repeating the command with it changes nothing.",
-            show_default="chosen by the controller",
-        ),
-    ] = None,
+    plan_id: IdOption = None,
     policy: Annotated[
         str | None, typer.Option(help="eplb, craft, gem, libra or keel.", show_default="the deployment's")
     ] = None,
@@ -77,7 +79,7 @@ def create(
 ) -> None:
     """Make a plan by hand."""
     body: dict[str, Any] = {
-        "plan_id": plan_id,
+        "plan_id": plan_id or _new_id("manual"),
         "policy": policy,
         "limits": {"max_moves": max_moves, "max_bytes": max_bytes, "max_layers": max_layers},
         "phases": phase or [],
@@ -86,8 +88,23 @@ def create(
         "target": None if target is None else _read_target(target),
     }
     with connect(url, token, token_file, data_dir) as client:
-        answer = client.post(f"deployments/{client.deployment(deployment)}/plans", body)
+        answer = _post_plan(client, f"deployments/{client.deployment(deployment)}/plans", body)
     show(answer, as_json, tables.plan_view(answer))
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex[:12]}"
+
+
+def _post_plan(client: ApiClient, path: str, body: dict[str, Any]) -> Any:
+    """Ask for a plan by its id, which is told where nobody knows whether the plan runs: a second one might undo it."""
+    try:
+        return client.post(path, body)
+    except CliError as error:
+        if error.code is not Exit.UNAVAILABLE:
+            raise
+        words = f"{error}; it may have been taken: repeat the command with --id {body['plan_id']}"
+        raise CliError(words, error.code) from error
 
 
 def _read_target(path: Path) -> dict[str, Any]:
@@ -187,6 +204,7 @@ def rollback(
             min=0, help="Epoch whose placement to return to.", show_default="the one before the last plan"
         ),
     ] = None,
+    plan_id: IdOption = None,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -195,7 +213,7 @@ def rollback(
     as_json: JsonOption = False,
 ) -> None:
     """Return to an earlier placement; automatic plans then wait for `evenkeel resume`."""
+    body = {"plan_id": plan_id or _new_id("rollback"), "to_epoch": to_epoch}
     with connect(url, token, token_file, data_dir) as client:
-        name = client.deployment(deployment)
-        answer = client.post(f"deployments/{name}/rollback", {"to_epoch": to_epoch})
+        answer = _post_plan(client, f"deployments/{client.deployment(deployment)}/rollback", body)
     show(answer, as_json, tables.plan_view(answer))

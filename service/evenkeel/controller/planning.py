@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -21,15 +21,16 @@ from evenkeel.controller.cycle import (
     steps_since_move,
     topology_of,
 )
+from evenkeel.controller.effort import Effort
 from evenkeel.controller.speeds import Device, SlowRanks, join_curves
 from evenkeel.controller.what_if import WhatIf
 from evenkeel.errors import Conflict, EvenkeelError, InfeasiblePlan, InvalidInput, Reason, Unavailable
-from evenkeel.model.ids import Epoch
+from evenkeel.model.ids import Epoch, PlanId
 from evenkeel.model.load import Phase
 from evenkeel.model.plan import Plan, PlanKind, PlanLimits, PlanRecord
 from evenkeel.model.policy import Mode
 from evenkeel.model.topology import Topology
-from evenkeel.planning.cycle import CycleInputs, CycleResult, run_cycle
+from evenkeel.planning.cycle import CycleInputs, CycleResult
 from evenkeel.planning.gates import GateMemory, GateSettings
 from evenkeel.planning.policies import resolve_policy
 from evenkeel.planning.problem import CostCurves
@@ -72,6 +73,7 @@ class Planning:
         """Seconds from one step to the next; None before it is known."""
         self.what_if = WhatIf(deployment)
         self._slow = SlowRanks()
+        self._effort = Effort(deployment.options.cycle.deadline_s)
 
     def forget(self) -> None:
         """The windows begin anew."""
@@ -127,7 +129,7 @@ class Planning:
             deployment.deployment, action.generation, action.weights_version, action.epoch, action.placement
         )
         inputs = self.inputs(base, policy.policy, policy.limits, tuple(Phase))
-        result = await deployment.outside.planner.run(run_cycle, inputs)
+        result = await self._effort.run(deployment.outside.planner, inputs)
         self._memory = result.memory
         shadow = self.what_if.shadows()
         if result.split is not None:
@@ -209,6 +211,8 @@ class Planning:
             source_load=source,
             dispatch=cycle.dispatch,
             copy_cost=copy_cost,
+            cross_node_factor=cycle.cross_node_factor,
+            max_evaluations=self._effort.most(policy_name),
             lifetime_steps=cycle.lifetime_steps,
             recent_steps=cycle.recent_steps,
         )
@@ -244,14 +248,9 @@ class Planning:
         """Plan as asked, and start it where the request and the mode say so."""
         deployment, control = self._deployment, self._deployment.control
         digest = request_digest(request)
-        if request.plan_id is not None:
-            known = control.book.same_request(request.plan_id, digest)
-            if known is not None:
-                return known
-            for stored in await deployment.outside.store.fetch_plans(
-                deployment.deployment, [request.plan_id]
-            ):
-                return repeated(stored, digest)
+        known = await self._asked_before(request.plan_id, digest)
+        if known is not None:
+            return known
         if request.dry_run and request.approve:
             raise InvalidInput("dry_run plans and does not start, approve starts at once: not both")
         policy = control.policy
@@ -261,7 +260,7 @@ class Planning:
         base = self.base()
         limits = _tighter(policy.limits, request.limits)
         inputs = self.inputs(base, name, limits, request.phases or tuple(Phase), request=request)
-        result = await deployment.outside.planner.run(run_cycle, inputs)
+        result = await self._effort.run(deployment.outside.planner, inputs)
         if not result.passed or result.target is None:
             raise _refusal(result)
         unix = deployment.outside.clock.unix()
@@ -279,9 +278,14 @@ class Planning:
         starts = request.approve or (policy.mode is Mode.AUTO and not request.dry_run)
         return await self._submit(plan, starts, request.requested_by, digest)
 
-    async def rollback(self, to_epoch: Epoch | None, by: str) -> PlanRecord:
+    async def rollback(self, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None) -> PlanRecord:
         """Plan and start the way back to an earlier epoch's placement (R16)."""
         deployment, control = self._deployment, self._deployment.control
+        digest = _digest({"kind": PlanKind.ROLLBACK.value, "to_epoch": to_epoch})
+        # Before the target is sought: once a rollback is carried out, the way back leads to what it left.
+        known = await self._asked_before(plan_id, digest)
+        if known is not None:
+            return known
         epoch, target = deployment.operator.rollback_target(to_epoch)
         base, shape = self.base(), control.membership.shape
         assert shape is not None
@@ -294,7 +298,7 @@ class Planning:
         plan = base.plan(
             target,
             waves,
-            plan_id=new_plan_id(PlanKind.ROLLBACK, base.epoch),
+            plan_id=plan_id or new_plan_id(PlanKind.ROLLBACK, base.epoch),
             kind=PlanKind.ROLLBACK,
             policy="rollback",
             reason=Reason.MANUAL_REQUEST,
@@ -302,13 +306,41 @@ class Planning:
             expires_at=None,
             numbers={"to_epoch": float(epoch)},
         )
-        return await self._submit(plan, True, by, None)
+        return await self._submit(plan, True, by, digest)
 
-    async def _submit(self, plan: Plan, starts: bool, by: str, digest: str | None) -> PlanRecord:
+    async def _asked_before(self, plan_id: PlanId | None, digest: str) -> PlanRecord | None:
+        """The plan of a request that is repeated with the id it chose.
+
+        Raises:
+            Conflict: another request has that id.
+            Unavailable: the store cannot say, or still does not take the plan.
+        """
+        if plan_id is None:
+            return None
+        deployment, control = self._deployment, self._deployment.control
+
+        def look(_now: float) -> tuple[PlanRecord | None, list[ctl.ControlAction]]:
+            known = control.book.same_request(plan_id, digest)
+            # The first call may have failed for the store's sake: what it left to write is written before this is answered.
+            return known, control.outgoing([], flush=known is not None)
+
+        known = await deployment.driver.call(look)
+        if known is not None:
+            return known
+        stored = await deployment.outside.store.fetch_plans(deployment.deployment, [plan_id])
+        return repeated(stored[0], digest) if stored else None
+
+    async def _submit(self, plan: Plan, starts: bool, by: str, digest: str) -> PlanRecord:
         deployment = self._deployment
-        return await deployment.driver.call(
-            lambda now: deployment.operator.submit(plan, now, approve=starts, by=by, request_digest=digest)
-        )
+        try:
+            return await deployment.driver.call(
+                lambda now: deployment.operator.submit(
+                    plan, now, approve=starts, by=by, request_digest=digest
+                )
+            )
+        except Unavailable as error:
+            # It may be carried out all the same: its id is where the caller can look, and what makes a repetition harmless.
+            raise Unavailable(f"plan {plan.plan_id}: {error}", error.reason) from error
 
 
 def request_digest(request: PlanRequest) -> str:
@@ -321,6 +353,10 @@ def request_digest(request: PlanRequest) -> str:
         "approve": request.approve,
         "target": None if request.target is None else request.target.digest,
     }
+    return _digest(form)
+
+
+def _digest(form: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(form, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
