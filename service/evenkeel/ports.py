@@ -97,6 +97,10 @@ class DeploymentStore(Protocol):
         """(id, created_at) of every stored plan, newest first."""
         ...
 
+    async def open_plans(self, deployment: DeploymentId) -> Sequence[PlanId]:
+        """Stored plans that have not ended, by id."""
+        ...
+
     async def fetch_plans(self, deployment: DeploymentId, plan_ids: Sequence[PlanId]) -> Sequence[PlanRecord]:
         """Those plans in that order, without those that are not stored. A plan of a large model is 0.1 MB: ask for few."""
         ...
@@ -337,6 +341,7 @@ class Operations(Protocol):
 
         Raises:
             InvalidInput: no plan `after` is known any more.
+            Unavailable: what comes after one is in the store, and that is out of reach.
         """
         ...
 
@@ -352,8 +357,13 @@ class Operations(Protocol):
         """Stop a plan; after the votes it takes effect at the next wave (R16)."""
         ...
 
-    async def rollback(self, deployment: DeploymentId, to_epoch: Epoch | None, by: str) -> PlanRecord:
-        """Return to an earlier epoch's placement (None: the one before the last plan) and hold `auto`."""
+    async def rollback(
+        self, deployment: DeploymentId, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None
+    ) -> PlanRecord:
+        """Return to an earlier epoch's placement (None: the one before the last plan) and hold `auto`.
+
+        Same id and epoch: the same plan; same id, other epoch: Conflict(ID_REUSED).
+        """
         ...
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:

@@ -184,6 +184,8 @@ class PlannerSettings:
     """Rate assumed for copies between ranks when their price is worked out in seconds."""
     copy_cost_tokens: Annotated[float, Field(ge=0)] = 200.0
     """Price of one copy where ranks do not measure compute time. Too low and plans shuffle for little."""
+    cross_node_factor: Annotated[float, Field(ge=1)] = 2.0
+    """Price of a copy that no rank of the node could send, over that of others: keel prefers experts its node has."""
     rank_speeds: bool = False
     """Plan with each rank's measured speed. Only where measurements are steady: noise moves experts about."""
     dispatch: DispatchModel = DispatchModel.EVEN
@@ -191,7 +193,8 @@ class PlannerSettings:
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Planner processes; each holds compiled kernels, about 300 MB."""
     deadline_s: Seconds = 60.0
-    """A cycle that takes longer counts as failed and its process is replaced."""
+    """A cycle that takes longer counts as failed and its process is replaced. A search may take a quarter of it, by the
+    rate at which the policy was seen to look at candidates."""
     proposal_ttl_s: Seconds = 3600.0
     """A proposal not approved within this expires."""
 
@@ -234,7 +237,8 @@ class IngestSettings:
     """A deployment none of whose ranks was here for this long is let go: lease, memory and series. Its records
     stay in the store."""
     max_deployments: Count = 256
-    """Deployments taken on; more are refused, so that a misconfigured fleet cannot fill the memory."""
+    """Deployments taken on; one more takes the place of one without ranks, or is refused, so that a misconfigured fleet
+    cannot fill the memory."""
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -160,6 +160,7 @@ async def test_an_unreachable_store_is_unavailable_and_comes_back(valkey):
             store.store_epoch(DEMO, Epoch(1), BASE, 1),
             store.append_decision(DEMO, {}),
             store.plan_order(DEMO),
+            store.open_plans(DEMO),
             store.fetch_plans(DEMO, [PlanId("p")]),
             store.deployments(),
             windows.append(DEMO, Phase.DECODE, make_window(range(3))),

@@ -28,6 +28,7 @@ from evenkeel.adapters.stored_forms import (
 from evenkeel.errors import Unavailable
 from evenkeel.model.ids import Epoch
 from evenkeel.model.load import Phase
+from evenkeel.model.plan import PlanPhase
 from tests.contracts.test_stores import BASE, DEMO, assert_same, every_plan, make_record, make_window
 
 # --- damage ------------------------------------------------------------------------------------
@@ -128,11 +129,58 @@ async def test_plans_and_streams_are_bounded_in_the_server(valkey):
     for number in range(6):
         await store.store_plan(make_record(f"p{number}", 100.0 + number), 1)
     assert await client.hlen("evenkeel:{demo}:plans") == 3
+    assert await store.open_plans(DEMO) == ["p3", "p4", "p5"]
     windows = RedisWindowStore(client, capacity=100)
     window = make_window(range(1000))
     for first in range(0, 1000, 8):
         await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
     assert await client.xlen("evenkeel:{demo}:window:decode") == 13
+    await disconnect(client)
+
+
+class Replaying:
+    """A client that can carry a write out once more, as the network does with one it held back."""
+
+    def __init__(self, client):
+        self._client, self.writes = client, []
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    async def eval(self, *arguments):
+        self.writes.append(arguments)
+        return await self._client.eval(*arguments)
+
+    async def late(self, position):
+        return await self._client.eval(*self.writes[position])
+
+
+async def test_a_write_that_arrives_late_replaces_no_later_one(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    late: Any = Replaying(client)
+    store = RedisDeploymentStore(late, plans_kept=2)
+    await store.store_plan(make_record(phase=PlanPhase.MIGRATING), 1)
+    await store.store_epoch(DEMO, Epoch(1), BASE, 1)
+    await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)
+    await store.store_plan(make_record(phase=PlanPhase.COMMITTED), 1)
+    await store.store_epoch(DEMO, Epoch(2), BASE, 1)
+    await store.store_document(DEMO, "policy", {"mode": "observe"}, 1)
+    for position in range(6):  # Also the newest, as the client's own second try.
+        assert await late.late(position) == 0
+    (record,) = await every_plan(store)
+    assert record.phase is PlanPhase.COMMITTED
+    assert await store.open_plans(DEMO) == []
+    assert list(await store.fetch_epochs(DEMO)) == [1, 2]
+    assert await store.fetch_document(DEMO, "policy") == {"mode": "observe"}
+    # Another writer, as after a restart, is no earlier one; its first write counts.
+    other = RedisDeploymentStore(client)
+    await other.store_document(DEMO, "policy", {"mode": "propose"}, 1)
+    assert await store.fetch_document(DEMO, "policy") == {"mode": "propose"}
+    # What is kept for this goes with the plans.
+    for number in range(3):
+        await store.store_plan(make_record(f"p{number}", 200.0 + number), 1)
+    kept = {name.decode() for name in await client.hkeys("evenkeel:{demo}:written")}
+    assert kept == {"plan:p1", "plan:p2", "epochs", "document:policy"}
     await disconnect(client)
 
 

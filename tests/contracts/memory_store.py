@@ -67,6 +67,10 @@ class MemoryStore:
         rows = [(plan.plan_id, plan.created_at) for plan in plans]
         return sorted(rows, key=lambda row: (row[1], row[0]), reverse=True)
 
+    async def open_plans(self, deployment: DeploymentId) -> Sequence[PlanId]:
+        plans = self._plans.get(deployment, {})
+        return sorted(PlanId(name) for name, record in plans.items() if not record.phase.terminal)
+
     async def fetch_plans(self, deployment: DeploymentId, plan_ids: Sequence[PlanId]) -> Sequence[PlanRecord]:
         known = self._plans.get(deployment, {})
         return [known[plan_id] for plan_id in plan_ids if plan_id in known]

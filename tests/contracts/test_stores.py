@@ -38,7 +38,14 @@ def make_record(plan_id="p1", created_at=100.0, **changes) -> PlanRecord:
         expires_at=200.0,
         numbers={"gain": 0.25},
     )
-    record = PlanRecord(plan, PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0, created_at, story=({"at": 1.5},))
+    record = PlanRecord(
+        plan,
+        PlanPhase.PROPOSED,
+        Reason.PLAN_PROPOSED,
+        0,
+        created_at,
+        story=({"at": 1.5, "event": "created"},),
+    )
     return dataclasses.replace(record, **changes)
 
 
@@ -152,6 +159,17 @@ async def test_plans_come_newest_first_and_are_replaced_whole(store):
     assert [record.plan.plan_id for record in found] == ["p0", "p1"]
     assert found[1].phase is PlanPhase.COMMITTED
     assert await store.fetch_plans(DEMO, []) == []
+
+
+async def test_open_plans_are_those_that_have_not_ended(store):
+    assert await store.open_plans(DEMO) == []
+    for name in ("b", "a", "ends"):
+        await store.store_plan(make_record(name), 1)
+    await store.store_plan(make_record("b", phase=PlanPhase.MIGRATING), 1)
+    await store.store_plan(make_record("ends", phase=PlanPhase.EXPIRED), 1)
+    await store.store_plan(make_record("ended", phase=PlanPhase.REFUSED), 1)
+    assert await store.open_plans(DEMO) == ["a", "b"]
+    assert await store.open_plans(OTHER) == []
 
 
 async def test_a_leader_of_an_older_term_cannot_write(store):

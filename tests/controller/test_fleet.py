@@ -16,7 +16,7 @@ from evenkeel.controller.figures import FigureLimits
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.planning import request_digest
-from evenkeel.controller.serve import _deployment_options, _refresh_metrics
+from evenkeel.controller.serve import _deployment_options, _refresh_metrics, _store_all
 from evenkeel.errors import Conflict, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, PlanId
 from evenkeel.model.load import LoadWindow, Phase
@@ -158,6 +158,90 @@ async def test_a_deployment_let_go_of_while_figures_are_refreshed_gets_no_series
     fleet, _ = rig
     said = await figures_said(fleet, 2, lambda _: fleet.members.pop(TWO, None))
     assert set(said) == {ONE}
+
+
+class Shy(MemoryStore):
+    """Does not answer the calls that are named."""
+
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.silent: set[str] = set()
+
+    async def fetch_plans(self, *arguments):
+        return await self._answer("fetch_plans", *arguments)
+
+    async def plan_order(self, *arguments):
+        return await self._answer("plan_order", *arguments)
+
+    async def _answer(self, name, *arguments):
+        if name in self.silent:
+            raise Unavailable("no answer")
+        return await getattr(MemoryStore, name)(self, *arguments)
+
+
+@pytest.mark.parametrize("silent", ["fetch_plans", "plan_order"])
+async def test_a_page_of_plans_has_no_holes_while_the_store_is_out_of_reach(rig, silent):
+    fleet, clock = rig
+    member, store = fleet.members[ONE], Shy(clock)
+    for number in range(6):
+        record = make_record(f"p{number}", 100.0 + number)
+        record = replace(record, plan=replace(record.plan, deployment=ONE))
+        await store.store_plan(record, 1)
+        if number > 3:
+            member.control.book.records[record.plan.plan_id] = record
+    fleet._outside = replace(fleet._outside, store=store)
+
+    async def page(after=None):
+        records, more = await fleet.plans(ONE, 3, after)
+        return [record.plan.plan_id for record in records], more
+
+    assert await page() == (["p5", "p4", "p3"], True)
+    assert await page("p3") == (["p2", "p1", "p0"], False)
+    store.silent.add(silent)
+    assert await page() == (["p5", "p4"], False)
+    with pytest.raises(Unavailable):
+        await page("p3")
+
+
+async def test_a_plan_that_only_the_store_has_is_not_denied_while_that_is_out_of_reach(rig):
+    fleet, clock = rig
+    store = Shy(clock)
+    store.silent.add("fetch_plans")
+    fleet._outside = replace(fleet._outside, store=store)
+    with pytest.raises(Unavailable):
+        await fleet.plan(ONE, PlanId("old"))
+
+
+class Stuck:
+    """In place of a deployment whose windows are to be stored."""
+
+    def __init__(self, fault=None):
+        self.asked, self.keeper, self._fault = 0, self, fault
+        self.outlived = ""
+
+    async def store_windows(self):
+        self.asked += 1
+        if self._fault is not None:
+            raise self._fault
+
+    def outlive(self, why):
+        self.outlived = why
+
+
+async def test_a_shard_that_is_gone_keeps_no_window_from_the_others():
+    clock = SetClock()
+    health = StoreHealth(clock, ControllerMetrics(CollectorRegistry()))
+    gone, fenced = (
+        Unavailable("shard 2 does not answer"),
+        Conflict("term 2 has taken over", Reason.LEASE_LOST),
+    )
+    members = [Stuck(), Stuck(gone), Stuck(fenced), Stuck(gone), Stuck()]
+    with pytest.raises(Unavailable, match="shard 2"):
+        await _store_all(members, health)  # type: ignore[arg-type]
+    assert [member.asked for member in members] == [1] * 5
+    assert members[2].outlived == "term 2 has taken over"
+    assert health.resting
+    await _store_all([Stuck(), Stuck()], health)  # type: ignore[list-item]
 
 
 def drained(stream):

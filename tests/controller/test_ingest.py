@@ -201,6 +201,21 @@ async def test_a_window_comes_back_for_the_same_generation_only(rig):
     assert stored.steps.tolist() == [0, 1, 2]
 
 
+async def test_a_window_taken_back_is_not_dropped_for_a_generation_left_before(rig):
+    rig.begin()
+    rig.report(Fleet().run(range(20)))
+    await rig.ingest.store()
+    standby = Rig(rig.store)
+    standby.begin(
+        Generation("g-0")
+    )  # Before the store was told, another led, and the group restarted under it.
+    assert await standby.ingest.restore(GENERATION, SHAPE) == 20
+    standby.begin()
+    standby.report(Fleet().run(range(20, 25)))
+    await standby.ingest.store()
+    assert (await rig.store.fetch(DEMO, Phase.DECODE)).steps.tolist() == list(range(25))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_generation_that_begins_while_steps_are_stored_is_stored_itself(rig, fails):
     rig.begin()

@@ -206,6 +206,8 @@ def settings(**changes) -> CycleSettings:
         "copy_cost_tokens": 77.0,
         "rank_speeds": False,
         "dispatch": DispatchModel.EVEN,
+        "cross_node_factor": 1.0,
+        "deadline_s": 60.0,
     }
     return CycleSettings(**{**values, **changes})
 

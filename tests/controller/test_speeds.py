@@ -142,6 +142,8 @@ def test_measured_curves_are_what_the_planner_scores_with():
         copy_cost_tokens=1.0,
         rank_speeds=True,
         dispatch=DispatchModel.EVEN,
+        cross_node_factor=1.0,
+        deadline_s=60.0,
     )
     assert price(np.zeros(0), 1_000_000, settings, joined) == (joined, 1e-3)
     assert price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=False), joined) == (None, 1.0)

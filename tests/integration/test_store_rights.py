@@ -61,6 +61,7 @@ async def do_everything(client) -> None:
         await windows.append(DEMO, Phase.DECODE, make_window(range(first, first + 4), source=True))
     assert await windows.fetch(DEMO, Phase.DECODE) is not None
     assert len(await every_plan(store)) == 1
+    assert len(await store.open_plans(DEMO)) == 1
     assert await store.fetch_epochs(DEMO)
     assert await store.fetch_document(DEMO, "policy") == {"mode": "auto"}
     assert len(await store.fetch_decisions(DEMO, 5)) == 1

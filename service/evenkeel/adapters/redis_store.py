@@ -1,12 +1,15 @@
 """`ports.DeploymentStore` on Redis or Valkey.
 
 Every write but the decision log is one Lua script that compares the writer's term with the highest term
-the store has seen: a leader that was paused while another took over cannot write any more.
+the store has seen: a leader that was paused while another took over cannot write any more. Nor does an earlier
+write of one leader, late by a path that lost it, replace a later one.
 """
 
 import asyncio
 import json
+import secrets
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from evenkeel.adapters.redis_client import Client, deployment_key, store_errors
@@ -63,50 +66,58 @@ if held[1] == ARGV[1] and held[2] == ARGV[2] then redis.call('DEL', KEYS[1]) end
 return 1
 """
 
-# Every fenced write begins with this. KEYS[1]: term. ARGV[1]: the writer's term. A flushed store knows no
-# term and takes the writer's.
+# Every fenced write begins with this. KEYS: term, last writes. ARGV: the writer's term, record, writer, number of the write.
+# A flushed store knows no term and takes the writer's. A write that arrives after a later one of its own writer, by a
+# connection that was given up, is outdated: the writer went on without it.
 _FENCE = """
 local known = tonumber(redis.call('GET', KEYS[1]) or '0')
 if known > tonumber(ARGV[1]) then return known end
 if known < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
+local writer, number = string.match(redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%S+) (%d+)$')
+if writer == ARGV[3] and tonumber(number) > tonumber(ARGV[4]) then return 0 end
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3] .. ' ' .. ARGV[4])
 """
 
-# KEYS: term, plans, order. ARGV: term, plan id, created at, body, plans kept.
+# KEYS from 3: plans, order, open. ARGV from 5: plan id, created at, body, plans kept, whether it has not ended, what its
+# record is called without the id.
 _STORE_PLAN = (
     _FENCE
     + """
-redis.call('HSET', KEYS[2], ARGV[2], ARGV[4])
-redis.call('ZADD', KEYS[3], ARGV[3], ARGV[2])
-local excess = redis.call('ZCARD', KEYS[3]) - tonumber(ARGV[5])
+redis.call('HSET', KEYS[3], ARGV[5], ARGV[7])
+redis.call('ZADD', KEYS[4], ARGV[6], ARGV[5])
+if ARGV[9] == '1' then redis.call('HSET', KEYS[5], ARGV[5], 1) else redis.call('HDEL', KEYS[5], ARGV[5]) end
+local excess = redis.call('ZCARD', KEYS[4]) - tonumber(ARGV[8])
 if excess > 0 then
-  for _, old in ipairs(redis.call('ZRANGE', KEYS[3], 0, excess - 1)) do
-    redis.call('HDEL', KEYS[2], old)
-    redis.call('ZREM', KEYS[3], old)
+  for _, old in ipairs(redis.call('ZRANGE', KEYS[4], 0, excess - 1)) do
+    redis.call('HDEL', KEYS[3], old)
+    redis.call('ZREM', KEYS[4], old)
+    redis.call('HDEL', KEYS[5], old)
+    redis.call('HDEL', KEYS[2], ARGV[10] .. old)
   end
 end
 return 0
 """
 )
 
-# KEYS: term, epochs. ARGV: term, epoch, body, epochs kept. Epochs above the written one are of a history
+# KEYS from 3: epochs. ARGV from 5: epoch, body, epochs kept. Epochs above the written one are of a history
 # that did not happen.
 _STORE_EPOCH = (
     _FENCE
     + """
-local kept = tonumber(ARGV[2]) - tonumber(ARGV[4])
-for _, epoch in ipairs(redis.call('HKEYS', KEYS[2])) do
-  if tonumber(epoch) > tonumber(ARGV[2]) or tonumber(epoch) <= kept then redis.call('HDEL', KEYS[2], epoch) end
+local kept = tonumber(ARGV[5]) - tonumber(ARGV[7])
+for _, epoch in ipairs(redis.call('HKEYS', KEYS[3])) do
+  if tonumber(epoch) > tonumber(ARGV[5]) or tonumber(epoch) <= kept then redis.call('HDEL', KEYS[3], epoch) end
 end
-redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
 return 0
 """
 )
 
-# KEYS: term, documents. ARGV: term, name, body.
+# KEYS from 3: documents. ARGV from 5: name, body.
 _STORE_DOCUMENT = (
     _FENCE
     + """
-redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
 return 0
 """
 )
@@ -128,7 +139,8 @@ return 1
 """
 
 
-_RECORDS = ("term", "plans", "plan_order", "epochs", "documents")
+_RECORDS = ("term", "written", "plans", "plan_order", "plans_open", "epochs", "documents")
+_PLAN = "plan:"
 _WRITTEN_ANEW = ("leader", "shape")
 """Documents that every leader writes when it begins: nothing is lost with them, so they wait for no replica. Otherwise
 nobody could lead, or count, where replicas are away."""
@@ -171,6 +183,7 @@ class RedisDeploymentStore:
         self._decision_age_s = decision_age_s
         self._record_age_s = record_age_s
         self._wait_replicas = wait_replicas
+        self._writer, self._numbers = secrets.token_hex(8), count(1)
         self._wait_s = wait_s
 
     @property
@@ -221,15 +234,23 @@ class RedisDeploymentStore:
     async def store_plan(self, record: PlanRecord, term: int) -> None:
         """Write one plan record whole."""
         plan = record.plan
-        names = ("term", "plans", "plan_order")
-        values = (plan.plan_id, repr(plan.created_at), pack_plan(record), self._plans_kept)
-        await self._write(plan.deployment, _STORE_PLAN, names, term, values, self._wait_replicas)
+        names, still_open = ("plans", "plan_order", "plans_open"), int(not record.phase.terminal)
+        body = pack_plan(record)
+        values = (plan.plan_id, repr(plan.created_at), body, self._plans_kept, still_open, _PLAN)
+        record_name, replicas = _PLAN + plan.plan_id, self._wait_replicas
+        await self._write(plan.deployment, record_name, _STORE_PLAN, names, term, values, replicas)
 
     async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
         """(id, created_at) of every stored plan, newest first."""
         with store_errors("reading the order of plans"):
             rows = await self._client.zrevrange(self._key(deployment, "plan_order"), 0, -1, withscores=True)
         return [(PlanId(name.decode()), float(created_at)) for name, created_at in rows]
+
+    async def open_plans(self, deployment: DeploymentId) -> Sequence[PlanId]:
+        """Plans that had not ended when they were stored; those stored before this was noted are missing."""
+        with store_errors("reading which plans are open"):
+            names = await self._client.hkeys(self._key(deployment, "plans_open"))
+        return sorted(PlanId(name.decode()) for name in names)
 
     async def fetch_plans(self, deployment: DeploymentId, plan_ids: Sequence[PlanId]) -> Sequence[PlanRecord]:
         """Those plans in that order, without those that are not stored or cannot be read."""
@@ -246,7 +267,8 @@ class RedisDeploymentStore:
     ) -> None:
         """Record a committed placement under its epoch; recorded epochs above it are dropped."""
         values = (epoch, pack_placement(placement), self._epochs_kept)
-        await self._write(deployment, _STORE_EPOCH, ("term", "epochs"), term, values, self._wait_replicas)
+        replicas = self._wait_replicas
+        await self._write(deployment, "epochs", _STORE_EPOCH, ("epochs",), term, values, replicas)
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
         """Recorded placements by epoch, as many as are kept."""
@@ -266,7 +288,8 @@ class RedisDeploymentStore:
         """Write a small named JSON document."""
         values = (name, json.dumps(body))
         replicas = 0 if name in _WRITTEN_ANEW else self._wait_replicas
-        await self._write(deployment, _STORE_DOCUMENT, ("term", "documents"), term, values, replicas)
+        record_name = f"document:{name}"
+        await self._write(deployment, record_name, _STORE_DOCUMENT, ("documents",), term, values, replicas)
 
     async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
         """Read a named document."""
@@ -316,23 +339,25 @@ class RedisDeploymentStore:
     async def _write(
         self,
         deployment: DeploymentId,
+        record: str,
         script: str,
         names: tuple[str, ...],
         term: int,
         values: tuple[object, ...],
         replicas: int,
     ) -> None:
-        keys = [self._key(deployment, name) for name in names]
-        with store_errors(f"writing {names[1]}"):
+        keys = [self._key(deployment, name) for name in ("term", "written", *names)]
+        values = (term, record, self._writer, next(self._numbers), *values)
+        with store_errors(f"writing {names[0]}"):
             if replicas:
-                newer, copies = await self._eval_and_wait(replicas, script, keys, term, *values)
+                newer, copies = await self._eval_and_wait(replicas, script, keys, *values)
             else:
-                newer, copies = await self._client.eval(script, len(keys), *keys, term, *values), 0
+                newer, copies = await self._client.eval(script, len(keys), *keys, *values), 0
         if newer:
             raise Conflict(f"{deployment}: term {newer} has taken over from term {term}", Reason.LEASE_LOST)
         if copies < replicas:
             raise Unavailable(
-                f"writing {names[1]}: {copies} of {replicas} replicas have it after {self._wait_s:g} s"
+                f"writing {names[0]}: {copies} of {replicas} replicas have it after {self._wait_s:g} s"
             )
 
     async def _eval_and_wait(

@@ -43,6 +43,8 @@ class CycleSettings:
     copy_cost_tokens: float
     rank_speeds: bool
     dispatch: DispatchModel
+    cross_node_factor: float
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)

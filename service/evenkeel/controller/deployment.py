@@ -1,9 +1,10 @@
 """One deployment on this replica: its machine with everything the machine reaches."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
@@ -12,22 +13,21 @@ from evenkeel.adapters.metrics import ControllerMetrics
 from evenkeel.adapters.planner_pool import PlannerPool
 from evenkeel.controller.balance import Balance
 from evenkeel.controller.cycle import CycleSettings
-from evenkeel.controller.documents import (
-    policy_from_document,
-    shape_document,
-    shape_from_document,
-)
+from evenkeel.controller.documents import shape_document, shape_from_document
 from evenkeel.controller.hands import ControlHands, StoreHealth
 from evenkeel.controller.ingest import Ingest
 from evenkeel.controller.leases import LeaseKeeper
+from evenkeel.controller.orders import Orders, Recalled, StandingOrders
 from evenkeel.controller.planning import Planning
 from evenkeel.controller.reach import Reach
 from evenkeel.controller.session import Session
+from evenkeel.controller.takeover import take_over
 from evenkeel.controller.tasks import end_tasks
 from evenkeel.driver import Driver
-from evenkeel.errors import EvenkeelError, PeerViolation, Reason, Unavailable
-from evenkeel.model.ids import DeploymentId, Epoch, EpRank
+from evenkeel.errors import Conflict, EvenkeelError, PeerViolation, Reason, Unavailable
+from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel.model.policy import DeploymentPolicy
+from evenkeel.model.topology import ModelShape
 from evenkeel.planning.split import SplitModel
 from evenkeel.ports import Clock, DeploymentStore, Lease, WindowStore
 from evenkeel.protocol import control_messages as ctl
@@ -38,9 +38,6 @@ from evenkeel.protocol.tables import ControlState
 from evenkeel.protocol.timing import ControlTiming
 from evenkeel.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
 
-if TYPE_CHECKING:
-    from evenkeel.model.topology import ModelShape
-
 __all__ = ["Deployment", "DeploymentOptions", "Outside"]
 
 _log = structlog.get_logger(__name__)
@@ -50,9 +47,6 @@ _LEASE_WAIT_S = 3.0
 _REGISTER_TRIES = 3
 _CLOCK_STEP_S = 1.0
 """More than clocks drift apart between two looks."""
-_PLANS_LOADED = 48
-"""Newest plans a new leader reads: the ended ones it keeps and all proposals there may be, and some. Others are read when
-somebody asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +141,7 @@ class Deployment:
             outrun=self._outrun,
         )
         self.planning = Planning(self)
+        self._orders = StandingOrders(options.replica_id, options.policy)
         self._tasks: list[asyncio.Task[None]] = []
         self.reach = Reach(self)
         self._seen_at = clock.monotonic()
@@ -164,9 +159,14 @@ class Deployment:
             self.outside.spawn(self.keeper.run(), f"lease-{self.deployment}"),
         ]
 
-    async def leave(self) -> None:
-        """End what `run_tasks` started and give the lease up; records and windows stay in the store."""
+    async def leave(self, *, forgotten: bool = False) -> None:
+        """End what `run_tasks` started and give the lease up; records and windows stay in the store. `forgotten`: this
+        replica does not take the deployment up again when it restarts."""
         await end_tasks(self._tasks)
+        if forgotten and self.keeper.leading:
+            nobody = {"replica_id": "", "address": ""}
+            with contextlib.suppress(Unavailable, Conflict):
+                await self.outside.store.store_document(self.deployment, "leader", nobody, self._term)
         await self.keeper.release()
 
     def pace(self, flow: FlowControl) -> None:
@@ -224,37 +224,56 @@ class Deployment:
 
     async def _won(self, lease: Lease) -> None:
         """Load what is stored, then let the machine lead, and show it the ranks that are here."""
-        store, deployment = self.outside.store, self.deployment
-        me = {"replica_id": self.options.replica_id, "address": self.options.advertise}
-        await store.store_document(deployment, "leader", me, lease.term)
-        control = await store.fetch_document(deployment, "control") or {}
-        policy = policy_from_document(await store.fetch_document(deployment, "policy"), self.options.policy)
-        order = await store.plan_order(deployment)
-        stored = ctl.StoredRecords(
-            tuple(await store.fetch_plans(deployment, [name for name, _ in order[:_PLANS_LOADED]])),
-            await store.fetch_epochs(deployment),
-            bool(control.get("held", False)),
-            float(control.get("frozen_until", 0.0)),
-        )
-        if not self._restored:
+        store, deployment, me = self.outside.store, self.deployment, self.options.replica_id
+        for session in self.sessions.values():
+            self._orders.ranks_know(session.hello.highest_term)
+        taken = await take_over(store, deployment, lease.term, self._orders)
+        self._shape_unstored |= taken.led_by is None
+        if not self._restored or taken.led_by not in (None, me):
             await self._restore()
+        leader = {"replica_id": me, "address": self.options.advertise}
+        await store.store_document(deployment, "leader", leader, lease.term)
         self._term = lease.term
-        self.operator.set_policy(policy)
-        self.driver.post(ctl.LeaseAcquired(Leader(self.options.replica_id, lease.term), stored))
+        self.operator.set_policy(taken.recalled.orders.policy)
+        self.driver.post(ctl.LeaseAcquired(Leader(me, lease.term), taken.records))
         for session in self.sessions.values():
             if session.registered:
                 self.driver.post(session.event(session.hello))
+        if taken.recalled.loss:
+            self.outside.spawn(self._tell_loss(taken.recalled), f"loss-{deployment}")
+
+    async def _tell_loss(self, recalled: Recalled) -> None:
+        _log.error("store_came_back_empty", deployment=self.deployment, detail=recalled.loss)
+        row = recalled.row(self.outside.clock.unix())
+        with contextlib.suppress(Unavailable):  # The machine keeps it and tries again.
+            await self.driver.call(lambda _now: (None, self.control.outgoing([ctl.PersistDecision(row)])))
 
     async def _restore(self) -> None:
+        """Take back the windows, also where another led meanwhile: what is in memory ends where it began."""
         known = shape_from_document(await self.outside.store.fetch_document(self.deployment, "shape"))
-        if known is not None and self.ingest.generation is None:
-            generation, shape = known
-            steps = await self.ingest.restore(generation, shape)
-            self.shape = self.shape or shape
-            _log.info("window_restored", deployment=self.deployment, steps=steps, generation=generation)
+        if known is not None:
+            steps = await self._restore_windows(*known)
+            _log.info("window_restored", deployment=self.deployment, steps=steps, generation=known[0])
         rows = await self.outside.store.fetch_decisions(self.deployment, 100)
+        self.hands.decisions.clear()
         self.hands.decisions.extendleft(dict(row) for row in rows)
         self._restored = True
+
+    async def _restore_windows(self, generation: Generation, shape: ModelShape) -> int:
+        ingest = self.ingest
+        here = dict(ingest.rings) if generation == ingest.generation else {}
+        # Until the machine settles reports wait: they may be of the generation that was here before.
+        ingest.unsettle()
+        self._settled_at = None
+        if generation != ingest.generation:
+            ingest.newest_step = ingest.newest_at = None
+            self._shape_unstored = False
+        steps = await ingest.restore(generation, shape)
+        for phase, ring in here.items():  # What came here and was not stored.
+            for part in ring.parts():
+                steps += len(ingest.rings[phase].append(part))
+        self.shape = self.shape or shape
+        return steps
 
     def _outrun(self, _winner: Lease) -> None:
         """Another replica leads: the ranks are sent to it."""
@@ -385,6 +404,7 @@ class Deployment:
 
     def raise_term(self, at_least: int) -> None:
         """Take the lease anew above a term that ranks know."""
+        self._orders.ranks_know(at_least)
         self.keeper.raise_term(at_least)
 
     def fenced(self, why: str) -> None:
@@ -414,6 +434,9 @@ class Deployment:
         self._follow_clock()
         self.reach.check()
         control, ingest = self.control, self.ingest
+        if control.leader is not None:
+            orders = Orders(control.policy, control.held, control.frozen_until)
+            self._orders.remember(control.leader.term, orders)
         shape, generation = control.membership.shape, control.generation
         if generation is not None and shape is not None and generation != ingest.generation:
             ingest.begin_generation(generation, shape)

@@ -85,24 +85,39 @@ class Fleet:
             # Looked at when it is its turn: meanwhile its ranks may be back, or an operator let it go.
             member = self.members.get(name)
             if member is not None and _is_over(member, after_s):
-                await self._let_go(name)
+                await self._let_go(self.members.pop(name))
 
-    async def _let_go(self, name: DeploymentId) -> None:
+    async def _let_go(self, member: Deployment) -> None:
+        """What is left to do for a deployment that is no member any more."""
+        name = member.deployment
         _log.info("deployment_forgotten", deployment=name)
-        await self.members.pop(name).leave()
-        self._outside.metrics.forget(name)
+        await member.leave(forgotten=True)
+        if name not in self.members:
+            self._outside.metrics.forget(name)
 
     # --- ranks ------------------------------------------------------------------------------------
 
     async def attach(self, hello: Hello, stream: RankStream) -> Session | None:
         """Register a rank; None when it was turned away."""
         name = hello.identity.deployment
-        if name not in self.members and len(self.members) >= self._max_deployments:
+        if name not in self.members and not self._make_room():
             detail = f"{len(self.members)} deployments are here, no more are taken"
             _log.error("deployment_refused", deployment=name, detail=detail)
             stream.close(self._refusal(Reason.LIMIT_EXCEEDED, detail))
             return None
         return await self.add(name).attach(hello, stream)
+
+    def _make_room(self) -> bool:
+        """Whether one more may come; a full table lets go of a deployment without ranks, of one never seen whole first."""
+        if len(self.members) < self._max_deployments:
+            return True
+        idle = [member for member in self.members.values() if not member.sessions]
+        if not idle:
+            return False
+        member = min(idle, key=lambda one: (one.shape is not None, -one.idle_s()))
+        del self.members[member.deployment]
+        self._outside.spawn(self._let_go(member), f"let-go-{member.deployment}")
+        return True
 
     def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
         """A first message that is no usable Hello."""
@@ -148,22 +163,27 @@ class Fleet:
     async def plans(
         self, deployment: DeploymentId, limit: int, after: PlanId | None = None
     ) -> tuple[Sequence[PlanRecord], bool]:
-        """Plan records, newest first, and whether there are more; only those in memory while the store is out of reach."""
-        records = self._member(deployment).control.book.records
+        """Plan records, newest first, and whether there are more; only those in memory while the store is out of reach.
+
+        Raises:
+            InvalidInput: no plan `after` is known any more.
+            Unavailable: what comes after one is in the store, and that is out of reach.
+        """
+        records = dict(self._member(deployment).control.book.records)
         order = {plan_id: record.plan.created_at for plan_id, record in records.items()}
-        order = dict(await self._stored(lambda store: store.plan_order(deployment)) or ()) | order
-        names = sorted(order, key=lambda name: (order[name], name), reverse=True)
-        if after is not None and after not in order:
-            raise InvalidInput(
-                f"plan {after}, after which to go on, is not known here; start again at the first page"
-            )
-        start = 0 if after is None else names.index(after) + 1
-        chosen = names[start : start + limit]
-        found = {name: records[name] for name in chosen if name in records}
-        others = [name for name in chosen if name not in found]
-        stored = await self._stored(lambda store: store.fetch_plans(deployment, others))
-        found |= {record.plan.plan_id: record for record in stored or ()}
-        return [found[name] for name in chosen if name in found], start + limit < len(names)
+        listed = await self._stored(lambda store: store.plan_order(deployment))
+        if listed is not None:
+            names, more = _page(dict(listed) | order, limit, after)
+            found = {name: records[name] for name in names if name in records}
+            others = [name for name in names if name not in found]
+            stored = await self._stored(lambda store: store.fetch_plans(deployment, others))
+            if stored is not None:
+                found |= {record.plan.plan_id: record for record in stored}
+                return [found[name] for name in names if name in found], more
+        if after is not None:
+            raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
+        names, more = _page(order, limit, None)
+        return [records[name] for name in names], more
 
     async def _stored(self, ask: Callable[[DeploymentStore], Awaitable[_T]]) -> _T | None:
         """What the store answers; None while it is out of reach."""
@@ -183,6 +203,8 @@ class Fleet:
         if record is not None:
             return record
         stored = await self._stored(lambda store: store.fetch_plans(deployment, [plan_id]))
+        if stored is None:
+            raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
         if not stored:
             raise NotFound(f"no plan {plan_id}")
         return stored[0]
@@ -266,9 +288,14 @@ class Fleet:
         member = self._durable(deployment)
         return await member.driver.call(lambda now: member.operator.cancel(plan_id, by, now))
 
-    async def rollback(self, deployment: DeploymentId, to_epoch: Epoch | None, by: str) -> PlanRecord:
-        """Return to an earlier epoch's placement (None: the one before the current) and hold `auto`."""
-        return await self._durable(deployment).planning.rollback(to_epoch, by)
+    async def rollback(
+        self, deployment: DeploymentId, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None
+    ) -> PlanRecord:
+        """Return to an earlier epoch's placement (None: the one before the last plan) and hold `auto`.
+
+        Same id and epoch: the same plan; same id, other epoch: Conflict(ID_REUSED).
+        """
+        return await self._durable(deployment).planning.rollback(to_epoch, by, plan_id)
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
         """Let automatic plans run again after a rollback."""
@@ -296,7 +323,7 @@ class Fleet:
         if member.keeper.leading:
             await self._outside.windows.forget(deployment)
         if self.members.get(deployment) is member and not member.sessions:
-            await self._let_go(deployment)
+            await self._let_go(self.members.pop(deployment))
 
     async def record(self, entry: AuditEntry) -> None:
         """Write down who asked for what; stored where this replica leads the deployment."""
@@ -343,6 +370,17 @@ class Fleet:
             return document, member.control.outgoing([PersistDocument("policy", document)])
 
         return await member.driver.call(change)
+
+
+def _page(order: Mapping[PlanId, float], limit: int, after: PlanId | None) -> tuple[Sequence[PlanId], bool]:
+    """The plans that come after one, or the first ones, newest first; and whether there are more."""
+    names = sorted(order, key=lambda name: (order[name], name), reverse=True)
+    if after is not None and after not in order:
+        raise InvalidInput(
+            f"plan {after}, after which to go on, is not known here; start again at the first page"
+        )
+    start = 0 if after is None else names.index(after) + 1
+    return names[start : start + limit], start + limit < len(names)
 
 
 def _is_over(member: Deployment, after_s: float) -> bool:

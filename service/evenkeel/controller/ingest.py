@@ -125,7 +125,7 @@ class Ingest:
             newest = ring.newest_step
             if newest is not None and (self.newest_step is None or newest > self.newest_step):
                 self.newest_step = newest
-        self._restored = generation
+        self._restored, self._forget_stored = generation, False
         return found
 
     def windows(self, most: int) -> dict[Phase, LoadWindow]:

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import structlog
@@ -204,17 +204,41 @@ async def _store_windows(fleet: Fleet, outside: Outside, interval_s: float) -> N
         if outside.health.resting:
             continue
         try:
-            for deployment in list(fleet.members.values()):
-                try:
-                    await deployment.store_windows()
-                except Conflict as error:
-                    deployment.keeper.outlive(str(error))
+            await _store_all(fleet.members.values(), outside.health)
             if outside.health.fault:
                 await outside.store.ping()
         except Unavailable as error:
             outside.health.failed(error)
         else:
             outside.health.recovered()
+
+
+async def _store_all(deployments: Iterable[Deployment], health: StoreHealth) -> None:
+    """Bring the store up to date with every window that it takes.
+
+    Raises:
+        Unavailable: it did not take all.
+    """
+    waiting = list(deployments)
+    while waiting:
+        fault = await _store_window(waiting.pop(0))
+        if fault is not None:
+            health.failed(fault)
+            # The others may be on a shard that answers. All at once: one that does not costs its timeouts once more, not
+            # once for each.
+            await asyncio.gather(*map(_store_window, waiting))
+            raise fault
+
+
+async def _store_window(deployment: Deployment) -> Unavailable | None:
+    """Why the store did not take it; None when it did."""
+    try:
+        await deployment.store_windows()
+    except Conflict as error:
+        deployment.keeper.outlive(str(error))
+    except Unavailable as error:
+        return error
+    return None
 
 
 async def _pace_reports(fleet: Fleet, flow: FlowControl) -> None:
@@ -353,6 +377,8 @@ def _deployment_options(settings: Settings, advertise: str) -> DeploymentOptions
             copy_cost_tokens=planner.copy_cost_tokens,
             rank_speeds=planner.rank_speeds,
             dispatch=planner.dispatch,
+            cross_node_factor=planner.cross_node_factor,
+            deadline_s=planner.deadline_s,
         ),
         window_steps=settings.window.steps,
         max_pending=ingest.max_pending_steps,

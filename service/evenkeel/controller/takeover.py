@@ -1,0 +1,53 @@
+"""What a replica reads of the store when it begins to lead a deployment."""
+
+import contextlib
+from dataclasses import dataclass
+
+from evenkeel.controller.orders import Recalled, StandingOrders
+from evenkeel.errors import Unavailable
+from evenkeel.model.ids import DeploymentId
+from evenkeel.ports import DeploymentStore
+from evenkeel.protocol.control_messages import StoredRecords
+
+__all__ = ["Taken", "take_over"]
+
+_PLANS_LOADED = 48
+"""Newest plans a new leader reads besides those that have not ended: the ended ones it keeps, and where it is not noted which
+have ended, all proposals there may be. Others are read when somebody asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What comes with a lease."""
+
+    recalled: Recalled
+    records: StoredRecords
+    led_by: str | None
+    """Who led last; empty: it was let go of. None where the store knows of nobody."""
+
+
+async def take_over(
+    store: DeploymentStore, deployment: DeploymentId, term: int, orders: StandingOrders
+) -> Taken:
+    """Read the records; store what operators ordered where the store lost it.
+
+    The caller stores the document `leader` when all is loaded: before, the store still tells who led last, and that it lost
+    the orders.
+    """
+    documents = {
+        name: await store.fetch_document(deployment, name) for name in ("leader", "policy", "control")
+    }
+    recalled = orders.recall(documents)
+    for name, body in recalled.unstored.items():
+        with contextlib.suppress(Unavailable):  # Where replicas are away the primary has it all the same.
+            await store.store_document(deployment, name, body, term)
+    newest = [name for name, _ in (await store.plan_order(deployment))[:_PLANS_LOADED]]
+    older = [name for name in await store.open_plans(deployment) if name not in newest]
+    records = StoredRecords(
+        tuple(await store.fetch_plans(deployment, newest + older)),
+        await store.fetch_epochs(deployment),
+        recalled.orders.held,
+        recalled.orders.frozen_until,
+    )
+    leader = documents["leader"]
+    return Taken(recalled, records, None if leader is None else str(leader.get("replica_id", "")))
