@@ -45,7 +45,7 @@ chaos: .venv/ready
 	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 sim: .venv/ready
-	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),2000)
+	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),20000)
 
 format: .venv/ready
 	$(BIN)/ruff format .

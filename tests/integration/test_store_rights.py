@@ -255,6 +255,38 @@ async def test_a_full_store_is_unavailable_and_nothing_is_decided_until_it_has_r
     await disconnect(admin)
 
 
+async def test_a_store_that_cannot_write_to_its_disk_is_unavailable_until_it_can(tmp_path, server):
+    """It refuses every write (MISCONF) and answers reads: neither may pass for a store that is well."""
+    one = await server("--save", "3600 1", "--appendonly", "no")
+    (tmp_path / "store" / "dump.rdb").mkdir()  # In the way of the snapshot.
+    client = connect(one.url, timeout_s=2)
+    store = RedisDeploymentStore(client)
+    await store.store_plan(make_record(), 1)
+    await client.bgsave()
+
+    async def failed() -> bool:
+        return (await client.info("persistence"))["rdb_last_bgsave_status"] == "err"
+
+    await until(failed)
+    for refused in (
+        store.store_plan(make_record("q"), 1),
+        store.acquire_lease(DEMO, "a", 60, 0),
+        store.ping(),
+    ):
+        with pytest.raises(Unavailable, match="MISCONF"):
+            await refused
+    assert [plan for plan, _ in await store.plan_order(DEMO)] == [make_record().plan.plan_id]
+    (tmp_path / "store" / "dump.rdb").rmdir()
+    await client.bgsave()
+
+    async def well() -> bool:
+        return not await failed()
+
+    await until(well)
+    await store.store_plan(make_record("q"), 1)
+    await disconnect(client)
+
+
 async def _health(controller, status):
     return (await controller.http.get("/readyz")).json()["status"] == status
 
