@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(DEMO_FLAGS)
 
 test: .venv/ready check
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 # Downloads the wheels of vLLM and SGLang once (about 375 MB, without their dependencies) and runs their own balancers.
 test-engines: .venv/ready

@@ -351,13 +351,14 @@ class OnceTorn(GrpcRankLink):
 
 
 @pytest.mark.parametrize(
-    ("link_type", "listener", "words"),
-    [(GrpcRankLink, OnceFaint(), "illegal memory"), (OnceTorn, Listener(HELLO), "half written")],
+    ("link_type", "faint", "words"),
+    [(GrpcRankLink, True, "illegal memory"), (OnceTorn, False, "half written")],
 )
 async def test_a_rank_whose_heartbeat_or_writer_ends_opens_another_stream_and_says_why(
-    link_type, listener, words
+    link_type, faint, words
 ):
     """Its reader hears the controller all the while: nothing else would end a stream on which the rank is mute."""
+    listener = OnceFaint() if faint else Listener(HELLO)
     async with serving(servicer=Asking()) as (server, address):
         task = asyncio.create_task(link_type([address], timing=FAST).run(listener))
         try:

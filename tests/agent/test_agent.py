@@ -275,6 +275,20 @@ def test_an_error_of_the_agents_own_is_said_with_every_heartbeat():
         assert fleet.agents[0].observe_only and fleet.agents[1].observe_only
 
 
+def test_a_device_that_cannot_tell_its_free_memory_costs_no_heartbeat(monkeypatch):
+    """Without one the rank would be taken for gone; what is not known is said as last known, not as none."""
+
+    def silent(device):
+        raise RuntimeError("the driver does not answer")
+
+    with Fleet(OLD, steps=False) as fleet:
+        agent = fleet.agents[0]
+        before = agent.heartbeat().free_bytes
+        monkeypatch.setattr("evenkeel.agent.agent.free_bytes", silent)
+        assert agent.heartbeat().free_bytes == before > 0
+        assert agent.trouble == ""
+
+
 def test_state_is_told_with_map_and_checksums_and_lower_terms_are_refused():
     with Fleet(OLD) as fleet:
         fleet.say(QueryState(LEADER, want_placement=True, want_checksums=True))

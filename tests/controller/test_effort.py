@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from evenkeel.adapters.planner_pool import DeadlineMissed
 from evenkeel.controller.effort import Effort
 from evenkeel.errors import Reason, Unavailable
 from evenkeel.planning.cycle import CycleResult
@@ -16,11 +17,11 @@ class Planner:
 
     def __init__(self):
         self.evaluated, self.seconds = 0.0, 0.0
-        self.failing = False
+        self.failing = None
 
     async def run(self, function, argument):
-        if self.failing:
-            raise Unavailable("planner: no plan within 0 s", Reason.PLANNER_FAILED)
+        if self.failing is not None:
+            raise self.failing
         numbers = {"evaluations": self.evaluated} if self.evaluated else {}
         return CycleResult(False, Reason.NO_CHANGE, GateMemory(), numbers), self.seconds
 
@@ -42,19 +43,19 @@ async def test_quick_cycles_and_those_that_planned_nothing_tell_no_rate():
 
 
 async def test_after_a_missed_deadline_there_is_less_to_evaluate_each_time():
-    planner, effort = Planner(), Effort(0.0)
-    planner.failing = True
+    planner, effort = Planner(), Effort(60.0)
+    planner.failing = DeadlineMissed("planner: no plan within 60 s")
     seen = []
     for _ in range(3):
-        with pytest.raises(Unavailable):
+        with pytest.raises(DeadlineMissed):
             await effort.run(planner, inputs(skewed(20), policy="gem"))
         seen.append(effort.most("gem"))
     assert seen == [1_000_000, 250_000, 62_500]
 
 
-async def test_a_planner_that_died_early_teaches_nothing():
+async def test_a_planner_that_died_teaches_nothing():
     planner, effort = Planner(), Effort(60.0)
-    planner.failing = True
+    planner.failing = Unavailable("planner: a planner process died", Reason.PLANNER_FAILED)
     with pytest.raises(Unavailable):
         await effort.run(planner, inputs(skewed(20), policy="gem"))
     assert effort.most("gem") is None

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from evenkeel.adapters.clock import SystemClock
 from evenkeel.adapters.grpc_server import RankStream
 from evenkeel.adapters.metrics import ControllerMetrics
-from evenkeel.controller.deployment import Outside
+from evenkeel.controller.deployment import _TICK_S, Outside
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.serve import _deployment_options
@@ -181,7 +181,14 @@ class Rig:
     async def end(self, tasks):
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [error for error in ended if isinstance(error, Exception)] == []
+
+    async def look_on(self):
+        """Until the machine has ticked a few times: what it would do by itself, it has begun, and what it began has ended."""
+        first = self.clock.monotonic()
+        await until(lambda: self.clock.monotonic() - first > 4 * _TICK_S)
+        await self.at_rest()
 
 
 @pytest.fixture
@@ -208,7 +215,7 @@ async def test_a_rollback_that_the_store_did_not_confirm_is_carried_out_once_and
     await rig.at_rest()
     for _ in range(2):
         assert (await rollback(rig, to_epoch)).phase is PlanPhase.COMMITTED
-    await asyncio.sleep(0.5)
+    await rig.look_on()
     assert rig.ranks.maps == [BASE, AFTER_ONE, BASE]
     with pytest.raises(Conflict, match="plan back was created by another request") as caught:
         await rollback(rig, Epoch(1))
@@ -225,7 +232,7 @@ async def test_a_rollback_is_found_by_its_id_also_by_a_controller_that_started_a
     await until(lambda: rig.ranks.placement == BASE)
     await rig.at_rest()
     assert (await rollback(rig)).phase is PlanPhase.COMMITTED
-    await asyncio.sleep(0.5)
+    await rig.look_on()
     assert rig.ranks.maps == [BASE, AFTER_ONE, BASE]
 
 
@@ -271,7 +278,7 @@ async def test_a_plan_by_hand_that_the_store_did_not_confirm_is_one_plan(rig):
     await until(lambda: rig.ranks.placement == AFTER_ONE)
     await rig.at_rest()
     assert (await rig.fleet.create_plan(DEPLOYMENT, request)).phase is PlanPhase.COMMITTED
-    await asyncio.sleep(0.5)
+    await rig.look_on()
     assert rig.ranks.maps == [BASE, AFTER_ONE]
 
 

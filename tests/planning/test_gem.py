@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 
 import numpy as np
@@ -11,7 +10,7 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning import metrics
 from evenkeel.planning.gem import GEM_SETUPS, GemOptions, cost_table, gem_setup, plan_gem
-from evenkeel.planning.gem_kernels import initial_mapping, refine_mapping
+from evenkeel.planning.gem_kernels import initial_mapping, refine_mapping, search_layers
 from evenkeel.planning.problem import CostCurves, PlacementProblem
 from tests.strategies import cost_curves, loads, shapes
 
@@ -145,8 +144,19 @@ def test_every_restart_runs_on_traffic_of_a_recorded_traces_size():
     load = np.random.default_rng(7).gamma(2.0, 20.0, (100, 6, 64)).round()
     shape = ModelShape(6, 64, 8, 9, 6, 100)
     problem = PlacementProblem(load, shape, Topology.single_node(8))
-    unbounded = plan_gem(dataclasses.replace(problem, max_evaluations=1 << 60))
-    assert plan_gem(problem).evaluations == unbounded.evaluations > 2_000_000
+    load, table = cost_table(problem.load, 8, None)
+    noise = np.ones((GemOptions().restarts, 6, 64))
+    *_, one = search_layers(load, noise[:1], 8, table, GemOptions().least_drop, 1 << 60)
+    *_, every = search_layers(load, noise, 8, table, GemOptions().least_drop, 1 << 60)
+    assert every == 30 * one
+    assert plan_gem(problem).evaluations > 0.9 * every > 2_000_000
+
+
+def test_its_own_bound_holds_beside_the_one_asked_for(monkeypatch):
+    monkeypatch.setattr("evenkeel.planning.gem._MOST_WORK", 8)
+    load = np.random.default_rng(5).integers(0, 100, (8, 3, 16)).astype(float)
+    once = plan_gem(problem_of(load, 4), GemOptions(restarts=1))
+    assert plan_gem(problem_of(load, 4, max_evaluations=1 << 60)).evaluations == once.evaluations
 
 
 def test_a_slow_rank_gets_less_load():

@@ -10,6 +10,7 @@ from evenkeel.model.topology import ModelShape
 from evenkeel.planning import policies
 from evenkeel.planning.change import Change
 from evenkeel.planning.cycle import run_cycle
+from evenkeel.planning.eplb import plan_eplb
 from evenkeel.planning.verdict import Call
 from evenkeel.planning.what_if import ShadowRequest, WhatIfInputs, recommend, score_shadows
 from tests.planning.test_cycle import SHAPE, inputs, skewed
@@ -82,6 +83,15 @@ def test_a_policy_on_trial_that_fails_says_so_in_its_own_row(monkeypatch):
     assert "ZeroDivisionError: nobody thought of this" in rows[0].detail
     assert (rows[0].copies, rows[0].verdict) == (None, None)
     assert rows[2].verdict is not None
+
+
+def test_a_policy_on_trial_is_not_held_to_what_the_cycles_own_may_evaluate(monkeypatch):
+    told = []
+    monkeypatch.setitem(policies.POLICIES, "spy", lambda problem: told.append(problem) or plan_eplb(problem))
+    split = run_cycle(inputs(skewed(60))).split
+    assert split is not None
+    score_shadows(ShadowRequest(inputs(skewed(60), max_evaluations=7), split, ("spy",)))
+    assert [problem.max_evaluations for problem in told] == [None]
 
 
 def test_shadows_are_scored_on_the_very_split_of_the_cycle():

@@ -15,13 +15,19 @@ from evenkeel.adapters.child_process import die_with_parent
 from evenkeel.errors import Reason, Unavailable
 from evenkeel.planning.policies import warm_kernels
 
-__all__ = ["PlannerPool"]
+__all__ = ["DeadlineMissed", "PlannerPool"]
 
 _log = structlog.get_logger(__name__)
 _WARM_WITHIN_S = 900.0
 """Compiling every kernel from nothing takes half a minute of a free core, and cores may not be free."""
 _T = TypeVar("_T")
 _A = TypeVar("_A")
+
+
+class DeadlineMissed(Unavailable):
+    """A call took longer than it may."""
+
+    default_reason = Reason.PLANNER_FAILED
 
 
 class PlannerPool:
@@ -62,8 +68,8 @@ class PlannerPool:
         The deadline begins when the kernels are compiled: a call that came earlier is not to blame for them.
 
         Raises:
-            Unavailable: the deadline passed or the process died (PLANNER_FAILED). What the function raises
-                is raised here.
+            DeadlineMissed, Unavailable: the deadline passed, or the process died (PLANNER_FAILED). What the function
+                raises is raised here.
         """
         async with self._free:
             executor = await self._ready()
@@ -78,6 +84,7 @@ class PlannerPool:
                     value = await future
             except TimeoutError:
                 self._replace(executor, f"no plan within {self._deadline_s:g} s")
+                raise DeadlineMissed(f"planner: {self.fault}") from None
             except BrokenProcessPool:
                 self._replace(executor, "a planner process died")
             else:

@@ -131,6 +131,8 @@ class Agent:
         self._progress_at = 0.0
         self._left: LeaveGroup | None = None
         self._trouble = ""
+        self._free_bytes: int | None = None
+        """As last read."""
         self._curve: CostCurve | None = None
         self._lock = threading.Lock()
         self._permit = threading.Event()
@@ -400,7 +402,7 @@ class Agent:
                 placement_digest=participant.placement.digest,
                 weights_version=participant.weights_version,
                 checksums_digest=checksums_digest(participant.checksums),
-                free_bytes=free_bytes(self._device),
+                free_bytes=self._room(),
                 staging_bytes=self._config.staging_bytes,
                 gate_digest=self._gate.digest,
                 capabilities=frozenset() if participant.observe_only else frozenset({"migrate"}),
@@ -409,8 +411,17 @@ class Agent:
 
     def heartbeat(self) -> Heartbeat:
         """Alive, how many steps were run, and what is wrong."""
-        room = self._config.staging_bytes
-        return Heartbeat(self._gate.calls, free_bytes(self._device), room, self._trouble)
+        return Heartbeat(self._gate.calls, self._room(), self._config.staging_bytes, self._trouble)
+
+    def _room(self) -> int:
+        """Free bytes of the device; where it cannot say, as it last said: without a heartbeat the rank would be taken for gone."""
+        try:
+            self._free_bytes = free_bytes(self._device)
+        except Exception as error:
+            if self._free_bytes is None:
+                raise
+            _log.warning("free_bytes_unknown", detail=f"{error!r:.200}", last_known=self._free_bytes)
+        return self._free_bytes
 
     def received(self, stream: int, message: ToRankLink) -> None:
         """A message of the controller: telemetry's own words stop here, the rest goes to the participant."""

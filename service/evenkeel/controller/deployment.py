@@ -261,12 +261,16 @@ class Deployment:
 
     async def _restore_windows(self, generation: Generation, shape: ModelShape) -> int:
         ingest = self.ingest
-        here = dict(ingest.rings) if generation == ingest.generation else {}
+        if generation != ingest.generation:
+            here_now = {session.hello.identity.generation for session in self.sessions.values()}
+            if here_now == {ingest.generation}:
+                return 0  # The group restarted, and the store has not been told: its window is of before.
+            ingest.leave_generation()
+        here = dict(ingest.rings) if ingest.generation is not None else {}
         # Until the machine settles reports wait: they may be of the generation that was here before.
         ingest.unsettle()
         self._settled_at = None
-        if generation != ingest.generation:
-            ingest.newest_step = ingest.newest_at = None
+        if ingest.generation is None:
             self._shape_unstored = False
         steps = await ingest.restore(generation, shape)
         for phase, ring in here.items():  # What came here and was not stored.
@@ -433,6 +437,9 @@ class Deployment:
         """After every batch: telemetry needs the generation and the map the machine settled on."""
         self._follow_clock()
         self.reach.check()
+        for session in self.sessions.values():
+            if session.trouble:  # A machine that leads again knows its ranks by their Hellos alone.
+                session.tell_trouble()
         control, ingest = self.control, self.ingest
         if control.leader is not None:
             orders = Orders(control.policy, control.held, control.frozen_until)

@@ -2,8 +2,7 @@
 
 import time
 
-from evenkeel.adapters.planner_pool import PlannerPool
-from evenkeel.errors import Unavailable
+from evenkeel.adapters.planner_pool import DeadlineMissed, PlannerPool
 from evenkeel.planning.cycle import CycleInputs, CycleResult, run_cycle
 
 __all__ = ["Effort"]
@@ -31,23 +30,22 @@ class Effort:
         self._most: dict[str, int] = {}
 
     def most(self, policy: str) -> int | None:
-        """Evaluations the policy may make; None where its own bound has been quick enough so far."""
+        """Evaluations the policy may make, beside its own bound; None while no rate is known."""
         return self._most.get(policy)
 
     async def run(self, planner: PlannerPool, inputs: CycleInputs) -> CycleResult:
         """A cycle in the planner, and what it teaches.
 
         Raises:
-            Unavailable: the planner failed; should its deadline have passed, the next cycle may evaluate less.
+            DeadlineMissed: the next cycle may evaluate less.
+            Unavailable: the planner failed.
         """
-        began = time.monotonic()
         try:
             result, seconds = await planner.run(_timed, inputs)
-        except Unavailable:
-            if time.monotonic() - began >= self._deadline_s:
-                before = self._most.get(inputs.policy)
-                less = _FIRST_AFTER_A_MISS if before is None else max(1, before // _AFTER_A_MISS)
-                self._most[inputs.policy] = less
+        except DeadlineMissed:
+            before = self._most.get(inputs.policy)
+            less = _FIRST_AFTER_A_MISS if before is None else max(1, before // _AFTER_A_MISS)
+            self._most[inputs.policy] = less
             raise
         used = result.numbers.get("evaluations", 0.0)
         if used > 0 and seconds >= _WORTH_MEASURING_S:

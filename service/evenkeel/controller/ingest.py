@@ -99,6 +99,13 @@ class Ingest:
         for phase in Phase:
             self.rings.setdefault(phase, StepRing(shape, self._window_steps))
 
+    def leave_generation(self) -> None:
+        """Forget whose steps were assembled, and the steps: another generation is begun, or taken back, whatever came before."""
+        self.generation = self._assembler = None
+        self.newest_step = self.newest_at = None
+        self.rings = {}
+        self._stored.clear()
+
     async def restore(self, generation: Generation, shape: ModelShape) -> int:
         """Take back the stored windows of a generation, should it still be the one; the steps found.
 
@@ -106,8 +113,9 @@ class Ingest:
             Unavailable: the store is out of reach.
         """
         found = 0
-        for phase in Phase:
-            window = await self._store.fetch(self.deployment, phase)
+        # All before any ring is replaced: a store that fails half way leaves what is here.
+        stored = {phase: await self._store.fetch(self.deployment, phase) for phase in Phase}
+        for phase, window in stored.items():
             ring = self.rings[phase] = StepRing(shape, self._window_steps)
             sizes = (shape.num_layers, shape.num_logical_experts)
             if (

@@ -69,8 +69,6 @@ class Session:
 
     def _beat(self, beat: Heartbeat) -> None:
         self.free_bytes = beat.free_bytes
-        # With each, not only with a change: the machine forgets its members when it stops leading.
-        self._deployment.control.membership.troubled(self.rank, self.stream.number, beat.trouble)
         if beat.trouble != self.trouble:
             self.trouble = beat.trouble
             _log.error(
@@ -81,6 +79,11 @@ class Session:
                 gpu_uuid=self.hello.gpu_uuid,
                 detail=beat.trouble or "over",
             )
+        self.tell_trouble()
+
+    def tell_trouble(self) -> None:
+        """Have the machine know what keeps the rank from waves."""
+        self._deployment.control.membership.troubled(self.rank, self.stream.number, self.trouble)
 
     def malformed(self, violation: PeerViolation, steps: tuple[int, ...]) -> None:
         """A report that cannot be right."""

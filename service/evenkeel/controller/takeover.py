@@ -1,6 +1,6 @@
 """What a replica reads of the store when it begins to lead a deployment."""
 
-import contextlib
+import json
 from dataclasses import dataclass
 
 from evenkeel.controller.orders import Recalled, StandingOrders
@@ -31,6 +31,9 @@ async def take_over(
 ) -> Taken:
     """Read the records; store what operators ordered where the store lost it.
 
+    Raises:
+        Unavailable: the store did not answer, or did not take an order.
+
     The caller stores the document `leader` when all is loaded: before, the store still tells who led last, and that it lost
     the orders.
     """
@@ -39,8 +42,13 @@ async def take_over(
     }
     recalled = orders.recall(documents)
     for name, body in recalled.unstored.items():
-        with contextlib.suppress(Unavailable):  # Where replicas are away the primary has it all the same.
+        try:
             await store.store_document(deployment, name, body, term)
+        except Unavailable:
+            # Where only replicas are away the primary has it all the same; nobody could lead otherwise.
+            found = await store.fetch_document(deployment, name)
+            if json.dumps(found, sort_keys=True) != json.dumps(body, sort_keys=True):
+                raise
     newest = [name for name, _ in (await store.plan_order(deployment))[:_PLANS_LOADED]]
     older = [name for name in await store.open_plans(deployment) if name not in newest]
     records = StoredRecords(

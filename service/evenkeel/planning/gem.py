@@ -78,9 +78,9 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     noise = 1.0 + rng.uniform(-options.noise, options.noise, (options.restarts, layers, experts))
     noise[0] = 1.0
     load, table = cost_table(problem.load, ranks, problem.costs)
-    most = problem.max_evaluations
-    if most is None:
-        most = _MOST_WORK // max(1, len(problem.load))
+    most = _MOST_WORK // max(1, len(problem.load))
+    if problem.max_evaluations is not None:
+        most = min(most, problem.max_evaluations)
     rank_of, _, evaluations = search_layers(load, noise, capacity, table, options.least_drop, most)
     placement = Placement(_rows(rank_of, ranks, shape.slots_per_rank), ranks, experts)
     return Proposal(

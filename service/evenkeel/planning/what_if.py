@@ -70,7 +70,8 @@ def score_shadows(request: ShadowRequest) -> tuple[PolicyScore, ...]:
 
 
 def _score(inputs: CycleInputs, split: Split, name: str) -> PolicyScore:
-    asked = replace(inputs, policy=name, target=None, mode=Mode.AUTO, manual=False)
+    # What the cycle's own policy may evaluate says nothing of another's.
+    asked = replace(inputs, policy=name, target=None, mode=Mode.AUTO, manual=False, max_evaluations=None)
     try:
         target, _ = plan_target(asked, inputs.load[split.begin : split.cut])
         verdict, judged = judge_target(asked, target, inputs.load[split.cut :])
