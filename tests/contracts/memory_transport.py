@@ -97,8 +97,10 @@ class MemoryTransport:
                     got = self._fabric.box(key).get(timeout=0.02)
                     break
                 except queue.Empty:
-                    late = time.monotonic() > deadline
-                    if late or self.serial in self._fabric.broken:
+                    late, broken = time.monotonic() > deadline, self.serial in self._fabric.broken
+                    if broken and not self._fabric.box(key).empty():
+                        continue  # Sent before the peer hung up.
+                    if late or broken:
                         self.abort()
                         return StageOutcome(
                             Reason.TRANSFER_TIMEOUT if late else Reason.TRANSFER_FAILED, "late"
