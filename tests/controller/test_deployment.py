@@ -25,6 +25,7 @@ from evenkeel.settings import Settings
 from evenkeel.wire.link import Heartbeat
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
+from tests.controller.spawned import Spawned
 from tests.protocol.rigs import hello_of, state_of
 from tests.waiting import until
 
@@ -43,14 +44,10 @@ class Replica:
             leader=replace(settings.leader, replica_id=name, replicas=2, lease_s=2.0, renew_s=0.05),
         )
         clock, metrics = SystemClock(), ControllerMetrics(CollectorRegistry())
-        self.tasks, self.store = [], store
-        outside = Outside(store, store, clock, metrics, StoreHealth(clock, metrics), None, self._spawn)
+        self.tasks, self.store = Spawned(), store
+        outside = Outside(store, store, clock, metrics, StoreHealth(clock, metrics), None, self.tasks.spawn)
         options = _deployment_options(settings, f"{name}:1")
         self.fleet = Fleet(options, outside, max_deployments=max_deployments)
-
-    def _spawn(self, work, name):
-        self.tasks.append(asyncio.create_task(work, name=name))
-        return self.tasks[-1]
 
     @property
     def member(self):
@@ -64,7 +61,7 @@ class Replica:
             hello = hello_of(rank, generation, first, highest_term=highest_term)
             sessions.append(await self.fleet.attach(hello, stream))
         assert all(sessions)
-        self._spawn(_answer(streams, sessions), "ranks")
+        self.tasks.spawn(_answer(streams, sessions), "ranks")
         await until(lambda: self.member.control.state == "ready")
         return sessions
 
@@ -90,12 +87,6 @@ class Replica:
         await until(lambda: self.member.control.leader is not None and self.member.term > lease.term)
         return lease.term
 
-    async def end(self):
-        for task in self.tasks:
-            task.cancel()
-        ended = await asyncio.gather(*self.tasks, return_exceptions=True)
-        assert [error for error in ended if isinstance(error, Exception)] == []
-
     async def reasons(self):
         return [row["reason"] for row in await self.fleet.decisions(DEMO, 100)]
 
@@ -118,7 +109,7 @@ async def replicas(*names, store=None, **options):
         yield (*made, store)
     finally:
         for replica in made:
-            await replica.end()
+            await replica.tasks.end()
 
 
 def flush(store):
@@ -187,7 +178,7 @@ async def test_a_replica_that_led_earlier_does_not_take_its_memory_for_the_lates
         sessions = await two.lead(first=11, highest_term=one.member.term)
         await hold(two)
         flush(store)
-        await two.end()
+        await two.tasks.end()
         await one.lead(first=21, highest_term=two.member.term)
         assert orders(one) == (Mode.AUTO, True, False)
 

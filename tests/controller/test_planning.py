@@ -21,6 +21,7 @@ from evenkeel.protocol import messages as msg
 from evenkeel.protocol.tables import ControlState
 from evenkeel.settings import Settings
 from tests.contracts.memory_store import MemoryStore
+from tests.controller.spawned import Spawned
 from tests.protocol.rigs import AFTER_ONE, BASE, DEPLOYMENT, SHAPE, hello_of, plan_of, state_of
 from tests.protocol.telemetry import Fleet as LoadFleet
 from tests.waiting import until
@@ -114,7 +115,8 @@ class Rig:
     def __init__(self):
         self.clock = SystemClock()
         self.store, self.ranks = FlakyStore(self.clock), Ranks()
-        self.tasks = [asyncio.create_task(self.ranks.serve())]
+        self.serving, self.tasks = Spawned(), Spawned()
+        self.serving.spawn(self.ranks.serve(), "ranks")
         self.start()
 
     def start(self):
@@ -127,13 +129,9 @@ class Rig:
             metrics,
             self.health,
             InlinePlanner(),  # type: ignore[arg-type]
-            self._spawn,
+            self.tasks.spawn,
         )
         self.fleet = Fleet(_deployment_options(Settings(), "here:1"), outside, max_deployments=8)
-
-    def _spawn(self, work, name):
-        self.tasks.append(asyncio.create_task(work, name=name))
-        return self.tasks[-1]
 
     @property
     def member(self):
@@ -145,7 +143,7 @@ class Rig:
 
     async def restart(self):
         """The replica dies and comes back with its name."""
-        await self.end(self.tasks[1:])
+        await self.tasks.end()
         self.start()
         await self.lead(first_stream=11)
 
@@ -178,12 +176,6 @@ class Rig:
         await until(lambda: not self.health.resting)
         return await ask()
 
-    async def end(self, tasks):
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [error for error in ended if isinstance(error, Exception)] == []
-
     async def look_on(self):
         """Until the machine has ticked a few times: what it would do by itself, it has begun, and what it began has ended."""
         first = self.clock.monotonic()
@@ -196,7 +188,8 @@ async def rig():
     rig = Rig()
     await rig.lead()
     yield rig
-    await rig.end(rig.tasks)
+    await rig.tasks.end()
+    await rig.serving.end()
 
 
 def rollback(rig, to_epoch=None, plan_id=BACK):

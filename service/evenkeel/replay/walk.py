@@ -43,8 +43,8 @@ class Setup:
     costs: CostCurves | None = None
     dispatch: DispatchModel = DispatchModel.EVEN
     copy_price: float = 0.0
-    """What one copy must save per step, as a share of the time a perfectly split layer takes; policies that
-    price copies never go below their own default."""
+    """What one copy must save per step, as a share of the time a perfectly split layer takes. keel's own
+    price, which depends on the slots of a rank and the tokens they see, holds where it is higher."""
     cross_node_factor: float = 1.0
     limits: PlanLimits = PlanLimits()
     max_evaluations: int | None = None
