@@ -12,6 +12,7 @@ from evenkeel.planning.keel_evaluations import Evaluations
 from evenkeel.planning.keel_exchanges import best_exchanges
 from evenkeel.planning.keel_fleet import Fleet
 from evenkeel.planning.keel_moves import change_gain, exchange_gain
+from evenkeel.planning.keel_search import descend
 from evenkeel.planning.keel_starts import fit_to_budget
 from evenkeel.planning.keel_state import SHARP, SMOOTH, refresh
 from evenkeel.planning.problem import DispatchModel, PlacementProblem
@@ -111,3 +112,16 @@ def test_no_change_gains_more_than_the_best_one_found(search):
         # With a high p the promise of two steps at once is worked out one after the other, which is no bound.
         if exact(fleet) and fleet.curves.doublings == SMOOTH:
             assert gain == pytest.approx(max(brute, LEAST), rel=1e-6, abs=2e-9)
+
+
+@given(searches())
+def test_a_descent_ends_and_does_not_rise(search):
+    fleet, price = search
+    for i, layer in enumerate(fleet.layers):
+        before, most = refresh(layer, fleet.curves), 1_000_000
+        copies, _, used = descend(
+            layer, fleet.curves, fleet.split, fleet.rooms[i], fleet._spare(i), price, MANY, LEAST, most
+        )
+        assert used < most
+        if price == 0.0 or fleet.problem.cross_node_factor == 1.0:
+            assert refresh(layer, fleet.curves) + price * copies <= before + LEAST

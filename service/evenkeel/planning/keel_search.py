@@ -26,6 +26,8 @@ def descend(
 ) -> tuple[int, int, int]:
     """Make the best move, and exchanges nearly as good between other ranks, until none gains more than `least`.
 
+    Moves made together may undo each other's gain: once they have, only the best is made. So a descent ends.
+
     Args:
         layer: mutated.
         curves: of the ranks.
@@ -44,8 +46,13 @@ def descend(
     per_rank = layer.row.shape[0] // ranks
     copies, added, used = 0, 0, 0
     touched = np.empty(ranks, np.bool_)
+    one_at_a_time = curves.doublings == SMOOTH
+    made, before = 0, np.inf
     while used < evaluations:
-        refresh(layer, curves)
+        now = refresh(layer, curves) + price * copies
+        if made > 1 and now > before - least:
+            one_at_a_time = True
+        made, before = 0, now
         gains, found, spent = best_exchanges(
             layer, curves, split, room, price, allowance - copies, least, evaluations - used
         )
@@ -65,10 +72,11 @@ def descend(
                 touched |= layer.held[layer.row[slot]] > 0
             apply_change(layer, split, slot, expert)
             touched |= layer.held[expert] > 0
+            made += 1
+            if one_at_a_time:
+                continue
         elif len(gains) == 0:
             break
-        if slot >= 0 and curves.doublings == SMOOTH:
-            continue
         # Exchanges between other ranks gain about what they would have gained alone.
         for here, there, more in found:
             i, j = here // per_rank, there // per_rank
@@ -80,6 +88,7 @@ def descend(
                 room[i] += 1
                 room[j] -= 1
             apply_exchange(layer, split, here, there)
-            if split.nearest or curves.doublings == SMOOTH:
+            made += 1
+            if one_at_a_time or split.nearest:
                 break
     return copies, added, used
