@@ -44,8 +44,8 @@ class Clock(Protocol):
 class WindowStore(Protocol):
     """Keeps the newest steps of each (deployment, phase), bounded by count and time to live."""
 
-    async def append(self, deployment: DeploymentId, phase: Phase, steps: LoadWindow) -> None:
-        """Add complete steps, newest last.
+    async def append(self, deployment: DeploymentId, phase: Phase, *parts: LoadWindow) -> None:
+        """Add complete steps in consecutive parts, newest last; the last part's source-side sums, if any, replace those stored.
 
         Raises:
             Unavailable: the store is out of reach; nothing is known to be stored.
@@ -138,7 +138,7 @@ class DeploymentStore(Protocol):
         ...
 
     async def ping(self) -> None:
-        """Raise Unavailable unless the store answers."""
+        """Raise Unavailable unless the store takes writes."""
         ...
 
 

@@ -71,6 +71,7 @@ def test_counts_take_as_many_bytes_as_the_largest_needs(most, width):
     data = pack_window(window)
     assert data[1] == width
     assert_same(unpack_window(data), window)
+    assert pack_window(*(window.slice(slice(i, i + 1)) for i in range(2))) == data
 
 
 def test_a_chunk_that_claims_too_many_counts_is_not_unpacked():
@@ -135,6 +136,15 @@ async def test_plans_and_streams_are_bounded_in_the_server(valkey):
     for first in range(0, 1000, 8):
         await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
     assert await client.xlen("evenkeel:{demo}:window:decode") == 13
+    await disconnect(client)
+
+
+async def test_parts_given_together_share_chunks(valkey):
+    client = connect(valkey.url, timeout_s=2)
+    windows, window = RedisWindowStore(client, capacity=512), make_window(range(200))
+    await windows.append(DEMO, Phase.DECODE, *(window.slice(slice(i, i + 5)) for i in range(0, 200, 5)))
+    assert await client.xlen("evenkeel:{demo}:window:decode") == 4
+    assert_same(await windows.fetch(DEMO, Phase.DECODE), window)
     await disconnect(client)
 
 

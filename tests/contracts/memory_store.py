@@ -110,10 +110,10 @@ class MemoryStore:
     async def ping(self) -> None:
         pass
 
-    async def append(self, deployment: DeploymentId, phase: Phase, steps: LoadWindow) -> None:
+    async def append(self, deployment: DeploymentId, phase: Phase, *parts: LoadWindow) -> None:
         held = self._windows.get((deployment, phase))
-        joined = steps if held is None else join_windows([held, steps])
-        source = steps.source if steps.source is not None or held is None else held.source
+        joined = join_windows(parts if held is None else [held, *parts])
+        source = joined.source if joined.source is not None or held is None else held.source
         self._windows[deployment, phase] = LoadWindow(
             joined.counts, joined.steps, joined.epochs, joined.tokens, joined.compute_s, source
         ).last(self._capacity)

@@ -241,6 +241,13 @@ async def test_a_window_comes_back_as_it_was(windows):
     assert await windows.fetch(OTHER, Phase.DECODE) is None
 
 
+async def test_parts_given_together_are_one_window(windows):
+    window = make_window(range(200))
+    cuts = (slice(0, 3), slice(3, 3), slice(3, 90), slice(90, 91), slice(91, 200))
+    await windows.append(DEMO, Phase.DECODE, *(window.slice(cut) for cut in cuts))
+    assert_same(await windows.fetch(DEMO, Phase.DECODE), window.last(10))
+
+
 async def test_large_counts_survive(windows):
     window = make_window(range(2), high=1 << 32)
     await windows.append(DEMO, Phase.MIXED, window)

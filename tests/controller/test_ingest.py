@@ -44,11 +44,11 @@ class Rig:
     def _accept(self, steps):
         self.accepted += steps
 
-    async def append(self, deployment, phase, steps):
+    async def append(self, deployment, phase, *parts):
         if self.down:
             raise Unavailable("down")
-        self.appended.append(len(steps))
-        await self.store.append(deployment, phase, steps)
+        self.appended.append(sum(map(len, parts)))
+        await self.store.append(deployment, phase, *parts)
 
     async def fetch(self, deployment, phase):
         return await self.store.fetch(deployment, phase)

@@ -1,5 +1,6 @@
 """The window in memory keeps the newest steps, and what it handed out."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from evenkeel.errors import InvalidInput
 from evenkeel.model.ids import EpRank
 from evenkeel.model.load import Phase
-from evenkeel.protocol.windows import StepRing, join_windows, newest_parts
+from evenkeel.protocol.windows import StepRing, in_chunks, join_windows, newest_parts
 from tests.protocol.telemetry import SHAPE, Fleet, make_assembler, windows_of
 
 
@@ -64,6 +65,18 @@ def test_parts_are_the_window_whatever_length_steps_come_in(length):
             for name in ("counts", "tokens", "epochs", "compute_s"):
                 assert np.array_equal(getattr(held, name), getattr(window, name)[kept])
         assert len(ring) == sum(map(len, parts)) == min(10, end)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12).filter(any), st.integers(1, 12))
+def test_chunks_are_full_but_the_last_and_hold_every_step_once(lengths, most):
+    window = make_window(range(sum(lengths)))
+    ends = np.cumsum([0, *lengths])
+    parts = [window.slice(slice(*cut)) for cut in itertools.pairwise(ends)]
+    chunks = list(in_chunks(parts, most))
+    assert [step for chunk in chunks for part in chunk for step in part.steps] == window.steps.tolist()
+    assert all(len(part) for chunk in chunks for part in chunk)
+    full = [sum(map(len, chunk)) for chunk in chunks]
+    assert full == [most] * (len(window) // most) + [len(window) % most][: len(window) % most]
 
 
 def test_parts_are_few_and_long_ones_are_not_copied():

@@ -14,7 +14,7 @@ from evenkeel.adapters.stored_forms import (
 from evenkeel.errors import InvalidInput
 from evenkeel.model.ids import DeploymentId
 from evenkeel.model.load import LoadWindow, Phase
-from evenkeel.protocol.windows import join_windows
+from evenkeel.protocol.windows import in_chunks, join_windows, newest_parts
 
 __all__ = ["RedisWindowStore"]
 
@@ -77,22 +77,21 @@ class RedisWindowStore:
         names = ("window", "window_total", "window_chunks", "window_source")
         return _Keys(*(deployment_key(self._prefix, deployment, f"{name}:{phase}") for name in names))
 
-    async def append(self, deployment: DeploymentId, phase: Phase, steps: LoadWindow) -> None:
-        """Add complete steps, newest last; source-side sums, where given, replace those stored."""
+    async def append(self, deployment: DeploymentId, phase: Phase, *parts: LoadWindow) -> None:
+        """Add complete steps in consecutive parts, newest last; the last part's source-side sums, if any, replace those stored."""
         keys = self._keys(deployment, phase)
-        steps = steps.last(self._capacity)
         with store_errors("appending to a window"):
-            for first in range(0, len(steps), _CHUNK_STEPS):
-                chunk = steps.slice(slice(first, first + _CHUNK_STEPS))
+            for chunk in in_chunks(newest_parts(parts, most=self._capacity), _CHUNK_STEPS):
                 # Together, so that a chunk is hardly ever left uncounted; every chunk has a step at least.
                 both = self._client.pipeline(transaction=False)
-                fields = {"n": len(chunk), "d": pack_window(chunk)}
+                length = sum(map(len, chunk))
+                fields = {"n": length, "d": pack_window(*chunk)}
                 both.xadd(keys.stream, fields, maxlen=self._capacity + 1, approximate=False)
-                counted = (len(chunk), self._capacity, self._ttl_ms)
+                counted = (length, self._capacity, self._ttl_ms)
                 both.eval(_COUNT, 3, keys.stream, keys.total, keys.chunks, *counted)
                 await both.execute()
-            if steps.source is not None:
-                await self._client.set(keys.source, pack_source(steps.source), px=self._ttl_ms)
+            if parts and parts[-1].source is not None:
+                await self._client.set(keys.source, pack_source(parts[-1].source), px=self._ttl_ms)
 
     async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
         """The stored window, oldest step first; None when there is none."""

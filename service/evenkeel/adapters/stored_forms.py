@@ -17,6 +17,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from evenkeel.compiled import kernel
 from evenkeel.errors import EvenkeelError, Reason
 from evenkeel.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel.model.load import LoadWindow
@@ -47,29 +48,50 @@ _SOURCE_HEADER = struct.Struct("<BIII")
 _FIELDS = operator.attrgetter(*(field.name for field in fields(Transfer)))
 _MAX_BYTES = 1 << 30
 """No stored value may unpack to more."""
+_BLOCK = 4096
+"""Counts split into bytes at a time: they stay in the nearest cache for their next byte."""
 
 
 class Unreadable(Exception):
     """Stored bytes that are not what was written."""
 
 
-def pack_window(steps: LoadWindow) -> bytes:
-    """One chunk of a window; the source-side sums are stored apart.
+@kernel
+def by_byte(counts: NDArray[np.uint32], planes: NDArray[np.uint8], first: int, apart: int) -> None:
+    """Write the lowest byte of every count to planes[first:], the next to planes[first + apart:], ..., as many as fit."""
+    for start in range(0, len(counts), _BLOCK):
+        block = counts[start : start + _BLOCK]
+        for byte in range(len(planes) // apart):
+            plane = planes[first + byte * apart + start :][: len(block)]
+            shift = np.uint32(8 * byte)
+            for i in range(len(block)):
+                plane[i] = np.uint8(block[i] >> shift)
+
+
+def pack_window(*parts: LoadWindow) -> bytes:
+    """One chunk of a window, given in consecutive parts, at least one; the source-side sums are stored apart.
 
     Counts go byte by byte, the lowest of all counts first: those are noise, which zstd passes over, and the higher
     ones nearly all alike. This takes a third of the time of whole numbers, and an eighth less room.
     """
-    length, layers, experts = steps.counts.shape
-    most = int(steps.counts.max()) if steps.counts.size else 0
+    layers, experts = parts[0].counts.shape[1:]
+    length = sum(map(len, parts))
+    most = max(int(part.counts.max(initial=0)) for part in parts)
     width = max(1, -(-most.bit_length() // 8))
-    header = _WINDOW_HEADER.pack(_WINDOW_VERSION, width, length, layers, experts, int(steps.tokens.shape[1]))
+    header = _WINDOW_HEADER.pack(_WINDOW_VERSION, width, length, layers, experts, parts[0].tokens.shape[1])
+    size = length * layers * experts
+    planes = np.empty(width * size, np.uint8)
+    first = 0
+    for part in parts:
+        by_byte(part.counts.reshape(-1), planes, first, size)
+        first += part.counts.size
     body = b"".join(
         (
-            steps.steps.astype("<i8").tobytes(),
-            steps.epochs.astype("<i8").tobytes(),
-            steps.tokens.astype("<i8").tobytes(),
-            steps.compute_s.astype("<f8").tobytes(),
-            *((steps.counts >> np.uint32(8 * byte)).astype(np.uint8).tobytes() for byte in range(width)),
+            *(part.steps.astype("<i8").tobytes() for part in parts),
+            *(part.epochs.astype("<i8").tobytes() for part in parts),
+            *(part.tokens.astype("<i8").tobytes() for part in parts),
+            *(part.compute_s.astype("<f8").tobytes() for part in parts),
+            planes,
         )
     )
     return header + zstandard.ZstdCompressor(level=_WINDOW_LEVEL).compress(body)

@@ -12,7 +12,7 @@ from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.ports import Clock, WindowStore
 from evenkeel.protocol.assembly import Intake, Quarantine, Rejection, StepAssembler
-from evenkeel.protocol.windows import StepRing, join_windows
+from evenkeel.protocol.windows import StepRing
 from evenkeel.wire.link import ReportAck
 
 __all__ = ["Ingest"]
@@ -278,10 +278,10 @@ class Ingest:
             parts = ring.parts(before)
             if not parts:
                 continue
-            steps = join_windows(parts)
-            self._stored[phase] = int(steps.steps[-1])
+            self._stored[phase] = int(parts[-1].steps[-1])
+            parts[-1] = self._with_source(phase, parts[-1])
             try:
-                await self._store.append(self.deployment, phase, self._with_source(phase, steps))
+                await self._store.append(self.deployment, phase, *parts)
             except BaseException:  # Also when it was cancelled: who stores next gives them again.
                 if self.rings.get(phase) is ring:
                     self._stored[phase] = before

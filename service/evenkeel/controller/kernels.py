@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import structlog
 
+from evenkeel.adapters.stored_forms import pack_window
 from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel.model.load import CountingSide, LoadReport, LoadWindow, Phase, StepMeta, step_table
 from evenkeel.model.placement import Placement
 from evenkeel.model.topology import ModelShape
 from evenkeel.planning import metrics
@@ -47,6 +48,8 @@ def _uses(dispatch: DispatchModel) -> Iterator[Callable[[], object]]:
     yield lambda: metrics.rank_load(load.astype(np.uint32), placement, split)
     yield lambda: metrics.rank_load(load, placement, split)
     yield lambda: metrics.balancedness(load)
+    one, none = np.zeros((1, 1)), np.zeros(1, np.int64)
+    yield lambda: pack_window(LoadWindow(load.astype(np.uint32), none, none, none[:, None], one))
 
 
 def _assemble() -> None:

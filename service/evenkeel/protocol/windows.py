@@ -1,7 +1,7 @@
 """The window in memory: the newest complete steps of one phase, bounded by count."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from evenkeel.model.ids import EpRank
 from evenkeel.model.load import LoadWindow
 from evenkeel.model.topology import ModelShape
 
-__all__ = ["StepRing", "join_windows", "newest_parts"]
+__all__ = ["StepRing", "in_chunks", "join_windows", "newest_parts"]
 
 _BLOCKS = 4
 _SHORT = 16
@@ -54,6 +54,22 @@ def newest_parts(parts: Iterable[LoadWindow], after: int = -1, most: int | None 
             most -= len(part)
         found.append(part)
     return found[::-1]
+
+
+def in_chunks(parts: Iterable[LoadWindow], most: int) -> Iterator[list[LoadWindow]]:
+    """Consecutive parts in runs of `most` steps, the last of what is left, without a copy and without empty parts."""
+    chunk: list[LoadWindow] = []
+    room = most
+    for part in parts:
+        while len(part):
+            taken, part = part.slice(slice(0, room)), part.slice(slice(room, None))
+            chunk.append(taken)
+            room -= len(taken)
+            if not room:
+                yield chunk
+                chunk, room = [], most
+    if chunk:
+        yield chunk
 
 
 class StepRing:
