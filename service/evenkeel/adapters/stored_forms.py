@@ -91,7 +91,7 @@ def pack_window(*parts: LoadWindow) -> bytes:
             *(part.epochs.astype("<i8").tobytes() for part in parts),
             *(part.tokens.astype("<i8").tobytes() for part in parts),
             *(part.compute_s.astype("<f8").tobytes() for part in parts),
-            planes,
+            planes.data,
         )
     )
     return header + zstandard.ZstdCompressor(level=_WINDOW_LEVEL).compress(body)
