@@ -142,8 +142,9 @@ def _rows(name: str, layers: int, experts: int, ranks: int, plain_layers: int, r
     noise[0] = 1.0
     capacity = -(-experts // ranks)
     few = slice(plain_layers)
-    ours = partial(search_layers, load, noise, capacity, table, LEAST_DROP, 1 << 60)
-    ours_few = partial(search_layers, load[few], noise[:, few], capacity, table, LEAST_DROP, 1 << 60)
+    full = np.full((layers, ranks), capacity)
+    ours = partial(search_layers, load, noise, full, table, LEAST_DROP, 1 << 60)
+    ours_few = partial(search_layers, load[few], noise[:, few], full[few], table, LEAST_DROP, 1 << 60)
     plain = partial(_plain, plain_load[few], noise[:, few], capacity, curves)
     same = bool((ours_few()[0] == plain()).all())
     seconds = best_of({"plain": plain, "ours": ours_few}, repeats)

@@ -116,6 +116,11 @@ def test_the_sentinels_login_is_a_secret_and_wants_a_sentinel(tmp_path, monkeypa
     assert load_settings().redis.sentinel_username == "keel"
 
 
+def test_half_of_the_window_may_be_asked_for_as_later_steps(monkeypatch):
+    monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS", "128")
+    assert load_settings().planner.thresholds["min_held_out_steps"] == 128
+
+
 def test_variables_that_name_nothing_are_refused():
     assert "EVENKEEL_GPRC__PORT names no section" in refusal(GPRC__PORT="1")
     assert "EVENKEEL_GRPC__PROT" in refusal(GRPC__PROT="1")
@@ -168,6 +173,12 @@ def test_all_faults_are_told_at_once():
         ({"PLANNER__RECENT_STEPS": "100"}, "100 x 4 = 400 exceeds window.plan_steps 256"),
         ({"MIGRATION__PREPARE_DEADLINE_S": "5"}, "batch_deadline_s 10 exceeds"),
         ({"PLANNER__THRESHOLDS__MIN_WINDOW_STEPS": "300"}, "min_window_steps 300 exceeds"),
+        (
+            {"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "129"},
+            "planner.thresholds.min_held_out_steps 129 can never be met: of window.plan_steps 256 it holds out 64; a whole",
+        ),
+        ({"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "100.5"}, "100.5 can never be met"),
+        ({"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "1e300"}, "1e+300 can never be met"),
         ({"PLANNER__THRESHOLDS__COOLDOWN": "3"}, "unknown gate settings cooldown"),
         ({"PLANNER__POLICY": "best"}, "unknown policy 'best'"),
         ({"GRPC__TLS_CERT_FILE": "a.pem"}, "need each other"),

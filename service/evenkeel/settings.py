@@ -18,6 +18,7 @@ from evenkeel.model.policy import Mode
 from evenkeel.planning.gates import GateSettings
 from evenkeel.planning.policies import resolve_policy
 from evenkeel.planning.problem import DispatchModel
+from evenkeel.planning.verdict import held_out_steps
 
 __all__ = [
     "DEFAULT_THRESHOLDS",
@@ -32,6 +33,7 @@ __all__ = [
     "Settings",
     "WindowSettings",
     "contradictions",
+    "never_met",
 ]
 
 _STRICT = ConfigDict(extra="forbid")
@@ -273,6 +275,21 @@ class Settings:
     leader: LeaderSettings = Field(default_factory=LeaderSettings)
 
 
+def never_met(gates: GateSettings, plan_steps: int) -> Iterator[str]:
+    """Which thresholds no window of `plan_steps` steps can meet."""
+    if gates.min_window_steps > plan_steps:
+        yield (
+            f"thresholds.min_window_steps {gates.min_window_steps:g} exceeds window.plan_steps {plan_steps}:"
+            " no cycle could ever plan"
+        )
+    held_out = held_out_steps(plan_steps, int(gates.min_held_out_steps))
+    if held_out < gates.min_held_out_steps:
+        yield (
+            f"thresholds.min_held_out_steps {gates.min_held_out_steps:g} can never be met: of window.plan_steps"
+            f" {plan_steps} it holds out {held_out}; a whole number up to {plan_steps // 2} can"
+        )
+
+
 def contradictions(settings: Settings) -> Iterator[str]:
     """What each section alone cannot see."""
     leader, ingest, window, planner = settings.leader, settings.ingest, settings.window, settings.planner
@@ -306,11 +323,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
         )
     try:
         gates = GateSettings.from_thresholds({**DEFAULT_THRESHOLDS, **planner.thresholds})
-        if gates.min_window_steps > window.plan_steps:
-            yield (
-                f"planner.thresholds.min_window_steps {gates.min_window_steps:g} exceeds window.plan_steps"
-                f" {window.plan_steps}: no cycle could ever plan"
-            )
+        yield from (f"planner.{words}" for words in never_met(gates, window.plan_steps))
         resolve_policy(planner.policy)
     except InvalidInput as error:
         yield f"planner: {error}"

@@ -190,19 +190,6 @@ def test_sglang_rows_are_hidden_layers_and_dense_ones_are_found(tmp_path):
         read_trace(tmp_path / "expert_distribution_recorder_1.0.pt", first_moe_layer=4)
 
 
-@pytest.mark.parametrize("written_from", [0, 3, 6])
-def test_sglang_ring_is_unrolled_from_its_unwritten_stretch(tmp_path, written_from):
-    """Steps 0..4 were written into a ring of 8 from some position on; an idle pass lies among them."""
-    ring = np.zeros((8, 2, 4), np.int32)
-    busy = [0, 1, 3, 4]
-    for step in busy:
-        ring[(written_from + step) % 8] = _trace().counts[step]
-    _dump(tmp_path / "d.pt", ring)
-    trace = read_trace(tmp_path / "d.pt")
-    np.testing.assert_array_equal(trace.counts, _trace().counts[busy])
-    assert trace.notes == ("left out 4 of 8 steps: they routed nothing",)
-
-
 def test_sglang_dumps_of_another_kind_are_refused(tmp_path):
     for content, message in (
         ([1, 2], "holds a list, must be a mapping"),
@@ -311,11 +298,46 @@ def test_tensorrt_llm_folder_is_summed_over_ranks_with_absolute_layers(tmp_path)
         read_trace(tmp_path, first_moe_layer=1)
 
 
+def test_tensorrt_llm_meta_info_may_say_more(tmp_path):
+    _statistics(tmp_path, _trace())
+    meta = {"num_experts": 4, "num_experts_per_token": 2, "version": 1, "model": {"name": "m"}}
+    (tmp_path / "meta_info.json").write_text(json.dumps(meta))
+    assert read_trace(tmp_path).top_k == 2
+    (tmp_path / "meta_info.json").write_text('{"num_experts": 4, "version": 1}')
+    with pytest.raises(InvalidInput, match="meta_info.json: .*missing: num_experts_per_token; unknown: none"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_tensorrt_llm_ranks_that_stopped_earlier_cut_the_others(tmp_path, stopped):
+    trace = _trace(ranks=3)
+    _statistics(tmp_path, trace)
+    for rank, steps in ((stopped, 3), ((stopped + 1) % 3, 4)):
+        tensors = {
+            f"{100 + step}_{layer}": trace.source[step, rank, row]
+            for step in range(steps)
+            for row, layer in enumerate(trace.layer_ids)
+        }
+        _safetensors(tmp_path / f"rank{rank}.safetensors", tensors)
+    read = read_trace(tmp_path)
+    np.testing.assert_array_equal(read.source, trace.source[:3])
+    np.testing.assert_array_equal(read.counts, trace.counts[:3])
+    assert read.notes == ("ranks recorded 3 to 5 iterations: cut to the first 3, which all of them have",)
+
+
 def test_tensorrt_llm_folders_with_holes_are_refused(tmp_path):
     _statistics(tmp_path, _trace())
     ones = np.ones(4)
     for tensors, message in (
         ({"1_1": ones}, "has 1 iterations x 1 layers .*, rank 0 has 5 x 2"),
+        (
+            {f"{step}_{layer}": ones for step in range(101, 105) for layer in (1, 2)},
+            r"has 4 iterations x 2 layers \(101..104\), rank 0 has 5 x 2 \(100..104\)",
+        ),
+        (
+            {f"{step}_{layer}": ones for step in (100, 101, 103) for layer in (1, 2)},
+            r"has 3 iterations x 2 layers \(100..103\), rank 0 has 5 x 2",
+        ),
         ({"1_1": ones, "2_1": ones, "2_2": ones}, "3 tensors for 2 iterations x 2 layers = 4"),
         ({"a": ones}, "'a' is not named iteration_layer"),
         ({"1_1": np.ones(5)}, r"must be \(4,\), got \(5,\)"),
@@ -379,6 +401,12 @@ def test_a_damaged_statistics_folder_is_read_or_refused_in_our_own_words(tmp_pat
     _statistics(tmp_path, _trace())
     name = data.draw(st.sampled_from(["rank0.safetensors", "rank1.safetensors", "meta_info.json"]))
     _damage_and_read(tmp_path / name, tmp_path, data)
+
+
+def test_source_counts_of_no_rank_are_refused(tmp_path):
+    np.savez(tmp_path / "t.npz", T=np.ones((5, 2, 4)), S=np.ones((5, 0, 2, 4)))
+    with pytest.raises(ShapeMismatch, match=r"source counts must be \(5, ranks, 2, 4\), got \(5, 0, 2, 4\)"):
+        read_trace(tmp_path / "t.npz")
 
 
 def test_zip_that_is_no_npz(tmp_path):

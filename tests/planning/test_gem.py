@@ -81,7 +81,7 @@ def test_refinement_takes_the_swaps_of_the_plain_search(load, ranks, data):
     units, table = cost_table(load, ranks, costs)
     tokens = units[0]
     order = np.argsort(-tokens.sum(axis=1), kind="mergesort")
-    start = initial_mapping(tokens, order, -(-7 // ranks), table)
+    start = initial_mapping(tokens, order, np.full(ranks, -(-7 // ranks)), table)
     ours = start.copy()
     score, _ = refine_mapping(tokens, ours, table, 0.001)
     plain = plain_refine(tokens, start, costs, 0.001)
@@ -99,7 +99,7 @@ def test_first_mapping_puts_each_expert_where_the_partial_score_grows_least(load
     tokens = units[0]
     order = np.argsort(-tokens.sum(axis=1), kind="mergesort")
     capacity = -(-7 // ranks)
-    rank_of = initial_mapping(tokens, order, capacity, table)
+    rank_of = initial_mapping(tokens, order, np.full(ranks, capacity), table)
     assert (np.bincount(rank_of, minlength=ranks) <= capacity).all()
     total = np.zeros((tokens.shape[1], ranks))
     for expert in order:
@@ -130,6 +130,36 @@ def test_every_expert_gets_one_slot_and_ranks_the_same_number(shape, data):
     assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
 
 
+@given(st.integers(2, 6), st.integers(2, 12), st.integers(1, 4), st.integers(0, 2), st.data())
+def test_pools_that_just_hold_every_expert_are_not_overrun(ranks, experts, layers, spare, data):
+    """Where experts do not divide by ranks, the ranks that hold one more change from layer to layer."""
+    fewest = -(-experts // ranks)
+    pool = -(-layers * experts // ranks) + spare
+    shape = ModelShape(layers, experts, ranks, fewest + 1, 1, 100, pool_slots_per_rank=pool)
+    load = data.draw(loads(layers, experts))
+    placement = plan_gem(
+        PlacementProblem(load, shape, Topology.single_node(ranks), max_evaluations=500)
+    ).placement
+    placement.check(shape)
+    assert (placement.logcnt == 1).all()
+    if pool >= layers * fewest:
+        owned = ModelShape(layers, experts, ranks, fewest + 1, 1, 100)
+        assert (
+            plan_gem(
+                PlacementProblem(load, owned, Topology.single_node(ranks), max_evaluations=500)
+            ).placement
+            == placement
+        )
+
+
+def test_a_pool_of_three_slots_holds_two_layers_of_four_experts_on_three_ranks():
+    shape = ModelShape(2, 4, 3, 3, 1, 100, pool_slots_per_rank=3)
+    load = np.array([[[9.0, 1.0, 1.0, 1.0]] * 2])
+    placement = plan_gem(PlacementProblem(load, shape, Topology.single_node(3))).placement
+    placement.check(shape)
+    assert (placement.phy2log >= 0).reshape(2, 3, 3).sum(axis=2).tolist() == [[2, 1, 1], [1, 2, 1]]
+
+
 def test_more_restarts_never_score_worse_and_the_budget_replays():
     load = np.random.default_rng(5).integers(0, 100, (8, 3, 16)).astype(float)
     few = plan_gem(problem_of(load, 4), GemOptions(restarts=1))
@@ -146,8 +176,9 @@ def test_every_restart_runs_on_traffic_of_a_recorded_traces_size():
     problem = PlacementProblem(load, shape, Topology.single_node(8))
     load, table = cost_table(problem.load, 8, None)
     noise = np.ones((GemOptions().restarts, 6, 64))
-    *_, one = search_layers(load, noise[:1], 8, table, GemOptions().least_drop, 1 << 60)
-    *_, every = search_layers(load, noise, 8, table, GemOptions().least_drop, 1 << 60)
+    capacity = np.full((6, 8), 8)
+    *_, one = search_layers(load, noise[:1], capacity, table, GemOptions().least_drop, 1 << 60)
+    *_, every = search_layers(load, noise, capacity, table, GemOptions().least_drop, 1 << 60)
     assert every == 30 * one
     assert plan_gem(problem).evaluations > 0.9 * every > 2_000_000
 

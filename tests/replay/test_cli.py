@@ -258,6 +258,11 @@ def test_inspect_describes_in_words_and_in_json(small):
         ),
         (("plan", "-o", "x", "-f", "vllm"), InvalidInput, "unknown placement format 'vllm'; known: neutral"),
         (
+            ("plan", "-o", "x", *FLEET, "-p", "eplb", "--first-moe-layer", 2**31 - 2),
+            InvalidInput,
+            r"layer ids must rise within 0..2147483647, got \[2147483646, 2147483647, 2147483648\]",
+        ),
+        (
             ("plan", "-o", "x", "--ranks", 2, "--window", 99),
             InvalidInput,
             "--window 99: the trace has 40 steps",

@@ -50,7 +50,11 @@ def create(
     start: Annotated[bool, typer.Option("--start", help="Start at once, also in propose mode.")] = False,
     plan_id: IdOption = None,
     policy: Annotated[
-        str | None, typer.Option(help="eplb, craft, gem, libra or keel.", show_default="the deployment's")
+        str | None,
+        typer.Option(
+            help="eplb, eplb-global, eplb-hierarchical, craft, gem, libra or keel.",
+            show_default="the deployment's",
+        ),
     ] = None,
     max_moves: Annotated[
         int | None, typer.Option(min=0, help="Most copies between ranks.", show_default="no bound")
@@ -71,13 +75,15 @@ def create(
     target: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file with physical_to_logical, (layers x slots), to move to instead of planning.",
+            help="JSON file with physical_to_logical, (layers x slots), to move to instead of planning; num_ranks in it"
+            " must be the deployment's.",
             show_default="plan by the policy",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a plan by hand."""
+    wanted = None if target is None else _read_target(target)
     body: dict[str, Any] = {
         "plan_id": plan_id or _new_id("manual"),
         "policy": policy,
@@ -85,10 +91,13 @@ def create(
         "phases": phase or [],
         "dry_run": dry_run,
         "approve": start,
-        "target": None if target is None else _read_target(target),
+        "target": None if wanted is None else {"physical_to_logical": wanted["physical_to_logical"]},
     }
     with connect(url, token, token_file, data_dir) as client:
-        answer = _post_plan(client, f"deployments/{client.deployment(deployment)}/plans", body)
+        name = client.deployment(deployment)
+        if wanted is not None and "num_ranks" in wanted:
+            _check_ranks(client, name, wanted["num_ranks"], str(target))
+        answer = _post_plan(client, f"deployments/{name}/plans", body)
     show(answer, as_json, tables.plan_view(answer))
 
 
@@ -107,10 +116,24 @@ def _post_plan(client: ApiClient, path: str, body: dict[str, Any]) -> Any:
         raise CliError(words, error.code) from error
 
 
+def _check_ranks(client: ApiClient, deployment: str, ranks: Any, path: str) -> None:
+    """Refuse a target made for other ranks: with as many slots its rows fit, and are another placement."""
+    status = client.get(f"deployments/{deployment}")
+    shape = status["shape"]
+    if shape is not None and ranks != shape["num_ranks"]:
+        # While another replica leads or ranks are missing, the shape may be one rank's word, and of another group.
+        proven = status["generation"] and status["state"] != "follower"
+        raise CliError(
+            f"{path} is for {ranks} ranks, {deployment} has {shape['num_ranks']} ranks x {shape['slots_per_rank']} slots",
+            Exit.REFUSED if proven else Exit.UNAVAILABLE,
+        )
+
+
 def _read_target(path: Path) -> dict[str, Any]:
+    """The file's JSON object; it has physical_to_logical."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return {"physical_to_logical": document["physical_to_logical"]}
+        return {**document, "physical_to_logical": document["physical_to_logical"]}
     except OSError as error:
         raise CliError(f"cannot read {path}: {error.strerror}", Exit.USAGE) from error
     except (ValueError, RecursionError, KeyError, TypeError) as error:

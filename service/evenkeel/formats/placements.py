@@ -23,7 +23,16 @@ import yaml
 from numpy.typing import NDArray
 
 from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
-from evenkeel.formats.reading import as_int, as_list, as_mapping, expert_rows, naming, parse_json, read_text
+from evenkeel.formats.reading import (
+    as_int,
+    as_list,
+    as_mapping,
+    check_layer_ids,
+    expert_rows,
+    naming,
+    parse_json,
+    read_text,
+)
 from evenkeel.formats.writing import write_file
 from evenkeel.model.placement import EMPTY, Placement
 
@@ -66,10 +75,7 @@ class PlacementFile:
     """Free words on where it came from; only the neutral format keeps them."""
 
     def __post_init__(self) -> None:
-        if len(self.layer_ids) != self.placement.num_layers:
-            raise ShapeMismatch(f"{len(self.layer_ids)} layer ids for {self.placement.num_layers} layers")
-        if list(self.layer_ids) != sorted(set(self.layer_ids)) or min(self.layer_ids, default=0) < 0:
-            raise InvalidInput(f"layer ids must rise from 0 or more, got {list(self.layer_ids)}")
+        check_layer_ids(self.layer_ids, self.placement.num_layers)
         missing = np.argwhere(self.placement.logcnt == 0)
         if len(missing):
             row, expert = missing[0]

@@ -17,6 +17,7 @@ __all__ = [
     "as_int",
     "as_list",
     "as_mapping",
+    "check_layer_ids",
     "expert_rows",
     "naming",
     "parse_json",
@@ -26,6 +27,9 @@ __all__ = [
 
 MAX_TEXT_BYTES = 512 << 20
 """A placement of 100 layers x 1000 slots takes 500 kB; far beyond that it is another kind of file."""
+
+MAX_INT = 2**31 - 1
+"""Of numbers in files."""
 
 
 @contextmanager
@@ -81,8 +85,10 @@ def parse_json(text: str) -> Any:
         raise InvalidInput(f"not JSON that can be read: {error}") from error
 
 
-def as_mapping(value: object, what: str, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[Any, Any]:
-    """A mapping with exactly these keys.
+def as_mapping(
+    value: object, what: str, keys: Sequence[str], optional: Sequence[str] | None = ()
+) -> dict[Any, Any]:
+    """A mapping with exactly these keys; `optional` ones may be there too, with None any others.
 
     Raises:
         InvalidInput: not a mapping, keys missing or unknown ones present.
@@ -90,7 +96,7 @@ def as_mapping(value: object, what: str, keys: Sequence[str], optional: Sequence
     if not isinstance(value, dict):
         raise InvalidInput(f"{what} must be a mapping, is {type(value).__name__}")
     missing = [key for key in keys if key not in value]
-    unknown = [str(key) for key in value if key not in keys and key not in optional]
+    unknown = [str(key) for key in value if optional is not None and key not in keys and key not in optional]
     if missing or unknown:
         raise InvalidInput(
             f"{what} must have the keys {', '.join(keys)}; missing: {', '.join(missing) or 'none'};"
@@ -110,7 +116,21 @@ def as_list(value: object, what: str) -> list[Any]:
     return value
 
 
-def as_int(value: object, what: str, least: int = 0, most: int = 2**31 - 1) -> int:
+def check_layer_ids(layer_ids: Sequence[int], layers: int) -> None:
+    """Ids of hidden layers, one for each of `layers` rows.
+
+    Raises:
+        ShapeMismatch: more or fewer of them.
+        InvalidInput: not rising, or beyond what files hold.
+    """
+    if len(layer_ids) != layers:
+        raise ShapeMismatch(f"{len(layer_ids)} layer ids for {layers} layers")
+    least, most = min(layer_ids, default=0), max(layer_ids, default=0)
+    if list(layer_ids) != sorted(set(layer_ids)) or least < 0 or most > MAX_INT:
+        raise InvalidInput(f"layer ids must rise within 0..{MAX_INT}, got {list(layer_ids)}")
+
+
+def as_int(value: object, what: str, least: int = 0, most: int = MAX_INT) -> int:
     """A whole number within bounds; True is no number.
 
     Raises:

@@ -1,8 +1,9 @@
 """SGLang's expert distribution recorder: what its dumps hold, and in which order.
 
 Rows are hidden layers, dense ones included; those never count a token. In the modes stat and stat_approx the
-steps are a ring buffer whose write position is not in the file: unless the buffer is full, the stretch of
-unwritten steps shows where the oldest begins.
+steps are a ring buffer whose write position is not in the file. A dump empties the buffer and leaves the position,
+so unless it is full its unwritten part may lie anywhere, and shows where the oldest step begins; steps that routed
+nothing look the same.
 
 Source: sgl-project/sglang, python/sglang/srt/eplb/expert_distribution.py and eplb_simulator/reader.py, 0.5.23.
 """
@@ -150,16 +151,29 @@ def _in_order(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, 
         return counts, (full,)
     if not busy.any():
         return drop_idle_steps(counts)
-    # Length of the run of unwritten steps that ends before each step, around the ring.
-    best, start, run = 0, 0, 0
-    for position in range(2 * len(counts)):
-        if busy[position % len(counts)]:
-            if run > best:
-                best, start = run, position % len(counts)
-            run = 0
-        else:
-            run += 1
-    return drop_idle_steps(np.roll(counts, -start, axis=0))
+    # The runs of empty slots, around the ring: where each begins, and the busy slot that ends it.
+    first = np.flatnonzero(~busy & np.roll(busy, 1))
+    after = np.flatnonzero(busy & ~np.roll(busy, 1))
+    if after[0] < first[0]:
+        after = np.roll(after, -1)
+    lengths = (after - first) % len(busy)
+    # What was written from or up to an end of the buffer is in order as it is stored.
+    at_end = (first == 0) | (first + lengths >= len(busy))
+    if lengths[at_end].max(initial=0) > lengths[~at_end].max(initial=0):
+        return drop_idle_steps(counts)
+    if len(lengths) > 1:
+        rows, notes = drop_idle_steps(counts)
+        ambiguous = (
+            f"the buffer is empty in {len(lengths)} places, and its unwritten part cannot be told from steps that"
+            " routed nothing: the order is ambiguous, taken as stored"
+        )
+        return rows, (*notes, ambiguous)
+    rows, notes = drop_idle_steps(np.roll(counts, -int(after[0]), axis=0))
+    unrolled = (
+        f"slots {first[0]}..{after[0] - 1}, the only empty ones, are taken for the unwritten part of the buffer, so"
+        f" that its oldest step is in slot {after[0]}"
+    )
+    return rows, (*notes, unrolled)
 
 
 def _trace(

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.errors import InvalidInput, ShapeMismatch
+from evenkeel.formats.reading import check_layer_ids
 
 __all__ = ["Trace", "drop_idle_steps", "drop_idle_layers"]
 
@@ -44,10 +45,7 @@ class Trace:
                 f"{int((counts < 0).sum())} negative counts, first: {counts[step, layer, expert]}"
                 f" in step {step} layer {layer} expert {expert}"
             )
-        if len(self.layer_ids) != self.num_layers:
-            raise ShapeMismatch(f"{len(self.layer_ids)} layer ids for {self.num_layers} layers")
-        if list(self.layer_ids) != sorted(set(self.layer_ids)) or min(self.layer_ids) < 0:
-            raise InvalidInput(f"layer ids must rise from 0 or more, got {list(self.layer_ids)}")
+        check_layer_ids(self.layer_ids, self.num_layers)
         if self.top_k is not None and not 1 <= self.top_k <= self.num_experts:
             raise InvalidInput(
                 f"top-k is {self.top_k}, must be 1..{self.num_experts}, the experts of a layer"
@@ -81,7 +79,7 @@ class Trace:
             return
         want = (self.num_steps, self.num_layers, self.num_experts)
         have = self.source.shape
-        if self.source.ndim != 4 or (have[0], *have[2:]) != want:
+        if self.source.ndim != 4 or (have[0], *have[2:]) != want or have[1] < 1:
             raise ShapeMismatch(f"source counts must be ({want[0]}, ranks, {want[1]}, {want[2]}), got {have}")
         if self.source.min() < 0:
             raise InvalidInput(f"{int((self.source < 0).sum())} negative source counts")

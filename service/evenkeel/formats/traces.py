@@ -152,7 +152,7 @@ def _read_tensorrt_llm(folder: Path, first_moe_layer: int | None) -> Trace:
     with naming("meta_info.json"):
         text = read_text(folder / "meta_info.json")
         keys = ("num_experts", "num_experts_per_token")
-        meta = as_mapping(parse_json(text), "the file", keys)
+        meta = as_mapping(parse_json(text), "the file", keys, optional=None)
         experts = as_int(meta["num_experts"], "num_experts", 1)
         top_k = as_int(meta["num_experts_per_token"], "num_experts_per_token", 1)
     ranks = sorted(
@@ -165,16 +165,24 @@ def _read_tensorrt_llm(folder: Path, first_moe_layer: int | None) -> Trace:
     for rank, file in ranks:
         with naming(file.name):
             found, counts = _stacked(read_tensors(file), experts)
-            if rank and found != axes:
+            if rank == 0:
+                axes = found
+            # A rank may have ended before it wrote the last iterations; nothing else may differ.
+            shared = min(len(found[0]), len(axes[0]))
+            if found[1] != axes[1] or found[0][:shared] != axes[0][:shared]:
                 raise ShapeMismatch(
                     f"has {len(found[0])} iterations x {len(found[1])} layers"
                     f" ({found[0][0]}..{found[0][-1]}), rank 0 has {len(axes[0])} x {len(axes[1])}"
                     f" ({axes[0][0]}..{axes[0][-1]})"
                 )
-            axes = found
             per_rank.append(counts)
-    source = np.stack(per_rank, axis=1)
+    least, most = min(map(len, per_rank)), max(map(len, per_rank))
+    source = np.stack([counts[:least] for counts in per_rank], axis=1)
     counts, notes = drop_idle_steps(source.sum(axis=1))
+    if least < most:
+        notes += (
+            f"ranks recorded {least} to {most} iterations: cut to the first {least}, which all of them have",
+        )
     return Trace(
         counts,
         tuple(axes[1]),

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason
 from evenkeel.model.placement import EMPTY, Placement
+from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning import bounds, metrics
+from evenkeel.planning.craft_capacity import interleaved_capacity
 from evenkeel.planning.gem_kernels import search_layers
 from evenkeel.planning.keel_starts import budget_of
 from evenkeel.planning.problem import CostCurves, PlacementProblem, Proposal
@@ -56,7 +58,7 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
 
     Args:
         problem: every expert gets one slot, the rest stay empty; move limits and the current placement are not
-            looked at. Ranks hold the same number of experts, one more where they do not divide.
+            looked at. Ranks hold the same number of experts; where they do not divide some hold fewer.
         options: the constants of the search.
 
     Complexity: O(K L E^2 T) at worst; most swaps are dropped after the steps in which their ranks are slowest.
@@ -67,12 +69,7 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     """
     shape = problem.shape
     ranks, experts, layers = shape.num_ranks, shape.num_logical_experts, shape.num_layers
-    capacity = -(-experts // ranks)
-    if capacity > shape.slots_per_rank:
-        raise InfeasiblePlan(
-            f"{experts} experts over {ranks} ranks need {capacity} slots per rank, there are {shape.slots_per_rank}",
-            Reason.EXPERT_WITHOUT_REPLICA,
-        )
+    capacity = _capacity(shape, problem.topology)
     budget_of(problem)
     rng = np.random.default_rng(problem.seed)
     noise = 1.0 + rng.uniform(-options.noise, options.noise, (options.restarts, layers, experts))
@@ -89,6 +86,21 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
         evaluations=evaluations,
         lower_bound=bounds.lower_bound(problem),
     )
+
+
+def _capacity(shape: ModelShape, topology: Topology) -> NDArray[np.int64]:
+    """(L, R) experts each rank may hold; a pool too small for ranks to hold the most of every layer takes turns."""
+    layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
+    most = -(-experts // ranks)
+    if most > shape.slots_per_rank:
+        raise InfeasiblePlan(
+            f"{experts} experts over {ranks} ranks need {most} slots per rank, there are {shape.slots_per_rank}",
+            Reason.EXPERT_WITHOUT_REPLICA,
+        )
+    pool = shape.pool_slots_per_rank
+    if pool is None or pool >= layers * most:
+        return np.full((layers, ranks), most, np.int64)
+    return interleaved_capacity(np.full(layers, experts, np.int64), topology)
 
 
 def cost_table(

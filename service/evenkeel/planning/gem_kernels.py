@@ -20,12 +20,13 @@ _SLACK = 1e-12
 def initial_mapping(
     load: NDArray[np.int64],
     order: NDArray[np.int64],
-    capacity: int,
+    capacity: NDArray[np.int64],
     table: NDArray[np.float64],
 ) -> NDArray[np.int64]:
     """Algorithm 2: each expert, in `order` (E,), goes where the partial score grows least.
 
-    load: (E, T). A tie goes to the rank whose own time, summed over steps, stays lowest, then to the lower rank.
+    load: (E, T). capacity: (R,) experts each rank may hold. A tie goes to the rank whose own time, summed over steps, stays
+    lowest, then to the lower rank.
     """
     experts, steps = load.shape
     ranks = table.shape[0]
@@ -38,7 +39,7 @@ def initial_mapping(
         best_score = np.inf
         best_own = np.inf
         for rank in range(ranks):
-            if used[rank] >= capacity:
+            if used[rank] >= capacity[rank]:
                 continue
             score = 0.0
             own = 0.0
@@ -214,7 +215,7 @@ def refine_mapping(
 def search_layers(
     load: NDArray[np.int64],
     noise: NDArray[np.float64],
-    capacity: int,
+    capacity: NDArray[np.int64],
     table: NDArray[np.float64],
     least_drop: float,
     budget: int,
@@ -224,7 +225,7 @@ def search_layers(
     Args:
         load: (L, E, T) whole units of load.
         noise: (K, L, E) factors on mean utilisation that set the order of each restart.
-        capacity: experts a rank may hold.
+        capacity: (L, R) experts each rank may hold.
         table: (R, N) seconds of 0..N-1 units of load on each rank.
         least_drop: share of the score under which refinement stops.
         budget: no restart begins once this many placements and swaps were evaluated; the first always runs.
@@ -245,7 +246,7 @@ def search_layers(
             for expert in range(experts):
                 mean[expert] = load[layer, expert].sum() * noise[restart, layer, expert]
             order = np.argsort(-mean, kind="mergesort")
-            rank_of = initial_mapping(load[layer], order, capacity, table)
+            rank_of = initial_mapping(load[layer], order, capacity[layer], table)
             score, swaps = refine_mapping(load[layer], rank_of, table, least_drop)
             evaluated += swaps + experts * ranks
             if score < scores[layer]:

@@ -7,6 +7,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.model.placement import Placement
 from evenkeel.planning import metrics
 from evenkeel.replay.budget import BudgetPoint
 from evenkeel.replay.compare import Comparison
@@ -190,15 +191,11 @@ def _copies(walks: Sequence[Walk], styles: Mapping[str, str]) -> str:
 
 
 def _heat_maps(comparison: Comparison) -> str:
+    planning = [walk for walk in comparison.walks if walk.policy not in BASELINES]
+    shown = planning or [walk for walk in comparison.walks if walk.policy != "initial"]
     last = slice(-comparison.setup.horizon_steps, None)
-    shown = [walk for walk in comparison.walks if walk.policy == "initial" or walk.policy not in BASELINES]
-    relative: list[tuple[str, NDArray[np.float64]]] = []
-    for walk in shown:
-        load = walk.rank_load[last].sum(axis=0)
-        mean = load.mean(axis=1, keepdims=True)
-        values = np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0)
-        name = "before: initial" if walk.policy == "initial" else f"after: {walk.policy}"
-        relative.append((name, values))
+    relative = [("before: initial", _relative(_before(comparison)))]
+    relative += [(f"after: {walk.policy}", _relative(walk.rank_load[last])) for walk in shown]
     every = np.concatenate([values.ravel() for _, values in relative])
     reach = max(0.1, float(np.nanpercentile(np.abs(every - 1), 98))) if np.isfinite(every).any() else 1.0
     rows = [str(layer) for layer in comparison.layer_ids]
@@ -209,6 +206,22 @@ def _heat_maps(comparison: Comparison) -> str:
     swatches = "".join(f'<i class="{css}"></i>' for css in _shades())
     legend = f'<p class="legend">{max(0.0, 1 - reach):.2f}{swatches}{1 + reach:.2f} and more &nbsp; (1.00 = an even share)</p>'
     return f'{legend}<div class="maps">{maps}</div>'
+
+
+def _before(comparison: Comparison) -> NDArray[np.float64]:
+    """(horizon, L, R) [tokens] on the last steps scored, under the initial placement, whoever was compared."""
+    setup = comparison.setup
+    first = int(comparison.walks[0].steps[-1])
+    last = first + setup.horizon_steps
+    placement = Placement.initial(setup.shape)
+    return metrics.rank_load(setup.load[first:last], placement, setup.split(first, last))
+
+
+def _relative(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(T, L, R) -> (L, R): load of each rank over the mean of its layer, NaN without load."""
+    load = rank_load.sum(axis=0)
+    mean = load.mean(axis=1, keepdims=True)
+    return np.asarray(np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0), np.float64)
 
 
 def _with_worst(name: str, values: NDArray[np.float64]) -> str:
