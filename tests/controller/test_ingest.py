@@ -140,6 +140,56 @@ def test_dropped_steps_are_counted_by_rank(rig):
     assert rig.dropped == {2: 7}
 
 
+@pytest.mark.parametrize("settled", [True, False])
+def test_dropped_steps_of_a_report_that_is_sent_again_are_counted_once(rig, settled):
+    """After a reconnect a rank sends all that was not acknowledged; its reports may also wait for a map twice."""
+    if settled:
+        rig.begin()
+    run = Fleet().run(range(2))
+    for _ in range(3):
+        rig.ingest.take(dataclasses.replace(run.report(2), dropped_steps=500), rig.answers.append)
+    rig.begin()
+    assert rig.dropped == {2: 500}
+    later = dataclasses.replace(Fleet().run(range(2, 4)).report(2), dropped_steps=30)
+    nothing_left = dataclasses.replace(Fleet().run([]).report(2), dropped_steps=1)
+    for report in (later, nothing_left):
+        rig.ingest.take(report, rig.answers.append)
+    assert rig.dropped == {2: 531}, "a report without steps is sent once"
+
+
+def test_dropped_steps_of_reports_that_are_not_used_are_counted_too(rig):
+    def lost(generation, steps):
+        report = Fleet().run(steps).report(1)
+        return dataclasses.replace(report, generation=generation, dropped_steps=1)
+
+    for step in range(70):  # Six more than may wait.
+        rig.ingest.take(lost(GENERATION, [step]), rig.answers.append)
+    rig.begin(Generation("g-2"))
+    assert rig.dropped == {1: 70}
+    rig.ingest.take(lost(GENERATION, [70]), rig.answers.append)
+    assert rig.dropped == {1: 71}
+
+
+@pytest.mark.parametrize("settled_before", [True, False])
+async def test_source_sums_taken_back_are_not_added_up_again_from_reports_sent_again(rig, settled_before):
+    """A new leader does not know which reports were taken; the window it takes back holds their sums."""
+    runs = [Fleet(seed).run(range(5 * seed, 5 * seed + 5)) for seed in range(3)]
+    rig.begin()
+    for run in runs[:2]:
+        rig.report(run, side=CountingSide.SOURCE)
+    await rig.ingest.store()
+    leader = Rig(rig.store)
+    if settled_before:  # It led this generation before the other did.
+        leader.begin()
+    await leader.ingest.restore(GENERATION, SHAPE)
+    leader.begin()
+    for run in runs[1:]:
+        leader.report(run, side=CountingSide.SOURCE)
+    want = sum(run.routed.sum(axis=0) for run in runs)
+    assert leader.steps() == list(range(15))
+    assert (leader.ingest.windows(50)[Phase.DECODE].source == want).all()
+
+
 async def test_steps_are_stored_once_and_kept_while_the_store_is_away(rig):
     rig.begin()
     rig.report(Fleet().run(range(5)))

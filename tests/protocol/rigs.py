@@ -144,19 +144,20 @@ TIMING = WaveTiming(
     stall_after_steps=50,
     idle_after_s=5.0,
 )
+PEERS = {EpRank(0): (1, 10), EpRank(1): (1, 11)}
+"""(incarnation, stream) of two ranks."""
 
 
 def coordinator_of(prepare: msg.Prepare | None = None) -> Coordinator:
     """A coordinator of two ranks that has asked its first question at time 0."""
-    peers = {EpRank(0): (1, 10), EpRank(1): (1, 11)}
-    wave = Coordinator(key_of(), LEADER, peers, TIMING, prepare=prepare or prepare_of())
+    wave = Coordinator(key_of(), LEADER, PEERS, TIMING, prepare=prepare or prepare_of())
     wave.start(0.0, 0)
     return wave
 
 
 def recovering_coordinator() -> Coordinator:
     """A coordinator of a wave found on the ranks, its query number 5."""
-    wave = Coordinator(key_of(), LEADER, {EpRank(0): (1, 10), EpRank(1): (1, 11)}, TIMING, query=5)
+    wave = Coordinator(key_of(), LEADER, PEERS, TIMING, query=5)
     wave.start(0.0, 0)
     return wave
 

@@ -3,19 +3,23 @@
 import pytest
 
 from evenkeel.errors import Reason
-from evenkeel.model.ids import Epoch
+from evenkeel.model.ids import Epoch, EpRank
 from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol import messages as msg
+from evenkeel.protocol.coordinator import Coordinator
 from evenkeel.protocol.messages import ParticipantState as P
 from evenkeel.protocol.messages import WaveOutcome
 from evenkeel.protocol.tables import CoordinatorState as C
 from tests.protocol.rigs import (
     LEADER,
+    PEERS,
+    TIMING,
     coordinator_in,
     from_rank,
     key_of,
     of_kind,
     only,
+    prepare_of,
     recovering_coordinator,
     sent,
     state_of,
@@ -170,21 +174,65 @@ def test_fleet_without_steps_is_paused_not_stalled():
     assert only(progress(wave, 1, 502.0), ctl.WaveHealth).reason is None
 
 
-def test_commit_that_waits_for_the_store_says_so_and_the_ranks_time_begins_when_it_goes_out():
-    """R14: the fleet steps on, so neither `paused` nor a deadline of the gate would be true."""
-    wave = coordinator_in(C.COMMITTING)
-    wave.kept_back = True
-    health = only(wave.handle(msg.Tick(), 1.0), ctl.WaveHealth)
+DEADLINES = [
+    (C.PREPARING, Reason.PREPARE_DEADLINE),
+    (C.COMMITTING, Reason.GATE_DEADLINE),
+    (C.ABORTING, Reason.ABORT_DEADLINE),
+]
+
+
+def unasked_in(state):
+    """A coordinator whose question of a state was not sent: what goes with it could not be stored."""
+    wave = Coordinator(key_of(), LEADER, PEERS, TIMING, prepare=prepare_of())
+    asked = wave.start(0.0, 0)
+    if state is C.COMMITTING:
+        asked = [action for rank in (0, 1) for action in wave.handle(from_rank(rank, YES), 0.0)]
+    elif state is C.ABORTING:
+        asked = wave.handle(ctl.CancelWave(Reason.CANCELLED), 0.0)
+    assert wave.state is state
+    wave.not_sent(of_kind(asked, ctl.SendToRank))
+    return wave
+
+
+@pytest.mark.parametrize(("state", "reason"), DEADLINES)
+def test_question_that_waits_for_the_store_says_so_and_the_ranks_time_begins_when_it_goes_out(state, reason):
+    """R14: the fleet steps on and no rank was asked, so neither `paused` nor a deadline of the ranks would be true."""
+    wave = unasked_in(state)
+    actions = wave.handle(msg.Tick(), 1.0)
+    health = only(actions, ctl.WaveHealth)
     assert (health.stalled, health.reason) == (True, Reason.STORE_UNAVAILABLE)
     for t in range(2, 60):
-        assert of_kind(progress(wave, 20 * t, float(t)), ctl.WaveHealth) == [], "said once"
-    assert wave.state is C.COMMITTING
-    wave.kept_back = False
+        wave.not_sent(of_kind(actions, ctl.SendToRank))
+        actions = progress(wave, 20 * t, float(t))
+        assert of_kind(actions, ctl.WaveHealth) == [], "said once"
+        assert len(sent(actions)) == 2, "tried with every tick, so that it goes out once the store is back"
+    assert wave.state is state
     assert only(progress(wave, 1200, 60.0), ctl.WaveHealth).reason is None
-    progress(wave, 1400, 68.0)
-    assert wave.state is C.COMMITTING
+    progress(wave, 1390, 68.0)
+    assert wave.state is state and wave.health is None
     progress(wave, 1600, 70.0)
-    assert (wave.state, wave.reason) == (C.ABORTING, Reason.GATE_DEADLINE)
+    assert (wave.state, (wave.health or wave).reason) == (C.ABORTING, reason)
+
+
+@pytest.mark.parametrize(("state", "reason"), DEADLINES)
+def test_ranks_that_were_asked_are_waited_for_also_while_the_store_is_away(state, reason):
+    """Only repeats are kept back then: it is their answers that are missing."""
+    wave = coordinator_in(state)
+    for t in range(1, 10):
+        wave.not_sent(of_kind(progress(wave, 20 * t, float(t)), ctl.SendToRank))
+        assert wave.state is state and wave.health is None
+    progress(wave, 200, 10.0)
+    assert (wave.state, (wave.health or wave).reason) == (C.ABORTING, reason)
+
+
+@pytest.mark.parametrize("state", [C.PREPARING, C.COMMITTING, C.ABORTING])
+def test_rank_that_reconnects_is_not_asked_before_what_goes_with_the_question_is_stored(state):
+    wave = unasked_in(state)
+    assert sent(wave.handle(ctl.RankConnected(EpRank(0), 1, 60), 0.5)) == []
+    asked = of_kind(wave.handle(msg.Tick(), 1.0), ctl.SendToRank)
+    assert [(action.rank, action.stream) for action in asked] == [(0, 60), (1, 11)]
+    again = only(wave.handle(ctl.RankConnected(EpRank(0), 1, 61), 1.5), ctl.SendToRank)
+    assert again.stream == 61, "it was asked, and may not have heard"
 
 
 @pytest.mark.parametrize("state", [C.COMMITTING, C.ABORTING, C.RECOVERING, C.COMMITTED])

@@ -311,6 +311,49 @@ def test_store_away_while_committing_is_what_the_plan_says():
     assert record(control).phase is PlanPhase.MIGRATING
 
 
+def store_away(control, since, until):
+    """Ticks in which no write is stored, with ranks that are heard; ends as they would if it came back. What was stored last."""
+    t = since
+    while t < until:
+        t += 0.25
+        for rank in (0, 1):
+            control.handle(from_rank(rank, msg.StagingProgress(key_of(), 0, 0)), t)
+        unstored = of_kind(control.handle(msg.Tick(), t), ctl.PersistAction)
+        control.handle(ctl.PersistFailed(tuple(unstored)), t)
+    return t
+
+
+def test_store_away_as_a_wave_begins_is_what_the_plan_says():
+    """R14: one batch stores how a wave ended and begins the next. No rank hears of that, so none can be late."""
+    control = control_of(S.MIGRATING)
+    vote(control)
+    unstored = of_kind(ack(control, AFTER_ONE, 1), ctl.PersistAction)
+    # The plan was written, what came after it was not: its Prepare is kept back all the same.
+    control.handle(ctl.PersistFailed(tuple(unstored[2:])), 0.0)
+    now = store_away(control, 0.0, 60.0)
+    assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.STORE_UNAVAILABLE)
+    actions = control.handle(msg.Tick(), now + 0.25)
+    assert [type(m) for m in sent(actions) if not isinstance(m, msg.QueryState)] == [msg.Prepare] * 2
+    control.handle(msg.Tick(), now + 0.5)
+    assert (record(control).phase, record(control).reason) == (PlanPhase.MIGRATING, Reason.PLAN_STARTED)
+    vote(control, 1, now + 1.0)
+    ack(control, AFTER_TWO, 2, 1, now + 1.0)
+    assert record(control).phase is PlanPhase.COMMITTED
+
+
+def test_store_away_as_a_plan_is_cancelled_is_what_the_plan_says():
+    """The Abort waits for the record that it was asked for; no rank owes an answer to it yet."""
+    control = control_of(S.MIGRATING)
+    _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)
+    assert [type(m) for m in sent(actions)] == [msg.Abort] * 2
+    control.handle(ctl.PersistFailed(tuple(of_kind(actions, ctl.PersistAction))), 0.0)
+    now = store_away(control, 0.0, 60.0)
+    assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.STORE_UNAVAILABLE)
+    control.handle(msg.Tick(), now + 0.25)
+    abort_answers(control, now=now + 0.5)
+    assert record(control).phase is PlanPhase.CANCELLED
+
+
 def test_a_plan_that_counts_a_wave_is_stored_before_the_waves_outcome():
     """Also when the plan went on before the store came back: it may be lost again after any write."""
     control = control_of()

@@ -16,6 +16,7 @@ from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning.problem import CostCurves, DispatchModel
 from evenkeel.planning.waves import schedule_waves
+from evenkeel.protocol.plan_book import is_failure
 
 __all__ = [
     "Base",
@@ -180,12 +181,6 @@ def last_plan_ended(records: Iterable[PlanRecord]) -> float | None:
     return max(ended, default=None)
 
 
-_MOVED_ON = frozenset(
-    {Reason.STALE_BASE, Reason.GENERATION_CHANGED, Reason.WEIGHTS_VERSION_CHANGED, Reason.LEASE_LOST}
-)
-"""Ends that say nothing about whether the fleet can carry plans out."""
-
-
 def plan_failures(records: Iterable[PlanRecord]) -> tuple[int, float | None]:
     """Automatic plans that were refused or failed since the last one of any kind that was carried out.
 
@@ -196,8 +191,7 @@ def plan_failures(records: Iterable[PlanRecord]) -> tuple[int, float | None]:
     for record in sorted(records, key=lambda record: record.updated_at, reverse=True):
         if record.phase is PlanPhase.COMMITTED:
             break
-        failed = record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _MOVED_ON
-        if failed and record.plan.kind is PlanKind.AUTOMATIC:
+        if is_failure(record):
             ended_at.append(record.updated_at)
     return len(ended_at), max(ended_at, default=None)
 

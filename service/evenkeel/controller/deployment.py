@@ -205,8 +205,12 @@ class Deployment:
         generation = self.ingest.generation
         if self._shape_unstored and self.shape is not None and generation is not None:
             body = shape_document(generation, self.shape)
-            await self.outside.store.store_document(self.deployment, "shape", body, self.term)
-            self._shape_unstored = False
+            self._shape_unstored = False  # Before it is: another group may register meanwhile.
+            try:
+                await self.outside.store.store_document(self.deployment, "shape", body, self.term)
+            except BaseException:
+                self._shape_unstored = True
+                raise
 
     # --- leadership -------------------------------------------------------------------------------
 

@@ -70,6 +70,8 @@ class Ingest:
         self._dropped = dropped
         self._assembler: StepAssembler | None = None
         self._restored: Generation | None = None
+        self._summed_to: dict[Phase, int] = {}
+        """Newest step of each phase that was taken back with source-side sums."""
         self._settled = False
         self._waiting: dict[EpRank, deque[tuple[LoadReport, Callable[[ReportAck], None]]]] = {}
         self._waiting_bytes: Counter[EpRank] = Counter()
@@ -91,7 +93,9 @@ class Ingest:
         self._stride_from = 0  # Step numbers begin anew.
         self._assembler.sample(self._stride, 0)
         self._settled = False
-        if not restored:
+        if restored:
+            self._assembler.summed_to = self._summed_to
+        else:
             self._forget_stored = True
             self._stored.clear()
             self.newest_step = self.newest_at = None
@@ -115,6 +119,7 @@ class Ingest:
         found = 0
         # All before any ring is replaced: a store that fails half way leaves what is here.
         stored = {phase: await self._store.fetch(self.deployment, phase) for phase in Phase}
+        self._summed_to = {}
         for phase, window in stored.items():
             ring = self.rings[phase] = StepRing(shape, self._window_steps)
             sizes = (shape.num_layers, shape.num_logical_experts)
@@ -125,15 +130,19 @@ class Ingest:
             ):
                 continue
             found += len(ring.append(window))
-            if ring.newest_step is not None:
-                self._stored[phase] = ring.newest_step
-            for rank in range(shape.num_ranks) if window.source is not None else ():
-                assert window.source is not None
-                ring.add_source(EpRank(rank), window.source[rank].astype("int64"))
             newest = ring.newest_step
-            if newest is not None and (self.newest_step is None or newest > self.newest_step):
+            if newest is None:
+                continue
+            self._stored[phase] = newest
+            if window.source is not None:
+                self._summed_to[phase] = newest
+                for rank in range(shape.num_ranks):
+                    ring.add_source(EpRank(rank), window.source[rank].astype("int64"))
+            if self.newest_step is None or newest > self.newest_step:
                 self.newest_step = newest
         self._restored, self._forget_stored = generation, False
+        if self._assembler is not None and generation == self.generation:
+            self._assembler.summed_to = self._summed_to
         return found
 
     def windows(self, most: int) -> dict[Phase, LoadWindow]:
@@ -185,8 +194,6 @@ class Ingest:
 
     def take(self, report: LoadReport, answer: Callable[[ReportAck], None]) -> None:
         """Take one report in, at once or when the map is known; the answer says what became of it."""
-        if report.dropped_steps:
-            self._dropped(report.rank, report.dropped_steps)
         if self._assembler is None or report.generation != self.generation:
             if self._assembler is not None and self._settled:
                 answer(self._of_another_generation(report))
@@ -220,6 +227,7 @@ class Ingest:
         )
         report, answer = queue.popleft()
         self._waiting_bytes[rank] -= report.counts.nbytes
+        self._count_dropped(report)
         self._reject(rank, Rejection(Reason.UNKNOWN_EPOCH, len(report.steps), detail))
         answer(ReportAck(report.last_step, len(report.steps), Reason.UNKNOWN_EPOCH))
 
@@ -227,6 +235,8 @@ class Ingest:
         if self._assembler is None or report.generation != self.generation:
             return self._of_another_generation(report)
         intake = self._assembler.take(report)
+        if not intake.repeated:  # A rank sends again what was not acknowledged.
+            self._count_dropped(report)
         if intake.accepted_steps:
             self._accepted(intake.accepted_steps)
         for rejection in intake.rejected:
@@ -238,8 +248,13 @@ class Ingest:
 
     def _of_another_generation(self, report: LoadReport) -> ReportAck:
         detail = f"rank {report.rank} is of generation {report.generation}, not {self.generation}"
+        self._count_dropped(report)
         self._reject(report.rank, Rejection(Reason.UNKNOWN_GENERATION, len(report.steps), detail))
         return ReportAck(report.last_step, len(report.steps), Reason.UNKNOWN_GENERATION)
+
+    def _count_dropped(self, report: LoadReport) -> None:
+        if report.dropped_steps:
+            self._dropped(report.rank, report.dropped_steps)
 
     def _enter(self, rank: EpRank, intake: Intake) -> None:
         for phase, steps in intake.complete:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from evenkeel.controller.orders import Recalled, StandingOrders
 from evenkeel.errors import Unavailable
 from evenkeel.model.ids import DeploymentId
+from evenkeel.model.plan import PlanPhase, PlanRecord
 from evenkeel.ports import DeploymentStore
 from evenkeel.protocol.control_messages import StoredRecords
+from evenkeel.protocol.plan_book import remembered
 
 __all__ = ["Taken", "take_over"]
 
 _PLANS_LOADED = 48
 """Newest plans a new leader reads besides those that have not ended: the ended ones it keeps, and where it is not noted which
-have ended, all proposals there may be. Others are read when somebody asks for them."""
+have ended, all proposals there may be. As many at a time where it must look further back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,26 @@ async def take_over(
             found = await store.fetch_document(deployment, name)
             if json.dumps(found, sort_keys=True) != json.dumps(body, sort_keys=True):
                 raise
-    newest = [name for name, _ in (await store.plan_order(deployment))[:_PLANS_LOADED]]
-    older = [name for name in await store.open_plans(deployment) if name not in newest]
-    records = StoredRecords(
-        tuple(await store.fetch_plans(deployment, newest + older)),
-        await store.fetch_epochs(deployment),
-        recalled.orders.held,
-        recalled.orders.frozen_until,
-    )
+    epochs = await store.fetch_epochs(deployment)
+    # One map was never changed by a plan, and there may be a thousand proposals nobody approved.
+    plans = await _fetch_plans(store, deployment, search=len(epochs) > 1)
+    records = StoredRecords(plans, epochs, recalled.orders.held, recalled.orders.frozen_until)
     leader = documents["leader"]
     return Taken(recalled, records, None if leader is None else str(leader.get("replica_id", "")))
+
+
+async def _fetch_plans(
+    store: DeploymentStore, deployment: DeploymentId, *, search: bool
+) -> tuple[PlanRecord, ...]:
+    """The newest plans and those that have not ended; to `search` is to go back to the last one carried out, which a
+    rollback undoes."""
+    order = [name for name, _ in await store.plan_order(deployment)]
+    newest, rest = order[:_PLANS_LOADED], order[_PLANS_LOADED:]
+    still_open = [name for name in await store.open_plans(deployment) if name not in newest]
+    found = list(await store.fetch_plans(deployment, newest + still_open))
+    rest = [name for name in rest if name not in still_open]
+    while search and rest and all(record.phase is not PlanPhase.COMMITTED for record in found):
+        page, rest = rest[:_PLANS_LOADED], rest[_PLANS_LOADED:]
+        found += await store.fetch_plans(deployment, page)
+        found = remembered(sorted(found, key=lambda record: record.plan.created_at))
+    return tuple(found)

@@ -47,6 +47,8 @@ class Intake(NamedTuple):
     """Steps this report completed, by phase, oldest first."""
     source: Mapping[Phase, NDArray[np.int64]] | None = None
     """(L, E) [tokens] this rank routed in the accepted steps, by phase; None for DESTINATION reports."""
+    repeated: bool = False
+    """Its rank had reported all its steps before; False where there are none."""
 
 
 class Quarantine:
@@ -83,6 +85,8 @@ class StepAssembler:
             raise InvalidInput(f"max_pending is {max_pending}, must be at least 1")
         self.shape = shape
         self.max_pending = max_pending
+        self.summed_to: Mapping[Phase, int] = {}
+        """Steps of a phase up to which source-side sums are known already, from a window that was taken back."""
         self._boards: dict[CountingSide, Board] = {}
         self._epochs: dict[int, EpochMap] = {}
         self._rules = self._make_rules(1, 0)
@@ -144,6 +148,8 @@ class StepAssembler:
         if (misfit := board.misfit(report)) is not None:
             rejection = Rejection(Reason.BAD_LENGTH, len(report.steps), misfit)
             return Intake(report.last_step, rejected=(rejection,))
+        last = report.last_step
+        repeated = last is not None and last <= board.highest[report.rank]
         wrong = self._wrong_sums(report)
         fate, lacking = board.judge(report, wrong, self._rules)
         gave_way: list[Rejection] = []
@@ -163,6 +169,7 @@ class StepAssembler:
             tuple(rejected),
             complete,
             self._source_sums(report, entered) if report.side is CountingSide.SOURCE else None,
+            repeated,
         )
 
     # --- one report -------------------------------------------------------------------------------
@@ -228,8 +235,11 @@ class StepAssembler:
 
     def _source_sums(self, report: LoadReport, entered: Entered) -> dict[Phase, NDArray[np.int64]]:
         used = (entered.rows >= 0) & (report.steps["dummy"] == 0)
-        codes = report.steps["phase"]
-        found = [(phase, used & (codes == PHASE_CODE[phase])) for phase in Phase]
+        codes, steps = report.steps["phase"], report.steps["step"]
+        found = [
+            (phase, used & (codes == PHASE_CODE[phase]) & (steps > self.summed_to.get(phase, NO_STEP)))
+            for phase in Phase
+        ]
         return {phase: report.counts[mask].sum(axis=0) for phase, mask in found if mask.any()}
 
     # --- steps that end ---------------------------------------------------------------------------

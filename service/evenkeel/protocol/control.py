@@ -80,6 +80,8 @@ class DeploymentControl:
         self._asked_at = float("-inf")
         self._lost: set[EpRank] = set()
         self._unstored = Unstored()
+        self._sends: tuple[SendToRank, ...] = ()
+        """Of the newest batch with writes what goes out only if all are stored."""
 
     # --- reading ------------------------------------------------------------------------------------
 
@@ -319,8 +321,6 @@ class DeploymentControl:
         was_running = migration.running
         if isinstance(event, ctl.CancelWave) and not was_running:
             return []
-        if migration.coordinator is not None:
-            migration.coordinator.kept_back = self._unstored.holds_intent(migration.coordinator.wave)
         actions = migration.take(event, now)
         if was_running and not migration.running:
             recovery.settled_query = recovery.query + 1
@@ -437,9 +437,12 @@ class DeploymentControl:
         return self.cycles.take(event, now, Reason.PLAN_IN_PROGRESS if migrating else Reason.RECOVERING)
 
     def _unsaved(self, event: ctl.PersistFailed, _now: float) -> list[ControlAction]:
-        """Kept, and tried again with the next write or tick; no wave begins before."""
+        """Kept, and tried again with the next write or tick; no wave begins before. What was to go out with them did not."""
         current = (self._current(action) for action in event.failed)
         self._unstored.keep(action for action in current if action is not None)
+        if self.coordinator is not None:
+            self.coordinator.not_sent(self._sends)
+        self._sends = ()
         return []
 
     def _current(self, action: PersistAction) -> PersistAction | None:
@@ -464,4 +467,5 @@ class DeploymentControl:
         if not persists and not (flush and self._unstored):
             return actions
         others = [action for action in actions if not isinstance(action, PersistAction)]
+        self._sends = tuple(a for a in others if isinstance(a, SendToRank) and a.decides)
         return [*self._unstored.release(persists), *others]

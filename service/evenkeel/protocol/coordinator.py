@@ -58,6 +58,8 @@ class Peer:
     stream: int
     asked_on: int = -1
     """Stream that got the current question; -1 before it was asked."""
+    times_asked: int = 0
+    """How often the current state's question went out to it."""
     answered: bool = False
     lost: bool = False
     resend_at: float = 0.0
@@ -100,8 +102,6 @@ class Coordinator:
         """Set while the wave waits for a reason a person should know (R14)."""
         self.ack: Ack | None = None
         """The first Ack, of the new epoch."""
-        self.kept_back = False
-        """The intent is not known to be stored, so that Commit waits for the store."""
         self._entered_at = 0.0
         self._entered_step = 0
         self._step = 0
@@ -124,6 +124,15 @@ class Coordinator:
         if isinstance(event, FromRank):
             return self._dispatch(type(event.message), event, now) if self.counts(event) else []
         return self._dispatch(type(event), event, now)
+
+    def not_sent(self, messages: Iterable[SendToRank]) -> None:
+        """These of its actions were not carried out, for what was to be stored before is not; the next tick tries again."""
+        for action in messages:
+            if getattr(action.message, "wave", None) == self.wave:
+                peer = self.peers[action.rank]
+                peer.times_asked = max(0, peer.times_asked - 1)
+                if not peer.times_asked:
+                    peer.wait_s = peer.resend_at = 0.0
 
     def _dispatch(self, kind: type, event: object, now: float) -> list[CoordinatorAction]:
         cell = COORDINATOR.get((self.state, kind), ILLEGAL)
@@ -192,6 +201,10 @@ class Coordinator:
     def gives_up(self) -> bool:
         """R14: a wave that cannot finish is stalled; it never ends for that."""
         return False
+
+    def is_kept_back(self) -> bool:
+        """R14: the state's question has not gone out to some rank, so that it waits for the store and not for that rank."""
+        return any(not peer.answered and not peer.times_asked for peer in self.peers.values())
 
     def is_idle(self, now: float) -> bool:
         """R14: the fleet takes no steps, so nothing can be expected of its gate."""
@@ -294,7 +307,10 @@ class Coordinator:
         peer.incarnation, peer.stream, peer.lost = event.incarnation, event.stream, False
         if self.state is CoordinatorState.PREPARING and not same_life:
             return self._abort(Reason.RANK_LOST, f"rank {event.rank} began a new life", now)
-        return [] if peer.answered else [self._ask(event.rank, peer, now)]
+        # What waits for the store goes out with a tick, once that has it.
+        if peer.answered or not peer.times_asked:
+            return []
+        return [self._ask(event.rank, peer, now)]
 
     def _lost_preparing(self, event: RankLost, now: float) -> list[CoordinatorAction]:
         self.peers[event.rank].lost = True
@@ -321,20 +337,20 @@ class Coordinator:
     def _watch(self, now: float) -> list[CoordinatorAction]:
         """Every state has a deadline; what it leads to depends on whether the fleet can answer at all."""
         timing, waited = self.timing, now - self._entered_at
-        if self.state is CoordinatorState.PREPARING:
-            if waited < timing.prepare_deadline_s:
-                return []
-            detail = f"no vote from ranks {list(self.pending)} in {timing.prepare_deadline_s:g} s"
-            return self._abort(Reason.PREPARE_DEADLINE, detail, now)
         if not self.pending:
             return []
         lost = [rank for rank in self.pending if self.peers[rank].lost]
         if lost:
             return self._stall(Reason.RANK_LOST, f"ranks {lost} are not heard", now)
-        if self.state is CoordinatorState.COMMITTING and self.kept_back:
-            # The ranks' time to agree begins when they can be told to.
+        if self.is_kept_back():
+            # The ranks' time to answer begins when they can be asked.
             self._entered_at, self._entered_step = now, self._step
-            return self._stall(Reason.STORE_UNAVAILABLE, "the intent to commit is not stored yet", now)
+            return self._stall(Reason.STORE_UNAVAILABLE, "what its messages rest on is not stored yet", now)
+        if self.state is CoordinatorState.PREPARING:
+            if waited < timing.prepare_deadline_s:
+                return self._set_health(None)
+            detail = f"no vote from ranks {list(self.pending)} in {timing.prepare_deadline_s:g} s"
+            return self._abort(Reason.PREPARE_DEADLINE, detail, now)
         if self.state is not CoordinatorState.RECOVERING and self.is_idle(now):
             detail = f"no step for {now - self._stepped_at:.0f} s"
             return self._set_health(WaveHealth(self.wave, False, Reason.NO_STEPS, detail))
@@ -380,7 +396,7 @@ class Coordinator:
         actions = self._set_health(None)
         for rank, peer in self.peers.items():
             peer.answered = state is CoordinatorState.ABORTED
-            peer.wait_s = 0.0
+            peer.wait_s, peer.times_asked = 0.0, 0
             if not peer.answered:
                 actions.append(self._ask(rank, peer, now))
         return actions
@@ -389,6 +405,7 @@ class Coordinator:
         peer.wait_s = min(max(2 * peer.wait_s, self.timing.resend_s), self.timing.resend_max_s)
         peer.resend_at = now + peer.wait_s
         peer.asked_on = peer.stream
+        peer.times_asked += 1
         return SendToRank(rank, peer.stream, self._question())
 
     def _question(self) -> ControllerMessage:

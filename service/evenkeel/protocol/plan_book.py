@@ -13,15 +13,23 @@ from evenkeel.model.ids import PlanId
 from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel.protocol.control_messages import PersistPlan
 
-__all__ = ["PlanBook", "repeated"]
+__all__ = ["PlanBook", "is_failure", "remembered", "repeated"]
 
 _KEPT_TERMINAL = 16
-"""Ended plans kept in memory; the store keeps more. One of a large model may have thousands of transfers, megabytes."""
+"""Newest ended plans kept in memory; the store keeps more. One of a large model may have thousands of transfers, megabytes."""
+
+_KEPT_FAILURES = 16
+"""Failed plans kept however old: the wait for the next plan, doubled so often, is at its longest."""
 
 _MOST_PROPOSALS = 32
 """Proposals by hand that wait at a time."""
 
 _ACTIVE = frozenset({PlanPhase.APPROVED, PlanPhase.MIGRATING, PlanPhase.PAUSED, PlanPhase.STALLED})
+
+_MOVED_ON = frozenset(
+    {Reason.STALE_BASE, Reason.GENERATION_CHANGED, Reason.WEIGHTS_VERSION_CHANGED, Reason.LEASE_LOST}
+)
+"""Ends that say nothing about whether the fleet can carry plans out."""
 
 
 def repeated(record: PlanRecord, digest: str | None) -> PlanRecord:
@@ -35,8 +43,32 @@ def repeated(record: PlanRecord, digest: str | None) -> PlanRecord:
     return record
 
 
+def is_failure(record: PlanRecord) -> bool:
+    """Whether an automatic plan was refused or failed, and not because the world outran it."""
+    failed = record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _MOVED_ON
+    return failed and record.plan.kind is PlanKind.AUTOMATIC
+
+
+def remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
+    """Of all records, oldest first, those a leader must know: what has not ended, and the newest that has.
+
+    However many ended since: the plan that led to the present epoch, which a rollback undoes; the newest that was
+    carried out, cancelled or aborted, from whose end cooldowns count; the failures since one was carried out.
+    """
+    records = list(records)
+    ended = [record for record in records if record.phase.terminal]
+    by_end = sorted(ended, key=lambda record: record.updated_at)
+    kept = ended[-_KEPT_TERMINAL:] + [record for record in ended if record.waves_committed][-1:]
+    for phase in (PlanPhase.COMMITTED, PlanPhase.CANCELLED, PlanPhase.ABORTED):
+        kept += [record for record in by_end if record.phase is phase][-1:]
+    done_at = max((r.updated_at for r in ended if r.phase is PlanPhase.COMMITTED), default=float("-inf"))
+    failures = [record for record in by_end if record.updated_at > done_at and is_failure(record)]
+    names = {record.plan.plan_id for record in kept + failures[-_KEPT_FAILURES:]}
+    return [record for record in records if not record.phase.terminal or record.plan.plan_id in names]
+
+
 class PlanBook:
-    """Records by plan id, oldest first."""
+    """Records by plan id, oldest first: all that have not ended, and of the others those in `remembered`."""
 
     def __init__(self) -> None:
         self.records: dict[PlanId, PlanRecord] = {}
@@ -202,6 +234,4 @@ class PlanBook:
         ]
 
     def _forget_old(self) -> None:
-        ended = [plan_id for plan_id, record in self.records.items() if record.phase.terminal]
-        for plan_id in ended[: max(0, len(ended) - _KEPT_TERMINAL)]:
-            del self.records[plan_id]
+        self.records = {record.plan.plan_id: record for record in remembered(self.records.values())}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from evenkeel.model.plan import WaveKey
 from evenkeel.protocol import control_messages as ctl
 from evenkeel.protocol.control_messages import PersistAction
 
@@ -20,10 +19,6 @@ class Unstored:
 
     def __bool__(self) -> bool:
         return bool(self._actions)
-
-    def holds_intent(self, wave: WaveKey) -> bool:
-        """Whether the intent to commit this wave is among them: then its Commit was kept back."""
-        return any(isinstance(action, ctl.PersistIntent) and action.wave == wave for action in self._actions)
 
     def keep(self, failed: Iterable[PersistAction]) -> None:
         """Add writes that failed."""
