@@ -13,14 +13,15 @@ import uvicorn
 from typer.testing import CliRunner
 
 from evenkeel.api import TokenSet, create_app
-from evenkeel.cli import app, main
+from evenkeel.cli import app, client, main
 from evenkeel.cli.client import CliError, Exit, read_token
 from evenkeel.cli.options import parse_value
 from evenkeel.engines.reference.config import RankConfig
 from evenkeel.errors import Conflict, Unavailable
-from evenkeel.model.placement import Placement
+from evenkeel.model.ids import DeploymentId
+from evenkeel.ports import LedElsewhere
 from evenkeel.replay.console import work_bars
-from tests.api.fakes import SHAPE, FakeView, make_operations, make_plan, make_rank, make_status
+from tests.api.fakes import FakeView, make_operations, make_plan, make_rank, make_status
 
 OPERATE = "operate-token-0123456789"
 READ = "read-token-0123456789"
@@ -138,20 +139,6 @@ def test_a_plan_from_dry_run_to_its_end(run, operations):
     code, out, err = run("plan", "approve", "mine", *options)
     assert (code, out) == (Exit.REFUSED, "")
     assert err == "evenkeel: The state has moved on: plan mine is cancelled (wrong_phase)\n"
-
-
-def test_a_target_file_becomes_the_plan(run, operations, tmp_path):
-    path = tmp_path / "target.json"
-    want = Placement.initial(SHAPE)
-    path.write_text(json.dumps({"physical_to_logical": want.phy2log.tolist(), "epoch": 1}))
-    assert run("plan", "create", "-d", "demo", "--target", str(path))[0] == 0
-    assert operations.calls[0][2].target == want
-    for unusable in (b"[]", b"\xff\xfe", b"[" * 100_000, b'{"physical_to_logical": ' + b"9" * 5000 + b"}"):
-        path.write_bytes(unusable)
-        code, _, err = run("plan", "create", "-d", "demo", "--target", str(path))
-        assert code == Exit.USAGE
-        assert "physical_to_logical" in err
-        assert len(err.splitlines()) == 1
 
 
 def test_words_of_a_rank_are_shown_as_they_came(run, operations):
@@ -320,6 +307,53 @@ def test_a_server_that_is_no_controller(run, status, body):
     assert (code, out) == (Exit.REFUSED, "")
     assert "is it an Evenkeel controller?" in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("elsewhere", [3, 10**9])
+def test_an_address_of_several_replicas_is_asked_until_the_leader_answers(run, monkeypatch, elsewhere):
+    monkeypatch.setattr(client, "_PAUSE_S", 0.01)
+    callers = []
+
+    class Replicas(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            callers.append(self.client_address)
+            led = {"title": "Out of reach", "detail": "demo is led by b at b:1", "reason": "not_leader"}
+            body = {"mode": "auto"} if len(callers) > elsewhere else led | {"leader": "b"}
+            text = json.dumps(body).encode()
+            self.send_response(200 if len(callers) > elsewhere else 503)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Replicas)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        code, out, err = run("policy", "-d", "demo", "--url", f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert len(set(callers)) == len(callers), "the same connection leads to the same replica"
+    if elsewhere == 3:
+        assert (code, len(callers)) == (Exit.DONE, 4)
+        assert "auto" in out
+    else:
+        assert code == Exit.UNAVAILABLE and 3 < len(callers) < 100
+        assert "led by b at b:1 (not_leader)" in err
+
+
+def test_a_deployment_that_another_replica_leads_is_listed_without_figures(run, operations):
+    operations.elsewhere = [LedElsewhere(DeploymentId("chat"), "b", "b:1")]
+    row = run("status")[1].splitlines()[1].split()
+    assert row == ["chat", "follower", "not_leader", *"-------"]
+    operations.views["demo"] = FakeView(make_status(epoch=None), {}, None)
+    assert re.search(r"epoch +- of generation", run("status", "demo")[1])
 
 
 def test_which_token_is_sent(tmp_path):

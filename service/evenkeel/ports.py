@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from evenkeel.errors import Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel.model.load import LoadWindow, Phase
 from evenkeel.model.placement import Placement
@@ -21,6 +22,8 @@ __all__ = [
     "DeploymentView",
     "KeptAnswer",
     "Lease",
+    "LedElsewhere",
+    "NotLeading",
     "Operations",
     "PlanRequest",
     "QuarantineRow",
@@ -87,6 +90,10 @@ class DeploymentStore(Protocol):
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         """Give the lease up if it is still ours."""
+        ...
+
+    async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
+        """Who leads; None while nobody does."""
         ...
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
@@ -185,7 +192,8 @@ class DeploymentStatus:
     leader: str
     term: int
     generation: str
-    epoch: int
+    epoch: int | None
+    """None before the ranks told where they stand."""
     shape: ModelShape
     ranks: tuple[RankStatus, ...]
     step: int | None
@@ -203,6 +211,8 @@ class DeploymentStatus:
     frozen_until_unix: float | None = None
     held: bool = False
     """Automatic plans wait for `resume` after a rollback."""
+    leader_address: str | None = None
+    """host:port by which ranks reach the leader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +306,31 @@ class KeptAnswer:
     """Path of the plan the answer was about; None: it had no body."""
 
 
+@dataclass(frozen=True, slots=True)
+class LedElsewhere:
+    """A deployment that the replica which was asked does not lead."""
+
+    deployment: DeploymentId
+    leader: str | None
+    """Id of the replica that leads; None while nobody does."""
+    address: str | None
+    """host:port by which ranks reach it; None where it is not known."""
+
+
+class NotLeading(Unavailable):
+    """Only the leader knows, or may change, what was asked for; carries who leads."""
+
+    default_reason = Reason.NOT_LEADER
+
+    def __init__(self, led: LedElsewhere) -> None:
+        if led.leader is None:
+            super().__init__(f"nobody leads {led.deployment} for now")
+        else:
+            where = "" if led.address is None else f" at {led.address}"
+            super().__init__(f"{led.deployment} is led by {led.leader}{where}, not by this replica")
+        self.led = led
+
+
 class DeploymentView(Protocol):
     """Read access to one deployment."""
 
@@ -319,14 +354,19 @@ class DeploymentView(Protocol):
 class Operations(Protocol):
     """What an operator may ask of the controller; the API is a thin skin over this.
 
-    Methods raise NotFound, Conflict, InvalidInput, InfeasiblePlan and Unavailable.
+    Methods raise NotFound, Conflict, InvalidInput, InfeasiblePlan and Unavailable; where another replica leads NotLeading, but
+    for plans, decisions and audit, which are stored.
     """
 
-    def deployments(self) -> Sequence[DeploymentView]:
-        """All deployments this replica knows."""
+    async def deployments(self) -> Sequence[DeploymentView]:
+        """All deployments this replica leads."""
         ...
 
-    def deployment(self, deployment: DeploymentId) -> DeploymentView:
+    async def led_elsewhere(self) -> Sequence[LedElsewhere]:
+        """Deployments that others lead, and those known here that nobody does; without the store only what is known here."""
+        ...
+
+    async def deployment(self, deployment: DeploymentId) -> DeploymentView:
         """One deployment."""
         ...
 
@@ -383,7 +423,7 @@ class Operations(Protocol):
         """
         ...
 
-    def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
+    async def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
         """The policy document."""
         ...
 
@@ -402,7 +442,7 @@ class Operations(Protocol):
         """
         ...
 
-    def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
+    async def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
         """What was rejected of the ranks' reports, by reason."""
         ...
 

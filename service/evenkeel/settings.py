@@ -239,8 +239,8 @@ class IngestSettings:
     """A deployment none of whose ranks was here for this long is let go: lease, memory and series. Its records
     stay in the store."""
     max_deployments: Count = 256
-    """Deployments taken on; one more takes the place of one without ranks, or is refused, so that a misconfigured fleet
-    cannot fill the memory."""
+    """Deployments taken on; one more takes the place of one that had no ranks for ten seconds, or is refused, so that a
+    misconfigured fleet cannot fill the memory."""
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -108,6 +108,32 @@ async def test_what_cannot_be_read_is_left_out(valkey):
 # --- bounds and overlaps -----------------------------------------------------------------------
 
 
+async def test_every_key_runs_out_from_its_first_write_on(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    store = RedisDeploymentStore(client, record_age_s=100.0, decision_age_s=50.0)
+    writes = [
+        lambda: store.store_document(DEMO, "leader", {"replica_id": "a"}, 1),
+        lambda: store.store_plan(make_record(), 1),
+        lambda: store.store_epoch(DEMO, Epoch(1), BASE, 1),
+        lambda: store.append_decision(DEMO, {}),
+        lambda: store.acquire_lease(DEMO, "a", 60, 0),
+        lambda: store.store_document(DEMO, "policy", {}, 2),
+        store.ping,
+    ]
+    for write in writes:
+        await write()
+        left = {key.decode(): await client.pttl(key) for key in await client.keys("*")}
+        assert all(0 < ms <= 100_000 for ms in left.values()), left
+    assert {key.rpartition(":")[2] for key in left} >= {
+        "term",
+        "written",
+        "plans",
+        "plan_order",
+        "plans_open",
+    }
+    await disconnect(client)
+
+
 async def test_everything_of_a_deployment_shares_a_hash_tag_and_windows_expire(valkey):
     client: Any = connect(valkey.url, timeout_s=2)
     store, windows = RedisDeploymentStore(client), RedisWindowStore(client, ttl_s=60)

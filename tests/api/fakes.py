@@ -14,7 +14,7 @@ from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer,
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning.verdict import Call, Verdict
 from evenkeel.planning.what_if import PolicyScore, Recommendation, Redundancy, ReplicaLevel
-from evenkeel.ports import Advice, DeploymentStatus, KeptAnswer, QuarantineRow, RankStatus
+from evenkeel.ports import Advice, DeploymentStatus, KeptAnswer, LedElsewhere, QuarantineRow, RankStatus
 
 SHAPE = ModelShape(
     num_layers=2, num_logical_experts=4, num_ranks=2, slots_per_rank=3, top_k=2, bytes_per_expert=1000
@@ -47,6 +47,7 @@ def make_status(deployment: str = "demo", **changes) -> DeploymentStatus:
         "mode": "auto",
         "policy": "eplb",
         "leader": "controller-0",
+        "leader_address": "controller-0:50051",
         "term": 2,
         "generation": "11111111-1111-1111-1111-111111111111",
         "epoch": 3,
@@ -175,6 +176,7 @@ class FakeOperations:
         self.health = {"store": "ok"}
         self.advice = make_advice()
         self.calls: list[tuple[Any, ...]] = []
+        self.elsewhere: list[LedElsewhere] = []
         self.error: Exception | None = None
         self.refusal: Exception | None = None
         """Of changes of the policy."""
@@ -189,10 +191,13 @@ class FakeOperations:
         if deployment not in self.views:
             raise NotFound(f"no deployment {deployment}")
 
-    def deployments(self):
+    async def deployments(self):
         return list(self.views.values())
 
-    def deployment(self, deployment):
+    async def led_elsewhere(self):
+        return self.elsewhere
+
+    async def deployment(self, deployment):
         self._check(deployment)
         return self.views[deployment]
 
@@ -271,7 +276,7 @@ class FakeOperations:
         self.document = self.document | changes
         return self.document
 
-    def policy(self, deployment):
+    async def policy(self, deployment):
         self._check(deployment)
         return self.document
 
@@ -291,7 +296,7 @@ class FakeOperations:
         self.calls.append(("recommendation", deployment, max_age_s))
         return self.advice
 
-    def quarantine(self, deployment):
+    async def quarantine(self, deployment):
         self._check(deployment)
         return self.rejected
 

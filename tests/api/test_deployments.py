@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from evenkeel.errors import Conflict, Reason, Unavailable
+from evenkeel.model.ids import DeploymentId
 from evenkeel.model.load import Phase
 from evenkeel.model.placement import Placement
+from evenkeel.ports import LedElsewhere, NotLeading
 from tests.api.conftest import assert_problem, make_client
 from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_plan, make_status, make_window
 
@@ -21,6 +23,30 @@ async def test_deployments_are_listed_by_name_in_pages(client):
     ).json()
     assert [row["deployment"] for row in second["items"]] == ["fresh"]
     assert second["next_page_token"] is None
+
+
+async def test_the_list_tells_who_leads_what_is_led_elsewhere_and_nothing_else(client, operations):
+    operations.elsewhere = [
+        LedElsewhere(DeploymentId("chat"), "b", "b:50051"),
+        LedElsewhere(DeploymentId("gone"), None, None),
+    ]
+    rows = (await client.get("/v1/deployments")).json()["items"]
+    assert [row["deployment"] for row in rows] == ["chat", "demo", "fresh", "gone"]
+    assert rows[1]["leader_address"] == "controller-0:50051"
+    for row, leader, address in ((rows[0], "b", "b:50051"), (rows[3], None, None)):
+        assert row.keys() == rows[1].keys()
+        known = {name: value for name, value in row.items() if value is not None}
+        named = {"leader": leader, "leader_address": address} if leader else {}
+        expected = {"deployment": row["deployment"], "state": "follower", "reason": "not_leader"}
+        assert known == expected | named
+
+
+async def test_an_epoch_that_is_not_known_is_null(client, operations):
+    status = make_status("demo", epoch=None, frozen_until_unix=None)
+    operations.views["demo"] = FakeView(status, {Phase.DECODE: make_window()}, None)
+    for path in ("", "/load", "/heatmap"):
+        answer = await client.get(f"/v1/deployments/demo{path}")
+        assert (answer.status_code, answer.json()["epoch"]) == (200, None)
 
 
 @pytest.mark.parametrize("token", ["x", "%%%", "bm9ib2R5"])
@@ -129,9 +155,12 @@ async def test_of_changes_that_rest_on_one_document_one_is_taken(client, operati
 
 async def test_a_change_by_another_replica_than_the_leader_is_no_stale_document(client, operations):
     tag = (await client.get("/v1/deployments/demo/policy")).headers["etag"]
-    operations.refusal = Conflict("this replica does not lead the deployment", Reason.NOT_LEADER)
+    operations.refusal = NotLeading(LedElsewhere(DeploymentId("demo"), "b", "b:50051"))
     late = await client.patch("/v1/deployments/demo/policy", json={}, headers={"If-Match": tag})
-    assert_problem(late, 409, "not_leader")
+    assert_problem(late, 503, "not_leader")
+    operations.refusal = Conflict("a plan runs", Reason.PLAN_IN_PROGRESS)
+    late = await client.patch("/v1/deployments/demo/policy", json={}, headers={"If-Match": tag})
+    assert_problem(late, 409, "plan_in_progress")
 
 
 async def test_freeze_resume_and_who_asked(client, operations):

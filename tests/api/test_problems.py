@@ -12,6 +12,8 @@ from evenkeel.errors import (
     ShapeMismatch,
     Unavailable,
 )
+from evenkeel.model.ids import DeploymentId
+from evenkeel.ports import LedElsewhere, NotLeading
 from tests.api.conftest import assert_problem
 
 
@@ -44,6 +46,22 @@ async def test_a_defect_tells_the_client_nothing_but_500(client, operations, err
     assert_problem(response, 500)
     assert "secret" not in response.text
     assert "coordinator" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("leader", "address", "words"),
+    [
+        ("b", "b:50051", "demo is led by b at b:50051, not by this replica"),
+        ("b", None, "demo is led by b, not by this replica"),
+        (None, None, "nobody leads demo for now"),
+    ],
+)
+async def test_who_does_not_lead_tells_who_does(client, operations, leader, address, words):
+    operations.error = NotLeading(LedElsewhere(DeploymentId("demo"), leader, address))
+    response = await client.get("/v1/deployments/demo/policy")
+    body = assert_problem(response, 503, "not_leader")
+    assert (body["leader"], body["leader_address"], body["detail"]) == (leader, address, words)
+    assert int(response.headers["retry-after"]) > 0
 
 
 async def test_unavailable_says_when_to_come_back(client, operations):

@@ -52,6 +52,10 @@ class MemoryStore:
         if held is not None and held[0] == lease:
             del self._leases[deployment]
 
+    async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
+        held = self._leases.get(deployment)
+        return None if held is None or held[1] <= self._clock.monotonic() else held[0]
+
     def _fence(self, deployment: DeploymentId, term: int) -> None:
         known = self._terms.get(deployment, 0)
         if known > term:

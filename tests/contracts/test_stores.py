@@ -115,6 +115,22 @@ async def test_only_the_holder_renews_and_releases(store):
     assert await store.acquire_lease(DEMO, "b", 60.0, 0) == lease
 
 
+async def test_a_lease_can_be_looked_at_while_it_is_held(store):
+    assert await store.fetch_lease(DEMO) is None
+    lease = await store.acquire_lease(DEMO, "a", 60.0, 0)
+    await store.acquire_lease(DEMO, "b", 60.0, 0)
+    assert await store.fetch_lease(DEMO) == lease
+    assert await store.fetch_lease(OTHER) is None
+    await store.release_lease(DEMO, lease)
+    assert await store.fetch_lease(DEMO) is None
+    brief = await store.acquire_lease(DEMO, "b", 0.02, 0)
+    for _ in range(500):
+        if (held := await store.fetch_lease(DEMO)) != brief:
+            break
+        await asyncio.sleep(0.01)
+    assert held is None
+
+
 async def test_an_expired_lease_is_free_and_cannot_be_renewed(store):
     lease = await store.acquire_lease(DEMO, "a", 0.02, 0)
     for _ in range(500):

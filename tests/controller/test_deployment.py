@@ -1,7 +1,7 @@
 """What a deployment knows when it begins to lead: from the store, and where the store forgot, from before."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +20,10 @@ from evenkeel.model.ids import DeploymentId, EpRank, Generation, PlanId
 from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel.model.plan import PlanPhase
 from evenkeel.model.policy import Mode
+from evenkeel.ports import NotLeading
 from evenkeel.protocol.messages import QueryState
 from evenkeel.settings import Settings
-from evenkeel.wire.link import Heartbeat
+from evenkeel.wire.link import Heartbeat, RegistrationOutcome
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
 from tests.controller.spawned import Spawned
@@ -237,7 +238,10 @@ async def test_letting_go_takes_nothing_from_the_replica_that_leads_now():
         sessions = await one.lead()
         await one.yield_lease(sessions)
         await two.lead(first=11, highest_term=1)
-        await one.fleet.forget(DEMO, "eve")
+        with pytest.raises(NotLeading):  # For its leader to do: here nothing of it would end.
+            await one.fleet.forget(DEMO, "eve")
+        await one.fleet.forget_idle(0.0)
+        assert one.fleet.members == {}
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == "b"
 
 
@@ -250,6 +254,8 @@ async def test_a_live_rank_takes_the_place_of_a_deployment_without_ranks():
         await one.fleet.return_to(await store.deployments())
         assert len(one.fleet.members) == 2
         await until(lambda: all(member.keeper.leading for member in one.fleet.members.values()))
+        for member in one.fleet.members.values():
+            member._seen_at -= 60.0
         (displaced,) = {"gone-1", "gone-2"} - await _after_leading(one)
         assert len(one.fleet.members) == 2
         await until(lambda: DeploymentId(displaced) not in store._leases)
@@ -266,6 +272,44 @@ async def test_a_live_rank_takes_the_place_of_a_deployment_without_ranks():
 async def _after_leading(replica):
     await replica.lead()
     return set(replica.fleet.members)
+
+
+async def said_hello(replica, name, number):
+    """One rank of two under that name, gone again at once; whether it was taken."""
+    hello, stream = hello_of(0, "g1", number), RankStream(number, "peer", capacity=64)
+    hello = replace(hello, identity=replace(hello.identity, deployment=DeploymentId(name)))
+    session = await replica.fleet.attach(hello, stream)
+    if session is not None:
+        session.lost()
+    else:
+        (refusal,) = stream._queue
+        assert (refusal.outcome, refusal.reason) == (RegistrationOutcome.REFUSED, Reason.LIMIT_EXCEEDED)
+    return session is not None
+
+
+async def test_names_that_are_made_up_do_not_push_each_other_into_the_store():
+    async with replicas("a", max_deployments=4) as (one, store):
+        taken = [await said_hello(one, f"x{number}", number) for number in range(40)]
+        assert taken == [True] * 4 + [False] * 36
+        assert len(await store.deployments()) == len(one.fleet.members) == 4
+        one.fleet.members[DeploymentId("x2")]._seen_at -= 60.0
+        assert await said_hello(one, "x40", 40)
+        assert sorted(one.fleet.members) == ["x0", "x1", "x3", "x40"]
+
+
+async def test_a_deployment_that_was_whole_once_outlasts_names_that_never_were():
+    async with replicas("a", max_deployments=3) as (one, store):
+        for session in await one.lead():
+            session.lost()
+        for number in range(10, 12):
+            assert await said_hello(one, f"x{number}", number)
+        for idle_s, name in ((900.0, DEMO), (60.0, "x10"), (60.0, "x11")):
+            one.fleet.members[DeploymentId(name)]._seen_at -= idle_s
+        for number in range(12, 20):
+            assert await said_hello(one, f"x{number}", number)
+            one.fleet.members[DeploymentId(f"x{number}")]._seen_at -= 60.0
+        assert DEMO in one.fleet.members
+        assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == "a"
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -385,6 +429,52 @@ async def test_a_group_that_restarted_before_the_store_was_told_is_counted_under
         assert steps_of(one) == list(range(0 if stay else 20, 60))
         assert (await store.fetch(DEMO, Phase.DECODE)).steps.tolist() == steps_of(one)
         assert (await store.fetch_document(DEMO, "shape"))["generation"] == "g2"
+
+
+@pytest.mark.parametrize("fails", [None, Unavailable("a timeout"), asyncio.CancelledError()])
+async def test_a_group_that_restarts_while_the_shape_is_stored_has_its_own_stored(fails):
+    """The stored shape names the generation whose window it is: by an old one the next leader would drop the window."""
+    async with replicas("a") as (one, store):
+        sessions = await one.lead()
+        feed(one, 0, 20)
+        keep, met = store.store_document, []
+
+        async def slow(deployment, name, body, term):
+            if name == "shape" and not met:
+                met.append(body["generation"])
+                for session in sessions:
+                    session.lost()
+                await one.lead("g2", first=11, highest_term=one.member.term)
+                await until(lambda: one.member.ingest.generation == "g2")
+                if fails is not None:
+                    raise fails
+            await keep(deployment, name, body, term)
+
+        store.store_document = slow
+        with nullcontext() if fails is None else pytest.raises(type(fails)):
+            await one.member.store_windows()
+        await one.member.store_windows()
+        assert met == ["g1"]
+        assert (await store.fetch_document(DEMO, "shape"))["generation"] == "g2"
+
+
+@pytest.mark.parametrize("fails", [Unavailable("a timeout"), asyncio.CancelledError()])
+async def test_a_shape_that_was_not_stored_is_given_again(fails):
+    async with replicas("a") as (one, store):
+        await one.lead()
+        keep, refused = store.store_document, []
+
+        async def refuses(deployment, name, body, term):
+            if name == "shape" and not refused:
+                refused.append(body)
+                raise fails
+            await keep(deployment, name, body, term)
+
+        store.store_document = refuses
+        with pytest.raises(type(fails)):
+            await one.member.store_windows()
+        await one.member.store_windows()
+        assert (await store.fetch_document(DEMO, "shape")) == refused[0]
 
 
 async def test_a_ranks_trouble_outlives_a_lease_lost_and_won_again():

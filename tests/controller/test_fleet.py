@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from evenkeel.adapters.clock import SystemClock
 from evenkeel.adapters.grpc_server import RankStream
@@ -16,7 +17,7 @@ from evenkeel.controller.figures import FigureLimits
 from evenkeel.controller.fleet import Fleet
 from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.planning import request_digest
-from evenkeel.controller.serve import _deployment_options, _refresh_metrics, _store_all
+from evenkeel.controller.serve import _deployment_options, _refresh_metrics, _store_all, _store_windows
 from evenkeel.errors import Conflict, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, PlanId
 from evenkeel.model.load import LoadWindow, Phase
@@ -29,6 +30,7 @@ from evenkeel.settings import Settings
 from evenkeel.wire.link import FlowControl, Registration
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
+from tests.controller.test_deployment import replicas
 from tests.protocol.rigs import BASE, hello_of
 from tests.waiting import until
 
@@ -242,6 +244,60 @@ async def test_a_shard_that_is_gone_keeps_no_window_from_the_others():
     assert members[2].outlived == "term 2 has taken over"
     assert health.resting
     await _store_all([Stuck(), Stuck()], health)  # type: ignore[list-item]
+
+
+class NoLeases(MemoryStore):
+    """Takes a probe, and on the shard of ONE no lease while it is down."""
+
+    down = False
+
+    async def acquire_lease(self, deployment, *arguments):
+        self._check(deployment)
+        return await super().acquire_lease(deployment, *arguments)
+
+    async def renew_lease(self, deployment, *arguments):
+        self._check(deployment)
+        return await super().renew_lease(deployment, *arguments)
+
+    def _check(self, deployment):
+        if self.down and deployment == ONE:
+            raise Unavailable("shard 1 does not answer")
+
+
+@pytest.mark.parametrize("led_before", [True, False])
+async def test_a_shard_that_gives_no_lease_is_told_once_until_it_does(led_before):
+    store = NoLeases(SystemClock())
+    async with replicas("a", store=store) as (replica, _):
+        outside = replica.fleet._outside
+        health = outside.health
+        store.down = not led_before
+        with capture_logs() as log:
+            replica.tasks.spawn(_store_windows(replica.fleet, outside, 0.02), "store-windows")
+            for name in (ONE, TWO):
+                replica.fleet.add(name).keeper.want()
+            one, two = replica.fleet.members[ONE].keeper, replica.fleet.members[TWO].keeper
+            await until(lambda: two.leading and one.leading is led_before)
+            store.down = True
+            await until(lambda: "shard 1" in health.fault)
+            for _ in range(30):
+                await asyncio.sleep(0.1)
+                assert "shard 1" in health.fault
+            assert not one.leading and two.leading
+            store.down = False
+            await until(lambda: not health.fault)
+        said = [row["event"] for row in log if row["event"] in ("store_lost", "store_back")]
+        assert said == ["store_lost", "store_back"]
+
+
+async def test_a_lease_that_is_not_wanted_any_more_is_no_fault_of_the_store():
+    store = NoLeases(SystemClock())
+    async with replicas("a", store=store) as (replica, _):
+        keeper = replica.fleet.add(ONE).keeper
+        await keeper.decided(5)
+        store.down = True
+        await until(lambda: keeper.fault)
+        await keeper.yield_lease("a test")
+        assert keeper.fault is None
 
 
 def drained(stream):

@@ -15,7 +15,7 @@ from evenkeel.controller.hands import StoreHealth
 from evenkeel.controller.serve import _deployment_options
 from evenkeel.errors import Conflict, InvalidInput, Reason
 from evenkeel.model.ids import DeploymentId
-from evenkeel.model.policy import DeploymentPolicy
+from evenkeel.model.policy import DeploymentPolicy, Mode
 from evenkeel.settings import Settings
 from tests.contracts.memory_store import MemoryStore
 from tests.waiting import until
@@ -45,13 +45,13 @@ async def fleet():
 
 
 async def test_of_changes_that_rest_on_one_document_the_first_is_taken_and_told(fleet):
-    base = fleet.policy(DEMO)
+    base = await fleet.policy(DEMO)
     with capture_logs() as log:
         answers = await asyncio.gather(
             *(fleet.set_policy(DEMO, {"cycle_s": 10.0 + n}, "me", base) for n in range(6)),
             return_exceptions=True,
         )
-    assert answers[0]["cycle_s"] == fleet.policy(DEMO)["cycle_s"] == 10.0
+    assert answers[0]["cycle_s"] == (await fleet.policy(DEMO))["cycle_s"] == 10.0
     assert all(isinstance(late, Conflict) and late.reason is Reason.STALE_BASE for late in answers[1:])
     assert [row["changes"] for row in log if row["event"] == "policy_changed"] == [{"cycle_s": 10.0}]
     # The document that was answered is what the next change may rest on; without one it rests on any.
@@ -63,6 +63,40 @@ async def test_a_change_that_is_refused_is_not_told_as_one(fleet):
     with capture_logs() as log, pytest.raises(InvalidInput, match="unknown policy fields"):
         await fleet.set_policy(DEMO, {"cycles": 1}, "me")
     assert not [row for row in log if row["event"] == "policy_changed"]
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "words"),
+    [
+        (
+            {"min_window_steps": 300},
+            "^thresholds.min_window_steps 300 exceeds window.plan_steps 256: no cycle",
+        ),
+        (
+            {"min_held_out_steps": 1000},
+            "^thresholds.min_held_out_steps 1000 can never be met: .* up to 128 can$",
+        ),
+        (
+            {"min_window_steps": 300, "min_held_out_steps": 129},
+            "300 exceeds .*; thresholds.min_held_out_steps 129",
+        ),
+    ],
+)
+async def test_a_gate_that_no_window_can_pass_is_refused(fleet, thresholds, words):
+    before = await fleet.policy(DEMO)
+    with pytest.raises(InvalidInput, match=words):
+        await fleet.set_policy(DEMO, {"thresholds": thresholds}, "me")
+    assert await fleet.policy(DEMO) == before
+    wanted = {"min_window_steps": 256, "min_held_out_steps": 128}
+    changed = await fleet.set_policy(DEMO, {"thresholds": wanted}, "me")
+    assert changed["thresholds"] | wanted == changed["thresholds"]
+
+
+async def test_a_stored_gate_that_no_window_can_pass_stops_no_other_change(fleet):
+    """It was stored by a replica of longer windows."""
+    operator = fleet.members[DEMO].operator
+    operator.set_policy(DeploymentPolicy(mode=Mode.AUTO, thresholds={"min_held_out_steps": 200}))
+    assert (await fleet.set_policy(DEMO, {"mode": "observe"}, "me"))["mode"] == "observe"
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,14 @@ async def _reached(group, controller) -> bool:
     return all(isinstance(rank.answer, link.Registration) for rank in group.ranks)
 
 
-async def _follows(controller) -> bool:
-    return (await controller.status()).get("state") == "follower"
+async def _follows(controller, leader: str) -> bool:
+    """Whether a replica that has lost its lease says who has it, and nothing of what it knew."""
+    for path in ("/v1/deployments/demo", "/v1/deployments/demo/policy"):
+        answer = (await controller.http.get(path)).json()
+        if (answer.get("reason"), answer.get("leader")) != ("not_leader", leader):
+            return False
+    (row,) = (await controller.http.get("/v1/deployments")).json()["items"]
+    return (row["state"], row["leader"], row["epoch"]) == ("follower", leader, None)
 
 
 async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path, store):
@@ -160,7 +166,7 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
         plan = (await two.http.get("/v1/deployments/demo/plans/held")).json()
         assert (plan["phase"], plan["waves_committed"]) == ("committed", 1)
 
-        await until(lambda: _follows(one))
+        await until(lambda: _follows(one, "two"))
         for rank in old:
             await rank.close()
         await group.serve(8)
@@ -239,7 +245,7 @@ async def test_a_leader_no_rank_can_reach_lets_another_lead(tmp_path, store):
         status = await two.status()
         assert (status["leader"], status["term"] > term) == ("two", True)
         assert any("no rank was heard" in row["why"] for row in one.events("lease_lost"))
-        await until(lambda: _follows(one))
+        await until(lambda: _follows(one, "two"))
 
 
 async def test_decisions_come_back_after_a_restart_and_after_a_leaders_death(tmp_path, store):

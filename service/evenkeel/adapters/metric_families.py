@@ -177,7 +177,9 @@ def _deployment_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
         "State of a deployment and why; always 1, one series at a time.",
         [*one, "state", "reason"],
     )
-    epoch = _family("evenkeel_epoch", "Epoch of the committed placement.", one)
+    epoch = _family(
+        "evenkeel_epoch", "Epoch of the committed placement; absent until the ranks told it.", one
+    )
     term = _family("evenkeel_term", "Leadership number the deployment is led under.", one)
     expected = _family("evenkeel_ranks_expected", "Ranks the deployment's shape declares.", one)
     window = _family("evenkeel_window_steps", "Complete steps in the fullest window.", one)
@@ -193,7 +195,8 @@ def _deployment_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
         labels = [str(status.deployment)]
         info.add_metric([*labels, status.mode, status.policy, status.leader], 1)
         state.add_metric([*labels, status.state, status.reason], 1)
-        epoch.add_metric(labels, status.epoch)
+        if status.epoch is not None:
+            epoch.add_metric(labels, status.epoch)
         term.add_metric(labels, status.term)
         expected.add_metric(labels, status.shape.num_ranks)
         window.add_metric(labels, status.window_steps)

@@ -101,7 +101,7 @@ class ControllerMetrics(Collector):
         )
         self._degraded = Gauge(
             "evenkeel_store_degraded",
-            "1 while the store is out of reach: loads are kept in memory only and nothing is decided.",
+            "1 while the store is out of reach or refuses writes: loads are kept in memory only and nothing is decided.",
             registry=registry,
         )
         self._evicts = Gauge(

@@ -56,6 +56,7 @@ _SEE = """
 local now = tonumber(redis.call('TIME')[1])
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
+redis.call('PEXPIRE', KEYS[1], ARGV[2] * 1000)
 return 1
 """
 
@@ -66,7 +67,8 @@ if held[1] == ARGV[1] and held[2] == ARGV[2] then redis.call('DEL', KEYS[1]) end
 return 1
 """
 
-# Every fenced write begins with this. KEYS: term, last writes. ARGV: the writer's term, record, writer, number of the write.
+# Every fenced write begins with this. KEYS: term, last writes. ARGV: the writer's term, record, writer, number of the write,
+# and as the last one the age of records in ms.
 # A flushed store knows no term and takes the writer's. A write that arrives after a later one of its own writer, by a
 # connection that was given up, is outdated: the writer went on without it.
 _FENCE = """
@@ -76,6 +78,12 @@ if known < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
 local writer, number = string.match(redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%S+) (%d+)$')
 if writer == ARGV[3] and tonumber(number) > tonumber(ARGV[4]) then return 0 end
 redis.call('HSET', KEYS[2], ARGV[2], ARGV[3] .. ' ' .. ARGV[4])
+"""
+
+# And ends with this: what is written lives on from the first write, for a name may never be led long enough to be renewed.
+_KEEP = """
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[#ARGV]) end
+return 0
 """
 
 # KEYS from 3: plans, order, open. ARGV from 5: plan id, created at, body, plans kept, whether it has not ended, what its
@@ -95,8 +103,8 @@ if excess > 0 then
     redis.call('HDEL', KEYS[2], ARGV[10] .. old)
   end
 end
-return 0
 """
+    + _KEEP
 )
 
 # KEYS from 3: epochs. ARGV from 5: epoch, body, epochs kept. Epochs above the written one are of a history
@@ -109,8 +117,8 @@ for _, epoch in ipairs(redis.call('HKEYS', KEYS[3])) do
   if tonumber(epoch) > tonumber(ARGV[5]) or tonumber(epoch) <= kept then redis.call('HDEL', KEYS[3], epoch) end
 end
 redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
-return 0
 """
+    + _KEEP
 )
 
 # KEYS from 3: documents. ARGV from 5: name, body.
@@ -118,11 +126,12 @@ _STORE_DOCUMENT = (
     _FENCE
     + """
 redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
-return 0
 """
+    + _KEEP
 )
 
-# KEYS: a key that nobody reads. WAIT counts the replicas that have what its connection wrote, so something is written.
+# KEYS: a key that nobody reads. A store that takes no writes answers reads all the same, and WAIT counts the replicas that
+# have what its connection wrote.
 _PROBE = """
 redis.call('SET', KEYS[1], 1, 'PX', 60000)
 return 0
@@ -231,6 +240,12 @@ class RedisDeploymentStore:
         with store_errors("releasing a lease"):
             await self._client.eval(_RELEASE, 1, self._key(deployment, "lease"), lease.holder, lease.term)
 
+    async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
+        """Who leads; None while nobody does."""
+        with store_errors("reading a lease"):
+            holder, term = await self._client.hmget(self._key(deployment, "lease"), ["holder", "term"])
+        return None if holder is None or term is None else Lease(holder.decode(), int(term))
+
     async def store_plan(self, record: PlanRecord, term: int) -> None:
         """Write one plan record whole."""
         plan = record.plan
@@ -326,13 +341,13 @@ class RedisDeploymentStore:
         return sorted(DeploymentId(name.decode()) for name in names)
 
     async def ping(self) -> None:
-        """Raise Unavailable unless the store answers, and takes a write on as many replicas as a plan needs."""
-        wanted = self._wait_replicas
+        """Raise Unavailable unless the store takes a write, on as many replicas as a plan needs."""
+        wanted, key = self._wait_replicas, f"{self._prefix}:probe"
         with store_errors("ping"):
             if not wanted:
-                await self._client.ping()
+                await self._client.eval(_PROBE, 1, key)
                 return
-            _, copies = await self._eval_and_wait(wanted, _PROBE, [f"{self._prefix}:probe"])
+            _, copies = await self._eval_and_wait(wanted, _PROBE, [key])
         if copies < wanted:
             raise Unavailable(f"ping: {copies} of {wanted} replicas have a write after {self._wait_s:g} s")
 
@@ -347,7 +362,8 @@ class RedisDeploymentStore:
         replicas: int,
     ) -> None:
         keys = [self._key(deployment, name) for name in ("term", "written", *names)]
-        values = (term, record, self._writer, next(self._numbers), *values)
+        age_ms = _milliseconds(self._record_age_s)
+        values = (term, record, self._writer, next(self._numbers), *values, age_ms)
         with store_errors(f"writing {names[0]}"):
             if replicas:
                 newer, copies = await self._eval_and_wait(replicas, script, keys, *values)

@@ -32,7 +32,7 @@ from evenkeel.model.topology import ModelShape
 from evenkeel.planning import metrics
 from evenkeel.planning.verdict import Verdict
 from evenkeel.planning.what_if import PolicyScore, Redundancy
-from evenkeel.ports import Advice, DeploymentStatus, PlanRequest
+from evenkeel.ports import Advice, DeploymentStatus, LedElsewhere, PlanRequest
 from evenkeel.protocol.tables import ControlState
 
 __all__ = [
@@ -143,6 +143,7 @@ def deployment_out(status: DeploymentStatus) -> DeploymentOut:
         mode=str(status.mode),
         policy=status.policy,
         leader=status.leader,
+        leader_address=status.leader_address,
         term=status.term,
         generation=status.generation,
         epoch=status.epoch,
@@ -159,6 +160,19 @@ def deployment_out(status: DeploymentStatus) -> DeploymentOut:
         frozen_until_unix=status.frozen_until_unix,
         held=status.held,
     )
+
+
+def elsewhere_out(led: LedElsewhere) -> DeploymentOut:
+    """A deployment that this replica does not lead: nothing is known here but who does."""
+    unknown = dict.fromkeys(DeploymentOut.model_fields)
+    known = {
+        "deployment": led.deployment,
+        "state": ControlState.FOLLOWER.value,
+        "reason": Reason.NOT_LEADER.value,
+        "leader": led.leader,
+        "leader_address": led.address,
+    }
+    return DeploymentOut.model_validate(unknown | known)
 
 
 def phase_load(window: LoadWindow | None, placement: Placement | None) -> PhaseLoad | None:

@@ -1,7 +1,6 @@
 """Routes of a deployment: state, placement, load, policy, freeze, decisions."""
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -19,7 +18,14 @@ from evenkeel.api.context import (
     entity_tag,
     page,
 )
-from evenkeel.api.convert import deployment_out, phase_load, placement_out, plain, recommendation_out
+from evenkeel.api.convert import (
+    deployment_out,
+    elsewhere_out,
+    phase_load,
+    placement_out,
+    plain,
+    recommendation_out,
+)
 from evenkeel.api.problems import problem_response
 from evenkeel.api.schemas import (
     DecisionPage,
@@ -46,27 +52,32 @@ _DECISIONS_SHOWN = 1000
 """Newest rows that can be paged through."""
 
 
-def _told(operations: Operations) -> Iterator[DeploymentStatus]:
+async def _told(operations: Operations) -> list[DeploymentStatus]:
     """States of the deployments that have one: a name alone, without a shape, is none yet."""
-    for view in operations.deployments():
+    told = []
+    for view in await operations.deployments():
         with suppress(Unavailable):
-            yield view.status()
+            told.append(view.status())
+    return told
 
 
 @router.get("/deployments")
 async def list_deployments(
     operations: OperationsOf, page_size: PageSize = 100, page_token: PageToken = None
 ) -> DeploymentPage:
-    """Every deployment whose ranks have said what they are, by name."""
-    rows = sorted(_told(operations), key=lambda status: status.deployment)
-    chosen, after = page(rows, lambda status: str(status.deployment), page_token, page_size)
-    return DeploymentPage(items=[deployment_out(status) for status in chosen], next_page_token=after)
+    """Every deployment whose ranks have said what they are, by name. Of those that another replica leads only who leads
+    is known here, the rest is null."""
+    found = [deployment_out(status) for status in await _told(operations)]
+    found += [elsewhere_out(led) for led in await operations.led_elsewhere()]
+    rows = sorted(found, key=lambda row: row.deployment)
+    chosen, after = page(rows, lambda row: row.deployment, page_token, page_size)
+    return DeploymentPage(items=chosen, next_page_token=after)
 
 
 @router.get("/deployments/{deployment}")
 async def get_deployment(operations: OperationsOf, deployment: DeploymentPath) -> DeploymentOut:
     """One deployment: state and why, ranks, balance, the active plan, the last decision."""
-    return deployment_out(operations.deployment(deployment).status())
+    return deployment_out((await operations.deployment(deployment)).status())
 
 
 @router.delete("/deployments/{deployment}", status_code=204, responses=_CONFLICT)
@@ -79,7 +90,7 @@ async def forget_deployment(operations: OperationsOf, caller: Caller, deployment
 @router.get("/deployments/{deployment}/placement")
 async def get_placement(operations: OperationsOf, deployment: DeploymentPath) -> PlacementOut:
     """The committed placement; 503 before the ranks told it."""
-    view = operations.deployment(deployment)
+    view = await operations.deployment(deployment)
     placement = view.placement()
     if placement is None:
         raise Unavailable(
@@ -91,7 +102,7 @@ async def get_placement(operations: OperationsOf, deployment: DeploymentPath) ->
 @router.get("/deployments/{deployment}/load")
 async def get_load(operations: OperationsOf, deployment: DeploymentPath) -> LoadOut:
     """Load matrices of each phase's window: layers x experts, and layers x ranks under the committed placement."""
-    view = operations.deployment(deployment)
+    view = await operations.deployment(deployment)
     placement = view.placement()
     windows = {phase: view.window(phase) for phase in Phase}
     # Summing a window of a large model takes a good part of a second: off the loop that serves the ranks.
@@ -128,7 +139,7 @@ async def get_policy(
     operations: OperationsOf, deployment: DeploymentPath, response: Response
 ) -> dict[str, Any]:
     """The policy document, with an ETag for `If-Match`."""
-    document: dict[str, Any] = plain(operations.policy(deployment))
+    document: dict[str, Any] = plain(await operations.policy(deployment))
     response.headers["ETag"] = entity_tag(document)
     return document
 
@@ -158,7 +169,7 @@ async def set_policy(
         )
     tags = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
     # `*` asks only that there be a document, and there always is (RFC 9110, section 13.1.1).
-    base = None if tags is None or tags == {"*"} else operations.policy(deployment)
+    base = None if tags is None or tags == {"*"} else await operations.policy(deployment)
     try:
         if base is not None and tags is not None and entity_tag(plain(base)) not in tags:
             raise Conflict("the policy document is not the one If-Match names", Reason.STALE_BASE)

@@ -42,7 +42,7 @@ async def get_heatmap(
     first_layer: Annotated[int, Query(ge=0, le=2**31, description="Layer of the first row.")] = 0,
 ) -> HeatMapOut:
     """Load of the window as shares of each layer's mean: layers x experts, and layers x ranks."""
-    view = operations.deployment(deployment)
+    view = await operations.deployment(deployment)
     windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
     # Summing a window of a large model takes a good part of a second: off the loop that serves the ranks.
     rows = await asyncio.to_thread(
@@ -113,7 +113,7 @@ async def get_quarantine(operations: OperationsOf, deployment: DeploymentPath) -
             rank_steps=row.rank_steps,
             samples=[QuarantineSampleOut(rank=rank, detail=words) for rank, words in row.samples],
         )
-        for row in operations.quarantine(deployment)
+        for row in await operations.quarantine(deployment)
     ]
     return QuarantineOut(deployment=deployment, items=items)
 

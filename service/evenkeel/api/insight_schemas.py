@@ -21,7 +21,8 @@ class HeatMapOut(BaseModel):
     """Load by layer as shares of the layer's mean: 1 is balanced; null is unknown, never zero."""
 
     deployment: str
-    epoch: int
+    epoch: int | None
+    """Null before the ranks told it."""
     phase: str | None
     """Null: all phases, every step counted alike."""
     steps: int

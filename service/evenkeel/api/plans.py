@@ -61,7 +61,7 @@ async def create_plan(
 
     The same plan_id with the same body gives the same plan again, with another body 409 `id_reused`.
     """
-    status = operations.deployment(deployment).status()
+    status = (await operations.deployment(deployment)).status()
     request = plan_request(body, body.plan_id or idempotency_key, status, caller)
     record = await operations.create_plan(deployment, request)
     if record.phase is PlanPhase.PROPOSED:

@@ -24,6 +24,7 @@ from evenkeel.errors import (
     Reason,
     Unavailable,
 )
+from evenkeel.ports import NotLeading
 
 __all__ = ["KINDS", "add_problem_handlers", "problem_response"]
 
@@ -136,7 +137,9 @@ async def _evenkeel_error(request: Request, error: Exception) -> JSONResponse:
     if kind is None:
         return await _defect(request, error)
     headers = {"Retry-After": _RETRY_AFTER_S} if kind == "unavailable" else None
-    return problem_response(kind, str(error), request.url.path, error.reason, headers)
+    led = error.led if isinstance(error, NotLeading) else None
+    members = {} if led is None else {"leader": led.leader, "leader_address": led.address}
+    return problem_response(kind, str(error), request.url.path, error.reason, headers, **members)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:

@@ -56,6 +56,10 @@ class ProblemOut(_Out):
     instance: str
     reason: str | None = None
     """From the closed list of reasons."""
+    leader: str | None = None
+    """With `not_leader`: id of the replica that leads; null while nobody does."""
+    leader_address: str | None = None
+    """Where ranks reach it, host:port; null where it is not known."""
 
 
 class ShapeOut(_Out):
@@ -170,29 +174,32 @@ class PlanPage(_Out):
 
 
 class DeploymentOut(_Out):
-    """One deployment; null is unknown, never zero."""
+    """One deployment; null is unknown, never zero. In a list, of one that another replica leads, all is null but who leads."""
 
     deployment: str
     state: str
     reason: str
-    mode: str
-    policy: str
-    leader: str
-    term: int
-    generation: str
-    epoch: int
-    shape: ShapeOut
-    ranks: list[RankOut]
+    mode: str | None
+    policy: str | None
+    leader: str | None
+    """Id of the replica that leads; null while nobody does."""
+    leader_address: str | None
+    """Where ranks reach it, host:port."""
+    term: int | None
+    generation: str | None
+    epoch: int | None
+    shape: ShapeOut | None
+    ranks: list[RankOut] | None
     step: int | None
-    window_steps: int
+    window_steps: int | None
     balancedness_mean: float | None
     balancedness_worst: float | None
     active_plan: PlanSummary | None
-    staging_bytes_done: int
-    staging_bytes_total: int
+    staging_bytes_done: int | None
+    staging_bytes_total: int | None
     last_decision: dict[str, Any] | None
     frozen_until_unix: float | None
-    held: bool
+    held: bool | None
 
 
 class DeploymentPage(_Out):
@@ -220,7 +227,8 @@ class LoadOut(_Out):
     """Load matrices per phase; null where the phase has no step."""
 
     deployment: str
-    epoch: int
+    epoch: int | None
+    """Null before the ranks told it."""
     phases: dict[Phase, PhaseLoad | None]
 
 

@@ -1,5 +1,6 @@
 """The command line's side of REST: one address, one token, errors as one line and an exit code."""
 
+import time
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ import httpx
 __all__ = ["ApiClient", "CliError", "Exit"]
 
 _WHO = "is it an Evenkeel controller?"
+_TRIES = 12
+_PAUSE_S = 0.25
+"""Behind one address there may be several replicas, of which one leads. Each try is a connection of its own, and may reach
+that one."""
 
 
 class Exit(IntEnum):
@@ -47,7 +52,13 @@ class ApiClient:
         self._url = url.rstrip("/")
         try:
             # No proxy from the environment: a token must not take a detour nobody asked for.
-            self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
+            self._http = httpx.Client(
+                base_url=self._url,
+                headers=headers,
+                timeout=timeout_s,
+                trust_env=False,
+                limits=httpx.Limits(max_keepalive_connections=0),
+            )
         except httpx.InvalidURL as error:
             raise CliError(f"{self._url} is no address to call: {error}", Exit.USAGE) from error
 
@@ -105,6 +116,11 @@ class ApiClient:
     def _call(self, method: str, path: str, **kwargs: Any) -> Any:
         try:
             response = self._http.request(method, f"/v1/{path}", **kwargs)
+            for _ in range(_TRIES - 1):
+                if not _led_elsewhere(response):
+                    break
+                time.sleep(_PAUSE_S)
+                response = self._http.request(method, f"/v1/{path}", **kwargs)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise CliError(f"{self._url} is no address to call: {error}", Exit.USAGE) from error
         except httpx.RequestError as error:
@@ -125,6 +141,17 @@ class ApiClient:
                 f"{self._url} answered {response.status_code} and no JSON object; {_WHO}", Exit.REFUSED
             )
         return answer
+
+
+def _led_elsewhere(response: httpx.Response) -> bool:
+    """Whether another replica leads what was asked about; this one changed nothing."""
+    if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+        return False
+    try:
+        problem = response.json()
+        return problem["reason"] == "not_leader" and problem["leader"] is not None
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _refusal(url: str, response: httpx.Response) -> CliError:

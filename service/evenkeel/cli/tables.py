@@ -45,14 +45,20 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     for row in rows:
         plan = row["active_plan"]
         table.add_row(
-            row["deployment"], row["state"], row["reason"], row["mode"], row["policy"], str(row["epoch"]),
+            row["deployment"], row["state"], row["reason"], *(_word(row[name]) for name in ("mode", "policy", "epoch")),
             number(row["balancedness_mean"]), number(row["balancedness_worst"]), _ranks(row),
             "-" if plan is None else f"{plan['plan_id']} {plan['phase']}",
         )  # fmt: skip
     return table
 
 
+def _word(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
 def _ranks(row: Mapping[str, Any]) -> str:
+    if row["ranks"] is None:
+        return "-"
     fresh = sum(rank["fresh"] for rank in row["ranks"])
     return f"{fresh}/{row['shape']['num_ranks']}"
 
@@ -69,9 +75,9 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
         ("mode, policy", f"{row['mode']}, {row['policy']}{', held after a rollback' if row['held'] else ''}"),
         ("frozen until", moment(row["frozen_until_unix"])),
         ("leader", f"{row['leader']}, term {row['term']}"),
-        ("epoch", f"{row['epoch']} of generation {row['generation']}"),
+        ("epoch", f"{_word(row['epoch'])} of generation {row['generation']}"),
         ("shape", _shape_line(row["shape"])),
-        ("window", f"{row['window_steps']} steps, newest {'-' if row['step'] is None else row['step']}"),
+        ("window", f"{row['window_steps']} steps, newest {_word(row['step'])}"),
         (
             "balancedness",
             f"{number(row['balancedness_mean'])} mean, {number(row['balancedness_worst'])} worst layer",

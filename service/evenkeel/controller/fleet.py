@@ -10,23 +10,30 @@ from evenkeel.controller.answers import AnswerLog
 from evenkeel.controller.audit import AuditLog
 from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outside
 from evenkeel.controller.documents import change_policy, policy_document
+from evenkeel.controller.elsewhere import Elsewhere
 from evenkeel.controller.logs import log_level, set_log_level
+from evenkeel.controller.pages import page_of_plans
 from evenkeel.controller.session import Session
 from evenkeel.controller.status import LiveView
 from evenkeel.errors import Conflict, InvalidInput, NotFound, PeerViolation, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel.model.plan import PlanRecord
+from evenkeel.planning.gates import GateSettings
 from evenkeel.ports import (
     Advice,
     AuditEntry,
     DeploymentStore,
     DeploymentView,
     KeptAnswer,
+    LedElsewhere,
+    NotLeading,
     PlanRequest,
     QuarantineRow,
 )
 from evenkeel.protocol.control_messages import ControlAction, PersistDocument
 from evenkeel.protocol.messages import Hello
+from evenkeel.protocol.operator import Operator
+from evenkeel.settings import never_met
 from evenkeel.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
 
 __all__ = ["Fleet"]
@@ -35,6 +42,10 @@ _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 _UNPROVEN_S = 60.0
 """A deployment of which no rank was ever taken is let go of sooner: anyone can say a name."""
+_LEASE_WAIT_S = 3.0
+_GIVES_WAY_S = 10.0
+"""Without ranks for as long, a deployment makes room in a full table: names that come and go at once would each take a lease,
+and leave records, as fast as anyone can say them."""
 
 
 class Fleet:
@@ -48,6 +59,7 @@ class Fleet:
         self._flow = options.flow
         self._audit = AuditLog(outside.store, outside.health, outside.clock)
         self._answers = AnswerLog(outside.store, outside.health, outside.clock)
+        self._elsewhere = Elsewhere(outside.store, outside.health, options.replica_id)
 
     def add(self, name: DeploymentId) -> Deployment:
         """The deployment of a name, made if it is new here."""
@@ -91,9 +103,15 @@ class Fleet:
         """What is left to do for a deployment that is no member any more."""
         name = member.deployment
         _log.info("deployment_forgotten", deployment=name)
+        await self._seek_lease(member)
         await member.leave(forgotten=True)
         if name not in self.members:
             self._outside.metrics.forget(name)
+
+    async def _seek_lease(self, member: Deployment) -> None:
+        """Take the lease of a deployment that nobody leads, as once its ranks are gone: only its leader can let go of it."""
+        if not member.keeper.leading and not self._outside.health.resting:
+            await member.keeper.decided(_LEASE_WAIT_S)
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -108,13 +126,14 @@ class Fleet:
         return await self.add(name).attach(hello, stream)
 
     def _make_room(self) -> bool:
-        """Whether one more may come; a full table lets go of a deployment without ranks, of one never seen whole first."""
+        """Whether one more may come; a full table lets go of an idle deployment, first of those never seen whole."""
         if len(self.members) < self._max_deployments:
             return True
-        idle = [member for member in self.members.values() if not member.sessions]
+        idle = [member for member in self.members.values() if member.idle_s() >= _GIVES_WAY_S]
         if not idle:
             return False
-        member = min(idle, key=lambda one: (one.shape is not None, -one.idle_s()))
+        # What one rank said may be anything; a generation has all of its ranks.
+        member = min(idle, key=lambda one: (one.ingest.generation is not None, -one.idle_s()))
         del self.members[member.deployment]
         self._outside.spawn(self._let_go(member), f"let-go-{member.deployment}")
         return True
@@ -143,22 +162,52 @@ class Fleet:
 
     # --- operators: reading -------------------------------------------------------------------------
 
-    def deployments(self) -> Sequence[DeploymentView]:
-        """All deployments this replica knows the shape of."""
-        return [LiveView(member) for member in self.members.values() if member.shape is not None]
+    async def deployments(self) -> Sequence[DeploymentView]:
+        """All deployments this replica leads and knows the shape of."""
+        return [LiveView(member) for member in self._led_here() if member.shape is not None]
 
-    def deployment(self, deployment: DeploymentId) -> DeploymentView:
+    async def led_elsewhere(self) -> Sequence[LedElsewhere]:
+        """Deployments that others lead, and those known here that nobody does; without the store only what is known here."""
+        return await self._elsewhere.all([one.deployment for one in self._led_here()], list(self.members))
+
+    def _led_here(self) -> list[Deployment]:
+        return [member for member in self.members.values() if member.keeper.leading]
+
+    def _leads(self, deployment: DeploymentId) -> bool:
+        member = self.members.get(deployment)
+        return member is not None and member.keeper.leading
+
+    async def deployment(self, deployment: DeploymentId) -> DeploymentView:
         """One deployment."""
-        member = self._member(deployment)
+        member = await self._leading(deployment)
         if member.shape is None:
             raise NotFound(f"no rank of {deployment} has connected yet")
         return LiveView(member)
 
-    def _member(self, deployment: DeploymentId) -> Deployment:
-        member = self.members.get(deployment)
-        if member is None:
-            raise NotFound(f"no deployment {deployment} on this replica")
-        return member
+    async def _leading(self, deployment: DeploymentId) -> Deployment:
+        """A deployment of which this replica knows, and may say, more than the store does.
+
+        Raises:
+            NotLeading: another leads it, or nobody.
+            NotFound: nobody ever led it, or it was let go of.
+            Unavailable: the store is out of reach, so that nobody knows.
+        """
+        if not self._leads(deployment):
+            raise NotLeading(await self._led_by(deployment))
+        return self.members[deployment]
+
+    async def _led_by(self, deployment: DeploymentId) -> LedElsewhere:
+        led = await self._elsewhere.leader(deployment)
+        if led is None:
+            raise NotFound(f"no deployment {deployment} is known")
+        return led
+
+    async def _plans_here(self, deployment: DeploymentId) -> Mapping[PlanId, PlanRecord]:
+        """Plans in memory; none where this replica does not lead: what it remembers has gone on without it."""
+        if self._leads(deployment):
+            return self.members[deployment].control.book.records
+        await self._led_by(deployment)
+        return {}
 
     async def plans(
         self, deployment: DeploymentId, limit: int, after: PlanId | None = None
@@ -169,20 +218,20 @@ class Fleet:
             InvalidInput: no plan `after` is known any more.
             Unavailable: what comes after one is in the store, and that is out of reach.
         """
-        records = dict(self._member(deployment).control.book.records)
+        records = dict(await self._plans_here(deployment))
         order = {plan_id: record.plan.created_at for plan_id, record in records.items()}
         listed = await self._stored(lambda store: store.plan_order(deployment))
         if listed is not None:
-            names, more = _page(dict(listed) | order, limit, after)
+            names, more = page_of_plans(dict(listed) | order, limit, after)
             found = {name: records[name] for name in names if name in records}
             others = [name for name in names if name not in found]
             stored = await self._stored(lambda store: store.fetch_plans(deployment, others))
             if stored is not None:
                 found |= {record.plan.plan_id: record for record in stored}
                 return [found[name] for name in names if name in found], more
-        if after is not None:
+        if after is not None or not self._leads(deployment):
             raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
-        names, more = _page(order, limit, None)
+        names, more = page_of_plans(order, limit, None)
         return [records[name] for name in names], more
 
     async def _stored(self, ask: Callable[[DeploymentStore], Awaitable[_T]]) -> _T | None:
@@ -199,7 +248,7 @@ class Fleet:
 
     async def plan(self, deployment: DeploymentId, plan_id: PlanId) -> PlanRecord:
         """One plan record with its story."""
-        record = self._member(deployment).control.book.records.get(plan_id)
+        record = (await self._plans_here(deployment)).get(plan_id)
         if record is not None:
             return record
         stored = await self._stored(lambda store: store.fetch_plans(deployment, [plan_id]))
@@ -209,23 +258,26 @@ class Fleet:
             raise NotFound(f"no plan {plan_id}")
         return stored[0]
 
-    def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
+    async def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
         """The policy document."""
-        return policy_document(self._member(deployment).control.policy)
+        return policy_document((await self._leading(deployment)).control.policy)
 
     async def decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Decision log, newest first; only the rows in memory while the store is out of reach."""
-        member = self._member(deployment)
+        """Decision log, newest first; the leader has only the rows in memory while the store is out of reach."""
+        if not self._leads(deployment):
+            await self._led_by(deployment)
         rows = await self._stored(lambda store: store.fetch_decisions(deployment, limit))
-        return list(reversed(member.hands.decisions))[:limit] if rows is None else rows
+        if rows is not None:
+            return rows
+        return list(reversed((await self._leading(deployment)).hands.decisions))[:limit]
 
     async def recommendation(self, deployment: DeploymentId, max_age_s: float | None) -> Advice:
         """What would pay now, and why; a kept answer if it is young enough. Moves nothing."""
-        return await self._member(deployment).planning.what_if.recommendation(max_age_s)
+        return await (await self._leading(deployment)).planning.what_if.recommendation(max_age_s)
 
-    def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
+    async def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
         """What was rejected of the ranks' reports, by reason."""
-        kept = self._member(deployment).ingest.quarantine
+        kept = (await self._leading(deployment)).ingest.quarantine
         return [
             QuarantineRow(
                 reason.value, steps, tuple((int(rank), words) for rank, words in kept.samples(reason))
@@ -238,7 +290,8 @@ class Fleet:
         """Audit rows, newest first; only those in memory while the store is out of reach."""
         if deployment is None:
             return self._audit.here(None, limit)
-        self._member(deployment)
+        if deployment not in self.members:
+            await self._led_by(deployment)
         if not self._outside.health.resting:
             try:
                 return await self._audit.rows(deployment, limit)
@@ -263,30 +316,42 @@ class Fleet:
 
     # --- operators: changing ------------------------------------------------------------------------
 
-    def _durable(self, deployment: DeploymentId) -> Deployment:
+    async def _durable(self, deployment: DeploymentId) -> Deployment:
         """A deployment to be changed.
 
         Raises:
             Unavailable: the change could not be stored now.
         """
-        member = self._member(deployment)
+        member = await self._leading(deployment)
         if self._outside.health.resting:
             raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
         return member
 
     async def create_plan(self, deployment: DeploymentId, request: PlanRequest) -> PlanRecord:
         """Plan by hand. Same id and body: the same plan; same id, other body: Conflict(ID_REUSED)."""
-        return await self._durable(deployment).planning.by_hand(request)
+        return await (await self._durable(deployment)).planning.by_hand(request)
 
     async def approve(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
         """Start a proposed plan; Conflict(STALE_BASE) when the epoch moved (R16)."""
-        member = self._durable(deployment)
-        return await member.driver.call(lambda now: member.operator.approve(plan_id, by, now))
+        return await self._change_plan(deployment, plan_id, lambda one, now: one.approve(plan_id, by, now))
 
     async def cancel(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
         """Stop a plan; after the votes it takes effect at the next wave (R16)."""
-        member = self._durable(deployment)
-        return await member.driver.call(lambda now: member.operator.cancel(plan_id, by, now))
+        return await self._change_plan(deployment, plan_id, lambda one, now: one.cancel(plan_id, by, now))
+
+    async def _change_plan(
+        self,
+        deployment: DeploymentId,
+        plan_id: PlanId,
+        change: Callable[[Operator, float], tuple[PlanRecord, list[ControlAction]]],
+    ) -> PlanRecord:
+        member = await self._durable(deployment)
+        try:
+            return await member.driver.call(lambda now: change(member.operator, now))
+        except NotFound:
+            # The leader forgets the oldest of many ended plans; the store may still know one.
+            record = await self.plan(deployment, plan_id)
+            raise Conflict(f"plan {plan_id} is {record.phase}") from None
 
     async def rollback(
         self, deployment: DeploymentId, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None
@@ -295,33 +360,35 @@ class Fleet:
 
         Same id and epoch: the same plan; same id, other epoch: Conflict(ID_REUSED).
         """
-        return await self._durable(deployment).planning.rollback(to_epoch, by, plan_id)
+        return await (await self._durable(deployment)).planning.rollback(to_epoch, by, plan_id)
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
         """Let automatic plans run again after a rollback."""
-        member = self._durable(deployment)
+        member = await self._durable(deployment)
         _log.info("resumed", deployment=deployment, by=by)
         await member.driver.call(lambda now: (None, member.operator.resume(now)))
 
     async def freeze(self, deployment: DeploymentId, seconds: float, by: str) -> None:
         """No new plan for that long; 0 thaws."""
-        member = self._durable(deployment)
+        member = await self._durable(deployment)
         _log.info("frozen", deployment=deployment, seconds=seconds, by=by)
         await member.driver.call(lambda now: (None, member.operator.freeze(seconds, now)))
 
     async def clear_quarantine(self, deployment: DeploymentId, by: str) -> None:
         """Count from zero and drop the samples; metrics go on counting."""
+        member = await self._leading(deployment)
         _log.info("quarantine_cleared", deployment=deployment, by=by)
-        self._member(deployment).ingest.clear_quarantine()
+        member.ingest.clear_quarantine()
 
     async def forget(self, deployment: DeploymentId, by: str) -> None:
         """Let go of a deployment: lease, memory, series and stored windows; plans and epochs stay stored."""
-        member = self._durable(deployment)
+        if (known := self.members.get(deployment)) is not None:
+            await self._seek_lease(known)
+        member = await self._durable(deployment)
         if member.sessions:
             raise Conflict(f"{len(member.sessions)} ranks of {deployment} are connected", Reason.BUSY)
         _log.info("forget_asked", deployment=deployment, by=by)
-        if member.keeper.leading:
-            await self._outside.windows.forget(deployment)
+        await self._outside.windows.forget(deployment)
         if self.members.get(deployment) is member and not member.sessions:
             await self._let_go(self.members.pop(deployment))
 
@@ -340,7 +407,8 @@ class Fleet:
         """A stored answer of a deployment that is here."""
         if deployment not in self.members:
             return None
-        self._durable(deployment)
+        if self._outside.health.resting:
+            raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
         try:
             return await self._answers.find(deployment, name)
         except Unavailable as error:
@@ -355,32 +423,25 @@ class Fleet:
         base: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
         """Change mode, policy name, limits or gate settings; returns the whole policy document."""
-        member = self._durable(deployment)
+        member = await self._durable(deployment)
 
         def change(_now: float) -> tuple[Mapping[str, Any], list[ControlAction]]:
+            if member.control.leader is None:
+                raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
             # Compared here and not by the caller: another change may be applied before this one's turn comes.
             if base is not None and base != policy_document(member.control.policy):
                 raise Conflict("the policy document has changed since it was read", Reason.STALE_BASE)
             policy = change_policy(member.control.policy, changes)
-            if member.control.leader is None:
-                raise Conflict("this replica does not lead the deployment", Reason.NOT_LEADER)
+            gates = GateSettings.from_thresholds(policy.thresholds)
+            # Only when asked for: a stored threshold must not stop another change.
+            if "thresholds" in changes and (words := [*never_met(gates, self._options.cycle.plan_steps)]):
+                raise InvalidInput("; ".join(words))
             member.operator.set_policy(policy)
             _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)
             document = policy_document(policy)
             return document, member.control.outgoing([PersistDocument("policy", document)])
 
         return await member.driver.call(change)
-
-
-def _page(order: Mapping[PlanId, float], limit: int, after: PlanId | None) -> tuple[Sequence[PlanId], bool]:
-    """The plans that come after one, or the first ones, newest first; and whether there are more."""
-    names = sorted(order, key=lambda name: (order[name], name), reverse=True)
-    if after is not None and after not in order:
-        raise InvalidInput(
-            f"plan {after}, after which to go on, is not known here; start again at the first page"
-        )
-    start = 0 if after is None else names.index(after) + 1
-    return names[start : start + limit], start + limit < len(names)
 
 
 def _is_over(member: Deployment, after_s: float) -> bool:

@@ -48,6 +48,8 @@ class LeaseKeeper:
         """Ours, while it holds."""
         self.winner: Lease | None = None
         """The newest answer of the store: who leads, as far as known."""
+        self.fault: Unavailable | None = None
+        """Why the store gave no answer when it was last asked; None when it did, and while the lease is not wanted."""
         self._store = store
         self._clock = clock
         self._lease_s = lease_s
@@ -92,7 +94,7 @@ class LeaseKeeper:
         if lease is None:
             return
         self._wanted.clear()
-        self.winner = None
+        self.winner = self.fault = None
         self._lose(why)
         await self._give_back(lease)
 
@@ -146,7 +148,9 @@ class LeaseKeeper:
                 _log.info("leading", deployment=self.deployment, term=self.winner.term)
             else:
                 self._outrun(self.winner)
+            self.fault = None
         except EvenkeelError as error:
+            self.fault = error if isinstance(error, Unavailable) else None
             _log.warning("lease_not_acquired", deployment=self.deployment, error=str(error))
             return False
         async with self._changed:
@@ -177,7 +181,7 @@ class LeaseKeeper:
     async def _keep(self) -> None:
         """Renew until the lease is lost, may be lost, or is to be taken anew."""
         while (lease := self.lease) is not None:
-            await asyncio.sleep(self._renew_s)
+            await asyncio.sleep(self._renew_s if self.fault is None else min(self._renew_s, _AGAIN_S))
             if self.lease is None:
                 break
             asked_at = self._clock.monotonic()
@@ -187,16 +191,19 @@ class LeaseKeeper:
             try:
                 async with asyncio.timeout(left):
                     held = await self._store.renew_lease(self.deployment, lease, self._lease_s)
+                self.fault = None
                 if not held:
                     self._lose("the store says it is another's")
                     break
                 self._held_since = asked_at
             except Unavailable as error:
+                self.fault = error
                 if not self._alone and self._clock.monotonic() >= gone_at:
                     self._lose(str(error))
                     break
             except TimeoutError:
-                self._lose(f"the store did not answer within {left:g} s, and it may have run out")
+                self.fault = Unavailable(f"the store did not answer within {left:g} s")
+                self._lose(f"{self.fault}, and it may have run out")
                 break
 
     def _lose(self, why: str) -> None:

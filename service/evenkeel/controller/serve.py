@@ -46,6 +46,8 @@ __all__ = ["run", "serve"]
 
 _log = structlog.get_logger(__name__)
 _PACE_S = 0.25
+_PROBE_S = 1.0
+"""Between writes that only tell whether the store takes any: a replica that leads nothing writes nothing else."""
 _STOP_S = 20.0
 """A controller that still waits for something this long after it was told to stop is ended."""
 
@@ -199,18 +201,34 @@ async def _take_up(fleet: Fleet, outside: Outside) -> None:
 
 async def _store_windows(fleet: Fleet, outside: Outside, interval_s: float) -> None:
     """Keep the stored windows up to date, and notice when the store goes and comes back."""
+    health, clock = outside.health, outside.clock
+    probed_at = float("-inf")
     while True:
         await asyncio.sleep(interval_s)
-        if outside.health.resting:
+        if health.resting:
             continue
         try:
-            await _store_all(fleet.members.values(), outside.health)
-            if outside.health.fault:
-                await outside.store.ping()
+            await _store_all(fleet.members.values(), health)
+            if clock.monotonic() - probed_at < _PROBE_S:
+                continue
+            await outside.store.ping()
+            probed_at = clock.monotonic()
+            _check_leases(fleet.members.values())
         except Unavailable as error:
-            outside.health.failed(error)
+            health.failed(error)
         else:
-            outside.health.recovered()
+            health.recovered()
+
+
+def _check_leases(deployments: Iterable[Deployment]) -> None:
+    """Leases may be on a shard that the probe is not on.
+
+    Raises:
+        Unavailable: the store did not answer, or refused, when a lease was last sought or renewed.
+    """
+    for deployment in deployments:
+        if deployment.keeper.fault is not None:
+            raise deployment.keeper.fault
 
 
 async def _store_all(deployments: Iterable[Deployment], health: StoreHealth) -> None:

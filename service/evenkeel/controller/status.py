@@ -65,6 +65,7 @@ class LiveView:
         mean, worst = deployment.balance.summary()
         staged = control.migration.staged.values() if control.migration is not None else ()
         winner, decisions = deployment.keeper.winner, deployment.hands.decisions
+        frozen_until = control.frozen_until
         return DeploymentStatus(
             deployment=deployment.deployment,
             state=control.state,
@@ -74,7 +75,7 @@ class LiveView:
             leader=winner.holder if winner is not None else "",
             term=control.leader.term if control.leader is not None else 0,
             generation=control.generation or "",
-            epoch=control.epoch or 0,
+            epoch=control.epoch,
             shape=deployment.shape,
             ranks=self._ranks(now),
             step=deployment.ingest.newest_step,
@@ -85,8 +86,9 @@ class LiveView:
             staging_bytes_done=sum(done for done, _ in staged),
             staging_bytes_total=sum(total for _, total in staged),
             last_decision=decisions[-1] if decisions else None,
-            frozen_until_unix=control.frozen_until or None,
+            frozen_until_unix=frozen_until if frozen_until > now + control.unix_offset_s else None,
             held=control.held,
+            leader_address=deployment.options.advertise,
         )
 
     def _ranks(self, now: float) -> tuple[RankStatus, ...]:
