@@ -140,8 +140,12 @@ class DeploymentStore(Protocol):
         """Decision rows, newest first."""
         ...
 
+    async def unlist(self, deployment: DeploymentId) -> None:
+        """Leave a deployment out of `deployments` until it is led again; its records stay."""
+        ...
+
     async def deployments(self) -> Sequence[DeploymentId]:
-        """Every deployment with a record here."""
+        """Every deployment with a record here, but those taken off the list."""
         ...
 
     async def ping(self) -> None:

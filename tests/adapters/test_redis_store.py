@@ -150,6 +150,17 @@ async def test_everything_of_a_deployment_shares_a_hash_tag_and_windows_expire(v
     await disconnect(client)
 
 
+async def test_a_deployment_is_listed_for_as_long_as_it_is_led(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    store = RedisDeploymentStore(client, record_age_s=2.0)
+    lease = await store.acquire_lease(DEMO, "a", 60, 0)
+    for _ in range(30):
+        await asyncio.sleep(0.1)
+        assert await store.renew_lease(DEMO, lease, 60)
+    assert await store.deployments() == [DEMO]
+    await disconnect(client)
+
+
 async def test_plans_and_streams_are_bounded_in_the_server(valkey):
     client = connect(valkey.url, timeout_s=2)
     store = RedisDeploymentStore(client, plans_kept=3)

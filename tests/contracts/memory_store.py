@@ -23,6 +23,7 @@ class MemoryStore:
         self._epochs_kept = epochs_kept
         self._leases: dict[DeploymentId, tuple[Lease, float]] = {}
         self._terms: dict[DeploymentId, int] = {}
+        self._unlisted: set[DeploymentId] = set()
         self._plans: dict[DeploymentId, dict[str, PlanRecord]] = {}
         self._epochs: dict[DeploymentId, dict[Epoch, Placement]] = {}
         self._documents: dict[tuple[DeploymentId, str], str] = {}
@@ -37,6 +38,7 @@ class MemoryStore:
             return held[0]
         term = max(self._terms.get(deployment, 0), at_least_term) + 1
         self._terms[deployment] = term
+        self._unlisted.discard(deployment)
         self._leases[deployment] = (Lease(holder, term), self._clock.monotonic() + ttl_s)
         return Lease(holder, term)
 
@@ -108,8 +110,11 @@ class MemoryStore:
         rows = self._decisions.get(deployment, [])
         return [json.loads(row) for row in rows[::-1][: max(0, limit)]]
 
+    async def unlist(self, deployment: DeploymentId) -> None:
+        self._unlisted.add(deployment)
+
     async def deployments(self) -> Sequence[DeploymentId]:
-        return sorted(self._terms)
+        return sorted(self._terms.keys() - self._unlisted)
 
     async def ping(self) -> None:
         pass

@@ -145,6 +145,10 @@ async def test_deployments_have_leases_of_their_own(store):
     await store.acquire_lease(DEMO, "a", 60.0, 5)
     assert await store.acquire_lease(OTHER, "b", 60.0, 0) == Lease("b", 1)
     assert await store.deployments() == [DEMO, OTHER]
+    await store.unlist(OTHER)
+    assert await store.deployments() == [DEMO]
+    await store.acquire_lease(OTHER, "b", 60.0, 0)
+    assert await store.deployments() == [DEMO, OTHER]
 
 
 # --- fenced records ----------------------------------------------------------------------------

@@ -297,6 +297,15 @@ async def test_names_that_are_made_up_do_not_push_each_other_into_the_store():
         assert sorted(one.fleet.members) == ["x0", "x1", "x3", "x40"]
 
 
+async def test_a_deployment_is_idle_from_when_its_last_rank_went():
+    async with replicas("a") as (one, _):
+        sessions = await one.lead()
+        one.member._seen_at -= 60.0  # Nobody asked while they were here.
+        for session in sessions:
+            session.lost()
+        assert one.member.idle_s() < 10.0
+
+
 async def test_a_deployment_that_was_whole_once_outlasts_names_that_never_were():
     async with replicas("a", max_deployments=3) as (one, store):
         for session in await one.lead():

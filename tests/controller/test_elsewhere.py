@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 
 from evenkeel.adapters.clock import SystemClock
+from evenkeel.api.convert import deployment_out
 from evenkeel.errors import Conflict, NotFound, Reason, Unavailable
 from evenkeel.model.ids import DeploymentId, PlanId
 from evenkeel.model.plan import PlanPhase
 from evenkeel.ports import LedElsewhere, NotLeading
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
-from tests.controller.test_deployment import DEMO, replicas
+from tests.controller.test_deployment import DEMO, feed, replicas
+from tests.waiting import until
 
 NOBODY = DeploymentId("nobody")
 
@@ -21,6 +23,10 @@ class Silent(MemoryStore):
     """Does not answer reads while it is down."""
 
     down = False
+
+    async def acquire_lease(self, *arguments):
+        self._check()
+        return await super().acquire_lease(*arguments)
 
     async def fetch_document(self, *arguments):
         self._check()
@@ -124,6 +130,55 @@ async def test_the_list_names_what_others_lead(led_before):
         store.down = True
         expected = [LedElsewhere(DEMO, None, None)] if led_before else []
         assert await two.fleet.led_elsewhere() == expected
+
+
+async def test_one_name_out_of_reach_hides_no_other():
+    async with two_replicas(False) as (one, two, store):
+        await store.acquire_lease(NOBODY, "c", 60.0, 0)
+        fetch = store.fetch_lease
+
+        async def fetch_lease(deployment):
+            if deployment == NOBODY:
+                raise Unavailable("its shard is away")
+            return await fetch(deployment)
+
+        store.fetch_lease = fetch_lease
+        await store.store_document(NOBODY, "leader", {"replica_id": "c", "address": "c:1"}, 1)
+        led = {one.deployment: one.leader for one in await two.fleet.led_elsewhere()}
+        assert led == {DEMO: "a", NOBODY: None}
+
+
+async def test_while_the_store_is_away_who_led_last_and_still_counts_is_read():
+    async with two_replicas(False) as (one, two, store):
+        feed(one, 0, 20, incarnation=11)
+        store.down = True
+        one.member.outside.health.failed(Unavailable("no answer"))
+        one.member.keeper.outlive("it ran out")
+        await until(lambda: one.member.control.leader is None)
+        status = (await one.fleet.deployment(DEMO)).status()
+        assert (status.state, status.mode, status.window_steps) == ("follower", "auto", 20)
+        told = deployment_out(status)
+        assert (told.leader, told.leader_address, told.ranks, told.epoch, told.term) == (None,) * 5
+        assert (await one.fleet.policy(DEMO))["mode"] == "auto"
+        assert [view.status().deployment for view in await one.fleet.deployments()] == [DEMO]
+        for replica, ask in ((one, one.fleet.resume), (two, two.fleet.policy)):
+            with pytest.raises(Unavailable):
+                await (ask(DEMO, "eve") if replica is one else ask(DEMO))
+        # Without a fault the lease is another's, or soon is, and what is here is of before.
+        one.member.outside.health.recovered()
+        with pytest.raises(Unavailable):
+            await one.fleet.policy(DEMO)
+
+
+async def test_a_store_that_was_emptied_makes_no_deployment_unknown():
+    async with two_replicas(False) as (one, _, store):
+        one.member.keeper.outlive("it is gone")
+        store._documents.clear()
+        store._leases.clear()
+        store._terms.clear()
+        if not one.member.keeper.leading:
+            with pytest.raises(NotLeading):
+                await one.fleet.deployment(DEMO)
 
 
 async def test_nobody_is_named_while_nobody_leads():

@@ -235,6 +235,27 @@ async def test_a_lease_that_is_yielded_is_free_and_not_sought_before_ranks_come(
     assert one.leading
 
 
+@pytest.mark.parametrize("ends", ["fails", "times out"])
+async def test_a_renewal_that_fails_after_the_lease_was_yielded_leaves_no_fault(rig, ends):
+    """Nobody asks the store for it again: the fault would stand for as long as no rank comes."""
+    one = rig.start("a")
+    await one.decided(5)
+    asked, renew = asyncio.Event(), rig._ask
+
+    async def late(*arguments):
+        asked.set()
+        await asyncio.sleep(60 if ends == "times out" else 0.1)
+        raise Unavailable("late")
+
+    rig._ask = late
+    await asyncio.wait_for(asked.wait(), 5)
+    rig._ask = renew
+    await one.yield_lease("nobody reaches it")
+    await asyncio.sleep(0.6)
+    assert one.fault is None
+    assert not one.leading
+
+
 async def test_a_lease_that_ran_out_while_records_were_loaded_is_not_led_by(rig):
     slow = 0.5
 

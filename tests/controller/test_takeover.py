@@ -78,6 +78,13 @@ async def test_the_search_ends_where_it_found_one(store):
     assert store.read == [48, 48]
 
 
+async def test_the_search_ends_also_where_there_is_none(store):
+    await store.epochs(BASE, TARGET)
+    await store.dry_runs(0, 900)
+    await book_of(store)
+    assert store.read == [48] * 5
+
+
 async def test_where_no_map_was_ever_changed_nothing_is_searched_for(store):
     await store.epochs(BASE)
     await store.dry_runs(0, 200)

@@ -8,6 +8,7 @@ write of one leader, late by a path that lost it, replace a later one.
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -27,6 +28,9 @@ from evenkeel.model.plan import PlanRecord
 from evenkeel.ports import Lease
 
 __all__ = ["RedisDeploymentStore"]
+
+_LISTED_AGAIN = 100
+"""Times within the age of records that a deployment is put on the list again while it is led."""
 
 # KEYS: lease, term. ARGV: holder, ttl in ms, least term to be above, age of records in ms.
 _ACQUIRE = """
@@ -194,6 +198,8 @@ class RedisDeploymentStore:
         self._wait_replicas = wait_replicas
         self._writer, self._numbers = secrets.token_hex(8), count(1)
         self._wait_s = wait_s
+        self._listed_at: dict[DeploymentId, float] = {}
+        """When those led through this store were last named in the list."""
 
     @property
     def _seen(self) -> str:
@@ -207,7 +213,8 @@ class RedisDeploymentStore:
     ) -> Lease:
         """Take the lease if it is free, expired or the same holder's; the reply is the winner."""
         with store_errors("acquiring a lease"):
-            await self._client.eval(_SEE, 1, self._seen, deployment, round(self._record_age_s))
+            await self._list(deployment)
+            self._listed_at.pop(deployment, None)
             keys = (self._key(deployment, "lease"), self._key(deployment, "term"))
             winner, term = await self._client.eval(
                 _ACQUIRE,
@@ -220,9 +227,17 @@ class RedisDeploymentStore:
             )
         return Lease(winner.decode(), int(term))
 
+    async def _list(self, deployment: DeploymentId) -> None:
+        """Have `deployments` name it, for as long as records are kept."""
+        await self._client.eval(_SEE, 1, self._seen, deployment, round(self._record_age_s))
+
     async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
         """Prolong a lease; False when it is no longer ours."""
         with store_errors("renewing a lease"):
+            now = time.monotonic()
+            if now - self._listed_at.get(deployment, float("-inf")) >= self._record_age_s / _LISTED_AGAIN:
+                await self._list(deployment)
+                self._listed_at[deployment] = now
             keys = [self._key(deployment, name) for name in ("lease", *_RECORDS)]
             answer = await self._client.eval(
                 _RENEW,
@@ -237,6 +252,7 @@ class RedisDeploymentStore:
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         """Give the lease up if it is still ours."""
+        self._listed_at.pop(deployment, None)
         with store_errors("releasing a lease"):
             await self._client.eval(_RELEASE, 1, self._key(deployment, "lease"), lease.holder, lease.term)
 
@@ -334,8 +350,13 @@ class RedisDeploymentStore:
         decisions = (_readable_json(fields.get(b"d", b"")) for _, fields in rows)
         return [row for row in decisions if isinstance(row, dict)]
 
+    async def unlist(self, deployment: DeploymentId) -> None:
+        """Leave a deployment out of `deployments` until it is led again; its records stay."""
+        with store_errors("taking a deployment off the list"):
+            await self._client.zrem(self._seen, deployment)
+
     async def deployments(self) -> Sequence[DeploymentId]:
-        """Every deployment with a record here."""
+        """Every deployment with a record here, but those taken off the list."""
         with store_errors("listing deployments"):
             names = await self._client.zrange(self._seen, 0, -1)
         return sorted(DeploymentId(name.decode()) for name in names)

@@ -135,20 +135,21 @@ def placement_out(placement: Placement, epoch: int | None) -> PlacementOut:
 
 
 def deployment_out(status: DeploymentStatus) -> DeploymentOut:
-    """A deployment as operators see it."""
+    """A deployment as operators see it; without a leader nobody knows the ranks and where they stand."""
+    led = status.state is not ControlState.FOLLOWER
     return DeploymentOut(
         deployment=status.deployment,
         state=str(status.state),
         reason=str(status.reason),
         mode=str(status.mode),
         policy=status.policy,
-        leader=status.leader,
+        leader=status.leader or None,
         leader_address=status.leader_address,
-        term=status.term,
-        generation=status.generation,
+        term=status.term if led else None,
+        generation=status.generation if led else None,
         epoch=status.epoch,
         shape=ShapeOut.model_validate(status.shape),
-        ranks=[RankOut.model_validate(rank) for rank in status.ranks],
+        ranks=[RankOut.model_validate(rank) for rank in status.ranks] if led else None,
         step=status.step,
         window_steps=status.window_steps,
         balancedness_mean=plain(status.balancedness_mean),

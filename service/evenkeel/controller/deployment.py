@@ -167,6 +167,7 @@ class Deployment:
             nobody = {"replica_id": "", "address": ""}
             with contextlib.suppress(Unavailable, Conflict):
                 await self.outside.store.store_document(self.deployment, "leader", nobody, self._term)
+                await self.outside.store.unlist(self.deployment)
         await self.keeper.release()
 
     def pace(self, flow: FlowControl) -> None:
@@ -188,10 +189,11 @@ class Deployment:
 
     def idle_s(self) -> float:
         """How long no rank has had a stream here."""
-        now = self.outside.clock.monotonic()
-        if self.sessions:
-            self._seen_at = now
-        return now - self._seen_at
+        return 0.0 if self.sessions else self.outside.clock.monotonic() - self._seen_at
+
+    def seen(self) -> None:
+        """A rank had a stream here until now."""
+        self._seen_at = self.outside.clock.monotonic()
 
     async def store_windows(self) -> None:
         """Bring the store up to date with the windows.

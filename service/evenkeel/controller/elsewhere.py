@@ -1,5 +1,6 @@
 """Deployments that this replica does not lead: who does, as the store has it."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -11,6 +12,8 @@ from evenkeel.ports import DeploymentStore, LedElsewhere
 __all__ = ["Elsewhere"]
 
 _T = TypeVar("_T")
+_AT_ONCE = 16
+"""Names looked up at a time."""
 
 
 class Elsewhere:
@@ -46,17 +49,25 @@ class Elsewhere:
     async def all(
         self, led_here: Collection[DeploymentId], known_here: Collection[DeploymentId]
     ) -> Sequence[LedElsewhere]:
-        """Those that others lead, and of those known here those that nobody leads; all known here while the store is away."""
+        """Those that others lead or whose records are out of reach, and of those known here those that nobody leads; all
+        known here while the store is away."""
+        here = {*known_here} - {*led_here}
         try:
-            names = {*await self._asked(self._store.deployments), *known_here} - {*led_here}
-            rows = [await self.leader(name) for name in sorted(names)]
+            names = {*await self._asked(self._store.deployments), *here} - {*led_here}
         except Unavailable:
-            return [LedElsewhere(name, None, None) for name in sorted({*known_here} - {*led_here})]
-        return [
-            row
-            for row in rows
-            if row is not None and (row.leader is not None or row.deployment in known_here)
-        ]
+            return [LedElsewhere(name, None, None) for name in sorted(here)]
+        at_once = asyncio.Semaphore(_AT_ONCE)
+
+        async def look(name: DeploymentId) -> LedElsewhere | None:
+            nobody = LedElsewhere(name, None, None)
+            async with at_once:
+                try:
+                    led = await self._fetch(name)
+                except Unavailable:  # Its shard alone may be away.
+                    return nobody
+            return None if led == nobody and name not in here else led
+
+        return [led for led in await asyncio.gather(*map(look, sorted(names))) if led is not None]
 
     async def _asked(self, ask: Callable[[], Awaitable[_T]]) -> _T:
         """What the store answers, unless it failed a moment ago."""

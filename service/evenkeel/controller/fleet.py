@@ -163,49 +163,58 @@ class Fleet:
     # --- operators: reading -------------------------------------------------------------------------
 
     async def deployments(self) -> Sequence[DeploymentView]:
-        """All deployments this replica leads and knows the shape of."""
-        return [LiveView(member) for member in self._led_here() if member.shape is not None]
+        """All deployments this replica can tell of and knows the shape of."""
+        return [LiveView(member) for member in self._known_here() if member.shape is not None]
 
     async def led_elsewhere(self) -> Sequence[LedElsewhere]:
         """Deployments that others lead, and those known here that nobody does; without the store only what is known here."""
-        return await self._elsewhere.all([one.deployment for one in self._led_here()], list(self.members))
+        return await self._elsewhere.all([one.deployment for one in self._known_here()], list(self.members))
 
-    def _led_here(self) -> list[Deployment]:
-        return [member for member in self.members.values() if member.keeper.leading]
+    def _known_here(self) -> list[Deployment]:
+        return [member for member in self.members.values() if self._tells_of(member)]
 
-    def _leads(self, deployment: DeploymentId) -> bool:
+    def _tells_of(self, member: Deployment) -> bool:
+        """Whether what is in memory is so: this replica leads, or it led last, and counts on while nobody can lead."""
+        counts = bool(self._outside.health.fault) and any(s.registered for s in member.sessions.values())
+        return member.keeper.leading or counts
+
+    def _known(self, deployment: DeploymentId) -> Deployment | None:
         member = self.members.get(deployment)
-        return member is not None and member.keeper.leading
+        return member if member is not None and self._tells_of(member) else None
 
-    async def deployment(self, deployment: DeploymentId) -> DeploymentView:
-        """One deployment."""
-        member = await self._leading(deployment)
-        if member.shape is None:
-            raise NotFound(f"no rank of {deployment} has connected yet")
-        return LiveView(member)
-
-    async def _leading(self, deployment: DeploymentId) -> Deployment:
-        """A deployment of which this replica knows, and may say, more than the store does.
+    async def _telling(self, deployment: DeploymentId) -> Deployment:
+        """A deployment to be read from memory.
 
         Raises:
             NotLeading: another leads it, or nobody.
             NotFound: nobody ever led it, or it was let go of.
             Unavailable: the store is out of reach, so that nobody knows.
         """
-        if not self._leads(deployment):
+        member = self._known(deployment)
+        if member is None:
             raise NotLeading(await self._led_by(deployment))
-        return self.members[deployment]
+        return member
+
+    async def deployment(self, deployment: DeploymentId) -> DeploymentView:
+        """One deployment."""
+        member = await self._telling(deployment)
+        if member.shape is None:
+            raise NotFound(f"no rank of {deployment} has connected yet")
+        return LiveView(member)
 
     async def _led_by(self, deployment: DeploymentId) -> LedElsewhere:
         led = await self._elsewhere.leader(deployment)
+        if led is None and deployment in self.members and self.members[deployment].sessions:
+            return LedElsewhere(deployment, None, None)  # Its ranks are here: the store was emptied.
         if led is None:
             raise NotFound(f"no deployment {deployment} is known")
         return led
 
     async def _plans_here(self, deployment: DeploymentId) -> Mapping[PlanId, PlanRecord]:
         """Plans in memory; none where this replica does not lead: what it remembers has gone on without it."""
-        if self._leads(deployment):
-            return self.members[deployment].control.book.records
+        member = self._known(deployment)
+        if member is not None:
+            return member.control.book.records
         await self._led_by(deployment)
         return {}
 
@@ -229,7 +238,7 @@ class Fleet:
             if stored is not None:
                 found |= {record.plan.plan_id: record for record in stored}
                 return [found[name] for name in names if name in found], more
-        if after is not None or not self._leads(deployment):
+        if after is not None or self._known(deployment) is None:
             raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
         names, more = page_of_plans(order, limit, None)
         return [records[name] for name in names], more
@@ -260,24 +269,24 @@ class Fleet:
 
     async def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
         """The policy document."""
-        return policy_document((await self._leading(deployment)).control.policy)
+        return policy_document((await self._telling(deployment)).control.policy)
 
     async def decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
         """Decision log, newest first; the leader has only the rows in memory while the store is out of reach."""
-        if not self._leads(deployment):
+        if self._known(deployment) is None:
             await self._led_by(deployment)
         rows = await self._stored(lambda store: store.fetch_decisions(deployment, limit))
         if rows is not None:
             return rows
-        return list(reversed((await self._leading(deployment)).hands.decisions))[:limit]
+        return list(reversed((await self._telling(deployment)).hands.decisions))[:limit]
 
     async def recommendation(self, deployment: DeploymentId, max_age_s: float | None) -> Advice:
         """What would pay now, and why; a kept answer if it is young enough. Moves nothing."""
-        return await (await self._leading(deployment)).planning.what_if.recommendation(max_age_s)
+        return await (await self._telling(deployment)).planning.what_if.recommendation(max_age_s)
 
     async def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
         """What was rejected of the ranks' reports, by reason."""
-        kept = (await self._leading(deployment)).ingest.quarantine
+        kept = (await self._telling(deployment)).ingest.quarantine
         return [
             QuarantineRow(
                 reason.value, steps, tuple((int(rank), words) for rank, words in kept.samples(reason))
@@ -322,9 +331,11 @@ class Fleet:
         Raises:
             Unavailable: the change could not be stored now.
         """
-        member = await self._leading(deployment)
+        member = await self._telling(deployment)
         if self._outside.health.resting:
             raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
+        if not member.keeper.leading:
+            raise NotLeading(await self._led_by(deployment))
         return member
 
     async def create_plan(self, deployment: DeploymentId, request: PlanRequest) -> PlanRecord:
@@ -376,7 +387,7 @@ class Fleet:
 
     async def clear_quarantine(self, deployment: DeploymentId, by: str) -> None:
         """Count from zero and drop the samples; metrics go on counting."""
-        member = await self._leading(deployment)
+        member = await self._telling(deployment)
         _log.info("quarantine_cleared", deployment=deployment, by=by)
         member.ingest.clear_quarantine()
 

@@ -196,15 +196,14 @@ class LeaseKeeper:
                     self._lose("the store says it is another's")
                     break
                 self._held_since = asked_at
-            except Unavailable as error:
-                self.fault = error
-                if not self._alone and self._clock.monotonic() >= gone_at:
-                    self._lose(str(error))
+            except (Unavailable, TimeoutError) as error:
+                if self.lease is not lease:
+                    break  # It was given up meanwhile, and nobody may ever ask the store for it again.
+                silent = Unavailable(f"the store did not answer within {left or 0:g} s")
+                self.fault = error if isinstance(error, Unavailable) else silent
+                if self.fault is silent or (not self._alone and self._clock.monotonic() >= gone_at):
+                    self._lose(f"{self.fault}: it may have run out")
                     break
-            except TimeoutError:
-                self.fault = Unavailable(f"the store did not answer within {left:g} s")
-                self._lose(f"{self.fault}, and it may have run out")
-                break
 
     def _lose(self, why: str) -> None:
         _log.warning("lease_lost", deployment=self.deployment, why=why)

@@ -92,4 +92,5 @@ class Session:
     def lost(self) -> None:
         """The stream ended. May be called twice."""
         if self._deployment.sessions.pop(self.stream.number, None) is not None:
+            self._deployment.seen()
             self._deployment.driver.post(ctl.StreamClosed(self.rank, self.stream.number))

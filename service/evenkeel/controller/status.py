@@ -72,7 +72,7 @@ class LiveView:
             reason=control.standing(now)[0],
             mode=control.policy.mode,
             policy=control.policy.policy,
-            leader=winner.holder if winner is not None else "",
+            leader=winner.holder if winner is not None and deployment.keeper.leading else "",
             term=control.leader.term if control.leader is not None else 0,
             generation=control.generation or "",
             epoch=control.epoch,
@@ -88,7 +88,7 @@ class LiveView:
             last_decision=decisions[-1] if decisions else None,
             frozen_until_unix=frozen_until if frozen_until > now + control.unix_offset_s else None,
             held=control.held,
-            leader_address=deployment.options.advertise,
+            leader_address=deployment.options.advertise if deployment.keeper.leading else None,
         )
 
     def _ranks(self, now: float) -> tuple[RankStatus, ...]:

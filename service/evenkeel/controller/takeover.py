@@ -16,6 +16,8 @@ __all__ = ["Taken", "take_over"]
 _PLANS_LOADED = 48
 """Newest plans a new leader reads besides those that have not ended: the ended ones it keeps, and where it is not noted which
 have ended, all proposals there may be. As many at a time where it must look further back."""
+_MOST_PLANS_LOADED = 5 * _PLANS_LOADED
+"""However far back the last plan that was carried out is: one of a large model takes 8 ms to read, and nobody leads meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ async def _fetch_plans(
     """The newest plans and those that have not ended; to `search` is to go back to the last one carried out, which a
     rollback undoes."""
     order = [name for name, _ in await store.plan_order(deployment)]
-    newest, rest = order[:_PLANS_LOADED], order[_PLANS_LOADED:]
+    newest, rest = order[:_PLANS_LOADED], order[_PLANS_LOADED:_MOST_PLANS_LOADED]
     still_open = [name for name in await store.open_plans(deployment) if name not in newest]
     found = list(await store.fetch_plans(deployment, newest + still_open))
     rest = [name for name in rest if name not in still_open]
