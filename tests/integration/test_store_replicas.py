@@ -83,15 +83,24 @@ async def test_what_was_acknowledged_is_on_the_replica_that_takes_over(pair):
 
 async def test_no_wave_begins_before_its_plan_is_on_a_replica(pair, tmp_path):
     primary, replica = pair
-    settings = {"PLANNER__MODE": "auto", "PLANNER__THRESHOLDS__COOLDOWN_S": "0"}
+    settings = {"PLANNER__MODE": "auto", "PLANNER__CYCLE_S": "3600"}
     store = {"REDIS__URL": primary.url, "REDIS__WAIT_REPLICAS": "1", "REDIS__TIMEOUT_S": "1"}
     async with Controller(tmp_path / "data", **settings, **store) as controller, Group() as group:
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
         await until(lambda: controller.events("planner_ready"), within_s=90)
-        replica.signal(signal.SIGSTOP)
         group.serve_on()
-        await until(lambda: controller.state("migrating"), within_s=60)
+        await until(lambda: _beyond(controller, 100))
+        replica.signal(signal.SIGSTOP)
+
+        async def is_planned():
+            # Again while the controller rests from a store that it has found to lack its replica.
+            body = {"plan_id": "p", "policy": "eplb"}
+            answer = await controller.http.post("/v1/deployments/demo/plans", json=body)
+            assert answer.status_code == 503, answer.text
+            return await controller.state("migrating")
+
+        await until(is_planned)
         step = (await controller.status())["step"]
         await until(lambda: _beyond(controller, step + 100))
         assert group.epoch == 0
