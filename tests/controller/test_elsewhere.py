@@ -191,6 +191,7 @@ async def test_nobody_is_named_while_nobody_leads():
         # To let go of it is then for any replica that knows it.
         await two.fleet.forget(DEMO, "eve")
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == ""
+        assert await store.deployments() == []
         for replica in (one, two):
             with pytest.raises(NotFound):
                 await replica.fleet.deployment(DEMO)
