@@ -1,4 +1,3 @@
-import http.server
 import io
 import json
 import os
@@ -13,7 +12,7 @@ import uvicorn
 from typer.testing import CliRunner
 
 from evenkeel.api import TokenSet, create_app
-from evenkeel.cli import app, client, main
+from evenkeel.cli import app, main
 from evenkeel.cli.client import CliError, Exit, read_token
 from evenkeel.cli.options import parse_value
 from evenkeel.engines.reference.config import RankConfig
@@ -267,86 +266,6 @@ def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
     assert "Traceback" not in err
     if arguments[-1] != "--nope":
         assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("status", "body"),
-    [
-        (501, b"<p>no</p>"),
-        (404, b"\xff"),
-        (200, b"# HELP x\nx 1\n"),
-        (200, b""),
-        (200, b"\xff\xfe"),
-        (200, b"[]"),
-        (200, b'{"status": "ok"}'),
-        (200, b'{"items": null, "next_page_token": null}'),
-    ],
-)
-def test_a_server_that_is_no_controller(run, status, body):
-    """The metrics port, for one."""
-
-    class Stranger(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format, *args):
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Stranger)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        code, out, err = run("status", "--url", f"http://127.0.0.1:{server.server_port}")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert (code, out) == (Exit.REFUSED, "")
-    assert "is it an Evenkeel controller?" in err
-    assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("elsewhere", [3, 10**9])
-def test_an_address_of_several_replicas_is_asked_until_the_leader_answers(run, monkeypatch, elsewhere):
-    monkeypatch.setattr(client, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(client, "_ASK_FOR_S", 1.0)
-    callers = []
-
-    class Replicas(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            callers.append(self.client_address)
-            led = {"title": "Out of reach", "detail": "demo is led by b at b:1", "reason": "not_leader"}
-            body = {"mode": "auto"} if len(callers) > elsewhere else led | {"leader": "b"}
-            text = json.dumps(body).encode()
-            self.send_response(200 if len(callers) > elsewhere else 503)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, format, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Replicas)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        code, out, err = run("policy", "-d", "demo", "--url", f"http://127.0.0.1:{server.server_port}")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert len(set(callers)) == len(callers), "the same connection leads to the same replica"
-    if elsewhere == 3:
-        assert (code, len(callers)) == (Exit.DONE, 4)
-        assert "auto" in out
-    else:
-        assert code == Exit.UNAVAILABLE and 3 < len(callers) < 100
-        assert "led by b at b:1 (not_leader)" in err
 
 
 def test_a_deployment_that_another_replica_leads_is_listed_without_figures(run, operations):

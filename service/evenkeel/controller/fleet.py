@@ -11,6 +11,7 @@ from evenkeel.controller.audit import AuditLog
 from evenkeel.controller.deployment import Deployment, DeploymentOptions, Outside
 from evenkeel.controller.documents import change_policy, policy_document
 from evenkeel.controller.elsewhere import Elsewhere
+from evenkeel.controller.idle import gives_way, is_over
 from evenkeel.controller.logs import log_level, set_log_level
 from evenkeel.controller.pages import page_of_plans
 from evenkeel.controller.session import Session
@@ -40,12 +41,7 @@ __all__ = ["Fleet"]
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
-_UNPROVEN_S = 60.0
-"""A deployment of which no rank was ever taken is let go of sooner: anyone can say a name."""
 _LEASE_WAIT_S = 3.0
-_GIVES_WAY_S = 10.0
-"""Without ranks for as long, a deployment makes room in a full table: names that come and go at once would each take a lease,
-and leave records, as fast as anyone can say them."""
 
 
 class Fleet:
@@ -96,7 +92,7 @@ class Fleet:
         for name in list(self.members):
             # Looked at when it is its turn: meanwhile its ranks may be back, or an operator let it go.
             member = self.members.get(name)
-            if member is not None and _is_over(member, after_s):
+            if member is not None and is_over(member, after_s):
                 await self._let_go(self.members.pop(name))
 
     async def _let_go(self, member: Deployment) -> None:
@@ -126,14 +122,12 @@ class Fleet:
         return await self.add(name).attach(hello, stream)
 
     def _make_room(self) -> bool:
-        """Whether one more may come; a full table lets go of an idle deployment, first of those never seen whole."""
+        """Whether one more may come; a full table lets go of an idle deployment."""
         if len(self.members) < self._max_deployments:
             return True
-        idle = [member for member in self.members.values() if member.idle_s() >= _GIVES_WAY_S]
-        if not idle:
+        member = gives_way(self.members.values())
+        if member is None:
             return False
-        # What one rank said may be anything; a generation has all of its ranks.
-        member = min(idle, key=lambda one: (one.ingest.generation is not None, -one.idle_s()))
         del self.members[member.deployment]
         self._outside.spawn(self._let_go(member), f"let-go-{member.deployment}")
         return True
@@ -453,8 +447,3 @@ class Fleet:
             return document, member.control.outgoing([PersistDocument("policy", document)])
 
         return await member.driver.call(change)
-
-
-def _is_over(member: Deployment, after_s: float) -> bool:
-    """Whether a deployment's ranks have been gone for long enough to let go of it."""
-    return member.idle_s() > (after_s if member.shape is not None else min(after_s, _UNPROVEN_S))
