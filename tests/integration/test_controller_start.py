@@ -12,6 +12,31 @@ from evenkeel.controller.serve import _advertised
 from evenkeel.settings_sources import load_settings
 
 
+AS_GRPC_LOADS = """
+import os, sys
+
+class Witness:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            print(os.environ["GRPC_EXPERIMENTS"])
+
+sys.meta_path.insert(0, Witness())
+import evenkeel.cli, evenkeel.controller
+"""
+
+
+@pytest.mark.parametrize("own", [None, "-tcp_rcv_lowat"])
+def test_grpc_is_told_its_loop_before_it_is_loaded_unless_an_operator_told_it(own):
+    """It reads this once; told later, a rank's message costs twice as much and nothing says so."""
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    if own is not None:
+        environment["GRPC_EXPERIMENTS"] = own
+    done = subprocess.run(
+        [sys.executable, "-c", AS_GRPC_LOADS], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == [own or "-event_engine_listener"], done.stderr
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [

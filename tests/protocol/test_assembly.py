@@ -13,6 +13,7 @@ from evenkeel.model.ids import Epoch, EpRank
 from evenkeel.model.load import CountingSide, LoadReport, Phase
 from evenkeel.model.placement import Placement
 from evenkeel.protocol.assembly import Quarantine, Rejection, StepAssembler
+from evenkeel.protocol.board import derive_map
 from evenkeel.protocol.board_kernels import add_up
 from tests.protocol.telemetry import EPOCH, PLACEMENT, SHAPE, Fleet, make_assembler, reasons, windows_of
 
@@ -318,16 +319,20 @@ def test_an_epoch_told_again_is_the_newest_word():
             assembler.learn_epoch(EPOCH, Placement(PLACEMENT.phy2log.copy(), ranks, experts))
 
 
-def test_adding_up_leaves_out_experts_that_are_not_there():
-    """Compiled code has no bounds: a map that slipped through must not write beyond the counts."""
-    board = np.full((1, 2, 3), 7, np.uint32)
-    experts = np.array([[[0, 1, -1]], [[2, 5000, 1]]], np.int32)
-    around = np.full((3, 1, 3), 99, np.uint32)
-    sums = np.zeros((1, 1), np.int64)
-    reported = np.ones((1, 2), np.bool_)
-    assert not add_up(board, reported, np.zeros(1, np.int64), experts, around[1:2], sums).any()
-    assert around.ravel().tolist() == [99, 99, 99, 7, 14, 7, 99, 99, 99]
-    assert sums.tolist() == [[28]]
+def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
+    """Compiled code has no bounds: empty slots, an expert without a slot, and what a rank that did not report left."""
+    placement = Placement(np.array([[0, 1, -1, 2, 0, 1], [3, 3, 3, 3, -1, 0]], np.int32), 3, 4)
+    known = derive_map(placement, np.ones(3, np.bool_))
+    # Two rows of (R, L * slots_per_rank), of which the second is added up.
+    board = np.array([[[99] * 4] * 3, [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]], np.uint32)
+    reported = np.array([[True] * 3, [True, False, True]])
+    around = np.full((3, 2, 4), 99, np.uint32)
+    sums = np.zeros((1, 2), np.int64)
+    assert not add_up(board, reported, np.array([1]), known.first, known.others, around[1:2], sums).any()
+    assert around[1].tolist() == [[1 + 9, 2 + 10, 0, 0], [12, 0, 0, 3 + 4]]
+    assert sums.tolist() == [[22, 19]]
+    assert (around[[0, 2]] == 99).all()
+    assert (board[0] == 99).all()
 
 
 def test_an_epoch_forgotten_while_its_steps_were_pending_voids_them_and_nothing_else():

@@ -288,9 +288,9 @@ class StepAssembler:
         first = 0
         for epoch, run in groupby(epochs.tolist()):
             part = slice(first, first + sum(1 for _ in run))
-            experts = self._epochs[epoch].experts
+            known = self._epochs[epoch]
             too_large[part] = add_up(
-                board.counts, board.reported, rows[part], experts, counts[part], sums[part]
+                board.counts, board.reported, rows[part], known.first, known.others, counts[part], sums[part]
             )
             first = part.stop
         want = shape.top_k * board.tokens[rows].sum(axis=1)

@@ -23,15 +23,25 @@ class EpochMap:
     active: NDArray[np.bool_]
     """(R,)"""
     needed: int
-    experts: NDArray[np.int32]
-    """(R, L, slots_per_rank): the logical expert in every slot, -1 in an empty one. As in a board's row: rank by rank."""
+    first: NDArray[np.int32]
+    """(L, E): where in a board's row, (R * L * slots_per_rank), an expert's first slot is; -1 for one without."""
+    others: NDArray[np.int32]
+    """(n, 2): where each further slot is, and its expert among all of all layers, layer * E + expert."""
 
 
 def derive_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
     """The map of one epoch; active: (R,) bool."""
     layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
+    experts = placement.num_logical_experts
     by_rank = placement.phy2log.reshape(layers, ranks, width).transpose(1, 0, 2)
-    return EpochMap(active, int(active.sum()), np.array(by_rank, np.int32, order="C"))
+    layer_of = np.broadcast_to(np.arange(layers)[:, None], by_rank.shape)
+    slots = np.flatnonzero(by_rank >= 0)
+    expert_in = (layer_of * experts + by_rank).reshape(-1)[slots]
+    known, at = np.unique(expert_in, return_index=True)
+    first = np.full(layers * experts, -1, np.int32)
+    first[known] = slots[at]
+    others = np.delete(np.column_stack((slots, expert_in)), at, axis=0).astype(np.int32)
+    return EpochMap(active, int(active.sum()), first.reshape(layers, experts), others)
 
 
 class Rules(NamedTuple):

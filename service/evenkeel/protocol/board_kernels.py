@@ -53,17 +53,23 @@ def add_up(
     counts: NDArray[np.uint32],
     reported: NDArray[np.bool_],
     rows: NDArray[np.int64],
-    experts: NDArray[np.int32],
+    first: NDArray[np.int32],
+    others: NDArray[np.int32],
     total: NDArray[np.uint32],
     sums: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Sums over the slots of each expert, in one pass over a board's rows.
+    """Sums over the slots of each expert.
+
+    Most experts have one slot: to gather those in the order they are written takes two thirds of the time that to
+    add slot by slot does.
 
     Args:
-        counts: (capacity, R, L * slots_per_rank) [tokens] of a DESTINATION board.
+        counts: (capacity, R, L * slots_per_rank) [tokens] of a DESTINATION board; what ranks that did not report left
+            there is cleared.
         reported: (capacity, R) which ranks' counts are of the row's step.
         rows: (n,) its rows to add up.
-        experts: of the `EpochMap` they ran under.
+        first: of the `EpochMap` they ran under.
+        others: of that map.
         total: (n, L, E) [tokens], written: by expert. Worthless for a step that overflowed.
         sums: (n, L) [tokens], written: over all experts; counts of empty slots are in none.
 
@@ -71,34 +77,28 @@ def add_up(
         (n,) whether an expert's tokens exceed 32 bits.
     """
     overflowed = np.zeros(len(rows), np.bool_)
-    num_ranks, num_layers, width = experts.shape
-    num_experts = np.uint64(total.shape[2])
-    expert_in = experts.reshape(-1)
+    num_layers, num_experts = first.shape
+    first_of = first.reshape(-1)
     for i in range(len(rows)):
-        row = counts[rows[i]].reshape(-1)
-        total[i] = 0
-        sums[i] = 0
-        seen = np.uint64(0)
-        # Unsigned: of a signed index numba would ask whether it counts from the end.
-        place = np.uint64(0)
-        for rank in range(num_ranks):
+        for rank in range(counts.shape[1]):
             if not reported[rows[i], rank]:
-                place += np.uint64(num_layers * width)
-                continue
-            for layer in range(num_layers):
-                by_expert = total[i, layer]
-                in_layer = np.uint64(0)
-                for _ in range(width):
-                    expert = np.uint64(expert_in[place])
-                    if expert < num_experts:  # An empty slot's -1 is not.
-                        tokens = np.uint64(row[place])
-                        in_layer += tokens
-                        tokens += np.uint64(by_expert[expert])
-                        by_expert[expert] = np.uint32(tokens)
-                        seen |= tokens
-                    place += np.uint64(1)
-                sums[i, layer] += np.int64(in_layer)
-        overflowed[i] = seen > np.uint64(0xFFFFFFFF)
+                counts[rows[i], rank] = 0
+        row = counts[rows[i]].reshape(-1)
+        by_expert = total[i].reshape(-1)
+        # Unsigned: of a signed index numba would ask whether it counts from the end.
+        for k in range(len(by_expert)):
+            by_expert[k] = row[np.uint32(first_of[k])] if first_of[k] >= 0 else np.uint32(0)
+        for layer in range(num_layers):
+            in_layer = np.uint64(0)
+            for expert in range(num_experts):
+                in_layer += np.uint64(total[i, layer, expert])
+            sums[i, layer] = np.int64(in_layer)
+        for k in range(len(others)):
+            more, place = np.uint64(row[np.uint32(others[k, 0])]), np.uint32(others[k, 1])
+            tokens = np.uint64(by_expert[place]) + more
+            by_expert[place] = np.uint32(tokens)
+            sums[i, place // np.uint32(num_experts)] += np.int64(more)
+            overflowed[i] |= tokens > np.uint64(0xFFFFFFFF)
     return overflowed
 
 
