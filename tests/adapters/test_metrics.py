@@ -125,6 +125,8 @@ def test_a_departed_deployment_takes_every_series_along(metrics, registry):
     metrics.forget("demo")
     assert not [key for key in series(registry) if ("deployment", "demo") in key[1]]
     assert [key for key in series(registry) if ("deployment", "other") in key[1]]
+    metrics.reports_received("demo", 3)
+    assert series(registry)["evenkeel_report_steps_total", (("deployment", "demo"),)] == 3
 
 
 def test_a_replica_that_does_not_lead_tells_no_more_than_that(metrics, registry):

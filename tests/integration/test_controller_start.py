@@ -11,7 +11,6 @@ import pytest
 from evenkeel.controller.serve import _advertised
 from evenkeel.settings_sources import load_settings
 
-
 AS_GRPC_LOADS = """
 import os, sys
 

@@ -399,10 +399,10 @@ def _deliver(data: bytes, hello: Hello, attached: Attached, stream: RankStream) 
 
 def _join_acks(one: ReportAck, other: ReportAck) -> ReportAck:
     """One answer for two reports, where the first was not written yet."""
-    steps = [ack.highest_step for ack in (one, other) if ack.highest_step is not None]
-    return ReportAck(
-        max(steps, default=None), one.rejected_steps + other.rejected_steps, other.reason or one.reason
-    )
+    highest = other.highest_step if one.highest_step is None else one.highest_step
+    if highest is not None and other.highest_step is not None:
+        highest = max(highest, other.highest_step)
+    return ReportAck(highest, one.rejected_steps + other.rejected_steps, other.reason or one.reason)
 
 
 def _is_gone(error: Exception) -> bool:

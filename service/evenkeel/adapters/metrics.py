@@ -49,6 +49,8 @@ class ControllerMetrics(Collector):
             by_deployment,
             registry=registry,
         )
+        self._steps_of: dict[str, Counter] = {}
+        """Each deployment's own, as long as it has one."""
         self._rejected = Counter(
             "evenkeel_report_steps_rejected_total",
             "Steps of rank reports put in quarantine, by reason.",
@@ -122,7 +124,10 @@ class ControllerMetrics(Collector):
 
     def reports_received(self, deployment: str, steps: int) -> None:
         """Count steps accepted from reports."""
-        self._steps.labels(deployment).inc(steps)
+        counter = self._steps_of.get(deployment)
+        if counter is None:  # To look one up costs more than to count.
+            counter = self._steps_of[deployment] = self._steps.labels(deployment)
+        counter.inc(steps)
 
     def reports_rejected(self, deployment: str, reason: str, steps: int) -> None:
         """Count steps put in quarantine; `reason` is from the closed list."""
@@ -205,6 +210,7 @@ class ControllerMetrics(Collector):
             self._plans,
         ):
             metric.remove_by_labels({"deployment": deployment})
+        self._steps_of.pop(deployment, None)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """The gauges; called by the registry at each scrape."""

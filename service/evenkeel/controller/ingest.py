@@ -239,12 +239,13 @@ class Ingest:
             self._count_dropped(report)
         if intake.accepted_steps:
             self._accepted(intake.accepted_steps)
+        self._enter(report.rank, intake)
+        if not intake.rejected:
+            return ReportAck(intake.highest_step)
         for rejection in intake.rejected:
             self._reject(report.rank, rejection)
-        self._enter(report.rank, intake)
         refused = sum(rejection.rank_steps for rejection in intake.rejected)
-        reason = intake.rejected[0].reason if intake.rejected else None
-        return ReportAck(intake.highest_step, refused, reason)
+        return ReportAck(intake.highest_step, refused, intake.rejected[0].reason)
 
     def _of_another_generation(self, report: LoadReport) -> ReportAck:
         detail = f"rank {report.rank} is of generation {report.generation}, not {self.generation}"

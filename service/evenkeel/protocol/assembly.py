@@ -134,7 +134,9 @@ class StepAssembler:
 
     def highest_step(self, rank: EpRank) -> int | None:
         """Highest step taken in from a rank; None before the first."""
-        highest = max([board.highest[rank] for board in self._boards.values()], default=NO_STEP)
+        highest = NO_STEP
+        for board in self._boards.values():
+            highest = max(highest, board.highest[rank])
         return None if highest == NO_STEP else highest
 
     def take(self, report: LoadReport) -> Intake:

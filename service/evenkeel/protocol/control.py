@@ -407,9 +407,10 @@ class DeploymentControl:
     def _housekeeping(self, now: float) -> list[ControlAction]:
         """Keep heartbeats going, notice who went and came back."""
         actions: list[ControlAction] = []
+        generation = self.generation
         for rank, member in self.membership.members.items():
             identity = member.hello.identity
-            present = self.membership.fresh(rank, now) and identity.generation == self.generation
+            present = self.membership.is_fresh(member, now) and identity.generation == generation
             if present and rank in self._lost:
                 self._lost.discard(rank)
                 actions += self._to_wave(ctl.RankConnected(rank, identity.incarnation, member.stream), now)

@@ -149,12 +149,21 @@ class Membership:
     def fresh(self, rank: EpRank, now: float) -> bool:
         """Whether the rank's heartbeat lease holds."""
         member = self.life(rank)
-        return member is not None and now - member.last_seen < self.lease_s
+        return member is not None and self.is_fresh(member, now)
+
+    def is_fresh(self, member: Member, now: float) -> bool:
+        """Whether the heartbeat lease of a life holds."""
+        return now - member.last_seen < self.lease_s
 
     def step(self) -> int:
         """Steps the fleet has taken in this generation, as far as told; dummy steps included."""
-        states = [member.state for member in self.members.values() if member.state is not None]
-        return max((s.step for s in states if s.identity.generation == self.generation), default=0)
+        furthest = 0
+        for member in self.members.values():
+            state = member.state
+            # The cheap question first: every answer of every rank asks them all.
+            if state is not None and state.step > furthest and state.identity.generation == self.generation:
+                furthest = state.step
+        return furthest
 
     def weights_version(self) -> int | None:
         """The version all members have; None while they differ or there are none."""
