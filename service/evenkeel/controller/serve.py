@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import structlog
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from evenkeel.adapters.addresses import host_port
@@ -59,7 +60,7 @@ def run(settings: Settings) -> None:
         InvalidInput: an address is taken, a file cannot be read, the data folder is in use.
         Unavailable: the embedded store does not start.
     """
-    asyncio.run(serve(settings))
+    uvloop.run(serve(settings))
 
 
 async def serve(settings: Settings) -> None:

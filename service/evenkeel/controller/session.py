@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 _log = structlog.get_logger(__name__)
+_TELEMETRY = (LoadReport, Heartbeat, CostCurve)
 
 
 class Session:
@@ -50,7 +51,7 @@ class Session:
     def received(self, message: FromRankLink) -> None:
         """Telemetry stops here; the rest is the machine's. Both say that the rank lives."""
         deployment = self._deployment
-        if isinstance(message, LoadReport | Heartbeat | CostCurve):
+        if isinstance(message, _TELEMETRY):
             now = deployment.outside.clock.monotonic()
             incarnation = self.hello.identity.incarnation
             deployment.control.membership.heard(self.rank, incarnation, self.stream.number, now)
