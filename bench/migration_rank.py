@@ -59,8 +59,12 @@ class Weights:
         self._slots = {
             (layer, local): expert(layer, int(mine[layer, local])) for layer, local in np.ndindex(mine.shape)
         }
+        self.asked_at = float("inf")
+        """Monotonic seconds at which tensors were first asked for since this was last set."""
 
     def tensors(self, layer: int, local_slot: int) -> tuple[torch.Tensor, ...]:
+        if self.asked_at == float("inf"):
+            self.asked_at = time.perf_counter()
         return self._slots[layer, local_slot]
 
     def reserve(self, _slots: object) -> bool:
@@ -123,15 +127,15 @@ class BenchRank:
         return wave
 
     def staged_s(self, turn: int) -> float:
-        """Seconds from the first rank's Prepare to the last rank's vote; then the wave is committed."""
+        """Seconds from the first rank's first byte, or just before it, to the last rank's vote; then the wave is committed."""
         wave = self.wave(turn)
         sums = tuple(self.checksums[t.layer * EXPERTS + t.logical_expert] for t in wave.transfers)
         key = WaveKey(GENERATION, PlanId(f"turn-{turn}"), 0, 1, Epoch(turn))
         dist.barrier()
-        began = time.perf_counter()
+        self.weights.asked_at = float("inf")
         self.link.say(Prepare(LEADER, key, Epoch(turn), wave, sums, 60.0))
         vote = self.link.expect(Vote, 60)
-        seconds = self._slowest(time.perf_counter() - began)
+        seconds = self._span(self.weights.asked_at, time.perf_counter())
         assert vote.yes, vote
         self.link.say(Commit(LEADER, key))
         while self.agent.epoch == turn:
@@ -154,12 +158,13 @@ class BenchRank:
         began = time.perf_counter()
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        return self._slowest(time.perf_counter() - began)
+        return self._span(began, time.perf_counter())
 
-    def _slowest(self, seconds: float) -> float:
-        slowest = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest)
+    def _span(self, began: float, ended: float) -> float:
+        """Seconds from when the first rank began to when the last ended; processes of a machine share the clock."""
+        ends = torch.tensor([-began, ended], dtype=torch.float64)
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        return float(ends.sum())
 
     def measure(self, rounds: int) -> dict[str, Any]:
         """Both in turn, after one of each that is not counted."""
