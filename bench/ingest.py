@@ -27,6 +27,8 @@ from tests.integration.controller_rig import Controller
 from tests.waiting import until
 
 WINDOW = 256
+_GRPC = "GRPC_EXPERIMENTS"
+"""The controller's package, which this bench loads, sets it for itself and what it starts."""
 WARM = 20
 """Batches before the measured ones: kernels are loaded, metrics were refreshed."""
 
@@ -141,11 +143,15 @@ async def check_stored(client: Any, fleet: Fleet, last: int) -> None:
             raise SystemExit(f"the stored window of {name} ends with step {stored}, not {last}")
 
 
-async def run_raw(scale: Scale, batches: int) -> Figures:
-    """The bare receiver."""
+async def run_raw(scale: Scale, batches: int, tuned: bool = False) -> Figures:
+    """The bare receiver, by gRPC's and asyncio's defaults or by the controller's settings of both."""
+    environment = {name: value for name, value in os.environ.items() if name != _GRPC}
+    if tuned:
+        environment[_GRPC] = os.environ[_GRPC]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.ingest_raw", stdout=asyncio.subprocess.PIPE
-    )
+        sys.executable, "-m", "bench.ingest_raw", *(["tuned"] if tuned else []),
+        stdout=asyncio.subprocess.PIPE, env=environment,
+    )  # fmt: skip
     assert process.stdout is not None
     try:
         port = int(await process.stdout.readline())
@@ -164,14 +170,17 @@ async def run_raw(scale: Scale, batches: int) -> Figures:
         await process.wait()
 
 
-async def measure(scale: Scale, batches: int, rounds: int) -> tuple[list[Figures], list[Figures]]:
-    """Both in turn, so that what the machine does besides meets both."""
-    ours, raw = [], []
+async def measure(
+    scale: Scale, batches: int, rounds: int
+) -> tuple[list[Figures], list[Figures], list[Figures]]:
+    """Ours, the bare receiver and the tuned one in turn, so that what the machine does besides meets all."""
+    ours, raw, tuned = [], [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
             ours.append(await run_ours(scale, batches, Path(folder)))
         raw.append(await run_raw(scale, batches))
-    return ours, raw
+        tuned.append(await run_raw(scale, batches, tuned=True))
+    return ours, raw, tuned
 
 
 async def growth(batches: int) -> list[Row]:
@@ -210,13 +219,18 @@ def draw(rows: list[Row]) -> Path:
 
 async def run(rounds: int, batches: int, drawn: bool) -> list[Row]:
     """Every row."""
-    ours, raw = await measure(Scale(), batches, rounds)
-    best, bare = max(f.per_core_s for f in ours), max(f.per_core_s for f in raw)
+    ours, raw, tuned = await measure(Scale(), batches, rounds)
+    best, bare, barest = (max(f.per_core_s for f in figures) for figures in (ours, raw, tuned))
     offered = Scale().deployments * Scale().ranks * Scale().steps_per_s
     rows = [
         Row("ingest_v3_rank_steps_per_core_s", best, "rank steps / s of one core"),
         Row("ingest_v3_raw_rank_steps_per_core_s", bare, "rank steps / s of one core"),
         Row("ingest_v3_ratio_to_raw", best / bare, "ratio"),
+        Row(
+            "ingest_v3_ratio_to_tuned_raw",
+            best / barest,
+            "ratio; raw with the controller's gRPC settings and loop",
+        ),
         Row("ingest_v3_dropped", float(sum(f.dropped for f in ours)), "rank steps"),
         Row("ingest_v3_p99_s", min(f.p99_s for f in ours), "s from a step's end to the stored window"),
         Row("ingest_v3_pace", max(f.rank_steps / f.wall_s for f in ours) / offered, "of 50 steps/s"),

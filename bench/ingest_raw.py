@@ -1,8 +1,13 @@
-"""The least a gRPC receiver can do with the same bytes: read every message of every stream, and count."""
+"""The least a gRPC receiver can do with the same bytes: read every message of every stream, and count.
+
+python -m bench.ingest_raw [tuned]; tuned: by the controller's options of gRPC and on its event loop.
+"""
 
 import asyncio
+import sys
 
 import grpc
+import uvloop
 
 METHOD = "/evenkeel.v1.RankLink/Attach"
 
@@ -24,8 +29,11 @@ class Receiver(grpc.GenericRpcHandler):
                 await context.write(b"")
 
 
-async def serve() -> None:
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 << 20)])
+async def serve(tuned: bool) -> None:
+    options = [("grpc.max_receive_message_length", 64 << 20)]
+    if tuned:
+        options += [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 256 * 1024)]
+    server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((Receiver(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -34,4 +42,7 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve())
+    if sys.argv[1:] == ["tuned"]:
+        uvloop.run(serve(tuned=True))
+    else:
+        asyncio.run(serve(tuned=False))
