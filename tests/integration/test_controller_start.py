@@ -21,6 +21,15 @@ class Witness:
 
 sys.meta_path.insert(0, Witness())
 import evenkeel.cli, evenkeel.controller
+import asyncio, grpc
+
+async def listen():
+    server = grpc.aio.server()
+    server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await server.stop(0)
+
+asyncio.run(listen())
 """
 
 
@@ -34,6 +43,7 @@ def test_grpc_is_told_its_loop_before_it_is_loaded_unless_an_operator_told_it(ow
         [sys.executable, "-c", AS_GRPC_LOADS], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == [own or "-event_engine_listener"], done.stderr
+    assert "Unknown experiment" not in done.stderr
 
 
 @pytest.mark.parametrize(
