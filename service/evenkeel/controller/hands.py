@@ -177,7 +177,7 @@ class ControlHands:
                     if message.wave not in self._wave_began:
                         # One wave at a time: another's end was not seen here, and will not be.
                         self._wave_began = {message.wave: self._clock.monotonic()}
-                    self._links.expect_wave(message)
+                        self._links.expect_wave(message)  # Once: it goes to every rank, and again.
                 self._links.send(rank, stream, message)
             case ctl.CloseStream(_, stream, reason, detail):
                 self._links.turn_away(stream, reason, detail)
