@@ -63,6 +63,15 @@ async def test_acknowledgements_nobody_read_yet_are_joined():
     assert await drain(stream) == [ReportAck(49, 1, Reason.LATE_STEP)]
 
 
+@pytest.mark.parametrize("acks", [(ReportAck(None), ReportAck(5)), (ReportAck(5), ReportAck(None))])
+async def test_a_joined_acknowledgement_names_the_step_that_either_knows(acks):
+    stream = RankStream(1, "peer", capacity=4)
+    for ack in acks:
+        stream.send(ack)
+    stream.close()
+    assert await drain(stream) == [ReportAck(5)]
+
+
 async def test_a_rank_that_reports_often_is_answered_before_it_must_wait(monkeypatch):
     loop, timers = asyncio.get_running_loop(), []
     call_at = loop.call_at

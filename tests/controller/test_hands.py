@@ -20,7 +20,7 @@ from evenkeel.protocol.plan_book import PlanBook
 from evenkeel.protocol.tables import ControlState
 from evenkeel.settings import Settings
 from tests.contracts.memory_store import MemoryStore
-from tests.protocol.rigs import answer_survey, control_of, key_of, plan_of
+from tests.protocol.rigs import answer_survey, control_of, key_of, plan_of, prepare_of
 
 DEMO = DeploymentId("demo")
 HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
@@ -69,6 +69,16 @@ async def test_a_lease_that_another_took_is_dropped_at_its_first_refused_write()
     await store.acquire_lease(DEMO, "another", 60.0, 0)
     assert await deployment.hands.persist([HOLD]) == (ctl.LeaseLost(),)
     assert deployment.keeper.lease is None
+
+
+async def test_a_waves_map_is_learned_once_however_many_ranks_it_goes_to(monkeypatch):
+    _, deployment, _ = await leading()
+    learned = []
+    monkeypatch.setattr(deployment, "expect_wave", lambda prepare: learned.append(prepare.wave))
+    for key in (key_of("first"), key_of("second")):
+        for rank in (0, 1, 0):
+            deployment.hands.perform(ctl.SendToRank(EpRank(rank), 10 + rank, prepare_of(key=key)))
+    assert learned == [key_of("first"), key_of("second")]
 
 
 async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():

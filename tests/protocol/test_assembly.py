@@ -335,6 +335,17 @@ def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
     assert (board[0] == 99).all()
 
 
+@pytest.mark.parametrize("tokens, overflows", [(2**31 - 1, False), (2**31, True)])
+def test_an_expert_of_more_tokens_than_32_bits_hold_is_told(tokens, overflows):
+    """Its sum alone would not tell where so much was routed."""
+    known = derive_map(Placement(np.zeros((1, 2), np.int32), 2, 1), np.ones(2, np.bool_))
+    board, rows = np.array([[[tokens], [tokens]]], np.uint32), np.zeros(1, np.int64)
+    total, sums = np.zeros((1, 1, 1), np.uint32), np.zeros((1, 1), np.int64)
+    overflowed = add_up(board, np.ones((1, 2), np.bool_), rows, known.first, known.others, total, sums)
+    assert overflowed.tolist() == [overflows]
+    assert sums.tolist() == [[2 * tokens]]
+
+
 def test_an_epoch_forgotten_while_its_steps_were_pending_voids_them_and_nothing_else():
     assembler, run = make_assembler(), Fleet().run(range(2))
     assembler.take(run.report(0))

@@ -6,7 +6,7 @@ import pytest
 
 from evenkeel.errors import Reason
 from evenkeel.protocol.membership import Membership
-from tests.protocol.rigs import DEPLOYMENT, SHAPE, hello_of, state_of
+from tests.protocol.rigs import DEPLOYMENT, SHAPE, hello_of, identity_of, state_of
 
 
 def group(*hellos, now=0.0):
@@ -149,6 +149,14 @@ def test_reports_raise_the_weights_version_and_the_fleets_step():
     assert members.weights_version() is None and members.step() == 40
     members.report(state_of(1, weights_version=2, step=38))
     assert members.weights_version() == 2 and members.step() == 40
+
+
+def test_steps_of_a_group_that_still_gathers_are_not_the_fleets():
+    members, _ = group(hello_of(0), hello_of(1))
+    members.report(state_of(1, step=38))
+    members.register(hello_of(0, "g2", 5), 30, 1.0)
+    members.report(state_of(0, identity=identity_of(0, "g2", 5), step=90))
+    assert members.step() == 38
 
 
 def test_closed_stream_leaves_the_rank_a_member_until_its_lease_runs_out():
