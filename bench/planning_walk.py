@@ -12,7 +12,7 @@ from bench.report import Row, write_report
 from evenkeel.formats import Trace, read_trace
 from evenkeel.model.topology import ModelShape, Topology
 from evenkeel.planning.policies import warm_kernels
-from evenkeel.replay.planners import choose_planners
+from evenkeel.replay.planners import VERDICT, choose_planners
 from evenkeel.replay.walk import Setup, Walk, walk_forward
 
 __all__ = ["FLEETS", "TRACES", "recorded", "walk_rows"]
@@ -70,6 +70,13 @@ def _rows(name: str, walks: dict[str, Walk], layers: int) -> list[Row]:
         ),
         Row(f"walk_{name}_keel_first_copies", float(keel.copies[first].sum()) / layers, "copies/layer"),
     ]
+    best, judged = (min(float(walks[rival + tail].times.sum()) for rival in RIVALS) for tail in ("", VERDICT))
+    behind = float(walks[f"keel{VERDICT}"].times.sum())
+    rows += [
+        Row(f"walk_{name}_keel_over_best", float(ours.sum()) / best, "ratio"),
+        Row(f"walk_{name}_keel_verdict_over_best", behind / best, "ratio"),
+        Row(f"walk_{name}_keel_verdict_over_best_verdict", behind / judged, "ratio"),
+    ]
     for policy, walk in walks.items():
         rows += [
             Row(f"walk_{name}_{policy}_time_over_fluid", float(walk.times.sum() / walk.fluid.sum()), "ratio"),
@@ -80,14 +87,16 @@ def _rows(name: str, walks: dict[str, Walk], layers: int) -> list[Row]:
 
 
 def walk_rows(traces: list[Trace], fleets: tuple[tuple[int, int], ...] = FLEETS) -> Iterator[list[Row]]:
-    """keel against the others on every trace and fleet, alone and behind the verdict; copies leave the first plan out.
+    """keel against the others on every trace and fleet, all of them alone and behind the verdict; copies leave the first
+    plan out.
 
     Yields the rows of one trace on one fleet.
     """
     for ranks, slots in fleets:
         for trace in traces:
             walk = partial(walk_forward, setup=setup_of(trace, ranks, slots))
-            planners = choose_planners([*RIVALS, "keel", "keel+verdict"], baselines=False)
+            names = [*RIVALS, "keel"]
+            planners = choose_planners([*names, *(name + VERDICT for name in names)], baselines=False)
             walks = {policy: walk(policy, planner) for policy, planner in planners.items()}
             name = trace.name if (ranks, slots) == FLEETS[0] else f"{trace.name}_{ranks}x{slots}"
             print(

@@ -141,3 +141,21 @@ def moves(old, new, num_ranks):
     """Copies between ranks one layer needs."""
     old, new = np.reshape(old, (num_ranks, -1)), np.reshape(new, (num_ranks, -1))
     return sum(len({*n[n >= 0].tolist()} - {*o.tolist()}) for o, n in zip(old, new, strict=True))
+
+
+def fading_errors(load, half_lives, first, ahead):
+    """(F, F) sums of products of the errors of fading means, and their (F, L, E) shares at the end, in mean experts."""
+
+    def shares(total):
+        whole = total.sum(axis=1, keepdims=True)
+        return np.where(whole > 0, total * load.shape[2] / np.where(whole > 0, whole, 1), 0.0)
+
+    def fading(known, half_life):
+        return shares(sum(0.5 ** ((known - 1 - t) / half_life) * load[t] for t in range(known)))
+
+    errors = np.zeros((len(half_lives), len(half_lives)))
+    for known in range(first, len(load) - ahead + 1):
+        came = shares(load[known : known + ahead].sum(axis=0))
+        off = [(fading(known, half_life) - came).ravel() for half_life in half_lives]
+        errors += np.array([[a @ b for b in off] for a in off])
+    return errors, np.array([fading(len(load), half_life) for half_life in half_lives])

@@ -51,6 +51,9 @@ class Change:
     """Index of the first step after it; 0 where the whole window looks alike."""
     strength: float
     """Largest difference around a split, in differences of neighbouring blocks; NaN if too few steps to tell."""
+    usual: float = float("nan")
+    """Difference of neighbouring blocks of about sqrt(T) steps, chi-square per degree of freedom: 1 where tokens come one
+    by one by chance, more where they come by the request; NaN if too few steps to tell."""
 
 
 @kernel
@@ -129,7 +132,7 @@ def find_change(load: NDArray[np.float64], rules: ChangeRules = ChangeRules()) -
         if difference < rules.threshold * usual:
             break
         first += at
-    return Change(first, strongest)
+    return Change(first, strongest, usual)
 
 
 def step_weights(

@@ -1,8 +1,8 @@
 """The keel policy: least predicted MoE time, replicas and rank speeds and moves weighed at once.
 
 Objective: sum over steps and layers of max over ranks of C_r(rank load), plus the price of every copy. Steps
-are weighed by how much they say about the future (`change`), and the maximum is searched through a p-norm
-(`keel_state`). The search starts from the current placement, so that what stays costs nothing, or from
+are weighed by how much they say about the future (`change`), moved to where the loads of experts are expected
+(`forecast`), and the maximum is searched through a p-norm (`keel_state`). The search starts from the current placement, so that what stays costs nothing, or from
 EPLB's where there is none.
 """
 
@@ -15,8 +15,9 @@ from evenkeel.errors import InfeasiblePlan, InvalidInput
 from evenkeel.model.placement import Placement
 from evenkeel.model.plan import PlanLimits
 from evenkeel.planning import bounds, metrics, relabel
-from evenkeel.planning.change import ChangeRules, step_weights
+from evenkeel.planning.change import Change, ChangeRules, step_weights
 from evenkeel.planning.eplb import plan_eplb
+from evenkeel.planning.forecast import forecast, recentred
 from evenkeel.planning.keel_evaluations import Evaluations
 from evenkeel.planning.keel_fleet import Fleet
 from evenkeel.planning.keel_starts import cold_start, fit_to_budget
@@ -28,7 +29,12 @@ __all__ = ["KeelOptions", "plan_keel"]
 _MOST_CAUTION = 0.03
 """Loads that are shares instead of tokens would make caution forbid everything."""
 _WORTH_STARTING_AFRESH = 0.01
-"""Of the window's time, what a plan from nothing must save beyond one from the engines' start, which needs fewer copies."""
+"""Of the window's time, what a plan from nothing must save beyond one from the engines' start where traffic moves: it follows
+the window closer, and that gain does not last. Elsewhere, and where ranks differ in speed, which the engines' start knows
+nothing of, the better one is taken."""
+_CROWDING = 0.7
+"""Power of how much more than tokens that come one by one a window's blocks differ, in the squared noise of a move: 1 if what a
+move saves were as noisy as loads, 0 if it were not at all."""
 _TRUST = 0.25
 """Of where an expert's tokens started in the window, the share that is expected to last."""
 _KEPT_FOR_REFINING = 0.25
@@ -46,20 +52,37 @@ class KeelOptions:
     stickiness: float = 0.003
     """What one copy must save per step, as a share of the time that the mean slot takes."""
     caution: float = 0.25
-    """What it must save besides, over the square root of the tokens that the mean slot saw in the window: with few tokens
-    most of what a move seems to save is chance. A `cost_per_move` above both together takes their place."""
+    """What it must save besides, over the square root of the tokens that the mean slot saw in the window (counted as fewer
+    where they come by the request): with few tokens most of what a move seems to save is chance. A `cost_per_move` above
+    both together takes their place."""
     few: float = 0.028
     """Share of the slots that may change for `few_stickiness`: so many copies cost little even where chance chose them."""
     few_stickiness: float = 0.0055
     """What each of those must save, in the unit of `stickiness`. A `cost_per_move` still holds."""
     first_stickiness: float = 0.0
     """What a copy must save in the first plan after an engine's start, all told: that gain lasts."""
+    foresight: float = 0.125
+    """Share of the squared error of the window's mean that a forecast must have saved within the window to be believed."""
     change: ChangeRules = field(default_factory=ChangeRules)
 
     def __post_init__(self) -> None:
-        for name in ("stickiness", "caution", "few", "few_stickiness", "first_stickiness"):
+        for name in ("stickiness", "caution", "few", "few_stickiness", "first_stickiness", "foresight"):
             if not 0 <= getattr(self, name) < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}, must be in [0, 1)")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Outlook:
+    """What a window says of the steps to come, beside its load."""
+
+    weights: NDArray[np.float64]
+    """(T,) of its steps, summing to 1."""
+    noise: float
+    """What its tokens count for less, >= 1: the squared noise of a move over that of tokens that come one by one."""
+    moves: bool
+    """Whether loads are expected elsewhere than where they were."""
+    forecast_error: float
+    """Of the forecast, as `Forecast.error`; NaN without one."""
 
 
 def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -> Proposal:
@@ -71,40 +94,43 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
         options: how sticky, and how the window is weighed.
 
     Returns:
-        numbers: `change_at` (first step after the newest change), `change_strength`, `copies`, `price` (of a
-        copy, in layer times), `gap` (score over lower bound, minus 1).
+        numbers: `change_at` (first step after the newest change), `change_strength`, `forecast_error` (as
+        `Forecast.error`; NaN where the window is too short for a forecast), `copies`, `price` (of a copy, in layer
+        times), `gap` (score over lower bound, minus 1).
 
     Raises:
         InfeasiblePlan: the slots cannot hold one copy of every expert.
         ShapeMismatch: the current placement or the curves are of another deployment.
     """
     check_current(problem)
-    weights, change = step_weights(problem.load, options.change)
+    expected, outlook, change = _look_ahead(problem, options)
     evaluations = Evaluations(problem)
     if problem.dispatch is DispatchModel.NEAREST and problem.limits.max_layers is None:
         # An even split knows less and so follows less noise; what nearest dispatch adds is refined from there. (A limit on
         # layers would count from there, too.)
-        even = replace(problem, dispatch=DispatchModel.EVEN)
+        even = replace(expected, dispatch=DispatchModel.EVEN)
         with evaluations.keeping(_KEPT_FOR_REFINING):
-            best, price = _search(even, weights, options, evaluations)
-        fleet = Fleet(_shrunk(problem), best, weights, evaluations)
+            best, price = _search(even, outlook, options, evaluations)
+        fleet = Fleet(_shrunk(expected), best, outlook.weights, evaluations)
         fleet.search(price)
         fleet.undo_small(price, _WORTH_REFINING)
         best = fleet.placement()
     elif problem.dispatch is DispatchModel.OPTIMAL and problem.limits.max_layers is None:
         with evaluations.keeping(0.5):
-            best, price = _search(problem, weights, options, evaluations)
+            best, price = _search(expected, outlook, options, evaluations)
         # Searched under an even split all the same: another choice among what was found must promise more than chance.
-        plain, _ = _search(replace(problem, dispatch=DispatchModel.EVEN), weights, options, evaluations)
-        if _time(problem, weights, best) > (1.0 - _WORTH_CHOOSING) * _time(problem, weights, plain):
+        plain, _ = _search(replace(expected, dispatch=DispatchModel.EVEN), outlook, options, evaluations)
+        weights = outlook.weights
+        if _time(expected, weights, best) > (1.0 - _WORTH_CHOOSING) * _time(expected, weights, plain):
             best = plain
     else:
-        best, price = _search(problem, weights, options, evaluations)
+        best, price = _search(expected, outlook, options, evaluations)
     score = metrics.score(problem, best)
     bound = bounds.lower_bound(problem)
     numbers = {
         "change_at": float(change.first_step),
         "change_strength": change.strength,
+        "forecast_error": outlook.forecast_error,
         "price": price,
         "gap": score / bound - 1.0 if bound > 0 else 0.0,
         "copies": 0.0 if problem.current is None else float(relabel.count_moves(problem.current, best)),
@@ -112,13 +138,28 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
     return Proposal(best, score, evaluations.used, bound, numbers)
 
 
+def _look_ahead(problem: PlacementProblem, options: KeelOptions) -> tuple[PlacementProblem, _Outlook, Change]:
+    """The problem with the loads to plan for, what else its window says of the steps to come, and its newest change."""
+    weights, change = step_weights(problem.load, options.change)
+    foreseen = forecast(problem.load)
+    # Unknown where there are too few steps to tell.
+    noise = change.usual**_CROWDING if change.usual > 1.0 else 1.0
+    if foreseen is None:
+        return problem, _Outlook(weights, noise, False, float("nan")), change
+    moves = foreseen.error < 1.0 - options.foresight
+    if moves:
+        problem = replace(problem, load=recentred(problem.load, weights, foreseen))
+    return problem, _Outlook(weights, noise, moves, foreseen.error), change
+
+
 def _search(
-    problem: PlacementProblem, weights: NDArray[np.float64], options: KeelOptions, evaluations: Evaluations
+    problem: PlacementProblem, outlook: _Outlook, options: KeelOptions, evaluations: Evaluations
 ) -> tuple[Placement, float]:
     """(placement, price of a copy in layer times): the better of what is found from here and from EPLB's."""
+    weights = outlook.weights
     start = None if problem.current is None else fit_to_budget(problem, problem.current)
     fleet = Fleet(problem, start if start is not None else cold_start(problem), weights, evaluations)
-    price = _price(problem, fleet, options)
+    price = _price(problem, outlook, fleet, options)
     _improve(fleet, price, options)
     best = fleet.placement()
 
@@ -133,9 +174,10 @@ def _search(
     if problem.current is None:
         return _anew(problem, weights, best, evaluations), 0.0
     if _unplanned(problem.current) and problem.limits == PlanLimits():
-        fresh, _ = _search(replace(problem, current=None), weights, options, evaluations)
+        fresh, _ = _search(replace(problem, current=None), outlook, options, evaluations)
         fresh = relabel.relabel(problem, fresh)
-        if total(fresh) < (1.0 - _WORTH_STARTING_AFRESH) * total(best):
+        least = _WORTH_STARTING_AFRESH if outlook.moves and problem.costs is None else 0.0
+        if total(fresh) < (1.0 - least) * total(best):
             best = fresh
     return best, price
 
@@ -188,14 +230,14 @@ def _shrunk(problem: PlacementProblem) -> PlacementProblem:
     return replace(problem, source_load=even + _TRUST * (problem.source_load - even))
 
 
-def _price(problem: PlacementProblem, fleet: Fleet, options: KeelOptions) -> float:
+def _price(problem: PlacementProblem, outlook: _Outlook, fleet: Fleet, options: KeelOptions) -> float:
     """What a copy must save per step, in layer times."""
     if problem.current is None:
         return 0.0
     price = options.first_stickiness
     if not _unplanned(problem.current):
         per_rank = problem.shape.slots_per_rank
-        seen = fleet.unit_tokens * len(problem.load) / per_rank
+        seen = fleet.unit_tokens * len(problem.load) / per_rank / outlook.noise
         price = (options.stickiness + min(options.caution / seen**0.5, _MOST_CAUTION)) / per_rank
     return max(price, fleet.price_of(problem.cost_per_move))
 
