@@ -16,7 +16,7 @@ from evenkeel.formats import Trace
 from evenkeel.planning import metrics
 from evenkeel.planning.craft import CraftOptions, GainWeighting, plan_craft
 from evenkeel.planning.gem import gem_setup, plan_gem
-from evenkeel.planning.keel import plan_keel
+from evenkeel.planning.keel import KeelOptions, plan_keel
 from evenkeel.planning.policies import warm_kernels
 from evenkeel.planning.problem import PlacementProblem, Proposal
 from evenkeel.replay.planners import choose_planners
@@ -118,9 +118,9 @@ def _foresee(replan: Replan) -> Proposal:
     problem, setup = replan.problem, replan.setup
     past = problem.load.mean(axis=0)
     coming = setup.load[replan.step : replan.step + setup.horizon_steps].mean(axis=0)
-    return plan_keel(
-        replace(problem, load=problem.load * np.where(past > 0, coming / np.maximum(past, 1e-9), 1.0))
-    )
+    told = problem.load * np.where(past > 0, coming / np.maximum(past, 1e-9), 1.0)
+    # What is known needs no forecast of its own.
+    return plan_keel(replace(problem, load=told), KeelOptions(foresight=0.999))
 
 
 def foresight_rows(traces: list[Trace]) -> Iterator[list[Row]]:

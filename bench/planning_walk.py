@@ -106,14 +106,27 @@ def walk_rows(traces: list[Trace], fleets: tuple[tuple[int, int], ...] = FLEETS)
             yield _rows(name, walks, trace.num_layers)
 
 
+def _fleet(text: str) -> tuple[int, int]:
+    ranks, slots = text.split("x")
+    return int(ranks), int(slots)
+
+
 def main() -> None:
-    """Only some traces: python -m bench.planning_walk NAME ..."""
+    """Only some traces, or other fleets: python -m bench.planning_walk [--fleet 8x80 ...] NAME ..."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*", help="traces; default all")
-    names = parser.parse_args().names
+    parser.add_argument(
+        "--fleet",
+        type=_fleet,
+        action="append",
+        metavar="RANKSxSLOTS",
+        help="default 8x72 and 16x80, which keel's constants were chosen on",
+    )
+    given = parser.parse_args()
     warm_kernels()
-    chosen = [trace for trace in recorded() if not names or trace.name in names]
-    write_report("planning_walk", [row for part in walk_rows(chosen) for row in part])
+    chosen = [trace for trace in recorded() if not given.names or trace.name in given.names]
+    fleets = tuple(given.fleet or FLEETS)
+    write_report("planning_walk", [row for part in walk_rows(chosen, fleets) for row in part])
 
 
 if __name__ == "__main__":
