@@ -193,3 +193,13 @@ def test_a_first_plan_is_this_near_to_one_from_nothing(moves, speeds, within):
     assert max(behind) > within / 2 or within == 0.0
     if within == 0.0:
         assert min(behind) < 0
+
+
+def test_loads_that_are_no_whole_numbers_leave_nothing_where_there_is_none():
+    load = drifting(np.random.default_rng(3), 60) * 0.1
+    load[42:, 1] = 0.0
+    found = forecast(load)
+    errors, ends = twins.fading_errors(load, np.array(HALF_LIVES) * 60, 30, 7)
+    assert found.error <= (np.diag(errors) / errors[-1, -1]).min() + 1e-4
+    assert (found.shares >= ends.min(axis=0) / 16 - 1e-9).all()
+    assert (found.shares <= ends.max(axis=0) / 16 + 1e-9).all()

@@ -24,6 +24,8 @@ _AHEAD = 1 / 8
 live longer than one."""
 _RIDGE = 1e-6
 """Of the mean squared error: keeps means that are all but the same from making the weights a matter of rounding."""
+_DUST = 1e-9
+"""Tokens that are none."""
 _ROUNDING = 1e-18
 """Mean squared error, in squared mean experts, that is none."""
 _FARTHEST = 4.0
@@ -41,7 +43,7 @@ class Forecast:
 
 
 @kernel
-def _add_shares(load: NDArray[np.float64], out: NDArray[np.float64]) -> None:
+def _to_shares(load: NDArray[np.float64], out: NDArray[np.float64]) -> None:
     """(L, E) -> each layer over its sum, in mean experts; zero where there is no load."""
     layers, experts = load.shape
     for layer in range(layers):
@@ -68,6 +70,7 @@ def _backtest(
     fades = keeps.shape[0]
     means = np.zeros((fades, layers, experts))
     shares = np.zeros((fades, layers, experts))
+    coming = np.zeros((layers, experts))
     came = np.zeros((layers, experts))
     errors = np.zeros((fades, fades))
     off = np.empty(fades)
@@ -82,9 +85,19 @@ def _backtest(
         if known < first or known + ahead > steps:
             continue
         looks += 1
-        _add_shares(load[known : known + ahead].sum(axis=0), came)
+        if looks == 1:
+            for step in range(known, known + ahead):
+                coming += load[step]
+        else:
+            for layer in range(layers):
+                for expert in range(experts):
+                    left = coming[layer, expert] - load[known - 1, layer, expert]
+                    # Of counts nothing is left by rounding, of other loads dust.
+                    left = left if left > _DUST else 0.0
+                    coming[layer, expert] = left + load[known + ahead - 1, layer, expert]
+        _to_shares(coming, came)
         for fade in range(fades):
-            _add_shares(means[fade], shares[fade])
+            _to_shares(means[fade], shares[fade])
         for layer in range(layers):
             for expert in range(experts):
                 for fade in range(fades):
@@ -93,7 +106,7 @@ def _backtest(
                     for other in range(fades):
                         errors[fade, other] += off[fade] * off[other]
     for fade in range(fades):
-        _add_shares(means[fade], shares[fade])
+        _to_shares(means[fade], shares[fade])
     return errors, shares, looks
 
 
