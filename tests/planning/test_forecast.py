@@ -175,8 +175,13 @@ def _foreseen_time(problem, placement):
 
 @pytest.mark.parametrize(
     ("moves", "speeds", "within"),
-    [(0.0, None, 0.003), (1.0, None, 0.01), (1.0, (1.0, 1.0, 1.0, 1.3), 0.0)],
-    ids=["steady", "moving", "unequal ranks"],
+    [
+        (0.0, None, 0.003),
+        (1.0, None, 0.01),
+        (1.0, (1.0, 1.0, 1.0, 1.005), 0.01),
+        (1.0, (1.0, 1.0, 1.0, 1.3), 0.0),
+    ],
+    ids=["steady", "moving", "moving, ranks all but alike", "moving, a slow rank"],
 )
 def test_a_first_plan_is_this_near_to_one_from_nothing(moves, speeds, within):
     costs = None if speeds is None else CostCurves.linear(np.array(speeds) * 1e-6)

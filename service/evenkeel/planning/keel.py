@@ -2,8 +2,8 @@
 
 Objective: sum over steps and layers of max over ranks of C_r(rank load), plus the price of every copy. Steps
 are weighed by how much they say about the future (`change`), moved to where the loads of experts are expected
-(`forecast`), and the maximum is searched through a p-norm (`keel_state`). The search starts from the current placement, so that what stays costs nothing, or from
-EPLB's where there is none.
+(`forecast`), and the maximum is searched through a p-norm (`keel_state`). The search starts from the current
+placement, so that what stays costs nothing, or from EPLB's where there is none.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from evenkeel.planning.eplb import plan_eplb
 from evenkeel.planning.forecast import forecast, recentred
 from evenkeel.planning.keel_evaluations import Evaluations
 from evenkeel.planning.keel_fleet import Fleet
-from evenkeel.planning.keel_starts import cold_start, fit_to_budget
+from evenkeel.planning.keel_starts import cold_start, fit_to_budget, linear_rates
 from evenkeel.planning.problem import DispatchModel, PlacementProblem, Proposal, check_current
 from evenkeel.planning.split import SplitModel
 
@@ -33,6 +33,8 @@ _WORTH_STARTING_AFRESH = 0.003
 ranks differ in speed that start is as good as any other, and the better plan is taken."""
 _WORTH_STARTING_AFRESH_IN_MOTION = 0.01
 """The same where loads move: what is nearest to the window then is not so for long."""
+_ALIKE = 0.01
+"""Share by which the slowest rank's time for a token may exceed the fastest's where ranks do not differ in speed."""
 _CROWDING = 0.7
 """Power of how much more than tokens that come one by one a window's blocks differ, in the squared noise of a move: 1 if what a
 move saves were as noisy as loads, 0 if it were not at all."""
@@ -177,12 +179,17 @@ def _search(
     if _unplanned(problem.current) and problem.limits == PlanLimits():
         fresh, _ = _search(replace(problem, current=None), outlook, options, evaluations)
         fresh = relabel.relabel(problem, fresh)
-        least = _WORTH_STARTING_AFRESH_IN_MOTION if outlook.moves else _WORTH_STARTING_AFRESH
-        if problem.costs is not None:
-            least = 0.0
-        if total(fresh) < (1.0 - least) * total(best):
+        if total(fresh) < (1.0 - _worth_starting_afresh(problem, outlook)) * total(best):
             best = fresh
     return best, price
+
+
+def _worth_starting_afresh(problem: PlacementProblem, outlook: _Outlook) -> float:
+    """Share of the window's time that a plan from nothing must save beyond one from the engines' start."""
+    speeds = linear_rates(problem.costs, problem.shape.num_ranks)
+    if speeds.max() > (1.0 + _ALIKE) * speeds.min():
+        return 0.0
+    return _WORTH_STARTING_AFRESH_IN_MOTION if outlook.moves else _WORTH_STARTING_AFRESH
 
 
 def _improve(fleet: Fleet, price: float, options: KeelOptions) -> None:
