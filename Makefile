@@ -53,13 +53,19 @@ format: .venv/ready
 
 PROTOS := $(wildcard proto/evenkeel/v1/*.proto)
 
-proto: .venv/ready
-	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=service --pyi_out=service --grpc_python_out=service $(PROTOS)
+# The protocol's package is evenkeel.v1, the Python package is evenkeel_moe: only the stubs' imports differ.
+STUBS := .cache/stubs/evenkeel/v1
 
-verify-proto: .venv/ready
+$(STUBS): .venv/ready $(PROTOS)
 	rm -rf .cache/stubs && mkdir -p .cache/stubs
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=.cache/stubs --pyi_out=.cache/stubs --grpc_python_out=.cache/stubs $(PROTOS)
-	diff -r -x __pycache__ -x __init__.py .cache/stubs/evenkeel/v1 service/evenkeel/v1
+	sed -i 's/^from evenkeel\.v1 import/from evenkeel_moe.v1 import/' $(STUBS)/*
+
+proto: $(STUBS)
+	cp $(STUBS)/*.py $(STUBS)/*.pyi service/evenkeel_moe/v1/
+
+verify-proto: $(STUBS)
+	diff -r -x __pycache__ -x __init__.py $(STUBS) service/evenkeel_moe/v1
 
 # The protocol against what was last released, by buf from npm: whatever would break a rank or controller of that version.
 BUF := .cache/buf/node_modules/.bin/buf
@@ -94,7 +100,7 @@ sbom: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	# Kernels are compiled once here and cached beside their sources, so that no first run waits for them.
-	$(BIN)/python -c "from evenkeel.planning.policies import warm_kernels; warm_kernels()"
+	$(BIN)/python -c "from evenkeel_moe.planning.policies import warm_kernels; warm_kernels()"
 	touch $@
 
 # make bench-dispatch, bench-planning, ...: prints and writes bench/out/NAME.json; exits 0 whatever the figures.

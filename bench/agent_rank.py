@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import torch.distributed
 
-from evenkeel.adapters.grpc_link import GrpcRankLink
-from evenkeel.adapters.torch_groups import make_communicator
-from evenkeel.agent import Agent, AgentConfig
-from evenkeel.model.ids import DeploymentId, EpRank, Generation
-from evenkeel.model.load import Phase
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol.messages import RankIdentity
+from evenkeel_moe.adapters.grpc_link import GrpcRankLink
+from evenkeel_moe.adapters.torch_groups import make_communicator
+from evenkeel_moe.agent import Agent, AgentConfig
+from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.messages import RankIdentity
 from tests.agent.ranks import EXPERT_BYTES, ToyMaps, ToyWeights
 
 LAYERS, EXPERTS_PER_RANK, TOP_K = 58, 9, 8

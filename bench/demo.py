@@ -14,7 +14,7 @@ POLICIES = ("keel", "eplb")
 
 def run_demo(policy: str) -> str:
     """What the demo prints; under EPLB its own promises may fail, which is no failure here."""
-    command = [sys.executable, "-m", "evenkeel", "demo", "--plain", "--policy", policy]
+    command = [sys.executable, "-m", "evenkeel_moe", "demo", "--plain", "--policy", policy]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if not re.search(r"^Plan 1 ", done.stdout, re.MULTILINE):
         raise SystemExit(f"the demo made no plan under {policy}:\n{done.stdout}{done.stderr}")

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from bench.dispatch_traces import Recorded, setup_of
 from bench.report import Row
-from evenkeel.planning.keel import plan_keel
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.replay.walk import walk_forward
+from evenkeel_moe.planning.keel import plan_keel
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.replay.walk import walk_forward
 
 __all__ = ["aware_rows", "bootstrap_upper"]
 

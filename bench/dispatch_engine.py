@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import Row
-from evenkeel.engines.reference.config import DispatchRule, RankConfig
-from evenkeel.engines.reference.supervisor import Supervisor
-from evenkeel.planning.metrics import balancedness_mean
+from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
+from evenkeel_moe.engines.reference.supervisor import Supervisor
+from evenkeel_moe.planning.metrics import balancedness_mean
 
 __all__ = ["engine_rows"]
 

@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 from bench.dispatch_baselines import harmoeny
 from bench.dispatch_traces import RANKS, TWO_NODES, Recorded, setup_of
 from bench.report import Row
-from evenkeel.dispatch import ExactSplit, ShardingRule, plan_replicas, resident_mask, shard_tokens
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape
-from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.keel import plan_keel
-from evenkeel.planning.metrics import rank_load
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.planning.split import SplitModel
-from evenkeel.replay.walk import walk_forward
+from evenkeel_moe.dispatch import ExactSplit, ShardingRule, plan_replicas, resident_mask, shard_tokens
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.eplb import plan_eplb
+from evenkeel_moe.planning.keel import plan_keel
+from evenkeel_moe.planning.metrics import rank_load
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.split import SplitModel
+from evenkeel_moe.replay.walk import walk_forward
 
 __all__ = ["PLACEMENTS", "RULES", "rule_rows", "rule_table"]
 

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from bench.dispatch_baselines import PathTable
 from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded
 from bench.report import Row
-from evenkeel.dispatch import DispatchTables, EvenChoice, Lookahead, Waterfill, prediction_accuracy
-from evenkeel.dispatch.waterfill import count_by_rank
-from evenkeel.engines.reference.config import RankConfig
-from evenkeel.engines.reference.model import Model, original_expert
-from evenkeel.engines.reference.traffic import TextTraffic
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import Topology
-from evenkeel.planning.eplb import rebalance_experts
+from evenkeel_moe.dispatch import DispatchTables, EvenChoice, Lookahead, Waterfill, prediction_accuracy
+from evenkeel_moe.dispatch.waterfill import count_by_rank
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.model import Model, original_expert
+from evenkeel_moe.engines.reference.traffic import TextTraffic
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.eplb import rebalance_experts
 
 __all__ = ["accuracy_rows", "recorded_ids", "waterfill_rows"]
 

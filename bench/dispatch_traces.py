@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.replay.walk import Setup
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.replay.walk import Setup
 
 __all__ = ["RANKS", "TWO_NODES", "Recorded", "read_all", "setup_of"]
 

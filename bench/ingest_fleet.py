@@ -9,15 +9,15 @@ import grpc
 import numpy as np
 
 from bench.ingest_raw import METHOD
-from evenkeel.adapters.grpc_link import LinkTiming, channel_options
-from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol import messages as m
-from evenkeel.v1 import agent_pb2
-from evenkeel.wire import link
-from evenkeel.wire.codec import decode_controller_message, encode_rank_message
+from evenkeel_moe.adapters.grpc_link import LinkTiming, channel_options
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.v1 import agent_pb2
+from evenkeel_moe.wire import link
+from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
 
 __all__ = ["BATCH", "Fleet", "Scale"]
 

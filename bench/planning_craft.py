@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import Row, best_of
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import Topology
-from evenkeel.planning.craft import allocate_replicas, place_replicas, replica_benefit
-from evenkeel.planning.craft_capacity import interleaved_capacity
-from evenkeel.planning.craft_packing import pack_copies
-from evenkeel.planning.kernels import kernel
-from evenkeel.planning.replication import replicate_experts
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.craft import allocate_replicas, place_replicas, replica_benefit
+from evenkeel_moe.planning.craft_capacity import interleaved_capacity
+from evenkeel_moe.planning.craft_packing import pack_copies
+from evenkeel_moe.planning.kernels import kernel
+from evenkeel_moe.planning.replication import replicate_experts
 
 __all__ = ["craft_rows"]
 

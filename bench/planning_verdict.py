@@ -17,16 +17,16 @@ import numpy as np
 
 from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded, read_all
 from bench.report import Row, write_report
-from evenkeel.model.placement import Placement
-from evenkeel.model.policy import Mode
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import metrics
-from evenkeel.planning.change import find_change
-from evenkeel.planning.cycle import CycleInputs, judge_target, plan_target, split_window
-from evenkeel.planning.gates import GateSettings
-from evenkeel.planning.policies import warm_kernels
-from evenkeel.planning.relabel import count_moves
-from evenkeel.planning.verdict import Call, held_out_steps
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.change import find_change
+from evenkeel_moe.planning.cycle import CycleInputs, judge_target, plan_target, split_window
+from evenkeel_moe.planning.gates import GateSettings
+from evenkeel_moe.planning.policies import warm_kernels
+from evenkeel_moe.planning.relabel import count_moves
+from evenkeel_moe.planning.verdict import Call, held_out_steps
 
 __all__ = ["verdict_rows"]
 

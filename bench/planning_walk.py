@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import Row, write_report
-from evenkeel.formats import Trace, read_trace
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.policies import warm_kernels
-from evenkeel.replay.planners import VERDICT, choose_planners
-from evenkeel.replay.walk import Setup, Walk, walk_forward
+from evenkeel_moe.formats import Trace, read_trace
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies import warm_kernels
+from evenkeel_moe.replay.planners import VERDICT, choose_planners
+from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
 __all__ = ["FLEETS", "TRACES", "recorded", "walk_rows"]
 

@@ -16,7 +16,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from pydantic import TypeAdapter
 
 from deploy.dashboards import dashboards
-from evenkeel.settings import Settings
+from evenkeel_moe.settings import Settings
 
 __all__ = ["CHART", "ROOT", "generated", "rules", "values_table"]
 

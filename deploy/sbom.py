@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from evenkeel.errors import InvalidInput
+from evenkeel_moe.errors import InvalidInput
 
 __all__ = ["check"]
 

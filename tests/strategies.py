@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from evenkeel.model.placement import EMPTY, Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.problem import CostCurves
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.problem import CostCurves
 
 LOAD_KINDS = ("zipf", "spikes", "uniform", "equal", "one_hot", "zeros")
 

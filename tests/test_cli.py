@@ -11,15 +11,15 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
-from evenkeel.api import TokenSet, create_app
-from evenkeel.cli import app, main
-from evenkeel.cli.client import CliError, Exit, read_token
-from evenkeel.cli.options import parse_value
-from evenkeel.engines.reference.config import RankConfig
-from evenkeel.errors import Conflict, Unavailable
-from evenkeel.model.ids import DeploymentId
-from evenkeel.ports import LedElsewhere
-from evenkeel.replay.console import work_bars
+from evenkeel_moe.api import TokenSet, create_app
+from evenkeel_moe.cli import app, main
+from evenkeel_moe.cli.client import CliError, Exit, read_token
+from evenkeel_moe.cli.options import parse_value
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.errors import Conflict, Unavailable
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import LedElsewhere
+from evenkeel_moe.replay.console import work_bars
 from tests.api.fakes import FakeView, make_operations, make_plan, make_rank, make_status
 
 OPERATE = "operate-token-0123456789"
@@ -328,7 +328,7 @@ def test_help_names_the_exit_codes():
 
 def test_help_is_quick_and_loads_no_heavy_library():
     code = (
-        "import sys; from typer.testing import CliRunner; from evenkeel.cli import app;"
+        "import sys; from typer.testing import CliRunner; from evenkeel_moe.cli import app;"
         " assert CliRunner().invoke(app, ['--help']).exit_code == 0;"
         " heavy = {'torch', 'numpy', 'numba', 'fastapi', 'grpc', 'redis'} & set(sys.modules);"
         " assert not heavy, heavy"
@@ -398,7 +398,7 @@ def test_a_rank_that_cannot_start_says_why(command, tmp_path, text, options, say
 
 @pytest.mark.integration
 def test_a_single_rank_runs_to_its_final_check(tmp_path):
-    command = [sys.executable, "-m", "evenkeel", "rank", write_config(tmp_path), "--rank", "0"]
+    command = [sys.executable, "-m", "evenkeel_moe", "rank", write_config(tmp_path), "--rank", "0"]
     done = subprocess.run(command, timeout=100, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()]

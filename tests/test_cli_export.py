@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from evenkeel.formats import PlacementFormat, parse_placement
+from evenkeel_moe.formats import PlacementFormat, parse_placement
 from tests.api.fakes import SHAPE
 from tests.test_cli import command, operations, run, url
 

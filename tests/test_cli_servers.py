@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from evenkeel.cli import client
-from evenkeel.cli.client import Exit
+from evenkeel_moe.cli import client
+from evenkeel_moe.cli.client import Exit
 from tests.test_cli import command, operations, run, url
 
 __all__ = ["command", "operations", "run", "url"]  # fixtures

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.driver import Driver, Stage
-from evenkeel.errors import Conflict, Reason, Unavailable
-from evenkeel.protocol.control_messages import LeaseLost
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.driver import Driver, Stage
+from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.protocol.control_messages import LeaseLost
 from tests.waiting import until
 
 

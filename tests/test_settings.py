@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from evenkeel.errors import InvalidInput
-from evenkeel.model.policy import Mode
-from evenkeel.settings import DEFAULT_THRESHOLDS, Settings
-from evenkeel.settings_sources import load_settings
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.settings import DEFAULT_THRESHOLDS, Settings
+from evenkeel_moe.settings_sources import load_settings
 
 
 def refusal(**environment):

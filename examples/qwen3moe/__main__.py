@@ -47,7 +47,7 @@ def start_controller(folder: Path, grpc_port: int) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **{f"EVENKEEL_{name}": str(value) for name, value in settings.items()}}
     log = (folder / "controller.log").open("wb")
     return subprocess.Popen(
-        [sys.executable, "-m", "evenkeel", "serve"], env=environment, stdout=log, stderr=log
+        [sys.executable, "-m", "evenkeel_moe", "serve"], env=environment, stdout=log, stderr=log
     )
 
 

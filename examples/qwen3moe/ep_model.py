@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evenkeel.agent import Communicator, Placement
+from evenkeel_moe.agent import Communicator, Placement
 
 ROWS = 16
 """Rows of every matrix product: of one shape, so that a token's result does not depend on its neighbours."""

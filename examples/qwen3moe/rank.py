@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from evenkeel.agent import (
+from evenkeel_moe.agent import (
     Agent,
     AgentConfig,
     CountingSide,

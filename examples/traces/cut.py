@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from evenkeel.formats import read_trace, write_trace
+from evenkeel_moe.formats import read_trace, write_trace
 
 
 def main(source: str, target: str, first: str, last: str) -> None:

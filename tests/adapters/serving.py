@@ -6,10 +6,17 @@ from pathlib import Path
 
 import grpc
 
-from evenkeel.adapters.grpc_server import ServerOptions
-from evenkeel.v1 import agent_pb2_grpc
-from evenkeel.wire.codec import decode_controller_message
-from evenkeel.wire.link import FlowControl, Heartbeat, NotLeader, Registration, RegistrationOutcome, ReportAck
+from evenkeel_moe.adapters.grpc_server import ServerOptions
+from evenkeel_moe.v1 import agent_pb2_grpc
+from evenkeel_moe.wire.codec import decode_controller_message
+from evenkeel_moe.wire.link import (
+    FlowControl,
+    Heartbeat,
+    NotLeader,
+    Registration,
+    RegistrationOutcome,
+    ReportAck,
+)
 from tests.wire.wires import HELLO
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.adapters.redis_client import connect, disconnect
-from evenkeel.adapters.redis_store import RedisDeploymentStore
-from evenkeel.adapters.redis_windows import RedisWindowStore
-from evenkeel.errors import InvalidInput, Unavailable
-from evenkeel.model.load import Phase
+from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis_client import connect, disconnect
+from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis_windows import RedisWindowStore
+from evenkeel_moe.errors import InvalidInput, Unavailable
+from evenkeel_moe.model.load import Phase
 from tests.contracts.test_stores import DEMO, assert_same, every_plan, make_record, make_window
 
 
@@ -57,7 +57,7 @@ async def test_the_data_outlives_the_server(tmp_path):
 _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from evenkeel.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
 async def main():
     server = EmbeddedValkey(Path(sys.argv[1]))
     await server.start()

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.adapters.device_checksum import device_checksum
-from evenkeel.adapters.torch_groups import make_communicator
-from evenkeel.adapters.torch_transport import TorchWeightTransport, is_over
-from evenkeel.agent.profiler import ExpertShape, curve_of, measure, moe_layer, token_counts
-from evenkeel.model.placement import Placement
+from evenkeel_moe.adapters.device_checksum import device_checksum
+from evenkeel_moe.adapters.torch_groups import make_communicator
+from evenkeel_moe.adapters.torch_transport import TorchWeightTransport, is_over
+from evenkeel_moe.agent.profiler import ExpertShape, curve_of, measure, moe_layer, token_counts
+from evenkeel_moe.model.placement import Placement
 from tests.agent.ranks import Group, ToyWeights, prepare_for
 
 pytestmark = [

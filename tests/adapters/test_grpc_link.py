@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import structlog
 
-from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
-from evenkeel.errors import InvalidInput, Reason
-from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
-from evenkeel.model.plan import WaveKey
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol.messages import Hello, Leader, QueryState, RankIdentity, Vote
-from evenkeel.v1 import agent_pb2_grpc
-from evenkeel.wire.codec import decode_rank_message, encode_controller_message
-from evenkeel.wire.link import (
+from evenkeel_moe.adapters.grpc_link import GrpcRankLink, LinkTiming
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.messages import Hello, Leader, QueryState, RankIdentity, Vote
+from evenkeel_moe.v1 import agent_pb2_grpc
+from evenkeel_moe.wire.codec import decode_rank_message, encode_controller_message
+from evenkeel_moe.wire.link import (
     CostCurve,
     FlowControl,
     Heartbeat,

@@ -10,17 +10,17 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from evenkeel.adapters import encoder
-from evenkeel.adapters.encoder import Encoder
-from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
-from evenkeel.adapters.grpc_server import GrpcServer, RankStream
-from evenkeel.errors import InvalidInput, Reason
-from evenkeel.model.ids import Epoch, Generation, PlanId
-from evenkeel.model.plan import Transfer, Wave, WaveKey
-from evenkeel.protocol.messages import Leader, Prepare
-from evenkeel.v1 import agent_pb2, agent_pb2_grpc
-from evenkeel.wire.codec import encode_controller_message, encode_rank_message
-from evenkeel.wire.link import (
+from evenkeel_moe.adapters import encoder
+from evenkeel_moe.adapters.encoder import Encoder
+from evenkeel_moe.adapters.grpc_link import GrpcRankLink, LinkTiming
+from evenkeel_moe.adapters.grpc_server import GrpcServer, RankStream
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.ids import Epoch, Generation, PlanId
+from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
+from evenkeel_moe.protocol.messages import Leader, Prepare
+from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
+from evenkeel_moe.wire.codec import encode_controller_message, encode_rank_message
+from evenkeel_moe.wire.link import (
     FlowControl,
     Heartbeat,
     NotLeader,

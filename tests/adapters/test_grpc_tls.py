@@ -7,14 +7,14 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming, LinkTls
-from evenkeel.adapters.grpc_server import GrpcServer
-from evenkeel.adapters.server_tls import Grant, read_grants
-from evenkeel.errors import InvalidInput, Reason
-from evenkeel.model.ids import DeploymentId, EpRank
-from evenkeel.v1 import agent_pb2
-from evenkeel.wire.codec import encode_rank_message
-from evenkeel.wire.link import Heartbeat, NotLeader, ReportAck
+from evenkeel_moe.adapters.grpc_link import GrpcRankLink, LinkTiming, LinkTls
+from evenkeel_moe.adapters.grpc_server import GrpcServer
+from evenkeel_moe.adapters.server_tls import Grant, read_grants
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.v1 import agent_pb2
+from evenkeel_moe.wire.codec import encode_rank_message
+from evenkeel_moe.wire.link import Heartbeat, NotLeader, ReportAck
 from tests.adapters.serving import Authority, Listener, RegisteringHub, ask, make_options
 from tests.waiting import until
 from tests.wire.wires import HELLO

@@ -7,12 +7,12 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from evenkeel.adapters.addresses import host_port
-from evenkeel.adapters.grpc_server import GrpcServer
-from evenkeel.adapters.http_servers import MetricsServer, RestServer
-from evenkeel.controller.serve import _server_options
-from evenkeel.errors import InvalidInput
-from evenkeel.settings_sources import load_settings
+from evenkeel_moe.adapters.addresses import host_port
+from evenkeel_moe.adapters.grpc_server import GrpcServer
+from evenkeel_moe.adapters.http_servers import MetricsServer, RestServer
+from evenkeel_moe.controller.serve import _server_options
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.settings_sources import load_settings
 from tests.adapters.serving import make_options
 
 

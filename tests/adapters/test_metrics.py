@@ -5,11 +5,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from evenkeel.adapters.metric_families import DeploymentFigures, LayerFigures, PlanFigures
-from evenkeel.adapters.metrics import ControllerMetrics
-from evenkeel.errors import Reason
-from evenkeel.model.load import Phase
-from evenkeel.model.topology import ModelShape
+from evenkeel_moe.adapters.metric_families import DeploymentFigures, LayerFigures, PlanFigures
+from evenkeel_moe.adapters.metrics import ControllerMetrics
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.topology import ModelShape
 from tests.api.fakes import NOW, make_plan, make_rank, make_status
 
 BALANCE = {Phase.PREFILL: (0.8, 0.6), Phase.DECODE: (None, None)}

@@ -9,8 +9,8 @@ import threading
 import psutil
 import pytest
 
-from evenkeel.adapters.planner_pool import PlannerPool
-from evenkeel.errors import InfeasiblePlan, Reason, Unavailable
+from evenkeel_moe.adapters.planner_pool import PlannerPool
+from evenkeel_moe.errors import InfeasiblePlan, Reason, Unavailable
 from tests.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -112,7 +112,7 @@ def test_a_worker_whose_parent_died_before_it_asked_to_die_with_it_ends():
     """A controller killed while its planner loads left the process behind for ever: found by the chaos run."""
     orphan = (
         "import os, sys, time\n"
-        "from evenkeel.adapters.child_process import die_with_parent\n"
+        "from evenkeel_moe.adapters.child_process import die_with_parent\n"
         "parent = int(sys.argv[1])\n"
         "while os.getppid() == parent: time.sleep(0.01)\n"
         "print('orphaned', flush=True)\n"

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.adapters.redis_client import SentinelLogin, connect, disconnect, store_errors
-from evenkeel.adapters.redis_store import RedisDeploymentStore
-from evenkeel.adapters.redis_windows import RedisWindowStore
-from evenkeel.errors import InvalidInput, Reason, Unavailable
-from evenkeel.model.ids import Epoch, PlanId
-from evenkeel.model.load import Phase
+from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis_client import SentinelLogin, connect, disconnect, store_errors
+from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis_windows import RedisWindowStore
+from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.load import Phase
 from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, make_window
 
 # --- URL forms ---------------------------------------------------------------------------------

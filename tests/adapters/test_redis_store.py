@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from redis.asyncio.client import Pipeline
 from redis.exceptions import ConnectionError, TimeoutError
 
-from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.adapters.redis_client import connect, disconnect, eviction_policies
-from evenkeel.adapters.redis_store import RedisDeploymentStore
-from evenkeel.adapters.redis_windows import RedisWindowStore
-from evenkeel.adapters.stored_forms import (
+from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis_client import connect, disconnect, eviction_policies
+from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis_windows import RedisWindowStore
+from evenkeel_moe.adapters.stored_forms import (
     Unreadable,
     pack_placement,
     pack_plan,
@@ -25,10 +25,10 @@ from evenkeel.adapters.stored_forms import (
     unpack_source,
     unpack_window,
 )
-from evenkeel.errors import Unavailable
-from evenkeel.model.ids import Epoch
-from evenkeel.model.load import Phase
-from evenkeel.model.plan import PlanPhase
+from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.ids import Epoch
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.plan import PlanPhase
 from tests.contracts.test_stores import BASE, DEMO, assert_same, every_plan, make_record, make_window
 
 # --- damage ------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.adapters.torch_transport import TorchWeightTransport, checksum, is_over
-from evenkeel.errors import Reason
-from evenkeel.model.ids import Epoch, PlanId
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Transfer, Wave, WaveKey
-from evenkeel.protocol.messages import Prepare
+from evenkeel_moe.adapters.torch_transport import TorchWeightTransport, checksum, is_over
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
+from evenkeel_moe.protocol.messages import Prepare
 from tests.agent.ranks import CPU, GENERATION, LEADER, Group, run_ranks
 
 

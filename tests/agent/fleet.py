@@ -6,10 +6,10 @@ import threading
 import time
 from typing import Any
 
-from evenkeel.agent import Agent, AgentConfig, GateFailed
-from evenkeel.model.ids import DeploymentId, EpRank
-from evenkeel.protocol.messages import RankIdentity
-from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome
+from evenkeel_moe.agent import Agent, AgentConfig, GateFailed
+from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
 from tests.agent.ranks import CPU, GENERATION, Group, ToyMaps, ToyWeights, run_ranks, shape_of
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 import torch.distributed
 
-from evenkeel.adapters.torch_groups import make_communicator
-from evenkeel.adapters.torch_transport import checksum
-from evenkeel.model.ids import Epoch, Generation, PlanId
-from evenkeel.model.placement import EMPTY, Placement
-from evenkeel.model.plan import Transfer, Wave, WaveKey
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol.messages import Leader, Prepare
+from evenkeel_moe.adapters.torch_groups import make_communicator
+from evenkeel_moe.adapters.torch_transport import checksum
+from evenkeel_moe.model.ids import Epoch, Generation, PlanId
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.messages import Leader, Prepare
 
 _distributed: Any = torch.distributed
 CPU = torch.device("cpu")

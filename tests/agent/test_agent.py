@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.agent.checksums import checksums_digest
-from evenkeel.errors import PeerViolation, Reason
-from evenkeel.model.load import LoadReport, Phase
-from evenkeel.protocol.messages import (
+from evenkeel_moe.agent.checksums import checksums_digest
+from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.model.load import LoadReport, Phase
+from evenkeel_moe.protocol.messages import (
     Abort,
     AbortAnswer,
     Ack,
@@ -284,7 +284,7 @@ def test_a_device_that_cannot_tell_its_free_memory_costs_no_heartbeat(monkeypatc
     with Fleet(OLD, steps=False) as fleet:
         agent = fleet.agents[0]
         before = agent.heartbeat().free_bytes
-        monkeypatch.setattr("evenkeel.agent.agent.free_bytes", silent)
+        monkeypatch.setattr("evenkeel_moe.agent.agent.free_bytes", silent)
         assert agent.heartbeat().free_bytes == before > 0
         assert agent.trouble == ""
 

@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from evenkeel.agent import AgentConfig, GateFailed, GuestAgent
-from evenkeel.errors import Reason
-from evenkeel.model.ids import DeploymentId, EpRank
-from evenkeel.model.placement import Placement
-from evenkeel.protocol.messages import (
+from evenkeel_moe.agent import AgentConfig, GateFailed, GuestAgent
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.protocol.messages import (
     Abort,
     Ack,
     Commit,
@@ -20,7 +20,7 @@ from evenkeel.protocol.messages import (
     RankState,
     Vote,
 )
-from evenkeel.wire.link import CostCurve, FlowControl, Registration, RegistrationOutcome
+from evenkeel_moe.wire.link import CostCurve, FlowControl, Registration, RegistrationOutcome
 from tests.agent.fleet import PortLink
 from tests.agent.ranks import (
     CPU,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.agent import profiler
-from evenkeel.agent.profiler import (
+from evenkeel_moe.agent import profiler
+from evenkeel_moe.agent.profiler import (
     ExpertShape,
     Profile,
     curve_of,
@@ -14,7 +14,7 @@ from evenkeel.agent.profiler import (
     save_curve,
     token_counts,
 )
-from evenkeel.errors import InvalidInput
+from evenkeel_moe.errors import InvalidInput
 
 
 class Device:

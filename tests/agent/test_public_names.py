@@ -2,7 +2,7 @@
 
 import inspect
 
-import evenkeel.agent as agent
+import evenkeel_moe.agent as agent
 
 NAMES = {
     "API_VERSION",

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.agent.recorder import Recorder
-from evenkeel.model.load import Phase, StepMeta, step_table
+from evenkeel_moe.agent.recorder import Recorder
+from evenkeel_moe.model.load import Phase, StepMeta, step_table
 
 
 def put(recorder, step, value=None, **meta):

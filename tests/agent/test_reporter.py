@@ -4,12 +4,12 @@ import asyncio
 
 import numpy as np
 
-from evenkeel.agent.recorder import Recorder
-from evenkeel.agent.reporter import Reporter
-from evenkeel.model.ids import DeploymentId, EpRank
-from evenkeel.model.load import CountingSide, LoadReport, Phase
-from evenkeel.protocol.messages import RankIdentity
-from evenkeel.wire.link import FlowControl
+from evenkeel_moe.agent.recorder import Recorder
+from evenkeel_moe.agent.reporter import Reporter
+from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
+from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.wire.link import FlowControl
 from tests.agent.ranks import GENERATION
 
 FLOW = FlowControl(report_interval_s=60.0, max_steps_per_report=2)

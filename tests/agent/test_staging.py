@@ -2,8 +2,8 @@
 
 import threading
 
-from evenkeel.agent.staging import StagingWorker
-from evenkeel.protocol.messages import Abort, AbortAnswer, Commit, QueryState, Vote
+from evenkeel_moe.agent.staging import StagingWorker
+from evenkeel_moe.protocol.messages import Abort, AbortAnswer, Commit, QueryState, Vote
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import LEADER, ToyMaps, ToyWeights, prepare_for, two_rank_placements
 

@@ -3,12 +3,12 @@
 import numpy as np
 import structlog
 
-from evenkeel.agent import uplink
-from evenkeel.agent.recorder import Recorder
-from evenkeel.model.ids import DeploymentId, EpRank
-from evenkeel.model.load import CountingSide, LoadReport, Phase
-from evenkeel.protocol.messages import RankIdentity
-from evenkeel.wire.link import FlowControl
+from evenkeel_moe.agent import uplink
+from evenkeel_moe.agent.recorder import Recorder
+from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
+from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.wire.link import FlowControl
 from tests.agent.fleet import PortLink
 from tests.agent.ranks import GENERATION
 

@@ -1,7 +1,7 @@
 import httpx
 import pytest
 
-from evenkeel.api import TokenSet, create_app
+from evenkeel_moe.api import TokenSet, create_app
 from tests.api.fakes import make_operations
 
 OPERATE = "operate-token-0123456789"

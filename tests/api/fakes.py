@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from evenkeel.errors import Conflict, InvalidInput, NotFound, Reason
-from evenkeel.model.ids import DeploymentId, Epoch, Generation, PlanId
-from evenkeel.model.load import LoadWindow, Phase
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.verdict import Call, Verdict
-from evenkeel.planning.what_if import PolicyScore, Recommendation, Redundancy, ReplicaLevel
-from evenkeel.ports import Advice, DeploymentStatus, KeptAnswer, LedElsewhere, QuarantineRow, RankStatus
+from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.verdict import Call, Verdict
+from evenkeel_moe.planning.what_if import PolicyScore, Recommendation, Redundancy, ReplicaLevel
+from evenkeel_moe.ports import Advice, DeploymentStatus, KeptAnswer, LedElsewhere, QuarantineRow, RankStatus
 
 SHAPE = ModelShape(
     num_layers=2, num_logical_experts=4, num_ranks=2, slots_per_rank=3, top_k=2, bytes_per_expert=1000

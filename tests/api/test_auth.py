@@ -2,8 +2,8 @@ from typing import Any, cast
 
 import pytest
 
-from evenkeel.api import Role, TokenSet, deployments, health, insight, plans
-from evenkeel.errors import InvalidInput
+from evenkeel_moe.api import Role, TokenSet, deployments, health, insight, plans
+from evenkeel_moe.errors import InvalidInput
 from tests.api.conftest import ADMIN, OPERATE, READ, assert_problem, make_client
 
 OPEN = {"/healthz", "/readyz"}

@@ -3,11 +3,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from evenkeel.errors import Conflict, Reason, Unavailable
-from evenkeel.model.ids import DeploymentId
-from evenkeel.model.load import Phase
-from evenkeel.model.placement import Placement
-from evenkeel.ports import LedElsewhere, NotLeading
+from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.ports import LedElsewhere, NotLeading
 from tests.api.conftest import assert_problem, make_client
 from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_plan, make_status, make_window
 

@@ -5,11 +5,11 @@ import json
 import re
 from pathlib import Path
 
-from evenkeel.api import create_app
-from evenkeel.api.auth import OPEN_PATHS, needed_role
-from evenkeel.controller.documents import policy_document
-from evenkeel.model.policy import DeploymentPolicy
-from evenkeel.settings import Settings
+from evenkeel_moe.api import create_app
+from evenkeel_moe.api.auth import OPEN_PATHS, needed_role
+from evenkeel_moe.controller.documents import policy_document
+from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.settings import Settings
 from tests.api.conftest import TOKENS
 from tests.api.fakes import make_operations
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import booleans
 from schemathesis.checks import positive_data_acceptance
 
-from evenkeel.api import create_app
+from evenkeel_moe.api import create_app
 from tests.api.conftest import ADMIN, OPERATE, READ, TOKENS
 from tests.api.fakes import make_operations, make_plan
 

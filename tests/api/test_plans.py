@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel.model.load import Phase
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import PlanLimits
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
 from tests.api.conftest import assert_problem
 from tests.api.fakes import SHAPE
 

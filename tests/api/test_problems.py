@@ -1,6 +1,6 @@
 import pytest
 
-from evenkeel.errors import (
+from evenkeel_moe.errors import (
     Conflict,
     EvenkeelError,
     IllegalEvent,
@@ -12,8 +12,8 @@ from evenkeel.errors import (
     ShapeMismatch,
     Unavailable,
 )
-from evenkeel.model.ids import DeploymentId
-from evenkeel.ports import LedElsewhere, NotLeading
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import LedElsewhere, NotLeading
 from tests.api.conftest import assert_problem
 
 

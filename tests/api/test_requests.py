@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from evenkeel.api import create_app
-from evenkeel.api.bodies import MAX_BODY_BYTES
-from evenkeel.api.idempotency import Idempotency
-from evenkeel.errors import Conflict, Unavailable
+from evenkeel_moe.api import create_app
+from evenkeel_moe.api.bodies import MAX_BODY_BYTES
+from evenkeel_moe.api.idempotency import Idempotency
+from evenkeel_moe.errors import Conflict, Unavailable
 from tests.api.conftest import ADMIN, OPERATE, READ, TOKENS, assert_problem, make_client
 
 PLANS = "/v1/deployments/demo/plans"

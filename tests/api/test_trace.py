@@ -2,7 +2,7 @@
 
 import structlog
 
-from evenkeel.api import create_app
+from evenkeel_moe.api import create_app
 from tests.api.conftest import TOKENS, assert_problem, make_client
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

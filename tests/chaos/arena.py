@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evenkeel.engines.demo.processes import free_ports
-from evenkeel.engines.reference.config import RankConfig
-from evenkeel.engines.reference.supervisor import FleetReport, Supervisor, _read_lines
+from evenkeel_moe.engines.demo.processes import free_ports
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor, _read_lines
 from tests.chaos.operator import Operator
 from tests.chaos.processes import DEPLOYMENT, ControllerProcess, Sentinel, StoreNode
 from tests.chaos.schedule import Fault, FaultKind

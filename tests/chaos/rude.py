@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable
 import grpc
 import httpx
 
-from evenkeel.model.ids import PlanId
-from evenkeel.model.plan import WaveKey
-from evenkeel.protocol import messages as m
-from evenkeel.v1 import agent_pb2_grpc
-from evenkeel.wire.codec import encode_rank_message
+from evenkeel_moe.model.ids import PlanId
+from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.v1 import agent_pb2_grpc
+from evenkeel_moe.wire.codec import encode_rank_message
 from tests.chaos.processes import DEPLOYMENT
 from tests.integration.controller_rig import Group, Rank
 

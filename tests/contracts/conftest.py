@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.adapters.redis_client import connect, disconnect
-from evenkeel.adapters.redis_store import RedisDeploymentStore
-from evenkeel.adapters.redis_windows import RedisWindowStore
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis_client import connect, disconnect
+from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis_windows import RedisWindowStore
 from tests.contracts.memory_store import MemoryStore
 
 CAPACITY = 10

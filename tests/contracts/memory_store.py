@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenkeel.errors import Conflict, Reason
-from evenkeel.model.ids import DeploymentId, Epoch, PlanId
-from evenkeel.model.load import LoadWindow, Phase
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import PlanRecord
-from evenkeel.ports import Clock, Lease
-from evenkeel.protocol.windows import join_windows
+from evenkeel_moe.errors import Conflict, Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.ports import Clock, Lease
+from evenkeel_moe.protocol.windows import join_windows
 
 
 class MemoryStore:

@@ -4,8 +4,8 @@ import queue
 import threading
 import time
 
-from evenkeel.adapters.torch_transport import StageOutcome, checksum
-from evenkeel.errors import Reason, Unavailable
+from evenkeel_moe.adapters.torch_transport import StageOutcome, checksum
+from evenkeel_moe.errors import Reason, Unavailable
 
 
 class Fabric:

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from evenkeel.errors import Conflict, Reason
-from evenkeel.model.ids import DeploymentId, Epoch, Generation, PlanId
-from evenkeel.model.load import LoadWindow, Phase
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
-from evenkeel.ports import Lease
+from evenkeel_moe.errors import Conflict, Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
+from evenkeel_moe.ports import Lease
 from tests.contracts.conftest import CAPACITY, EPOCHS_KEPT
 
 DEMO, OTHER = DeploymentId("demo"), DeploymentId("other")

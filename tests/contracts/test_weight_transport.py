@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.adapters.torch_transport import TorchWeightTransport
-from evenkeel.errors import Reason
-from evenkeel.model.placement import Placement
+from evenkeel_moe.adapters.torch_transport import TorchWeightTransport
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.placement import Placement
 from tests.agent.ranks import (
     CPU,
     EXPERT_BYTES,

@@ -3,13 +3,13 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.adapters.metrics import ControllerMetrics
-from evenkeel.controller.audit import AuditLog
-from evenkeel.controller.hands import StoreHealth
-from evenkeel.errors import Unavailable
-from evenkeel.model.ids import DeploymentId
-from evenkeel.ports import AuditEntry
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.metrics import ControllerMetrics
+from evenkeel_moe.controller.audit import AuditLog
+from evenkeel_moe.controller.hands import StoreHealth
+from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import AuditEntry
 from tests.contracts.memory_store import MemoryStore
 
 DEMO = DeploymentId("demo")

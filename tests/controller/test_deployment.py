@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.adapters.grpc_server import RankStream
-from evenkeel.adapters.metrics import ControllerMetrics
-from evenkeel.controller.deployment import Outside
-from evenkeel.controller.fleet import Fleet
-from evenkeel.controller.hands import StoreHealth
-from evenkeel.controller.serve import _deployment_options
-from evenkeel.errors import Reason, Unavailable
-from evenkeel.model.ids import DeploymentId, EpRank, Generation, PlanId
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
-from evenkeel.model.plan import PlanPhase
-from evenkeel.model.policy import Mode
-from evenkeel.protocol.messages import QueryState
-from evenkeel.settings import Settings
-from evenkeel.wire.link import Heartbeat
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.grpc_server import RankStream
+from evenkeel_moe.adapters.metrics import ControllerMetrics
+from evenkeel_moe.controller.deployment import Outside
+from evenkeel_moe.controller.fleet import Fleet
+from evenkeel_moe.controller.hands import StoreHealth
+from evenkeel_moe.controller.serve import _deployment_options
+from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation, PlanId
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.protocol.messages import QueryState
+from evenkeel_moe.settings import Settings
+from evenkeel_moe.wire.link import Heartbeat
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
 from tests.controller.spawned import Spawned

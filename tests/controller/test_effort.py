@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel.adapters.planner_pool import DeadlineMissed
-from evenkeel.controller.effort import Effort
-from evenkeel.errors import Reason, Unavailable
-from evenkeel.planning.cycle import CycleResult
-from evenkeel.planning.gates import GateMemory
+from evenkeel_moe.adapters.planner_pool import DeadlineMissed
+from evenkeel_moe.controller.effort import Effort
+from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.planning.cycle import CycleResult
+from evenkeel_moe.planning.gates import GateMemory
 from tests.planning.test_cycle import inputs, skewed
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.api.convert import deployment_out
-from evenkeel.errors import Conflict, NotFound, Reason, Unavailable
-from evenkeel.model.ids import DeploymentId, PlanId
-from evenkeel.model.plan import PlanPhase
-from evenkeel.ports import LedElsewhere, NotLeading
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.api.convert import deployment_out
+from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
+from evenkeel_moe.model.ids import DeploymentId, PlanId
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.ports import LedElsewhere, NotLeading
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
 from tests.controller.test_deployment import DEMO, feed, replicas

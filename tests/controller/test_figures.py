@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
-from evenkeel.controller import figures
-from evenkeel.controller.balance import Balance
-from evenkeel.controller.figures import Coverage, FigureLimits, Realised, live_replicas
-from evenkeel.model.load import LoadWindow, Phase
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import PlanPhase
-from evenkeel.planning import metrics
-from evenkeel.planning.split import EVEN_SPLIT
+from evenkeel_moe.controller import figures
+from evenkeel_moe.controller.balance import Balance
+from evenkeel_moe.controller.figures import Coverage, FigureLimits, Realised, live_replicas
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.split import EVEN_SPLIT
 from tests.api.fakes import make_plan
 
 PLACEMENT = Placement(np.array([[0, 1, 2, 0], [0, 1, 2, 2]], np.int32), 2, 3)

@@ -8,26 +8,26 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.adapters.grpc_server import RankStream
-from evenkeel.adapters.metrics import ControllerMetrics
-from evenkeel.adapters.planner_pool import PlannerPool
-from evenkeel.controller.deployment import Outside
-from evenkeel.controller.figures import FigureLimits
-from evenkeel.controller.fleet import Fleet
-from evenkeel.controller.hands import StoreHealth
-from evenkeel.controller.planning import request_digest
-from evenkeel.controller.serve import _deployment_options, _refresh_metrics, _store_all, _store_windows
-from evenkeel.errors import Conflict, Reason, Unavailable
-from evenkeel.model.ids import DeploymentId, PlanId
-from evenkeel.model.load import LoadWindow, Phase
-from evenkeel.model.topology import Topology
-from evenkeel.planning import metrics
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.planning.split import SplitModel
-from evenkeel.ports import PlanRequest
-from evenkeel.settings import Settings
-from evenkeel.wire.link import FlowControl, Registration
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.grpc_server import RankStream
+from evenkeel_moe.adapters.metrics import ControllerMetrics
+from evenkeel_moe.adapters.planner_pool import PlannerPool
+from evenkeel_moe.controller.deployment import Outside
+from evenkeel_moe.controller.figures import FigureLimits
+from evenkeel_moe.controller.fleet import Fleet
+from evenkeel_moe.controller.hands import StoreHealth
+from evenkeel_moe.controller.planning import request_digest
+from evenkeel_moe.controller.serve import _deployment_options, _refresh_metrics, _store_all, _store_windows
+from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.model.ids import DeploymentId, PlanId
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.split import SplitModel
+from evenkeel_moe.ports import PlanRequest
+from evenkeel_moe.settings import Settings
+from evenkeel_moe.wire.link import FlowControl, Registration
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
 from tests.controller.test_deployment import replicas

@@ -4,21 +4,21 @@ import sys
 
 from prometheus_client import CollectorRegistry
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.adapters.metrics import ControllerMetrics
-from evenkeel.controller.deployment import Deployment, Outside
-from evenkeel.controller.hands import StoreHealth
-from evenkeel.controller.serve import _deployment_options
-from evenkeel.driver import Stage
-from evenkeel.errors import Reason
-from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import PlanPhase
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol.messages import Commit, Leader, QueryState
-from evenkeel.protocol.plan_book import PlanBook
-from evenkeel.protocol.tables import ControlState
-from evenkeel.settings import Settings
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.metrics import ControllerMetrics
+from evenkeel_moe.controller.deployment import Deployment, Outside
+from evenkeel_moe.controller.hands import StoreHealth
+from evenkeel_moe.controller.serve import _deployment_options
+from evenkeel_moe.driver import Stage
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
+from evenkeel_moe.protocol.plan_book import PlanBook
+from evenkeel_moe.protocol.tables import ControlState
+from evenkeel_moe.settings import Settings
 from tests.contracts.memory_store import MemoryStore
 from tests.protocol.rigs import answer_survey, control_of, key_of, plan_of, prepare_of
 

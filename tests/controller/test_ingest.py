@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.controller.ingest import Ingest
-from evenkeel.errors import PeerViolation, Reason, Unavailable
-from evenkeel.model.ids import DeploymentId, EpRank, Generation
-from evenkeel.model.load import CountingSide, Phase
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.controller.ingest import Ingest
+from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
+from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
+from evenkeel_moe.model.load import CountingSide, Phase
 from tests.contracts.memory_store import MemoryStore
 from tests.protocol.telemetry import EPOCH, PLACEMENT, SHAPE, Fleet
 
@@ -317,7 +317,7 @@ def test_a_new_generation_begins_its_window_anew(rig):
 
 
 def test_a_map_a_wave_leads_to_is_expected(rig):
-    from evenkeel.model.ids import Epoch
+    from evenkeel_moe.model.ids import Epoch
 
     rig.begin()
     rig.ingest.expect(Epoch(EPOCH + 1), PLACEMENT)
@@ -329,7 +329,7 @@ def test_a_map_a_wave_leads_to_is_expected(rig):
 def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
     run = Fleet().run(range(4))
     size = run.report(0).counts.nbytes
-    monkeypatch.setattr("evenkeel.controller.ingest._MOST_WAITING_BYTES", int(3.5 * size))
+    monkeypatch.setattr("evenkeel_moe.controller.ingest._MOST_WAITING_BYTES", int(3.5 * size))
     rig.ingest.begin_generation(GENERATION, SHAPE)
     for rank in (0, 0, 1, 2):
         rig.ingest.take(run.report(rank), rig.answers.append)
@@ -341,7 +341,7 @@ def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
 
 
 def test_one_report_larger_than_the_bound_still_waits(rig, monkeypatch):
-    monkeypatch.setattr("evenkeel.controller.ingest._MOST_WAITING_BYTES", 1)
+    monkeypatch.setattr("evenkeel_moe.controller.ingest._MOST_WAITING_BYTES", 1)
     rig.ingest.begin_generation(GENERATION, SHAPE)
     rig.ingest.take(Fleet().run(range(4)).report(0), rig.answers.append)
     assert rig.answers == []

@@ -6,20 +6,20 @@ import sys
 
 import pytest
 
-from evenkeel.planning.problem import DispatchModel
+from evenkeel_moe.planning.problem import DispatchModel
 
 PROGRAM = """
 import resource, signal, sys
 from dataclasses import replace
 import numpy as np
-from evenkeel.controller.kernels import warm_kernels
-from evenkeel.model.load import Phase
-from evenkeel.planning import kernels, metrics
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.planning.split import SplitModel
-from evenkeel.protocol import board_kernels
-from evenkeel.protocol.messages import RankIdentity
-from evenkeel.wire import reports, step_checks
+from evenkeel_moe.controller.kernels import warm_kernels
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.planning import kernels, metrics
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.split import SplitModel
+from evenkeel_moe.protocol import board_kernels
+from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.wire import reports, step_checks
 from tests.protocol.telemetry import PLACEMENT, SHAPE, Fleet, make_assembler, windows_of
 
 dispatch, most_bytes = DispatchModel(sys.argv[1]), int(sys.argv[2])

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.controller.leases import LeaseKeeper
-from evenkeel.errors import Unavailable
-from evenkeel.model.ids import DeploymentId
-from evenkeel.ports import Lease
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.controller.leases import LeaseKeeper
+from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import Lease
 from tests.contracts.memory_store import MemoryStore
 
 DEMO = DeploymentId("demo")

@@ -6,8 +6,8 @@ import logging
 import pytest
 import structlog
 
-from evenkeel.controller.logs import LEVELS, configure_logs, log_level, set_log_level
-from evenkeel.errors import InvalidInput
+from evenkeel_moe.controller.logs import LEVELS, configure_logs, log_level, set_log_level
+from evenkeel_moe.errors import InvalidInput
 
 _ours = structlog.get_logger("ours")
 

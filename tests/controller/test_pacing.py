@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.controller.pacing import Pacer
-from evenkeel.wire.link import FlowControl
+from evenkeel_moe.controller.pacing import Pacer
+from evenkeel_moe.wire.link import FlowControl
 
 FLOW = FlowControl(0.25, stride=1, from_step=0, max_steps_per_report=256)
 

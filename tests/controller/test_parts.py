@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.controller.balance import Balance
-from evenkeel.controller.cycle import (
+from evenkeel_moe.controller.balance import Balance
+from evenkeel_moe.controller.cycle import (
     CycleSettings,
     last_plan_ended,
     merge_phases,
@@ -18,26 +18,26 @@ from evenkeel.controller.cycle import (
     steps_since_move,
     topology_of,
 )
-from evenkeel.controller.documents import (
+from evenkeel_moe.controller.documents import (
     change_policy,
     policy_document,
     policy_from_document,
     shape_document,
     shape_from_document,
 )
-from evenkeel.controller.planning import request_digest
-from evenkeel.errors import InvalidInput, Reason
-from evenkeel.model.ids import Epoch, Generation, PlanId
-from evenkeel.model.load import LoadWindow, Phase
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import PlanKind, PlanLimits, PlanPhase
-from evenkeel.model.policy import DeploymentPolicy, Mode
-from evenkeel.model.schedule import Schedule
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import metrics
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.planning.split import SplitModel
-from evenkeel.ports import PlanRequest
+from evenkeel_moe.controller.planning import request_digest
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.ids import Epoch, Generation, PlanId
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanKind, PlanLimits, PlanPhase
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.model.schedule import Schedule
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.split import SplitModel
+from evenkeel_moe.ports import PlanRequest
 from tests.contracts.test_stores import make_record
 
 SHAPE = ModelShape(2, 4, 2, 3, 2, 1000)

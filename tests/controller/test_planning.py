@@ -6,20 +6,20 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.adapters.grpc_server import RankStream
-from evenkeel.adapters.metrics import ControllerMetrics
-from evenkeel.controller.deployment import _TICK_S, Outside
-from evenkeel.controller.fleet import Fleet
-from evenkeel.controller.hands import StoreHealth
-from evenkeel.controller.serve import _deployment_options
-from evenkeel.errors import Conflict, Reason, Unavailable
-from evenkeel.model.ids import Epoch, PlanId
-from evenkeel.model.plan import PlanPhase
-from evenkeel.ports import PlanRequest
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.tables import ControlState
-from evenkeel.settings import Settings
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.grpc_server import RankStream
+from evenkeel_moe.adapters.metrics import ControllerMetrics
+from evenkeel_moe.controller.deployment import _TICK_S, Outside
+from evenkeel_moe.controller.fleet import Fleet
+from evenkeel_moe.controller.hands import StoreHealth
+from evenkeel_moe.controller.serve import _deployment_options
+from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.ports import PlanRequest
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.tables import ControlState
+from evenkeel_moe.settings import Settings
 from tests.contracts.memory_store import MemoryStore
 from tests.controller.spawned import Spawned
 from tests.protocol.rigs import AFTER_ONE, BASE, DEPLOYMENT, SHAPE, hello_of, plan_of, state_of

@@ -6,17 +6,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.adapters.metrics import ControllerMetrics
-from evenkeel.controller.deployment import Outside
-from evenkeel.controller.documents import change_policy
-from evenkeel.controller.fleet import Fleet
-from evenkeel.controller.hands import StoreHealth
-from evenkeel.controller.serve import _deployment_options
-from evenkeel.errors import Conflict, InvalidInput, Reason
-from evenkeel.model.ids import DeploymentId
-from evenkeel.model.policy import DeploymentPolicy, Mode
-from evenkeel.settings import Settings
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.metrics import ControllerMetrics
+from evenkeel_moe.controller.deployment import Outside
+from evenkeel_moe.controller.documents import change_policy
+from evenkeel_moe.controller.fleet import Fleet
+from evenkeel_moe.controller.hands import StoreHealth
+from evenkeel_moe.controller.serve import _deployment_options
+from evenkeel_moe.errors import Conflict, InvalidInput, Reason
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.settings import Settings
 from tests.contracts.memory_store import MemoryStore
 from tests.waiting import until
 

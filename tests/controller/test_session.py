@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import structlog
 
-from evenkeel.adapters.grpc_server import RankStream
-from evenkeel.controller.session import Session
-from evenkeel.errors import Reason
-from evenkeel.protocol.tables import ControlState
-from evenkeel.wire.link import Heartbeat
+from evenkeel_moe.adapters.grpc_server import RankStream
+from evenkeel_moe.controller.session import Session
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.protocol.tables import ControlState
+from evenkeel_moe.wire.link import Heartbeat
 from tests.protocol.rigs import DEPLOYMENT, control_of, hello_of
 
 NOW = 0.5

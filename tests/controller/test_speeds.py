@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from evenkeel.controller.balance import Balance
-from evenkeel.controller.cycle import CycleSettings, price
-from evenkeel.controller.speeds import Device, SlowRanks, join_curves, speed_factors
-from evenkeel.model.load import LoadWindow, Phase
-from evenkeel.model.placement import Placement
-from evenkeel.planning.metrics import rank_seconds
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.wire.link import CostCurve
+from evenkeel_moe.controller.balance import Balance
+from evenkeel_moe.controller.cycle import CycleSettings, price
+from evenkeel_moe.controller.speeds import Device, SlowRanks, join_curves, speed_factors
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.metrics import rank_seconds
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.wire.link import CostCurve
 
 
 def served(factors, steps=200, seed=0, noise=0.02, shares=None):

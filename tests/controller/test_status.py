@@ -2,10 +2,10 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from evenkeel.adapters.metrics import ControllerMetrics
-from evenkeel.api.convert import deployment_out
-from evenkeel.controller.status import LiveView
-from evenkeel.protocol.control_messages import LeaseLost
+from evenkeel_moe.adapters.metrics import ControllerMetrics
+from evenkeel_moe.api.convert import deployment_out
+from evenkeel_moe.controller.status import LiveView
+from evenkeel_moe.protocol.control_messages import LeaseLost
 from tests.controller.test_deployment import DEMO, replicas
 from tests.waiting import until
 

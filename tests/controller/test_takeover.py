@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel.adapters.clock import SystemClock
-from evenkeel.controller.cycle import last_plan_ended, plan_failures
-from evenkeel.controller.orders import StandingOrders
-from evenkeel.controller.takeover import take_over
-from evenkeel.errors import Reason
-from evenkeel.model.ids import Epoch, PlanId
-from evenkeel.model.plan import PlanPhase
-from evenkeel.model.policy import DeploymentPolicy
-from evenkeel.protocol.plan_book import PlanBook
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.controller.cycle import last_plan_ended, plan_failures
+from evenkeel_moe.controller.orders import StandingOrders
+from evenkeel_moe.controller.takeover import take_over
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.protocol.plan_book import PlanBook
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import BASE, DEMO, TARGET, make_record
 

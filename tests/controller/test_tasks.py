@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from evenkeel.controller.tasks import Spawner, end_tasks
+from evenkeel_moe.controller.tasks import Spawner, end_tasks
 
 
 async def test_a_lost_cancellation_is_repeated():
@@ -56,7 +56,7 @@ async def test_a_failure_ends_the_group_and_the_rest_is_ended_on_request():
 def test_a_process_that_cannot_end_is_ended():
     stuck = """
 import threading
-from evenkeel.controller.tasks import LastResort
+from evenkeel_moe.controller.tasks import LastResort
 LastResort(0.2).arm()
 threading.Event().wait(60)
 """

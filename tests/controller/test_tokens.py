@@ -1,8 +1,8 @@
 import pytest
 
-from evenkeel.api.auth import Role
-from evenkeel.controller.tokens import TokenFile
-from evenkeel.errors import InvalidInput
+from evenkeel_moe.api.auth import Role
+from evenkeel_moe.controller.tokens import TokenFile
+from evenkeel_moe.errors import InvalidInput
 
 OLD, NEW = "old-token-0123456789", "new-token-0123456789"
 

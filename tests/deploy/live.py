@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from evenkeel.model.load import LoadReport
-from evenkeel.wire.link import Heartbeat
+from evenkeel_moe.model.load import LoadReport
+from evenkeel_moe.wire.link import Heartbeat
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import until
 

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from deploy.generate import CHARTS_OWN
-from evenkeel.adapters.redis_client import connect
-from evenkeel.api.app import create_app
-from evenkeel.api.auth import OPEN_PATHS, TokenSet
-from evenkeel.controller.serve import _STOP_S
-from evenkeel.settings import Settings
-from evenkeel.settings_sources import load_settings
+from evenkeel_moe.adapters.redis_client import connect
+from evenkeel_moe.api.app import create_app
+from evenkeel_moe.api.auth import OPEN_PATHS, TokenSet
+from evenkeel_moe.controller.serve import _STOP_S
+from evenkeel_moe.settings import Settings
+from evenkeel_moe.settings_sources import load_settings
 from tests.api.fakes import FakeOperations
 from tests.deploy.chart import (
     VALUES,

@@ -12,10 +12,10 @@ import yaml
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from evenkeel.api.auth import TokenSet
-from evenkeel.cli import app
-from evenkeel.engines.guest.settings import GuestSettings
-from evenkeel.settings_sources import load_settings
+from evenkeel_moe.api.auth import TokenSet
+from evenkeel_moe.cli import app
+from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.settings_sources import load_settings
 from tests.deploy.chart import CHART, ROOT, values_of
 from tests.deploy.test_rules import promtool
 
@@ -201,7 +201,7 @@ def test_an_example_pod_is_valid_and_its_variables_are_the_plugins(path, monkeyp
 
 def test_examples_name_the_versions_the_plugins_know():
     for engine, path in zip(("sglang", "vllm"), EXAMPLES, strict=True):
-        source = (ROOT / "service/evenkeel/engines" / engine / "plugin.py").read_text()
+        source = (ROOT / "service/evenkeel_moe/engines" / engine / "plugin.py").read_text()
         (known,) = re.findall(r'KNOWN_VERSIONS = \("([\d.]+)"', source)
         assert f"v{known}" in path.read_text()
         assert known in (ROOT / "deploy/examples/README.md").read_text()

@@ -14,8 +14,8 @@ import httpx
 import pytest
 import yaml
 
-from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.wire.link import NotLeader, RegistrationOutcome
+from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.wire.link import NotLeader, RegistrationOutcome
 from tests.deploy.chart import ROOT
 from tests.deploy.live import DEPLOYMENT, controller_with_a_past, live_through_everything
 from tests.deploy.queries import TARGET_LABELS, annotation_queries, panel_queries, rule_queries

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deploy.sbom import check
-from evenkeel import __version__
-from evenkeel.errors import InvalidInput
+from evenkeel_moe import __version__
+from evenkeel_moe.errors import InvalidInput
 from tests.deploy.chart import ROOT
 
 pytestmark = pytest.mark.deploy

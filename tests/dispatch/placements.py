@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from evenkeel.dispatch import DispatchTables, count_choices
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import Topology
+from evenkeel_moe.dispatch import DispatchTables, count_choices
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
 
 
 def random_placement(rng, layers=3, experts=12, ranks=4, per_rank=6, duplicates=True, empty=0.15):

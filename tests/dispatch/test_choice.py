@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.dispatch import (
+from evenkeel_moe.dispatch import (
     DispatchTables,
     EvenChoice,
     NearestChoice,
@@ -15,11 +15,11 @@ from evenkeel.dispatch import (
     WeightedChoice,
     assign_quotas,
 )
-from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import Topology
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.planning.split import SplitModel, slot_shares
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.split import SplitModel, slot_shares
 from tests.dispatch.placements import all_tables, choices_of, landed, random_demand, random_placement
 
 TWO_NODES = Topology((0, 0, 1, 1))

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from evenkeel.dispatch.counts import check_counts, count_choices, occurrence
-from evenkeel.errors import InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.dispatch.counts import check_counts, count_choices, occurrence
+from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.complex64])

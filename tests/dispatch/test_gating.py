@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from evenkeel.dispatch import hash_topk, topk_gate
-from evenkeel.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.dispatch import hash_topk, topk_gate
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
 
 def slow_gate(row, k):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.dispatch import (
+from evenkeel_moe.dispatch import (
     BatchedSplit,
     DispatchTables,
     EvenChoice,
@@ -14,8 +14,8 @@ from evenkeel.dispatch import (
     WeightedChoice,
     count_choices,
 )
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import Topology
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from bench.dispatch_baselines import PathTable, apply_capacity, expert_capacity, harmoeny
-from evenkeel.dispatch import ExactSplit
-from evenkeel.model.placement import Placement
-from evenkeel.planning.metrics import balancedness, rank_load
+from evenkeel_moe.dispatch import ExactSplit
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.metrics import balancedness, rank_load
 
 HOT = np.array([90.0, 10.0, 10.0, 10.0])
 

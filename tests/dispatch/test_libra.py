@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from evenkeel.dispatch import (
+from evenkeel_moe.dispatch import (
     DispatchTables,
     LibraChoice,
     Lookahead,
@@ -19,10 +19,10 @@ from evenkeel.dispatch import (
     resident_mask,
     shard_tokens,
 )
-from evenkeel.dispatch.libra_sharding import split_by_locality
-from evenkeel.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import Topology
+from evenkeel_moe.dispatch.libra_sharding import split_by_locality
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
 from tests.dispatch.placements import all_tables, choices_of, landed, random_demand, random_placement
 
 

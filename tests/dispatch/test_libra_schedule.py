@@ -2,8 +2,8 @@
 
 import pytest
 
-from evenkeel.dispatch.libra_schedule import Resource, Stage, Task, hidden_s, layer_tasks, timeline
-from evenkeel.errors import InvalidInput
+from evenkeel_moe.dispatch.libra_schedule import Resource, Stage, Task, hidden_s, layer_tasks, timeline
+from evenkeel_moe.errors import InvalidInput
 
 TABLE_2 = {
     Stage.GATE: 0.39,  # "others"

@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from evenkeel.dispatch import BatchedSplit, ExactSplit, LplbChoice
-from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.planning.metrics import rank_load
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.planning.split import SplitModel
+from evenkeel_moe.dispatch import BatchedSplit, ExactSplit, LplbChoice
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.metrics import rank_load
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.split import SplitModel
 from tests.dispatch.placements import all_tables, choices_of, landed, random_demand, random_placement
 
 OPTIMAL = SplitModel(DispatchModel.OPTIMAL)

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.dispatch import Waterfill, expand_topk, hash_topk
-from evenkeel.dispatch.waterfill import count_by_rank, rank_slack, shared_slot, waterline
-from evenkeel.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.dispatch import Waterfill, expand_topk, hash_topk
+from evenkeel_moe.dispatch.waterfill import count_by_rank, rank_slack, shared_slot, waterline
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
 
 def test_waterline_and_slack_by_hand():

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenkeel.engines.guest.settings import GuestSettings
-from evenkeel.model.ids import Epoch, PlanId
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Transfer, Wave, WaveKey
-from evenkeel.protocol.messages import Ack, Commit, Leader, Prepare, StagingProgress, Vote
-from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome
+from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
+from evenkeel_moe.protocol.messages import Ack, Commit, Leader, Prepare, StagingProgress, Vote
+from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
 
 LEADER = Leader("tester", 1)
 

@@ -29,7 +29,19 @@ def test_engines_restart_where_a_live_deployment_stands(controller, tmp_path):
 
 def export(controller, path, form, *options):
     """The command as an operator gives it."""
-    command = [sys.executable, "-m", "evenkeel", "export", "-d", "toy", "-o", str(path), "-f", form, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "evenkeel_moe",
+        "export",
+        "-d",
+        "toy",
+        "-o",
+        str(path),
+        "-f",
+        form,
+        *options,
+    ]
     where = ["--url", str(controller.http.base_url), "--token-file", str(controller.folder / "tokens")]
     done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

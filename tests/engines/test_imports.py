@@ -9,10 +9,10 @@ import pytest
 @pytest.mark.parametrize(
     "module",
     [
-        "evenkeel.engines.vllm.plugin",
-        "evenkeel.engines.sglang.plugin",
-        "evenkeel.engines.guest.bootstrap",
-        "evenkeel.adapters.grpc_link",
+        "evenkeel_moe.engines.vllm.plugin",
+        "evenkeel_moe.engines.sglang.plugin",
+        "evenkeel_moe.engines.guest.bootstrap",
+        "evenkeel_moe.adapters.grpc_link",
     ],
 )
 def test_an_engine_process_loads_no_compiler(module):

@@ -7,8 +7,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import EvenkeelError, InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
-from evenkeel.formats import (
+from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.formats import (
     PlacementFile,
     PlacementFormat,
     parse_placement,
@@ -16,8 +16,8 @@ from evenkeel.formats import (
     render_placement,
     write_placement,
 )
-from evenkeel.model.placement import EMPTY, Placement
-from evenkeel.model.topology import ModelShape
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.topology import ModelShape
 
 FIRST_MOE_LAYER = 3
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evenkeel.formats import read_trace
+from evenkeel_moe.formats import read_trace
 
 torch = pytest.importorskip("torch")
 

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from evenkeel.errors import EvenkeelError, InvalidInput, ShapeMismatch
-from evenkeel.formats import Trace, read_trace, write_trace
+from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
+from evenkeel_moe.formats import Trace, read_trace, write_trace
 
 torch = pytest.importorskip("torch")
 
@@ -124,7 +124,7 @@ def test_pickles_are_never_opened(tmp_path):
 
 
 def test_a_member_that_unpacks_to_more_than_it_may_is_not_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr("evenkeel.formats.traces.MAX_ARRAY_BYTES", 1000)
+    monkeypatch.setattr("evenkeel_moe.formats.traces.MAX_ARRAY_BYTES", 1000)
     np.savez_compressed(tmp_path / "bomb.npz", T=np.zeros((10, 10, 10), np.int64))
     with pytest.raises(InvalidInput, match="T.npy unpacks to 8128 bytes, at most 1000 are read"):
         read_trace(tmp_path / "bomb.npz")

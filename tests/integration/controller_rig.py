@@ -14,21 +14,21 @@ import grpc
 import httpx
 import numpy as np
 
-from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol import messages as m
-from evenkeel.v1 import agent_pb2, agent_pb2_grpc
-from evenkeel.wire import link
-from evenkeel.wire.codec import decode_controller_message, encode_rank_message
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
+from evenkeel_moe.wire import link
+from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
 from tests.waiting import until
 
 SHAPE = ModelShape(
     num_layers=3, num_logical_experts=8, num_ranks=4, slots_per_rank=3, top_k=2, bytes_per_expert=1024
 )
 _MAIN = (
-    "from evenkeel.controller import run; from evenkeel.settings_sources import load_settings;"
+    "from evenkeel_moe.controller import run; from evenkeel_moe.settings_sources import load_settings;"
     " run(load_settings())"
 )
 _incarnations = itertools.count(time.time_ns())

@@ -5,12 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
-from evenkeel.agent.recorder import Recorder
-from evenkeel.agent.reporter import Reporter
-from evenkeel.errors import Reason
-from evenkeel.model.load import CountingSide, Phase
-from evenkeel.wire import link
+from evenkeel_moe.adapters.grpc_link import GrpcRankLink, LinkTiming
+from evenkeel_moe.agent.recorder import Recorder
+from evenkeel_moe.agent.reporter import Reporter
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.load import CountingSide, Phase
+from evenkeel_moe.wire import link
 from tests.integration.controller_rig import SHAPE, Controller, Group, Rank
 from tests.waiting import until
 

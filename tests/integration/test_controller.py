@@ -5,7 +5,7 @@ import asyncio
 import psutil
 import pytest
 
-from evenkeel.errors import Reason
+from evenkeel_moe.errors import Reason
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import until
 

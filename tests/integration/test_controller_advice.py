@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenkeel.errors import Reason
+from evenkeel_moe.errors import Reason
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import until
 

@@ -8,13 +8,13 @@ import grpc
 import numpy as np
 import pytest
 
-from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.errors import Reason
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol import messages as m
-from evenkeel.v1 import agent_pb2, agent_pb2_grpc
-from evenkeel.wire import link
-from evenkeel.wire.codec import decode_controller_message, encode_rank_message
+from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
+from evenkeel_moe.wire import link
+from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
 from tests.integration.controller_rig import Controller, Group, Rank, damaged
 from tests.waiting import until
 
@@ -254,7 +254,7 @@ async def _health(controller, status):
 
 
 async def test_a_flushed_store_costs_the_history_and_nothing_else(tmp_path, shared_store):
-    from evenkeel.adapters.redis_client import connect, disconnect
+    from evenkeel_moe.adapters.redis_client import connect, disconnect
 
     async with (
         Controller(tmp_path / "data", REDIS__URL=shared_store.url) as controller,

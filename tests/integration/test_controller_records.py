@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from evenkeel.errors import Reason
+from evenkeel_moe.errors import Reason
 from tests.integration.controller_rig import Controller, Group, damaged
 from tests.waiting import until
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from evenkeel.controller.serve import _advertised
-from evenkeel.settings_sources import load_settings
+from evenkeel_moe.controller.serve import _advertised
+from evenkeel_moe.settings_sources import load_settings
 
 AS_GRPC_LOADS = """
 import os, sys
@@ -20,7 +20,7 @@ class Witness:
             print(os.environ["GRPC_EXPERIMENTS"])
 
 sys.meta_path.insert(0, Witness())
-import evenkeel.cli, evenkeel.controller
+import evenkeel_moe.cli, evenkeel_moe.controller
 import asyncio, grpc
 
 async def listen():
@@ -73,7 +73,7 @@ def test_what_is_in_the_way_of_a_start_is_one_line(tmp_path, what, words):
             taken.listen()
             environment[f"EVENKEEL_{what}__PORT"] = str(taken.getsockname()[1])
         done = subprocess.run(
-            [sys.executable, "-m", "evenkeel", "serve"],
+            [sys.executable, "-m", "evenkeel_moe", "serve"],
             env=environment,
             capture_output=True,
             text=True,

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 def start_demo(tmp_path, *options):
     return psutil.Popen(
-        [sys.executable, "-m", "evenkeel", "demo", "--plain", *options],
+        [sys.executable, "-m", "evenkeel_moe", "demo", "--plain", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
-from evenkeel.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel.engines.demo.processes import free_ports
-from evenkeel.errors import Reason
-from evenkeel.model.ids import EpRank
-from evenkeel.protocol import messages as m
-from evenkeel.wire import link
+from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.engines.demo.processes import free_ports
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import EpRank
+from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.wire import link
 from tests.integration.controller_rig import Controller, Group, Rank
 from tests.waiting import until
 
@@ -308,7 +308,7 @@ class LinkedRank:
     """A real rank's link, and what it heard."""
 
     def __init__(self, group: Group, rank: int, addresses: list[str]) -> None:
-        from evenkeel.adapters.grpc_link import GrpcRankLink
+        from evenkeel_moe.adapters.grpc_link import GrpcRankLink
 
         self._rank = Rank(group, EpRank(rank))
         self.heard: list[object] = []

@@ -10,10 +10,10 @@ import grpc
 import psutil
 import pytest
 
-from evenkeel.adapters.grpc_link import GrpcRankLink, LinkTiming
-from evenkeel.v1 import agent_pb2_grpc
-from evenkeel.wire import link
-from evenkeel.wire.codec import encode_rank_message
+from evenkeel_moe.adapters.grpc_link import GrpcRankLink, LinkTiming
+from evenkeel_moe.v1 import agent_pb2_grpc
+from evenkeel_moe.wire import link
+from evenkeel_moe.wire.codec import encode_rank_message
 from tests.adapters.serving import Listener
 from tests.chaos import rude
 from tests.integration.controller_rig import Controller, Group, Rank

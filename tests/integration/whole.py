@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 
-from evenkeel.engines.demo.fleet import read_new_lines
-from evenkeel.engines.demo.processes import free_ports
-from evenkeel.engines.reference.config import RankConfig
-from evenkeel.engines.reference.supervisor import Supervisor
+from evenkeel_moe.engines.demo.fleet import read_new_lines
+from evenkeel_moe.engines.demo.processes import free_ports
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.supervisor import Supervisor
 
 DEPLOYMENT = "fleet"
 THRESHOLDS = {"min_window_steps": 48, "cooldown_s": 2, "consecutive_windows": 2}
@@ -66,7 +66,7 @@ class Served:
     def start(self) -> None:
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "evenkeel", "serve"],
+                [sys.executable, "-m", "evenkeel_moe", "serve"],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InfeasiblePlan, Reason, ShapeMismatch
-from evenkeel.model.placement import EMPTY, Placement
-from evenkeel.model.topology import ModelShape
+from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.topology import ModelShape
 
 
 @st.composite

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput
-from evenkeel.model.schedule import Schedule
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.schedule import Schedule
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 MONDAY = datetime(2024, 1, 1, tzinfo=UTC)

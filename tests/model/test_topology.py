@@ -1,8 +1,8 @@
 import pytest
 
-from evenkeel.errors import InvalidInput, Reason, ShapeMismatch
-from evenkeel.model.plan import WaveKey
-from evenkeel.model.topology import ModelShape, Topology
+from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.model.topology import ModelShape, Topology
 
 
 def test_shape_knows_its_slots_and_budget():

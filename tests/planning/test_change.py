@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput, ShapeMismatch
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.change import ChangeRules, find_change, step_weights
-from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.keel import plan_keel
-from evenkeel.planning.problem import PlacementProblem
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.change import ChangeRules, find_change, step_weights
+from evenkeel_moe.planning.eplb import plan_eplb
+from evenkeel_moe.planning.keel import plan_keel
+from evenkeel_moe.planning.problem import PlacementProblem
 from tests.strategies import loads, seeds
 
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import metrics
-from evenkeel.planning.craft import (
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.craft import (
     SKEWED,
     Benefit,
     CraftOptions,
@@ -23,11 +23,11 @@ from evenkeel.planning.craft import (
     replica_benefit,
     skew_by_layer,
 )
-from evenkeel.planning.craft_capacity import interleaved_capacity
-from evenkeel.planning.craft_kernels import replay_layer
-from evenkeel.planning.craft_packing import pack_copies
-from evenkeel.planning.problem import PlacementProblem
-from evenkeel.planning.split import slot_shares
+from evenkeel_moe.planning.craft_capacity import interleaved_capacity
+from evenkeel_moe.planning.craft_kernels import replay_layer
+from evenkeel_moe.planning.craft_packing import pack_copies
+from evenkeel_moe.planning.problem import PlacementProblem
+from evenkeel_moe.planning.split import slot_shares
 from tests.strategies import loads, placements, seeds, shapes, topologies
 
 FIGURE_7 = Benefit(

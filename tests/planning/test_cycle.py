@@ -3,16 +3,16 @@ import math
 import numpy as np
 import pytest
 
-from evenkeel.errors import Reason
-from evenkeel.model.placement import Placement
-from evenkeel.model.policy import Mode
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import metrics
-from evenkeel.planning.cycle import CycleInputs, plan_target, run_cycle
-from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.gates import GateSettings
-from evenkeel.planning.policies import POLICIES
-from evenkeel.planning.problem import Proposal
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.cycle import CycleInputs, plan_target, run_cycle
+from evenkeel_moe.planning.eplb import plan_eplb
+from evenkeel_moe.planning.gates import GateSettings
+from evenkeel_moe.planning.policies import POLICIES
+from evenkeel_moe.planning.problem import Proposal
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 1000)
 SETTINGS = GateSettings(cooldown_s=10, min_window_steps=24, consecutive_windows=1, min_held_out_steps=8)

@@ -3,14 +3,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
-from evenkeel.model.placement import EMPTY, Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import bounds, metrics
-from evenkeel.planning.eplb import Variant, plan_eplb, rebalance_experts
-from evenkeel.planning.packing import balanced_packing
-from evenkeel.planning.problem import PlacementProblem
-from evenkeel.planning.replication import replicate_experts
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import bounds, metrics
+from evenkeel_moe.planning.eplb import Variant, plan_eplb, rebalance_experts
+from evenkeel_moe.planning.packing import balanced_packing
+from evenkeel_moe.planning.problem import PlacementProblem
+from evenkeel_moe.planning.replication import replicate_experts
 from tests.planning import twins
 from tests.strategies import LOAD_KINDS, cost_curves, loads, seeds, shapes, topologies
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from evenkeel.errors import InvalidInput, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import metrics
-from evenkeel.planning.change import find_change, step_weights
-from evenkeel.planning.forecast import forecast, recentred
-from evenkeel.planning.keel import KeelOptions, plan_keel
-from evenkeel.planning.problem import CostCurves, PlacementProblem
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.change import find_change, step_weights
+from evenkeel_moe.planning.forecast import forecast, recentred
+from evenkeel_moe.planning.keel import KeelOptions, plan_keel
+from evenkeel_moe.planning.problem import CostCurves, PlacementProblem
 from tests.planning import twins
 from tests.strategies import loads, seeds
 

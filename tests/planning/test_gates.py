@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenkeel.errors import InvalidInput, Reason
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import PlanLimits
-from evenkeel.model.policy import Mode
-from evenkeel.model.topology import ModelShape
-from evenkeel.planning.gates import (
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.gates import (
     AfterInputs,
     BeforeInputs,
     GateMemory,
@@ -18,7 +18,7 @@ from evenkeel.planning.gates import (
     decide_after,
     decide_before,
 )
-from evenkeel.planning.verdict import Call, Verdict
+from evenkeel_moe.planning.verdict import Call, Verdict
 
 SETTINGS = GateSettings()
 POOR = BeforeInputs(

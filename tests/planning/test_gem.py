@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import metrics
-from evenkeel.planning.gem import GEM_SETUPS, GemOptions, cost_table, gem_setup, plan_gem
-from evenkeel.planning.gem_kernels import initial_mapping, refine_mapping, search_layers
-from evenkeel.planning.problem import CostCurves, PlacementProblem
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.gem import GEM_SETUPS, GemOptions, cost_table, gem_setup, plan_gem
+from evenkeel_moe.planning.gem_kernels import initial_mapping, refine_mapping, search_layers
+from evenkeel_moe.planning.problem import CostCurves, PlacementProblem
 from tests.strategies import cost_curves, loads, shapes
 
 
@@ -184,7 +184,7 @@ def test_every_restart_runs_on_traffic_of_a_recorded_traces_size():
 
 
 def test_its_own_bound_holds_beside_the_one_asked_for(monkeypatch):
-    monkeypatch.setattr("evenkeel.planning.gem._MOST_WORK", 8)
+    monkeypatch.setattr("evenkeel_moe.planning.gem._MOST_WORK", 8)
     load = np.random.default_rng(5).integers(0, 100, (8, 3, 16)).astype(float)
     once = plan_gem(problem_of(load, 4), GemOptions(restarts=1))
     assert plan_gem(problem_of(load, 4, max_evaluations=1 << 60)).evaluations == once.evaluations

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import PlanLimits
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import metrics, relabel
-from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.keel import KeelOptions, plan_keel
-from evenkeel.planning.keel_evaluations import Evaluations
-from evenkeel.planning.problem import DispatchModel, PlacementProblem
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import metrics, relabel
+from evenkeel_moe.planning.eplb import plan_eplb
+from evenkeel_moe.planning.keel import KeelOptions, plan_keel
+from evenkeel_moe.planning.keel_evaluations import Evaluations
+from evenkeel_moe.planning.problem import DispatchModel, PlacementProblem
 from tests.strategies import cost_curves, loads, placements, shapes, topologies
 
 

@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.model.placement import Placement
-from evenkeel.planning.change import step_weights
-from evenkeel.planning.keel_changes import best_change
-from evenkeel.planning.keel_evaluations import Evaluations
-from evenkeel.planning.keel_exchanges import best_exchanges
-from evenkeel.planning.keel_fleet import Fleet
-from evenkeel.planning.keel_moves import change_gain, exchange_gain
-from evenkeel.planning.keel_search import descend
-from evenkeel.planning.keel_starts import fit_to_budget
-from evenkeel.planning.keel_state import SHARP, SMOOTH, refresh
-from evenkeel.planning.problem import DispatchModel, PlacementProblem
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.change import step_weights
+from evenkeel_moe.planning.keel_changes import best_change
+from evenkeel_moe.planning.keel_evaluations import Evaluations
+from evenkeel_moe.planning.keel_exchanges import best_exchanges
+from evenkeel_moe.planning.keel_fleet import Fleet
+from evenkeel_moe.planning.keel_moves import change_gain, exchange_gain
+from evenkeel_moe.planning.keel_search import descend
+from evenkeel_moe.planning.keel_starts import fit_to_budget
+from evenkeel_moe.planning.keel_state import SHARP, SMOOTH, refresh
+from evenkeel_moe.planning.problem import DispatchModel, PlacementProblem
 from tests.strategies import cost_curves, loads, placements, shapes, topologies
 
 LEAST, MANY = 1e-9, 1 << 40

@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.bounds import lower_bound
-from evenkeel.planning.bounds_branch import branch_bound
-from evenkeel.planning.keel import plan_keel
-from evenkeel.planning.problem import PlacementProblem
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.bounds import lower_bound
+from evenkeel_moe.planning.bounds_branch import branch_bound
+from evenkeel_moe.planning.keel import plan_keel
+from evenkeel_moe.planning.problem import PlacementProblem
 
 SIZES = (
     (4, 2, 3), (5, 2, 3), (6, 2, 4), (8, 2, 4), (8, 2, 5),

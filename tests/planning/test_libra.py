@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput
-from evenkeel.model.topology import Topology
-from evenkeel.planning.libra import LibraOptions, plan_libra, replicate_by_source
-from evenkeel.planning.problem import DispatchModel, PlacementProblem
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.libra import LibraOptions, plan_libra, replicate_by_source
+from evenkeel_moe.planning.problem import DispatchModel, PlacementProblem
 from tests.strategies import loads, placements, seeds, shapes
 
 

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InfeasiblePlan, Reason, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.planning import metrics
-from evenkeel.planning.problem import CostCurves, DispatchModel
-from evenkeel.planning.split import SplitModel
+from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import CostCurves, DispatchModel
+from evenkeel_moe.planning.split import SplitModel
 from tests.planning import twins
 from tests.strategies import cost_curves, loads, placements, shapes, topologies
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput, Reason
-from evenkeel.model.placement import EMPTY
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.eplb import Variant, plan_eplb
-from evenkeel.planning.policies import POLICIES, resolve_policy
-from evenkeel.planning.problem import PlacementProblem
-from evenkeel.planning.relabel import count_moves, relabel
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.placement import EMPTY
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.eplb import Variant, plan_eplb
+from evenkeel_moe.planning.policies import POLICIES, resolve_policy
+from evenkeel_moe.planning.problem import PlacementProblem
+from evenkeel_moe.planning.relabel import count_moves, relabel
 
 
 def test_policies_are_found_by_name():
@@ -54,16 +54,16 @@ PLAN_AFTER_WARMING = """
 import importlib, pkgutil
 import numpy as np
 from numba.core.dispatcher import Dispatcher
-import evenkeel.planning
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import policies
-from evenkeel.planning.problem import PlacementProblem
-from evenkeel.planning.relabel import relabel
-from evenkeel.planning.waves import schedule_waves
+import evenkeel_moe.planning
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import policies
+from evenkeel_moe.planning.problem import PlacementProblem
+from evenkeel_moe.planning.relabel import relabel
+from evenkeel_moe.planning.waves import schedule_waves
 
 def compiled():
-    modules = [importlib.import_module("evenkeel.planning." + m.name) for m in pkgutil.iter_modules(evenkeel.planning.__path__)]
+    modules = [importlib.import_module("evenkeel_moe.planning." + m.name) for m in pkgutil.iter_modules(evenkeel_moe.planning.__path__)]
     return {k: len(v.signatures) for m in modules for k, v in vars(m).items() if isinstance(v, Dispatcher)}
 
 policies.warm_kernels()

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import EvenkeelError, InfeasiblePlan, InvalidInput, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.policies import POLICIES
-from evenkeel.planning.problem import CostCurves, PlacementProblem
+from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies import POLICIES
+from evenkeel_moe.planning.problem import CostCurves, PlacementProblem
 from tests.strategies import loads, shapes, topologies
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import PlanLimits
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.policies import POLICIES
-from evenkeel.planning.problem import CostCurves, DispatchModel, PlacementProblem, origin_shares
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies import POLICIES
+from evenkeel_moe.planning.problem import CostCurves, DispatchModel, PlacementProblem, origin_shares
 from tests.strategies import loads, placements, seeds, shapes, topologies
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 100)

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning import metrics
-from evenkeel.planning.problem import CostCurves, DispatchModel, PlacementProblem
-from evenkeel.planning.relabel import align_slots, count_moves, fewest_moves, moves_by_layer, relabel
+from evenkeel_moe.errors import ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import CostCurves, DispatchModel, PlacementProblem
+from evenkeel_moe.planning.relabel import align_slots, count_moves, fewest_moves, moves_by_layer, relabel
 from tests.planning import twins
 from tests.strategies import loads, placements, seeds, shapes, topologies
 

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import Topology
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.planning.split import SplitModel, slot_load, slot_shares
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.split import SplitModel, slot_load, slot_shares
 from tests.planning import twins
 from tests.strategies import loads, placements, seeds, shapes, topologies
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput, ShapeMismatch
-from evenkeel.planning.verdict import Call, Verdict, VerdictRules, held_out_steps, judge
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.planning.verdict import Call, Verdict, VerdictRules, held_out_steps, judge
 
 
 def times(steps: int = 60, shift: float = 0.0, noise: float = 0.02, seed: int = 0):

@@ -3,13 +3,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.errors import EvenkeelError, InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
-from evenkeel.model.placement import EMPTY, Placement
-from evenkeel.model.plan import PlanLimits
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.relabel import count_moves, fewest_moves
-from evenkeel.planning.steps import partial_row
-from evenkeel.planning.waves import schedule_waves
+from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.relabel import count_moves, fewest_moves
+from evenkeel_moe.planning.steps import partial_row
+from evenkeel_moe.planning.waves import schedule_waves
 from tests.strategies import placements, shapes, topologies
 
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel.errors import Reason
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape
-from evenkeel.planning import policies
-from evenkeel.planning.change import Change
-from evenkeel.planning.cycle import run_cycle
-from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.verdict import Call
-from evenkeel.planning.what_if import ShadowRequest, WhatIfInputs, recommend, score_shadows
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning import policies
+from evenkeel_moe.planning.change import Change
+from evenkeel_moe.planning.cycle import run_cycle
+from evenkeel_moe.planning.eplb import plan_eplb
+from evenkeel_moe.planning.verdict import Call
+from evenkeel_moe.planning.what_if import ShadowRequest, WhatIfInputs, recommend, score_shadows
 from tests.planning.test_cycle import SHAPE, inputs, skewed
 
 

@@ -4,19 +4,19 @@ from typing import Any
 
 import numpy as np
 
-from evenkeel.errors import Reason
-from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Plan, PlanKind, Transfer, Wave, WaveKey
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.control import DeploymentControl
-from evenkeel.protocol.coordinator import Coordinator
-from evenkeel.protocol.operator import Operator
-from evenkeel.protocol.participant import Participant
-from evenkeel.protocol.tables import ControlState, CoordinatorState
-from evenkeel.protocol.timing import ControlTiming, WaveTiming
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave, WaveKey
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.control import DeploymentControl
+from evenkeel_moe.protocol.coordinator import Coordinator
+from evenkeel_moe.protocol.operator import Operator
+from evenkeel_moe.protocol.participant import Participant
+from evenkeel_moe.protocol.tables import ControlState, CoordinatorState
+from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 
 DEPLOYMENT = DeploymentId("d")
 GENERATION = Generation("g1")

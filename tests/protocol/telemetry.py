@@ -4,13 +4,13 @@ from collections import Counter
 
 import numpy as np
 
-from evenkeel.errors import Reason
-from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel.model.load import CountingSide, LoadReport, LoadWindow, Phase, StepMeta, step_table
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol.assembly import StepAssembler
-from evenkeel.protocol.windows import join_windows
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.load import CountingSide, LoadReport, LoadWindow, Phase, StepMeta, step_table
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.assembly import StepAssembler
+from evenkeel_moe.protocol.windows import join_windows
 
 SHAPE = ModelShape(
     num_layers=2, num_logical_experts=4, num_ranks=3, slots_per_rank=2, top_k=2, bytes_per_expert=8

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput, Reason, ShapeMismatch
-from evenkeel.model.ids import Epoch, EpRank
-from evenkeel.model.load import CountingSide, LoadReport, Phase
-from evenkeel.model.placement import Placement
-from evenkeel.protocol.assembly import Quarantine, Rejection, StepAssembler
-from evenkeel.protocol.board import derive_map
-from evenkeel.protocol.board_kernels import add_up
+from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.ids import Epoch, EpRank
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.protocol.assembly import Quarantine, Rejection, StepAssembler
+from evenkeel_moe.protocol.board import derive_map
+from evenkeel_moe.protocol.board_kernels import add_up
 from tests.protocol.telemetry import EPOCH, PLACEMENT, SHAPE, Fleet, make_assembler, reasons, windows_of
 
 

@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from evenkeel.errors import NotFound, Reason, Unavailable
-from evenkeel.model.ids import Epoch, PlanId
-from evenkeel.model.plan import PlanPhase
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.operator import Operator
-from evenkeel.protocol.tables import ControlState as S
-from evenkeel.protocol.tables import CoordinatorState as C
-from evenkeel.protocol.timing import ControlTiming
+from evenkeel_moe.errors import NotFound, Reason, Unavailable
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.operator import Operator
+from evenkeel_moe.protocol.tables import ControlState as S
+from evenkeel_moe.protocol.tables import CoordinatorState as C
+from evenkeel_moe.protocol.timing import ControlTiming
 from tests.protocol.rigs import (
     AFTER_ONE,
     AFTER_TWO,

@@ -2,14 +2,14 @@
 
 import pytest
 
-from evenkeel.errors import Reason
-from evenkeel.model.ids import Epoch, EpRank
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.coordinator import Coordinator
-from evenkeel.protocol.messages import ParticipantState as P
-from evenkeel.protocol.messages import WaveOutcome
-from evenkeel.protocol.tables import CoordinatorState as C
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import Epoch, EpRank
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.coordinator import Coordinator
+from evenkeel_moe.protocol.messages import ParticipantState as P
+from evenkeel_moe.protocol.messages import WaveOutcome
+from evenkeel_moe.protocol.tables import CoordinatorState as C
 from tests.protocol.rigs import (
     LEADER,
     PEERS,

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from evenkeel.errors import Conflict, Reason, Unavailable
-from evenkeel.model.plan import PlanKind, PlanPhase
-from evenkeel.model.policy import DeploymentPolicy, Mode
-from evenkeel.model.schedule import Schedule
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.operator import Operator
-from evenkeel.protocol.tables import ControlState as S
+from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.model.schedule import Schedule
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.operator import Operator
+from evenkeel_moe.protocol.tables import ControlState as S
 from tests.protocol.rigs import (
     BASE,
     answer_survey,

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput, Reason
-from evenkeel.model.ids import DeploymentId, Epoch
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.gate import HEADER, PER_DEPLOYMENT, Gate, PollFailed, PollResolved
-from evenkeel.protocol.messages import ParticipantState as State
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.gate import HEADER, PER_DEPLOYMENT, Gate, PollFailed, PollResolved
+from evenkeel_moe.protocol.messages import ParticipantState as State
 from tests.protocol.rigs import LEADER, from_controller, key_of, participant_in, participant_of, prepare_of
 
 

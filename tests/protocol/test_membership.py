@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from evenkeel.errors import Reason
-from evenkeel.protocol.membership import Membership
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.protocol.membership import Membership
 from tests.protocol.rigs import DEPLOYMENT, SHAPE, hello_of, identity_of, state_of
 
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from evenkeel.errors import IllegalEvent, Reason
-from evenkeel.model.ids import Epoch
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.messages import ParticipantState as State
-from evenkeel.protocol.messages import WaveOutcome
+from evenkeel_moe.errors import IllegalEvent, Reason
+from evenkeel_moe.model.ids import Epoch
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.messages import ParticipantState as State
+from evenkeel_moe.protocol.messages import WaveOutcome
 from tests.protocol.rigs import (
     BASE,
     LEADER,

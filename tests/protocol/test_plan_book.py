@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from evenkeel.errors import Reason
-from evenkeel.model.ids import PlanId
-from evenkeel.model.plan import PlanKind, PlanPhase
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.operator import Operator
-from evenkeel.protocol.plan_book import PlanBook
-from evenkeel.protocol.tables import ControlState as S
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import PlanId
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.operator import Operator
+from evenkeel_moe.protocol.plan_book import PlanBook
+from evenkeel_moe.protocol.tables import ControlState as S
 from tests.protocol.rigs import AFTER_ONE, AFTER_TWO, BASE, ack, control_of, plan_of, vote
 
 P = PlanPhase

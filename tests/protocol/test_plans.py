@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from evenkeel.errors import Conflict, InfeasiblePlan, NotFound, Reason
-from evenkeel.model.ids import Epoch, PlanId
-from evenkeel.model.plan import PlanKind, PlanPhase
-from evenkeel.model.policy import DeploymentPolicy, Mode
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.operator import Operator
-from evenkeel.protocol.tables import ControlState as S
-from evenkeel.protocol.tables import CoordinatorState as C
+from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.operator import Operator
+from evenkeel_moe.protocol.tables import ControlState as S
+from evenkeel_moe.protocol.tables import CoordinatorState as C
 from tests.protocol.rigs import (
     AFTER_ONE,
     AFTER_TWO,

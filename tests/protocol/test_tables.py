@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.errors import IllegalEvent, Reason
-from evenkeel.model.ids import Epoch, EpRank
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol import diagram
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.control import DeploymentControl
-from evenkeel.protocol.coordinator import Coordinator
-from evenkeel.protocol.messages import ParticipantState as P
-from evenkeel.protocol.participant import Participant
-from evenkeel.protocol.tables import (
+from evenkeel_moe.errors import IllegalEvent, Reason
+from evenkeel_moe.model.ids import Epoch, EpRank
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import diagram
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.control import DeploymentControl
+from evenkeel_moe.protocol.coordinator import Coordinator
+from evenkeel_moe.protocol.messages import ParticipantState as P
+from evenkeel_moe.protocol.participant import Participant
+from evenkeel_moe.protocol.tables import (
     CONTROL,
     CONTROL_MOVES,
     COORDINATOR,
@@ -210,6 +210,6 @@ def test_only_pairs_that_do_something_move(table, moves):
 
 
 def test_page_of_the_machines_is_drawn_from_the_tables():
-    """`python -m evenkeel.protocol.diagram > docs/machines.md` draws it anew."""
+    """`python -m evenkeel_moe.protocol.diagram > docs/machines.md` draws it anew."""
     page = Path(__file__).parents[2] / "docs" / "machines.md"
     assert page.read_text() == diagram.page()

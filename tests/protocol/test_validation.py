@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from evenkeel.errors import Reason
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Transfer, Wave
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol.validation import (
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Transfer, Wave
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.validation import (
     batch_refusal,
     placement_at,
     plan_refusal,

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel.errors import Reason
-from evenkeel.model.ids import Epoch, EpRank, Generation, PlanId
-from evenkeel.model.plan import PlanKind, PlanLimits, PlanPhase
-from evenkeel.model.policy import DeploymentPolicy, Mode
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol import messages as msg
-from evenkeel.protocol.control import DeploymentControl
-from evenkeel.protocol.operator import Operator
-from evenkeel.protocol.survey import Fleet
-from evenkeel.protocol.tables import ControlState
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import Epoch, EpRank, Generation, PlanId
+from evenkeel_moe.model.plan import PlanKind, PlanLimits, PlanPhase
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.control import DeploymentControl
+from evenkeel_moe.protocol.operator import Operator
+from evenkeel_moe.protocol.survey import Fleet
+from evenkeel_moe.protocol.tables import ControlState
 from tests.protocol.rigs import BASE, DEPLOYMENT, LEADER, SHAPE, plan_of
 
 AUTO = DeploymentPolicy(mode=Mode.AUTO)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InvalidInput
-from evenkeel.model.ids import EpRank
-from evenkeel.model.load import Phase
-from evenkeel.protocol.windows import StepRing, in_chunks, join_windows, newest_parts
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.ids import EpRank
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.protocol.windows import StepRing, in_chunks, join_windows, newest_parts
 from tests.protocol.telemetry import SHAPE, Fleet, make_assembler, windows_of
 
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.replay.walk import Setup
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.replay.walk import Setup
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "decode_abrupt.npz"
 

@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.errors import InfeasiblePlan
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.problem import PlacementProblem
-from evenkeel.replay.budget import budget_curve, budgets_to_try, plan_uniform
+from evenkeel_moe.errors import InfeasiblePlan
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.problem import PlacementProblem
+from evenkeel_moe.replay.budget import budget_curve, budgets_to_try, plan_uniform
 
 
 def test_budgets_are_powers_of_two_and_the_fleets_own():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from evenkeel.errors import EvenkeelError, InfeasiblePlan, InvalidInput, ShapeMismatch
-from evenkeel.formats import Trace, read_placement, read_trace, write_trace
-from evenkeel.planning import metrics
-from evenkeel.replay.cli import app
+from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.replay.cli import app
 
 
 def _run(*args):
@@ -425,7 +425,7 @@ def test_help_waits_for_nothing_heavy():
     import subprocess
     import sys
 
-    code = "import sys, evenkeel.replay.cli; print(sorted({'numpy', 'torch', 'scipy', 'numba'} & set(sys.modules)))"
+    code = "import sys, evenkeel_moe.replay.cli; print(sorted({'numpy', 'torch', 'scipy', 'numba'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"
 

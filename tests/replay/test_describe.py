@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenkeel.formats import Trace, read_trace
-from evenkeel.replay.describe import describe
+from evenkeel_moe.formats import Trace, read_trace
+from evenkeel_moe.replay.describe import describe
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 

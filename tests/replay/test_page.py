@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel.formats import Trace
-from evenkeel.planning.problem import CostCurves, DispatchModel
-from evenkeel.replay.compare import compare
-from evenkeel.replay.page import render_page
-from evenkeel.replay.planners import choose_planners
+from evenkeel_moe.formats import Trace
+from evenkeel_moe.planning.problem import CostCurves, DispatchModel
+from evenkeel_moe.replay.compare import compare
+from evenkeel_moe.replay.page import render_page
+from evenkeel_moe.replay.planners import choose_planners
 
 
 def _heat_maps(setup, *policies):

@@ -3,14 +3,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel.errors import InvalidInput, Reason
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.craft import CraftOptions, ReplicaRule, plan_craft
-from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.keel import plan_keel
-from evenkeel.planning.problem import PlacementProblem
-from evenkeel.replay.planners import choose_planners, craft_within, faded_mean, warm_up
-from evenkeel.replay.walk import walk_forward
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.craft import CraftOptions, ReplicaRule, plan_craft
+from evenkeel_moe.planning.eplb import plan_eplb
+from evenkeel_moe.planning.keel import plan_keel
+from evenkeel_moe.planning.problem import PlacementProblem
+from evenkeel_moe.replay.planners import choose_planners, craft_within, faded_mean, warm_up
+from evenkeel_moe.replay.walk import walk_forward
 
 
 def test_baselines_come_along_and_first():

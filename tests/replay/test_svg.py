@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.replay.svg import Panel, Series, bars, heat_map, lines, ranges
+from evenkeel_moe.replay.svg import Panel, Series, bars, heat_map, lines, ranges
 
 values = st.one_of(st.floats(-1e6, 1e6), st.just(math.nan))
 

@@ -1,8 +1,8 @@
 import pytest
 from rich.console import Console
 
-from evenkeel.replay.figures import Figures
-from evenkeel.replay.tables import COLUMNS, comparison_table
+from evenkeel_moe.replay.figures import Figures
+from evenkeel_moe.replay.tables import COLUMNS, comparison_table
 
 
 def _figures(policy, time, balance=0.8):

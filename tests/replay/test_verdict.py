@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.problem import DispatchModel, Proposal
-from evenkeel.replay.verdict import behind_verdict
-from evenkeel.replay.walk import Replan, Setup, walk_forward
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.eplb import plan_eplb
+from evenkeel_moe.planning.problem import DispatchModel, Proposal
+from evenkeel_moe.replay.verdict import behind_verdict
+from evenkeel_moe.replay.walk import Replan, Setup, walk_forward
 
 
 def _setup(load):

@@ -3,12 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
-from evenkeel.model.placement import Placement
-from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.problem import CostCurves, Proposal
-from evenkeel.replay.figures import summarise
-from evenkeel.replay.walk import Setup, replan_steps, walk_forward
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.eplb import plan_eplb
+from evenkeel_moe.planning.problem import CostCurves, Proposal
+from evenkeel_moe.replay.figures import summarise
+from evenkeel_moe.replay.walk import Setup, replan_steps, walk_forward
 
 
 def _eplb(replan):

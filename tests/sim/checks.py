@@ -1,6 +1,6 @@
 """The invariants: what must hold at every step, whatever fails."""
 
-from evenkeel.model.plan import PlanPhase
+from evenkeel_moe.model.plan import PlanPhase
 
 TORN_MAP = "torn map"
 WRONG_BYTES = "wrong bytes"

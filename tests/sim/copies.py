@@ -1,7 +1,7 @@
 """Copies between ranks: batches in one order, posted operations, late bytes, deadlines (R10, R11)."""
 
-from evenkeel.errors import Reason
-from evenkeel.protocol.messages import (
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.protocol.messages import (
     SendToController,
     StagingFailed,
     StagingFinished,

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from evenkeel.model.ids import Epoch, Generation
-from evenkeel.model.placement import Placement
-from evenkeel.protocol import messages as msg
+from evenkeel_moe.model.ids import Epoch, Generation
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.protocol import messages as msg
 from tests.sim.checks import UNMATCHED_OPERATION
 from tests.sim.rank import SimRank, checksum
 

@@ -5,11 +5,11 @@ A mutant that no invariant catches would say that its rule is not needed, or not
 
 from dataclasses import dataclass
 
-from evenkeel.protocol.control import DeploymentControl
-from evenkeel.protocol.coordinator import Coordinator
-from evenkeel.protocol.gate import Gate
-from evenkeel.protocol.membership import Membership
-from evenkeel.protocol.messages import (
+from evenkeel_moe.protocol.control import DeploymentControl
+from evenkeel_moe.protocol.coordinator import Coordinator
+from evenkeel_moe.protocol.gate import Gate
+from evenkeel_moe.protocol.membership import Membership
+from evenkeel_moe.protocol.messages import (
     ParticipantState,
     PollNotPassed,
     PollPassed,
@@ -17,10 +17,10 @@ from evenkeel.protocol.messages import (
     TransportDrained,
     WaveOutcome,
 )
-from evenkeel.protocol.migration import Migration
-from evenkeel.protocol.participant import Participant
-from evenkeel.protocol.recovery import Recovery
-from evenkeel.protocol.survey import Fleet
+from evenkeel_moe.protocol.migration import Migration
+from evenkeel_moe.protocol.participant import Participant
+from evenkeel_moe.protocol.recovery import Recovery
+from evenkeel_moe.protocol.survey import Fleet
 from tests.sim.kit import Kit
 
 

@@ -3,9 +3,9 @@
 import itertools
 from collections import defaultdict, deque
 
-from evenkeel.protocol.messages import Hello
-from evenkeel.v1 import agent_pb2
-from evenkeel.wire.codec import (
+from evenkeel_moe.protocol.messages import Hello
+from evenkeel_moe.v1 import agent_pb2
+from evenkeel_moe.wire.codec import (
     decode_controller_message,
     decode_rank_message,
     encode_controller_message,

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from evenkeel.errors import Reason
-from evenkeel.model.ids import Epoch, PlanId
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Plan, PlanKind, Transfer, Wave
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave
 
 FLAWS = ("no_replica", "duplicate", "no_transfer", "wrong_source", "pool", "second_peer", "range")
 

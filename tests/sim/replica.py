@@ -2,14 +2,14 @@
 
 from collections import deque
 
-from evenkeel.errors import EvenkeelError, Reason
-from evenkeel.model.ids import PlanId
-from evenkeel.model.plan import PlanKind
-from evenkeel.model.policy import DeploymentPolicy, Mode
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol.messages import Hello, Tick
-from evenkeel.protocol.operator import Operator
-from evenkeel.protocol.timing import ControlTiming, WaveTiming
+from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.model.ids import PlanId
+from evenkeel_moe.model.plan import PlanKind
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.messages import Hello, Tick
+from evenkeel_moe.protocol.operator import Operator
+from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.network import describe
 from tests.sim.store import StoreDown
 

@@ -3,11 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from evenkeel.errors import EvenkeelError
-from evenkeel.model.ids import DeploymentId
-from evenkeel.model.plan import PlanKind, PlanPhase
-from evenkeel.model.policy import DeploymentPolicy, Mode
-from evenkeel.model.topology import ModelShape
+from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.model.topology import ModelShape
 from tests.sim import faults, focus
 from tests.sim.checks import NO_PROGRESS, RECORDS_DISAGREE, Violation
 from tests.sim.fleet import Fleet

@@ -29,12 +29,12 @@ from pathlib import Path
 
 import numpy as np
 
-from evenkeel.errors import EvenkeelError, Reason
-from evenkeel.model.ids import DeploymentId, Epoch, PlanId
-from evenkeel.model.plan import Plan, PlanKind, Transfer, Wave
-from evenkeel.model.policy import Mode
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol.timing import ControlTiming, WaveTiming
+from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
+from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.checks import Violation
 from tests.sim.fleet import Fleet
 from tests.sim.network import SimNetwork

@@ -1,8 +1,8 @@
 """SimStore: durable records that can be out of reach, lose their last write, or be flushed."""
 
-from evenkeel.model.plan import PlanRecord
-from evenkeel.protocol import control_messages as ctl
-from evenkeel.protocol.messages import Leader
+from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.messages import Leader
 
 
 class StoreDown(Exception):

@@ -4,7 +4,7 @@ import heapq
 import itertools
 import random
 
-from evenkeel.model.ids import DeploymentId
+from evenkeel_moe.model.ids import DeploymentId
 from tests.sim.checks import Checks
 from tests.sim.kit import Kit
 

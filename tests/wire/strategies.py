@@ -4,15 +4,15 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from evenkeel.errors import Reason
-from evenkeel.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
-from evenkeel.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Transfer, Wave, WaveKey
-from evenkeel.model.topology import ModelShape
-from evenkeel.protocol import messages as m
-from evenkeel.wire import link
-from evenkeel.wire.values import MAX_TERM
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.wire import link
+from evenkeel_moe.wire.values import MAX_TERM
 
 SHAPE = ModelShape(3, 8, 4, 3, 2, 4096, num_expert_groups=2, pool_slots_per_rank=8)
 IDENTITY = m.RankIdentity(DeploymentId("demo"), EpRank(1), Generation("g-1"), 17)

@@ -9,19 +9,19 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.errors import PeerViolation, Reason
-from evenkeel.model.ids import Epoch, Generation, PlanId
-from evenkeel.model.plan import Wave, WaveKey
-from evenkeel.protocol import messages as m
-from evenkeel.v1 import agent_pb2, common_pb2, telemetry_pb2
-from evenkeel.wire import link
-from evenkeel.wire.codec import (
+from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.model.ids import Epoch, Generation, PlanId
+from evenkeel_moe.model.plan import Wave, WaveKey
+from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.v1 import agent_pb2, common_pb2, telemetry_pb2
+from evenkeel_moe.wire import link
+from evenkeel_moe.wire.codec import (
     decode_controller_message,
     decode_rank_message,
     encode_controller_message,
     encode_rank_message,
 )
-from evenkeel.wire.values import MAX_TERM, is_deployment_id
+from evenkeel_moe.wire.values import MAX_TERM, is_deployment_id
 from tests.wire import strategies as gen
 from tests.wire.strategies import IDENTITY
 from tests.wire.wires import HELLO, make_report, over_the_wire, refusal, same

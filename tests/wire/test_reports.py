@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from evenkeel.errors import InvalidInput, Reason
-from evenkeel.model.load import STEP, LoadReport
-from evenkeel.v1 import agent_pb2, telemetry_pb2
-from evenkeel.wire.codec import decode_rank_message, encode_rank_message
-from evenkeel.wire.reports import steps_said
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.load import STEP, LoadReport
+from evenkeel_moe.v1 import agent_pb2, telemetry_pb2
+from evenkeel_moe.wire.codec import decode_rank_message, encode_rank_message
+from evenkeel_moe.wire.reports import steps_said
 from tests.wire import strategies as gen
 from tests.wire.wires import HELLO, make_report, over_the_wire, refusal, same
 

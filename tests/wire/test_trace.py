@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenkeel.wire.trace import read_trace_id, trace_id_or_new
+from evenkeel_moe.wire.trace import read_trace_id, trace_id_or_new
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"

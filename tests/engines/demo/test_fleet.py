@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenkeel.engines.demo.fleet import FleetLog, read_new_lines
+from evenkeel_moe.engines.demo.fleet import FleetLog, read_new_lines
 from tests.engines.demo.lines import step_lines, swap_line
 
 

@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from evenkeel.engines.demo.processes import ChildProcess, free_ports, stop_flag
+from evenkeel_moe.engines.demo.processes import ChildProcess, free_ports, stop_flag
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -66,7 +66,7 @@ def test_an_ended_child_is_seen_and_its_words_are_kept(tmp_path):
 def test_the_command_goes_with_a_parent_that_is_killed(tmp_path):
     log = tmp_path / "log"
     code = (
-        "import sys, time; from pathlib import Path; from evenkeel.engines.demo.processes import ChildProcess;"
+        "import sys, time; from pathlib import Path; from evenkeel_moe.engines.demo.processes import ChildProcess;"
         f" child = ChildProcess([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'], Path({str(log)!r}));"
         " time.sleep(60)"
     )

@@ -2,10 +2,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from evenkeel.engines.demo.fleet import FleetLog
-from evenkeel.engines.demo.options import DemoOptions
-from evenkeel.engines.demo.summary import decision_lines, summarise, summary_lines
-from evenkeel.engines.reference.config import DispatchRule, Fault
+from evenkeel_moe.engines.demo.fleet import FleetLog
+from evenkeel_moe.engines.demo.options import DemoOptions
+from evenkeel_moe.engines.demo.summary import decision_lines, summarise, summary_lines
+from evenkeel_moe.engines.reference.config import DispatchRule, Fault
 from tests.engines.demo.lines import PLANS, check_line, exit_line, good_run, plan, step_lines, swap_line
 
 

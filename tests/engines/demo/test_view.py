@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from evenkeel.engines.demo.view import Snapshot, chart, plain_line, render, si_bytes
+from evenkeel_moe.engines.demo.view import Snapshot, chart, plain_line, render, si_bytes
 from tests.engines.demo.lines import plan
 
 STATUS = {

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from evenkeel.adapters.torch_transport import checksum
-from evenkeel.engines.reference.__main__ import die_with_parent, leave, log_json
-from evenkeel.engines.reference.config import RankConfig
-from evenkeel.engines.reference.model import original_expert
-from evenkeel.engines.reference.rank import run_rank, with_trace_sizes
-from evenkeel.model.ids import Epoch, PlanId
-from evenkeel.model.placement import EMPTY, Placement
-from evenkeel.model.plan import WaveKey
-from evenkeel.model.topology import Topology
-from evenkeel.planning.waves import schedule_waves
-from evenkeel.protocol.messages import (
+from evenkeel_moe.adapters.torch_transport import checksum
+from evenkeel_moe.engines.reference.__main__ import die_with_parent, leave, log_json
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.model import original_expert
+from evenkeel_moe.engines.reference.rank import run_rank, with_trace_sizes
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.waves import schedule_waves
+from evenkeel_moe.protocol.messages import (
     Abort,
     AbortAnswer,
     Ack,
@@ -40,7 +40,7 @@ from evenkeel.protocol.messages import (
     Vote,
     WaveOutcome,
 )
-from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome, ReportAck
+from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome, ReportAck
 
 LEADER = Leader("script", 1)
 

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.engines.reference.config import DispatchRule, RankConfig
-from evenkeel.engines.reference.dispatch import make_dispatch
-from evenkeel.engines.reference.exchange import EpochMismatch
-from evenkeel.engines.reference.forward import Forward, Witness
-from evenkeel.engines.reference.libra import TwoStageDispatch
-from evenkeel.engines.reference.model import Model
-from evenkeel.engines.reference.slots import PooledWeights, Router
-from evenkeel.engines.reference.traffic import TextTraffic
-from evenkeel.errors import InvalidInput
-from evenkeel.model.placement import Placement
-from evenkeel.planning.metrics import rank_load
-from evenkeel.planning.problem import DispatchModel
-from evenkeel.planning.split import SplitModel
+from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
+from evenkeel_moe.engines.reference.dispatch import make_dispatch
+from evenkeel_moe.engines.reference.exchange import EpochMismatch
+from evenkeel_moe.engines.reference.forward import Forward, Witness
+from evenkeel_moe.engines.reference.libra import TwoStageDispatch
+from evenkeel_moe.engines.reference.model import Model
+from evenkeel_moe.engines.reference.slots import PooledWeights, Router
+from evenkeel_moe.engines.reference.traffic import TextTraffic
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.metrics import rank_load
+from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.split import SplitModel
 from tests.agent.ranks import Group, run_ranks
 
 RANKS, LAYERS, EXPERTS, TOKENS = 4, 3, 16, 96

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenkeel.engines.reference.config import DispatchRule
+from evenkeel_moe.engines.reference.config import DispatchRule
 from tests.engines.reference.test_run import lines, run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

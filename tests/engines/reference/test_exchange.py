@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.engines.reference.exchange import EpochMismatch, Exchange
-from evenkeel.engines.reference.model import expert_forward, original_expert
-from evenkeel.engines.reference.state import (
+from evenkeel_moe.engines.reference.exchange import EpochMismatch, Exchange
+from evenkeel_moe.engines.reference.model import expert_forward, original_expert
+from evenkeel_moe.engines.reference.state import (
     SavedPlacement,
     agree_on_placement,
     load_placement,
     save_placement,
 )
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
 from tests.agent.ranks import Group, run_ranks
 
 SLOTS, D = 3, 8

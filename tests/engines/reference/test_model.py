@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.engines.reference.model import Model, combine_weights, expert_forward, original_expert
-from evenkeel.errors import InvalidInput
+from evenkeel_moe.engines.reference.model import Model, combine_weights, expert_forward, original_expert
+from evenkeel_moe.errors import InvalidInput
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 
-from evenkeel.engines.reference.config import ExitCode, Fault, RankConfig
-from evenkeel.engines.reference.supervisor import Supervisor
+from evenkeel_moe.engines.reference.config import ExitCode, Fault, RankConfig
+from evenkeel_moe.engines.reference.supervisor import Supervisor
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 SMALL = {"num_ranks": 2, "layers": 3, "experts": 8, "tokens_per_step": 64, "staging_bytes": 1 << 20}
@@ -141,8 +141,8 @@ def test_a_group_that_keeps_dying_is_given_up(tmp_path):
 
 FLEET = """
 import sys
-from evenkeel.engines.reference.config import RankConfig
-from evenkeel.engines.reference.supervisor import run_fleet
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.supervisor import run_fleet
 report = run_fleet(RankConfig.from_json(open(sys.argv[1]).read()))
 print("ok" if report.ok else report.problems, report.steps, flush=True)
 """

@@ -8,18 +8,18 @@ import grpc
 import numpy as np
 import pytest
 
-from evenkeel.engines.reference.config import RankConfig
-from evenkeel.engines.reference.supervisor import Supervisor
-from evenkeel.model.ids import PlanId
-from evenkeel.model.load import LoadReport
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import WaveKey
-from evenkeel.model.topology import Topology
-from evenkeel.planning.waves import schedule_waves
-from evenkeel.protocol.messages import Ack, Commit, Hello, Leader, Prepare, QueryState, RankState, Vote
-from evenkeel.v1 import agent_pb2_grpc
-from evenkeel.wire.codec import decode_rank_message, encode_controller_message
-from evenkeel.wire.link import FlowControl, Registration, RegistrationOutcome, ReportAck
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.supervisor import Supervisor
+from evenkeel_moe.model.ids import PlanId
+from evenkeel_moe.model.load import LoadReport
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.waves import schedule_waves
+from evenkeel_moe.protocol.messages import Ack, Commit, Hello, Leader, Prepare, QueryState, RankState, Vote
+from evenkeel_moe.v1 import agent_pb2_grpc
+from evenkeel_moe.wire.codec import decode_rank_message, encode_controller_message
+from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome, ReportAck
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 LEADER = Leader("test", 1)

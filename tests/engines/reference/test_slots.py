@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.engines.reference.checks import break_something, inspect_rank
-from evenkeel.engines.reference.config import Fault
-from evenkeel.engines.reference.model import original_expert
-from evenkeel.engines.reference.slots import PooledWeights, Router
-from evenkeel.errors import InfeasiblePlan
-from evenkeel.model.placement import EMPTY, Placement
+from evenkeel_moe.engines.reference.checks import break_something, inspect_rank
+from evenkeel_moe.engines.reference.config import Fault
+from evenkeel_moe.engines.reference.model import original_expert
+from evenkeel_moe.engines.reference.slots import PooledWeights, Router
+from evenkeel_moe.errors import InfeasiblePlan
+from evenkeel_moe.model.placement import EMPTY, Placement
 
 CPU = torch.device("cpu")
 PLACEMENT = Placement(np.array([[0, 1, EMPTY, 2, 3, 0], [3, 2, 1, 0, EMPTY, 1]], np.int32), 2, 4)

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.engines.reference.config import RankConfig
-from evenkeel.engines.reference.model import Model, original_expert
-from evenkeel.engines.reference.rank import with_trace_sizes
-from evenkeel.engines.reference.traffic import RecordedTraffic, TextTraffic, read_trace
-from evenkeel.errors import InvalidInput
-from evenkeel.model.placement import Placement
-from evenkeel.model.topology import ModelShape, Topology
-from evenkeel.planning.eplb import plan_eplb
-from evenkeel.planning.metrics import balancedness_mean, rank_load
-from evenkeel.planning.problem import PlacementProblem
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.model import Model, original_expert
+from evenkeel_moe.engines.reference.rank import with_trace_sizes
+from evenkeel_moe.engines.reference.traffic import RecordedTraffic, TextTraffic, read_trace
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.eplb import plan_eplb
+from evenkeel_moe.planning.metrics import balancedness_mean, rank_load
+from evenkeel_moe.planning.problem import PlacementProblem
 
 CPU = torch.device("cpu")
 STEPS, SHIFT = 16, 8

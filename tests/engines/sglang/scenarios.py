@@ -7,13 +7,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenkeel.engines.guest.guards import Unsupported
-from evenkeel.engines.guest.settings import GuestSettings
-from evenkeel.engines.sglang.plugin import Plugin, register
-from evenkeel.formats import PlacementFile, PlacementFormat, render_placement
-from evenkeel.model.load import LoadReport
-from evenkeel.model.placement import Placement
-from evenkeel.protocol.messages import Ack, StagingProgress
+from evenkeel_moe.engines.guest.guards import Unsupported
+from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.sglang.plugin import Plugin, register
+from evenkeel_moe.formats import PlacementFile, PlacementFormat, render_placement
+from evenkeel_moe.model.load import LoadReport
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.protocol.messages import Ack, StagingProgress
 from tests.agent.fleet import PortLink
 from tests.engines.driving import DrivenRank, is_told, steps_of, toy_settings
 from tests.engines.sglang import engine

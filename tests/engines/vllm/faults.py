@@ -7,13 +7,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenkeel.agent.guest import Move
-from evenkeel.engines.guest.guards import Unsupported
-from evenkeel.engines.guest.settings import GuestSettings
-from evenkeel.engines.vllm.plugin import Plugin, register
-from evenkeel.model.placement import Placement
-from evenkeel.model.plan import Wave
-from evenkeel.protocol.messages import Vote
+from evenkeel_moe.agent.guest import Move
+from evenkeel_moe.engines.guest.guards import Unsupported
+from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.vllm.plugin import Plugin, register
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Wave
+from evenkeel_moe.protocol.messages import Vote
 from tests.agent.fleet import PortLink
 from tests.engines.vllm import engine
 from tests.engines.vllm.engine import Config

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenkeel.engines.guest.settings import GuestSettings
-from evenkeel.engines.vllm.plugin import Plugin
-from evenkeel.model.load import LoadReport
-from evenkeel.protocol.messages import Ack, StagingProgress
+from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.vllm.plugin import Plugin
+from evenkeel_moe.model.load import LoadReport
+from evenkeel_moe.protocol.messages import Ack, StagingProgress
 from tests.agent.fleet import PortLink
 from tests.engines.driving import DrivenRank, is_told, steps_of, toy_settings
 from tests.engines.vllm import engine

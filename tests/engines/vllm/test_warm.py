@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from evenkeel.formats import PlacementFile, PlacementFormat, write_placement
-from evenkeel.model.placement import Placement
+from evenkeel_moe.formats import PlacementFile, PlacementFormat, write_placement
+from evenkeel_moe.model.placement import Placement
 from tests.engines import ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]

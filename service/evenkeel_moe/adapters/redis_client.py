@@ -1,0 +1,231 @@
+"""Connections to Redis or Valkey: the URL forms, and its errors as ours."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio import Redis, RedisCluster, Sentinel
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError, ReadOnlyError, RedisError
+
+from evenkeel_moe.errors import InvalidInput, Unavailable
+
+__all__ = [
+    "Client",
+    "SentinelLogin",
+    "connect",
+    "deployment_key",
+    "disconnect",
+    "eviction_policies",
+    "store_errors",
+]
+
+Client = Redis | RedisCluster
+
+_TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelLogin:
+    """Who the controller is at the Sentinels; they keep users of their own and know nothing of the store's."""
+
+    username: str = ""
+    password: str = field(default="", repr=False)
+
+
+def connect(
+    url: str, *, timeout_s: float, password: str | None = None, sentinel: SentinelLogin | None = None
+) -> Client:
+    """A client of the store; no connection is made yet.
+
+    Args:
+        url: `redis://`, `rediss://` (TLS; `?ssl_ca_certs=FILE` names the CA) or `unix://` as redis-py takes
+            them, `redis+sentinel://[user:password@]host:port[,host:port]/master-name[/db]` and
+            `rediss+sentinel://...`, see `_sentinel`, or `redis+cluster://host:port` and
+            `rediss+cluster://host:port`.
+        timeout_s: for a connection and for each answer.
+        password: beats one in the URL.
+        sentinel: beats `sentinel_username` and `sentinel_password` in the URL.
+
+    Raises:
+        InvalidInput: a URL of another form; its password is not repeated in the message.
+    """
+    # One retry mends a connection the server closed while it was idle; more would hide an outage.
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 1),
+    }
+    if password is not None:
+        options["password"] = password
+        url = _without_password(url)  # In redis-py the URL's would win.
+    scheme = url.split("://", 1)[0]
+    try:
+        if scheme in ("redis", "rediss", "unix"):
+            return _follow_failovers(Redis.from_url(url, **options))
+        if scheme in ("redis+cluster", "rediss+cluster"):
+            return RedisCluster.from_url(url.replace("+cluster", "", 1), **options)
+        if scheme in ("redis+sentinel", "rediss+sentinel"):
+            return _sentinel(url, options, sentinel or SentinelLogin())
+    except ValueError as error:
+        raise InvalidInput(f"{scheme}:// URL cannot be used: {error}") from None
+    raise InvalidInput(
+        f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel, rediss+sentinel,"
+        " redis+cluster, rediss+cluster"
+    )
+
+
+def _without_password(url: str) -> str:
+    """The same URL; of its credentials only the user is left."""
+    parts = urlsplit(url)
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    user = credentials.partition(":")[0]
+    return parts._replace(netloc=f"{user}{at}{hosts}" if user else hosts).geturl()
+
+
+def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
+    """A client that asks Sentinels where the primary is.
+
+    The credentials before the hosts and the options `ssl_...` are the store's, those that begin with `sentinel_` the
+    Sentinels'. `rediss+sentinel` speaks TLS to both, with the same files as far as no `sentinel_ssl_...` names others;
+    `sentinel_ssl=true` and `sentinel_ssl=false` say it for the Sentinels alone.
+    """
+    parts = urlsplit(url)
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    path = [piece for piece in parts.path.split("/") if piece]
+    if not hosts or not 1 <= len(path) <= 2:
+        raise ValueError("it must read redis+sentinel://host:port[,host:port]/master-name[/db]")
+    nodes = []
+    for host in hosts.split(","):
+        name, _, port = host.rpartition(":")
+        nodes.append((name.strip("[]"), int(port)))
+    query = _sentinel_query(parts.query)
+    if credentials:
+        user, _, password = credentials.partition(":")
+        options = {"username": unquote(user) or None, "password": unquote(password) or None} | options
+    store_tls = parts.scheme == "rediss+sentinel"
+    options |= _tls(query, "") if store_tls else {}
+    theirs: dict[str, Any] = {
+        "username": login.username or query.get("sentinel_username"),
+        "password": login.password or query.get("sentinel_password"),
+        # Without a word redis-py would try a Sentinel again for seconds before it asks the next.
+        **{name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "retry")},
+    }
+    sentinel_tls = _true(query.get("sentinel_ssl", str(store_tls)))
+    if sentinel_tls:
+        theirs |= _tls(query, "") | _tls(query, "sentinel_")
+    for speaks, prefix, cure in (
+        (store_tls or sentinel_tls, "ssl_", "rediss+sentinel"),
+        (sentinel_tls, "sentinel_ssl_", "sentinel_ssl=true"),
+    ):
+        if not speaks and any(name.startswith(prefix) for name in query):
+            raise ValueError(f"{prefix}... without TLS: it needs {cure}")
+    sentinels = Sentinel(nodes, sentinel_kwargs=theirs)  # type: ignore[no-untyped-call]
+    master: Redis = sentinels.master_for(path[0], db=int(path[1]) if len(path) == 2 else 0, **options)
+    return master
+
+
+def _sentinel_query(query: str) -> dict[str, str]:
+    """The URL's options, none of which may be misspelt: one that is ignored could mean no TLS."""
+    found = dict(parse_qsl(query, keep_blank_values=True))
+    known = [prefix + name for prefix in ("", "sentinel_") for name in _TLS_OPTIONS]
+    known += ["sentinel_ssl", "sentinel_username", "sentinel_password"]
+    if unknown := sorted(set(found) - set(known)):
+        raise ValueError(f"unknown options {', '.join(unknown)}; known are {', '.join(known)}")
+    return found
+
+
+def _tls(query: dict[str, str], prefix: str) -> dict[str, Any]:
+    """The TLS options of one side, as redis-py takes them."""
+    named = {name: query[prefix + name] for name in _TLS_OPTIONS if prefix + name in query}
+    checks = (
+        {}
+        if "ssl_check_hostname" not in named
+        else {"ssl_check_hostname": _true(named["ssl_check_hostname"])}
+    )
+    return {"ssl": True, **named, **checks}
+
+
+def _true(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _follow_failovers(client: Redis) -> Redis:
+    """Drop a connection whose server answers READONLY: behind the address is another primary by now.
+
+    The clients of Sentinel and Cluster do so by themselves.
+    """
+    pool: Any = client.connection_pool
+    base = pool.connection_class
+
+    class Connection(base):  # type: ignore[misc, valid-type]
+        async def read_response(self, *arguments: Any, **options: Any) -> Any:
+            try:
+                return await super().read_response(*arguments, **options)
+            except ReadOnlyError:
+                await self.disconnect(nowait=True)
+                raise
+
+    Connection.__name__ = base.__name__
+    pool.connection_class = Connection
+    return client
+
+
+async def disconnect(client: Client) -> None:
+    """Close every connection of a client, those to sentinels too."""
+    await client.aclose()
+    manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
+    for sentinel in getattr(manager, "sentinels", ()):
+        await sentinel.aclose()
+
+
+async def eviction_policies(client: Client) -> frozenset[str] | None:
+    """`maxmemory-policy` of the server, or of every primary of a Cluster; None when the user may not ask.
+
+    Raises:
+        Unavailable: no answer.
+    """
+    where = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
+    with store_errors("reading maxmemory-policy"):
+        try:
+            answer: Any = await client.info("memory", **where)
+        except NoPermissionError:
+            return None
+    infos = [answer] if "used_memory" in answer else answer.values()
+    # Services that hide it answer without the field.
+    found = [info.get("maxmemory_policy") for info in infos]
+    return None if None in found else frozenset(map(str, found))
+
+
+@contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Turn whatever keeps the store from answering into Unavailable, and let no cancellation get lost.
+
+    redis-py sends with `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes together
+    with its result; a task that never ends by it would keep the process from ending.
+
+    Raises:
+        Unavailable: the store failed.
+        CancelledError: the task was cancelled on the way.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        yield
+    except (RedisError, OSError, TimeoutError) as error:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError from error
+        raise Unavailable(f"store: {what} failed: {type(error).__name__}: {error}") from error
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
+def deployment_key(prefix: str, deployment: str, name: str) -> str:
+    """A key of one deployment; all keys of one share a hash tag, so that a Cluster keeps them together."""
+    return f"{prefix}:{{{deployment}}}:{name}"

@@ -1,0 +1,154 @@
+"""TLS of the rank link: certificates that may change while it runs, and which ranks a certificate may speak for."""
+
+import re
+import ssl
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.protocol.messages import RankIdentity
+
+__all__ = ["Grant", "ServerCertificates", "check_identity", "read_grants"]
+
+_log = structlog.get_logger(__name__)
+
+_SCHEME = "evenkeel:"
+_GRANT = re.compile(
+    r"evenkeel://(?P<deployment>[a-z0-9][a-z0-9._-]{0,62})(?:/ranks/(?P<first>\d{1,6})(?:-(?P<last>\d{1,6}))?)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Ranks of a deployment that a certificate may speak for."""
+
+    deployment: str
+    first: int = 0
+    last: int | None = None
+    """Included; None: every rank from `first` on."""
+
+    def covers(self, deployment: str, rank: int) -> bool:
+        """Whether a rank is one of them."""
+        last = rank if self.last is None else self.last
+        return deployment == self.deployment and self.first <= rank <= last
+
+
+def read_grants(names: Iterable[str]) -> tuple[Grant, ...] | None:
+    """What a certificate's subject alternative names grant.
+
+    `evenkeel://DEPLOYMENT/ranks/0-7` grants ranks 0 to 7, `/ranks/3` one rank, `evenkeel://DEPLOYMENT` all of them.
+    Names of other schemes say nothing. A name of this scheme and another form grants nothing, and still makes the
+    certificate one that names its ranks: a misprint must not open every door.
+
+    Returns:
+        None when no name is of this scheme.
+    """
+    ours = [name for name in names if name.startswith(_SCHEME)]
+    if not ours:
+        return None
+    grants = []
+    for name in ours:
+        found = _GRANT.fullmatch(name)
+        if found is None:
+            continue
+        first = found["first"]
+        if first is None:
+            grants.append(Grant(found["deployment"]))
+        else:
+            grants.append(Grant(found["deployment"], int(first), int(found["last"] or first)))
+    return tuple(grants)
+
+
+def check_identity(auth: Mapping[Any, Sequence[bytes]], identity: RankIdentity, *, required: bool) -> None:
+    """Hold a rank's Hello against the certificate of its connection.
+
+    Args:
+        auth: gRPC's authentication context of the call; empty without TLS.
+        identity: who the rank says it is.
+        required: turn away a certificate that names no ranks.
+
+    Raises:
+        PeerViolation: IDENTITY_REFUSED, with what the certificate grants.
+    """
+    names = [value.decode("utf-8", "replace") for value in auth.get("peer_uri", ())]
+    grants = read_grants(names)
+    if grants is None:
+        if required:
+            raise PeerViolation(
+                f"the certificate of rank {identity.rank} of {identity.deployment} names no ranks;"
+                f" it needs a URI such as evenkeel://{identity.deployment}/ranks/{identity.rank}",
+                Reason.IDENTITY_REFUSED,
+            )
+        return
+    if not any(grant.covers(identity.deployment, identity.rank) for grant in grants):
+        named = ", ".join(name for name in names if name.startswith(_SCHEME))
+        raise PeerViolation(
+            f"a certificate for {named} cannot speak as rank {identity.rank} of {identity.deployment}",
+            Reason.IDENTITY_REFUSED,
+        )
+
+
+class ServerCertificates:
+    """Credentials of a server that follow their files: each handshake looks whether they have changed.
+
+    Streams that are open stay as they are. Files that cannot be used, for instance half of a pair that is being
+    replaced, leave the certificate in use; it is said once for each state of the files.
+    """
+
+    def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
+        self._files = [file for file in (cert_file, key_file, client_ca_file) if file is not None]
+        self._cert_file, self._key_file, self._client_ca_file = cert_file, key_file, client_ca_file
+        self._lock = threading.Lock()
+        self._seen: object = None
+        """State of the files when they were last read."""
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For `add_secure_port`.
+
+        Raises:
+            OSError: a file cannot be read, or the key is not the certificate's.
+        """
+        self._seen = self._state()
+        return grpc.dynamic_ssl_server_credentials(
+            self._read(), self._changed, require_client_authentication=self._client_ca_file is not None
+        )
+
+    def _state(self) -> object:
+        return tuple(
+            (stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in (f.stat() for f in self._files)
+        )
+
+    def _read(self) -> Any:
+        # gRPC takes a key of another certificate without a word and then fails every handshake.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self._cert_file, self._key_file)
+        ca = None
+        if self._client_ca_file is not None:
+            context.load_verify_locations(self._client_ca_file)
+            ca = self._client_ca_file.read_bytes()
+        pair = (self._key_file.read_bytes(), self._cert_file.read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], ca)
+
+    def _changed(self) -> Any:
+        """New credentials, or None to go on with those in use. Called by gRPC's threads at every handshake."""
+        with self._lock:
+            try:
+                state = self._state()
+                if state == self._seen:
+                    return None
+                self._seen = state
+                fresh = self._read()
+                if self._state() != state:
+                    self._seen = None  # Replaced while they were read: the next handshake reads again.
+                    return None
+            except OSError as error:
+                _log.error("certificate_not_taken", error=str(error), file=str(self._cert_file))
+                return None
+            _log.info("certificate_changed", file=str(self._cert_file))
+            return fresh

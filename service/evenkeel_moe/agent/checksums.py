@@ -1,0 +1,97 @@
+"""What all ranks must agree on before the first step: who they are and what every expert hashes to (R1, R4)."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+
+from evenkeel_moe.adapters.torch_groups import Communicator
+from evenkeel_moe.adapters.torch_transport import checksum
+from evenkeel_moe.agent.config import AgentConfig
+from evenkeel_moe.agent.ports import ExpertWeights
+from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.model.placement import EMPTY, Placement
+
+__all__ = ["agree_on_checksums", "agree_on_start", "checksums_digest"]
+
+_TWO_KINDS = 2
+_log = structlog.get_logger(__name__)
+
+
+def agree_on_start(group: Communicator, config: AgentConfig, placement: Placement, epoch: int) -> None:
+    """Compare generation, placement, epoch, weights version and shape over the group; collective.
+
+    Raises:
+        PeerViolation: the ranks would serve different things, or one generation from different starts.
+    """
+    facts = {
+        "generation": config.identity.generation,
+        "deployment": config.identity.deployment,
+        "placement": placement.digest,
+        "epoch": str(epoch),
+        "weights version": str(config.weights_version),
+        "shape": repr(config.shape),
+    }
+    mine = torch.tensor([_number(text) for text in facts.values()])
+    theirs = group.all_gather(mine)
+    for column, name in enumerate(facts):
+        if len(set(theirs[:, column].tolist())) > 1:
+            raise PeerViolation(
+                f"the ranks of the group disagree on their {name}; this rank has {facts[name]}"
+            )
+
+
+def agree_on_checksums(
+    group: Communicator, rank: int, placement: Placement, weights: ExpertWeights
+) -> tuple[int, ...] | None:
+    """Hash every expert this rank holds and gather the whole table; collective.
+
+    Returns:
+        Unsigned 64-bit checksums, layer-major (L * E); None when two replicas of an expert differ or an
+        expert is nowhere: such a group may serve but must not copy.
+    """
+    table, held = _own(rank, placement, weights)
+    tables = group.all_gather(torch.from_numpy(table.view(np.int64))).numpy().view(np.uint64)
+    holders = group.all_gather(torch.from_numpy(held)).numpy()
+    first = holders.argmax(axis=0)
+    agreed = np.take_along_axis(tables, first[None], axis=0)[0]
+    wrong = ((tables != agreed) & (holders > 0)) | (holders == _TWO_KINDS)
+    if wrong.any() or not holders.any(axis=0).all():
+        where = np.argwhere(wrong)
+        _log.error(
+            "replicas_differ",
+            reason=Reason.CHECKSUM_MISMATCH,
+            first=dict(zip(("rank", "layer", "expert"), where[0].tolist(), strict=True))
+            if len(where)
+            else None,
+        )
+        return None
+    return tuple(agreed.reshape(-1).tolist())
+
+
+def checksums_digest(checksums: Sequence[int]) -> str:
+    """32 hex digits over the table; equal digests mean equal weights everywhere."""
+    return hashlib.blake2b(np.array(checksums, np.uint64).tobytes(), digest_size=16).hexdigest()
+
+
+def _own(
+    rank: int, placement: Placement, weights: ExpertWeights
+) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+    """(L, E) checksums of the experts this rank holds, and 1 where it holds one, _TWO_KINDS where copies differ."""
+    layers, experts = placement.num_layers, placement.num_logical_experts
+    table, held = np.zeros((layers, experts), np.uint64), np.zeros((layers, experts), np.uint8)
+    mine = placement.phy2log.reshape(layers, placement.num_ranks, -1)[:, rank]
+    for layer, local in np.argwhere(mine != EMPTY).tolist():
+        expert = int(mine[layer, local])
+        value = checksum(weights.tensors(layer, local))
+        differs = held[layer, expert] and table[layer, expert] != value
+        table[layer, expert] = value
+        held[layer, expert] = _TWO_KINDS if differs else max(1, held[layer, expert])
+    return table, held
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

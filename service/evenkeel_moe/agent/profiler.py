@@ -1,0 +1,222 @@
+"""Seconds of one MoE layer on this device by the tokens it carries: GEM's profile (its step 2), in minutes.
+
+Latency climbs in stairs as wide as a tile of the kernel and only there, so up to a dense limit it is measured once per
+tile, at its upper end. Beyond, a tile adds little to the whole: samples grow sparse and the curve is drawn through them.
+Rounds over all points alternate in order, so that a clock that drops while measuring bends no single point; each point
+is the median of its rounds, so that a neighbour's hiccup counts for nothing.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.wire.link import CostCurve
+
+__all__ = [
+    "ExpertShape",
+    "Profile",
+    "curve_of",
+    "load_curve",
+    "measure",
+    "moe_layer",
+    "save_curve",
+    "token_counts",
+]
+
+_MAX_TILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The part of a MoE layer that one rank computes."""
+
+    d_model: int
+    d_ffn: int
+    experts: int
+    """Slots of this rank in one layer."""
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ffn", "experts"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} is {getattr(self, name)}, must be at least 1")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise InvalidInput(f"torch has no number type {self.dtype}")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured."""
+
+    tile_tokens: int
+    tokens: tuple[int, ...]
+    """Counts that were measured, rising."""
+    seconds: tuple[float, ...]
+    """Median over the rounds at each count."""
+    rounds: int
+    took_s: float
+
+
+def token_counts(
+    tile_tokens: int, dense_tokens: int, max_tokens: int, sparse_factor: float = 1.2
+) -> list[int]:
+    """Where to measure: every tile's end up to the dense limit, then ends of tiles that grow apart.
+
+    Args:
+        tile_tokens: tokens of a tile.
+        dense_tokens: up to here every tile.
+        max_tokens: the most tokens a rank carries in a layer.
+        sparse_factor: each sparse count is at least this many times the one before.
+
+    Returns:
+        Rising counts; the last is the first tile's end at or beyond `max_tokens`.
+    """
+    if not 1 <= tile_tokens <= max_tokens or sparse_factor <= 1.0:
+        raise InvalidInput(
+            f"tile {tile_tokens}, at most {max_tokens} tokens, factor {sparse_factor:g}: needs"
+            " 1 <= tile <= most and a factor above 1"
+        )
+    tiles = -(-max_tokens // tile_tokens)
+    if tiles > _MAX_TILES:
+        raise InvalidInput(f"{max_tokens} tokens are {tiles} tiles of {tile_tokens}, at most {_MAX_TILES}")
+    dense = min(tiles, max(1, dense_tokens // tile_tokens))
+    chosen = list(range(1, dense + 1))
+    while chosen[-1] < tiles:
+        chosen.append(min(tiles, max(chosen[-1] + 1, int(chosen[-1] * sparse_factor))))
+    return [tile * tile_tokens for tile in chosen]
+
+
+def measure(
+    run: Callable[[int], None],
+    tokens: Sequence[int],
+    tile_tokens: int,
+    *,
+    budget_s: float,
+    rounds: int = 50,
+    settle: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Profile:
+    """Time a layer at each count.
+
+    Args:
+        run: computes the layer on so many tokens, or starts to.
+        tokens: counts, rising.
+        tile_tokens: tokens of a tile.
+        budget_s: no round begins after so many seconds; the first two are run in any case, the first to warm up.
+        rounds: at most so many count.
+        settle: returns when what `run` started is done.
+        clock: seconds.
+    """
+    began = clock()
+    _round(run, tokens, settle, clock)
+    found: list[list[float]] = []
+    while len(found) < rounds and (not found or clock() - began < budget_s):
+        order = list(tokens) if len(found) % 2 == 0 else list(reversed(tokens))
+        times = _round(run, order, settle, clock)
+        found.append(times if len(found) % 2 == 0 else times[::-1])
+    medians = np.median(np.array(found), axis=0)
+    return Profile(tile_tokens, tuple(tokens), tuple(medians.tolist()), len(found), clock() - began)
+
+
+def _round(
+    run: Callable[[int], None], tokens: Sequence[int], settle: Callable[[], None], clock: Callable[[], float]
+) -> list[float]:
+    times = []
+    for count in tokens:
+        settle()
+        began = clock()
+        run(count)
+        settle()
+        times.append(clock() - began)
+    return times
+
+
+def curve_of(profile: Profile) -> CostCurve:
+    """The curve a planner takes: a value per tile, never falling, with straight lines between sparse samples."""
+    tokens = np.array(profile.tokens, np.float64)
+    seconds = np.maximum.accumulate(np.array(profile.seconds, np.float64))
+    ends = np.arange(1, int(tokens[-1]) // profile.tile_tokens + 1) * float(profile.tile_tokens)
+    stairs = np.interp(ends, tokens, seconds)
+    return CostCurve(profile.tile_tokens, tuple(stairs.tolist()), _slope(tokens, seconds))
+
+
+def _slope(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
+    """Seconds per token at the upper end: a line through the upper half, never falling."""
+    upper = tokens >= tokens[-1] / 2
+    if upper.sum() < 2:
+        return float(seconds[-1] / tokens[-1])
+    return max(0.0, float(np.polyfit(tokens[upper], seconds[upper], 1)[0]))
+
+
+def moe_layer(shape: ExpertShape, device: torch.device) -> Callable[[int], None]:
+    """A gated FFN per expert with random weights, tokens spread evenly: what torch itself makes of the layer.
+
+    An engine's fused kernel has other stairs; what carries over is how this device compares with others.
+    """
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def weights(*size: int) -> Tensor:
+        return (torch.randn(*size, generator=generator) * 0.02).to(device=device, dtype=dtype)
+
+    up = weights(shape.experts, shape.d_model, 2 * shape.d_ffn)
+    down = weights(shape.experts, shape.d_ffn, shape.d_model)
+    inputs: dict[int, Tensor] = {}
+
+    def run(tokens: int) -> None:
+        rows = inputs.get(tokens)
+        if rows is None:
+            rows = inputs[tokens] = weights(tokens, shape.d_model)
+        with torch.no_grad():
+            for expert, part in enumerate(rows.tensor_split(shape.experts)):
+                if len(part):
+                    gate, value = (part @ up[expert]).chunk(2, dim=-1)
+                    torch.nn.functional.silu(gate).mul_(value) @ down[expert]
+
+    return run
+
+
+def save_curve(folder: Path, gpu_uuid: str, profile: Profile, about: dict[str, Any]) -> Path:
+    """Write the curve of one device; the file is named by the device. Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    curve = curve_of(profile)
+    path = _path(folder, gpu_uuid)
+    content = {"gpu_uuid": gpu_uuid, "about": about, "curve": asdict(curve), "profile": asdict(profile)}
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(content) + "\n", "utf-8")
+    draft.replace(path)
+    return path
+
+
+def load_curve(folder: Path, gpu_uuid: str) -> CostCurve | None:
+    """The curve of one device; None when it was never measured.
+
+    Raises:
+        InvalidInput: a file that is no curve, or another device's.
+    """
+    path = _path(folder, gpu_uuid)
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        curve = content["curve"]
+        stairs = tuple(float(value) for value in curve["tile_seconds"])
+        found = CostCurve(int(curve["tile_tokens"]), stairs, float(curve["slope_s_per_token"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
+    if content.get("gpu_uuid") != gpu_uuid:
+        raise InvalidInput(f"{path} is of {content.get('gpu_uuid')!r}, not of {gpu_uuid!r}")
+    return found
+
+
+def _path(folder: Path, gpu_uuid: str) -> Path:
+    return folder / f"curve-{gpu_uuid or 'cpu'}.json"

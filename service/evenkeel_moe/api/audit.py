@@ -1,0 +1,68 @@
+"""Every request for a change is written down before it is answered: who, what, and the outcome."""
+
+import re
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from evenkeel_moe.api.auth import Role, Token, needed_role
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import AuditEntry, Operations
+
+__all__ = ["Audit"]
+
+_DEPLOYMENT = re.compile(r"^/v1/deployments/([a-z0-9][a-z0-9._-]{0,62})(?:/|$)")
+_MOST_PATH = 256
+
+
+class Audit:
+    """ASGI middleware behind `BearerAuth`, so that a known token's refused requests are written down too.
+
+    Args:
+        app: what is called.
+        operations: gives the controller that keeps the record.
+    """
+
+    def __init__(self, app: ASGIApp, operations: Callable[[], Operations]) -> None:
+        self._app = app
+        self._operations = operations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through; note its outcome unless it only reads."""
+        token: Token | None = scope.get("state", {}).get("token")
+        if token is None or needed_role(scope["method"]) is Role.READ:
+            await self._app(scope, receive, send)
+            return
+        noted = False
+
+        async def note(status: int) -> None:
+            nonlocal noted
+            noted = True
+            path: str = scope["path"]
+            named = _DEPLOYMENT.match(path)
+            key = Headers(scope=scope).get("idempotency-key")
+            await self._operations().record(
+                AuditEntry(
+                    deployment=DeploymentId(named[1]) if named else None,
+                    by=token.name,
+                    role=token.role.value,
+                    method=scope["method"],
+                    path=path[:_MOST_PATH],
+                    status=status,
+                    idempotency_key=None if key is None else key[:128],
+                    trace_id=scope["state"].get("trace_id"),
+                )
+            )
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await note(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            if not noted:
+                await note(500)
+            raise

@@ -1,0 +1,80 @@
+"""Bounds on what a request may carry."""
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from evenkeel_moe.api.problems import problem_response
+
+__all__ = ["MAX_BODY_BYTES", "BodyLimit", "read_body", "replay"]
+
+MAX_BODY_BYTES = 8 << 20
+"""An explicit target of 61 layers on 320 ranks of 9 slots is about 1 MB."""
+
+
+class BodyLimit:
+    """ASGI middleware: a body over the limit is answered 413 before a route sees any of it."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand the request on with its whole body, or answer 413."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "").lstrip("0")
+        body = None
+        # Longer is larger; an int of any length cannot be read.
+        over = declared.isdecimal() and (len(declared) > 19 or int(declared) > self._max_bytes)
+        if not over:
+            try:
+                body = await read_body(receive, self._max_bytes)
+            except ClientDisconnect:
+                return  # Half a request is none: its body might read as another one.
+        if body is None:
+            refusal = problem_response(
+                "too-large",
+                f"a body may have {self._max_bytes} bytes",
+                scope["path"],
+                # What is left of the body is not read, so nothing else may follow it.
+                headers={"Connection": "close"},
+            )
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, replay(body, receive), send)
+
+
+async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """The whole body; None when it is larger than `max_bytes`.
+
+    Raises:
+        ClientDisconnect: the client hung up before all of it came.
+    """
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        more = message.get("more_body", False)
+        if size > max_bytes:
+            return None
+    return b"".join(parts)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives this body first, then whatever comes after it."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

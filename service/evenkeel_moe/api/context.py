@@ -1,0 +1,116 @@
+"""What the routes share: the controller, the caller, pages and entity tags."""
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Header, Path, Query, Request
+
+from evenkeel_moe.api.auth import Token
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.ids import DeploymentId, PlanId
+from evenkeel_moe.ports import Operations
+
+__all__ = [
+    "Caller",
+    "CallerToken",
+    "DeploymentPath",
+    "IdempotencyKey",
+    "OperationsOf",
+    "PageSize",
+    "PageToken",
+    "PlanPath",
+    "entity_tag",
+    "page",
+    "page_token_of",
+    "read_page_token",
+]
+
+T = TypeVar("T")
+
+PLAN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+
+
+def _operations(request: Request) -> Operations:
+    operations: Operations = request.app.state.operations
+    return operations
+
+
+def _caller_token(request: Request) -> Token:
+    token: Token = request.state.token
+    return token
+
+
+def _caller(request: Request) -> str:
+    return _caller_token(request).name
+
+
+OperationsOf = Annotated[Operations, Depends(_operations)]
+Caller = Annotated[str, Depends(_caller)]
+CallerToken = Annotated[Token, Depends(_caller_token)]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        pattern=PLAN_ID_PATTERN,
+        description="Repeating the call with the same key and body gives the same answer, with another body 422,"
+        " while the first is under way 409.",
+    ),
+]
+DeploymentPath = Annotated[
+    DeploymentId,
+    Path(alias="deployment", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Deployment id."),
+]
+PlanPath = Annotated[PlanId, Path(alias="plan_id", pattern=PLAN_ID_PATTERN, description="Plan id.")]
+PageSize = Annotated[int, Query(ge=1, le=1000, description="Most rows of one page.")]
+PageToken = Annotated[
+    str | None,
+    Query(max_length=512, description="`next_page_token` of the page before; none starts at the first."),
+]
+
+
+def read_page_token(token: str | None) -> str | None:
+    """The key a page token stands for.
+
+    Raises:
+        InvalidInput: not a token this API gave out.
+    """
+    if token is None:
+        return None
+    try:
+        return base64.urlsafe_b64decode(token.encode()).decode()
+    except (binascii.Error, UnicodeError) as error:
+        raise InvalidInput("page_token is none that this API gave out") from error
+
+
+def page(
+    rows: Sequence[T], key: Callable[[T], str], token: str | None, size: int
+) -> tuple[list[T], str | None]:
+    """Rows after the one the token names, and the token of the next page.
+
+    Raises:
+        InvalidInput: the row the token names is gone; start again at the first page.
+    """
+    after = read_page_token(token)
+    start = 0
+    if after is not None:
+        keys = [key(row) for row in rows]
+        if after not in keys:
+            raise InvalidInput("the row page_token names is gone, start again without it")
+        start = keys.index(after) + 1
+    chosen = list(rows[start : start + size])
+    more = start + size < len(rows)
+    return chosen, page_token_of(key(chosen[-1])) if more else None
+
+
+def page_token_of(key: str) -> str:
+    """The token of the page after a row."""
+    return base64.urlsafe_b64encode(key.encode()).decode()
+
+
+def entity_tag(document: Any) -> str:
+    """A strong ETag over a JSON document's content."""
+    text = json.dumps(document, sort_keys=True, default=str)
+    return f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'

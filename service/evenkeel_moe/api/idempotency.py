@@ -1,0 +1,217 @@
+"""`Idempotency-Key`: a POST that is repeated with its key gets the answer it got before.
+
+Source: draft-ietf-httpapi-idempotency-key-header-07. A plan_id chosen by the client is another thing: another body under
+a used one is 409, whatever the key.
+
+Whole answers are in this replica's memory for a day, within bounds. The store has the newest of each deployment without
+their bodies: after a restart, and on the replica that took over, the answer is the plan as it stands then.
+"""
+
+import asyncio
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from evenkeel_moe.api.bodies import read_body, replay
+from evenkeel_moe.api.context import PLAN_ID_PATTERN
+from evenkeel_moe.api.problems import problem_response
+from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import KeptAnswer, Operations
+
+__all__ = ["Idempotency"]
+
+_TTL_S = 86_400.0
+_MOST_KEYS = 4096
+_MOST_BYTES = 64 << 20
+"""Of answers; a plan of a large model is about one MB."""
+_DEPLOYMENT = re.compile(r"^/v1/deployments/([a-z0-9][a-z0-9._-]{0,62})/")
+
+_Name = tuple[str, str, str]
+"""Token, path, key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    digest: bytes
+    """Of the body the key was used with."""
+    expires_at: float
+    messages: tuple[Message, ...]
+    size: int
+
+
+class Idempotency:
+    """ASGI middleware behind authentication; keys of different tokens and paths are different keys.
+
+    Args:
+        app: what is called.
+        operations: gives the controller that stores answers.
+        max_body_bytes: bound of a body, held by `BodyLimit` before.
+        most_keys, most_bytes: the oldest answers in memory give way beyond these.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        operations: Callable[[], Operations],
+        max_body_bytes: int,
+        *,
+        most_keys: int = _MOST_KEYS,
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
+        self._app = app
+        self._operations = operations
+        self._max_body_bytes = max_body_bytes
+        self._most_keys = most_keys
+        self._most_bytes = most_bytes
+        self._under_way: dict[_Name, bytes] = {}
+        """Digests of bodies whose first answer is not out yet."""
+        self._answers: OrderedDict[_Name, _Answer] = OrderedDict()
+        """Oldest first."""
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer from memory or store, or let the request through and remember a 2xx answer."""
+        key = Headers(scope=scope).get("idempotency-key") if scope["type"] == "http" else None
+        if key is None or scope["method"] != "POST" or not re.match(PLAN_ID_PATTERN, key):
+            await self._app(scope, receive, send)  # A key of another form is for the route to refuse.
+            return
+        body = await read_body(receive, self._max_body_bytes)
+        assert body is not None, "BodyLimit stands before this"
+        digest = hashlib.sha256(body).digest()
+        name = (scope["state"]["token"].name, scope["path"], key)
+        self._drop(asyncio.get_running_loop().time())
+        known = self._answers.get(name)
+        if known is not None and known.digest == digest:
+            for message in known.messages:
+                await send(_marked(message))
+        elif known is not None or self._under_way.get(name, digest) != digest:
+            await _refuse_other_body(scope, receive, send)
+        elif name in self._under_way:
+            detail = f"the first request with Idempotency-Key {key} is still under way"
+            headers = {"Retry-After": "1"}
+            refusal = problem_response("conflict", detail, scope["path"], Reason.BUSY, headers)
+            await refusal(scope, receive, send)
+        else:
+            self._under_way[name] = digest
+            try:
+                await self._answer(name, digest, scope, replay(body, receive), send)
+            finally:
+                del self._under_way[name]
+
+    async def _answer(self, name: _Name, digest: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Not in memory: from the store, else anew."""
+        found = _DEPLOYMENT.match(scope["path"])
+        deployment = None if found is None else DeploymentId(found[1])
+        try:
+            kept = (
+                None if deployment is None else await self._operations().kept_answer(deployment, _hash(name))
+            )
+        except Unavailable as error:
+            headers = {"Retry-After": "1"}
+            refusal = problem_response("unavailable", str(error), scope["path"], error.reason, headers)
+            await refusal(scope, receive, send)
+            return
+        if kept is None:
+            await self._answer_anew(name, digest, deployment, scope, receive, send)
+        elif kept.digest != digest.hex():
+            await _refuse_other_body(scope, receive, send)
+        else:
+            await self._answer_as_kept(kept, scope, send)
+
+    async def _answer_anew(
+        self,
+        name: _Name,
+        digest: bytes,
+        deployment: DeploymentId | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        messages: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            messages.append(dict(message))
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                # Before the client can repeat the call. An error is not kept: it changed nothing, or it is a 503 of something
+                # that may be carried out yet, and then the id of the plan makes that a repetition finds it.
+                status = messages[0]["status"]
+                if 200 <= status < 300:
+                    self._remember(name, digest, tuple(messages))
+                    if deployment is not None:
+                        location = Headers(raw=messages[0].get("headers", [])).get("location")
+                        kept = KeptAnswer(_hash(name), digest.hex(), status, location)
+                        await self._operations().keep_answer(deployment, kept)
+            await send(message)
+
+        await self._app(scope, receive, keep)
+
+    async def _answer_as_kept(self, kept: KeptAnswer, scope: Scope, send: Send) -> None:
+        """The status and place of the first answer; its body is the plan as a GET shows it now."""
+        location = kept.location
+        if location is None:
+            await send(_marked({"type": "http.response.start", "status": kept.status, "headers": []}))
+            await send({"type": "http.response.body", "body": b""})
+            return
+
+        async def send_as_first(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                headers = [*message.get("headers", []), (b"location", location.encode())]
+                message = _marked({**message, "status": kept.status, "headers": headers})
+            await send(message)
+
+        look = {
+            **scope,
+            "method": "GET",
+            "path": location,
+            "raw_path": location.encode(),
+            "query_string": b"",
+        }
+        await self._app(look, _no_body, send_as_first)
+
+    def _remember(self, name: _Name, digest: bytes, messages: tuple[Message, ...]) -> None:
+        now = asyncio.get_running_loop().time()
+        size = sum(len(message.get("body", b"")) for message in messages)
+        self._answers[name] = _Answer(digest, now + _TTL_S, messages, size)
+        self._held += size
+        self._drop(now)
+
+    def _drop(self, now: float) -> None:
+        """Drop answers that are too old, and the oldest of too many."""
+        while self._answers and (
+            len(self._answers) > self._most_keys
+            or self._held > self._most_bytes
+            or next(iter(self._answers.values())).expires_at <= now
+        ):
+            _, answer = self._answers.popitem(last=False)
+            self._held -= answer.size
+
+
+def _marked(message: Message) -> MutableMapping[str, Any]:
+    """The same message, told apart from a first answer."""
+    if message["type"] != "http.response.start":
+        return message
+    return {**message, "headers": [*message.get("headers", []), (b"idempotent-replayed", b"true")]}
+
+
+async def _refuse_other_body(scope: Scope, receive: Receive, send: Send) -> None:
+    key = Headers(scope=scope)["idempotency-key"]
+    refusal = problem_response(
+        "key-reused", f"Idempotency-Key {key} was used with another body", scope["path"]
+    )
+    await refusal(scope, receive, send)
+
+
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+def _hash(name: _Name) -> str:
+    """One word for a name; none of its parts can hold a zero byte."""
+    return hashlib.sha256("\0".join(name).encode()).hexdigest()

@@ -1,0 +1,164 @@
+"""Routes that look closer: heat maps of load, quarantine, audit."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Query
+from numpy.typing import NDArray
+
+from evenkeel_moe.api.context import Caller, DeploymentPath, OperationsOf, PageSize, PageToken, page
+from evenkeel_moe.api.insight_schemas import (
+    AuditPage,
+    AuditRowOut,
+    Cells,
+    HeatMapOut,
+    LogLevelBody,
+    QuarantineOut,
+    QuarantineRowOut,
+    QuarantineSampleOut,
+)
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning import metrics
+
+__all__ = ["MOST_CELLS", "heat_map", "router"]
+
+router = APIRouter(tags=["insight"])
+
+MOST_CELLS = 65_536
+"""Of both matrices together: whole layers as many as fit, one at least. 61 layers of 256 experts on 320 ranks fit."""
+_AUDIT_SHOWN = 1024
+"""Newest rows that can be paged through."""
+
+
+@router.get("/deployments/{deployment}/heatmap")
+async def get_heatmap(
+    operations: OperationsOf,
+    deployment: DeploymentPath,
+    phase: Annotated[Phase | None, Query(description="None joins the windows of all phases.")] = None,
+    first_layer: Annotated[int, Query(ge=0, le=2**31, description="Layer of the first row.")] = 0,
+) -> HeatMapOut:
+    """Load of the window as shares of each layer's mean: layers x experts, and layers x ranks."""
+    view = await operations.deployment(deployment)
+    windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
+    # Summing a window of a large model takes a good part of a second: off the loop that serves the ranks.
+    rows = await asyncio.to_thread(
+        heat_map, [window for window in windows if window is not None], view.placement(), first_layer
+    )
+    return HeatMapOut(
+        deployment=deployment, epoch=view.status().epoch, phase=phase, first_layer=first_layer, **rows
+    )
+
+
+def heat_map(
+    windows: Sequence[LoadWindow],
+    placement: Placement | None,
+    first_layer: int,
+    most_cells: int = MOST_CELLS,
+) -> dict[str, Any]:
+    """Fields of a `HeatMapOut` from the windows of one or all phases; unknown is None.
+
+    Args:
+        windows: of (T, L, E) counts each; those without a step are ignored.
+        placement: the committed one; None leaves `ranks` unknown.
+        first_layer: layer of the first row; beyond the last there are no rows.
+        most_cells: of both matrices together.
+    """
+    known = [window for window in windows if len(window)]
+    steps = sum(len(window) for window in known)
+    num_layers = known[0].counts.shape[1] if known else None
+    found: dict[str, Any] = {
+        "steps": steps,
+        "newest_step": max((int(window.steps[-1]) for window in known), default=None),
+        "num_layers": num_layers,
+        "next_layer": None,
+        "tokens_per_layer": None,
+        "experts": None,
+        "ranks": None,
+    }
+    if num_layers is None:
+        return found
+    width = known[0].counts.shape[2] + (0 if placement is None else placement.num_ranks)
+    end = min(num_layers, first_layer + max(1, most_cells // width))
+    total = sum((window.counts.sum(axis=0, dtype=np.float64) for window in known), np.float64(0))
+    load: NDArray[np.float64] = np.asarray(total) / steps
+    rows = slice(first_layer, end)
+    found["next_layer"] = end if end < num_layers else None
+    found["tokens_per_layer"] = load[rows].sum(axis=1).tolist()
+    found["experts"] = _shares(load[rows])
+    # A window of a shape that the placement no longer has says nothing about ranks.
+    if placement is not None and load.shape == (placement.num_layers, placement.num_logical_experts):
+        found["ranks"] = _shares(metrics.rank_load(load[None], placement)[0][rows])
+    return found
+
+
+def _shares(load: NDArray[np.float64]) -> Cells:
+    """Each cell over its row's mean; None in rows without load."""
+    means = load.mean(axis=1)
+    return [
+        (row / mean).tolist() if mean > 0 else [None] * len(row)
+        for row, mean in zip(load, means, strict=True)
+    ]
+
+
+@router.get("/deployments/{deployment}/quarantine")
+async def get_quarantine(operations: OperationsOf, deployment: DeploymentPath) -> QuarantineOut:
+    """Reports that were not used: how many rank steps for which reason, and the newest few in words."""
+    items = [
+        QuarantineRowOut(
+            reason=row.reason,
+            rank_steps=row.rank_steps,
+            samples=[QuarantineSampleOut(rank=rank, detail=words) for rank, words in row.samples],
+        )
+        for row in await operations.quarantine(deployment)
+    ]
+    return QuarantineOut(deployment=deployment, items=items)
+
+
+@router.delete("/deployments/{deployment}/quarantine", status_code=204)
+async def clear_quarantine(operations: OperationsOf, caller: Caller, deployment: DeploymentPath) -> None:
+    """Count from zero and drop the samples; metrics go on counting. Needs role admin."""
+    await operations.clear_quarantine(deployment, caller)
+
+
+@router.get("/deployments/{deployment}/audit")
+async def list_audit(
+    operations: OperationsOf,
+    deployment: DeploymentPath,
+    page_size: PageSize = 100,
+    page_token: PageToken = None,
+) -> AuditPage:
+    """Who asked for which change of this deployment and what was answered, newest first."""
+    return await _audit_page(operations, deployment, page_size, page_token)
+
+
+@router.get("/audit")
+async def list_replica_audit(
+    operations: OperationsOf, page_size: PageSize = 100, page_token: PageToken = None
+) -> AuditPage:
+    """The same of all deployments, as this replica remembers since it started."""
+    return await _audit_page(operations, None, page_size, page_token)
+
+
+async def _audit_page(
+    operations: OperationsOf, deployment: DeploymentId | None, size: int, token: str | None
+) -> AuditPage:
+    rows = await operations.audit(deployment, _AUDIT_SHOWN)
+    chosen, after = page(rows, lambda row: str(row["id"]), token, size)
+    return AuditPage(items=[AuditRowOut(**row) for row in chosen], next_page_token=after)
+
+
+@router.get("/log-level")
+async def get_log_level(operations: OperationsOf) -> LogLevelBody:
+    """How much the replica that answers says in its log."""
+    return LogLevelBody.model_validate({"level": operations.log_level()})
+
+
+@router.put("/log-level")
+async def set_log_level(operations: OperationsOf, caller: Caller, body: LogLevelBody) -> LogLevelBody:
+    """Change it on the replica that answers, until its next start."""
+    operations.set_log_level(body.level, caller)
+    return LogLevelBody.model_validate({"level": operations.log_level()})

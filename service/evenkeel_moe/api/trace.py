@@ -1,0 +1,34 @@
+"""Every request belongs to a trace: the caller's, by its `traceparent`, or one of its own."""
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
+
+from evenkeel_moe.wire.trace import trace_id_or_new
+
+__all__ = ["Trace"]
+
+
+class Trace:
+    """The outermost ASGI middleware: `trace_id` in the request's state, in every log line it leads to, and as the answer's
+    header `Trace-Id`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Name the trace and let the request through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        trace_id = trace_id_or_new(Headers(scope=scope).get("traceparent"))
+        scope.setdefault("state", {})["trace_id"] = trace_id
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", []), (b"trace-id", trace_id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        with bound_contextvars(trace_id=trace_id):
+            await self._app(scope, receive, send_named)

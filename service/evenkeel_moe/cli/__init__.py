@@ -1,0 +1,68 @@
+"""The command line. Each command loads only what it needs: `--help` must not wait for numpy or torch."""
+
+import sys
+
+import typer
+
+from evenkeel_moe import __version__
+from evenkeel_moe.cli import config, operate, plan, run
+from evenkeel_moe.cli.client import CliError
+from evenkeel_moe.cli.export import export
+from evenkeel_moe.cli.profile import profile
+from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.replay import cli as replay
+
+__all__ = ["app", "main"]
+
+_EPILOG = " ".join(
+    (
+        "Exit codes: 0 done; 1 refused by the controller, or a check of the demo failed; 2 wrong usage or",
+        "settings; 3 no controller there, or not available for now; 4 no valid token; 130 interrupted.",
+    )
+)
+
+app = typer.Typer(
+    name="evenkeel",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Keep expert-parallel MoE serving fleets balanced.",
+    epilog=_EPILOG,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"evenkeel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+    ),
+) -> None:
+    del version
+
+
+run.add_commands(app)
+operate.add_commands(app)
+app.command()(export)
+app.command()(profile)
+app.add_typer(plan.app, name="plan")
+app.add_typer(config.app, name="config")
+app.add_typer(replay.app, name="replay")
+
+
+def main() -> None:
+    """Entry point of the `evenkeel` command."""
+    try:
+        app()
+    except CliError as error:
+        typer.echo(f"evenkeel: {error}", err=True)
+        sys.exit(error.code)
+    except EvenkeelError as error:
+        # Raised before anything runs: settings or a configuration that can never be right.
+        typer.echo(f"evenkeel: {error} ({error.reason})", err=True)
+        sys.exit(2)

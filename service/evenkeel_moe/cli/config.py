@@ -1,0 +1,58 @@
+"""`evenkeel config`: what a controller would start with."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["ConfigOption", "app"]
+
+app = typer.Typer(no_args_is_help=True, help="Check and print the controller's settings.")
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        envvar="EVENKEEL_CONFIG",
+        help="Settings file, .toml or .yaml; variables EVENKEEL_SECTION__FIELD beat it.",
+        show_default="variables and defaults only",
+    ),
+]
+
+
+@app.command()
+def check(config: ConfigOption = None) -> None:
+    """Read every setting and say what is wrong; ends with 2 if anything is."""
+    from evenkeel_moe.settings_sources import load_settings
+
+    load_settings(config)
+    typer.echo("the settings are sound")
+
+
+@app.command("print")
+def print_settings(config: ConfigOption = None) -> None:
+    """Print every setting as it would be used, as JSON, without secrets."""
+    from evenkeel_moe.settings_sources import load_settings
+
+    document = dataclasses.asdict(load_settings(config))
+    typer.echo(json.dumps(redacted(document), indent=2, default=str))
+
+
+def redacted(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with passwords starred, also those inside URLs."""
+    return {key: _redacted(key, value) for key, value in document.items()}
+
+
+def _redacted(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return redacted(value)
+    if "password" in key and value:
+        return "***"
+    if key == "url" and isinstance(value, str):
+        # Greedy up to the last @: a password may hold one itself.
+        return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"://.*@", "://***@", value))
+    return value

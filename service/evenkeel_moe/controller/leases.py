@@ -1,0 +1,211 @@
+"""Who leads a deployment: takes the lease, keeps it, and says at once when it may be gone."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from evenkeel_moe.controller.tasks import end_tasks
+from evenkeel_moe.errors import Conflict, EvenkeelError, Reason, Unavailable
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import Clock, DeploymentStore, Lease
+
+__all__ = ["LeaseKeeper"]
+
+_log = structlog.get_logger(__name__)
+_AGAIN_S = 1.0
+"""Longest wait before a lease that was not had is sought again."""
+
+
+class LeaseKeeper:
+    """The lease of one deployment.
+
+    Args:
+        holder: this replica.
+        alone: there is no other replica, so that an unreachable store cannot have given the lease away.
+        won: told the lease; what it raises Unavailable for is tried again.
+        lost: told that it may be gone. outrun: told who holds it instead.
+    """
+
+    def __init__(
+        self,
+        deployment: DeploymentId,
+        holder: str,
+        store: DeploymentStore,
+        clock: Clock,
+        *,
+        lease_s: float,
+        renew_s: float,
+        alone: bool,
+        won: Callable[[Lease], Coroutine[Any, Any, None]],
+        lost: Callable[[], None],
+        outrun: Callable[[Lease], None],
+    ) -> None:
+        self.deployment = deployment
+        self.holder = holder
+        self.lease: Lease | None = None
+        """Ours, while it holds."""
+        self.winner: Lease | None = None
+        """The newest answer of the store: who leads, as far as known."""
+        self.fault: Unavailable | None = None
+        """Why the store gave no answer when it was last asked; None when it did, and while the lease is not wanted."""
+        self._store = store
+        self._clock = clock
+        self._lease_s = lease_s
+        self._renew_s = renew_s
+        self._alone = alone
+        self._won = won
+        self._lost = lost
+        self._outrun = outrun
+        self._held_since = 0.0
+        self._at_least = 0
+        self._wanted = asyncio.Event()
+        self._changed = asyncio.Condition()
+
+    @property
+    def leading(self) -> bool:
+        """Whether the lease is ours and everything that comes with it is loaded."""
+        return self.lease is not None
+
+    def want(self) -> None:
+        """Ranks are here: try for the lease now."""
+        self._wanted.set()
+
+    def raise_term(self, at_least: int) -> None:
+        """Ranks know a higher term: take the lease anew above it (R2)."""
+        self._at_least = max(self._at_least, at_least)
+        self.lease = None
+        self._wanted.set()
+
+    def drop(self, why: str) -> None:
+        """The store fenced a write of ours: another leads. The machine was told by the caller."""
+        _log.warning("lease_lost", deployment=self.deployment, why=why)
+        self.lease = None
+
+    def outlive(self, why: str) -> None:
+        """The store fenced a write the machine does not know of: another leads."""
+        if self.lease is not None:
+            self._lose(why)
+
+    async def yield_lease(self, why: str) -> None:
+        """Let another replica have it, and do not try again before ranks come here."""
+        lease = self.lease
+        if lease is None:
+            return
+        self._wanted.clear()
+        self.winner = self.fault = None
+        self._lose(why)
+        await self._give_back(lease)
+
+    async def decided(self, timeout_s: float) -> None:
+        """Wait until it is known whether this replica leads, or for the timeout."""
+        self.want()
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.lease is not None or self._is_led())
+        except TimeoutError:
+            return
+
+    def _is_led(self) -> bool:
+        return self.winner is not None and self.winner.holder != self.holder
+
+    async def run(self) -> None:
+        """Take the lease when wanted, keep it, take it again; until cancelled."""
+        while True:
+            await self._wanted.wait()
+            if await self._acquire():
+                await self._keep()
+            else:
+                await asyncio.sleep(min(self._renew_s, _AGAIN_S))
+
+    async def release(self) -> None:
+        """Give the lease up, so that another replica need not wait for it to run out."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            await self._give_back(lease)
+
+    async def _give_back(self, lease: Lease) -> None:
+        try:
+            await self._store.release_lease(self.deployment, lease)
+        except Unavailable as error:
+            _log.info("lease_not_released", deployment=self.deployment, error=str(error))
+
+    async def _acquire(self) -> bool:
+        asked_at = self._clock.monotonic()
+        try:
+            self.winner = await self._store.acquire_lease(
+                self.deployment, self.holder, self._lease_s, self._at_least
+            )
+            if self.winner.holder == self.holder:
+                self._held_since = asked_at
+                await self._load(self.winner)
+                self.lease = self.winner
+                if not self._alone and self._clock.monotonic() - self._held_since >= self._lease_s:
+                    self._lose("it ran out while the records were loaded")
+                    return False
+                self._at_least = max(self._at_least, self.winner.term)
+                _log.info("leading", deployment=self.deployment, term=self.winner.term)
+            else:
+                self._outrun(self.winner)
+            self.fault = None
+        except EvenkeelError as error:
+            self.fault = error if isinstance(error, Unavailable) else None
+            _log.warning("lease_not_acquired", deployment=self.deployment, error=str(error))
+            return False
+        async with self._changed:
+            self._changed.notify_all()
+        return self.lease is not None
+
+    async def _load(self, lease: Lease) -> None:
+        """What comes with a lease. It is renewed meanwhile: to read the records of large plans may take longer than one holds.
+
+        Raises:
+            Conflict: another replica took it.
+        """
+        loading = asyncio.create_task(self._won(lease))
+        try:
+            while not (await asyncio.wait((loading,), timeout=self._renew_s))[0]:
+                asked_at = self._clock.monotonic()
+                if not await self._store.renew_lease(self.deployment, lease, self._lease_s):
+                    raise Conflict("it ran out while the records were loaded", Reason.LEASE_LOST)
+                self._held_since = asked_at
+            loading.result()
+        except EvenkeelError:
+            if loading.done() and loading.exception() is None:
+                self._lost()  # The records came as the renewal failed: the machine leads already.
+            raise
+        finally:
+            await end_tasks((loading,))
+
+    async def _keep(self) -> None:
+        """Renew until the lease is lost, may be lost, or is to be taken anew."""
+        while (lease := self.lease) is not None:
+            await asyncio.sleep(self._renew_s if self.fault is None else min(self._renew_s, _AGAIN_S))
+            if self.lease is None:
+                break
+            asked_at = self._clock.monotonic()
+            # Another replica may take a lease that ran out, so it is dropped before it does, also while the store is silent.
+            gone_at = self._held_since + self._lease_s - self._renew_s
+            left = None if self._alone else max(self._lease_s / 10, gone_at - asked_at)
+            try:
+                async with asyncio.timeout(left):
+                    held = await self._store.renew_lease(self.deployment, lease, self._lease_s)
+                self.fault = None
+                if not held:
+                    self._lose("the store says it is another's")
+                    break
+                self._held_since = asked_at
+            except (Unavailable, TimeoutError) as error:
+                if self.lease is not lease:
+                    break  # It was given up meanwhile, and nobody may ever ask the store for it again.
+                silent = Unavailable(f"the store did not answer within {left or 0:g} s")
+                self.fault = error if isinstance(error, Unavailable) else silent
+                if self.fault is silent or (not self._alone and self._clock.monotonic() >= gone_at):
+                    self._lose(f"{self.fault}: it may have run out")
+                    break
+
+    def _lose(self, why: str) -> None:
+        _log.warning("lease_lost", deployment=self.deployment, why=why)
+        self.lease = None
+        self._lost()

@@ -1,0 +1,55 @@
+"""The token file, followed while the controller runs."""
+
+import os
+from pathlib import Path
+
+import structlog
+
+from evenkeel_moe.api.auth import Token, TokenSet
+from evenkeel_moe.errors import InvalidInput
+
+__all__ = ["TokenFile"]
+
+_log = structlog.get_logger(__name__)
+
+
+class TokenFile:
+    """`api.auth.Tokens` of a file that is read anew when it has changed, so that tokens rotate without a restart.
+
+    A changed file that cannot be used leaves the tokens as they were, and is said once.
+
+    Raises:
+        InvalidInput: the file cannot be read, or holds no tokens, when it is read first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._seen: object = self._state()
+            self._tokens = TokenSet.parse(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError) as error:
+            raise InvalidInput(f"cannot read the token file {path}: {error}") from error
+
+    def find(self, secret: str) -> Token | None:
+        """The token with this secret, as the file is now."""
+        self._follow()
+        return self._tokens.find(secret)
+
+    def _state(self) -> object:
+        stat = os.stat(self._path)
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+    def _follow(self) -> None:
+        try:
+            state = self._state()
+        except OSError as error:
+            state = error.errno
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self._tokens = TokenSet.parse(self._path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError, InvalidInput) as error:
+            _log.error("tokens_not_taken", path=str(self._path), error=str(error))
+            return
+        _log.info("tokens_changed", path=str(self._path), tokens=len(self._tokens.tokens))

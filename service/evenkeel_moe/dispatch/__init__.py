@@ -1,0 +1,63 @@
+"""Per-batch dispatch on torch tensors: which replica serves which token, decided anew for every batch.
+
+A library for engines to call in their MoE layer; the controller never imports it. docs/dispatch.md says what
+each rule does, when it helps and what it costs.
+"""
+
+from evenkeel_moe.dispatch.choice import (
+    DemandNeeded,
+    EvenChoice,
+    NearestChoice,
+    RandomChoice,
+    ReplicaChoice,
+    WeightedChoice,
+    assign_quotas,
+)
+from evenkeel_moe.dispatch.counts import count_choices
+from evenkeel_moe.dispatch.gating import hash_topk, topk_gate
+from evenkeel_moe.dispatch.interior import BatchedSplit
+from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice
+from evenkeel_moe.dispatch.libra_lookahead import Lookahead, prediction_accuracy
+from evenkeel_moe.dispatch.libra_replicas import TransientReplicas, extra_budget, plan_replicas, resident_mask
+from evenkeel_moe.dispatch.libra_schedule import PrefetchBuffers, Resource, Stage, Task, layer_tasks, timeline
+from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_tokens
+from evenkeel_moe.dispatch.lplb import ExactSplit, LplbChoice, Split
+from evenkeel_moe.dispatch.tables import DispatchTables
+from evenkeel_moe.dispatch.waterfill import Waterfill, expand_topk
+
+__all__ = [
+    "BatchedSplit",
+    "DemandNeeded",
+    "DispatchTables",
+    "EvenChoice",
+    "ExactSplit",
+    "LayerQuotas",
+    "LibraChoice",
+    "Lookahead",
+    "LplbChoice",
+    "NearestChoice",
+    "PrefetchBuffers",
+    "RandomChoice",
+    "ReplicaChoice",
+    "Resource",
+    "Sharding",
+    "ShardingRule",
+    "Split",
+    "Stage",
+    "Task",
+    "TransientReplicas",
+    "Waterfill",
+    "WeightedChoice",
+    "assign_quotas",
+    "count_choices",
+    "expand_topk",
+    "extra_budget",
+    "hash_topk",
+    "layer_tasks",
+    "plan_replicas",
+    "prediction_accuracy",
+    "resident_mask",
+    "shard_tokens",
+    "timeline",
+    "topk_gate",
+]

@@ -1,0 +1,247 @@
+"""Replica choice: which copy of an expert serves a token.
+
+Every rule maps (n, k) logical experts to (n, k) slots and keeps -1 where the engine padded. None loops
+over tokens, reads a value back to the host or allocates by data, so all of them can be captured in a
+CUDA graph. Rules that look at the batch say in `needs` what the ranks must exchange first.
+
+======================  ==================================================================================
+`EvenChoice`            every replica the same share, by a hash of the token's place in the batch
+`RandomChoice`          every replica the same share, drawn
+`NearestChoice`         own rank, else own node, else all; a hash where several qualify
+`WeightedChoice`        replicas by given probabilities
+`lplb.LplbChoice`       replicas by whole-token quotas from the exact split of the batch
+`libra.LibraChoice`     local tokens stay, the others sharded over resident and transient replicas
+======================  ==================================================================================
+"""
+
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from evenkeel_moe.dispatch.counts import occurrence
+from evenkeel_moe.dispatch.tables import DispatchTables
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+
+__all__ = [
+    "DemandNeeded",
+    "EvenChoice",
+    "NearestChoice",
+    "RandomChoice",
+    "ReplicaChoice",
+    "WeightedChoice",
+    "assign_quotas",
+    "check_experts",
+    "place_hash",
+]
+
+
+class DemandNeeded(Enum):
+    """What the ranks exchange before a rule can choose."""
+
+    NOTHING = "nothing"
+    DEMAND = "demand"
+    """One all-gather of (E,) int64: how many choices of this batch each source rank has for each expert."""
+
+
+class ReplicaChoice(Protocol):
+    """A rule that picks the replica of every routed choice."""
+
+    needs: DemandNeeded
+
+    def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
+        """Slots that serve this rank's choices.
+
+        Args:
+            layer: which MoE layer.
+            experts: (n, k) int64 logical experts this rank's tokens chose, -1 where padded.
+            demand: (R, E) int64 [tokens] choices of every source rank, where `needs` asks for it.
+
+        Returns:
+            (n, k) int64 slots, -1 where padded.
+
+        Raises:
+            InvalidInput: demand is missing, or of a type that cannot count.
+            ShapeMismatch: demand of another deployment.
+        """
+        ...
+
+
+def place_hash(experts: Tensor, salt: int) -> Tensor:
+    """(n, k) int64 in 0..2**31-1, a hash of each choice's place in the batch; equal salts give equal values."""
+    place = torch.arange(experts.numel(), device=experts.device).reshape(experts.shape)
+    # Two rounds of multiply and fold; products stay below 2**62, so no integer overflows.
+    mixed = (place + (salt * 2654435761 + 97) % 2**31) & 0x7FFFFFFF
+    for factor in (0x45D9F3B, 0x3C6EF35F):
+        mixed = ((mixed ^ (mixed >> 15)) * factor) & 0x7FFFFFFF
+    return mixed ^ (mixed >> 13)
+
+
+def check_experts(experts: Tensor) -> None:
+    """Refuse what cannot be expert ids.
+
+    Raises:
+        InvalidInput: not integers.
+        ShapeMismatch: not (n, k).
+    """
+    if experts.dtype not in (torch.int64, torch.int32):
+        raise InvalidInput(f"experts must be int64 or int32, got {str(experts.dtype).removeprefix('torch.')}")
+    if experts.ndim != 2:
+        raise ShapeMismatch(f"experts must be (n, k), got {tuple(experts.shape)}")
+
+
+def _spread(table: Tensor, count: Tensor, experts: Tensor, salt: int) -> Tensor:
+    """One of the first `count[e]` entries of `table[e]` for each choice, by hash."""
+    known = experts.clamp(min=0).to(torch.int64)
+    index = place_hash(known, salt) % count[known]
+    slots = table[known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return torch.where(experts >= 0, slots, -1)
+
+
+class EvenChoice:
+    """Every replica takes the same share; the expectation is the planner's EVEN split."""
+
+    needs = DemandNeeded.NOTHING
+
+    def __init__(self, tables: DispatchTables) -> None:
+        self._tables = tables
+
+    def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
+        """See `ReplicaChoice.choose`; demand is not used."""
+        check_experts(experts)
+        tables = self._tables
+        return _spread(tables.log2phy[layer], tables.logcnt[layer], experts, _salt(tables, layer))
+
+
+class NearestChoice:
+    """Own replica, else one on the node, else any; the planner's NEAREST split.
+
+    Saves traffic between ranks and balances badly: a hot expert's tokens follow their source.
+    """
+
+    needs = DemandNeeded.NOTHING
+
+    def __init__(self, tables: DispatchTables) -> None:
+        self._tables = tables
+
+    def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
+        """See `ReplicaChoice.choose`; demand is not used."""
+        check_experts(experts)
+        tables = self._tables
+        return _spread(tables.nearest[layer], tables.nearest_count[layer], experts, _salt(tables, layer))
+
+
+class RandomChoice:
+    """Every replica with the same probability, drawn anew each time: SGLang's `dynamic`."""
+
+    needs = DemandNeeded.NOTHING
+
+    def __init__(self, tables: DispatchTables, generator: torch.Generator | None = None) -> None:
+        self._tables = tables
+        self._generator = generator
+
+    def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
+        """See `ReplicaChoice.choose`; demand is not used."""
+        check_experts(experts)
+        known = experts.clamp(min=0).to(torch.int64)
+        count = self._tables.logcnt[layer][known]
+        drawn = torch.rand(known.shape, generator=self._generator, device=known.device, dtype=torch.float64)
+        index = (drawn * count).to(torch.int64)
+        slots = self._tables.log2phy[layer][known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return torch.where(experts >= 0, slots, -1)
+
+
+class WeightedChoice:
+    """Replicas by given probabilities, over the place hash: how engines sample from an LP's answer.
+
+    Sampling leaves noise of about the square root of the count; whole-token quotas leave none.
+    """
+
+    needs = DemandNeeded.NOTHING
+
+    def __init__(self, tables: DispatchTables, probabilities: Tensor) -> None:
+        """probabilities: (L, E, X) float, aligned with `tables.log2phy`; see `set_probabilities`."""
+        self._tables = tables
+        self._bounds = torch.zeros(tables.log2phy.shape, dtype=torch.float64, device=tables.device)
+        self.set_probabilities(probabilities)
+
+    def set_probabilities(self, probabilities: Tensor) -> None:
+        """Replace the probabilities in place, so that a captured graph sees the new ones.
+
+        Args:
+            probabilities: (L, E, X) float; 0 beyond an expert's replicas, each row sums to 1.
+
+        Raises:
+            ShapeMismatch: another shape than the tables'.
+            InvalidInput: negative values, mass on a replica that does not exist, or rows that do not sum
+                to 1 (checked on the CPU only).
+        """
+        tables = self._tables
+        if probabilities.shape != tables.log2phy.shape:
+            raise ShapeMismatch(
+                f"probabilities must be {tuple(tables.log2phy.shape)}, got {tuple(probabilities.shape)}"
+            )
+        values = probabilities.to(device=tables.device, dtype=torch.float64)
+        if tables.device.type == "cpu":
+            beyond = torch.arange(tables.width) >= tables.logcnt[..., None]
+            if bool((values < 0).any()) or bool((values[beyond] != 0).any()):
+                raise InvalidInput("probabilities must not be negative, and 0 beyond an expert's replicas")
+            if not bool(((values.sum(dim=2) - 1).abs() < 1e-6).all()):
+                raise InvalidInput("the probabilities of every expert must sum to 1")
+        self._bounds.copy_(values.cumsum(dim=2))
+
+    def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
+        """See `ReplicaChoice.choose`; demand is not used."""
+        check_experts(experts)
+        tables = self._tables
+        known = experts.clamp(min=0).to(torch.int64)
+        at = (place_hash(known, _salt(tables, layer)).to(torch.float64) + 0.5) / 2.0**31
+        index = (at.unsqueeze(-1) >= self._bounds[layer][known]).sum(dim=-1)
+        index = torch.minimum(index, tables.logcnt[layer][known] - 1)
+        slots = tables.log2phy[layer][known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return torch.where(experts >= 0, slots, -1)
+
+
+def assign_quotas(
+    experts: Tensor, slots: Tensor, holder: Tensor, quotas: Tensor, demand: Tensor, ep_rank: int
+) -> Tensor:
+    """Give each choice a replica so that over all ranks every replica gets its quota exactly.
+
+    Ranks need not talk: all hold the same quotas and demand, and each works out which of an expert's
+    tokens, counted over all ranks in rank order, are its own. A rank that holds a replica fills its
+    quota with its own tokens first, which never changes a rank's load and saves their journey.
+
+    Args:
+        experts: (n, k) int64 this rank's choices, -1 where padded; must count to `demand[ep_rank]`.
+        slots: (E, X) int64 replicas; beyond an expert's last, anything with a quota of 0.
+        holder: (E, X) int64 rank of each.
+        quotas: (E, X) int64 [tokens] - row sums equal the column sums of demand.
+        demand: (R, E) int64 [tokens].
+        ep_rank: whose choices these are.
+
+    Returns:
+        (n, k) int64 slots, -1 where padded.
+    """
+    num_experts, width = slots.shape
+    # Of two replicas of an expert on one rank only the first serves at home.
+    repeated = (holder.unsqueeze(2) == holder.unsqueeze(1)).tril(-1).any(dim=2)
+    kept = torch.where(repeated, 0, torch.minimum(demand.t().gather(1, holder), quotas))
+    kept_by_rank = torch.zeros_like(demand.t()).scatter_add_(1, holder, kept).t()
+    travelling = demand - kept_by_rank
+    bounds = (quotas - kept).cumsum(dim=1)
+    start = travelling[:ep_rank].sum(dim=0)
+    home_slot = torch.where((holder == ep_rank) & (kept > 0), slots, -1).amax(dim=1)
+
+    known = experts.clamp(min=0).to(torch.int64)
+    turn = occurrence(experts.to(torch.int64), num_experts)
+    at_home = kept_by_rank[ep_rank][known]
+    place = start[known] + turn - at_home
+    index = (place.unsqueeze(-1) >= bounds[known]).sum(dim=-1).clamp(max=width - 1)
+    away = slots[known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return torch.where(experts >= 0, torch.where(turn < at_home, home_slot[known], away), -1)
+
+
+def _salt(tables: DispatchTables, layer: int) -> int:
+    """Ranks and layers hash differently, so that their rounding does not pile up on one replica."""
+    return tables.ep_rank * 8191 + layer

@@ -1,0 +1,85 @@
+"""What arrays of token counts a dispatcher accepts, and how choices are counted."""
+
+import torch
+from torch import Tensor
+
+from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
+
+__all__ = ["bad_values", "check_counts", "check_type", "count_choices", "occurrence"]
+
+_EXACT = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
+)  # fmt: skip
+
+
+def check_counts(counts: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
+    """Hold token counts against what a dispatcher can use.
+
+    Values are looked at on the CPU only: on a GPU that would stop the stream, and counts that come from
+    `count_choices` are right by construction.
+
+    Args:
+        counts: [tokens], any integer type, float32 or float64.
+        shape: what is wanted.
+        what: name in messages.
+
+    Returns:
+        The counts as float64.
+
+    Raises:
+        ShapeMismatch: another shape.
+        InvalidInput: half precision (float16 cannot hold 2049, bfloat16 not 257), negative or not finite.
+    """
+    check_type(counts, shape, what)
+    values = counts.to(torch.float64)
+    if values.device.type == "cpu" and values.numel():
+        lowest, highest = values.aminmax()
+        # NaN fails both comparisons.
+        if not (float(lowest) >= 0.0 and float(highest) < float("inf")):
+            raise bad_values(values, what)
+    return values
+
+
+def check_type(counts: Tensor, shape: tuple[int, ...], what: str) -> None:
+    """The part of `check_counts` that looks at no value; raises the same."""
+    if counts.dtype not in _EXACT:
+        kind = str(counts.dtype).removeprefix("torch.")
+        raise InvalidInput(f"{what} are {kind}, which cannot hold every whole number; pass int64 or float32")
+    if tuple(counts.shape) != shape:
+        raise ShapeMismatch(f"{what} must be {shape}, got {tuple(counts.shape)}")
+
+
+def bad_values(values: Tensor, what: str) -> InvalidInput:
+    """The error for counts that are negative or not finite."""
+    if bool(torch.isfinite(values).all()):
+        return InvalidInput(f"{what} hold negative values", Reason.NEGATIVE_COUNT)
+    return InvalidInput(f"{what} hold values that are not finite", Reason.NOT_FINITE)
+
+
+def count_choices(experts: Tensor, num_experts: int) -> Tensor:
+    """(n, k) chosen experts, -1 where padded -> (E,) int64 [tokens], without a host sync."""
+    flat = experts.reshape(-1).to(torch.int64)
+    bucket = torch.where(flat >= 0, flat, num_experts)
+    out = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
+    return out.scatter_add_(0, bucket, torch.ones_like(bucket))[:num_experts]
+
+
+def occurrence(experts: Tensor, num_experts: int) -> Tensor:
+    """How many earlier choices in the batch were for the same expert.
+
+    Args:
+        experts: (n, k) int64 - -1 where padded.
+        num_experts: E.
+
+    Returns:
+        (n, k) int64 - 0 for the first choice of an expert in row-major order, 1 for the second, ...
+    """
+    flat = experts.reshape(-1)
+    bucket = torch.where(flat >= 0, flat, num_experts)
+    order = torch.argsort(bucket, stable=True)
+    ordered = bucket[order]
+    counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=experts.device)
+    counts.scatter_add_(0, bucket + 1, torch.ones_like(bucket))
+    first = counts.cumsum(0)
+    index = torch.arange(flat.numel(), device=experts.device) - first[ordered]
+    return torch.empty_like(bucket).scatter_(0, order, index).reshape(experts.shape)

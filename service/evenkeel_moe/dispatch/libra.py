@@ -1,0 +1,155 @@
+"""Libra as a replica choice: own tokens stay, the others are sharded over resident and transient replicas.
+
+Transient replicas have slot ids of their own, behind the placement's: the j-th expert that rank r brought in for a
+layer is slot S + r * N + j. No placement holds such a slot, so none can be migrated, reported or copied from.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evenkeel_moe.dispatch.choice import DemandNeeded, assign_quotas, check_experts
+from evenkeel_moe.dispatch.counts import check_counts
+from evenkeel_moe.dispatch.libra_replicas import TransientReplicas, plan_replicas, resident_mask
+from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_tokens
+from evenkeel_moe.dispatch.tables import DispatchTables
+from evenkeel_moe.errors import InvalidInput
+
+__all__ = ["LibraChoice", "LayerQuotas"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LayerQuotas:
+    """One layer's sharding as every rank applies it: a replica per expert and rank, and how much it serves."""
+
+    slots: Tensor
+    """(E, R) int64 slot of the expert on the rank, resident or transient; 0 where it has none."""
+    quotas: Tensor
+    """(E, R) int64 [tokens] the rank computes for the expert, its own included."""
+    demand: Tensor
+    """(R, E) int64 [tokens]."""
+    hosts: NDArray[np.bool_]
+    """(E, R) who has the expert."""
+    sharding: Sharding
+
+    def assign(self, experts: Tensor, source: int) -> Tensor:
+        """(n, k) slots of a source rank's choices; every rank gets the same answer for every source."""
+        device = experts.device
+        ranks = torch.arange(self.slots.shape[1], device=device).expand(self.slots.shape)
+        slots, quotas, demand = (t.to(device) for t in (self.slots, self.quotas, self.demand))
+        return assign_quotas(experts, slots, ranks, quotas, demand, source)
+
+
+class LibraChoice:
+    """Two-stage dispatch of one rank. Every rank holds the same plans, computed from the same counts."""
+
+    needs = DemandNeeded.DEMAND
+
+    def __init__(
+        self,
+        tables: DispatchTables,
+        max_extra: int = 0,
+        *,
+        locality: float = 0.5,
+        rule: ShardingRule = ShardingRule.EXACT,
+        tolerance: float = 0.0,
+    ) -> None:
+        """Prepare a placement.
+
+        Args:
+            tables: of this rank.
+            max_extra: N, transient experts per rank and layer; 0 shards over the placement's replicas only.
+            locality: alpha of `plan_replicas`.
+            rule: of `shard_tokens`.
+            tolerance: of `shard_tokens`.
+
+        Raises:
+            InvalidInput: settings out of range.
+        """
+        if max_extra < 0:
+            raise InvalidInput(f"max_extra is {max_extra}, must not be negative")
+        self._tables = tables
+        self._max_extra = max_extra
+        self._locality = locality
+        self._rule = rule
+        self._tolerance = tolerance
+        self._resident = [resident_mask(tables.placement, layer) for layer in range(tables.num_layers)]
+        self._planned: dict[int, TransientReplicas] = {}
+        self.last_sharding: Sharding | None = None
+        """What the last batch was assigned: for figures, and for engines that run local before remote."""
+
+    @property
+    def num_slots(self) -> int:
+        """S + R * N: slots an engine must be able to address."""
+        return self._tables.placement.num_slots + self._tables.num_ranks * self._max_extra
+
+    def plan(self, layer: int, predicted: Tensor) -> TransientReplicas:
+        """Choose what every rank brings in for a layer; called while the layer before computes.
+
+        Args:
+            layer: the layer the copies are for.
+            predicted: (R, E) [tokens] predicted demand of every source rank.
+
+        Returns:
+            The plan, which the next `choose` for the layer uses, once.
+
+        Raises:
+            ShapeMismatch, InvalidInput: counts of another deployment or type.
+        """
+        tables = self._tables
+        counts = check_counts(predicted, (tables.num_ranks, tables.num_experts), "predicted demand")
+        plan = plan_replicas(
+            counts.cpu().numpy(), self._resident[layer], self._max_extra, locality=self._locality
+        )
+        self._planned[layer] = plan
+        return plan
+
+    def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
+        """See `ReplicaChoice.choose`; slots from S on are transient. Runs on the CPU, as Libra does."""
+        check_experts(experts)
+        if demand is None:
+            raise InvalidInput("token sharding needs the demand of all ranks: all-gather the counts first")
+        return self.shard(layer, demand).assign(experts, self._tables.ep_rank)
+
+    def hosts(self, layer: int) -> NDArray[np.bool_]:
+        """(E, R) who can compute what in a layer, by the plan the next `shard` will use."""
+        plan = self._planned.get(layer)
+        return plan.hosts if plan is not None else self._resident[layer]
+
+    def shard(self, layer: int, demand: Tensor) -> LayerQuotas:
+        """Decide a layer, using up its plan. Holds no lock and calls no torch on a GPU: fit for a thread of its own.
+
+        Args:
+            layer: which.
+            demand: (R, E) int64 [tokens] of every source rank.
+
+        Raises:
+            ShapeMismatch, InvalidInput: counts of another deployment or type.
+        """
+        tables = self._tables
+        check_counts(demand, (tables.num_ranks, tables.num_experts), "demand")
+        counts = demand.cpu().to(torch.int64)
+        plan = self._planned.pop(layer, None)
+        resident = self._resident[layer]
+        hosts = plan.hosts if plan is not None else resident
+        sharding = shard_tokens(counts.numpy(), hosts, resident, rule=self._rule, tolerance=self._tolerance)
+        self.last_sharding = sharding
+        quotas = np.ascontiguousarray((sharding.local + sharding.remote).T)
+        return LayerQuotas(self._slots(layer, plan), torch.from_numpy(quotas), counts, hosts, sharding)
+
+    def _slots(self, layer: int, plan: TransientReplicas | None) -> Tensor:
+        """(E, R) one slot per expert and rank that has it."""
+        placement = self._tables.placement
+        slots = np.zeros((placement.num_logical_experts, placement.num_ranks), np.int64)
+        row = placement.phy2log[layer]
+        held = np.flatnonzero(row >= 0)[::-1]
+        # Backwards, so that of two copies on one rank the first one stands.
+        slots[row[held], held // placement.slots_per_rank] = held
+        if plan is not None:
+            for rank, place in np.argwhere(plan.extra >= 0):
+                first = placement.num_slots + int(rank) * self._max_extra
+                slots[plan.extra[rank, place], rank] = first + int(place)
+        return torch.from_numpy(slots)

@@ -1,0 +1,64 @@
+"""Libra's lookahead predictor: the next layer's gate, asked early, about this layer's hidden state.
+
+Hidden states change little from layer to layer, so the answer is mostly right, and it is there before the next
+layer needs it.
+
+Source: Libra, section 3.2; accuracy as in its Table 1.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+
+__all__ = ["Lookahead", "prediction_accuracy"]
+
+
+class Lookahead:
+    """Predicts the experts of layer l + 1 from the hidden state that enters the MoE of layer l."""
+
+    def __init__(self, gates: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        """gates: (L,) the layers' routers as the model uses them, (n, D) hidden -> (n, k) experts.
+
+        Passing the routers whole keeps norms, biases and group limits in the prediction.
+        """
+        self._gates = gates
+
+    def predict(self, layer: int, hidden: Tensor) -> Tensor | None:
+        """Experts the tokens will choose in layer + 1.
+
+        Args:
+            layer: the layer at work.
+            hidden: (n, D) hidden state before its MoE.
+
+        Returns:
+            (n, k) int64, None after the last layer.
+
+        Raises:
+            InvalidInput: no such layer.
+        """
+        if not 0 <= layer < len(self._gates):
+            raise InvalidInput(f"layer {layer} is outside 0..{len(self._gates) - 1}")
+        return self._gates[layer + 1](hidden) if layer + 1 < len(self._gates) else None
+
+
+def prediction_accuracy(predicted: Tensor, actual: Tensor) -> float:
+    """Share of the experts really chosen that were predicted, order aside.
+
+    Args:
+        predicted: (n, k') int64.
+        actual: (n, k) int64, -1 where padded.
+
+    Returns:
+        0..1; NaN where nothing was chosen.
+
+    Raises:
+        ShapeMismatch: another number of tokens.
+    """
+    if predicted.ndim != 2 or actual.ndim != 2 or predicted.shape[0] != actual.shape[0]:
+        raise ShapeMismatch(f"predicted {tuple(predicted.shape)} and actual {tuple(actual.shape)} differ")
+    chosen = actual >= 0
+    hit = (actual.unsqueeze(2) == predicted.unsqueeze(1)).any(dim=2) & chosen
+    total = int(chosen.sum())
+    return int(hit.sum()) / total if total else float("nan")

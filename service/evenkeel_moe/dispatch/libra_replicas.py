@@ -1,0 +1,281 @@
+"""Libra's replication planning: which experts each rank brings in for one layer of one batch.
+
+Planned on predicted demand while the layer before computes. The copies are transient: they live in a
+prefetch buffer for one layer, are in no placement, and nothing is ever copied from them.
+
+Source: Libra, section 3.2 and Algorithm 1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.compiled import kernel
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+
+__all__ = ["TransientReplicas", "extra_budget", "plan_replicas", "resident_mask"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TransientReplicas:
+    """What every rank prefetches for one layer, and what it then holds."""
+
+    hosts: NDArray[np.bool_]
+    """(E, R) rank r can compute expert e, resident or transient."""
+    extra: NDArray[np.int64]
+    """(R, N) experts brought in, in the order chosen; -1 beyond."""
+
+    @property
+    def copies(self) -> int:
+        """Experts moved for this layer, all ranks together."""
+        return int((self.extra >= 0).sum())
+
+
+def resident_mask(placement: Placement, layer: int) -> NDArray[np.bool_]:
+    """(E, R) rank r holds expert e in the placement."""
+    row = placement.phy2log[layer]
+    held = row >= 0
+    mask = np.zeros((placement.num_logical_experts, placement.num_ranks), np.bool_)
+    mask[row[held], placement.rank_of_slot()[held]] = True
+    return mask
+
+
+def extra_budget(
+    *, free_bytes: int, bytes_per_expert: int, window_s: float, bytes_per_s: float, most: int | None = None
+) -> int:
+    """N: how many experts a rank can bring in, by memory and by time.
+
+    Args:
+        free_bytes: memory for both halves of the double buffer.
+        bytes_per_expert: of one expert, scales included.
+        window_s: seconds the copies may take: the remote stage and what follows it until the next layer's local
+            stage needs the experts.
+        bytes_per_s: peer-to-peer bandwidth of one rank.
+        most: upper limit, for example experts the model has.
+
+    Returns:
+        N >= 0.
+
+    Raises:
+        InvalidInput: sizes that are not positive, negative room or time.
+    """
+    if bytes_per_expert < 1 or bytes_per_s <= 0 or free_bytes < 0 or window_s < 0:
+        raise InvalidInput(
+            f"{free_bytes} free bytes, {bytes_per_expert} bytes per expert, {window_s} s at {bytes_per_s} B/s"
+            " do not describe a budget"
+        )
+    by_memory = free_bytes // (2 * bytes_per_expert)
+    by_time = int(window_s * bytes_per_s / bytes_per_expert)
+    budget = min(by_memory, by_time)
+    return budget if most is None else min(budget, most)
+
+
+def plan_replicas(
+    demand: NDArray[np.generic],
+    resident: NDArray[np.bool_],
+    max_extra: int,
+    *,
+    locality: float = 0.5,
+    fill: bool = True,
+) -> TransientReplicas:
+    """Choose transient replicas in two phases: first what a rank's own tokens want, then what balances.
+
+    Phase 2 goes beyond the letter of the source: it counts remote tokens where token sharding will put them,
+    on copies that exist before it makes new ones, and where the hottest expert cannot be placed it tries the
+    next instead of giving the turn up. Otherwise it spends copies on ranks that need no relief.
+
+    Args:
+        demand: (R, E) [tokens] predicted choices of each rank's tokens.
+        resident: (E, R) which rank holds which expert in the placement.
+        max_extra: N, transient experts per rank.
+        locality: alpha, share of N that phase 1 may use.
+        fill: spend what is left of N on further copies of the experts with the most remote tokens per host: N fits
+            the window anyway, and predictions are wrong somewhere. False stops when the prediction is balanced.
+
+    Returns:
+        Hosts and extras.
+
+    Order: ties go to the lower expert id and the lower rank.
+
+    Raises:
+        ShapeMismatch: demand and residents of different deployments.
+        InvalidInput: negative demand or N, locality outside 0..1.
+        InfeasiblePlan: an expert no rank holds.
+    """
+    load = np.ascontiguousarray(demand, np.float64)
+    if load.ndim != 2 or resident.shape != load.shape[::-1]:
+        raise ShapeMismatch(f"demand (R, E) {load.shape} and residents (E, R) {resident.shape} do not match")
+    if max_extra < 0 or not 0.0 <= locality <= 1.0:
+        raise InvalidInput(f"max_extra {max_extra} must be >= 0 and locality {locality} within 0..1")
+    if not np.isfinite(load).all() or (load < 0).any():
+        raise InvalidInput("demand must be finite and not negative")
+    lost = np.flatnonzero(~resident.any(axis=1))
+    if len(lost):
+        raise InfeasiblePlan(
+            f"{len(lost)} experts on no rank, first {lost[0]}", Reason.EXPERT_WITHOUT_REPLICA
+        )
+    hosts = np.array(resident, np.bool_, order="C")
+    extra = np.full((load.shape[0], max_extra), -1, np.int64)
+    taken = np.zeros(load.shape[0], np.int64)
+    _plan_kernel(load, hosts, extra, taken, int(max_extra * locality))
+    if fill:
+        _fill_kernel(load, hosts, extra, taken)
+    return TransientReplicas(hosts, extra)
+
+
+@kernel
+def _plan_kernel(
+    demand: NDArray[np.float64],
+    hosts: NDArray[np.bool_],
+    extra: NDArray[np.int64],
+    taken: NDArray[np.int64],
+    local_extra: int,
+) -> None:
+    """Algorithm 1 on (R, E) demand; writes hosts (E, R), extra (R, N) and taken (R,)."""
+    ranks, experts = demand.shape
+    resident = hosts.copy()
+    # Phase 1: each rank brings in the remote experts its own tokens want most.
+    for rank in range(ranks):
+        for _ in range(local_extra):
+            best = -1
+            for e in range(experts):
+                if not hosts[e, rank] and demand[rank, e] > 0.0:
+                    if best < 0 or demand[rank, e] > demand[rank, best]:
+                        best = e
+            if best < 0:
+                break
+            hosts[best, rank] = True
+            extra[rank, taken[rank]] = best
+            taken[rank] += 1
+    # Load under the mapping: own tokens stay, remote ones go to the residents evenly.
+    remote = np.zeros((ranks, experts))
+    load = np.zeros(ranks)
+    for e in range(experts):
+        away = 0.0
+        homes = 0
+        for rank in range(ranks):
+            homes += resident[e, rank]
+            if hosts[e, rank]:
+                load[rank] += demand[rank, e]
+            else:
+                away += demand[rank, e]
+        for rank in range(ranks):
+            if resident[e, rank]:
+                remote[rank, e] = away / homes
+                load[rank] += remote[rank, e]
+    target = load.sum() / ranks
+    # Phase 2: relieve the fullest rank over hosts its experts have, else copy one to the emptiest rank.
+    # Both end: a move ends in a rank filled or relieved, or an expert moved away; a copy uses up budget.
+    for _ in range(4 * ranks * experts):
+        source = int(np.argmax(load))
+        if load[source] <= target * (1.0 + 1e-9):
+            return
+        if _relieve(source, False, target, demand, hosts, extra, taken, remote, load, target):
+            continue
+        if _relieve(source, True, target, demand, hosts, extra, taken, remote, load, target):
+            continue
+        # Where every rank's own tokens overfill it, less than the fullest rank is still a relief.
+        if not _relieve(source, True, load[source], demand, hosts, extra, taken, remote, load, target):
+            return
+
+
+@kernel
+def _fill_kernel(
+    demand: NDArray[np.float64], hosts: NDArray[np.bool_], extra: NDArray[np.int64], taken: NDArray[np.int64]
+) -> None:
+    """Copy the experts with the most remote tokens per host to the ranks with the most places left."""
+    ranks, experts = demand.shape
+    away = np.zeros(experts)
+    count = np.zeros(experts, np.int64)
+    for e in range(experts):
+        for rank in range(ranks):
+            if hosts[e, rank]:
+                count[e] += 1
+            else:
+                away[e] += demand[rank, e]
+    while True:
+        best = -1
+        for e in range(experts):
+            if away[e] > 0.0 and (best < 0 or away[e] * count[best] > away[best] * count[e]):
+                best = e
+        if best < 0:
+            return
+        goal = -1
+        for rank in range(ranks):
+            if hosts[best, rank] or taken[rank] >= extra.shape[1]:
+                continue
+            if goal < 0 or taken[rank] < taken[goal]:
+                goal = rank
+        if goal < 0:
+            away[best] = 0.0
+            continue
+        hosts[best, goal] = True
+        extra[goal, taken[goal]] = best
+        taken[goal] += 1
+        count[best] += 1
+        away[best] -= demand[goal, best]
+
+
+@kernel
+def _relieve(
+    source: int,
+    copying: bool,
+    ceiling: float,
+    demand: NDArray[np.float64],
+    hosts: NDArray[np.bool_],
+    extra: NDArray[np.int64],
+    taken: NDArray[np.int64],
+    remote: NDArray[np.float64],
+    load: NDArray[np.float64],
+    target: float,
+) -> bool:
+    """Move remote tokens of the fullest rank's hottest expert to the emptiest rank that has, or gets, a copy.
+
+    A rank that gets a copy computes its own tokens for the expert from then on, wanted there or not; no rank
+    may reach `ceiling` with them.
+    """
+    ranks = remote.shape[0]
+    for e in np.argsort(-remote[source], kind="mergesort"):
+        if remote[source, e] <= 0.0:
+            return False
+        goal = -1
+        for rank in range(ranks):
+            if rank == source or hosts[e, rank] == copying:
+                continue
+            if copying and (taken[rank] >= extra.shape[1] or load[rank] + demand[rank, e] >= ceiling):
+                continue
+            if goal < 0 or load[rank] < load[goal]:
+                goal = rank
+        if goal < 0 or load[goal] >= target * (1.0 - 1e-9):
+            continue
+        # Tokens that come home must be on their way to another rank, or nothing is gained.
+        if copying and ceiling > target and demand[goal, e] <= 0.0:
+            continue
+        if copying:
+            hosts[e, goal] = True
+            extra[goal, taken[goal]] = e
+            taken[goal] += 1
+            _localise(e, goal, source, demand[goal, e], remote, load)
+        moved = max(min(remote[source, e], target - load[goal], load[source] - target), 0.0)
+        remote[source, e] -= moved
+        remote[goal, e] += moved
+        load[source] -= moved
+        load[goal] += moved
+        return True
+    return False
+
+
+@kernel
+def _localise(
+    e: int, goal: int, source: int, tokens: float, remote: NDArray[np.float64], load: NDArray[np.float64]
+) -> None:
+    """A rank's own tokens come home: off the fullest rank first, then off whoever has the expert's remote tokens."""
+    load[goal] += tokens
+    for turn in range(remote.shape[0] + 1):
+        rank = source if turn == 0 else turn - 1
+        taken = min(tokens, remote[rank, e])
+        remote[rank, e] -= taken
+        load[rank] -= taken
+        tokens -= taken

@@ -1,0 +1,218 @@
+"""Libra's adaptive token sharding: which replica serves the tokens that have to travel.
+
+A token whose expert is on its own rank stays there, untouched: that is the local stage, which starts right after
+the gate. Only the others are assigned, by a greedy rule cheap enough for a CPU thread beside that stage.
+
+Two rules: GREEDY is Algorithm 2 as published; EXACT solves the same problem to its optimum in whole tokens with
+the flow of `split_kernels`, in less time. Greedy stops where relief would need two moves in a row.
+
+Source: Libra, section 3.3 and Algorithm 2.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.compiled import kernel
+from evenkeel_moe.dispatch.split_kernels import split_layer
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+
+__all__ = ["Sharding", "ShardingRule", "shard_tokens", "split_by_locality"]
+
+
+class ShardingRule(StrEnum):
+    """How remote tokens are assigned."""
+
+    GREEDY = "greedy"
+    """Algorithm 2, which never moves more than the excess of the rank it relieves."""
+    EXACT = "exact"
+    """The least peak whole tokens allow."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sharding:
+    """Who computes what in one layer of one batch."""
+
+    local: NDArray[np.int64]
+    """(R, E) [tokens] of rank r's own that it computes for expert e: the local stage."""
+    remote: NDArray[np.int64]
+    """(R, E) [tokens] from elsewhere that rank r computes for expert e: the remote stage."""
+
+    @property
+    def rank_load(self) -> NDArray[np.int64]:
+        """(R,) [tokens], both stages."""
+        return np.asarray((self.local + self.remote).sum(axis=1), np.int64)
+
+
+def split_by_locality(
+    demand: NDArray[np.integer[Any]], hosts: NDArray[np.bool_], resident: NDArray[np.bool_] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What stays, and where the rest would go if nothing were balanced.
+
+    Args:
+        demand: (R, E) [tokens] each rank's tokens chose.
+        hosts: (E, R) who can compute what, transient copies included.
+        resident: (E, R) the placement's own copies, which remote tokens go to first, in even shares; None
+            means `hosts`.
+
+    Returns:
+        (local (R, E), remote (R, E)) int64 [tokens]; their sum over ranks is the demand of each expert.
+
+    Raises:
+        ShapeMismatch: of different deployments.
+        InvalidInput: negative demand.
+        InfeasiblePlan: tokens for an expert no rank holds.
+    """
+    if demand.ndim != 2 or hosts.shape != demand.shape[::-1]:
+        raise ShapeMismatch(f"demand (R, E) {demand.shape} and hosts (E, R) {hosts.shape} do not match")
+    tokens = np.asarray(demand, np.int64)
+    if (tokens < 0).any():
+        raise InvalidInput("demand must not be negative")
+    homes = hosts if resident is None else resident
+    lost = np.flatnonzero(~homes.any(axis=1) & (tokens.sum(axis=0) > 0))
+    if len(lost):
+        raise InfeasiblePlan(
+            f"{len(lost)} experts with tokens on no rank, first {lost[0]}", Reason.EXPERT_WITHOUT_REPLICA
+        )
+    local = np.where(hosts.T, tokens, 0)
+    away = (tokens - local).sum(axis=0)
+    number = np.maximum(homes.sum(axis=1), 1)
+    nth = np.cumsum(homes, axis=1) - 1
+    # Whole tokens: the first residents take one more where the share is not whole. Starting at another
+    # resident for every expert keeps the odd tokens off one rank.
+    turn = (nth + np.arange(len(away))[:, None]) % number[:, None]
+    share = away[:, None] // number[:, None] + (turn < (away % number)[:, None])
+    return local, np.where(homes, share, 0).T.astype(np.int64)
+
+
+def shard_tokens(
+    demand: NDArray[np.integer[Any]],
+    hosts: NDArray[np.bool_],
+    resident: NDArray[np.bool_] | None = None,
+    *,
+    rule: ShardingRule = ShardingRule.EXACT,
+    tolerance: float = 0.0,
+) -> Sharding:
+    """Assign the tokens that travel to ranks that host their expert, so that the fullest rank carries little.
+
+    Args:
+        demand: (R, E) [tokens] each rank's tokens chose.
+        hosts: (E, R) who can compute what, transient copies included.
+        resident: (E, R) where remote tokens start from under GREEDY; None means `hosts`.
+        rule: GREEDY or EXACT.
+        tolerance: GREEDY stops once no rank is above (1 + tolerance) times the mean.
+
+    Returns:
+        Whole tokens; every token is computed exactly once.
+
+    Order: ties go to the lower rank and the lower expert id.
+
+    Raises:
+        ShapeMismatch, InvalidInput, InfeasiblePlan: as `split_by_locality`; tolerance negative.
+    """
+    if tolerance < 0:
+        raise InvalidInput(f"tolerance {tolerance} must not be negative")
+    local, remote = split_by_locality(demand, hosts, resident)
+    remote = np.ascontiguousarray(remote)
+    if rule is ShardingRule.EXACT:
+        away = remote.sum(axis=0).astype(np.float64)
+        _exact_kernel(np.ascontiguousarray(hosts), local.sum(axis=1).astype(np.float64), away, remote)
+        return Sharding(local, remote)
+    total = int(local.sum() + remote.sum())
+    ranks = local.shape[0]
+    # Tokens are whole: no split is better than the mean rounded up.
+    target = -(-total // ranks)
+    limit = max(float(target), (1.0 + tolerance) * total / ranks)
+    _shard_kernel(np.ascontiguousarray(hosts), local.sum(axis=1), remote, target, limit)
+    return Sharding(local, remote)
+
+
+@kernel
+def _shard_kernel(
+    hosts: NDArray[np.bool_],
+    local_load: NDArray[np.int64],
+    remote: NDArray[np.int64],
+    target: int,
+    limit: float,
+) -> None:
+    """Algorithm 2; changes remote (R, E) in place."""
+    load = local_load + remote.sum(axis=1)
+    while load.max() > limit:
+        moved = False
+        for source in np.argsort(-load, kind="mergesort"):
+            if load[source] <= target:
+                break
+            if _move_from(source, hosts, load, remote, target):
+                # Back to the top: the fullest rank may be another one now.
+                moved = True
+                break
+        if not moved:
+            return
+
+
+@kernel
+def _move_from(
+    source: int, hosts: NDArray[np.bool_], load: NDArray[np.int64], remote: NDArray[np.int64], target: int
+) -> bool:
+    """Move tokens of the hottest remote expert of `source` that has somewhere to go; False if none has."""
+    for e in np.argsort(-remote[source], kind="mergesort"):
+        if remote[source, e] <= 0:
+            return False
+        goal = -1
+        for rank in range(load.shape[0]):
+            if rank != source and hosts[e, rank] and (goal < 0 or load[rank] < load[goal]):
+                goal = rank
+        if goal < 0 or load[goal] >= target:
+            continue
+        amount = min(remote[source, e], target - load[goal], load[source] - target)
+        remote[source, e] -= amount
+        remote[goal, e] += amount
+        load[source] -= amount
+        load[goal] += amount
+        return True
+    return False
+
+
+@kernel
+def _exact_kernel(
+    hosts: NDArray[np.bool_],
+    used: NDArray[np.float64],
+    away: NDArray[np.float64],
+    remote: NDArray[np.int64],
+) -> None:
+    """Split (E,) tokens that travel over hosts (E, R) on top of local loads `used` (R,); writes remote (R, E)."""
+    experts, ranks = hosts.shape
+    expert = np.empty(experts, np.int64)
+    edge_from = np.zeros(experts + 1, np.int64)
+    edge_rank = np.empty(experts * ranks, np.int64)
+    edge_expert = np.empty(experts * ranks, np.int64)
+    edges = 0
+    count = 0
+    for e in range(experts):
+        if away[e] <= 0.0:
+            continue
+        for rank in range(ranks):
+            if hosts[e, rank]:
+                edge_rank[edges] = rank
+                edge_expert[edges] = count
+                edges += 1
+        expert[count] = e
+        count += 1
+        edge_from[count] = edges
+    rank_from = np.zeros(ranks + 1, np.int64)
+    for edge in range(edges):
+        rank_from[edge_rank[edge] + 1] += 1
+    rank_from = np.cumsum(rank_from)
+    rank_edge = np.argsort(edge_rank[:edges], kind="mergesort")
+    flow = np.zeros(edges)
+    split_layer(
+        away, 0, count, ranks, True, expert, edge_from, edge_rank, edge_expert, rank_from, rank_edge, flow,
+        used, np.empty(max(count, 1)), np.empty(ranks, np.bool_), np.empty(max(count, 1), np.bool_),
+        np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.empty(ranks, np.int64),
+    )  # fmt: skip
+    remote[:] = 0
+    for edge in range(edges):
+        remote[edge_rank[edge], expert[edge_expert[edge]]] = np.int64(np.round(flow[edge]))

@@ -1,0 +1,114 @@
+"""What one rank looks up while it dispatches: a placement's maps as tensors, built once per epoch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
+
+__all__ = ["DispatchTables"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DispatchTables:
+    """The maps of one placement as one rank sees them.
+
+    Example: expert 5 in slots 3 and 9 of 3 slots per rank is on ranks 1 and 3; rank 1 finds
+    `nearest[layer, 5] == [3, ...]` with `nearest_count == 1`, rank 0 of another node both.
+    """
+
+    log2phy: Tensor
+    """(L, E, X) int64 slots of each expert in slot order; the first one again beyond `logcnt`."""
+    logcnt: Tensor
+    """(L, E) int64 replicas, at least 1."""
+    nearest: Tensor
+    """(L, E, X) int64 slots this rank prefers: its own, else those on its node, else all; filled up like log2phy."""
+    nearest_count: Tensor
+    """(L, E) int64 how many it prefers."""
+    num_ranks: int
+    slots_per_rank: int
+    ep_rank: int
+    placement: Placement
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.log2phy.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.log2phy.shape[1])
+
+    @property
+    def width(self) -> int:
+        """X, the most replicas any expert has."""
+        return int(self.log2phy.shape[2])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the maps are."""
+        return self.log2phy.device
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        topology: Topology,
+        ep_rank: int,
+        device: torch.device | str = "cpu",
+    ) -> "DispatchTables":
+        """The maps of a placement for one rank.
+
+        Raises:
+            ShapeMismatch: topology and placement differ in ranks.
+            InvalidInput: no such rank.
+            InfeasiblePlan: an expert has no replica, so its tokens would have nowhere to go.
+        """
+        if topology.num_ranks != placement.num_ranks:
+            raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, placement {placement.num_ranks}")
+        if not 0 <= ep_rank < placement.num_ranks:
+            raise InvalidInput(f"rank {ep_rank} is outside 0..{placement.num_ranks - 1}")
+        missing = np.argwhere(placement.logcnt == 0)
+        if len(missing):
+            layer, expert = missing[0]
+            raise InfeasiblePlan(
+                f"{len(missing)} experts without a replica, first: layer {layer} expert {expert}",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
+        slots = placement.log2phy.astype(np.int64)
+        rank = slots // placement.slots_per_rank
+        held = slots >= 0
+        node = np.array(topology.node_of_rank, np.int64)
+        own = held & (rank == ep_rank)
+        near = held & (node[np.where(held, rank, 0)] == node[ep_rank])
+        preferred = np.where(
+            own.any(axis=2, keepdims=True), own, np.where(near.any(axis=2, keepdims=True), near, held)
+        )
+
+        def on_device(array: NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        return cls(
+            log2phy=on_device(_filled(slots, held)),
+            logcnt=on_device(held.sum(axis=2, dtype=np.int64)),
+            nearest=on_device(_filled(slots, preferred)),
+            nearest_count=on_device(preferred.sum(axis=2, dtype=np.int64)),
+            num_ranks=placement.num_ranks,
+            slots_per_rank=placement.slots_per_rank,
+            ep_rank=ep_rank,
+            placement=placement,
+        )
+
+
+def _filled(slots: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The wanted slots first, in order, the first of them repeated behind."""
+    order = np.argsort(~wanted, axis=2, kind="stable")
+    front = np.take_along_axis(slots, order, axis=2)
+    keep = np.take_along_axis(wanted, order, axis=2)
+    return np.where(keep, front, front[:, :, :1])

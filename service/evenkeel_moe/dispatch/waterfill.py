@@ -1,0 +1,195 @@
+"""Waterfill: the shared expert of a token runs on a rank that has room, not always at home.
+
+Every rank holds the shared expert, in one slot reserved behind its routed slots, and a token's top-k gets
+one more column that names the rank to use. The ranks' routed load is the ground, shared work is poured
+over it: with L_r the load score of rank r and N shared slots to place, the waterline is
+H = ceil((sum of L + N) / R), and a rank below it has slack max(H - L_r, 0). A token draws one of its candidate
+ranks in proportion to slack, with some preference for its own; where none has slack it stays, unless another
+candidate is clearly lighter. Candidates are the ranks the token visits anyway and its source: no new journeys.
+`all_ranks` lifts that bound: better balance, more traffic.
+
+Works on slots after replica choice, so it does not matter whether the top-k came from a gate or a table.
+
+Source: SGLang's dispatch blog, "Waterfill Dispatch Strategy"; sgl-project/sglang pull request 19290.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenkeel_moe.dispatch.choice import check_experts, place_hash
+from evenkeel_moe.dispatch.counts import check_counts, count_choices
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+
+__all__ = ["Waterfill", "count_by_rank", "expand_topk", "rank_slack", "shared_slot", "waterline"]
+
+
+def waterline(score: Tensor, num_shared: int | Tensor, shared_cost: int = 1) -> Tensor:
+    """H = ceil((sum of L + N) / R): the level all ranks would reach if shared work could go anywhere.
+
+    Args:
+        score: (R,) int64 [tokens] load score of each rank.
+        num_shared: N, shared slots to place; a tensor is not read back to the host.
+        shared_cost: routed choices one shared slot costs (2 for a shared expert twice as wide).
+
+    Returns:
+        () int64 [tokens].
+    """
+    ranks = score.shape[0]
+    total = score.to(torch.int64).sum() + num_shared * shared_cost
+    return torch.div(total + ranks - 1, ranks, rounding_mode="floor")
+
+
+def rank_slack(score: Tensor, level: Tensor) -> Tensor:
+    """max(H - L_r, 0): (R,) int64 [tokens]."""
+    return (level - score.to(torch.int64)).clamp(min=0)
+
+
+def count_by_rank(slots: Tensor, num_ranks: int, slots_per_rank: int) -> Tensor:
+    """Routed choices that land on each rank: (n, k) slots, -1 where padded -> (R,) int64 [tokens]."""
+    ranks = torch.where(slots >= 0, torch.div(slots, slots_per_rank, rounding_mode="floor"), -1)
+    return count_choices(ranks, num_ranks)
+
+
+def shared_slot(rank: Tensor, slots_per_rank: int) -> Tensor:
+    """Slot id of the reserved shared slot of a rank in the extended layout of `expand_topk`."""
+    return rank * (slots_per_rank + 1) + slots_per_rank
+
+
+def expand_topk(
+    slots: Tensor, weights: Tensor, shared_rank: Tensor, slots_per_rank: int, *, shared_weight: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Add the shared column and make room for the reserved slots.
+
+    In the extended layout rank r owns slots r * (P + 1) .. r * (P + 1) + P, P = slots_per_rank, the last of
+    them the shared expert: slot = rank * P + local becomes rank * (P + 1) + local.
+
+    Args:
+        slots: (n, k) int64, -1 where padded.
+        weights: (n, k) combination weights.
+        shared_rank: (n,) int64 rank that runs the token's shared expert, -1 where the row is padding.
+        slots_per_rank: P.
+        shared_weight: combination weight of the shared expert; the inverse of the routed scaling factor
+            where the engine applies that to the whole sum.
+
+    Returns:
+        (slots (n, k + 1) int64, weights (n, k + 1)); padded entries have slot -1 and weight 0.
+
+    Raises:
+        ShapeMismatch: the three do not describe the same tokens.
+    """
+    if slots.shape != weights.shape or shared_rank.shape != slots.shape[:1]:
+        raise ShapeMismatch(
+            f"slots {tuple(slots.shape)}, weights {tuple(weights.shape)} and shared ranks"
+            f" {tuple(shared_rank.shape)} do not describe the same tokens"
+        )
+    valid = slots >= 0
+    rank = torch.div(slots, slots_per_rank, rounding_mode="floor")
+    routed = torch.where(valid, slots + rank, -1)
+    runs = shared_rank >= 0
+    extra = torch.where(runs, shared_slot(shared_rank, slots_per_rank), -1)
+    share = torch.where(runs, shared_weight, 0.0).to(weights.dtype)
+    return (
+        torch.cat([routed, extra.unsqueeze(1)], dim=1),
+        torch.cat([torch.where(valid, weights, 0), share.unsqueeze(1)], dim=1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Waterfill:
+    """Where the shared experts of one rank's tokens run."""
+
+    num_ranks: int
+    slots_per_rank: int
+    ep_rank: int
+    """Source rank of the tokens."""
+    all_ranks: bool = False
+    """Every rank is a candidate, not only those a token visits."""
+    local_preference: float = 0.25
+    """The source counts as if it had this much more slack; 0 is indifferent."""
+    lighter_by: float = 0.05
+    """Without slack anywhere a token leaves its source only for a rank lighter by this share of the waterline."""
+    shared_cost: int = 1
+    """Routed choices one shared slot costs."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ep_rank < self.num_ranks:
+            raise InvalidInput(f"rank {self.ep_rank} is outside 0..{self.num_ranks - 1}")
+        if self.slots_per_rank < 1 or self.shared_cost < 1:
+            raise InvalidInput("slots_per_rank and shared_cost must be at least 1")
+        if self.local_preference < 0 or self.lighter_by < 0:
+            raise InvalidInput("local_preference and lighter_by must not be negative")
+
+    def static_score(self, slots: Tensor) -> tuple[Tensor, int]:
+        """Score without talking: this rank's own choices stand for everybody's.
+
+        Returns:
+            ((R,) int64 [tokens] that land on each rank from here, N: rows of this rank).
+        """
+        return count_by_rank(slots, self.num_ranks, self.slots_per_rank), slots.shape[0]
+
+    def dynamic_score(self, landed: Tensor) -> Tensor:
+        """Score after one collective: the global routed load.
+
+        Args:
+            landed: (R, R) int64 [tokens] - row s is `count_by_rank` of source s, all-gathered.
+
+        Returns:
+            (R,) int64 [tokens].
+
+        Raises:
+            ShapeMismatch, InvalidInput: not counts of R ranks.
+        """
+        check_counts(landed, (self.num_ranks, self.num_ranks), "landed counts")
+        return landed.to(torch.int64).sum(dim=0)
+
+    def choose(self, slots: Tensor, score: Tensor, num_shared: int | Tensor, *, salt: int = 0) -> Tensor:
+        """Rank that runs the shared expert of each of this rank's tokens.
+
+        Every token gets exactly one, so nothing is lost or done twice.
+
+        Args:
+            slots: (n, k) int64 slots the tokens' routed choices go to, -1 where padded; a row of -1 is padding.
+            score: (R,) [tokens] load score of each rank.
+            num_shared: N, shared slots the score's ranks place together: this rank's rows under a static score,
+                all ranks' rows under a dynamic one.
+            salt: another layer or step, another draw.
+
+        Returns:
+            (n,) int64 rank, -1 where the whole row is padding.
+
+        Raises:
+            ShapeMismatch, InvalidInput: slots or score of another deployment.
+        """
+        check_experts(slots)
+        check_counts(score, (self.num_ranks,), "score")
+        valid = slots >= 0
+        visited = torch.where(
+            valid, torch.div(slots, self.slots_per_rank, rounding_mode="floor"), self.ep_rank
+        )
+        rows = slots.shape[0]
+        candidate = torch.zeros((rows, self.num_ranks), dtype=torch.bool, device=slots.device)
+        candidate.scatter_(1, visited.to(torch.int64), True)
+        candidate[:, self.ep_rank] = True
+        if self.all_ranks:
+            candidate.fill_(True)
+
+        level = waterline(score, num_shared, self.shared_cost)
+        pull = rank_slack(score, level).to(torch.float64)
+        own = torch.zeros_like(pull)
+        own[self.ep_rank] = 1.0
+        pull = pull * (1.0 + self.local_preference * own)
+        bounds = torch.where(candidate, pull, 0.0).cumsum(dim=1)
+        total = bounds[:, -1]
+        at = (
+            place_hash(slots[:, :1], self.ep_rank * 8191 + salt).squeeze(1).to(torch.float64) + 0.5
+        ) / 2.0**31
+        drawn = (bounds <= (at * total).unsqueeze(1)).sum(dim=1)
+
+        load = score.to(torch.float64)
+        lightest = torch.where(candidate, load, torch.inf).argmin(dim=1)
+        leaves = load[lightest] < load[self.ep_rank] - self.lighter_by * level
+        stuck = torch.where(leaves, lightest, self.ep_rank)
+        chosen = torch.where(total > 0, drawn.clamp(max=self.num_ranks - 1), stuck)
+        return torch.where(valid.any(dim=1), chosen, -1)

@@ -1,0 +1,130 @@
+"""The demo's own controller: `evenkeel serve` on free ports, with its data in the demo's folder."""
+
+import asyncio
+import json
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from evenkeel_moe.adapters.redis_client import connect, disconnect, store_errors
+from evenkeel_moe.engines.demo.options import DemoOptions
+from evenkeel_moe.engines.demo.processes import ChildProcess, StopFlag, free_ports
+
+__all__ = ["DemoController"]
+
+_READY_S = 60.0
+
+COPY_BYTES_PER_S = 250_000
+"""Throttle of copies per rank: without it a plan is over before one can look, and so are its step times."""
+
+THRESHOLDS = {
+    "min_window_steps": 64,
+    "cooldown_s": 5,
+    "consecutive_windows": 2,
+    "plan_below": 0.95,
+    "stop_above": 0.96,
+    "min_gain": 0.02,
+}
+"""Gates for a run of a minute: a fleet would wait longer before it moves anything."""
+
+
+class DemoController:
+    """One controller process and a client of its REST API."""
+
+    def __init__(self, options: DemoOptions, folder: Path) -> None:
+        grpc_port, rest_port, metrics_port = free_ports(3)
+        self.grpc_address = f"127.0.0.1:{grpc_port}"
+        self.rest_url = f"http://127.0.0.1:{rest_port}"
+        self._redis_url = options.redis_url
+        self._prefix = f"evenkeel-demo-{secrets.token_hex(4)}"
+        token = secrets.token_urlsafe(24)
+        self.token_file = tokens = folder / "tokens"
+        tokens.write_text(f"demo operate {token}\n", encoding="utf-8")
+        store = folder / "store-url"
+        store.write_text(options.redis_url, encoding="utf-8")
+        settings = {
+            "DATA_DIR": folder / "controller",
+            "GRPC__PORT": grpc_port,
+            "REST__PORT": rest_port,
+            "REST__TOKEN_FILE": tokens,
+            "METRICS__PORT": metrics_port,
+            # In a file, because other users can read command lines and the URL may hold a password.
+            "REDIS__URL_FILE": store,
+            "REDIS__PREFIX": self._prefix,
+            "WINDOW__STEPS": 256,
+            "WINDOW__PLAN_STEPS": 128,
+            "WINDOW__TTL_S": 600,
+            "PLANNER__MODE": options.mode,
+            "PLANNER__POLICY": options.policy,
+            "PLANNER__DISPATCH": options.dispatch.model.value,
+            "PLANNER__CYCLE_S": 1,
+            "PLANNER__RECENT_STEPS": 16,
+            "PLANNER__THRESHOLDS": json.dumps(THRESHOLDS),
+            "MIGRATION__MAX_BYTES_PER_S": COPY_BYTES_PER_S,
+            "LEADER__REPLICA_ID": "demo",
+        }
+        variables = [f"EVENKEEL_{name}={value}" for name, value in settings.items()]
+        command = ["env", *variables, sys.executable, "-m", "evenkeel_moe", "serve"]
+        self._process = ChildProcess(command, folder / "controller.log")
+        self._http = httpx.Client(
+            base_url=self.rest_url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=2.0,
+            trust_env=False,
+        )
+
+    def wait_ready(self, stop: StopFlag) -> bool:
+        """Wait until it serves; False when it ended, took too long, or the demo was stopped."""
+        deadline = time.monotonic() + _READY_S
+        while self._process.running and not stop and time.monotonic() < deadline:
+            try:
+                if self._http.get("/readyz").is_success:
+                    return True
+            except httpx.TransportError:
+                pass
+            stop.wait(0.1)
+        return False
+
+    @property
+    def running(self) -> bool:
+        """Whether its process lives."""
+        return self._process.running
+
+    def get(self, path: str) -> Any:
+        """GET /v1/path; None for what the controller does not know.
+
+        Raises:
+            httpx.HTTPError: no answer, or a refusal.
+        """
+        response = self._http.get(f"/v1/{path}")
+        return None if response.status_code == 404 else response.raise_for_status().json()
+
+    def post(self, path: str) -> None:
+        """POST /v1/path; a refusal is the controller's right and shows in the plan's story."""
+        self._http.post(f"/v1/{path}")
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        return self._process.last_words()
+
+    def stop(self) -> None:
+        """End it and whatever it started."""
+        self._http.close()
+        self._process.stop()
+        if self._redis_url:
+            # A store of its own goes with the folder; somebody else's must not keep our keys.
+            asyncio.run(_delete_keys(self._redis_url, self._prefix))
+
+
+async def _delete_keys(url: str, prefix: str) -> None:
+    client = connect(url, timeout_s=2.0)
+    try:
+        with store_errors(f"deleting the keys {prefix}*"):
+            async for key in client.scan_iter(match=f"{prefix}*"):
+                await client.delete(key)
+    finally:
+        await disconnect(client)

@@ -1,0 +1,101 @@
+"""The controller as a child process, and signals as a flag."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["ChildProcess", "StopFlag", "free_ports", "stop_flag"]
+
+_POLL_S = 0.05
+
+
+class StopFlag:
+    """Set by the first signal that asks the process to end."""
+
+    signal_number: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal_number is not None
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but no longer than until the flag is set."""
+        deadline = time.monotonic() + seconds
+        while not self and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_S))
+
+
+@contextmanager
+def stop_flag() -> Iterator[StopFlag]:
+    """Turn SIGINT, SIGTERM and SIGHUP into a flag: no exception can come between a start and its clean-up."""
+    flag = StopFlag()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        flag.signal_number = number
+
+    with ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            stack.callback(signal.signal, number, signal.signal(number, on_signal))
+        yield flag
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Ports on 127.0.0.1 that nobody listens on at this moment."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return tuple(int(each.getsockname()[1]) for each in sockets)
+
+
+class ChildProcess:
+    """A command in a process group of its own, so that it and all it started can be ended.
+
+    Args:
+        command: the program and its arguments.
+        log: where its output goes.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "evenkeel_moe.engines.demo.child", str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+        self._log = log
+
+    @property
+    def running(self) -> bool:
+        """Whether it still lives."""
+        return not self._ended()
+
+    def last_words(self, lines: int = 5) -> str:
+        """The end of its log."""
+        return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Ask it to end, then end it and everything left of its group."""
+        if not self._ended():
+            self._process.terminate()
+        deadline = time.monotonic() + grace_s
+        while not self._ended() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        # Until we have waited for it, its group's number cannot belong to anybody else.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _ended(self) -> bool:
+        if self._process.returncode is not None:
+            return True
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, options) is not None

@@ -1,0 +1,186 @@
+"""Runs the demonstration: starts the parts, watches them, judges them, stops them."""
+
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from evenkeel_moe.engines.demo.controller import DemoController
+from evenkeel_moe.engines.demo.fleet import read_new_lines
+from evenkeel_moe.engines.demo.options import DemoOptions
+from evenkeel_moe.engines.demo.processes import StopFlag, stop_flag
+from evenkeel_moe.engines.demo.summary import Summary, decision_lines, summarise, summary_lines
+from evenkeel_moe.engines.demo.view import plain_line, render
+from evenkeel_moe.engines.demo.watch import Watch
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor
+from evenkeel_moe.errors import InvalidInput
+
+__all__ = ["run_demo"]
+
+_LOOK_S = 0.25
+_PLAIN_S = 2.0
+_DEPLOYMENT = "demo"
+
+
+def run_demo(options: DemoOptions, console: Console) -> int:
+    """Run the demo to its end.
+
+    Returns:
+        0 if every promise was kept, 1 if not, 128 + n when stopped by signal n. Nothing that was started
+        lives afterwards.
+    """
+    with stop_flag() as stop, ExitStack() as stack:
+        folder = _folder(options, stack)
+        console.print(f"starting a controller and {options.ranks} ranks in {folder}", highlight=False)
+        controller = DemoController(options, folder)
+        stack.callback(controller.stop)
+        if not controller.wait_ready(stop):
+            return _interrupted(stop, console) or _no_controller(controller, console)
+        look = (
+            f"evenkeel status {_DEPLOYMENT} --url {controller.rest_url} --token-file {controller.token_file}"
+        )
+        console.print(Text(f"look yourself: {look}", "dim"), soft_wrap=True)
+        supervisor = Supervisor(_rank_config(options, folder, controller), max_restarts=0)
+        stack.callback(supervisor.stop)
+        supervisor.start()
+        watch, report = _watch(options, console, controller, supervisor, stop)
+        if stop:
+            return _interrupted(stop, console)
+        summary = summarise(watch.fleet, list(watch.plans.values()), options)
+        if not controller.running:
+            return _no_controller(controller, console)
+        console.print()
+        for line in decision_lines(_decisions(controller)):
+            console.print(Text(line), soft_wrap=True)
+        return _conclude(options, console, summary, report)
+
+
+def _folder(options: DemoOptions, stack: ExitStack) -> Path:
+    if options.folder is None:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="evenkeel-demo-")))
+    if options.folder.exists() and any(options.folder.iterdir()):
+        raise InvalidInput(f"{options.folder} is not empty: lines of two runs would be read as one")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return options.folder.resolve()
+
+
+def _rank_config(options: DemoOptions, folder: Path, controller: DemoController) -> RankConfig:
+    return RankConfig(
+        run_folder=str(folder / "ranks"),
+        num_ranks=options.ranks,
+        nodes=options.node_of_rank,
+        dispatch=options.dispatch,
+        deployment=_DEPLOYMENT,
+        controllers=(controller.grpc_address,),
+        steps=options.steps,
+        shift_at=options.shift_at,
+        min_step_s=options.step_s,
+        fault=options.fault,
+    )
+
+
+def _watch(
+    options: DemoOptions,
+    console: Console,
+    controller: DemoController,
+    supervisor: Supervisor,
+    stop: StopFlag,
+) -> tuple[Watch, FleetReport | None]:
+    """Look at everything several times a second until the ranks have ended."""
+    watch = Watch(options)
+    offsets: dict[Path, int] = {}
+    start = time.monotonic()
+    next_line_s = 0.0
+    with ExitStack() as stack:
+        live: Live | None = None
+        if console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
+        while not stop:
+            report = supervisor.poll()
+            elapsed_s = time.monotonic() - start
+            watch.feed_lines(read_new_lines(supervisor.folder, options.ranks, offsets), elapsed_s)
+            lost = not controller.running
+            if lost:
+                watch.feed_status(None)
+            else:
+                _ask(watch, controller, elapsed_s, approve=options.mode == "propose")
+            if live is not None:
+                live.update(render(watch.snapshot(elapsed_s), console.width), refresh=True)
+            elif elapsed_s >= next_line_s or report is not None:
+                next_line_s = elapsed_s + _PLAIN_S
+                _print_plain(console, watch, elapsed_s)
+            if report is not None:
+                return watch, report
+            if lost or watch.fleet.mismatches or elapsed_s > options.timeout_s:
+                supervisor.request_stop()
+            if elapsed_s > options.timeout_s + 30:
+                break
+            stop.wait(_LOOK_S)
+    return watch, None
+
+
+def _ask(watch: Watch, controller: DemoController, elapsed_s: float, *, approve: bool) -> None:
+    """Bring the controller's side up to date; an answer that does not come changes nothing."""
+    try:
+        status = controller.get(f"deployments/{_DEPLOYMENT}")
+        watch.feed_status(status)
+        if status is None:
+            return
+        page = controller.get(f"deployments/{_DEPLOYMENT}/plans")
+        watch.feed_plans(page["items"] if page is not None else (), elapsed_s)
+        for plan_id in watch.proposals() if approve else ():
+            controller.post(f"deployments/{_DEPLOYMENT}/plans/{plan_id}/approve")
+    except httpx.HTTPError:
+        # Ranks serve on without a controller; the view keeps the last answer and the checks will tell.
+        return
+
+
+def _decisions(controller: DemoController) -> list[Mapping[str, Any]]:
+    try:
+        page = controller.get(f"deployments/{_DEPLOYMENT}/decisions?page_size=1000")
+    except httpx.HTTPError:
+        return []
+    return list(page["items"]) if page is not None else []
+
+
+def _print_plain(console: Console, watch: Watch, elapsed_s: float) -> None:
+    for event in watch.events[watch.told :]:
+        console.print(Text(event), soft_wrap=True)
+    watch.told = len(watch.events)
+    console.print(Text(plain_line(watch.snapshot(elapsed_s))), soft_wrap=True)
+
+
+def _conclude(options: DemoOptions, console: Console, summary: Summary, report: FleetReport | None) -> int:
+    for line in summary_lines(summary):
+        style = "red" if line.startswith(("FAIL", "found")) else "green" if line.startswith("ok") else ""
+        console.print(Text(line, style=style), soft_wrap=True)
+    if report is None:
+        console.print(Text("found rank: they did not end when asked to", style="red"))
+    if options.fault is not None:
+        named = [fault for fault in summary.faults_found if fault.startswith(options.fault.value)]
+        text = f"the {options.fault.value} fault was " + ("found" if named else "NOT found")
+        console.print(Text(text, style="bold"))
+        return 1
+    passed = summary.passed and report is not None and report.ok
+    console.print(Text("every promise was kept" if passed else "NOT every promise was kept", style="bold"))
+    return 0 if passed else 1
+
+
+def _interrupted(stop: StopFlag, console: Console) -> int:
+    if stop.signal_number is None:
+        return 0
+    console.print("stopped, ending the ranks and the controller")
+    return 128 + stop.signal_number
+
+
+def _no_controller(controller: DemoController, console: Console) -> int:
+    console.print(Text(f"the controller is not there; its last words:\n{controller.last_words()}", "red"))
+    return 1

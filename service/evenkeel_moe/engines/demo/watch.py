@@ -1,0 +1,104 @@
+"""What the demo knows while it runs: joins the ranks' lines and the controller's answers into snapshots."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from evenkeel_moe.engines.demo.fleet import FleetLog, mean_balancedness
+from evenkeel_moe.engines.demo.options import DemoOptions
+from evenkeel_moe.engines.demo.view import Snapshot, count, si_bytes
+
+__all__ = ["Watch"]
+
+_SETTLED_STEPS = 8
+"""Steps after a plan's last swap before its effect is told."""
+
+
+class Watch:
+    """Accumulates; holds no socket, file or process."""
+
+    def __init__(self, options: DemoOptions) -> None:
+        self.fleet = FleetLog(options.ranks)
+        self.plans: dict[str, Mapping[str, Any]] = {}
+        """Every plan seen, newest state, by id."""
+        self.events: list[str] = []
+        self.told = 0
+        """Events already printed by the plain view."""
+        self._options = options
+        self._status: Mapping[str, Any] | None = None
+        self._marks: dict[int, str] = {}
+        self._domain = ""
+        self._effects: dict[str, tuple[int, float | None]] = {}
+        """Plan -> (rows at its last swap, balancedness before its first), until its effect is told."""
+
+    def feed_lines(self, lines: Iterable[Mapping[str, Any]], elapsed_s: float) -> None:
+        """Take in what the ranks wrote."""
+        before = self.fleet.balancedness()
+        for swap in self.fleet.feed(lines):
+            self._marks[len(self.fleet.rows)] = "▲"
+            earlier = self._effects.get(swap.plan_id, (0, before))[1]
+            self._effects[swap.plan_id] = (len(self.fleet.rows), earlier)
+        row = self.fleet.newest
+        if row is not None and row.domain != self._domain:
+            if self._domain:
+                self._marks[len(self.fleet.rows) - 1] = "◆"
+                self._tell(
+                    elapsed_s, f"step {row.step}: the text changes from {self._domain} to {row.domain}"
+                )
+            self._domain = row.domain
+
+    def feed_status(self, status: Mapping[str, Any] | None) -> None:
+        """Take in the deployment as REST has it; None while the controller does not know it."""
+        self._status = status
+
+    def feed_plans(self, plans: Sequence[Mapping[str, Any]], elapsed_s: float) -> None:
+        """Take in the plans as REST lists them, newest first."""
+        for plan in reversed(plans):
+            known = self.plans.get(plan["plan_id"])
+            self.plans[plan["plan_id"]] = plan
+            if known is None:
+                self._tell(
+                    elapsed_s,
+                    f"plan {plan['plan_id']}: {count(plan['moves'], 'copy', 'copies')}, {si_bytes(plan['nbytes'])},"
+                    f" {count(plan['waves'], 'wave')}, because {plan['planned_because']}",
+                )
+            if known is None or known["phase"] != plan["phase"]:
+                detail = f": {plan['error']}" if plan["error"] else f" ({plan['reason']})"
+                self._tell(elapsed_s, f"plan {plan['plan_id']} is {plan['phase']}{detail}")
+        self._tell_effects(elapsed_s)
+
+    def _tell_effects(self, elapsed_s: float) -> None:
+        for plan_id, (row, before) in list(self._effects.items()):
+            plan = self.plans.get(plan_id)
+            after = self.fleet.rows[row:]
+            if plan is None or plan["phase"] != "committed" or len(after) < _SETTLED_STEPS:
+                continue
+            del self._effects[plan_id]
+            now = mean_balancedness(after)
+            if before is not None and now is not None:
+                self._tell(elapsed_s, f"plan {plan_id} took balancedness from {before:.3f} to {now:.3f}")
+
+    def _tell(self, elapsed_s: float, text: str) -> None:
+        self.events.append(f"{elapsed_s:5.1f} s  {text}")
+
+    def proposals(self) -> list[str]:
+        """Plans that wait for approval."""
+        return [name for name, plan in self.plans.items() if plan["phase"] == "proposed"]
+
+    def snapshot(self, elapsed_s: float) -> Snapshot:
+        """This moment."""
+        row = self.fleet.newest
+        shares = self.fleet.layer_shares()
+        return Snapshot(
+            elapsed_s=elapsed_s,
+            step=None if row is None else row.step,
+            steps=self._options.steps,
+            domain=self._domain,
+            shares=None if shares is None else shares.T.tolist(),
+            balancedness=self.fleet.balancedness(),
+            history=[row.balancedness for row in self.fleet.rows],
+            marks=dict(self._marks),
+            status=self._status,
+            events=tuple(self.events),
+            step_s=self.fleet.median_step_s(),
+            mismatches=self.fleet.mismatches,
+        )

@@ -1,0 +1,139 @@
+"""What must hold at the end of a run, and the faults that prove the checks can fail."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evenkeel_moe.adapters.torch_groups import Communicator
+from evenkeel_moe.engines.reference.config import Fault
+from evenkeel_moe.engines.reference.slots import PooledWeights, Router
+from evenkeel_moe.model.placement import EMPTY
+
+__all__ = ["FinalCheck", "break_something", "final_check", "inspect_rank"]
+
+
+@dataclass(slots=True)
+class FinalCheck:
+    """Verdict of one rank on itself and on the group."""
+
+    epoch: int
+    epochs_agree: bool
+    maps_agree: bool
+    slots_checked: int = 0
+    wrong_slots: list[dict[str, int]] = field(default_factory=list)
+    """Slots whose weights are not those of the expert the map names: {layer, local_slot, expert}."""
+    problems: list[str] = field(default_factory=list)
+    """One sentence for each thing that is wrong; empty when all is well."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def final_check(
+    rank: int,
+    router: Router,
+    weights: PooledWeights,
+    originals: Sequence[Sequence[Sequence[Tensor]]],
+    mismatches: int,
+    communicator: Communicator,
+) -> FinalCheck:
+    """Compare epochs and maps over the group, and every slot of this rank with the checkpoint; collective.
+
+    Args:
+        rank: this rank.
+        router: the tables it routes by.
+        weights: its slots.
+        originals: (L, E) tensors of every expert as loaded.
+        mismatches: rows computed wrongly so far.
+        communicator: over all ranks.
+    """
+    check = _compare_maps(router, communicator)
+    check.slots_checked = int((_own_rows(rank, router, len(originals)) != EMPTY).sum())
+    check.wrong_slots, found = inspect_rank(rank, router, weights, originals)
+    check.problems += found
+    if mismatches:
+        check.problems.append(f"rank {rank}: {mismatches} rows differ from the undistributed model")
+    return check
+
+
+def inspect_rank(
+    rank: int, router: Router, weights: PooledWeights, originals: Sequence[Sequence[Sequence[Tensor]]]
+) -> tuple[list[dict[str, int]], list[str]]:
+    """What is wrong on this rank right now: (wrong slots, sentences on slots and on table entries)."""
+    problems = []
+    for layer, expert, slot in router.misrouted():
+        held = int(router.phy2log[layer, slot])
+        problems.append(
+            f"rank {rank} routes layer {layer} expert {expert} to slot {slot}, which holds expert {held}"
+        )
+    wrong_slots = []
+    mine = _own_rows(rank, router, len(originals))
+    for layer, local in np.argwhere(mine != EMPTY).tolist():
+        expert = int(mine[layer, local])
+        have = weights.tensors(layer, local)
+        if not all(
+            torch.equal(a.view(torch.int32), b.view(torch.int32))
+            for a, b in zip(have, originals[layer][expert], strict=True)
+        ):
+            wrong_slots.append({"layer": layer, "local_slot": local, "expert": expert})
+            problems.append(
+                f"rank {rank} layer {layer} slot {local}: weights are not those of expert {expert}"
+            )
+    return wrong_slots, problems
+
+
+def _own_rows(rank: int, router: Router, layers: int) -> NDArray[np.int32]:
+    return router.phy2log.reshape(layers, router.num_ranks, -1)[:, rank]
+
+
+def _compare_maps(router: Router, communicator: Communicator) -> FinalCheck:
+    width = max(table.slots.shape[1] for table in router.tables)
+    header = communicator.all_gather(_on(communicator, np.array([router.epoch, width], np.int64)))
+    epochs = header[:, 0].tolist()
+    widest = int(header[:, 1].max())
+    entries = [router.phy2log.astype(np.int64).reshape(-1)]
+    for table in router.tables:
+        slots = table.slots.cpu().numpy()
+        entries.append(np.pad(slots, ((0, 0), (0, widest - slots.shape[1])), mode="edge").reshape(-1))
+    maps = communicator.all_gather(_on(communicator, np.concatenate(entries))).cpu()
+    votes = [tuple(row) for row in maps.tolist()]
+    common = max(votes, key=votes.count)
+    odd = [rank for rank, row in enumerate(votes) if row != common]
+    check = FinalCheck(router.epoch, len(set(epochs)) == 1, not odd)
+    if not check.epochs_agree:
+        check.problems.append(f"epochs by rank differ: {epochs}")
+    if odd:
+        check.problems.append(f"ranks {odd} hold another map than the rest")
+    return check
+
+
+def _on(communicator: Communicator, values: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(values).to(communicator.device)
+
+
+def break_something(
+    fault: Fault, rank: int, router: Router, weights: PooledWeights, counts: NDArray[np.int64]
+) -> str:
+    """Do the damage and say what it was; counts: (L, slots_per_rank) of the last step, to hit a busy slot."""
+    busiest = np.unravel_index(int(counts.argmax()), counts.shape)
+    layer, local = int(busiest[0]), int(busiest[1])
+    slot = rank * counts.shape[1] + local
+    expert = int(router.phy2log[layer, slot])
+    if fault is Fault.BYTE:
+        w_in = weights.tensors(layer, local)[0]
+        row, column = torch.nonzero(w_in)[0].tolist()
+        # The highest byte of a float32 holds its sign: the weight changes from 1 to -1 or back.
+        w_in.view(torch.uint8)[row, 4 * column + 3] ^= 0x80
+        return f"flipped one byte of expert {expert} in layer {layer} slot {local}"
+    if fault is Fault.MAP:
+        other = next(s for s, held in enumerate(router.phy2log[layer]) if held not in (EMPTY, expert))
+        router.tables[layer].slots[expert] = other
+        return f"layer {layer} expert {expert} now leads to slot {other}"
+    router.epoch += 1
+    return f"epoch raised to {router.epoch} on this rank alone"

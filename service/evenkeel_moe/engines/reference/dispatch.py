@@ -1,0 +1,150 @@
+"""The rule a rank dispatches by: which slots its tokens go to, and how one layer's rows travel.
+
+Rules that pick a slot for each choice share one way to travel, the exchange by slots. Libra travels its
+own way, in two stages (`libra`). A rule keeps maps of its own; they follow the router's epoch, so a swap
+changes both at the same step.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from evenkeel_moe.adapters.torch_groups import Communicator
+from evenkeel_moe.dispatch import (
+    LplbChoice,
+    NearestChoice,
+    ReplicaChoice,
+    Waterfill,
+    count_choices,
+    expand_topk,
+)
+from evenkeel_moe.dispatch.choice import DemandNeeded
+from evenkeel_moe.dispatch.waterfill import count_by_rank
+from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
+from evenkeel_moe.engines.reference.exchange import Exchange
+from evenkeel_moe.engines.reference.layers import LayerDispatch, LayerOutcome, tables_of
+from evenkeel_moe.engines.reference.libra import TwoStageDispatch
+from evenkeel_moe.engines.reference.model import Model
+from evenkeel_moe.engines.reference.slots import PooledWeights, Router
+from evenkeel_moe.engines.reference.traffic import TextTraffic, Traffic
+
+__all__ = ["SlotDispatch", "make_dispatch"]
+
+
+def make_dispatch(
+    config: RankConfig,
+    model: Model,
+    traffic: Traffic,
+    weights: PooledWeights,
+    router: Router,
+    connect: Callable[[str], Communicator],
+    communicator: Communicator,
+) -> LayerDispatch:
+    """The dispatch a configuration asks for; collective over the group.
+
+    Args:
+        config: of this rank.
+        model: for gates and shared experts.
+        traffic: text is routed by the model's gates, so a lookahead can ask them; a recording is not.
+        weights: the rank's slots.
+        router: the rank's tables.
+        connect: makes another communicator of the group.
+        communicator: the engine's.
+    """
+    if config.dispatch is DispatchRule.LIBRA:
+        return TwoStageDispatch(
+            config,
+            model,
+            weights,
+            router,
+            communicator,
+            connect("prefetch"),
+            lookahead=isinstance(traffic, TextTraffic),
+        )
+    return SlotDispatch(config, model, weights, router, communicator)
+
+
+class SlotDispatch:
+    """Every rule that gives each choice a slot of the placement."""
+
+    def __init__(
+        self,
+        config: RankConfig,
+        model: Model,
+        weights: PooledWeights,
+        router: Router,
+        communicator: Communicator,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._weights = weights
+        self._router = router
+        self._communicator = communicator
+        self._waterfill: Waterfill | None = None
+        if config.dispatch is DispatchRule.WATERFILL:
+            self._waterfill = Waterfill(config.num_ranks, config.slots_per_rank, config.rank)
+        # Waterfill's layout has one more slot per rank, for the shared expert.
+        self._width = config.slots_per_rank + (self._waterfill is not None)
+        self._exchange = Exchange(communicator, self._width, config.d_model)
+        self._rule: ReplicaChoice | None = None
+        self._rule_epoch = -1
+
+    def layer(self, layer: int, x: Tensor, chosen: Tensor, token_hash: Tensor, stop: bool) -> LayerOutcome:
+        """See `LayerDispatch.layer`."""
+        slots = self._slots(layer, chosen, token_hash)
+        if self._waterfill is not None:
+            shared_rank = self._shared_rank(self._waterfill, layer, slots)
+            slots, _ = expand_topk(slots, torch.ones(slots.shape), shared_rank, self._config.slots_per_rank)
+        columns = slots.shape[1]
+        result = self._exchange.layer(
+            x.repeat_interleave(columns, dim=0),
+            slots.reshape(-1),
+            self._router.epoch,
+            stop,
+            lambda local: self._tensors(layer, local),
+        )
+        outputs = result.outputs.reshape(len(x), columns, x.shape[1])
+        top_k = chosen.shape[1]
+        served = int(result.received.sum())
+        return LayerOutcome(
+            choices=outputs[:, :top_k],
+            shared=outputs[:, top_k] if self._waterfill is not None else None,
+            counts=result.received[: self._config.slots_per_rank],
+            served=served if self._waterfill is not None else served + len(x),
+            compute_s=result.compute_s,
+            stop=result.stop,
+        )
+
+    def close(self) -> None:
+        """Nothing runs beside the engine's thread."""
+
+    def _slots(self, layer: int, chosen: Tensor, token_hash: Tensor) -> Tensor:
+        if self._config.dispatch in (DispatchRule.EVEN, DispatchRule.WATERFILL):
+            return self._router.destinations(layer, chosen, token_hash)
+        rule = self._current_rule()
+        demand = None
+        if rule.needs is DemandNeeded.DEMAND:
+            demand = self._communicator.all_gather(count_choices(chosen, self._config.experts))
+        return rule.choose(layer, chosen, demand)
+
+    def _current_rule(self) -> ReplicaChoice:
+        if self._rule is None or self._rule_epoch != self._router.epoch:
+            tables = tables_of(self._config, self._router, self._model.device)
+            nearest = self._config.dispatch is DispatchRule.NEAREST
+            self._rule = NearestChoice(tables) if nearest else LplbChoice(tables)
+            self._rule_epoch = self._router.epoch
+        return self._rule
+
+    def _shared_rank(self, rule: Waterfill, layer: int, slots: Tensor) -> Tensor:
+        """(n,) rank of each token's shared expert, by all ranks' routed load."""
+        own = count_by_rank(slots, self._config.num_ranks, self._config.slots_per_rank)
+        mine = torch.cat([own, torch.tensor([len(slots)], device=own.device)])
+        gathered = self._communicator.all_gather(mine)
+        score = rule.dynamic_score(gathered[:, :-1])
+        return rule.choose(slots, score, gathered[:, -1].sum(), salt=layer)
+
+    def _tensors(self, layer: int, local: int) -> Sequence[Tensor]:
+        if local == self._config.slots_per_rank:
+            return self._model.shared[layer]
+        return self._weights.tensors(layer, local)

@@ -1,0 +1,113 @@
+"""Dispatch and combine: tokens to the ranks that hold their experts, and the results back."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenkeel_moe.adapters.torch_groups import Communicator
+from evenkeel_moe.engines.reference.model import expert_forward
+from evenkeel_moe.errors import PeerViolation, Reason
+
+__all__ = ["EpochMismatch", "Exchange", "LayerResult"]
+
+
+class EpochMismatch(PeerViolation):
+    """Two ranks were about to compute under different maps; both leave before they do (R8)."""
+
+    default_reason = Reason.EPOCH_MISMATCH
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """What one layer's exchange brought."""
+
+    outputs: Tensor
+    """(n * k, D) results of this rank's rows, in the order they were given."""
+    received: Tensor
+    """(slots_per_rank,) int64 on the CPU - rows each local slot of this rank received."""
+    compute_s: float
+    """Seconds in the experts, without the collectives."""
+    stop: bool
+    """Some rank asked to stop after this step."""
+
+
+class Exchange:
+    """Moves rows between ranks; the count exchange that opens it carries the epoch."""
+
+    def __init__(self, communicator: Communicator, slots_per_rank: int, d_model: int) -> None:
+        self._communicator = communicator
+        self._slots_per_rank = slots_per_rank
+        self._d_model = d_model
+
+    def layer(
+        self,
+        rows: Tensor,
+        slots: Tensor,
+        epoch: int,
+        stop: bool,
+        tensors_of: Callable[[int], Sequence[Tensor]],
+    ) -> LayerResult:
+        """Run every row through the expert in its slot, wherever that is.
+
+        Args:
+            rows: (m, D) activations of this rank.
+            slots: (m,) int64 global slot of each row.
+            epoch: of the map the slots come from.
+            stop: this rank wants to stop after the step.
+            tensors_of: local slot -> tensors of the expert there.
+
+        Raises:
+            EpochMismatch: a rank's map has another epoch; nothing was computed.
+        """
+        order = torch.argsort(slots, stable=True)
+        ranks = slots // self._slots_per_rank
+        sent = torch.bincount(ranks, minlength=self._communicator.size)
+        sent_rows, received_rows, any_stop = self._agree(sent, epoch, stop)
+
+        payload = torch.empty(len(rows), self._d_model + 1, device=rows.device)
+        payload[:, :-1] = rows[order]
+        payload[:, -1] = slots[order] % self._slots_per_rank
+        arrived = torch.empty(sum(received_rows), self._d_model + 1, device=rows.device)
+        self._communicator.all_to_all(arrived, payload, received_rows, sent_rows)
+
+        outputs, received, compute_s = self._compute(arrived, tensors_of)
+        returned = torch.empty(len(rows), self._d_model, device=rows.device)
+        self._communicator.all_to_all(returned, outputs, sent_rows, received_rows)
+        result = torch.empty_like(returned)
+        result[order] = returned
+        return LayerResult(result, received, compute_s, any_stop)
+
+    def _agree(self, sent: Tensor, epoch: int, stop: bool) -> tuple[list[int], list[int], bool]:
+        """Exchange the counts; every rank sees the epochs of all and refuses a mismatch (R8)."""
+        size = self._communicator.size
+        header = torch.tensor([epoch, int(stop)], dtype=torch.int64, device=sent.device).expand(size, 2)
+        mine = torch.cat([header, sent[:, None]], dim=1).contiguous()
+        theirs = torch.empty_like(mine)
+        ones = [1] * size
+        self._communicator.all_to_all(theirs, mine, ones, ones)
+        epochs, stops, counts = theirs.t().tolist()
+        if any(other != epoch for other in epochs):
+            listed = ", ".join(f"rank {rank} at {other}" for rank, other in enumerate(epochs))
+            raise EpochMismatch(f"epochs differ: {listed}")
+        return sent.tolist(), counts, any(stops)
+
+    def _compute(
+        self, arrived: Tensor, tensors_of: Callable[[int], Sequence[Tensor]]
+    ) -> tuple[Tensor, Tensor, float]:
+        began = time.perf_counter()
+        local = arrived[:, -1].long()
+        order = torch.argsort(local, stable=True)
+        received = torch.bincount(local, minlength=self._slots_per_rank).cpu()
+        inputs = arrived[order, :-1]
+        results, start = [], 0
+        for slot, count in enumerate(received.tolist()):
+            if count:
+                results.append(expert_forward(tensors_of(slot), inputs[start : start + count]))
+                start += count
+        outputs = torch.empty(len(arrived), self._d_model, device=arrived.device)
+        if results:
+            outputs[order] = torch.cat(results)
+        return outputs, received, time.perf_counter() - began

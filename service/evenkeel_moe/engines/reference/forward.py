@@ -1,0 +1,112 @@
+"""One step of one rank: embed, route, exchange and combine, layer after layer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evenkeel_moe.engines.reference.layers import LayerDispatch
+from evenkeel_moe.engines.reference.model import Model, combine_weights, original_expert
+from evenkeel_moe.engines.reference.traffic import Traffic
+
+__all__ = ["Forward", "StepResult", "Witness"]
+
+_HASH = 2654435761
+"""Knuth's multiplier: spreads consecutive token indices over the replicas."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepResult:
+    """What a step computed and how."""
+
+    routed: Tensor
+    """(L, n, D) routed sums of each layer."""
+    final: Tensor
+    """(n, D) activations after the last layer."""
+    counts: NDArray[np.int64]
+    """(L, slots_per_rank) tokens this rank's slots received."""
+    served: NDArray[np.int64]
+    """(L,) tokens this rank computed: routed ones, by whatever copy, and shared ones."""
+    compute_s: float
+    """Seconds in the experts."""
+    stop: bool
+    """The group stops after this step."""
+
+
+class Forward:
+    """The distributed model on one rank."""
+
+    def __init__(
+        self,
+        model: Model,
+        traffic: Traffic,
+        dispatch: LayerDispatch,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._model = model
+        self._traffic = traffic
+        self._dispatch = dispatch
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._share = combine_weights(model.top_k).to(model.device)
+
+    def step(self, step: int, stop: bool) -> StepResult:
+        """Run one step; every rank of the group calls it for the same step.
+
+        Raises:
+            EpochMismatch: the ranks' maps differ.
+            RuntimeError: a peer is gone.
+        """
+        tokens = self._traffic.tokens(step, self._rank).to(self._model.device)
+        n = len(tokens)
+        index = torch.arange(n, device=tokens.device) + (step * self._num_ranks + self._rank) * n
+        token_hash = (index * _HASH >> 16) & 0xFFFF
+        x = self._model.embed(tokens)
+        routed, counts, served, compute_s = [], [], [], 0.0
+        for layer in range(self._model.num_layers):
+            chosen = self._traffic.route(step, self._rank, layer, x).to(x.device)
+            result = self._dispatch.layer(layer, x, chosen, token_hash, stop)
+            total = (result.choices * self._share[None, :, None]).sum(dim=1)
+            routed.append(total)
+            counts.append(result.counts.numpy())
+            served.append(result.served)
+            compute_s += result.compute_s
+            stop = result.stop
+            x = self._model.next_layer(layer, x, total, result.shared)
+        return StepResult(torch.stack(routed), x, np.stack(counts), np.array(served), compute_s, stop)
+
+
+class Witness:
+    """The same model undistributed, with experts straight from the checkpoint, for one rank's tokens."""
+
+    def __init__(self, model: Model, traffic: Traffic, rank: int) -> None:
+        self._model = model
+        self._traffic = traffic
+        self._rank = rank
+        self.experts = [
+            [
+                tuple(t.to(model.device) for t in self._original(layer, expert))
+                for expert in range(model.num_experts)
+            ]
+            for layer in range(model.num_layers)
+        ]
+        """(L, E) tensors of every logical expert."""
+
+    def mismatches(self, step: int, result: StepResult) -> int:
+        """Rows of a step whose bits differ anywhere from what they should be."""
+        x = self._model.embed(self._traffic.tokens(step, self._rank).to(self._model.device))
+        wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        for layer in range(self._model.num_layers):
+            chosen = self._traffic.route(step, self._rank, layer, x).to(x.device)
+            total = self._model.undistributed(layer, x, chosen, self.experts[layer])
+            wrong |= (total != result.routed[layer]).any(dim=1)
+            x = self._model.next_layer(layer, x, total)
+        wrong |= (x != result.final).any(dim=1)
+        return int(wrong.sum())
+
+    def _original(self, layer: int, expert: int) -> tuple[Tensor, ...]:
+        model = self._model
+        return original_expert(model.seed, layer, expert, model.d_model, model.d_ffn)

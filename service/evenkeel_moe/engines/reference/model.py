@@ -1,0 +1,153 @@
+"""The model: a small MoE whose arithmetic is exact in float32, so that no order of summation matters.
+
+Activations are integers in -8..8, weights are -1, 0 or 1, scales are powers of two, combination
+weights are sixteenths that only depend on the rank of a choice. Every intermediate sum is a
+multiple of 1/16 (or 1/2) far below 2**24 units, hence exactly representable, and between layers
+values are cut back to integers. Two runs that compute the same sums in different orders, on
+different ranks or devices, must therefore give equal bits, and a single wrong weight shows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evenkeel_moe.errors import InvalidInput
+
+__all__ = ["Model", "combine_weights", "expert_forward", "original_expert"]
+
+VOCABULARY = 4096
+WORD_KINDS = 8
+"""Kinds of words; the token ids of one kind are consecutive, VOCABULARY // WORD_KINDS of them."""
+_CLUSTERS_PER_KIND = 4
+_LIMIT = 8.0
+"""Activations between layers are integers in -_LIMIT.._LIMIT."""
+_HIDDEN_LIMIT = 31.0
+
+
+def original_expert(seed: int, layer: int, expert: int, d_model: int, d_ffn: int) -> tuple[Tensor, ...]:
+    """The tensors of one expert as loaded from the checkpoint; the same on every rank.
+
+    Returns:
+        (w_in (D, F), w_out (F, D), scale (F,)), all float32 on the CPU. `expert` -1 is the shared expert.
+    """
+    rng = np.random.default_rng((seed, 1 + layer, 1 + expert))
+    w_in = rng.integers(-1, 2, (d_model, d_ffn)).astype(np.float32)
+    w_out = rng.integers(-1, 2, (d_ffn, d_model)).astype(np.float32)
+    scale = np.exp2(rng.integers(-1, 2, d_ffn)).astype(np.float32)
+    return tuple(torch.from_numpy(array) for array in (w_in, w_out, scale))
+
+
+def expert_forward(tensors: Sequence[Tensor], x: Tensor) -> Tensor:
+    """One expert's FFN; x: (n, D) integers -> (n, D) integers, |value| <= 31 * F."""
+    w_in, w_out, scale = tensors
+    hidden = torch.relu(x @ w_in) * scale
+    return torch.floor(hidden / 8).clamp_(max=_HIDDEN_LIMIT) @ w_out
+
+
+def combine_weights(top_k: int) -> Tensor:
+    """(k,) float32 - the share of each choice, best first, in sixteenths."""
+    return torch.tensor([max(1, 8 >> choice) / 16 for choice in range(top_k)], dtype=torch.float32)
+
+
+def _clustered_embedding(rng: np.random.Generator, d_model: int) -> NDArray[np.float32]:
+    """(V, D) integers: words of one kind lie close together, as in trained models, so gates prefer some experts."""
+    ids = np.arange(VOCABULARY)
+    kind = ids // (VOCABULARY // WORD_KINDS)
+    cluster = kind * _CLUSTERS_PER_KIND + ids % _CLUSTERS_PER_KIND
+    kinds = rng.integers(-4, 5, (WORD_KINDS, d_model))
+    clusters = rng.integers(-1, 2, (WORD_KINDS * _CLUSTERS_PER_KIND, d_model))
+    words = rng.integers(-1, 2, (VOCABULARY, d_model))
+    table: NDArray[np.int64] = kinds[kind] + clusters[cluster] + words
+    return table.astype(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Everything but the routed experts: embeddings, gates and shared experts, replicated on every rank."""
+
+    seed: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+    d_model: int
+    d_ffn: int
+    embedding: Tensor
+    """(V, D) float32 integers; two lookups, of the token and of the one before it, are added."""
+    gates: Tensor
+    """(L, D, E) float32 integers."""
+    shared: tuple[tuple[Tensor, ...], ...]
+    """(L,) tensors of the shared expert of each layer."""
+    device: torch.device
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        seed: int,
+        layers: int,
+        experts: int,
+        top_k: int,
+        d_model: int,
+        d_ffn: int,
+        device: torch.device,
+    ) -> "Model":
+        """The seeded model.
+
+        Raises:
+            InvalidInput: sizes at which the arithmetic would no longer be exact.
+        """
+        if 16 * _HIDDEN_LIMIT * d_ffn * (top_k + 1) >= 2**24:
+            raise InvalidInput(f"d_ffn {d_ffn} with top_k {top_k} leaves the exact range of float32")
+        rng = np.random.default_rng((seed, 0))
+        embedding = _clustered_embedding(rng, d_model)
+        gates = rng.integers(-3, 4, (layers, d_model, experts)).astype(np.float32)
+        shared = tuple(
+            tuple(t.to(device) for t in original_expert(seed, layer, -1, d_model, d_ffn))
+            for layer in range(layers)
+        )
+        return cls(
+            seed, layers, experts, top_k, d_model, d_ffn,
+            torch.from_numpy(embedding).to(device), torch.from_numpy(gates).to(device), shared, device,
+        )  # fmt: skip
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(n,) int64 token ids -> (n, D) integers in -8..8."""
+        before = torch.roll(tokens, 1)
+        return (self.embedding[tokens] + self.embedding[before] / 4).round_().clamp_(-_LIMIT, _LIMIT)
+
+    def route(self, layer: int, x: Tensor) -> Tensor:
+        """(n, k) int64 - the experts of each row, best first; ties go to the lower expert id."""
+        logits = x @ self.gates[layer]
+        # Logits are integers: scaling by E and subtracting the id makes every value distinct.
+        ranked = logits * self.num_experts - torch.arange(self.num_experts, device=x.device)
+        return torch.topk(ranked, self.top_k, dim=1).indices
+
+    def next_layer(self, layer: int, x: Tensor, routed: Tensor, shared: Tensor | None = None) -> Tensor:
+        """Residual, shared expert and the routed sum, cut back to integers in -8..8.
+
+        shared: (n, D) output of the shared expert where another rank computed it.
+        """
+        mixed = (expert_forward(self.shared[layer], x) if shared is None else shared) + routed
+        return (x + torch.floor(mixed / 64)).clamp_(-_LIMIT, _LIMIT)
+
+    def undistributed(
+        self, layer: int, x: Tensor, chosen: Tensor, experts: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
+        """The routed sum of one layer computed without any exchange: (n, D) in sixteenths.
+
+        Args:
+            layer: which layer; only its experts are passed.
+            x: (n, D) activations.
+            chosen: (n, k) experts of each row.
+            experts: (E,) tensors of every logical expert of the layer.
+        """
+        share = combine_weights(self.top_k).to(x.device)
+        total = torch.zeros_like(x)
+        for expert in torch.unique(chosen).tolist():
+            row, choice = torch.nonzero(chosen == expert, as_tuple=True)
+            total.index_add_(0, row, expert_forward(experts[expert], x[row]) * share[choice, None])
+        return total

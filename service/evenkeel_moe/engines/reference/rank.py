@@ -1,0 +1,316 @@
+"""One rank of the reference engine: joins the group, serves steps, swaps when told, checks itself."""
+
+import os
+import signal
+import time
+import traceback
+import uuid
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed
+
+from evenkeel_moe.adapters.torch_groups import Communicator, make_communicator
+from evenkeel_moe.agent import Agent, GateFailed, RankLink
+from evenkeel_moe.engines.reference.checks import break_something, final_check, inspect_rank
+from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
+from evenkeel_moe.engines.reference.dispatch import make_dispatch
+from evenkeel_moe.engines.reference.exchange import EpochMismatch
+from evenkeel_moe.engines.reference.forward import Forward, StepResult, Witness
+from evenkeel_moe.engines.reference.lines import LineWriter
+from evenkeel_moe.engines.reference.model import Model
+from evenkeel_moe.engines.reference.slots import PooledWeights, Router
+from evenkeel_moe.engines.reference.state import agree_on_placement, load_placement
+from evenkeel_moe.engines.reference.traffic import RecordedTraffic, TextTraffic, Traffic, read_trace
+from evenkeel_moe.engines.reference.wiring import make_agent
+from evenkeel_moe.errors import InvalidInput, Unavailable
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
+
+__all__ = ["run_rank", "with_trace_sizes"]
+
+_distributed: Any = torch.distributed
+
+
+def run_rank(config: RankConfig, link: RankLink | None = None) -> int:
+    """Run one rank to its end; the main function of a rank process.
+
+    Args:
+        config: this rank.
+        link: the agent's stream, instead of gRPC to `config.controllers`.
+
+    Returns:
+        An ExitCode. Signals: SIGTERM stops the whole group after its current step, SIGINT is ignored.
+    """
+    torch.set_num_threads(1)
+    lines = LineWriter(config.folder / f"rank-{config.rank}.jsonl", rank=config.rank)
+    code, reason, detail = ExitCode.FINISHED, "finished", ""
+    rank = None
+    try:
+        rank = _Rank(with_trace_sizes(config), lines, link)
+        if not rank.serve():
+            code, reason = ExitCode.CHECK_FAILED, "check_failed"
+    except EpochMismatch as error:
+        code, reason, detail = ExitCode.EPOCH_MISMATCH, error.reason, str(error)
+    except GateFailed as error:
+        code, reason, detail = ExitCode.GATE_FAILED, error.reason, str(error)
+    except Unavailable as error:
+        code, reason, detail = ExitCode.GROUP_LOST, error.reason, str(error)
+    except RuntimeError as error:
+        # What torch raises when a peer's connection closes or a collective passes its deadline.
+        code, reason, detail = ExitCode.GROUP_LOST, "rank_lost", str(error)
+        traceback.print_exc()
+    finally:
+        if rank is not None:
+            rank.close()
+    lines.write("exit", code=int(code), reason=str(reason), detail=detail[:500])
+    lines.close()
+    return int(code)
+
+
+def with_trace_sizes(config: RankConfig) -> RankConfig:
+    """The configuration with the layers, experts and top_k of its trace, if it has one."""
+    if not config.trace:
+        return config
+    ids, counts, top_k = read_trace(config.trace)
+    if ids is not None:
+        layers, experts = ids.shape[1], int(ids.max()) + 1
+    else:
+        assert counts is not None
+        layers, experts = counts.shape[1], counts.shape[2]
+    # Sizes divide over the ranks: unused expert ids only add experts that nobody asks for.
+    experts = -(-experts // config.num_ranks) * config.num_ranks
+    return config.replace(
+        layers=layers, experts=experts, top_k=top_k, slots_per_rank=0, pool_slots_per_layer=0
+    )
+
+
+class _Rank:
+    """Everything one rank process holds."""
+
+    def __init__(self, config: RankConfig, lines: LineWriter, link: RankLink | None) -> None:
+        if config.rank < 0 or not config.rendezvous:
+            raise InvalidInput("a rank needs its number and a rendezvous")
+        self.config = config
+        self.lines = lines
+        self.device = _device(config)
+        self._stop_wanted = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.store, self.generation = _join(config)
+        self.communicator = self._connect("engine")
+        placement, epoch, warm = self._agree_on_placement()
+        self.first_epoch = epoch
+        self.model = _model(config, self.device)
+        self.traffic = _traffic(config, self.model)
+        self.weights = _weights(config, placement, self.device)
+        self.router = Router(placement, epoch, self.device)
+        self.dispatch = make_dispatch(
+            config, self.model, self.traffic, self.weights, self.router, self._connect, self.communicator
+        )
+        self.forward = Forward(self.model, self.traffic, self.dispatch, config.rank, config.num_ranks)
+        self.witness = Witness(self.model, self.traffic, config.rank)
+        self.mismatches = 0
+        self.problems: list[str] = []
+        self.rows_checked = 0
+        self.fault_done = False
+        self.agent: Agent | None = None
+        if config.agent:
+            self.agent = make_agent(
+                config,
+                self.store,
+                self.generation,
+                placement,
+                epoch,
+                self.weights,
+                self.router,
+                lines,
+                device=self.device,
+                link=link,
+            )
+        lines.write(
+            "start",
+            attempt=config.attempt,
+            pid=os.getpid(),
+            generation=self.generation,
+            epoch=epoch,
+            warm=warm,
+            step=config.first_step,
+            device=str(self.device),
+            placement_digest=placement.digest,
+        )
+
+    def serve(self) -> bool:
+        """Steps until the end or a stop, then the final check; True when it passed."""
+        step = self.config.first_step
+        stop = False
+        while not stop and (self.config.steps == 0 or step < self.config.steps):
+            began = time.perf_counter()
+            epoch = self.router.epoch
+            result = self.forward.step(step, self._stop_wanted)
+            if self.agent is not None:
+                self._tell_agent(self.agent, step, epoch, result)
+            seconds = time.perf_counter() - began
+            stop = result.stop
+            self._after_step(step, epoch, result, seconds)
+            self._pace(began)
+            step += 1
+        return self._check()
+
+    def _tell_agent(self, agent: Agent, step: int, epoch: int, result: StepResult) -> None:
+        """All an engine adds to its step: note the loads, then stand at the boundary."""
+        agent.record(
+            step,
+            result.counts,
+            epoch=epoch,
+            tokens=self.config.tokens_per_step,
+            phase=Phase.PREFILL,
+            compute_s=result.compute_s,
+        )
+        agent.step_boundary()
+
+    def close(self) -> None:
+        """End the agent; the engine's communicator goes with the process."""
+        self.dispatch.close()
+        if self.agent is not None:
+            self.agent.close()
+
+    def _after_step(self, step: int, epoch: int, result: StepResult, seconds: float) -> None:
+        config = self.config
+        if config.verify_every and step % config.verify_every == 0:
+            mismatches = self.witness.mismatches(step, result)
+            if mismatches and not self.mismatches:
+                self._diagnose(step)
+            self.mismatches += mismatches
+            self.rows_checked += config.tokens_per_step
+        self.lines.write(
+            "step",
+            step=step,
+            seconds=round(seconds, 6),
+            tokens=config.tokens_per_step,
+            epoch=epoch,
+            domain=self.traffic.domain(step),
+            rank_load=result.counts.sum(axis=1).tolist(),
+            served=result.served.tolist(),
+            mismatches=self.mismatches,
+        )
+        if config.fault is not None and self._fault_strikes(step):
+            self.fault_done = True
+            detail = break_something(config.fault, config.rank, self.router, self.weights, result.counts)
+            self.lines.write("fault", fault=config.fault.value, step=step, detail=detail)
+
+    def _diagnose(self, step: int) -> None:
+        """At the first wrong row, while the cause is still there: a later swap may wipe it out."""
+        _, self.problems = inspect_rank(self.config.rank, self.router, self.weights, self.witness.experts)
+        self.lines.write("problem", step=step, problems=self.problems)
+
+    def _fault_strikes(self, step: int) -> bool:
+        config = self.config
+        if self.fault_done or config.attempt or config.rank != config.fault_rank:
+            return False
+        if config.fault_at:
+            return step >= config.fault_at
+        return self.router.epoch > self.first_epoch
+
+    def _check(self) -> bool:
+        check = final_check(
+            self.config.rank,
+            self.router,
+            self.weights,
+            self.witness.experts,
+            self.mismatches,
+            self.communicator,
+        )
+        check.problems = list(dict.fromkeys([*self.problems, *check.problems]))
+        self.lines.write(
+            "check",
+            ok=check.ok,
+            problems=check.problems,
+            epoch=check.epoch,
+            epochs_agree=check.epochs_agree,
+            maps_agree=check.maps_agree,
+            slots_checked=check.slots_checked,
+            wrong_slots=check.wrong_slots,
+            rows_checked=self.rows_checked,
+            mismatches=self.mismatches,
+            swaps=self.router.epoch - self.first_epoch,
+            dropped_records=0 if self.agent is None else self.agent.dropped_steps,
+        )
+        return check.ok
+
+    def _pace(self, began: float) -> None:
+        left = self.config.min_step_s - (time.perf_counter() - began)
+        if left > 0:
+            time.sleep(left)
+
+    def _connect(self, name: str) -> Communicator:
+        config = self.config
+        return make_communicator(
+            self.store,
+            name,
+            config.rank,
+            config.num_ranks,
+            device=self.device,
+            timeout_s=config.group_timeout_s,
+            interface=config.interface,
+        )
+
+    def _agree_on_placement(self) -> tuple[Placement, int, bool]:
+        saved = load_placement(self.state_path, self.config.shape)
+        return agree_on_placement(saved, Placement.initial(self.config.shape), self.communicator)
+
+    @property
+    def state_path(self) -> Any:
+        """Where this rank keeps its last committed placement."""
+        return self.config.folder / "state" / f"rank-{self.config.rank}.npz"
+
+    def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
+        self._stop_wanted = True
+
+
+def _device(config: RankConfig) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cuda" or (config.device == "auto" and gpus >= config.num_ranks):
+        device = torch.device("cuda", config.rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _join(config: RankConfig) -> tuple[Any, str]:
+    """The store of this attempt, and the generation the group agreed on through it."""
+    iterator = _distributed.rendezvous(config.rendezvous, rank=config.rank, world_size=config.num_ranks)
+    store, _, _ = next(iterator)
+    if config.rank == 0:
+        store.set("evenkeel/generation", str(uuid.uuid4()))
+    return store, store.get("evenkeel/generation").decode()
+
+
+def _model(config: RankConfig, device: torch.device) -> Model:
+    return Model.build(
+        seed=config.seed,
+        layers=config.layers,
+        experts=config.experts,
+        top_k=config.top_k,
+        d_model=config.d_model,
+        d_ffn=config.d_ffn,
+        device=device,
+    )
+
+
+def _weights(config: RankConfig, placement: Placement, device: torch.device) -> PooledWeights:
+    """This rank's slots, loaded from the checkpoint as the placement says."""
+    buffers = config.layers * config.pool_slots_per_layer
+    weights = PooledWeights(
+        config.layers, config.slots_per_rank, buffers, config.d_model, config.d_ffn, device
+    )
+    weights.load(placement, config.rank, config.seed)
+    return weights
+
+
+def _traffic(config: RankConfig, model: Model) -> Traffic:
+    if not config.trace:
+        return TextTraffic(model, config.num_ranks, config.tokens_per_step, config.shift_at)
+    ids, counts, top_k = read_trace(config.trace)
+    return RecordedTraffic(config.num_ranks, config.tokens_per_step, top_k, config.seed, ids, counts)

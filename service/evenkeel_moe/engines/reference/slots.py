@@ -1,0 +1,152 @@
+"""Where a rank keeps its experts, and how it finds those of others: pooled buffers and routing tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evenkeel_moe.engines.reference.model import original_expert
+from evenkeel_moe.errors import InfeasiblePlan, Reason
+from evenkeel_moe.model.placement import EMPTY, Placement
+
+__all__ = ["PooledWeights", "RouteTable", "Router"]
+
+
+class PooledWeights:
+    """One pool of expert buffers for all layers of a rank; a filled slot owns one buffer.
+
+    The engine's thread reads `tensors` while the agent's transfer thread reserves buffers for slots
+    that are still empty: the two never touch the same slot.
+    """
+
+    def __init__(
+        self, layers: int, slots_per_rank: int, buffers: int, d_model: int, d_ffn: int, device: torch.device
+    ) -> None:
+        self._w_in = torch.zeros(buffers, d_model, d_ffn, device=device)
+        self._w_out = torch.zeros(buffers, d_ffn, d_model, device=device)
+        self._scale = torch.zeros(buffers, d_ffn, device=device)
+        self._buffer_of = np.full((layers, slots_per_rank), EMPTY, np.int64)
+        self._free = list(range(buffers))
+
+    @property
+    def free_buffers(self) -> int:
+        """Buffers no slot owns."""
+        return len(self._free)
+
+    def tensors(self, layer: int, local_slot: int) -> tuple[Tensor, ...]:
+        """The (w_in, w_out, scale) of a filled or reserved slot, as views of its buffer.
+
+        Raises:
+            InfeasiblePlan: the slot owns no buffer.
+        """
+        buffer = int(self._buffer_of[layer, local_slot])
+        if buffer == EMPTY:
+            raise InfeasiblePlan(f"layer {layer} slot {local_slot} is empty", Reason.NO_SOURCE)
+        return self._w_in[buffer], self._w_out[buffer], self._scale[buffer]
+
+    def reserve(self, slots: Sequence[tuple[int, int]]) -> bool:
+        """Give a free buffer to each (layer, local slot), all or none; False when there are too few."""
+        if len(slots) > len(self._free):
+            return False
+        for layer, local_slot in slots:
+            assert self._buffer_of[layer, local_slot] == EMPTY, f"slot {layer}, {local_slot} has a buffer"
+            self._buffer_of[layer, local_slot] = self._free.pop(0)
+        return True
+
+    def release(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Take the buffers of slots that no map reaches any more."""
+        for layer, local_slot in slots:
+            self._free.append(int(self._buffer_of[layer, local_slot]))
+            self._buffer_of[layer, local_slot] = EMPTY
+
+    def load(self, placement: Placement, rank: int, seed: int) -> None:
+        """Fill this rank's slots of a placement with the experts of the checkpoint.
+
+        Raises:
+            InfeasiblePlan: the placement needs more buffers than the pool has.
+        """
+        mine = placement.phy2log.reshape(placement.num_layers, placement.num_ranks, -1)[:, rank]
+        filled = [(int(layer), int(local)) for layer, local in np.argwhere(mine != EMPTY)]
+        if not self.reserve(filled):
+            raise InfeasiblePlan(
+                f"{len(filled)} slots to fill, {self.free_buffers} buffers", Reason.POOL_EXCEEDED
+            )
+        _, d_model, d_ffn = self._w_in.shape
+        for layer, local in filled:
+            expert = original_expert(seed, layer, int(mine[layer, local]), d_model, d_ffn)
+            for tensor, value in zip(self.tensors(layer, local), expert, strict=True):
+                tensor.copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTable:
+    """Where the tokens of each expert of one layer may go."""
+
+    slots: Tensor
+    """(E, X) int64 global slots in slot order, the first repeated as padding."""
+    replicas: Tensor
+    """(E,) int64 how many of them count."""
+
+
+class Router:
+    """The routing tables this rank dispatches by, one per layer, and their epoch."""
+
+    def __init__(self, placement: Placement, epoch: int, device: torch.device) -> None:
+        self._device = device
+        self.num_ranks = placement.num_ranks
+        self._num_experts = placement.num_logical_experts
+        self.epoch = epoch
+        self.phy2log: NDArray[np.int32] = placement.phy2log.copy()
+        """(L, S) what each slot holds, as installed."""
+        self.tables = [self._table(row) for row in self.phy2log]
+
+    def build(
+        self, layers: Sequence[int], rows: NDArray[np.int32], epoch: int
+    ) -> tuple[tuple[int, ...], NDArray[np.int32], list[RouteTable], int]:
+        """Everything `install` needs, made off the step's path."""
+        return tuple(layers), rows.copy(), [self._table(row) for row in rows], epoch
+
+    def install(self, built: tuple[tuple[int, ...], NDArray[np.int32], list[RouteTable], int]) -> None:
+        """Route by the new rows from the next step on."""
+        layers, rows, tables, epoch = built
+        for layer, row, table in zip(layers, rows, tables, strict=True):
+            self.phy2log[layer] = row
+            self.tables[layer] = table
+        self.epoch = epoch
+
+    def destinations(self, layer: int, chosen: Tensor, token_hash: Tensor) -> Tensor:
+        """The slot of each choice: replicas of an expert are taken evenly by a hash of the token's index.
+
+        Args:
+            layer: which table.
+            chosen: (n, k) int64 experts.
+            token_hash: (n,) int64, not negative.
+
+        Returns:
+            (n, k) int64 global slots.
+        """
+        table = self.tables[layer]
+        replica = token_hash[:, None] % table.replicas[chosen]
+        return table.slots[chosen, replica]
+
+    def misrouted(self) -> list[tuple[int, int, int]]:
+        """(layer, expert, slot) of every table entry that leads to a slot without that expert."""
+        wrong = []
+        for layer, table in enumerate(self.tables):
+            slots = table.slots.cpu().numpy()
+            held = self.phy2log[layer][slots]
+            for expert, choice in np.argwhere(held != np.arange(self._num_experts)[:, None]):
+                if choice < int(table.replicas[expert]):
+                    wrong.append((layer, int(expert), int(slots[expert, choice])))
+        return wrong
+
+    def _table(self, row: NDArray[np.int32]) -> RouteTable:
+        single = Placement(row[None, :], self.num_ranks, self._num_experts)
+        slots, replicas = single.log2phy[0].astype(np.int64), single.logcnt[0].astype(np.int64)
+        slots = np.where(slots < 0, slots[:, :1], slots)
+        return RouteTable(
+            torch.from_numpy(slots).to(self._device), torch.from_numpy(replicas).to(self._device)
+        )

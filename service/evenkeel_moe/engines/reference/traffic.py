@@ -1,0 +1,185 @@
+"""What the ranks compute on: real text of this machine's Python, or routing recorded elsewhere."""
+
+import builtins
+import keyword
+import re
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evenkeel_moe.engines.reference.model import VOCABULARY, WORD_KINDS, Model
+from evenkeel_moe.errors import InvalidInput
+
+__all__ = ["RecordedTraffic", "TextTraffic", "Traffic", "read_trace"]
+
+_CODE_FILES = (
+    "argparse.py", "ast.py", "calendar.py", "configparser.py", "dataclasses.py", "datetime.py", "difflib.py",
+    "doctest.py", "enum.py", "fractions.py", "inspect.py", "locale.py", "optparse.py", "pathlib.py", "pdb.py",
+    "pickle.py", "pydoc.py", "smtplib.py", "socket.py", "statistics.py", "subprocess.py", "tarfile.py",
+    "tempfile.py", "threading.py", "traceback.py", "turtle.py", "typing.py", "uuid.py", "zipfile.py",
+)  # fmt: skip
+_REQUESTS_PER_RANK = 16
+_IDS_PER_KIND = VOCABULARY // WORD_KINDS
+_WORD = re.compile(r"\w+|([^\w\s])\1*")
+_CODE_WORDS = frozenset([*keyword.kwlist, *dir(builtins), "self", "args", "kwargs"]) - frozenset(
+    ("and", "as", "for", "from", "if", "in", "is", "not", "object", "or", "type", "while", "with")
+)
+
+
+class Traffic(Protocol):
+    """Where a step's tokens and their routing come from."""
+
+    def domain(self, step: int) -> str:
+        """Name of what is being served at a step."""
+        ...
+
+    def tokens(self, step: int, rank: int) -> Tensor:
+        """(n,) int64 token ids of one rank's step."""
+        ...
+
+    def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
+        """(n, k) int64 experts of each row of x, best first."""
+        ...
+
+
+def _hashed(text: str) -> NDArray[np.int64]:
+    """(n,) int64 - words and punctuation of a text, hashed into the vocabulary."""
+    words = [match[0] for match in _WORD.finditer(text)]
+    unique = {
+        word: _kind(word) * _IDS_PER_KIND + zlib.crc32(word.encode()) % _IDS_PER_KIND for word in set(words)
+    }
+    return np.array([unique[word] for word in words], np.int64)
+
+
+def _kind(word: str) -> int:
+    """0..WORD_KINDS-1: what sort of word it is, as an embedding would tell apart."""
+    first = word[0]
+    if word.isdigit() or "_" in word:
+        return 0
+    if first in "()[]{}":
+        return 1
+    if first in ".,;!?":
+        return 2
+    if not first.isalnum():
+        return 3
+    if word in _CODE_WORDS:
+        return 4
+    if first.isupper():
+        return 5
+    return 6 if len(word) <= 3 else 7
+
+
+@cache
+def prose_tokens() -> NDArray[np.int64]:
+    """Token ids of the Python language reference as shipped with `pydoc`."""
+    from pydoc_data.topics import topics  # half a megabyte: read only when served
+
+    return _hashed("\n".join(topics[name] for name in sorted(topics)))
+
+
+@cache
+def code_tokens() -> NDArray[np.int64]:
+    """Token ids of modules of the standard library."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = [library / name for name in _CODE_FILES if (library / name).is_file()]
+    if not found:
+        raise InvalidInput(f"no standard library sources under {library}")
+    return _hashed("\n".join(path.read_text(encoding="utf-8") for path in found))
+
+
+@dataclass(frozen=True, slots=True)
+class TextTraffic:
+    """Prose until a step, code from then on; the model's own gate routes."""
+
+    model: Model
+    num_ranks: int
+    tokens_per_step: int
+    shift_at: int
+
+    def domain(self, step: int) -> str:
+        """`prose` or `code`."""
+        return "code" if self.shift_at and step >= self.shift_at else "prose"
+
+    def tokens(self, step: int, rank: int) -> Tensor:
+        """The next piece of each of a rank's requests; every request reads its own part of the text, round and round."""
+        text = code_tokens() if self.domain(step) == "code" else prose_tokens()
+        requests = min(_REQUESTS_PER_RANK, self.tokens_per_step)
+        request = rank * requests + np.arange(requests)
+        length = -(-self.tokens_per_step // requests)
+        starts = request * len(text) // (self.num_ranks * requests) + step * length
+        positions = (starts[:, None] + np.arange(length)).reshape(-1)[: self.tokens_per_step]
+        return torch.from_numpy(text.take(positions, mode="wrap"))
+
+    def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
+        """What the gate of the layer says."""
+        return self.model.route(layer, x)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RecordedTraffic:
+    """Routing of a recorded trace; activations come from arbitrary token ids."""
+
+    num_ranks: int
+    tokens_per_step: int
+    top_k: int
+    seed: int
+    ids: NDArray[np.int64] | None
+    """(tokens, L, k) recorded experts, None when only counts were recorded."""
+    counts: NDArray[np.float64] | None
+    """(steps, L, E) recorded tokens per expert, the law rows are drawn from."""
+
+    def domain(self, step: int) -> str:
+        """Always `trace`."""
+        return "trace"
+
+    def _rows(self, step: int, rank: int) -> NDArray[np.int64]:
+        start = (step * self.num_ranks + rank) * self.tokens_per_step
+        return np.arange(start, start + self.tokens_per_step, dtype=np.int64)
+
+    def tokens(self, step: int, rank: int) -> Tensor:
+        """A spread-out sequence of token ids: the recording holds no text."""
+        return torch.from_numpy(self._rows(step, rank) * 2654435761 % VOCABULARY)
+
+    def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
+        """Recorded ids in order, from the start again at their end; or k distinct experts drawn from the counts."""
+        if self.ids is not None:
+            return torch.from_numpy(self.ids[self._rows(step, rank) % len(self.ids), layer])
+        assert self.counts is not None
+        law = self.counts[step % len(self.counts), layer]
+        rng = np.random.default_rng((self.seed, step, rank, layer))
+        # Gumbel noise: the k largest are a draw without replacement in proportion to the counts.
+        with np.errstate(divide="ignore"):
+            keys = np.log(law)[None, :] + rng.gumbel(size=(self.tokens_per_step, len(law)))
+        keys[:, law == 0] = np.where(np.arange(int((law == 0).sum())) >= 0, -1e9, 0.0)
+        return torch.from_numpy(np.argsort(-keys, axis=1, kind="stable")[:, : self.top_k].astype(np.int64))
+
+
+def read_trace(path: str) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None, int]:
+    """Read recorded routing.
+
+    Returns:
+        (ids (tokens, L, k) or None, counts (steps, L, E) or None, top_k); ids are preferred where both exist.
+
+    Raises:
+        InvalidInput: neither `ids` nor `T` is in the file, or their shapes are wrong.
+    """
+    with np.load(path, allow_pickle=False) as archive:
+        if "ids" in archive.files:
+            ids = archive["ids"].astype(np.int64)
+            if ids.ndim != 3:
+                raise InvalidInput(f"`ids` of {path} must be (tokens, layers, top_k), got {ids.shape}")
+            return ids, None, int(ids.shape[2])
+        if "T" in archive.files:
+            counts = archive["T"].astype(np.float64)
+            if counts.ndim != 3 or "topk" not in archive.files:
+                raise InvalidInput(f"`T` of {path} must be (steps, layers, experts) and come with `topk`")
+            return None, counts, int(archive["topk"])
+    raise InvalidInput(f"{path} holds neither `ids` nor `T`")

@@ -1,0 +1,209 @@
+"""Entry point `sglang.srt.plugins`: checks what it finds, then registers hooks with SGLang's own registry.
+
+SGLang calls `register` once in every process. Nothing happens without `EVENKEEL_RANK__CONTROLLERS`, and nothing is
+hooked unless the version and every signature are known.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import structlog
+
+from evenkeel_moe.agent.ports import RankLink
+from evenkeel_moe.engines.guest.guards import check_signatures, check_version
+from evenkeel_moe.engines.guest.registering import register_guest
+from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel_moe.engines.guest.together import engine_spared
+from evenkeel_moe.engines.sglang.guest import Engine, SglangGuest, timed
+
+__all__ = ["KNOWN_VERSIONS", "Plugin", "check_engine", "register"]
+
+_log = structlog.get_logger(__name__)
+
+KNOWN_VERSIONS = ("0.5.23",)
+_EPLB = "sglang.srt.eplb"
+_MANAGER = f"{_EPLB}.eplb_manager"
+_RECORDER = f"{_EPLB}.expert_distribution"
+_LOCATION = f"{_EPLB}.expert_location"
+_UPDATER = f"{_EPLB}.expert_location_updater"
+_ALGORITHMS = f"{_EPLB}.eplb_algorithms"
+
+_SIGNATURES: Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]] = {
+    _MANAGER: {
+        "EPLBManager": {
+            "on_forward_pass_end": ("self",),
+            "_entrypoint": ("self",),
+            "rebalance": ("self",),
+            "_check_rebalance_needed": ("self", "average_utilization_rate_over_window"),
+        }
+    },
+    _RECORDER: {
+        "_Accumulator": {
+            "append": ("self", "forward_pass_id", "gatherer_key", "single_pass_data", "outputs"),
+        },
+        "_ExpertDistributionRecorderReal": {"_on_forward_pass_start": ("self", "forward_batch")},
+        "": {"get_global_expert_distribution_recorder": ()},
+    },
+    _LOCATION: {"": {"get_global_expert_location_metadata": ()}},
+    _UPDATER: {
+        "ExpertLocationUpdater": {
+            "update": (
+                "self",
+                "routed_experts_weights_of_layer",
+                "new_expert_location_metadata",
+                "update_layer_ids",
+                "nnodes",
+                "rank",
+                "use_flat_topology",
+            )
+        }
+    },
+    _ALGORITHMS: {
+        "": {
+            "rebalance_experts": (
+                "tokens_per_expert",
+                "num_physical_experts",
+                "num_local_physical_experts",
+                "num_groups",
+                "num_nodes",
+                "algorithm",
+            )
+        }
+    },
+}
+
+
+def register() -> None:
+    """What SGLang calls. Never raises: a refusal is said, and SGLang starts without Evenkeel."""
+    register_guest("sglang", "sglang.version", lambda settings, version: Plugin(settings, version).install())
+
+
+def check_engine(version: str) -> None:
+    """Hold SGLang against what this plugin was written for.
+
+    Raises:
+        Unsupported: another version, or a part that looks otherwise.
+    """
+    check_version("sglang", version, KNOWN_VERSIONS)
+    for module, owners in _SIGNATURES.items():
+        loaded = importlib.import_module(module)
+        for owner, wanted in owners.items():
+            check_signatures(getattr(loaded, owner) if owner else loaded, wanted)
+
+
+class Plugin:
+    """The hooks and the guests behind them, for one process.
+
+    Args:
+        settings: read once.
+        version: SGLang's.
+        make_link: makes a rank's link, instead of gRPC.
+    """
+
+    def __init__(
+        self, settings: GuestSettings, version: str, make_link: Callable[[], RankLink] | None = None
+    ) -> None:
+        self.settings = settings
+        self.guests: WeakKeyDictionary[Any, SglangGuest] = WeakKeyDictionary()
+        self._version = version
+        self._make_link = make_link
+
+    def install(self) -> None:
+        """Check, then register; SGLang applies the hooks when all plugins are loaded.
+
+        Raises:
+            Unsupported: nothing was registered.
+        """
+        check_engine(self._version)
+        hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
+        kinds, add = hooks.HookType, hooks.HookRegistry.register
+        manager = f"{_MANAGER}.EPLBManager"
+        add(f"{_RECORDER}._Accumulator.append", self._counted, kinds.BEFORE)
+        add(
+            f"{_RECORDER}._ExpertDistributionRecorderReal._on_forward_pass_start",
+            self._pass_began,
+            kinds.BEFORE,
+        )
+        add(f"{manager}.on_forward_pass_end", self._around_pass_end, kinds.AROUND)
+        add(f"{_UPDATER}.ExpertLocationUpdater.update", self._around_update, kinds.AROUND)
+        if self.settings.mode is GuestMode.PLACE:
+            add(f"{manager}._entrypoint", self._around_entrypoint, kinds.AROUND)
+            add(f"{manager}._check_rebalance_needed", self._around_check, kinds.AROUND)
+            add(f"{_ALGORITHMS}.rebalance_experts", self._around_planner, kinds.AROUND)
+        _log.info("guest_installed", engine="sglang", version=self._version, mode=self.settings.mode)
+
+    def guest_of(self, manager: Any) -> SglangGuest:
+        """The guest beside a manager, made when first asked for."""
+        guest = self.guests.get(manager)
+        if guest is None:
+            location = importlib.import_module(_LOCATION)
+            recorder = importlib.import_module(_RECORDER)
+            engine = Engine(
+                metadata=location.get_global_expert_location_metadata,
+                recorder=recorder.get_global_expert_distribution_recorder,
+                cpu_group=_cpu_group,
+            )
+            link = self._make_link() if self._make_link is not None else None
+            guest = self.guests[manager] = SglangGuest(self.settings, manager, engine, link)
+        return guest
+
+    # --- hooks; SGLang passes the original first to those that go around -----------------------------------
+
+    def _counted(self, *args: Any, **kwargs: Any) -> None:
+        """Before `_Accumulator.append(self, forward_pass_id, gatherer_key, single_pass_data, outputs)`."""
+        key = kwargs.get("gatherer_key", args[2] if len(args) > 2 else None)
+        data = kwargs.get("single_pass_data", args[3] if len(args) > 3 else None)
+        if key != "primary" or data is None:
+            return
+        for guest in list(self.guests.values()):
+            with engine_spared(guest, "_Accumulator.append"):
+                guest.counted(data["global_physical_count"])
+
+    def _pass_began(self, *args: Any, **kwargs: Any) -> None:
+        """Before `_on_forward_pass_start(self, forward_batch)`."""
+        batch = kwargs.get("forward_batch", args[1] if len(args) > 1 else None)
+        for guest in list(self.guests.values()):
+            with engine_spared(guest, "_on_forward_pass_start"):
+                guest.pass_began(batch)
+
+    def _around_pass_end(self, original: Callable[[Any], None], manager: Any) -> None:
+        guest = self.guest_of(manager)
+        with engine_spared(guest, "on_forward_pass_end"):
+            guest.boundary()
+        original(manager)
+        with engine_spared(guest, "on_forward_pass_end"):
+            guest.settle()
+
+    def _around_entrypoint(self, original: Callable[[Any], Iterator[None]], manager: Any) -> Iterator[None]:
+        return self.guest_of(manager).run(lambda: original(manager))
+
+    def _around_check(
+        self, original: Callable[..., bool], manager: Any, average_utilization_rate_over_window: Any
+    ) -> bool:
+        if self.guest_of(manager).ordered:
+            return True
+        return original(manager, average_utilization_rate_over_window)
+
+    def _around_planner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        names = _SIGNATURES[_ALGORITHMS][""]["rebalance_experts"]
+        asked = dict(zip(names, args, strict=False)) | kwargs
+        for guest in list(self.guests.values()):
+            answer = guest.plan(asked["tokens_per_expert"], int(asked["num_physical_experts"]))
+            if answer is not None:
+                return answer
+        return original(*args, **kwargs)
+
+    def _around_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer, seconds = timed(lambda: original(*args, **kwargs))
+        layers = kwargs.get("update_layer_ids", args[3] if len(args) > 3 else [])
+        for guest in list(self.guests.values()):
+            with engine_spared(guest, "ExpertLocationUpdater.update"):
+                guest.switched([int(layer) for layer in layers], seconds)
+        return answer
+
+
+def _cpu_group() -> Any:
+    """The Gloo group over all ranks that SGLang keeps beside its device groups."""
+    return importlib.import_module("sglang.srt.distributed.parallel_state").get_world_group().cpu_group

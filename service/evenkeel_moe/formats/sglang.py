@@ -1,0 +1,192 @@
+"""SGLang's expert distribution recorder: what its dumps hold, and in which order.
+
+Rows are hidden layers, dense ones included; those never count a token. In the modes stat and stat_approx the
+steps are a ring buffer whose write position is not in the file. A dump empties the buffer and leaves the position,
+so unless it is full its unwritten part may lie anywhere, and shows where the oldest step begins; steps that routed
+nothing look the same.
+
+Source: sgl-project/sglang, python/sglang/srt/eplb/expert_distribution.py and eplb_simulator/reader.py, 0.5.23.
+"""
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.formats.reading import as_int, as_list, naming, token_counts
+from evenkeel_moe.formats.trace import Trace, drop_idle_layers, drop_idle_steps
+
+__all__ = ["read_passes", "read_stat"]
+
+
+def read_stat(path: Path, first_moe_layer: int | None) -> Trace:
+    """A dump of mode stat or stat_approx: `logical_count` (steps, hidden layers, E), summed over ranks.
+
+    Raises:
+        InvalidInput, ShapeMismatch: malformed, or torch is not installed.
+    """
+    content = _load(path)
+    if "logical_count" not in content:
+        known = ", ".join(sorted(map(str, content)))
+        hint = "; per-pass dumps are read by naming their folder" if "records" in content else ""
+        raise InvalidInput(f"has no logical_count, only: {known:.200}{hint}")
+    counts = token_counts(_array(content["logical_count"], "logical_count"), "logical_count")
+    if counts.ndim == 2:
+        counts = counts[None]
+    counts, notes = _in_order(_checked(counts, "logical_count"))
+    return _trace(counts, first_moe_layer, path.stem, notes)
+
+
+def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
+    """Dumps of mode per_pass or per_token, one file per rank, summed over ranks pass by pass.
+
+    Physical counts become logical ones by the map in the files, which is the last one in force: passes
+    recorded under an older map would be misread, so record without rebalancing.
+
+    Raises:
+        InvalidInput, ShapeMismatch: malformed, ranks that disagree, or torch is not installed.
+    """
+    passes: dict[int, dict[int, NDArray[np.int64]]] = {}
+    placed: NDArray[np.int64] | None = None
+    for path in sorted(folder.glob("*.pt")):
+        with naming(path.name):
+            content = _load(path)
+            for key in ("records", "last_physical_to_logical_map"):
+                if key not in content:
+                    raise InvalidInput(f"has no {key}, so it is no per-pass dump")
+            held = token_counts(_array(content["last_physical_to_logical_map"], "map"), "map")
+            if held.ndim != 2 or 0 in held.shape:
+                raise ShapeMismatch(f"its map must be (layers, slots), none of them 0, got {held.shape}")
+            if placed is not None and not np.array_equal(placed, held):
+                raise ShapeMismatch(f"its map {held.shape} is not the map of the other files")
+            if held.max() >= held.shape[1]:
+                raise InvalidInput(
+                    f"its map names expert {held.max()}, {held.shape[1]} slots cannot hold so many"
+                )
+            placed = held
+            for record in as_list(content["records"], "records"):
+                _add_record(passes, record, held.shape)
+    if placed is None or not passes:
+        raise InvalidInput("its *.pt files hold no records")
+    by_size = {len(ranks) for ranks in passes.values()}
+    if len(by_size) > 1:
+        raise InvalidInput(f"passes have records of {min(by_size)} to {max(by_size)} ranks")
+    physical = np.stack(
+        [sum(passes[key].values(), np.zeros(placed.shape, np.int64)) for key in sorted(passes)]
+    )
+    counts = np.zeros((*physical.shape[:2], int(placed.max()) + 1), np.int64)
+    for layer, row in enumerate(placed):
+        for slot, expert in enumerate(row):
+            counts[:, layer, expert] += physical[:, layer, slot]
+    counts, notes = drop_idle_steps(counts)
+    return _trace(counts, first_moe_layer, folder.name, notes)
+
+
+def _add_record(
+    passes: dict[int, dict[int, NDArray[np.int64]]], record: object, shape: tuple[int, ...]
+) -> None:
+    if not isinstance(record, dict) or not {"forward_pass_id", "rank", "global_physical_count"} <= set(
+        record
+    ):
+        raise InvalidInput(f"record {len(passes)} lacks forward_pass_id, rank or global_physical_count")
+    key = as_int(record["forward_pass_id"], "forward_pass_id", most=2**62)
+    rank = as_int(record["rank"], "rank")
+    counts = token_counts(_array(record["global_physical_count"], "count"), f"pass {key} rank {rank}")
+    if counts.shape != shape:
+        raise ShapeMismatch(f"pass {key} rank {rank} counts {counts.shape}, the map is {shape}")
+    by_rank = passes.setdefault(key, {})
+    if rank in by_rank:
+        raise InvalidInput(f"pass {key} has two records of rank {rank}")
+    by_rank[rank] = counts
+
+
+def _load(path: Path) -> dict[Any, Any]:
+    try:
+        import torch
+    except ImportError as error:
+        raise InvalidInput(
+            "reading *.pt files needs torch: install evenkeel[agent], or convert the dump to npz where torch is"
+        ) from error
+    try:
+        # weights_only: tensors and plain containers, no code of the file runs.
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise InvalidInput(f"torch cannot read it: {str(error).splitlines()[0]:.200}") from error
+    # A broken pickle stream surfaces as whatever its opcodes ran into.
+    except (EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
+        raise InvalidInput(f"torch cannot read it: {type(error).__name__} {error!s:.200}") from error
+    if not isinstance(content, dict):
+        raise InvalidInput(f"holds a {type(content).__name__}, must be a mapping")
+    return content
+
+
+def _array(value: object, what: str) -> NDArray[Any]:
+    if str(getattr(value, "dtype", None)) == "torch.bfloat16":
+        raise InvalidInput(f"{what} is bfloat16, which rounds counts above 256: dump it as int32 or float32")
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(f"{what} is no array: {error!s:.120}") from error
+
+
+def _checked(counts: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+    if counts.ndim != 3 or 0 in counts.shape:
+        raise ShapeMismatch(
+            f"{what} must be (steps, hidden layers, experts), none of them 0, got {counts.shape}"
+        )
+    return counts
+
+
+def _in_order(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """The ring's steps from the oldest on, without the unwritten ones."""
+    busy = np.asarray(counts.any(axis=(1, 2)), np.bool_)
+    if busy.all():
+        full = (
+            f"the buffer of {len(counts)} steps is full and does not say which is the oldest: taken as stored"
+        )
+        return counts, (full,)
+    if not busy.any():
+        return drop_idle_steps(counts)
+    # The runs of empty slots, around the ring: where each begins, and the busy slot that ends it.
+    first = np.flatnonzero(~busy & np.roll(busy, 1))
+    after = np.flatnonzero(busy & ~np.roll(busy, 1))
+    if after[0] < first[0]:
+        after = np.roll(after, -1)
+    lengths = (after - first) % len(busy)
+    # What was written from or up to an end of the buffer is in order as it is stored.
+    at_end = (first == 0) | (first + lengths >= len(busy))
+    if lengths[at_end].max(initial=0) > lengths[~at_end].max(initial=0):
+        return drop_idle_steps(counts)
+    if len(lengths) > 1:
+        rows, notes = drop_idle_steps(counts)
+        ambiguous = (
+            f"the buffer is empty in {len(lengths)} places, and its unwritten part cannot be told from steps that"
+            " routed nothing: the order is ambiguous, taken as stored"
+        )
+        return rows, (*notes, ambiguous)
+    rows, notes = drop_idle_steps(np.roll(counts, -int(after[0]), axis=0))
+    unrolled = (
+        f"slots {first[0]}..{after[0] - 1}, the only empty ones, are taken for the unwritten part of the buffer, so"
+        f" that its oldest step is in slot {after[0]}"
+    )
+    return rows, (*notes, unrolled)
+
+
+def _trace(
+    counts: NDArray[np.int64], first_moe_layer: int | None, name: str, notes: tuple[str, ...]
+) -> Trace:
+    hidden = counts.shape[1]
+    if first_moe_layer is None:
+        rows, layer_ids = drop_idle_layers(counts)
+        if len(layer_ids) < hidden:
+            notes += (
+                f"{hidden - len(layer_ids)} of {hidden} hidden layers never counted a token: taken as dense",
+            )
+        return Trace(rows, layer_ids, name, notes=notes)
+    if not 0 <= first_moe_layer < hidden:
+        raise InvalidInput(f"first MoE layer {first_moe_layer} is outside the {hidden} hidden layers")
+    return Trace(counts[:, first_moe_layer:], tuple(range(first_moe_layer, hidden)), name, notes=notes)

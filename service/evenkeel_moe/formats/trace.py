@@ -1,0 +1,152 @@
+"""Trace: recorded loads of one deployment, whatever tool recorded them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.formats.reading import check_layer_ids
+
+__all__ = ["Trace", "drop_idle_steps", "drop_idle_layers"]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Routed tokens per step, MoE layer and logical expert, with what else the recording knew."""
+
+    counts: NDArray[np.int64]
+    """(T, L, E) [tokens], steps in order."""
+    layer_ids: tuple[int, ...]
+    """(L,) index of each row among the model's hidden layers, dense layers counted; rising."""
+    name: str = "trace"
+    top_k: int | None = None
+    """Experts per token; None where the recording does not say."""
+    tokens: NDArray[np.int64] | None = None
+    """(T,) tokens of each step."""
+    source: NDArray[np.int64] | None = None
+    """(T, R', L, E) [tokens] - the same counts by source rank."""
+    mix: NDArray[np.float64] | None = None
+    """(T, D) share of each domain in each step."""
+    domains: tuple[str, ...] = ()
+    """Names of the D domains."""
+    notes: tuple[str, ...] = ()
+    """What a reader had to assume or leave out; shown to the user, never part of a file."""
+
+    def __post_init__(self) -> None:
+        counts = self.counts
+        if counts.ndim != 3 or 0 in counts.shape:
+            raise ShapeMismatch(
+                f"counts must be (steps, layers, experts), none of them 0, got {counts.shape}"
+            )
+        if counts.min() < 0:
+            step, layer, expert = np.argwhere(counts < 0)[0]
+            raise InvalidInput(
+                f"{int((counts < 0).sum())} negative counts, first: {counts[step, layer, expert]}"
+                f" in step {step} layer {layer} expert {expert}"
+            )
+        check_layer_ids(self.layer_ids, self.num_layers)
+        if self.top_k is not None and not 1 <= self.top_k <= self.num_experts:
+            raise InvalidInput(
+                f"top-k is {self.top_k}, must be 1..{self.num_experts}, the experts of a layer"
+            )
+        self._check_tokens()
+        self._check_source()
+        if self.mix is not None and self.mix.shape != (self.num_steps, len(self.domains)):
+            raise ShapeMismatch(
+                f"mix must be ({self.num_steps}, {len(self.domains)}), steps by domains, got {self.mix.shape}"
+            )
+
+    def _check_tokens(self) -> None:
+        if self.tokens is None:
+            return
+        if self.tokens.shape != (self.num_steps,):
+            raise ShapeMismatch(f"tokens must be ({self.num_steps},), got {self.tokens.shape}")
+        if self.top_k is None:
+            return
+        sums = self.counts.sum(axis=2)
+        wrong = np.argwhere(sums != self.tokens[:, None] * self.top_k)
+        if len(wrong):
+            step, layer = wrong[0]
+            raise InvalidInput(
+                f"{len(wrong)} (step, layer) sums are not tokens x top-k, first: step {step} layer {layer}"
+                f" counts {sums[step, layer]}, {self.tokens[step]} tokens x {self.top_k}"
+                f" = {self.tokens[step] * self.top_k}"
+            )
+
+    def _check_source(self) -> None:
+        if self.source is None:
+            return
+        want = (self.num_steps, self.num_layers, self.num_experts)
+        have = self.source.shape
+        if self.source.ndim != 4 or (have[0], *have[2:]) != want or have[1] < 1:
+            raise ShapeMismatch(f"source counts must be ({want[0]}, ranks, {want[1]}, {want[2]}), got {have}")
+        if self.source.min() < 0:
+            raise InvalidInput(f"{int((self.source < 0).sum())} negative source counts")
+        wrong = np.argwhere(self.source.sum(axis=1) != self.counts)
+        if len(wrong):
+            step, layer, expert = wrong[0]
+            raise InvalidInput(
+                f"{len(wrong)} source counts do not sum to the counts, first: step {step} layer {layer}"
+                f" expert {expert}: {self.source[step, :, layer, expert].sum()}"
+                f" against {self.counts[step, layer, expert]}"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return int(self.counts.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.counts.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.counts.shape[2])
+
+    def cut(self, first: int, last: int) -> "Trace":
+        """Steps first..last-1.
+
+        Raises:
+            InvalidInput: an empty cut.
+        """
+        if not 0 <= first < last <= self.num_steps:
+            raise InvalidInput(f"cannot cut steps {first}..{last} from a trace of {self.num_steps}")
+        part = slice(first, last)
+        return Trace(
+            self.counts[part],
+            self.layer_ids,
+            self.name,
+            self.top_k,
+            None if self.tokens is None else self.tokens[part],
+            None if self.source is None else self.source[part],
+            None if self.mix is None else self.mix[part],
+            self.domains,
+            self.notes,
+        )
+
+
+def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """(T, L, E) counts without the steps that routed nothing, and a note of how many those were.
+
+    Raises:
+        InvalidInput: nothing was routed in any step.
+    """
+    busy = counts.any(axis=(1, 2))
+    if not busy.any():
+        raise InvalidInput(f"none of the {len(counts)} steps routed a token")
+    if busy.all():
+        return counts, ()
+    return counts[busy], (f"left out {int((~busy).sum())} of {len(counts)} steps: they routed nothing",)
+
+
+def drop_idle_layers(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+    """(T, H, E) counts by hidden layer -> the rows that ever routed a token, and their indices.
+
+    Dense layers have rows and never count. Needs at least one busy row.
+    """
+    busy = np.nonzero(counts.any(axis=(0, 2)))[0]
+    return counts[:, busy], tuple(int(layer) for layer in busy)

@@ -1,0 +1,208 @@
+"""Placement: which logical expert sits in which slot. Immutable, with its derived maps."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
+from evenkeel_moe.model.topology import ModelShape
+
+__all__ = ["EMPTY", "Placement"]
+
+EMPTY = -1
+"""phy2log value of a slot that holds no expert."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """phy2log and what follows from it. slot -> rank is contiguous: rank = slot // slots_per_rank."""
+
+    phy2log: NDArray[np.int32]
+    """(L, S) logical expert of each slot, EMPTY where none."""
+    num_ranks: int
+    num_logical_experts: int
+
+    def __post_init__(self) -> None:
+        phy2log = np.array(self.phy2log, dtype=np.int32, order="C", copy=True)
+        if phy2log.ndim != 2:
+            raise ShapeMismatch(f"phy2log must be (layers, slots), got shape {phy2log.shape}")
+        if self.num_ranks < 1 or phy2log.shape[1] % self.num_ranks:
+            raise ShapeMismatch(f"{phy2log.shape[1]} slots do not divide over {self.num_ranks} ranks")
+        low, high = (int(phy2log.min()), int(phy2log.max())) if phy2log.size else (0, 0)
+        if low < EMPTY or high >= self.num_logical_experts:
+            raise ShapeMismatch(
+                f"phy2log holds {low}..{high}, experts are 0..{self.num_logical_experts - 1} and {EMPTY} is empty",
+                Reason.EXPERT_OUT_OF_RANGE,
+            )
+        phy2log.flags.writeable = False
+        object.__setattr__(self, "phy2log", phy2log)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Placement):
+            return NotImplemented
+        return (
+            self.num_ranks == other.num_ranks
+            and self.num_logical_experts == other.num_logical_experts
+            and np.array_equal(self.phy2log, other.phy2log)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.phy2log.shape[0])
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return int(self.phy2log.shape[1])
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(L, S, R, E)."""
+        return self.num_layers, self.num_slots, self.num_ranks, self.num_logical_experts
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Local slots per layer."""
+        return self.num_slots // self.num_ranks
+
+    @cached_property
+    def logcnt(self) -> NDArray[np.int32]:
+        """(L, E) int32 - replicas of each logical expert."""
+        counts = np.zeros((self.num_layers, self.num_logical_experts), np.int32)
+        layers, slots = np.nonzero(self.phy2log >= 0)
+        np.add.at(counts, (layers, self.phy2log[layers, slots]), 1)
+        counts.flags.writeable = False
+        return counts
+
+    @cached_property
+    def even_shares(self) -> NDArray[np.float64]:
+        """(L, S) share of its expert's tokens each slot has when they are split evenly; 0 in an empty slot."""
+        copies = np.take_along_axis(self.logcnt, np.maximum(self.phy2log, 0), axis=1)
+        shares = np.where(self.phy2log >= 0, 1.0 / np.maximum(copies, 1), 0.0)
+        shares.flags.writeable = False
+        return shares
+
+    @cached_property
+    def log2phy(self) -> NDArray[np.int32]:
+        """(L, E, Xmax) int32 - slots of each logical expert in slot order, padded with -1."""
+        width = max(1, int(self.logcnt.max(initial=0)))
+        table = np.full((self.num_layers, self.num_logical_experts, width), -1, np.int32)
+        fill = np.zeros((self.num_layers, self.num_logical_experts), np.int32)
+        for layer, slot in zip(*np.nonzero(self.phy2log >= 0), strict=True):
+            expert = self.phy2log[layer, slot]
+            table[layer, expert, fill[layer, expert]] = slot
+            fill[layer, expert] += 1
+        table.flags.writeable = False
+        return table
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits over shape and contents; equal digests mean equal maps."""
+        header = f"{self.num_layers},{self.num_slots},{self.num_ranks},{self.num_logical_experts};".encode()
+        return hashlib.blake2b(header + self.phy2log.astype("<i4").tobytes(), digest_size=16).hexdigest()
+
+    def rank_of_slot(self) -> NDArray[np.int32]:
+        """(S,) int32 - the rank that owns each slot."""
+        return (np.arange(self.num_slots, dtype=np.int32) // self.slots_per_rank).astype(np.int32)
+
+    def with_rows(self, layers: tuple[int, ...], rows: NDArray[np.int32]) -> "Placement":
+        """This placement with some layers' rows replaced; rows: (len(layers), S) int32."""
+        phy2log = self.phy2log.copy()
+        phy2log[list(layers)] = rows
+        return Placement(phy2log, self.num_ranks, self.num_logical_experts)
+
+    def used_per_rank(self) -> NDArray[np.int64]:
+        """(R,) int64 - filled slots of each rank over all layers."""
+        filled = (self.phy2log >= 0).reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
+        return np.asarray(filled.sum(axis=(0, 2)), np.int64)
+
+    def check(self, shape: ModelShape, *, allow_duplicates: bool = False) -> None:
+        """Hold the placement against the invariants of R17.
+
+        Raises:
+            ShapeMismatch: another shape than the deployment's.
+            InfeasiblePlan: an expert without a replica, a duplicate on a rank, a pool overrun.
+        """
+        if self.sizes != shape.sizes:
+            raise ShapeMismatch(f"placement is (L, S, R, E) = {self.sizes}, the deployment is {shape.sizes}")
+        missing = np.argwhere(self.logcnt == 0)
+        if len(missing):
+            layer, expert = missing[0]
+            raise InfeasiblePlan(
+                f"{len(missing)} experts without a replica, first: layer {layer} expert {expert}",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
+        if not allow_duplicates:
+            duplicate = self.first_duplicate()
+            if duplicate is not None:
+                layer, rank, expert = duplicate
+                raise InfeasiblePlan(
+                    f"layer {layer} rank {rank} holds expert {expert} more than once",
+                    Reason.DUPLICATE_ON_RANK,
+                )
+        if shape.pool_slots_per_rank is not None:
+            used = self.used_per_rank()
+            worst = int(used.argmax())
+            if used[worst] > shape.pool_slots_per_rank:
+                raise InfeasiblePlan(
+                    f"rank {worst} would hold {used[worst]} experts, its pool has {shape.pool_slots_per_rank} slots",
+                    Reason.POOL_EXCEEDED,
+                )
+
+    def first_duplicate(self) -> tuple[int, int, int] | None:
+        """(layer, rank, expert) of the first expert held twice by one rank, None if there is none."""
+        by_rank = np.sort(self.phy2log.reshape(self.num_layers, self.num_ranks, self.slots_per_rank), axis=2)
+        twice = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
+        where = np.argwhere(twice)
+        if not len(where):
+            return None
+        layer, rank, position = where[0]
+        return int(layer), int(rank), int(by_rank[layer, rank, position])
+
+    @classmethod
+    def initial(cls, shape: ModelShape) -> "Placement":
+        """Experts in order over the ranks, then as many spare slots as the budget fills, round robin.
+
+        The first E filled slots hold expert 0..E-1 in rank order (contiguous blocks, as engines start);
+        spare slots repeat experts from 0 on, never the same expert twice on a rank. Where E does not divide by R the first
+        ranks hold one expert more; with pooled slots those ranks change from layer to layer, so that no pool overruns.
+        """
+        layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
+        budget, step = shape.slots_per_rank, 0
+        if shape.pool_slots_per_rank is not None:
+            budget, step = min(budget, shape.pool_slots_per_rank // layers), experts % ranks
+        firsts = [layer * step % ranks for layer in range(layers)]
+        rows = {first: _initial_row(shape, budget, first) for first in set(firsts)}
+        return cls(np.stack([rows[first] for first in firsts]), ranks, experts)
+
+
+def _initial_row(shape: ModelShape, budget: int, first: int) -> NDArray[np.int32]:
+    """(S,) one layer of `Placement.initial`: `first` is the first rank that holds an expert more where E does not divide
+    by R; ranks are filled up to `budget` slots."""
+    ranks, experts, per_rank = shape.num_ranks, shape.num_logical_experts, shape.slots_per_rank
+    row = np.full((ranks, per_rank), EMPTY, np.int32)
+    base, extra = divmod(experts, ranks)
+    start = 0
+    for rank in range(ranks):
+        count = base + ((rank - first) % ranks < extra)
+        row[rank, :count] = np.arange(start, start + count)
+        start += count
+    spare = 0
+    for local in range(budget):
+        for rank in range(ranks):
+            if row[rank, local] != EMPTY:
+                continue
+            for offset in range(experts):
+                expert = (spare + offset) % experts
+                if expert not in row[rank]:
+                    row[rank, local] = expert
+                    spare = expert + 1
+                    break
+    return row.ravel()

@@ -1,0 +1,106 @@
+"""The shape of a deployment: what ranks declare when they register, and must agree on."""
+
+from dataclasses import dataclass
+
+from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
+
+__all__ = ["ModelShape", "Topology"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of one deployment. Rows are MoE layers only."""
+
+    num_layers: int
+    """L."""
+    num_logical_experts: int
+    """E, per layer."""
+    num_ranks: int
+    """R."""
+    slots_per_rank: int
+    """Local slots of one layer's map row; S = R * slots_per_rank."""
+    top_k: int
+    bytes_per_expert: int
+    """Bytes of every tensor of one expert, scales included."""
+    num_expert_groups: int = 1
+    """G, DeepSeek routing groups; 1 where the model has none."""
+    pool_slots_per_rank: int | None = None
+    """Weight buffers of one rank over all layers when slots are pooled; None when each layer owns its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_logical_experts", "num_ranks", "slots_per_rank", "top_k"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidInput(f"{name} is {value}, must be at least 1")
+        if self.bytes_per_expert < 0:
+            raise InvalidInput(f"bytes_per_expert is {self.bytes_per_expert}, must not be negative")
+        if self.top_k > self.num_logical_experts:
+            raise InvalidInput(f"top_k {self.top_k} exceeds {self.num_logical_experts} experts")
+        if self.num_expert_groups < 1 or self.num_logical_experts % self.num_expert_groups:
+            raise InvalidInput(
+                f"{self.num_logical_experts} experts do not divide into {self.num_expert_groups} expert groups"
+            )
+        if self.num_slots < self.num_logical_experts:
+            raise ShapeMismatch(
+                f"{self.num_ranks} ranks x {self.slots_per_rank} slots = {self.num_slots} slots"
+                f" cannot hold {self.num_logical_experts} experts",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
+        pool = self.pool_slots_per_rank
+        if pool is not None and pool * self.num_ranks < self.num_layers * self.num_logical_experts:
+            raise ShapeMismatch(
+                f"{self.num_ranks} ranks x {pool} pooled slots cannot hold"
+                f" {self.num_layers} layers x {self.num_logical_experts} experts",
+                Reason.POOL_EXCEEDED,
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """S, slots of one layer over all ranks."""
+        return self.num_ranks * self.slots_per_rank
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(L, S, R, E)."""
+        return self.num_layers, self.num_slots, self.num_ranks, self.num_logical_experts
+
+    @property
+    def pooled(self) -> bool:
+        """Whether slots are pooled across layers."""
+        return self.pool_slots_per_rank is not None
+
+    @property
+    def num_redundant(self) -> int:
+        """Replica budget of an average layer: filled slots beyond one per expert, rounded down."""
+        if self.pool_slots_per_rank is None:
+            return self.num_slots - self.num_logical_experts
+        total = self.pool_slots_per_rank * self.num_ranks
+        return min(total // self.num_layers, self.num_slots) - self.num_logical_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Which node each rank is on. A node is a fast-link domain."""
+
+    node_of_rank: tuple[int, ...]
+    """(R,) node index, 0..N-1."""
+
+    def __post_init__(self) -> None:
+        nodes = sorted(set(self.node_of_rank))
+        if not nodes or nodes != list(range(len(nodes))):
+            raise InvalidInput(f"node indices must be 0..N-1 without gaps, got {nodes}")
+
+    @classmethod
+    def single_node(cls, num_ranks: int) -> "Topology":
+        """All ranks in one fast-link domain."""
+        return cls((0,) * num_ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return len(self.node_of_rank)
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return max(self.node_of_rank) + 1

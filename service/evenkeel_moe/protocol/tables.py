@@ -1,0 +1,252 @@
+"""Transition tables of the three machines: (state, event type) -> method name or a verdict.
+
+Rule 1: everything that decides which event may move which state of a machine lives in this file.
+A cell names the method that makes the move; the docs' diagrams are drawn from these rows, and a
+test walks every pair.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from evenkeel_moe.protocol.control_messages import (
+    CancelWave,
+    CycleDecided,
+    FleetProgress,
+    LeaseAcquired,
+    LeaseLost,
+    PersistFailed,
+    RankConnected,
+    RankLost,
+    StreamClosed,
+)
+from evenkeel_moe.protocol.messages import (
+    Abort,
+    AbortAnswer,
+    Ack,
+    Commit,
+    Hello,
+    ParticipantState,
+    PollDropped,
+    PollNotPassed,
+    PollPassed,
+    Prepare,
+    QueryState,
+    RankState,
+    ReloadRequested,
+    StagingFailed,
+    StagingFinished,
+    StagingProgress,
+    SwapFailed,
+    SwapFinished,
+    TermRefused,
+    Tick,
+    TransportDrained,
+    Vote,
+    WeightsReloaded,
+)
+
+__all__ = [
+    "CONTROL",
+    "CONTROL_MOVES",
+    "COORDINATOR",
+    "COORDINATOR_MOVES",
+    "IGNORED",
+    "ILLEGAL",
+    "PARTICIPANT",
+    "PARTICIPANT_MOVES",
+    "PARTICIPANT_OTHER_WAVE",
+    "VIOLATION",
+    "ControlState",
+    "CoordinatorState",
+]
+
+IGNORED = "ignored"
+"""The pair may happen and changes nothing."""
+ILLEGAL = "illegal"
+"""A local event that cannot happen unless our own code is wrong: IllegalEvent, nothing changes."""
+VIOLATION = "violation"
+"""A remote message that no correct peer sends in this state: reported, nothing changes."""
+
+
+class CoordinatorState(StrEnum):
+    """Where a wave stands, as far as its leader knows."""
+
+    PREPARING = "preparing"
+    COMMITTING = "committing"
+    """All voted yes; Commit is out, the gate decides."""
+    ABORTING = "aborting"
+    """Abort is out; every rank must say that the wave is gone and drained."""
+    RECOVERING = "recovering"
+    """A wave found on the ranks: asking all of them what became of it (R12)."""
+    COMMITTED = "committed"
+    """One rank is at the new epoch; the others' acks are being collected."""
+    ABORTED = "aborted"
+
+
+class ControlState(StrEnum):
+    """What a controller replica does for a deployment."""
+
+    FOLLOWER = "follower"
+    WAITING_FOR_RANKS = "waiting_for_ranks"
+    RECOVERING = "recovering"
+    """Asking all ranks where they stand, and ending waves found on them."""
+    READY = "ready"
+    MIGRATING = "migrating"
+    """A plan is active."""
+
+
+_P = ParticipantState
+_Q = CoordinatorState
+_C = ControlState
+
+
+def _table(
+    columns: tuple[StrEnum, ...], rows: Mapping[type, tuple[str, ...]]
+) -> Mapping[tuple[StrEnum, type], str]:
+    return {
+        (state, event): cell for event, row in rows.items() for state, cell in zip(columns, row, strict=True)
+    }
+
+
+# fmt: off
+PARTICIPANT = _table((_P.IDLE, _P.STAGING, _P.PREPARED, _P.ARMED, _P.SWAPPING, _P.ABORTED), {
+    # A Commit cannot overtake the vote it rests on: while STAGING it is a stray, and a repeat comes if it is real.
+    #                 IDLE            STAGING            PREPARED           ARMED               SWAPPING           ABORTED
+    Prepare:          ("_begin",      "_vote_later",     "_vote_again",     "_vote_again",      "_vote_again",     "_refuse_again"),
+    Commit:           ("_gone",       IGNORED,           "_arm",            "_arm_again",       "_arm_again",      "_gone"),
+    Abort:            ("_gone",       "_abort",          "_abort",          "_abort_armed",     "_abort_later",    "_abort_again"),
+    QueryState:       ("_answer",     "_answer",         "_answer",         "_answer",          "_answer",         "_answer"),
+    StagingFinished:  (IGNORED,       "_vote_yes",       IGNORED,           IGNORED,            IGNORED,           IGNORED),
+    StagingFailed:    (IGNORED,       "_vote_no",        IGNORED,           IGNORED,            IGNORED,           IGNORED),
+    TransportDrained: (IGNORED,       IGNORED,           IGNORED,           IGNORED,            IGNORED,           "_drained"),
+    PollPassed:       (ILLEGAL,       ILLEGAL,           ILLEGAL,           "_pass",            ILLEGAL,           ILLEGAL),
+    PollNotPassed:    ("_resolve",    "_resolve",        "_resolve",        "_resolve_armed",   ILLEGAL,           "_resolve"),
+    PollDropped:      ("_resolve",    "_drop_together",  "_drop_together",  "_drop_together",   ILLEGAL,           "_resolve"),
+    SwapFinished:     (ILLEGAL,       ILLEGAL,           ILLEGAL,           ILLEGAL,            "_swapped",        ILLEGAL),
+    SwapFailed:       (ILLEGAL,       ILLEGAL,           ILLEGAL,           ILLEGAL,            "_swap_failed",    ILLEGAL),
+    ReloadRequested:  ("_permit",     "_reload_drops",   "_reload_drops",   "_reload_armed",    "_reload_later",   "_permit"),
+    WeightsReloaded:  ("_reloaded",   "_reloaded_drops", "_reloaded_drops", "_reloaded_armed",  "_reloaded_torn",  "_reloaded"),
+})
+
+PARTICIPANT_OTHER_WAVE: Mapping[type, str] = {
+    # In every state but IDLE, when the event is not about the wave held.
+    Prepare:          "_busy",
+    Commit:           "_gone",
+    Abort:            "_gone",
+    StagingFinished:  IGNORED,
+    StagingFailed:    IGNORED,
+    TransportDrained: IGNORED,
+}
+
+COORDINATOR = _table((_Q.PREPARING, _Q.COMMITTING, _Q.ABORTING, _Q.RECOVERING, _Q.COMMITTED, _Q.ABORTED), {
+    #              PREPARING          COMMITTING       ABORTING      RECOVERING    COMMITTED      ABORTED
+    Vote:          ("_vote",          IGNORED,         IGNORED,      VIOLATION,    IGNORED,       IGNORED),
+    Ack:           (VIOLATION,        "_ack",          "_ack",       VIOLATION,    "_ack",        VIOLATION),
+    AbortAnswer:   (VIOLATION,        "_gone_unasked", "_gone",      VIOLATION,    "_gone_late",  IGNORED),
+    RankState:     (IGNORED,          IGNORED,         IGNORED,      "_state",     IGNORED,       IGNORED),
+    RankConnected: ("_connected",     "_connected",    "_connected", "_connected", "_connected",  IGNORED),
+    RankLost:      ("_lost_preparing", "_lost",        "_lost",      "_lost",      "_lost",       IGNORED),
+    FleetProgress: ("_progress",      "_progress",     "_progress",  "_progress",  "_progress",   IGNORED),
+    CancelWave:    ("_cancel",        IGNORED,         IGNORED,      ILLEGAL,      IGNORED,       ILLEGAL),
+    Tick:          ("_tick",          "_tick",         "_tick",      "_tick",      "_tick",       IGNORED),
+})
+
+CONTROL = _table((_C.FOLLOWER, _C.WAITING_FOR_RANKS, _C.RECOVERING, _C.READY, _C.MIGRATING), {
+    #                 FOLLOWER         WAITING_FOR_RANKS  RECOVERING          READY             MIGRATING
+    LeaseAcquired:    ("_lead",        ILLEGAL,           ILLEGAL,            ILLEGAL,          ILLEGAL),
+    LeaseLost:        (IGNORED,        "_follow",         "_follow",          "_follow",        "_follow"),
+    Hello:            ("_turn_away",   "_hello",          "_hello",           "_hello",         "_hello"),
+    Vote:             (IGNORED,        VIOLATION,         "_to_wave",         "_to_wave",       "_to_wave"),
+    Ack:              (IGNORED,        VIOLATION,         "_to_wave",         "_to_wave",       "_to_wave"),
+    AbortAnswer:      (IGNORED,        VIOLATION,         "_to_wave",         "_to_wave",       "_to_wave"),
+    RankState:        (IGNORED,        "_note",           "_survey_answer",   "_check",         "_check"),
+    TermRefused:      (IGNORED,        "_refused",        "_refused",         "_refused",       "_refused"),
+    StagingProgress:  (IGNORED,        IGNORED,           IGNORED,            IGNORED,          "_staged"),
+    StreamClosed:     (IGNORED,        "_closed",         "_closed",          "_closed",        "_closed"),
+    CycleDecided:     (IGNORED,        "_cycle_overtaken", "_cycle_overtaken", "_cycle_decided", "_cycle_overtaken"),
+    PersistFailed:    (IGNORED,        "_unsaved",        "_unsaved",         "_unsaved",       "_unsaved"),
+    CancelWave:       (ILLEGAL,        ILLEGAL,           ILLEGAL,            ILLEGAL,          "_to_wave"),
+    Tick:             (IGNORED,        "_tick_waiting",   "_tick_recovering", "_tick_ready",    "_tick_migrating"),
+})
+# fmt: on
+
+PARTICIPANT_MOVES: Mapping[_P, Mapping[type, tuple[_P, ...]]] = {
+    _P.IDLE: {Prepare: (_P.STAGING,)},
+    _P.STAGING: {
+        StagingFinished: (_P.PREPARED,),
+        StagingFailed: (_P.ABORTED,),
+        Abort: (_P.ABORTED,),
+        PollDropped: (_P.ABORTED,),
+        ReloadRequested: (_P.ABORTED,),
+        WeightsReloaded: (_P.ABORTED,),
+    },
+    _P.PREPARED: {
+        Commit: (_P.ARMED,),
+        Abort: (_P.ABORTED,),
+        PollDropped: (_P.ABORTED,),
+        ReloadRequested: (_P.ABORTED,),
+        WeightsReloaded: (_P.ABORTED,),
+    },
+    _P.ARMED: {
+        PollPassed: (_P.SWAPPING,),
+        PollNotPassed: (_P.ABORTED,),
+        PollDropped: (_P.ABORTED,),
+        Abort: (_P.ABORTED,),
+        ReloadRequested: (_P.ABORTED,),
+        WeightsReloaded: (_P.ABORTED,),
+    },
+    _P.SWAPPING: {SwapFinished: (_P.IDLE,)},
+    _P.ABORTED: {TransportDrained: (_P.IDLE,)},
+}
+"""Where an event may lead besides staying; the diagrams are drawn from these."""
+
+COORDINATOR_MOVES: Mapping[_Q, Mapping[type, tuple[_Q, ...]]] = {
+    _Q.PREPARING: {
+        Vote: (_Q.COMMITTING, _Q.ABORTING),
+        RankConnected: (_Q.ABORTING,),
+        RankLost: (_Q.ABORTING,),
+        CancelWave: (_Q.ABORTING,),
+        Tick: (_Q.ABORTING,),
+    },
+    _Q.COMMITTING: {
+        Ack: (_Q.COMMITTED,),
+        AbortAnswer: (_Q.ABORTING, _Q.COMMITTED),
+        Tick: (_Q.ABORTING,),
+    },
+    _Q.ABORTING: {Ack: (_Q.COMMITTED,), AbortAnswer: (_Q.ABORTED, _Q.COMMITTED)},
+    _Q.RECOVERING: {RankState: (_Q.COMMITTED, _Q.COMMITTING, _Q.ABORTING)},
+    _Q.COMMITTED: {},
+    _Q.ABORTED: {},
+}
+
+CONTROL_MOVES: Mapping[_C, Mapping[type, tuple[_C, ...]]] = {
+    _C.FOLLOWER: {LeaseAcquired: (_C.WAITING_FOR_RANKS,)},
+    _C.WAITING_FOR_RANKS: {
+        LeaseLost: (_C.FOLLOWER,),
+        TermRefused: (_C.FOLLOWER,),
+        Hello: (_C.RECOVERING, _C.FOLLOWER),
+    },
+    _C.RECOVERING: {
+        LeaseLost: (_C.FOLLOWER,),
+        TermRefused: (_C.FOLLOWER,),
+        Hello: (_C.FOLLOWER,),
+        RankState: (_C.READY, _C.MIGRATING),
+    },
+    _C.READY: {
+        LeaseLost: (_C.FOLLOWER,),
+        TermRefused: (_C.FOLLOWER,),
+        Hello: (_C.RECOVERING, _C.FOLLOWER),
+        RankState: (_C.RECOVERING,),
+        CycleDecided: (_C.MIGRATING,),
+    },
+    _C.MIGRATING: {
+        LeaseLost: (_C.FOLLOWER,),
+        TermRefused: (_C.FOLLOWER,),
+        Hello: (_C.RECOVERING, _C.FOLLOWER),
+        RankState: (_C.RECOVERING,),
+        Ack: (_C.READY,),
+        AbortAnswer: (_C.READY,),
+        Tick: (_C.READY,),
+    },
+}
+"""READY also becomes MIGRATING, and back, by what operators ask for."""

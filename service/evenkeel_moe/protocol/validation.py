@@ -1,0 +1,138 @@
+"""What a plan must satisfy before any rank hears of it (R17), and a wave before its Prepare (R10, R11)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Plan, Wave
+from evenkeel_moe.model.topology import ModelShape
+
+__all__ = ["Refusal", "batch_refusal", "placement_at", "plan_refusal", "pool_refusal", "wave_refusal"]
+
+Refusal = tuple[Reason, str]
+"""Why not, and the same in words with the numbers."""
+
+
+def placement_at(plan: Plan, waves_done: int) -> Placement:
+    """The placement after the first `waves_done` waves of a plan.
+
+    Raises:
+        EvenkeelError: a wave's rows do not fit the base.
+    """
+    phy2log = plan.base.phy2log.copy()
+    for wave in plan.waves[:waves_done]:
+        phy2log[list(wave.layers)] = wave.rows
+    return Placement(phy2log, plan.base.num_ranks, plan.base.num_logical_experts)
+
+
+def plan_refusal(plan: Plan, shape: ModelShape) -> Refusal | None:
+    """Why a plan is not sound as a whole; None if it is.
+
+    Holds the target against the placement invariants, and the waves against base and target.
+    """
+    try:
+        plan.base.check(shape, allow_duplicates=True)
+        plan.target.check(shape, allow_duplicates=plan.allow_duplicates)
+    except EvenkeelError as error:
+        return error.reason, str(error)
+    for index, wave in enumerate(plan.waves):
+        refusal = _form_refusal(wave, index, shape)
+        if refusal is not None:
+            return refusal
+    if placement_at(plan, len(plan.waves)) != plan.target:
+        return Reason.INVALID_INPUT, "the waves do not lead from the base to the target"
+    return None
+
+
+def wave_refusal(
+    wave: Wave, before: Placement, shape: ModelShape, staging_bytes: Sequence[int], *, allow_duplicates: bool
+) -> Refusal | None:
+    """Why a wave is not sound on the placement before it; None if it is.
+
+    Between waves the placement is whole; every slot that changes gets its bytes by one transfer from
+    a slot that holds the expert before the wave; a rank's share fits its staging.
+    """
+    after = before.with_rows(wave.layers, wave.rows)
+    try:
+        duplicates = allow_duplicates or before.first_duplicate() is not None
+        after.check(shape, allow_duplicates=duplicates)
+    except EvenkeelError as error:
+        return error.reason, str(error)
+    changed = (after.phy2log != before.phy2log) & (after.phy2log >= 0)
+    filled = np.zeros_like(changed)
+    needed = np.zeros(shape.num_ranks, np.int64)
+    for t in wave.transfers:
+        if before.phy2log[t.layer, t.src_slot] != t.logical_expert:
+            held = int(before.phy2log[t.layer, t.src_slot])
+            return Reason.NO_SOURCE, f"{t}: the source slot holds expert {held}"
+        if after.phy2log[t.layer, t.dst_slot] != t.logical_expert or filled[t.layer, t.dst_slot]:
+            return Reason.INVALID_INPUT, f"{t} fills a slot the rows give to another, or fills it twice"
+        filled[t.layer, t.dst_slot] = True
+        needed[t.dst_slot // shape.slots_per_rank] += t.nbytes
+    bare = np.argwhere(changed & ~filled)
+    if len(bare):
+        layer, slot = bare[0]
+        return (
+            Reason.NO_SOURCE,
+            f"{len(bare)} slots change without a transfer, first: layer {layer} slot {slot}",
+        )
+    over = np.nonzero(needed > np.asarray(staging_bytes))[0]
+    if len(over):
+        rank = int(over[0])
+        detail = f"rank {rank} must stage {needed[rank]} bytes, it offers {staging_bytes[rank]}"
+        return Reason.STAGING_TOO_SMALL, detail
+    return batch_refusal(wave, shape)
+
+
+def batch_refusal(wave: Wave, shape: ModelShape) -> Refusal | None:
+    """R10: in a batch a rank has at most one peer, and sends it and receives from it at most once."""
+    for number, batch in enumerate(wave.batches):
+        peers: dict[int, int] = {}
+        pairs = set()
+        for t in batch:
+            src, dst = t.src_slot // shape.slots_per_rank, t.dst_slot // shape.slots_per_rank
+            if src == dst:
+                continue
+            if peers.setdefault(src, dst) != dst or peers.setdefault(dst, src) != src or (src, dst) in pairs:
+                return Reason.LIMIT_EXCEEDED, f"batch {number}: {t} gives a rank a second peer"
+            pairs.add((src, dst))
+    return None
+
+
+def pool_refusal(wave: Wave, before: Placement, shape: ModelShape) -> Refusal | None:
+    """R11: with pooled slots a wave fills empty slots only from buffers that were free before it.
+
+    A slot that goes from one expert to another keeps its buffer: its bytes come from staging at the swap.
+    """
+    if shape.pool_slots_per_rank is None:
+        return None
+    old = before.phy2log[list(wave.layers)]
+    incoming = ((old < 0) & (wave.rows >= 0)).sum(axis=0).reshape(shape.num_ranks, -1).sum(axis=1)
+    free = shape.pool_slots_per_rank - before.used_per_rank()
+    over = np.nonzero(incoming > free)[0]
+    if not len(over):
+        return None
+    rank = int(over[0])
+    return Reason.POOL_EXCEEDED, f"rank {rank} must fill {incoming[rank]} buffers, {free[rank]} are free"
+
+
+def _form_refusal(wave: Wave, index: int, shape: ModelShape) -> Refusal | None:
+    layers = wave.layers
+    if wave.index != index:
+        return Reason.INVALID_INPUT, f"wave {index} calls itself {wave.index}"
+    if not layers or len(set(layers)) != len(layers) or min(layers) < 0 or max(layers) >= shape.num_layers:
+        return Reason.WRONG_SHAPE, f"wave {index} has layers {layers} of {shape.num_layers}"
+    if wave.rows.shape != (len(layers), shape.num_slots):
+        want = (len(layers), shape.num_slots)
+        return Reason.WRONG_SHAPE, f"wave {index} has rows {wave.rows.shape}, must be {want}"
+    if wave.rows.min() < -1 or wave.rows.max() >= shape.num_logical_experts:
+        return Reason.EXPERT_OUT_OF_RANGE, f"wave {index} names experts {wave.rows.min()}..{wave.rows.max()}"
+    for t in wave.transfers:
+        if (
+            t.layer not in layers
+            or not 0 <= min(t.src_slot, t.dst_slot) <= max(t.src_slot, t.dst_slot) < shape.num_slots
+        ):
+            return Reason.WRONG_SHAPE, f"wave {index}: {t} is outside it"
+    return None

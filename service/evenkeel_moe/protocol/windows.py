@@ -1,0 +1,152 @@
+"""The window in memory: the newest complete steps of one phase, bounded by count."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.ids import EpRank
+from evenkeel_moe.model.load import LoadWindow
+from evenkeel_moe.model.topology import ModelShape
+
+__all__ = ["StepRing", "in_chunks", "join_windows", "newest_parts"]
+
+_BLOCKS = 4
+_SHORT = 16
+"""Parts of fewer steps are joined, so that a window is not looked at step by step."""
+
+
+def join_windows(parts: Sequence[LoadWindow]) -> LoadWindow:
+    """Windows one after the other; the source-side sums of the last part are kept. At least one part."""
+    if len(parts) == 1:
+        return parts[0]
+    return LoadWindow(
+        np.concatenate([part.counts for part in parts]),
+        np.concatenate([part.steps for part in parts]),
+        np.concatenate([part.epochs for part in parts]),
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.compute_s for part in parts]),
+        parts[-1].source,
+    )
+
+
+def newest_parts(parts: Iterable[LoadWindow], after: int = -1, most: int | None = None) -> list[LoadWindow]:
+    """What is newer than a step of consecutive parts, oldest first, without a copy and without empty parts.
+
+    Args:
+        parts: oldest first.
+        after: a step number.
+        most: so many steps, the newest; None for all.
+    """
+    found: list[LoadWindow] = []
+    for part in reversed(list(parts)):
+        if not len(part):
+            continue
+        if part.steps[-1] <= after or most == 0:
+            break
+        if part.steps[0] <= after:
+            part = part.slice(slice(int(np.searchsorted(part.steps, after, side="right")), None))
+        if most is not None:
+            part = part.last(most)
+            most -= len(part)
+        found.append(part)
+    return found[::-1]
+
+
+def in_chunks(parts: Iterable[LoadWindow], most: int) -> Iterator[list[LoadWindow]]:
+    """Consecutive parts in runs of `most` steps, the last of what is left, without a copy and without empty parts."""
+    chunk: list[LoadWindow] = []
+    room = most
+    for part in parts:
+        while len(part):
+            taken, part = part.slice(slice(0, room)), part.slice(slice(room, None))
+            chunk.append(taken)
+            room -= len(taken)
+            if not room:
+                yield chunk
+                chunk, room = [], most
+    if chunk:
+        yield chunk
+
+
+class StepRing:
+    """The newest `capacity` complete steps, in rising step order.
+
+    They stay in the parts they came in, which nobody changes: adding steps copies nothing but short parts, and whoever
+    was given some keeps them.
+
+    Source-side sums would need a (R, L, E) array per step to slide exactly; they are kept in a few blocks
+    of a part of the window each, so they cover between three quarters of it and all of it.
+    """
+
+    def __init__(self, shape: ModelShape, capacity: int) -> None:
+        if capacity < 1:
+            raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
+        self.shape = shape
+        self.capacity = capacity
+        self._parts: deque[LoadWindow] = deque()
+        self._held = 0
+        self._blocks: deque[NDArray[np.int64]] = deque(maxlen=_BLOCKS)
+        self._in_block = 0
+
+    def __len__(self) -> int:
+        return self._held
+
+    @property
+    def newest_step(self) -> int | None:
+        """Number of the newest step; None when empty."""
+        return int(self._parts[-1].steps[-1]) if self._parts else None
+
+    def append(self, steps: LoadWindow) -> LoadWindow:
+        """Add steps that are newer than all held; the part that was added, empty when none is newer."""
+        newest = self.newest_step
+        if newest is not None and len(steps) and int(steps.steps[0]) <= newest:
+            steps = steps.slice(slice(int(np.searchsorted(steps.steps, newest, side="right")), None))
+        added = replace(steps.last(self.capacity), source=None)
+        if not len(added):
+            return added
+        parts = self._parts
+        parts.append(added)
+        # The last two where they are of about one length: a step moves a few times until its part is long enough.
+        while len(parts) > 1 and len(parts[-2]) <= len(parts[-1]) < _SHORT:
+            last = parts.pop()
+            parts.append(join_windows((parts.pop(), last)))
+        self._held += len(added)
+        while self._held - len(parts[0]) >= self.capacity:
+            self._held -= len(parts.popleft())
+        if self._held > self.capacity:
+            parts[0] = parts[0].slice(slice(self._held - self.capacity, None))
+            self._held = self.capacity
+        self._in_block += len(added)
+        return added
+
+    def add_source(self, rank: EpRank, sums: NDArray[np.int64]) -> None:
+        """Add one rank's routed tokens; sums: (L, E) int64 [tokens]."""
+        shape = self.shape
+        if not self._blocks or self._in_block >= max(1, self.capacity // _BLOCKS):
+            self._blocks.append(
+                np.zeros((shape.num_ranks, shape.num_layers, shape.num_logical_experts), np.int64)
+            )
+            self._in_block = 0
+        self._blocks[-1][rank] += sums
+
+    def parts(self, after: int = -1) -> list[LoadWindow]:
+        """The steps after one, oldest first, without source-side sums. Read only; they never change."""
+        return newest_parts(self._parts, after)
+
+    def window(self, most: int | None = None) -> LoadWindow | None:
+        """The newest steps, all or so many, in one piece and with source-side sums; None when empty."""
+        if not self._parts:
+            return None
+        held = join_windows(newest_parts(self._parts, most=most))
+        return LoadWindow(held.counts, held.steps, held.epochs, held.tokens, held.compute_s, self.source())
+
+    def source(self) -> NDArray[np.uint32] | None:
+        """(R, L, E) [tokens] each rank routed; None where ranks do not tell."""
+        if not self._blocks:
+            return None
+        total: NDArray[np.int64] = np.sum(list(self._blocks), axis=0)
+        return np.minimum(total, np.iinfo(np.uint32).max).astype(np.uint32)

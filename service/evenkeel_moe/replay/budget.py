@@ -1,0 +1,122 @@
+"""What replicas buy and what they cost: balance against KV-cache memory, one budget after another.
+
+For every budget the same walk-forward is made with the same simple rule, uniform over layers: replicas to the
+expert with most load per copy, copies packed into ranks whose room differs by at most one slot. So any
+number of replicas can be asked for, not only multiples of the ranks.
+
+Source: CRAFT figures 5 (balance against replicas, the crosses one replica per layer and rank) and 9 (gain
+against memory).
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InfeasiblePlan, Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.craft_packing import pack_copies
+from evenkeel_moe.planning.problem import PlacementProblem, Proposal
+from evenkeel_moe.planning.replication import replicate_experts
+from evenkeel_moe.replay.figures import summarise
+from evenkeel_moe.replay.walk import Replan, Setup, walk_forward
+
+__all__ = ["BudgetPoint", "budget_curve", "budgets_to_try", "plan_uniform"]
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPoint:
+    """One replica budget."""
+
+    replicas_per_layer: int
+    balancedness_mean: float
+    time_over_fluid: float
+    gain_per_replica: float
+    """Balancedness gained over the budget before, per replica added; NaN for the first."""
+    kv_bytes_lost: float
+    """Memory of the replicas on one rank, all layers, on average: KV cache that cannot be."""
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For JSON; NaN becomes None."""
+        return {key: value if np.isfinite(value) else None for key, value in asdict(self).items()}
+
+
+def budgets_to_try(num_experts: int, num_ranks: int, least: int) -> tuple[int, ...]:
+    """Replicas per layer to try: 0, powers of two up to an expert's worth of copies, and `least` itself."""
+    most = min(num_experts, num_experts * (num_ranks - 1))
+    powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    return tuple(sorted({0, *powers, *([least] if 0 < least <= most else [])}))
+
+
+def budget_curve(
+    setup: Setup,
+    budgets: tuple[int, ...],
+    bytes_per_expert: int,
+    *,
+    on_replan: Callable[[], None] = lambda: None,
+) -> tuple[BudgetPoint, ...]:
+    """Walk the trace once per budget.
+
+    Args:
+        setup: trace and fleet; its slots are replaced by what each budget needs.
+        budgets: replicas per layer, rising.
+        bytes_per_expert: every tensor of one expert.
+        on_replan: called after each replan of each walk.
+    """
+    shape = setup.shape
+    points: list[BudgetPoint] = []
+    for budget in budgets:
+        per_rank = -(-(shape.num_logical_experts + budget) // shape.num_ranks)
+        fixed = replace(shape, slots_per_rank=per_rank, pool_slots_per_rank=None)
+
+        def planner(replan: Replan, budget: int = budget) -> Proposal:
+            return plan_uniform(replan.problem, budget)
+
+        walk = walk_forward(f"{budget} replicas", planner, replace(setup, shape=fixed), on_replan=on_replan)
+        figures = summarise(walk, bytes_per_expert)
+        gain = float("nan")
+        if points:
+            before = points[-1]
+            gain = (figures.balancedness_mean - before.balancedness_mean) / (
+                budget - before.replicas_per_layer
+            )
+        points.append(
+            BudgetPoint(
+                budget,
+                figures.balancedness_mean,
+                figures.time_over_fluid,
+                gain,
+                budget * shape.num_layers * bytes_per_expert / shape.num_ranks,
+            )
+        )
+    return tuple(points)
+
+
+def plan_uniform(problem: PlacementProblem, replicas_per_layer: int) -> Proposal:
+    """The same number of replicas in every layer, on the mean load.
+
+    Raises:
+        InfeasiblePlan: the slots cannot hold the copies.
+    """
+    shape = problem.shape
+    load = problem.load.sum(axis=0)
+    copies = shape.num_logical_experts + replicas_per_layer
+    if replicas_per_layer < 0 or copies > shape.num_slots:
+        raise InfeasiblePlan(
+            f"{shape.num_logical_experts} experts + {replicas_per_layer} replicas = {copies} copies, a layer has"
+            f" {shape.num_slots} slots",
+            Reason.MEMORY_EXCEEDED,
+        )
+    _, logcnt = replicate_experts(load.astype(np.float32), copies, shape.num_ranks)
+    rows = pack_copies(load, logcnt, _capacity(shape, copies), shape.slots_per_rank)
+    return Proposal(Placement(rows, shape.num_ranks, shape.num_logical_experts), score=float("nan"))
+
+
+def _capacity(shape: ModelShape, copies: int) -> NDArray[np.int64]:
+    """(L, R) slots of each rank; the ranks with one more take turns from layer to layer."""
+    base, extra = divmod(copies, shape.num_ranks)
+    ranks, layers = np.arange(shape.num_ranks), np.arange(shape.num_layers)
+    turn = (ranks[None, :] - extra * layers[:, None]) % shape.num_ranks
+    return np.asarray(base + (turn < extra), np.int64)

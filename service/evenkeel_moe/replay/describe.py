@@ -1,0 +1,272 @@
+"""What a trace is like: skew, consistent and temporal experts, correlated pairs, drift.
+
+These say which policy can gain what: skew is what replication is for, temporal and correlated experts are
+what planning step by step sees and planning on a mean does not, drift is what replanning follows.
+"""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.formats import Trace
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning import metrics
+
+__all__ = ["Drift", "LayerDescription", "Pair", "TraceDescription", "describe"]
+
+HIGH_SKEW = 10.0
+"""Max / mean expert load above which a layer counts as high-skew. Source: CRAFT section 3.1."""
+HOT = 1.5
+"""An expert is hot in a step when it carries this many times the uniform share."""
+CONSISTENT_SHARE = 0.85
+"""A consistent expert is hot in at least this share of steps. Source: GEM figure 6."""
+TEMPORAL_SHARE = (0.005, 0.20)
+"""A temporal expert is hot in this share of steps,"""
+TEMPORAL_LOAD = 2.0
+"""and then carries this many times the uniform share on average."""
+PAIRS_PER_LAYER = 16
+LAGS = (1, 10, 50)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDescription:
+    """One layer over the whole trace."""
+
+    layer_id: int
+    """Index among the model's hidden layers."""
+    skew: float
+    """Max / mean over experts of the load summed over steps."""
+    skew_step: float
+    """Max / mean over experts in one step, averaged over steps."""
+    skew_class: str
+    """`high` above `HIGH_SKEW`, `none` without any load, else `low`."""
+    balancedness: float
+    """With experts in order and no replicas, averaged over steps; NaN without ranks."""
+    consistent: tuple[int, ...]
+    """Experts that are hot nearly always."""
+    temporal: tuple[int, ...]
+    """Experts that are hot seldom but then heavy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two experts of a layer that are busy in the same steps."""
+
+    layer_id: int
+    experts: tuple[int, int]
+    r_first_half: float
+    """Pearson correlation of their load shares over the first half, by which the pair was picked."""
+    r_second_half: float
+    """The same on the second half: what a planner could have counted on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How fast the past stops speaking for the future."""
+
+    autocorrelation: dict[int, float]
+    """By lag in steps: of each expert's load share, averaged over experts with any variance; NaN if too short."""
+    between_windows: float
+    """Total variation between the load shares of consecutive windows, averaged over layers and windows."""
+    within_windows: float
+    """The same between the odd and the even steps of two consecutive windows: what sampling alone gives."""
+    window_steps: int
+    """Steps of the windows compared."""
+    by_window: tuple[float, ...]
+    """What `between_windows` is the mean of: entry i is between the windows that meet at step (i+1) * window."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TraceDescription:
+    """All of it."""
+
+    name: str
+    num_steps: int
+    num_layers: int
+    num_experts: int
+    top_k: int | None
+    tokens_per_step: float
+    """Mean routed tokens per step and layer, over top-k where known."""
+    layers: tuple[LayerDescription, ...]
+    temporal_share: float
+    """Temporal experts / all experts."""
+    temporal_load: float
+    """Mean load of temporal experts while hot, in uniform shares; 0 without any."""
+    pairs: tuple[Pair, ...]
+    """The most correlated pairs of each layer, strongest in the second half first."""
+    pair_r: float
+    """Mean r in the second half of the pairs picked in the first; NaN without any."""
+    drift: Drift
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON; NaN becomes None."""
+        plain = asdict(self)
+        cleaned = _without_nan(plain)
+        assert isinstance(cleaned, dict)
+        return cleaned
+
+
+def _without_nan(value: object) -> object:
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return value
+
+
+def describe(trace: Trace, *, num_ranks: int | None = None, window_steps: int = 100) -> TraceDescription:
+    """Describe a trace.
+
+    Args:
+        trace: recorded loads.
+        num_ranks: R for the balancedness of the initial placement without replicas; None leaves it out.
+        window_steps: steps per window for drift; halved until four windows fit.
+    """
+    load = trace.counts.astype(np.float64)
+    totals = load.sum(axis=2, keepdims=True)
+    share = np.divide(load, totals, out=np.zeros_like(load), where=totals > 0)
+    relative = share * trace.num_experts
+    hot = relative >= HOT
+    hot_share = hot.mean(axis=0)
+    hot_load = np.divide(
+        np.where(hot, relative, 0.0).sum(axis=0),
+        hot.sum(axis=0),
+        out=np.zeros(hot_share.shape),
+        where=hot.any(axis=0),
+    )
+    low, high = TEMPORAL_SHARE
+    temporal = (hot_share >= low) & (hot_share <= high) & (hot_load >= TEMPORAL_LOAD)
+    pairs = _pairs(share, trace.layer_ids)
+    return TraceDescription(
+        name=trace.name,
+        num_steps=trace.num_steps,
+        num_layers=trace.num_layers,
+        num_experts=trace.num_experts,
+        top_k=trace.top_k,
+        tokens_per_step=float(totals.mean()) / (trace.top_k or 1),
+        layers=_layers(trace, load, relative, hot_share, temporal, num_ranks),
+        temporal_share=float(temporal.mean()),
+        temporal_load=float(hot_load[temporal].mean()) if temporal.any() else 0.0,
+        pairs=pairs,
+        pair_r=float(np.mean([pair.r_second_half for pair in pairs])) if pairs else float("nan"),
+        drift=_drift(load, share, window_steps),
+        notes=trace.notes,
+    )
+
+
+def _layers(
+    trace: Trace,
+    load: NDArray[np.float64],
+    relative: NDArray[np.float64],
+    hot_share: NDArray[np.float64],
+    temporal: NDArray[np.bool_],
+    num_ranks: int | None,
+) -> tuple[LayerDescription, ...]:
+    summed = load.sum(axis=0)
+    mean = summed.mean(axis=1)
+    skew = np.divide(summed.max(axis=1), mean, out=np.full(len(mean), np.nan), where=mean > 0)
+    skew_step = relative.max(axis=2).mean(axis=0)
+    balance = np.full(trace.num_layers, np.nan)
+    if num_ranks is not None:
+        per_rank = -(-trace.num_experts // num_ranks)
+        shape = ModelShape(trace.num_layers, trace.num_experts, num_ranks, per_rank, 1, 0)
+        balance = metrics.balancedness_by_layer(metrics.rank_load(load, _one_each(shape)))
+    return tuple(
+        LayerDescription(
+            layer_id=layer_id,
+            skew=float(skew[row]),
+            skew_step=float(skew_step[row]),
+            skew_class=_skew_class(float(skew[row])),
+            balancedness=float(balance[row]),
+            consistent=tuple(np.nonzero(hot_share[row] >= CONSISTENT_SHARE)[0].tolist()),
+            temporal=tuple(np.nonzero(temporal[row])[0].tolist()),
+        )
+        for row, layer_id in enumerate(trace.layer_ids)
+    )
+
+
+def _skew_class(skew: float) -> str:
+    if np.isnan(skew):
+        return "none"
+    return "high" if skew > HIGH_SKEW else "low"
+
+
+def _one_each(shape: ModelShape) -> Placement:
+    """Experts in order over the ranks, no replicas."""
+    initial = Placement.initial(shape)
+    first = np.zeros(initial.phy2log.shape, np.bool_)
+    for layer in range(shape.num_layers):
+        first[layer, initial.log2phy[layer, :, 0]] = True
+    rows = np.where(first, initial.phy2log, -1)
+    return Placement(rows, shape.num_ranks, shape.num_logical_experts)
+
+
+def _pairs(share: NDArray[np.float64], layer_ids: tuple[int, ...]) -> tuple[Pair, ...]:
+    half = len(share) // 2
+    if half < 3 or share.shape[2] < 2:
+        return ()
+    upper = np.triu_indices(share.shape[2], 1)
+    found: list[Pair] = []
+    for row, layer_id in enumerate(layer_ids):
+        first, second = _correlation(share[:half, row])[upper], _correlation(share[half:, row])[upper]
+        picked = np.argsort(-np.nan_to_num(first, nan=-2.0), kind="stable")[:PAIRS_PER_LAYER]
+        found += [
+            Pair(layer_id, (int(upper[0][i]), int(upper[1][i])), float(first[i]), float(second[i]))
+            for i in picked
+            if np.isfinite(first[i]) and np.isfinite(second[i])
+        ]
+    return tuple(sorted(found, key=lambda pair: -pair.r_second_half))
+
+
+def _correlation(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(T, E) -> (E, E) Pearson r over steps; NaN where an expert never varies."""
+    centred = values - values.mean(axis=0)
+    norm = np.sqrt((centred**2).sum(axis=0))
+    scale = norm[:, None] * norm[None, :]
+    product = centred.T @ centred
+    return np.where(scale > 1e-12, product / np.maximum(scale, 1e-12), np.nan)
+
+
+def _drift(load: NDArray[np.float64], share: NDArray[np.float64], window_steps: int) -> Drift:
+    steps = len(load)
+    window = max(1, window_steps)
+    while window > 1 and steps // window < 4:
+        window //= 2
+    blocks = load[: steps // window * window].reshape(-1, window, *load.shape[1:])
+    between = [_variation(a.sum(axis=0), b.sum(axis=0)) for a, b in zip(blocks[:-1], blocks[1:], strict=True)]
+    within = [
+        _variation(both[::2].sum(axis=0), both[1::2].sum(axis=0))
+        for both in (np.concatenate(pair) for pair in zip(blocks[:-1], blocks[1:], strict=True))
+    ]
+    return Drift(
+        {lag: _autocorrelation(share, lag) for lag in LAGS},
+        float(np.mean(between)) if between else float("nan"),
+        float(np.mean(within)) if within else float("nan"),
+        window,
+        tuple(between),
+    )
+
+
+def _variation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Total variation between the shares of two (L, E) loads, mean over layers that have both."""
+    totals = a.sum(axis=1), b.sum(axis=1)
+    known = (totals[0] > 0) & (totals[1] > 0)
+    if not known.any():
+        return float("nan")
+    shares = a[known] / totals[0][known, None], b[known] / totals[1][known, None]
+    return float(0.5 * np.abs(shares[0] - shares[1]).sum(axis=1).mean())
+
+
+def _autocorrelation(share: NDArray[np.float64], lag: int) -> float:
+    if len(share) < 2 * lag + 2:
+        return float("nan")
+    centred = share - share.mean(axis=0)
+    variance = (centred**2).mean(axis=0)
+    products = (centred[lag:] * centred[:-lag]).mean(axis=0)
+    known = variance > 1e-12
+    return float((products[known] / variance[known]).mean()) if known.any() else float("nan")

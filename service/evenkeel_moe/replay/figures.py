@@ -1,0 +1,79 @@
+"""The figures of a walk, each defined once, here."""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.replay.walk import Walk
+
+__all__ = ["Figures", "summarise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one policy did to one trace. All over the steps scored, which no plan had seen."""
+
+    policy: str
+    balancedness_mean: float
+    """Mean over layers of the layer's mean over steps."""
+    balancedness_p5: float
+    """5th percentile over steps and layers."""
+    balancedness_worst: float
+    """The worst layer's mean over steps."""
+    time_over_fluid: float
+    """Predicted MoE time / time if tokens could be split freely, >= 1."""
+    step_time_p50: float
+    """Median over steps of the predicted MoE time of a step, all layers, over the mean fluid time of a step."""
+    step_time_p90: float
+    step_time_p99: float
+    replans: int
+    copies_per_layer: float
+    """Copies between ranks per layer and replan after relabelling, the first plan left out."""
+    copies_per_layer_raw: float
+    """The same before relabelling."""
+    first_copies_per_layer: float
+    """Copies per layer of the first plan, from the initial placement, after relabelling."""
+    bytes: int
+    """Bytes between ranks over all replans but the first, after relabelling."""
+    first_bytes: int
+    plan_ms: float
+    """Median milliseconds of one planning call."""
+    plan_ms_max: float
+
+    def as_dict(self) -> dict[str, float | int | str | None]:
+        """For JSON; a figure without a value is None."""
+        return {
+            key: None if isinstance(value, float) and not np.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
+
+
+def summarise(walk: Walk, bytes_per_expert: int) -> Figures:
+    """The figures of one walk; bytes_per_expert: every tensor of one expert."""
+    balance = metrics.balancedness(walk.rank_load)
+    known = balance[~np.isnan(balance)]
+    fluid = float(walk.fluid.sum())
+    step_times = walk.times.sum(axis=1)
+    per_step = fluid / len(step_times)
+    p50, p90, p99 = np.percentile(step_times, [50, 90, 99]) / per_step if per_step > 0 else [np.nan] * 3
+    layers = walk.rank_load.shape[1]
+    later = walk.copies[1:]
+    return Figures(
+        policy=walk.policy,
+        balancedness_mean=metrics.balancedness_mean(walk.rank_load),
+        balancedness_p5=float(np.percentile(known, 5)) if known.size else float("nan"),
+        balancedness_worst=metrics.balancedness_worst(walk.rank_load),
+        time_over_fluid=float(walk.times.sum()) / fluid if fluid > 0 else float("nan"),
+        step_time_p50=float(p50),
+        step_time_p90=float(p90),
+        step_time_p99=float(p99),
+        replans=len(walk.steps),
+        copies_per_layer=float(later.mean()) / layers,
+        copies_per_layer_raw=float(walk.copies_raw[1:].mean()) / layers,
+        first_copies_per_layer=float(walk.copies[0]) / layers,
+        bytes=int(later.sum()) * bytes_per_expert,
+        first_bytes=int(walk.copies[0]) * bytes_per_expert,
+        plan_ms=float(np.median(walk.plan_s)) * 1e3,
+        plan_ms_max=float(walk.plan_s.max()) * 1e3,
+    )

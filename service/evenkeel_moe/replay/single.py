@@ -1,0 +1,65 @@
+"""Plan once, on the newest steps of a trace."""
+
+import math
+from collections.abc import Mapping
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.policies import POLICIES
+from evenkeel_moe.planning.problem import Policy
+from evenkeel_moe.planning.relabel import count_moves, relabel
+from evenkeel_moe.replay.planners import VERDICT, choose_planners
+from evenkeel_moe.replay.walk import Replan, Setup
+
+__all__ = ["plan_once"]
+
+
+def plan_once(
+    policy: str, setup: Setup, current: Placement | None, policies: Mapping[str, Policy] = POLICIES
+) -> tuple[Placement, dict[str, float]]:
+    """A placement for what comes after the trace, planned on its last `setup.window_steps` steps.
+
+    Args:
+        policy: a policy or a baseline.
+        setup: trace and fleet.
+        current: placement in force; None at a cold start.
+        policies: by name.
+
+    Returns:
+        The placement, and figures of it on the window it was planned on: `balancedness_mean`,
+        `time_over_fluid`, `replicas` over all layers, and `copies` from `current` if there is one; those without a
+        value are left out.
+
+    Raises:
+        InvalidInput: no such policy, or a verdict without a placement in force to hold its plan against.
+        ShapeMismatch: `current` is of another deployment.
+        EvenkeelError: the policy refused.
+    """
+    planner = choose_planners([policy], baselines=False, policies=policies)[policy]
+    if current is None and policy.endswith(VERDICT):
+        raise InvalidInput(f"{policy} holds a plan against the placement in force: name it with --current")
+    steps = len(setup.load)
+    first = steps - setup.window_steps
+    shape = setup.shape
+    if current is not None:
+        want = (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts)
+        have = (current.num_layers, current.num_slots, current.num_ranks, current.num_logical_experts)
+        if want != have:
+            raise ShapeMismatch(f"the current placement is (L, S, R, E) = {have}, the fleet {want}")
+    problem = setup.problem(first, steps, current)
+    proposal = planner(Replan(0, steps, problem, setup.load, setup))
+    target = current if current is not None else Placement.initial(shape)
+    if proposal is not None:
+        proposal.placement.check(shape, allow_duplicates=setup.allow_duplicates)
+        keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
+        target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
+    load, split = setup.load[first:], setup.split(first, steps)
+    numbers = {
+        "balancedness_mean": metrics.balancedness_mean(metrics.rank_load(load, target, split)),
+        "time_over_fluid": metrics.time_over_fluid(load, target, setup.costs, split),
+        "replicas": float((target.logcnt - 1).sum()),
+    }
+    if current is not None:
+        numbers["copies"] = float(count_moves(current, target))
+    return target, {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -1,0 +1,210 @@
+"""Walk-forward: plan on the past window, score on the steps that follow, move on, again.
+
+A placement is never scored on a step it was planned on. Every plan meets what the one before left behind:
+policies see the placement in force, and copies are counted from it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import CostCurves, DispatchModel, PlacementProblem, Proposal
+from evenkeel_moe.planning.relabel import count_moves, relabel
+from evenkeel_moe.planning.split import SplitModel
+
+__all__ = ["LEAST_REPLANS", "Planner", "Replan", "Setup", "Walk", "replan_steps", "walk_forward"]
+
+LEAST_REPLANS = 4
+"""With fewer, the first plan (which starts from the initial placement) would be most of the result."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Setup:
+    """A recorded load and the fleet it is replayed on."""
+
+    load: NDArray[np.float64]
+    """(T, L, E) [tokens]."""
+    shape: ModelShape
+    topology: Topology
+    window_steps: int
+    """Steps a policy sees at each replan."""
+    horizon_steps: int
+    """Steps a plan is scored on, and the distance between replans."""
+    source: NDArray[np.float64] | None = None
+    """(T, R, L, E) [tokens] by source rank, where recorded for as many ranks."""
+    costs: CostCurves | None = None
+    dispatch: DispatchModel = DispatchModel.EVEN
+    copy_price: float = 0.0
+    """What one copy must save per step, as a share of the time a perfectly split layer takes. keel's own
+    price, which depends on the slots of a rank and the tokens they see, holds where it is higher."""
+    cross_node_factor: float = 1.0
+    limits: PlanLimits = PlanLimits()
+    max_evaluations: int | None = None
+    seed: int = 0
+    allow_duplicates: bool = False
+
+    def __post_init__(self) -> None:
+        want = (self.shape.num_layers, self.shape.num_logical_experts)
+        if self.load.ndim != 3 or self.load.shape[1:] != want:
+            raise ShapeMismatch(f"load must be (T, {want[0]}, {want[1]}), got {self.load.shape}")
+        by_rank = (len(self.load), self.shape.num_ranks, *want)
+        if self.source is not None and self.source.shape != by_rank:
+            raise ShapeMismatch(f"source must be {by_rank}, got {self.source.shape}")
+        if self.window_steps < 1 or self.horizon_steps < 1:
+            raise InvalidInput(
+                f"window and horizon must be at least 1 step, got {self.window_steps} and {self.horizon_steps}"
+            )
+        if not 0 <= self.copy_price < float("inf"):
+            raise InvalidInput(f"copy price is {self.copy_price}, must be finite and not negative")
+
+    def problem(self, first: int, last: int, current: Placement | None) -> PlacementProblem:
+        """What a policy is asked for the steps first..last-1 of the trace."""
+        load = self.load[first:last]
+        cost_per_move = 0.0
+        if self.copy_price:
+            fluid = metrics.fluid_times(load, self.shape.num_ranks, self.costs)
+            cost_per_move = self.copy_price * float(fluid.mean())
+        return PlacementProblem(
+            load=load,
+            shape=self.shape,
+            topology=self.topology,
+            current=current,
+            source_load=self.split(first, last).source_load,
+            costs=self.costs,
+            dispatch=self.dispatch,
+            limits=self.limits,
+            cost_per_move=cost_per_move,
+            cross_node_factor=self.cross_node_factor,
+            max_evaluations=self.max_evaluations,
+            seed=self.seed,
+            allow_duplicates=self.allow_duplicates,
+        )
+
+    def split(self, first: int, last: int) -> SplitModel:
+        """How tokens of the steps first..last-1 split over replicas."""
+        source = None if self.source is None else self.source[first:last].sum(axis=0)
+        return SplitModel(self.dispatch, self.topology, source)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Replan:
+    """What a planner may look at: nothing from `step` on."""
+
+    index: int
+    """0 for the first plan."""
+    step: int
+    """First step the plan will be scored on."""
+    problem: PlacementProblem
+    """The window before `step`, and the placement in force."""
+    history: NDArray[np.float64]
+    """(step, L, E) [tokens] everything before `step`."""
+    setup: Setup
+
+
+Planner = Callable[[Replan], Proposal | None]
+"""A policy as the walk calls it; None keeps the placement in force."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Walk:
+    """One policy walked over a trace."""
+
+    policy: str
+    steps: NDArray[np.int64]
+    """(n,) first step each plan was scored on."""
+    placements: tuple[Placement, ...]
+    """(n,) in force from each of those steps on, after relabelling."""
+    copies_raw: NDArray[np.int64]
+    """(n,) copies between ranks if the proposal had been taken with the ranks as it named them."""
+    copies: NDArray[np.int64]
+    """(n,) copies between ranks after relabelling; the first starts from the initial placement."""
+    plan_s: NDArray[np.float64]
+    """(n,) seconds of planning, relabelling not counted."""
+    rank_load: NDArray[np.float64]
+    """(n * horizon, L, R) [tokens] on the steps scored."""
+    times: NDArray[np.float64]
+    """(n * horizon, L) predicted time of each step and layer [s], or [tokens] without curves."""
+    fluid: NDArray[np.float64]
+    """(n * horizon, L) the same if tokens could be split freely."""
+
+
+def replan_steps(num_steps: int, window_steps: int, horizon_steps: int) -> NDArray[np.int64]:
+    """(n,) the steps at which plans take over; only whole horizons count.
+
+    Raises:
+        InvalidInput: fewer than `LEAST_REPLANS` fit.
+    """
+    count = max(0, (num_steps - window_steps) // horizon_steps)
+    if count < LEAST_REPLANS:
+        raise InvalidInput(
+            f"{num_steps} steps hold {count} replans: ({num_steps} - window {window_steps}) // horizon"
+            f" {horizon_steps} = {count}, at least {LEAST_REPLANS} are needed; record more steps or shorten them"
+        )
+    return window_steps + horizon_steps * np.arange(count, dtype=np.int64)
+
+
+def walk_forward(
+    name: str,
+    planner: Planner,
+    setup: Setup,
+    *,
+    on_replan: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Walk:
+    """Walk one policy over the trace, starting from the initial placement.
+
+    Args:
+        name: what to call it.
+        planner: asked once per horizon.
+        setup: trace and fleet.
+        on_replan: called after each replan.
+        clock: seconds, for the time of planning.
+
+    Raises:
+        InvalidInput: too few steps for `LEAST_REPLANS` replans.
+        EvenkeelError: the policy refused or broke an invariant; the message names it and the step.
+    """
+    steps = replan_steps(len(setup.load), setup.window_steps, setup.horizon_steps)
+    current = Placement.initial(setup.shape)
+    placements: list[Placement] = []
+    copies = np.zeros((2, len(steps)), np.int64)
+    plan_s = np.zeros(len(steps))
+    scored: list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]] = []
+    for index, step in enumerate(steps.tolist()):
+        problem = setup.problem(step - setup.window_steps, step, current)
+        try:
+            begun = clock()
+            proposal = planner(Replan(index, step, problem, setup.load[:step], setup))
+            plan_s[index] = clock() - begun
+            if proposal is not None:
+                proposal.placement.check(setup.shape, allow_duplicates=setup.allow_duplicates)
+                keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
+                target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
+                copies[:, index] = count_moves(current, proposal.placement), count_moves(current, target)
+                current = target
+        except EvenkeelError as error:
+            raise type(error)(f"policy {name} at step {step}: {error}", error.reason) from error
+        placements.append(current)
+        scored.append(_score(setup, current, step))
+        on_replan()
+    rank_load, times, fluid = (np.concatenate(parts) for parts in zip(*scored, strict=True))
+    return Walk(name, steps, tuple(placements), copies[0], copies[1], plan_s, rank_load, times, fluid)
+
+
+def _score(
+    setup: Setup, placement: Placement, step: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """(rank load, times, fluid times) of the horizon that begins at `step`."""
+    last = step + setup.horizon_steps
+    load = setup.load[step:last]
+    rank_load = metrics.rank_load(load, placement, setup.split(step, last))
+    times = metrics.rank_seconds(rank_load, setup.costs).max(axis=2)
+    return rank_load, times, metrics.fluid_times(load, setup.shape.num_ranks, setup.costs)

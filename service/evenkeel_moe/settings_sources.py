@@ -1,0 +1,149 @@
+"""Where the controller's settings come from: its environment and its settings file, checked whole at start.
+
+`EVENKEEL_SECTION__FIELD` beats the file, the file beats the defaults. A variable or key that names nothing is
+an error, and so are values that contradict each other. For the secrets `EVENKEEL_REDIS__URL`, `EVENKEEL_REDIS__PASSWORD`
+and `EVENKEEL_REDIS__SENTINEL_PASSWORD` the same name with `_FILE` behind it is read from the file named there.
+"""
+
+import os
+import tomllib
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, create_model
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.settings import DEFAULT_THRESHOLDS, Settings, contradictions
+
+__all__ = ["load_settings"]
+
+_PREFIX = "EVENKEEL_"
+_SECRETS = ("redis__url", "redis__password", "redis__sentinel_password")
+
+
+def load_settings(config: Path | None = None) -> Settings:
+    """Read and check all settings.
+
+    Args:
+        config: YAML (.yaml, .yml) or TOML (.toml) file with sections as in `Settings`.
+
+    Raises:
+        InvalidInput: every fault found, one a line, with the arithmetic where values contradict each other.
+    """
+    _refuse_unknown_variables()
+    sources = _secret_files(), ({} if config is None else _read_file(config))
+    try:
+        gathered = _root_model(*sources)()
+    except (ValidationError, SettingsError) as error:
+        raise InvalidInput(f"settings:\n{_faults(error)}") from None
+    settings = Settings(**{f.name: getattr(gathered, f.name) for f in fields(Settings)})
+    faults = list(contradictions(settings))
+    if faults:
+        raise InvalidInput("settings:\n" + "\n".join(faults))
+    thresholds = {**DEFAULT_THRESHOLDS, **settings.planner.thresholds}
+    return replace(settings, planner=replace(settings.planner, thresholds=thresholds))
+
+
+def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSettings]:
+    """`Settings` with its sources: variables, then secret files, then the settings file."""
+
+    class Sources(BaseSettings):
+        model_config = SettingsConfigDict(env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid")
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            assert isinstance(env_settings, EnvSettingsSource)
+            hidden = {f"{_PREFIX}{secret}_FILE".lower() for secret in _SECRETS}
+            seen = env_settings.env_vars
+            env_settings.env_vars = {name: seen[name] for name in seen if name.lower() not in hidden}
+            return (
+                env_settings,
+                InitSettingsSource(settings_cls, secrets),
+                InitSettingsSource(settings_cls, file),
+            )
+
+    sections: dict[str, Any] = {
+        f.name: (f.type, Field(default_factory=f.default_factory))
+        if f.default_factory is not MISSING
+        else (f.type, f.default)
+        for f in fields(Settings)
+    }
+    return create_model("Root", __base__=Sources, **sections)
+
+
+def _refuse_unknown_variables() -> None:
+    """A misspelt section would otherwise be ignored; variables of the command line have no section."""
+    known = {f.name for f in fields(Settings)}
+    for name in os.environ:
+        section, nested, _ = name.removeprefix(_PREFIX).lower().partition("__")
+        if name.startswith(_PREFIX) and nested and section not in known:
+            raise InvalidInput(f"{name} names no section; there are {', '.join(sorted(known))}")
+
+
+def _secret_files() -> dict[str, Any]:
+    """Values of the `_FILE` variables, nested as sections."""
+    found: dict[str, Any] = {}
+    for secret in _SECRETS:
+        name = f"{_PREFIX}{secret.upper()}_FILE"
+        path = os.environ.get(name)
+        if path is None:
+            continue
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise InvalidInput(f"{name}: cannot read {path}: {error.strerror}") from None
+        except UnicodeError:
+            # Without the error's words: they would show a byte of the secret.
+            raise InvalidInput(f"{name}: {path} is not UTF-8 text") from None
+        section, _, key = secret.partition("__")
+        found.setdefault(section, {})[key] = text
+    return found
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            content = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            content = yaml.safe_load(text)
+        else:
+            raise InvalidInput(f"settings file {path} must end in .toml, .yaml or .yml")
+    except OSError as error:
+        raise InvalidInput(f"cannot read settings file {path}: {error.strerror}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        # ValueError: no UTF-8, no TOML, or a date or number in YAML that is none.
+        raise InvalidInput(f"settings file {path}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidInput(f"settings file {path} must hold sections, not {type(content).__name__}")
+    return content
+
+
+def _faults(error: ValidationError | SettingsError) -> str:
+    """One line for each fault, with the name as a variable and without the value: it may be a secret."""
+    if isinstance(error, SettingsError):
+        return str(error)
+    lines = []
+    for fault in error.errors(include_url=False, include_input=False, include_context=False):
+        where = "__".join(str(part).upper() for part in fault["loc"])
+        lines.append(f"{_PREFIX}{where}: {fault['msg']}")
+    return "\n".join(lines)

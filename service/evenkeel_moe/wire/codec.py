@@ -1,0 +1,15 @@
+"""The two doors of the rank link: every message of a stream, either way.
+
+Encoding takes our own values and trusts them. Decoding takes what a remote party sent: a message that
+cannot be right raises PeerViolation with the numbers, and nothing else ever escapes.
+"""
+
+from evenkeel_moe.wire.from_rank import decode_rank_message, encode_rank_message
+from evenkeel_moe.wire.to_rank import decode_controller_message, encode_controller_message
+
+__all__ = [
+    "decode_controller_message",
+    "decode_rank_message",
+    "encode_controller_message",
+    "encode_rank_message",
+]
