@@ -100,7 +100,7 @@ sbom: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	# Kernels are compiled once here and cached beside their sources, so that no first run waits for them.
-	$(BIN)/python -c "from evenkeel_moe.planning.policies import warm_kernels; warm_kernels()"
+	$(BIN)/python -c "from evenkeel_moe.planning.policies.registry import warm_kernels; warm_kernels()"
 	touch $@
 
 # make bench-dispatch, bench-planning, ...: prints and writes bench/out/NAME.json; exits 0 whatever the figures.

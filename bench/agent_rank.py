@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed
 
-from evenkeel_moe.adapters.grpc_link import GrpcRankLink
-from evenkeel_moe.adapters.torch_groups import make_communicator
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
+from evenkeel_moe.adapters.torch.groups import make_communicator
 from evenkeel_moe.agent import Agent, AgentConfig
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import Phase

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from bench.dispatch_traces import Recorded, setup_of
 from bench.report import Row
-from evenkeel_moe.planning.keel import plan_keel
-from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.policies.keel.policy import plan_keel
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
 from evenkeel_moe.replay.walk import walk_forward
 
 __all__ = ["aware_rows", "bootstrap_upper"]

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.compiled import kernel
+from evenkeel_moe.jit import kernel
 
 __all__ = ["apply_capacity", "expert_capacity", "harmoeny", "PathTable"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from bench.report import Row
 from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
 from evenkeel_moe.engines.reference.supervisor import Supervisor
-from evenkeel_moe.planning.metrics import balancedness_mean
+from evenkeel_moe.planning.problem.metrics import balancedness_mean
 
 __all__ = ["engine_rows"]
 

@@ -14,7 +14,7 @@ from bench.loads import drifted, lognormal_steps, zipf_load
 from bench.report import Row, best_of
 from evenkeel_moe.dispatch import BatchedSplit, ExactSplit
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.eplb import rebalance_experts
+from evenkeel_moe.planning.policies.eplb import rebalance_experts
 
 __all__ = ["lplb_rows"]
 

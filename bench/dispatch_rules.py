@@ -12,11 +12,11 @@ from bench.report import Row
 from evenkeel_moe.dispatch import ExactSplit, ShardingRule, plan_replicas, resident_mask, shard_tokens
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.eplb import plan_eplb
-from evenkeel_moe.planning.keel import plan_keel
-from evenkeel_moe.planning.metrics import rank_load
-from evenkeel_moe.planning.problem import DispatchModel
-from evenkeel_moe.planning.split import SplitModel
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.policies.keel.policy import plan_keel
+from evenkeel_moe.planning.problem.metrics import rank_load
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.replay.walk import walk_forward
 
 __all__ = ["PLACEMENTS", "RULES", "rule_rows", "rule_table"]

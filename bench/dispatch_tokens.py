@@ -17,7 +17,7 @@ from evenkeel_moe.engines.reference.model import Model, original_expert
 from evenkeel_moe.engines.reference.traffic import TextTraffic
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.eplb import rebalance_experts
+from evenkeel_moe.planning.policies.eplb import rebalance_experts
 
 __all__ = ["accuracy_rows", "recorded_ids", "waterfill_rows"]
 

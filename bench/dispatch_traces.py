@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem import DispatchModel
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
 from evenkeel_moe.replay.walk import Setup
 
 __all__ = ["RANKS", "TWO_NODES", "Recorded", "read_all", "setup_of"]

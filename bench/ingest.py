@@ -19,9 +19,9 @@ import psutil
 
 from bench.ingest_fleet import BATCH, Fleet, Scale
 from bench.report import OUT, Row, write_report
-from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel_moe.adapters.redis_client import connect, deployment_key, disconnect
-from evenkeel_moe.adapters.stored_forms import unpack_window
+from evenkeel_moe.adapters.redis.client import connect, deployment_key, disconnect
+from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis.encoding import unpack_window
 from evenkeel_moe.controller.tasks import end_tasks
 from tests.integration.controller_rig import Controller
 from tests.waiting import until

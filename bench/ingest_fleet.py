@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from bench.ingest_raw import METHOD
-from evenkeel_moe.adapters.grpc_link import LinkTiming, channel_options
+from evenkeel_moe.adapters.grpc.rank_link import LinkTiming, channel_options
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel_moe.model.placement import Placement

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.distributed
 
-from evenkeel_moe.adapters.torch_groups import make_communicator
+from evenkeel_moe.adapters.torch.groups import make_communicator
 from evenkeel_moe.agent import Agent, AgentConfig
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.waves import schedule_waves
+from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.protocol.messages import (
     Ack,
     Commit,

@@ -19,9 +19,9 @@ from bench.planning_verdict import verdict_rows
 from bench.planning_walk import FLEETS, recorded, walk_rows
 from bench.report import Row, best_of, print_row, print_versions, save_rows
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning import metrics
-from evenkeel_moe.planning.eplb import rebalance_experts
-from evenkeel_moe.planning.policies import warm_kernels
+from evenkeel_moe.planning.policies.eplb import rebalance_experts
+from evenkeel_moe.planning.policies.registry import warm_kernels
+from evenkeel_moe.planning.problem import metrics
 
 LAYERS, EXPERTS = 58, 256
 SIZES = ((288, 32, 4), (320, 64, 8))

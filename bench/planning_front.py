@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from bench.loads import drifted, zipf_load
 from bench.report import Row, best_of
+from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning import metrics
-from evenkeel_moe.planning.eplb import rebalance_experts
-from evenkeel_moe.planning.keel import KeelOptions, plan_keel
-from evenkeel_moe.planning.kernels import kernel
-from evenkeel_moe.planning.problem import PlacementProblem
-from evenkeel_moe.planning.relabel import count_moves
+from evenkeel_moe.planning.policies.eplb import rebalance_experts
+from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.schedule.relabel import count_moves
 
 __all__ = ["front_rows"]
 

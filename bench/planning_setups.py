@@ -13,12 +13,12 @@ import numpy as np
 from bench.planning_walk import FLEETS, RIVALS, recorded, setup_of, upper95
 from bench.report import Row, print_row, write_report
 from evenkeel_moe.formats import Trace
-from evenkeel_moe.planning import metrics
-from evenkeel_moe.planning.craft import CraftOptions, GainWeighting, plan_craft
-from evenkeel_moe.planning.gem import gem_setup, plan_gem
-from evenkeel_moe.planning.keel import KeelOptions, plan_keel
-from evenkeel_moe.planning.policies import warm_kernels
-from evenkeel_moe.planning.problem import PlacementProblem, Proposal
+from evenkeel_moe.planning.policies.craft.policy import CraftOptions, GainWeighting, plan_craft
+from evenkeel_moe.planning.policies.gem.policy import gem_setup, plan_gem
+from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
+from evenkeel_moe.planning.policies.registry import warm_kernels
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.walk import Replan, Setup, Walk, walk_forward
 

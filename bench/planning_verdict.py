@@ -20,13 +20,13 @@ from bench.report import Row, write_report
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning import metrics
-from evenkeel_moe.planning.change import find_change
-from evenkeel_moe.planning.cycle import CycleInputs, judge_target, plan_target, split_window
-from evenkeel_moe.planning.gates import GateSettings
-from evenkeel_moe.planning.policies import warm_kernels
-from evenkeel_moe.planning.relabel import count_moves
-from evenkeel_moe.planning.verdict import Call, held_out_steps
+from evenkeel_moe.planning.decision.cycle import CycleInputs, judge_target, plan_target, split_window
+from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.planning.decision.verdict import Call, held_out_steps
+from evenkeel_moe.planning.policies.registry import warm_kernels
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.schedule.relabel import count_moves
+from evenkeel_moe.planning.signals.change_detection import find_change
 
 __all__ = ["verdict_rows"]
 

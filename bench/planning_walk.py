@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bench.report import Row, write_report
 from evenkeel_moe.formats import Trace, read_trace
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies import warm_kernels
+from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
 from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 

@@ -15,10 +15,10 @@ from pydantic.dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.planning.gates import GateSettings
-from evenkeel_moe.planning.policies import resolve_policy
-from evenkeel_moe.planning.problem import DispatchModel
-from evenkeel_moe.planning.verdict import held_out_steps
+from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.planning.decision.verdict import held_out_steps
+from evenkeel_moe.planning.policies.registry import resolve_policy
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
 
 __all__ = [
     "DEFAULT_THRESHOLDS",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenkeel_moe.adapters.grpc_server import GrpcServer
+from evenkeel_moe.adapters.grpc.server import GrpcServer
 from tests.adapters.serving import Authority, Hub, make_options
 from tests.contracts.conftest import valkey
 

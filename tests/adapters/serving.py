@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from evenkeel_moe.adapters.grpc_server import ServerOptions
+from evenkeel_moe.adapters.grpc.server import ServerOptions
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import decode_controller_message
 from evenkeel_moe.wire.link import (

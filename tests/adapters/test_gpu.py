@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel_moe.adapters.device_checksum import device_checksum
-from evenkeel_moe.adapters.torch_groups import make_communicator
-from evenkeel_moe.adapters.torch_transport import TorchWeightTransport, is_over
+from evenkeel_moe.adapters.torch.device_checksum import device_checksum
+from evenkeel_moe.adapters.torch.groups import make_communicator
+from evenkeel_moe.adapters.torch.transport import TorchWeightTransport, is_over
 from evenkeel_moe.agent.profiler import ExpertShape, curve_of, measure, moe_layer, token_counts
 from evenkeel_moe.model.placement import Placement
 from tests.agent.ranks import Group, ToyWeights, prepare_for

@@ -7,9 +7,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from evenkeel_moe.adapters.grpc_link import GrpcRankLink, LinkTiming, LinkTls
-from evenkeel_moe.adapters.grpc_server import GrpcServer
-from evenkeel_moe.adapters.server_tls import Grant, read_grants
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming, LinkTls
+from evenkeel_moe.adapters.grpc.server import GrpcServer
+from evenkeel_moe.adapters.grpc.server_tls import Grant, read_grants
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.v1 import agent_pb2

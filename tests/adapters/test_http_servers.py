@@ -8,9 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from evenkeel_moe.adapters.addresses import host_port
-from evenkeel_moe.adapters.grpc_server import GrpcServer
+from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.adapters.http_servers import MetricsServer, RestServer
-from evenkeel_moe.controller.serve import _server_options
+from evenkeel_moe.controller.process.serve import _server_options
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.settings_sources import load_settings
 from tests.adapters.serving import make_options

@@ -12,8 +12,13 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.verdict import Call, Verdict
-from evenkeel_moe.planning.what_if import PolicyScore, Recommendation, Redundancy, ReplicaLevel
+from evenkeel_moe.planning.decision.recommendation import (
+    PolicyScore,
+    Recommendation,
+    Redundancy,
+    ReplicaLevel,
+)
+from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from evenkeel_moe.ports import Advice, DeploymentStatus, KeptAnswer, LedElsewhere, QuarantineRow, RankStatus
 
 SHAPE = ModelShape(

@@ -4,7 +4,7 @@ import pytest
 from evenkeel_moe.api.insight import heat_map
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import metrics
 from tests.api.conftest import ADMIN, assert_problem, make_client
 from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_rank, make_status, make_window
 

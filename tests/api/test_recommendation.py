@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
-from evenkeel_moe.planning.verdict import Call, Verdict
-from evenkeel_moe.planning.what_if import PolicyScore, Recommendation
+from evenkeel_moe.planning.decision.recommendation import PolicyScore, Recommendation
+from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from tests.api.conftest import READ, assert_problem, make_client
 from tests.api.fakes import NOW, make_advice
 

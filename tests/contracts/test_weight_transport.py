@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel_moe.adapters.torch_transport import TorchWeightTransport
+from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
 from tests.agent.ranks import (

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel_moe.adapters.grpc_server import RankStream
+from evenkeel_moe.adapters.grpc.server import RankStream
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import NotLeading
 from evenkeel_moe.wire.link import RegistrationOutcome
-from tests.controller.test_deployment import DEMO, replicas
+from tests.controller.deployment.test_deployment import DEMO, replicas
 from tests.protocol.rigs import hello_of
 from tests.waiting import until
 

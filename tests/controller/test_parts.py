@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel_moe.controller.balance import Balance
-from evenkeel_moe.controller.cycle import (
+from evenkeel_moe.controller.cycles.cycle_inputs import (
     CycleSettings,
     last_plan_ended,
     merge_phases,
@@ -18,14 +17,14 @@ from evenkeel_moe.controller.cycle import (
     steps_since_move,
     topology_of,
 )
-from evenkeel_moe.controller.documents import (
+from evenkeel_moe.controller.cycles.planning import request_digest
+from evenkeel_moe.controller.deployment.policy_document import (
     change_policy,
     policy_document,
     policy_from_document,
     shape_document,
     shape_from_document,
 )
-from evenkeel_moe.controller.planning import request_digest
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -34,10 +33,11 @@ from evenkeel_moe.model.plan import PlanKind, PlanLimits, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning import metrics
-from evenkeel_moe.planning.problem import DispatchModel
-from evenkeel_moe.planning.split import SplitModel
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports import PlanRequest
+from evenkeel_moe.telemetry.balance import Balance
 from tests.contracts.test_stores import make_record
 
 SHAPE = ModelShape(2, 4, 2, 3, 2, 1000)

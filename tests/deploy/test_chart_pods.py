@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from deploy.generate import CHARTS_OWN
-from evenkeel_moe.adapters.redis_client import connect
+from evenkeel_moe.adapters.redis.client import connect
 from evenkeel_moe.api.app import create_app
 from evenkeel_moe.api.auth import OPEN_PATHS, TokenSet
-from evenkeel_moe.controller.serve import _STOP_S
+from evenkeel_moe.controller.process.serve import _STOP_S
 from evenkeel_moe.settings import Settings
 from evenkeel_moe.settings_sources import load_settings
 from tests.api.fakes import FakeOperations

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.wire.link import NotLeader, RegistrationOutcome
 from tests.deploy.chart import ROOT
 from tests.deploy.live import DEPLOYMENT, controller_with_a_past, live_through_everything

@@ -18,8 +18,8 @@ from evenkeel_moe.dispatch import (
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.problem import DispatchModel
-from evenkeel_moe.planning.split import SplitModel, slot_shares
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.token_split import SplitModel, slot_shares
 from tests.dispatch.placements import all_tables, choices_of, landed, random_demand, random_placement
 
 TWO_NODES = Topology((0, 0, 1, 1))

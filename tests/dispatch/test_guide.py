@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from bench.dispatch_baselines import PathTable, apply_capacity, expert_capacity, harmoeny
 from evenkeel_moe.dispatch import ExactSplit
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.metrics import balancedness, rank_load
+from evenkeel_moe.planning.problem.metrics import balancedness, rank_load
 
 HOT = np.array([90.0, 10.0, 10.0, 10.0])
 

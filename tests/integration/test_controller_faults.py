@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
@@ -254,7 +254,7 @@ async def _health(controller, status):
 
 
 async def test_a_flushed_store_costs_the_history_and_nothing_else(tmp_path, shared_store):
-    from evenkeel_moe.adapters.redis_client import connect, disconnect
+    from evenkeel_moe.adapters.redis.client import connect, disconnect
 
     async with (
         Controller(tmp_path / "data", REDIS__URL=shared_store.url) as controller,

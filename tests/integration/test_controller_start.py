@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from evenkeel_moe.controller.serve import _advertised
+from evenkeel_moe.controller.process.serve import _advertised
 from evenkeel_moe.settings_sources import load_settings
 
 AS_GRPC_LOADS = """

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from evenkeel_moe.adapters.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import EpRank
@@ -308,7 +308,7 @@ class LinkedRank:
     """A real rank's link, and what it heard."""
 
     def __init__(self, group: Group, rank: int, addresses: list[str]) -> None:
-        from evenkeel_moe.adapters.grpc_link import GrpcRankLink
+        from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
 
         self._rank = Rank(group, EpRank(rank))
         self.heard: list[object] = []

@@ -10,7 +10,7 @@ import grpc
 import psutil
 import pytest
 
-from evenkeel_moe.adapters.grpc_link import GrpcRankLink, LinkTiming
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import encode_rank_message

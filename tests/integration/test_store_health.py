@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from evenkeel_moe.adapters.redis_client import connect, disconnect
-from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
-from evenkeel_moe.adapters.redis_windows import RedisWindowStore
-from evenkeel_moe.controller.serve import _store_windows
+from evenkeel_moe.adapters.redis.client import connect, disconnect
+from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis.windows import RedisWindowStore
+from evenkeel_moe.controller.process.serve import _store_windows
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Unavailable
-from tests.controller.test_deployment import DEMO, Replica
+from tests.controller.deployment.test_deployment import DEMO, Replica
 from tests.integration.store_server import Server
 from tests.waiting import until
 

@@ -8,8 +8,8 @@ import time
 import grpc
 import pytest
 
-from evenkeel_moe.adapters.redis_client import connect, disconnect
-from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis.client import connect, disconnect
+from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import encode_rank_message

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from evenkeel_moe.adapters.redis_client import connect, disconnect
-from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis.client import connect, disconnect
+from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import Epoch

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from redis.exceptions import NoPermissionError
 
-from evenkeel_moe.adapters.redis_client import connect, disconnect, eviction_policies
-from evenkeel_moe.adapters.redis_store import RedisDeploymentStore
-from evenkeel_moe.adapters.redis_windows import RedisWindowStore
+from evenkeel_moe.adapters.redis.client import connect, disconnect, eviction_policies
+from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch

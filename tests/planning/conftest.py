@@ -1,6 +1,6 @@
 import pytest
 
-from evenkeel_moe.planning.policies import warm_kernels
+from evenkeel_moe.planning.policies.registry import warm_kernels
 
 
 @pytest.fixture(scope="session", autouse=True)

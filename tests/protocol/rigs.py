@@ -11,12 +11,12 @@ from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.control import DeploymentControl
-from evenkeel_moe.protocol.coordinator import Coordinator
-from evenkeel_moe.protocol.operator import Operator
-from evenkeel_moe.protocol.participant import Participant
-from evenkeel_moe.protocol.tables import ControlState, CoordinatorState
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.coordinator import Coordinator
+from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.rank.participant import Participant
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
+from evenkeel_moe.protocol.transitions import ControlState, CoordinatorState
 
 DEPLOYMENT = DeploymentId("d")
 GENERATION = Generation("g1")

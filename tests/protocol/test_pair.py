@@ -7,10 +7,10 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.coordinator import Coordinator
-from evenkeel_moe.protocol.gate import Gate, PollResolved
+from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.messages import ParticipantState as P
-from evenkeel_moe.protocol.tables import CoordinatorState as C
+from evenkeel_moe.protocol.rank.gate import Gate, PollResolved
+from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.rigs import (
     BASE,
     LEADER,

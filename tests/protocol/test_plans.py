@@ -10,9 +10,9 @@ from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.operator import Operator
-from evenkeel_moe.protocol.tables import ControlState as S
-from evenkeel_moe.protocol.tables import CoordinatorState as C
+from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.transitions import ControlState as S
+from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.rigs import (
     AFTER_ONE,
     AFTER_TWO,

@@ -11,10 +11,10 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.control import DeploymentControl
-from evenkeel_moe.protocol.operator import Operator
-from evenkeel_moe.protocol.survey import Fleet
-from evenkeel_moe.protocol.tables import ControlState
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.leader.state_query import Fleet
+from evenkeel_moe.protocol.transitions import ControlState
 from tests.protocol.rigs import BASE, DEPLOYMENT, LEADER, SHAPE, plan_of
 
 AUTO = DeploymentPolicy(mode=Mode.AUTO)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InfeasiblePlan
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem import PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.replay.budget import budget_curve, budgets_to_try, plan_uniform
 
 

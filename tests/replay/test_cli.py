@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
-from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.cli import app
 
 

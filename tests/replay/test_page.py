@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.formats import Trace
-from evenkeel_moe.planning.problem import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel
 from evenkeel_moe.replay.compare import compare
 from evenkeel_moe.replay.page import render_page
 from evenkeel_moe.replay.planners import choose_planners

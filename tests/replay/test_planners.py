@@ -5,10 +5,10 @@ import pytest
 
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.craft import CraftOptions, ReplicaRule, plan_craft
-from evenkeel_moe.planning.eplb import plan_eplb
-from evenkeel_moe.planning.keel import plan_keel
-from evenkeel_moe.planning.problem import PlacementProblem
+from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule, plan_craft
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.policies.keel.policy import plan_keel
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.replay.planners import choose_planners, craft_within, faded_mean, warm_up
 from evenkeel_moe.replay.walk import walk_forward
 

@@ -4,8 +4,8 @@ import numpy as np
 
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.eplb import plan_eplb
-from evenkeel_moe.planning.problem import DispatchModel, Proposal
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel, Proposal
 from evenkeel_moe.replay.verdict import behind_verdict
 from evenkeel_moe.replay.walk import Replan, Setup, walk_forward
 

@@ -5,8 +5,8 @@ import pytest
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.eplb import plan_eplb
-from evenkeel_moe.planning.problem import CostCurves, Proposal
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, Proposal
 from evenkeel_moe.replay.figures import summarise
 from evenkeel_moe.replay.walk import Setup, replan_steps, walk_forward
 

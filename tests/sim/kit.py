@@ -6,14 +6,14 @@ A mutant is a kit with one class replaced.
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from evenkeel_moe.protocol.control import DeploymentControl
-from evenkeel_moe.protocol.coordinator import Coordinator
-from evenkeel_moe.protocol.gate import Gate
-from evenkeel_moe.protocol.membership import Membership
-from evenkeel_moe.protocol.migration import Migration
-from evenkeel_moe.protocol.participant import Participant
-from evenkeel_moe.protocol.recovery import Recovery
-from evenkeel_moe.protocol.tables import (
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.coordinator import Coordinator
+from evenkeel_moe.protocol.leader.membership import Membership
+from evenkeel_moe.protocol.leader.plan_executor import Migration
+from evenkeel_moe.protocol.leader.recovery import Recovery
+from evenkeel_moe.protocol.rank.gate import Gate
+from evenkeel_moe.protocol.rank.participant import Participant
+from evenkeel_moe.protocol.transitions import (
     CONTROL,
     CONTROL_MOVES,
     COORDINATOR,

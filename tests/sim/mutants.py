@@ -5,10 +5,12 @@ A mutant that no invariant catches would say that its rule is not needed, or not
 
 from dataclasses import dataclass
 
-from evenkeel_moe.protocol.control import DeploymentControl
-from evenkeel_moe.protocol.coordinator import Coordinator
-from evenkeel_moe.protocol.gate import Gate
-from evenkeel_moe.protocol.membership import Membership
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.coordinator import Coordinator
+from evenkeel_moe.protocol.leader.membership import Membership
+from evenkeel_moe.protocol.leader.plan_executor import Migration
+from evenkeel_moe.protocol.leader.recovery import Recovery
+from evenkeel_moe.protocol.leader.state_query import Fleet
 from evenkeel_moe.protocol.messages import (
     ParticipantState,
     PollNotPassed,
@@ -17,10 +19,8 @@ from evenkeel_moe.protocol.messages import (
     TransportDrained,
     WaveOutcome,
 )
-from evenkeel_moe.protocol.migration import Migration
-from evenkeel_moe.protocol.participant import Participant
-from evenkeel_moe.protocol.recovery import Recovery
-from evenkeel_moe.protocol.survey import Fleet
+from evenkeel_moe.protocol.rank.gate import Gate
+from evenkeel_moe.protocol.rank.participant import Participant
 from tests.sim.kit import Kit
 
 

@@ -5,7 +5,7 @@ from collections import deque
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, EpRank
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.gate import PollFailed, PollResolved
+from evenkeel_moe.protocol.rank.gate import PollFailed, PollResolved
 from tests.sim.checks import UNMATCHED_OPERATION
 from tests.sim.copies import Job
 from tests.sim.network import NotLeading, Stream, describe

@@ -7,8 +7,8 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import Hello, Tick
-from evenkeel_moe.protocol.operator import Operator
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.network import describe
 from tests.sim.store import StoreDown

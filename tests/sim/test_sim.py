@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from evenkeel_moe.protocol.tables import CONTROL, COORDINATOR, PARTICIPANT
+from evenkeel_moe.protocol.transitions import CONTROL, COORDINATOR, PARTICIPANT
 from tests.sim.__main__ import FULL, OFTEN, is_clean, main
 from tests.sim.focus import FOCI, pick
 from tests.sim.kit import all_pairs

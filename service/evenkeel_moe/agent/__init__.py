@@ -4,8 +4,8 @@ The names below are the public interface for engine authors, numbered by `API_VE
 examples/qwen3moe uses nothing else. A name that goes or takes other arguments raises the number.
 """
 
-from evenkeel_moe.adapters.grpc_link import GrpcRankLink
-from evenkeel_moe.adapters.torch_groups import Communicator, make_communicator
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
+from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.agent.agent import Agent, SwapRecord
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.guest import GuestAgent, HostEngine, Move

@@ -27,15 +27,14 @@ from numpy.typing import NDArray
 from evenkeel_moe.agent.build import Connect, free_bytes, make_participant, make_transport
 from evenkeel_moe.agent.checksums import agree_on_checksums, agree_on_start, checksums_digest
 from evenkeel_moe.agent.config import AgentConfig
+from evenkeel_moe.agent.network_thread import Uplink
 from evenkeel_moe.agent.ports import ExpertWeights, GateFailed, MapInstaller, RankLink, WeightTransport
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.staging import StagingWorker
-from evenkeel_moe.agent.uplink import Uplink
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
-from evenkeel_moe.protocol.gate import Gate, GateAction, PollFailed, PollResolved
 from evenkeel_moe.protocol.messages import (
     CancelStaging,
     ControllerMessage,
@@ -54,6 +53,7 @@ from evenkeel_moe.protocol.messages import (
     SwapFinished,
     WeightsReloaded,
 )
+from evenkeel_moe.protocol.rank.gate import Gate, GateAction, PollFailed, PollResolved
 from evenkeel_moe.wire.link import (
     CostCurve,
     FlowControl,
@@ -65,7 +65,7 @@ from evenkeel_moe.wire.link import (
 )
 
 if TYPE_CHECKING:
-    from evenkeel_moe.adapters.torch_groups import Work
+    from evenkeel_moe.adapters.torch.groups import Work
 
 __all__ = ["Agent", "SwapRecord"]
 

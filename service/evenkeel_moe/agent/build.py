@@ -6,13 +6,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from evenkeel_moe.adapters.torch_groups import TRANSFER, Communicator
-from evenkeel_moe.adapters.torch_transport import TorchWeightTransport
+from evenkeel_moe.adapters.torch.groups import TRANSFER, Communicator
+from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.ports import ExpertWeights
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.protocol.participant import Participant
+from evenkeel_moe.protocol.rank.participant import Participant
 
 __all__ = ["Connect", "free_bytes", "make_participant", "make_transport"]
 

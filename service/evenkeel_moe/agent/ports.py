@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.adapters.torch_transport import Progress, StageOutcome
+from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.protocol.messages import Hello, Prepare
 from evenkeel_moe.wire.link import FromRankLink, Heartbeat, ToRankLink

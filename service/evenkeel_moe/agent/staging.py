@@ -10,7 +10,7 @@ import numpy as np
 import structlog
 from torch import Tensor
 
-from evenkeel_moe.adapters.torch_transport import StageOutcome
+from evenkeel_moe.adapters.torch.transport import StageOutcome
 from evenkeel_moe.agent.ports import ExpertWeights, MapInstaller, WeightTransport
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.placement import EMPTY, Placement

@@ -29,11 +29,11 @@ from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanLimits, PlanRecord
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning import metrics
-from evenkeel_moe.planning.verdict import Verdict
-from evenkeel_moe.planning.what_if import PolicyScore, Redundancy
+from evenkeel_moe.planning.decision.recommendation import PolicyScore, Redundancy
+from evenkeel_moe.planning.decision.verdict import Verdict
+from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.ports import Advice, DeploymentStatus, LedElsewhere, PlanRequest
-from evenkeel_moe.protocol.tables import ControlState
+from evenkeel_moe.protocol.transitions import ControlState
 
 __all__ = [
     "deployment_out",

@@ -22,7 +22,7 @@ from evenkeel_moe.api.insight_schemas import (
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import metrics
 
 __all__ = ["MOST_CELLS", "heat_map", "router"]
 

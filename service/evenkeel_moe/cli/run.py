@@ -14,7 +14,7 @@ __all__ = ["add_commands"]
 
 def serve(config: ConfigOption = None) -> None:
     """Run a controller until SIGTERM: gRPC for ranks, REST for operators, metrics for Prometheus."""
-    from evenkeel_moe.controller.serve import run as run_controller
+    from evenkeel_moe.controller.process.serve import run as run_controller
     from evenkeel_moe.settings_sources import load_settings
 
     run_controller(load_settings(config))

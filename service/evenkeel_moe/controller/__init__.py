@@ -7,6 +7,6 @@ import os
 # (docs/performance.md). What an operator set holds.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")  # noqa: TID251 - written for gRPC, not read
 
-from evenkeel_moe.controller.serve import run, serve
+from evenkeel_moe.controller.process.serve import run, serve
 
 __all__ = ["run", "serve"]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.compiled import kernel
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 
 __all__ = ["TransientReplicas", "extra_budget", "plan_replicas", "resident_mask"]

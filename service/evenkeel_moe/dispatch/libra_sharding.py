@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.compiled import kernel
 from evenkeel_moe.dispatch.split_kernels import split_layer
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.jit import kernel
 
 __all__ = ["Sharding", "ShardingRule", "shard_tokens", "split_by_locality"]
 

@@ -11,7 +11,7 @@ passes the optimum, and the split that fits under it is optimal.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.compiled import kernel
+from evenkeel_moe.jit import kernel
 
 __all__ = ["share_kernel", "split_kernel", "split_layer"]
 

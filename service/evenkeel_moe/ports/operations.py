@@ -10,7 +10,7 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanRecord
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.what_if import Recommendation
+from evenkeel_moe.planning.decision.recommendation import Recommendation
 
 __all__ = [
     "Advice",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from evenkeel_moe.protocol.tables import (
+from evenkeel_moe.protocol.transitions import (
     CONTROL,
     CONTROL_MOVES,
     COORDINATOR,

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InfeasiblePlan, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.craft_packing import pack_copies
-from evenkeel_moe.planning.problem import PlacementProblem, Proposal
-from evenkeel_moe.planning.replication import replicate_experts
+from evenkeel_moe.planning.policies.capacity_packing import pack_copies
+from evenkeel_moe.planning.policies.replication import replicate_experts
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 from evenkeel_moe.replay.figures import summarise
 from evenkeel_moe.replay.walk import Replan, Setup, walk_forward
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from evenkeel_moe.formats import Trace
-    from evenkeel_moe.planning.problem import Policy
+    from evenkeel_moe.planning.problem.placement_problem import Policy
     from evenkeel_moe.replay.compare import Fleet
     from evenkeel_moe.replay.walk import Setup
 
@@ -293,7 +293,7 @@ def _slots(slots: int | None, ranks: int, trace: "Trace") -> int:
 
 def _names(policies: str | None) -> list[str]:
     if policies is None:
-        from evenkeel_moe.planning.policies import POLICIES
+        from evenkeel_moe.planning.policies.registry import POLICIES
 
         return list(POLICIES)
     return [name.strip() for name in policies.split(",") if name.strip()]
@@ -301,8 +301,8 @@ def _names(policies: str | None) -> list[str]:
 
 def _policies(names: "Sequence[str]", replicas: str | None, free_bytes: int | None) -> "Mapping[str, Policy]":
     """The policies, craft with the replicas asked for."""
-    from evenkeel_moe.planning.craft import CraftOptions, ReplicaRule
-    from evenkeel_moe.planning.policies import POLICIES
+    from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule
+    from evenkeel_moe.planning.policies.registry import POLICIES
     from evenkeel_moe.replay.planners import VERDICT, craft_within
 
     if replicas is None and free_bytes is None:
@@ -350,7 +350,7 @@ def _setup(
     seed: int,
     allow_duplicates: bool,
 ) -> "Setup":
-    from evenkeel_moe.planning.problem import DispatchModel
+    from evenkeel_moe.planning.problem.placement_problem import DispatchModel
     from evenkeel_moe.replay.compare import load_of
     from evenkeel_moe.replay.walk import Setup
 

@@ -13,7 +13,7 @@ from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.formats.writing import write_file
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel
 from evenkeel_moe.replay.budget import BudgetPoint, budget_curve, budgets_to_try
 from evenkeel_moe.replay.figures import Figures, summarise
 from evenkeel_moe.replay.planners import VERDICT, warm_up

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import metrics
 
 __all__ = ["Drift", "LayerDescription", "Pair", "TraceDescription", "describe"]
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.walk import Walk
 
 __all__ = ["Figures", "summarise"]

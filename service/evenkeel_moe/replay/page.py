@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.budget import BudgetPoint
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.planners import BASELINES, VERDICT

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.craft import CraftOptions, factor_by_memory, plan_craft
-from evenkeel_moe.planning.eplb import plan_eplb
-from evenkeel_moe.planning.policies import FORMS, POLICIES
-from evenkeel_moe.planning.problem import PlacementProblem, Policy, Proposal
+from evenkeel_moe.planning.policies.craft.policy import CraftOptions, factor_by_memory, plan_craft
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy, Proposal
 from evenkeel_moe.replay.verdict import behind_verdict
 from evenkeel_moe.replay.walk import Planner, Replan, Setup
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning import metrics
-from evenkeel_moe.planning.policies import POLICIES
-from evenkeel_moe.planning.problem import Policy
-from evenkeel_moe.planning.relabel import count_moves, relabel
+from evenkeel_moe.planning.policies.registry import POLICIES
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import Policy
+from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
 from evenkeel_moe.replay.walk import Replan, Setup
 

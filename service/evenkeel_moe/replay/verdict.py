@@ -6,11 +6,11 @@ The newest steps decide, the policy plans on those before them. What is adopted 
 from dataclasses import replace
 
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.planning import metrics
-from evenkeel_moe.planning.gates import AfterInputs, GateSettings, decide_after
-from evenkeel_moe.planning.problem import Proposal
-from evenkeel_moe.planning.relabel import count_moves, relabel
-from evenkeel_moe.planning.verdict import VerdictRules, held_out_steps, judge
+from evenkeel_moe.planning.decision.gates import AfterInputs, GateSettings, decide_after
+from evenkeel_moe.planning.decision.verdict import VerdictRules, held_out_steps, judge
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import Proposal
+from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
 from evenkeel_moe.replay.walk import Planner, Replan
 
 __all__ = ["behind_verdict"]

@@ -15,10 +15,15 @@ from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning import metrics
-from evenkeel_moe.planning.problem import CostCurves, DispatchModel, PlacementProblem, Proposal
-from evenkeel_moe.planning.relabel import count_moves, relabel
-from evenkeel_moe.planning.split import SplitModel
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import (
+    CostCurves,
+    DispatchModel,
+    PlacementProblem,
+    Proposal,
+)
+from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
 
 __all__ = ["LEAST_REPLANS", "Planner", "Replan", "Setup", "Walk", "replan_steps", "walk_forward"]
 

@@ -2,8 +2,8 @@
 
 import math
 
-from evenkeel_moe.compiled import kernel
 from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.load import MAX_STEP, MAX_TOKENS, PHASE_CODE, StepTable
 
 __all__ = ["check_steps", "first_fault"]

@@ -12,11 +12,11 @@ import pytest
 import structlog
 import torch
 
+from evenkeel_moe.engines.guest.collective_start import all_or_none, roll_call
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote
 from evenkeel_moe.engines.guest.guards import Unsupported, check_fields, check_signatures, check_version
-from evenkeel_moe.engines.guest.orders import ROW, Orders, judge
+from evenkeel_moe.engines.guest.plan_agreement import ROW, Orders, judge
 from evenkeel_moe.engines.guest.settings import GuestMode, load_guest_settings
-from evenkeel_moe.engines.guest.together import all_or_none, roll_call
 from evenkeel_moe.engines.sglang.state import Rows
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch, Unavailable
 

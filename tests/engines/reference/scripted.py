@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from evenkeel_moe.adapters.torch_transport import checksum
+from evenkeel_moe.adapters.torch.transport import checksum
 from evenkeel_moe.engines.reference.__main__ import die_with_parent, leave, log_json
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.model import original_expert
@@ -27,7 +27,7 @@ from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.waves import schedule_waves
+from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.protocol.messages import (
     Abort,
     AbortAnswer,

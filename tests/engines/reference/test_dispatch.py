@@ -14,9 +14,9 @@ from evenkeel_moe.engines.reference.slots import PooledWeights, Router
 from evenkeel_moe.engines.reference.traffic import TextTraffic
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.metrics import rank_load
-from evenkeel_moe.planning.problem import DispatchModel
-from evenkeel_moe.planning.split import SplitModel
+from evenkeel_moe.planning.problem.metrics import rank_load
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.agent.ranks import Group, run_ranks
 
 RANKS, LAYERS, EXPERTS, TOKENS = 4, 3, 16, 96

@@ -15,7 +15,7 @@ from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.waves import schedule_waves
+from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.protocol.messages import Ack, Commit, Hello, Leader, Prepare, QueryState, RankState, Vote
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import decode_rank_message, encode_controller_message

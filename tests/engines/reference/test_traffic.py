@@ -11,9 +11,9 @@ from evenkeel_moe.engines.reference.traffic import RecordedTraffic, TextTraffic,
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.eplb import plan_eplb
-from evenkeel_moe.planning.metrics import balancedness_mean, rank_load
-from evenkeel_moe.planning.problem import PlacementProblem
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.problem.metrics import balancedness_mean, rank_load
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 CPU = torch.device("cpu")
 STEPS, SHIFT = 16, 8

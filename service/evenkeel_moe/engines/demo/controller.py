@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from evenkeel_moe.adapters.redis_client import connect, disconnect, store_errors
+from evenkeel_moe.adapters.redis.client import connect, disconnect, store_errors
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.processes import ChildProcess, StopFlag, free_ports
 

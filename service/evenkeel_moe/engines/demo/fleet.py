@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.planning import metrics
+from evenkeel_moe.planning.problem import metrics
 
 __all__ = ["FleetLog", "StepRow", "Swap", "read_new_lines"]
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.grpc_link import GrpcRankLink, LinkTls
-from evenkeel_moe.adapters.torch_groups import Communicator, make_communicator
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTls
+from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.guest import GuestAgent, HostEngine
 from evenkeel_moe.agent.ports import ExpertWeights, RankLink

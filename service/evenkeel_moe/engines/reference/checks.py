@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.adapters.torch_groups import Communicator
+from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.engines.reference.config import Fault
 from evenkeel_moe.engines.reference.slots import PooledWeights, Router
 from evenkeel_moe.model.placement import EMPTY

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from evenkeel_moe.adapters.torch_groups import Communicator
+from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.dispatch import (
     LplbChoice,
     NearestChoice,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evenkeel_moe.adapters.torch_groups import Communicator
+from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.engines.reference.model import expert_forward
 from evenkeel_moe.errors import PeerViolation, Reason
 

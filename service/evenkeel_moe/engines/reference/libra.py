@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.adapters.torch_groups import Communicator, Operation, Work
+from evenkeel_moe.adapters.torch.groups import Communicator, Operation, Work
 from evenkeel_moe.dispatch import (
     LayerQuotas,
     LibraChoice,

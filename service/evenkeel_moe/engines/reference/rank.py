@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from evenkeel_moe.adapters.torch_groups import Communicator, make_communicator
+from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.agent import Agent, GateFailed, RankLink
 from evenkeel_moe.engines.reference.checks import break_something, final_check, inspect_rank
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig

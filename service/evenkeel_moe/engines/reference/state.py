@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from evenkeel_moe.adapters.torch_groups import Communicator
+from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape

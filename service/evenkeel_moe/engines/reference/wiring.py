@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.grpc_link import GrpcRankLink
-from evenkeel_moe.adapters.torch_groups import Communicator, make_communicator
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
+from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.agent import Agent, AgentConfig, RankLink, SwapRecord
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.lines import LineWriter

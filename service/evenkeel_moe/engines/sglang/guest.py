@@ -15,10 +15,10 @@ from torch import Tensor
 from evenkeel_moe.agent.guest import GuestAgent, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
+from evenkeel_moe.engines.guest.collective_start import all_or_none, engine_spared, roll_call_of
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, record_step
-from evenkeel_moe.engines.guest.orders import Orders, gather_rows
+from evenkeel_moe.engines.guest.plan_agreement import Orders, gather_rows
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
-from evenkeel_moe.engines.guest.together import all_or_none, engine_spared, roll_call_of
 from evenkeel_moe.engines.sglang.state import Rows, SglangWeights, counting_side, initial, read_shape
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.load import CountingSide

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from evenkeel_moe.agent.guest import GuestAgent, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
+from evenkeel_moe.engines.guest.collective_start import all_or_none, roll_call_of
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, record_step
-from evenkeel_moe.engines.guest.orders import Orders, gather_rows
+from evenkeel_moe.engines.guest.plan_agreement import Orders, gather_rows
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
-from evenkeel_moe.engines.guest.together import all_or_none, roll_call_of
 from evenkeel_moe.engines.vllm.state import VllmModelState, VllmState, VllmWeights, read_map, read_shape
 from evenkeel_moe.engines.vllm.warm import start_from_file
 from evenkeel_moe.errors import InvalidInput, Reason

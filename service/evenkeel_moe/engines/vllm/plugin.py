@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from evenkeel_moe.agent.ports import RankLink
+from evenkeel_moe.engines.guest.collective_start import engine_spared
 from evenkeel_moe.engines.guest.guards import Unsupported, check_fields, check_signatures, check_version
 from evenkeel_moe.engines.guest.registering import register_guest
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
-from evenkeel_moe.engines.guest.together import engine_spared
 from evenkeel_moe.engines.vllm.guest import VllmGuest, is_draft, timed
 from evenkeel_moe.engines.vllm.policy import make_policy
 

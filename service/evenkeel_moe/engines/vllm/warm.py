@@ -9,7 +9,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from evenkeel_moe.engines.guest.orders import ROW, digest_of, judge
+from evenkeel_moe.engines.guest.plan_agreement import ROW, digest_of, judge
 from evenkeel_moe.engines.vllm.state import VllmModelState, read_map
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.formats import PlacementFile, read_placement

@@ -1,0 +1,1 @@
+"""The gRPC link between ranks and controller."""

@@ -1,0 +1,175 @@
+"""Planning in processes of its own, so that a long plan never holds up the event loop."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+import structlog
+
+from evenkeel_moe.adapters.processes.child_process import die_with_parent
+from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.planning.policies.registry import warm_kernels
+
+__all__ = ["DeadlineMissed", "PlannerPool"]
+
+_log = structlog.get_logger(__name__)
+_WARM_WITHIN_S = 900.0
+"""Compiling every kernel from nothing takes half a minute of a free core, and cores may not be free."""
+_T = TypeVar("_T")
+_A = TypeVar("_A")
+
+
+class DeadlineMissed(Unavailable):
+    """A call took longer than it may."""
+
+    default_reason = Reason.PLANNER_FAILED
+
+
+class PlannerPool:
+    """A few planner processes with compiled kernels.
+
+    Args:
+        workers: processes.
+        deadline_s: a call that takes longer is given up and its processes are replaced.
+    """
+
+    def __init__(self, workers: int, *, deadline_s: float) -> None:
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._pool: ProcessPoolExecutor | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._aside: PlannerPool | None = None
+        self.warm = False
+        """Whether the kernels are compiled; calls before wait for it."""
+        self.fault = ""
+        """Why the last call failed; empty when it did not."""
+        self._free = asyncio.Semaphore(workers)
+
+    @property
+    def aside(self) -> "PlannerPool":
+        """One more process, started when first used: for work that no cycle may wait for, or fall with."""
+        if self._aside is None:
+            self._aside = PlannerPool(1, deadline_s=self._deadline_s)
+        return self._aside
+
+    async def warm_up(self) -> None:
+        """Start the processes and compile, or load, every kernel. A failure is told and left to the calls."""
+        with contextlib.suppress(Unavailable):
+            await self._ready()
+
+    async def run(self, function: Callable[[_A], _T], argument: _A) -> _T:
+        """The function's value, worked out in another process. Both must be picklable.
+
+        The deadline begins when the kernels are compiled: a call that came earlier is not to blame for them.
+
+        Raises:
+            DeadlineMissed, Unavailable: the deadline passed, or the process died (PLANNER_FAILED). What the function
+                raises is raised here.
+        """
+        async with self._free:
+            executor = await self._ready()
+            try:
+                try:
+                    future = self._submit(executor, function, argument)
+                except BrokenProcessPool:  # One died while nobody asked anything of it.
+                    self._replace(executor, "a planner process died")
+                    executor = await self._ready()
+                    future = self._submit(executor, function, argument)
+                async with asyncio.timeout(self._deadline_s):
+                    value = await future
+            except TimeoutError:
+                self._replace(executor, f"no plan within {self._deadline_s:g} s")
+                raise DeadlineMissed(f"planner: {self.fault}") from None
+            except BrokenProcessPool:
+                self._replace(executor, "a planner process died")
+            else:
+                self.fault = ""
+                return value
+        raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
+
+    @staticmethod
+    def _submit(
+        executor: ProcessPoolExecutor, function: Callable[[_A], _T], argument: _A
+    ) -> asyncio.Future[_T]:
+        return asyncio.get_running_loop().run_in_executor(executor, function, argument)
+
+    async def _ready(self) -> ProcessPoolExecutor:
+        """The processes, their kernels compiled.
+
+        Raises:
+            Unavailable: they do not start.
+        """
+        if self._pool is None or self._warming is None:
+            self._pool = self._start()
+            self._warming = asyncio.create_task(self._warm(self._pool), name="planner-warm-up")
+        executor = self._pool
+        # Others may wait for it too.
+        await asyncio.shield(self._warming)
+        if self._pool is not executor:
+            raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
+        return executor
+
+    async def _warm(self, executor: ProcessPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_WARM_WITHIN_S):
+                await asyncio.gather(
+                    *(loop.run_in_executor(executor, warm_kernels) for _ in range(self._workers))
+                )
+        except (TimeoutError, BrokenProcessPool) as error:
+            self._warming = None  # This task: it must not cancel itself.
+            self._replace(executor, f"planner processes do not start: {type(error).__name__}")
+            _log.error("planner_does_not_start", error=str(error))
+        except Exception as error:  # a policy that does not compile fails its own cycles, not the controller
+            self.fault = f"{type(error).__name__}: {error}"
+            _log.error("planner_kernels_do_not_compile", error=str(error))
+        else:
+            self.warm = True
+            _log.info("planner_ready", workers=self._workers)
+
+    def close(self) -> None:
+        """End the processes, also those in the middle of a plan, and those aside."""
+        if self._aside is not None:
+            self._aside.close()
+        self._end()
+
+    def _end(self) -> None:
+        pool, self._pool = self._pool, None
+        warming, self._warming = self._warming, None
+        if warming is not None and not warming.done() and not warming.get_loop().is_closed():
+            warming.cancel()
+        if pool is None:
+            return
+        processes = list((pool._processes or {}).values())
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                process.kill()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            self._workers,
+            # Forking a process that runs gRPC threads would copy their locks half way.
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_begin_worker,
+        )
+
+    def _replace(self, executor: ProcessPoolExecutor, fault: str) -> None:
+        """End processes that failed; the next call starts others."""
+        self.fault = fault
+        if self._pool is executor:
+            self.warm = False
+            self._end()
+
+
+def _begin_worker() -> None:
+    """Ctrl-C reaches every process of a terminal: only the controller decides about it, and is outlived by none."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    die_with_parent(parent.pid)

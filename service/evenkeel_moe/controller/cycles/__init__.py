@@ -1,0 +1,1 @@
+"""Planning cycles of one deployment."""

@@ -1,0 +1,206 @@
+"""From a deployment's windows to what the planner is asked, and from its answer to a plan."""
+
+import math
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
+from evenkeel_moe.model.load import LoadWindow
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel
+from evenkeel_moe.planning.schedule.waves import schedule_waves
+from evenkeel_moe.protocol.leader.plan_records import is_failure
+
+__all__ = [
+    "Base",
+    "CycleSettings",
+    "WaveRequest",
+    "build_waves",
+    "last_plan_ended",
+    "merge_phases",
+    "new_plan_id",
+    "plan_failures",
+    "price",
+    "steps_since_move",
+    "topology_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CycleSettings:
+    """What the planner is told besides the loads."""
+
+    plan_steps: int
+    recent_steps: int
+    lifetime_steps: int
+    copy_bytes_per_s: float
+    copy_cost_tokens: float
+    rank_speeds: bool
+    dispatch: DispatchModel
+    cross_node_factor: float
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Where a plan starts from."""
+
+    deployment: DeploymentId
+    generation: Generation
+    weights_version: int
+    epoch: Epoch
+    placement: Placement
+
+    def plan(
+        self,
+        target: Placement,
+        waves: tuple[Wave, ...],
+        *,
+        plan_id: PlanId,
+        kind: PlanKind,
+        policy: str,
+        reason: Reason,
+        created_at: float,
+        expires_at: float | None,
+        numbers: dict[str, float],
+    ) -> Plan:
+        """A plan from here."""
+        return Plan(
+            plan_id=plan_id,
+            deployment=self.deployment,
+            kind=kind,
+            policy=policy,
+            reason=reason,
+            generation=self.generation,
+            weights_version=self.weights_version,
+            base_epoch=self.epoch,
+            base=self.placement,
+            target=target,
+            waves=waves,
+            created_at=created_at,
+            expires_at=expires_at,
+            allow_duplicates=target.first_duplicate() is not None,
+            numbers=numbers,
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WaveRequest:
+    """A placement to reach exactly, as a rollback asks for it."""
+
+    base: Placement
+    target: Placement
+    shape: ModelShape
+    topology: Topology
+    staging_bytes: tuple[int, ...]
+
+
+def build_waves(request: WaveRequest) -> tuple[Wave, ...]:
+    """The waves of a request, for another process.
+
+    Raises:
+        InfeasiblePlan: no order of waves fits.
+    """
+    return schedule_waves(
+        request.base, request.target, request.shape, request.topology, request.staging_bytes
+    )
+
+
+def new_plan_id(kind: PlanKind, epoch: int) -> PlanId:
+    """An id no plan had before, telling where it came from."""
+    return PlanId(f"{kind}-{epoch}-{uuid.uuid4().hex[:12]}")
+
+
+def topology_of(nodes: Sequence[str]) -> Topology:
+    """Node indices in the order in which the ranks name them."""
+    numbers: dict[str, int] = {}
+    return Topology(tuple(numbers.setdefault(node, len(numbers)) for node in nodes))
+
+
+def merge_phases(
+    windows: Iterable[LoadWindow], shape: ModelShape, num_steps: int
+) -> tuple[NDArray[np.uint32], NDArray[np.float64] | None]:
+    """The newest steps of all phases in step order, which weighs phases by their tokens.
+
+    Returns:
+        (T, L, E) uint32 counts, T at most `num_steps`, and (R, L, E) source-side sums where known.
+    """
+    chosen = [window for window in windows if len(window)]
+    if not chosen:
+        return np.zeros((0, shape.num_layers, shape.num_logical_experts), np.uint32), None
+    sums = [window.source for window in chosen if window.source is not None]
+    source = np.asarray(np.sum(sums, axis=0), np.float64) if sums else None
+    if len(chosen) == 1:
+        return chosen[0].last(num_steps).counts, source
+    parts = [window.last(num_steps) for window in chosen]
+    order = np.argsort(np.concatenate([part.steps for part in parts]), kind="stable")[-num_steps:]
+    counts = np.empty((len(order), *parts[0].counts.shape[1:]), np.uint32)
+    first = 0
+    for part in parts:  # A joined copy of all phases would be several times what is kept.
+        of_part = (order >= first) & (order < first + len(part))
+        counts[of_part] = part.counts[order[of_part] - first]
+        first += len(part)
+    return counts, source
+
+
+def price(
+    seconds_per_token: NDArray[np.float64],
+    bytes_per_expert: int,
+    settings: CycleSettings,
+    curves: CostCurves | None = None,
+) -> tuple[CostCurves | None, float]:
+    """Cost curves where rank speeds are to be used, and the price of one copy in the score's unit.
+
+    Without curves the score is in tokens, and a copy costs as many as the mean rank computes in the time
+    the copy takes.
+    """
+    measured = len(seconds_per_token) > 0 and bool(np.isfinite(seconds_per_token).all())
+    copy_s = bytes_per_expert / settings.copy_bytes_per_s
+    if settings.rank_speeds and curves is not None:
+        return curves, copy_s
+    if not measured:
+        return None, settings.copy_cost_tokens
+    if settings.rank_speeds:
+        return CostCurves.linear(seconds_per_token), copy_s
+    return None, copy_s / float(seconds_per_token.mean())
+
+
+_RAN = frozenset({PlanPhase.COMMITTED, PlanPhase.ABORTED, PlanPhase.CANCELLED})
+
+
+def last_plan_ended(records: Iterable[PlanRecord]) -> float | None:
+    """Unix seconds at which the newest plan that ran came to its end; None when none did."""
+    ended = [record.updated_at for record in records if record.phase in _RAN]
+    return max(ended, default=None)
+
+
+def plan_failures(records: Iterable[PlanRecord]) -> tuple[int, float | None]:
+    """Automatic plans that were refused or failed since the last one of any kind that was carried out.
+
+    Returns:
+        How many, and unix seconds at which the newest ended; None where there are none.
+    """
+    ended_at: list[float] = []
+    for record in sorted(records, key=lambda record: record.updated_at, reverse=True):
+        if record.phase is PlanPhase.COMMITTED:
+            break
+        if is_failure(record):
+            ended_at.append(record.updated_at)
+    return len(ended_at), max(ended_at, default=None)
+
+
+def steps_since_move(windows: Iterable[LoadWindow], epoch: Epoch, num_steps: int) -> int:
+    """How many of the newest `num_steps` steps of all phases ran under the placement of an epoch, or a later one."""
+    return min(num_steps, sum(int((window.epochs >= epoch).sum()) for window in windows))
+
+
+def finite(numbers: dict[str, float]) -> dict[str, float]:
+    """Only what can be compared and stored as JSON."""
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -1,0 +1,1 @@
+"""One deployment on this replica."""

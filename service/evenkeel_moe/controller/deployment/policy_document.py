@@ -1,0 +1,152 @@
+"""The small documents kept of a deployment, and the policy as operators read and write it."""
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from evenkeel_moe.errors import EvenkeelError, InvalidInput
+from evenkeel_moe.model.ids import Generation
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.model.schedule import Schedule
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.planning.policies.registry import resolve_policy
+
+__all__ = [
+    "change_policy",
+    "policy_document",
+    "policy_from_document",
+    "shape_document",
+    "shape_from_document",
+]
+
+_MOST_SHADOWS = 8
+"""Each is planned with once a cycle."""
+_MOST_OF_A_LIMIT = 2**62
+"""As in the body of a plan by hand."""
+
+
+def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
+    """A policy as operators see it, every threshold with its value."""
+    gates = GateSettings.from_thresholds(policy.thresholds)
+    return {
+        "mode": policy.mode.value,
+        "policy": policy.policy,
+        "shadow_policies": list(policy.shadow_policies),
+        "limits": asdict(policy.limits),
+        "cycle_s": policy.cycle_s,
+        "proposal_ttl_s": policy.proposal_ttl_s,
+        "schedule": {
+            "windows": list(policy.schedule.windows),
+            "blackouts": list(policy.schedule.blackouts),
+        },
+        "thresholds": {setting.name: float(getattr(gates, setting.name)) for setting in fields(gates)},
+    }
+
+
+def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> DeploymentPolicy:
+    """The policy with some fields changed; `limits`, `schedule` and `thresholds` change field by field.
+
+    Raises:
+        InvalidInput: an unknown field or a value out of range, with what is known.
+    """
+    document = policy_document(policy)
+    unknown = sorted(set(changes) - set(document))
+    if unknown:
+        raise InvalidInput(f"unknown policy fields {', '.join(unknown)}; known: {', '.join(document)}")
+    for name, value in changes.items():
+        if name in ("limits", "schedule", "thresholds"):
+            if not isinstance(value, Mapping):
+                raise InvalidInput(f"{name} must be an object, not {type(value).__name__}")
+            strange = sorted(set(value) - set(document[name]))
+            if strange:
+                raise InvalidInput(
+                    f"unknown {name} {', '.join(strange)}; known: {', '.join(sorted(document[name]))}"
+                )
+            document[name] |= value
+        else:
+            document[name] = value
+    return _policy_of(document)
+
+
+def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
+    mode, name = document["mode"], document["policy"]
+    if not isinstance(mode, str) or mode not in set(Mode):
+        raise InvalidInput(f"mode {mode!r} is not observe, propose or auto")
+    if not isinstance(name, str):
+        raise InvalidInput(f"policy {name!r} is no name")
+    resolve_policy(name)
+    shadows = _shadows(document["shadow_policies"])
+    limits: dict[str, int | None] = {}
+    for bound, value in document["limits"].items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and 0 <= value <= _MOST_OF_A_LIMIT):
+            raise InvalidInput(f"limits.{bound} is {value!r:.40}, must be null or an integer from 0 to 2^62")
+        limits[bound] = value
+    thresholds = {key: _number(f"thresholds.{key}", value) for key, value in document["thresholds"].items()}
+    GateSettings.from_thresholds(thresholds)
+    return DeploymentPolicy(
+        mode=Mode(mode),
+        policy=name,
+        shadow_policies=shadows,
+        limits=PlanLimits(**limits),
+        cycle_s=_number("cycle_s", document["cycle_s"]),
+        proposal_ttl_s=_number("proposal_ttl_s", document["proposal_ttl_s"]),
+        schedule=Schedule(**{name: _spans(name, value) for name, value in document["schedule"].items()}),
+        thresholds=thresholds,
+    )
+
+
+def _shadows(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise InvalidInput(f"shadow_policies is {names!r}, must be a list of policy names")
+    if len(names) > _MOST_SHADOWS or len(set(names)) < len(names):
+        raise InvalidInput(
+            f"shadow_policies names {len(names)} policies, at most {_MOST_SHADOWS} and each once"
+        )
+    for name in names:
+        resolve_policy(name)
+    return tuple(names)
+
+
+def _spans(name: str, texts: Any) -> tuple[str, ...]:
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise InvalidInput(f"schedule.{name} is {texts!r}, must be a list of weekly spans")
+    return tuple(texts)
+
+
+def _number(what: str, value: Any) -> float:
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        # An integer may be finite and yet more than any float.
+        with contextlib.suppress(OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
+    raise InvalidInput(f"{what} is {value!r:.40}, must be a finite number")
+
+
+def policy_from_document(body: Mapping[str, Any] | None, default: DeploymentPolicy) -> DeploymentPolicy:
+    """The stored policy; the default where none is stored or it can no longer be used."""
+    if body is None:
+        return default
+    try:
+        return change_policy(default, body)
+    except EvenkeelError:
+        return default
+
+
+def shape_document(generation: Generation, shape: ModelShape) -> dict[str, Any]:
+    """Whose windows are stored."""
+    return {"generation": generation, "shape": asdict(shape)}
+
+
+def shape_from_document(body: Mapping[str, Any] | None) -> tuple[Generation, ModelShape] | None:
+    """The same back; None where none is stored or it cannot be read."""
+    if body is None:
+        return None
+    try:
+        return Generation(str(body["generation"])), ModelShape(**body["shape"])
+    except (EvenkeelError, KeyError, TypeError):
+        return None

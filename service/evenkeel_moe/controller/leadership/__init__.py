@@ -1,0 +1,1 @@
+"""Leases, takeover and the lookup of leaders."""

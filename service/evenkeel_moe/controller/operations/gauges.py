@@ -1,0 +1,225 @@
+"""What the gauges tell beyond a deployment's status: live replicas, the worst layers, what the last plan brought."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.adapters.prometheus.metric_families import DeploymentFigures, LayerFigures, PlanFigures
+from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.model.ids import EpRank, PlanId
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanPhase, PlanRecord
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.telemetry.windows import newest_parts
+
+if TYPE_CHECKING:
+    from evenkeel_moe.controller.deployment.deployment import Deployment
+
+__all__ = ["Coverage", "FigureLimits", "Figures", "Realised", "live_replicas"]
+
+
+class FigureLimits:
+    """How many layers may have series.
+
+    Args:
+        worst_layers: layers, worst balancedness first, that have a series each.
+        layer_rank_series: most series by layer and rank of a deployment; as many of the worst layers as fit
+            whole. 0: none.
+    """
+
+    def __init__(self, worst_layers: int, layer_rank_series: int) -> None:
+        self.worst_layers = worst_layers
+        self.layer_rank_series = layer_rank_series
+
+    def layers_by_rank(self, num_ranks: int) -> int:
+        """Layers that get a series for each rank."""
+        return self.layer_rank_series // num_ranks
+
+
+class Realised:
+    """What the newest committed plan saved on the steps since, step by step as they arrive.
+
+    Saving means modelled MoE time: the load of the fullest rank, summed over layers, under the plan's target
+    against its base, on the same counted steps. A step is looked at once.
+    """
+
+    def __init__(self) -> None:
+        self._plan: PlanId | None = None
+        self._seen: dict[Phase, int] = {}
+        self._base_time = self._target_time = 0.0
+        self._balance = self._balanced_steps = 0.0
+
+    def update(
+        self, record: PlanRecord, windows: Mapping[Phase, Sequence[LoadWindow]], split: SplitModel
+    ) -> None:
+        """Take in the steps that ran under the plan's last epoch and are new since the last call.
+
+        Args:
+            record: of the plan.
+            windows: each in parts, oldest first.
+            split: how tokens split over replicas now.
+        """
+        plan = record.plan
+        if plan.plan_id != self._plan:
+            self._plan, self._seen = plan.plan_id, {}
+            self._base_time = self._target_time = self._balance = self._balanced_steps = 0.0
+        final = plan.base_epoch + len(plan.waves)
+        new = (
+            (phase, part)
+            for phase, parts in windows.items()
+            for part in newest_parts(parts, self._seen.get(phase, -1))
+        )
+        for phase, part in new:
+            if part.counts.shape[1:] != (plan.target.num_layers, plan.target.num_logical_experts):
+                continue
+            self._seen[phase] = int(part.steps[-1])
+            counts = part.counts[part.epochs == final]
+            if not len(counts):
+                continue
+            by_rank = metrics.rank_load(counts, plan.target, split)
+            self._target_time += float(by_rank.max(axis=2).sum())
+            self._base_time += float(metrics.rank_load(counts, plan.base, split).max(axis=2).sum())
+            balance = metrics.balancedness(by_rank)
+            known = ~np.isnan(balance)
+            self._balance += float(balance[known].sum())
+            self._balanced_steps += int(known.sum())
+
+    @property
+    def gain(self) -> float | None:
+        """1 - time under the target / time under the base; None before the first step."""
+        return 1.0 - self._target_time / self._base_time if self._base_time > 0 else None
+
+    @property
+    def balancedness(self) -> float | None:
+        """Mean over steps and layers under the target; None before the first step."""
+        return self._balance / self._balanced_steps if self._balanced_steps else None
+
+
+def live_replicas(placement: Placement, live: NDArray[np.bool_]) -> tuple[tuple[int, int, int], int]:
+    """How well experts are covered by ranks that are alive.
+
+    Args:
+        placement: (L, S) slots on R ranks.
+        live: (R,) whether a rank is heard.
+
+    Returns:
+        (layer, expert) pairs with a copy on no, one, and more live ranks; and those among the pairs with one
+        that the placement has on several.
+    """
+    layers, experts = placement.num_layers, placement.num_logical_experts
+    layer, slot = np.nonzero(placement.phy2log >= 0)
+    held = np.zeros((layers, experts, placement.num_ranks), bool)
+    held[layer, placement.phy2log[layer, slot], slot // placement.slots_per_rank] = True
+    placed, alive = held.sum(axis=2), (held & live).sum(axis=2)
+    counts = int((alive == 0).sum()), int((alive == 1).sum()), int((alive > 1).sum())
+    return counts, int(((alive == 1) & (placed > 1)).sum())
+
+
+class Coverage:
+    """`live_replicas`, worked out anew only when the map or the ranks alive have changed: it takes milliseconds."""
+
+    def __init__(self) -> None:
+        self._known: tuple[str, bytes] | None = None
+        self._found: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
+
+    def live_replicas(
+        self, placement: Placement, live: NDArray[np.bool_]
+    ) -> tuple[tuple[int, int, int], int]:
+        """As the function of that name."""
+        asked = (placement.digest, live.tobytes())
+        if asked != self._known:
+            self._known, self._found = asked, live_replicas(placement, live)
+        return self._found
+
+
+class Figures:
+    """`DeploymentFigures` of one deployment, kept up to date."""
+
+    def __init__(self, deployment: "Deployment", limits: FigureLimits) -> None:
+        self._deployment = deployment
+        self._limits = limits
+        self._realised = Realised()
+        self._coverage = Coverage()
+
+    def now(self) -> DeploymentFigures:
+        """What is so now; the deployment's balance must be up to date."""
+        deployment, control = self._deployment, self._deployment.control
+        newest_at, placement = deployment.ingest.newest_at, control.placement
+        newest_at_unix = None if newest_at is None else newest_at + deployment.unix_offset_s
+        if placement is None:
+            return DeploymentFigures(newest_at_unix, last_failure=self._failure())
+        now, membership = deployment.outside.clock.monotonic(), control.membership
+        live = np.array([membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks)], bool)
+        counts, down = self._coverage.live_replicas(placement, live)
+        redundant = (placement.phy2log >= 0).sum(axis=1) - placement.num_logical_experts
+        return DeploymentFigures(
+            newest_step_at_unix=newest_at_unix,
+            live_replicas=counts,
+            down_to_one=down,
+            redundant=(int(redundant.min()), float(redundant.mean()), int(redundant.max())),
+            layers=self._layers(placement, redundant),
+            last_plan=self._last_plan(),
+            last_failure=self._failure(),
+        )
+
+    def _layers(self, placement: Placement, redundant: NDArray[np.int64]) -> tuple[LayerFigures, ...]:
+        by_layer = self._deployment.balance.by_layer()
+        if by_layer is None:
+            return ()
+        by_rank = self._limits.layers_by_rank(placement.num_ranks)
+        # NaN sorts last: a layer nothing was routed to is not the worst.
+        worst = np.argsort(by_layer, kind="stable")[: max(self._limits.worst_layers, by_rank)]
+        loads = self._layer_loads(placement) if by_rank else None
+        return tuple(
+            LayerFigures(
+                int(layer),
+                float(by_layer[layer]) if math.isfinite(by_layer[layer]) else None,
+                int(redundant[layer]),
+                tuple(float(x) for x in loads[layer] / loads[layer].mean())
+                if loads is not None and position < by_rank and loads[layer].sum() > 0
+                else (),
+            )
+            for position, layer in enumerate(worst)
+        )
+
+    def _layer_loads(self, placement: Placement) -> NDArray[np.float64] | None:
+        """(L, R) [tokens] over all windows; None without load."""
+        shape = (placement.num_layers, placement.num_logical_experts)
+        parts = [part for parts in self._deployment.ingest.parts().values() for part in parts]
+        sums = [part.counts.sum(axis=0, dtype=np.float64) for part in parts if part.counts.shape[1:] == shape]
+        if not sums:
+            return None
+        load = np.sum(sums, axis=0)
+        return metrics.window_rank_load(load[None], placement, self._deployment.split())
+
+    def _last_plan(self) -> PlanFigures | None:
+        record = self._newest(PlanPhase.COMMITTED)
+        if record is None:
+            return None
+        deployment = self._deployment
+        try:
+            self._realised.update(record, deployment.ingest.parts(), deployment.split())
+        except EvenkeelError:
+            # The plan is of a group of another shape: nothing of it can be measured here.
+            return PlanFigures(record.updated_at, None, None, None, None)
+        numbers = record.plan.numbers
+        return PlanFigures(
+            record.updated_at,
+            numbers.get("gain"),
+            self._realised.gain,
+            numbers.get("balancedness_expected"),
+            self._realised.balancedness,
+        )
+
+    def _failure(self) -> tuple[float, str] | None:
+        record = self._newest(PlanPhase.ABORTED)
+        return None if record is None else (record.updated_at, str(record.reason))
+
+    def _newest(self, phase: PlanPhase) -> PlanRecord | None:
+        records = self._deployment.control.book.records.values()
+        return max((r for r in records if r.phase is phase), key=lambda r: r.updated_at, default=None)

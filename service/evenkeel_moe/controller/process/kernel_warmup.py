@@ -1,0 +1,66 @@
+"""The compiled code that the event loop calls itself."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import structlog
+
+from evenkeel_moe.adapters.redis.encoding import pack_window
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.load import CountingSide, LoadReport, LoadWindow, Phase, StepMeta, step_table
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.telemetry.assembly import StepAssembler
+from evenkeel_moe.wire.reports import decode_report, encode_report
+
+__all__ = ["warm_kernels"]
+
+_log = structlog.get_logger(__name__)
+_SHAPE = ModelShape(1, 2, 2, 1, 1, 1)
+_MOST_KERNELS = 20
+"""That one use may call."""
+
+
+def warm_kernels(dispatch: DispatchModel) -> None:
+    """Compile it, or load it from the disk, by one step of a toy group: a first report must not hold up the others.
+
+    Args:
+        dispatch: how the engines split tokens over replicas; balance is worked out under that.
+    """
+    for use in _uses(dispatch):
+        for _ in range(_MOST_KERNELS):
+            try:
+                use()
+                break
+            except OSError as error:
+                # Numba could not write one to its cache. It is compiled all the same, and kept in memory: on to the next.
+                _log.warning("kernel_not_cached", error=str(error))
+
+
+def _uses(dispatch: DispatchModel) -> Iterator[Callable[[], object]]:
+    """Each calls some kernels for the first time."""
+    placement, split, load = Placement.initial(_SHAPE), SplitModel(dispatch), np.ones((1, 1, 2))
+    yield _assemble
+    yield lambda: metrics.rank_load(load.astype(np.uint32), placement, split)
+    yield lambda: metrics.rank_load(load, placement, split)
+    yield lambda: metrics.balancedness(load)
+    one, none = np.zeros((1, 1)), np.zeros(1, np.int64)
+    yield lambda: pack_window(LoadWindow(load.astype(np.uint32), none, none, none[:, None], one))
+
+
+def _assemble() -> None:
+    assembler = StepAssembler(_SHAPE)
+    assembler.learn_epoch(Epoch(0), Placement.initial(_SHAPE))
+    step = step_table([StepMeta(0, 0, Phase.DECODE, 1)])
+    for rank in range(_SHAPE.num_ranks):
+        who = RankIdentity(DeploymentId("warm"), EpRank(rank), Generation("warm"), 0)
+        report = LoadReport(
+            who.deployment, who.generation, who.rank, 0, CountingSide.DESTINATION, step,
+            np.ones((1, 1, 1), np.int32),
+        )  # fmt: skip
+        # Over the wire: arrays that may not be written are another type to the compiler.
+        assembler.take(decode_report(encode_report(report), who, _SHAPE))

@@ -1,0 +1,1 @@
+"""Gates, verdict, planning cycle and recommendation."""

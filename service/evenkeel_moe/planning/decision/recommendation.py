@@ -1,0 +1,314 @@
+"""What would be, without moving anything: policies side by side on one split, and more or fewer replicas.
+
+Everything is planned on the older part of the window and scored on the newer one, by the functions a cycle uses.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.planning.decision.cycle import (
+    CycleInputs,
+    Split,
+    decide_target,
+    judge_target,
+    plan_target,
+    split_window,
+)
+from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules, judge
+from evenkeel_moe.planning.policies.craft.policy import place_replicas
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.planning.schedule.relabel import count_moves
+from evenkeel_moe.planning.signals.change_detection import ChangeRules, find_change
+
+__all__ = [
+    "PolicyScore",
+    "Recommendation",
+    "Redundancy",
+    "ReplicaLevel",
+    "ShadowRequest",
+    "WhatIfInputs",
+    "recommend",
+    "score_shadows",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyScore:
+    """What one policy would have done."""
+
+    policy: str
+    reason: Reason
+    """PLAN_STARTED where all gates after planning would open in `auto`; else the gate that closed, or the error."""
+    copies: int | None = None
+    """Between ranks; None where it could not plan."""
+    nbytes: int | None = None
+    balancedness_expected: float | None = None
+    """Mean over layers on the later steps; None without load."""
+    verdict: Verdict | None = None
+    """None where it could not plan or there were no later steps."""
+    detail: str = ""
+    """Its error in words."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ShadowRequest:
+    """Policies to be scored on the split a cycle planned on."""
+
+    inputs: CycleInputs
+    split: Split
+    policies: tuple[str, ...]
+
+
+def score_shadows(request: ShadowRequest) -> tuple[PolicyScore, ...]:
+    """Score every policy of a request. Raises nothing: a policy that fails says so in its own row."""
+    return tuple(_score(request.inputs, request.split, name) for name in request.policies)
+
+
+def _score(inputs: CycleInputs, split: Split, name: str) -> PolicyScore:
+    # What the cycle's own policy may evaluate says nothing of another's.
+    asked = replace(inputs, policy=name, target=None, mode=Mode.AUTO, manual=False, max_evaluations=None)
+    try:
+        target, _ = plan_target(asked, inputs.load[split.begin : split.cut])
+        verdict, judged = judge_target(asked, target, inputs.load[split.cut :])
+    except EvenkeelError as error:
+        return PolicyScore(name, error.reason, detail=str(error))
+    except (
+        Exception
+    ) as error:  # whatever a policy on trial does wrong is its own row, not the end of the others
+        return PolicyScore(name, Reason.PLANNER_FAILED, detail=f"{type(error).__name__}: {error}")
+    decision = decide_target(asked, target, verdict)
+    copies = count_moves(inputs.current, target)
+    return PolicyScore(
+        name,
+        decision.reason,
+        copies,
+        copies * inputs.shape.bytes_per_expert,
+        judged.get("balancedness_expected"),
+        verdict,
+    )
+
+
+# --- redundancy ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLevel:
+    """One number of replicas per layer, the same in every layer."""
+
+    replicas_per_layer: int
+    gain: float
+    """Share of predicted MoE time saved against the present number; negative where more is needed."""
+    gain_lower: float
+    gain_upper: float
+    marginal_gain: float | None
+    """Share saved against the level below, per replica and layer; None for the first level."""
+    extra_bytes_per_rank: int | None
+    """Memory of the fullest rank beyond the present number, negative where it is freed; None if experts have no
+    size."""
+    fits: bool | None
+    """Whether the rank with the least free memory could hold it; None where nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Redundancy:
+    """Would more or fewer replicas pay? All levels are placed by one simple rule, on the same steps."""
+
+    present: int
+    """Replicas per layer now, on average where slots are pooled."""
+    advised: int
+    """The least number that no larger one surely beats by `min_gain` where memory allows."""
+    levels: tuple[ReplicaLevel, ...]
+
+
+def _redundancy(inputs: CycleInputs, split: Split, free_bytes: int | None) -> Redundancy:
+    """Replicas in powers of two up to two per rank, and the present number."""
+    shape = inputs.shape
+    present = shape.num_redundant
+    most = min(2 * shape.num_ranks, shape.num_logical_experts * (shape.num_ranks - 1))
+    powers = [2**k for k in range(most.bit_length()) if 2**k <= most]
+    tried = sorted({0, *powers, present})
+    times = {replicas: _times(inputs, split, replicas) for replicas in tried}
+    rules = VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps)))
+
+    def against(base: int, other: int) -> Verdict:
+        return judge(times[base], times[other], lifetime_steps=inputs.lifetime_steps, rules=rules)
+
+    levels = []
+    for below, replicas in zip([None, *tried], tried, strict=False):
+        verdict = against(present, replicas)
+        marginal = None if below is None else against(below, replicas).gain / (replicas - below)
+        extra = _extra_bytes(inputs, replicas - present)
+        fits = True if extra is not None and extra <= 0 else None
+        if fits is None and extra is not None and free_bytes is not None:
+            fits = extra <= free_bytes
+        levels.append(
+            ReplicaLevel(
+                replicas, verdict.gain, verdict.gain_lower, verdict.gain_upper, marginal, extra, fits
+            )
+        )
+    advised = present
+    for level in levels:
+        step = against(advised, level.replicas_per_layer)
+        if level.replicas_per_layer > advised and level.fits is not False and step.call is Call.RECOMMEND:
+            advised = level.replicas_per_layer if step.gain >= inputs.settings.min_gain else advised
+    if advised == present:
+        for level in reversed(levels):
+            if level.replicas_per_layer < present and level.gain_lower > -inputs.settings.min_gain:
+                advised = level.replicas_per_layer
+    return Redundancy(present, advised, tuple(levels))
+
+
+def _times(inputs: CycleInputs, split: Split, replicas: int) -> NDArray[np.float64]:
+    """(T,) predicted time of the later steps with so many replicas in each layer, placed on the older ones."""
+    shape = inputs.shape
+    copies = shape.num_logical_experts + replicas
+    planned_on = inputs.load[split.begin : split.cut].sum(axis=0, dtype=np.float64)
+    placement = place_replicas(
+        planned_on,
+        np.full(shape.num_layers, replicas, np.int64),
+        inputs.topology,
+        -(-copies // shape.num_ranks),
+    )
+    model = SplitModel(inputs.dispatch, inputs.topology, inputs.source_load)
+    scored = inputs.load[split.cut :]
+    return np.asarray(metrics.step_times(scored, placement, inputs.costs, model).sum(axis=1), np.float64)
+
+
+def _extra_bytes(inputs: CycleInputs, replicas: int) -> int | None:
+    """Bytes the fullest rank holds more if every layer has so many replicas more."""
+    shape = inputs.shape
+    if shape.bytes_per_expert == 0:
+        return None
+    return -(-replicas * shape.num_layers // shape.num_ranks) * shape.bytes_per_expert
+
+
+# --- the recommendation -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WhatIfInputs:
+    """A cycle's inputs, and what only a what-if asks for."""
+
+    cycle: CycleInputs
+    """`policy` is the deployment's own."""
+    compare: tuple[str, ...]
+    """Further policies."""
+    free_bytes: int | None
+    """Of the rank with the least free memory; None where not all ranks have told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """What an operator could do, and the figures it rests on."""
+
+    call: Call
+    """The verdict on the deployment's own policy."""
+    reason: Reason
+    """What a cycle in `auto` would have ended with after planning; INSUFFICIENT_DATA where nothing was planned."""
+    words: tuple[str, ...]
+    """The arithmetic, a sentence each."""
+    window_steps: int
+    planned_on_steps: int
+    scored_on_steps: int
+    steps_since_change: int | None
+    """None where traffic did not change inside the window, or the window is too short to tell."""
+    policies: tuple[PolicyScore, ...] = ()
+    """The deployment's own first."""
+    redundancy: Redundancy | None = None
+    """None where there were no steps to say."""
+
+
+def recommend(inputs: WhatIfInputs) -> Recommendation:
+    """Score policies and replica numbers on the window. Moves nothing and starts nothing."""
+    cycle = inputs.cycle
+    steps, least = len(cycle.load), cycle.settings.min_window_steps
+    change = find_change(
+        cycle.load.astype(np.float64), ChangeRules(threshold=max(cycle.settings.change_ratio, 1e-9))
+    )
+    since = steps - change.first_step if change.first_step else None
+    if steps < max(least, 2) or not cycle.load.any():
+        routed = "" if cycle.load.any() else ", and no token was routed"
+        words = f"The window holds {steps} complete steps, {least:g} are needed{routed}: nothing was planned."
+        return Recommendation(
+            Call.INSUFFICIENT_EVIDENCE, Reason.INSUFFICIENT_DATA, (words,), steps, 0, 0, since
+        )
+    split = split_window(cycle, change)
+    names = dict.fromkeys((cycle.policy, *inputs.compare))
+    scores = score_shadows(ShadowRequest(cycle, split, tuple(names)))
+    redundancy = _redundancy(cycle, split, inputs.free_bytes)
+    own = scores[0]
+    return Recommendation(
+        call=own.verdict.call if own.verdict is not None else Call.INSUFFICIENT_EVIDENCE,
+        reason=own.reason,
+        words=(
+            f"Planned on {split.cut - split.begin} steps, scored on the {steps - split.cut} after them.",
+            *_plan_words(cycle, own),
+            *_replica_words(cycle, redundancy, inputs.free_bytes),
+        ),
+        window_steps=steps,
+        planned_on_steps=split.cut - split.begin,
+        scored_on_steps=steps - split.cut,
+        steps_since_change=since,
+        policies=scores,
+        redundancy=redundancy,
+    )
+
+
+def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
+    verdict = own.verdict
+    if verdict is None or own.copies is None:
+        return [f"{own.policy} has no plan: {own.reason}{': ' if own.detail else ''}{own.detail}."]
+    if own.copies == 0:
+        return [f"{own.policy} would leave every expert where it is."]
+    unit = "s" if cycle.costs is not None else "tokens"
+    each = verdict.copy_cost / own.copies
+    paid = (
+        f"is paid back after {verdict.payback_steps:.0f} steps"
+        + (f" = {verdict.payback_s:.3g} s" if verdict.payback_s is not None else "")
+        if verdict.saved_per_step > 0
+        else "is never paid back"
+    )
+    return [
+        (
+            f"{own.policy} would make {own.copies} copies x {cycle.shape.bytes_per_expert} B = {own.nbytes} B between"
+            f" ranks."
+        ),
+        (
+            f"It saves {verdict.gain:.2%} of predicted MoE time; the next window lies between"
+            f" {verdict.gain_lower:.2%} and {verdict.gain_upper:.2%}."
+        ),
+        (
+            f"{own.copies} copies x {each:.3g} {unit} = {verdict.copy_cost:.4g} {unit} against"
+            f" {verdict.saved_per_step:.4g} {unit} saved a step: it {paid}, and is {verdict.cost:.2%} of the time of"
+            f" {verdict.lifetime_steps} steps."
+        ),
+        f"Net gain {verdict.gain:.2%} - {verdict.cost:.2%} = {verdict.net_gain:.2%}: {verdict.call}.",
+    ]
+
+
+def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int | None) -> list[str]:
+    present, advised = redundancy.present, redundancy.advised
+    if advised == present:
+        return [f"{present} replicas per layer: no other number tried would surely pay."]
+    level = next(level for level in redundancy.levels if level.replicas_per_layer == advised)
+    kind = "more" if advised > present else "fewer"
+    words = [
+        (
+            f"{advised} replicas per layer instead of {present} would change predicted MoE time by {-level.gain:+.2%}"
+            f" (between {-level.gain_upper:+.2%} and {-level.gain_lower:+.2%})."
+        )
+    ]
+    if level.extra_bytes_per_rank is not None:
+        shape, difference = cycle.shape, abs(advised - present)
+        free = "unknown" if free_bytes is None else f"{free_bytes} B"
+        words.append(
+            f"{difference} {kind} x {shape.num_layers} layers / {shape.num_ranks} ranks x"
+            f" {shape.bytes_per_expert} B = {abs(level.extra_bytes_per_rank)} B {kind} on a rank; free on the"
+            f" fullest: {free}."
+        )
+    return words

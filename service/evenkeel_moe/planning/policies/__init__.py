@@ -1,0 +1,1 @@
+"""Placement policies, each a pure function `plan(problem) -> Proposal`."""

@@ -1,0 +1,136 @@
+"""Packing of expert copies into ranks of unequal capacity, heaviest first into the cheapest rank with room.
+
+Unlike `packing`, copies need not divide over the ranks, ranks may differ in speed, and no rank gets a second
+copy of an expert while any exchange can avoid it.
+
+Source: CRAFT section 4.2.2, capacity-aware greedy placement.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
+from evenkeel_moe.jit import kernel
+
+__all__ = ["pack_copies", "pack_layer"]
+
+
+@kernel
+def _exchange_in(
+    expert: int,
+    held: NDArray[np.bool_],
+    room: NDArray[np.int64],
+    first: NDArray[np.int64],
+    row: NDArray[np.int32],
+    used: NDArray[np.int64],
+    total: NDArray[np.float64],
+    weight: NDArray[np.float64],
+) -> bool:
+    """Make room for an expert that every rank with room holds: another rank passes one of its own on."""
+    ranks = room.shape[0]
+    for roomy in range(ranks):
+        if used[roomy] >= room[roomy]:
+            continue
+        for rank in range(ranks):
+            if rank == roomy or held[expert, rank] or room[rank] == 0:
+                continue
+            for local in range(used[rank]):
+                other = row[first[rank] + local]
+                if not held[other, roomy]:
+                    row[first[rank] + local] = expert
+                    row[first[roomy] + used[roomy]] = other
+                    used[roomy] += 1
+                    held[other, rank], held[other, roomy], held[expert, rank] = False, True, True
+                    total[rank] += weight[expert] - weight[other]
+                    total[roomy] += weight[other]
+                    return True
+    return False
+
+
+@kernel
+def pack_layer(
+    per_copy: NDArray[np.float64],
+    copies: NDArray[np.int64],
+    capacity: NDArray[np.int64],
+    rates: NDArray[np.float64],
+    slots_per_rank: int,
+) -> NDArray[np.int32]:
+    """(S,) slots of one layer; see `pack_copies`. per_copy: (E,) load of one copy of each expert."""
+    experts, ranks = per_copy.shape[0], capacity.shape[0]
+    row = np.full(ranks * slots_per_rank, np.int32(-1), np.int32)
+    first = np.arange(ranks) * slots_per_rank
+    used = np.zeros(ranks, np.int64)
+    total = np.zeros(ranks)
+    held = np.zeros((experts, ranks), np.bool_)
+    for expert in np.argsort(-per_copy, kind="mergesort"):
+        for _ in range(copies[expert]):
+            best = -1
+            least = np.inf
+            for rank in range(ranks):
+                cost = (total[rank] + per_copy[expert]) * rates[rank]
+                if used[rank] < capacity[rank] and not held[expert, rank] and cost < least:
+                    least = cost
+                    best = rank
+            if best < 0:
+                _exchange_in(expert, held, capacity, first, row, used, total, per_copy)
+                continue
+            row[first[best] + used[best]] = expert
+            used[best] += 1
+            held[expert, best] = True
+            total[best] += per_copy[expert]
+    return row
+
+
+def pack_copies(
+    load: NDArray[np.float64],
+    logcnt: NDArray[np.int32],
+    capacity: NDArray[np.int64],
+    slots_per_rank: int,
+    rates: NDArray[np.float64] | None = None,
+) -> NDArray[np.int32]:
+    """Slots of every layer.
+
+    Args:
+        load: (L, E) [tokens].
+        logcnt: (L, E) copies of each expert, at least one.
+        capacity: (L, R) copies a rank may hold in a layer, at most `slots_per_rank`.
+        slots_per_rank: local slots of a layer.
+        rates: (R,) cost per token of each rank; None for equal ranks.
+
+    Returns:
+        (L, S) int32, EMPTY in unused slots. A copy for which no rank is left is not placed, but every expert has one.
+
+    Raises:
+        ShapeMismatch: arrays of different layers or experts.
+        InfeasiblePlan: fewer places than copies, or an expert found no rank.
+
+    Order: the heavier copy first, the lower expert id on a tie; the lower rank on a tie.
+    """
+    layers, experts = load.shape
+    ranks = capacity.shape[1]
+    if logcnt.shape != (layers, experts) or len(capacity) != layers:
+        raise ShapeMismatch(f"load is {load.shape}, logcnt {logcnt.shape}, capacity {capacity.shape}")
+    short = np.nonzero(logcnt.sum(axis=1) > capacity.sum(axis=1))[0]
+    if len(short):
+        layer = int(short[0])
+        raise InfeasiblePlan(
+            f"layer {layer}: {int(logcnt[layer].sum())} copies exceed {int(capacity[layer].sum())} places",
+            Reason.POOL_EXCEEDED,
+        )
+    speed = np.ones(ranks) if rates is None else np.ascontiguousarray(rates, np.float64)
+    rows = np.empty((layers, ranks * slots_per_rank), np.int32)
+    for layer in range(layers):
+        rows[layer] = pack_layer(
+            load[layer] / np.maximum(logcnt[layer], 1),
+            logcnt[layer].astype(np.int64),
+            capacity[layer].astype(np.int64),
+            speed,
+            slots_per_rank,
+        )
+        missing = np.bincount(rows[layer] + 1, minlength=experts + 1)[1:] == 0
+        if missing.any():
+            raise InfeasiblePlan(
+                f"layer {layer}: {int(missing.sum())} experts found no rank",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
+    return rows

@@ -1,0 +1,255 @@
+"""Numba bodies of GEM: one copy per expert, per-step scores, the same mapping as a plain search would find.
+
+What makes it fast and changes nothing: a swap can only help in steps where one of its two ranks is the
+slowest, so those steps are looked at first, and candidates that cannot beat the best so far are dropped. Whatever
+survives is summed in step order, so gains compare exactly as in the plain search.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.jit import inlined, kernel
+
+__all__ = ["initial_mapping", "refine_mapping", "search_layers"]
+
+_SLACK = 1e-12
+"""Share of the score by which sums in another order may differ."""
+
+
+@kernel
+def initial_mapping(
+    load: NDArray[np.int64],
+    order: NDArray[np.int64],
+    capacity: NDArray[np.int64],
+    table: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """Algorithm 2: each expert, in `order` (E,), goes where the partial score grows least.
+
+    load: (E, T). capacity: (R,) experts each rank may hold. A tie goes to the rank whose own time, summed over steps, stays
+    lowest, then to the lower rank.
+    """
+    experts, steps = load.shape
+    ranks = table.shape[0]
+    rank_of = np.full(experts, -1, np.int64)
+    used = np.zeros(ranks, np.int64)
+    total = np.zeros((ranks, steps), np.int64)
+    peak = np.zeros(steps)
+    for expert in order:
+        best = -1
+        best_score = np.inf
+        best_own = np.inf
+        for rank in range(ranks):
+            if used[rank] >= capacity[rank]:
+                continue
+            score = 0.0
+            own = 0.0
+            for t in range(steps):
+                cost = table[rank, total[rank, t] + load[expert, t]]
+                own += cost
+                score += max(cost, peak[t])
+            if score < best_score or (score == best_score and own < best_own):
+                best, best_score, best_own = rank, score, own
+        rank_of[expert] = best
+        used[best] += 1
+        for t in range(steps):
+            total[best, t] += load[expert, t]
+            peak[t] = max(peak[t], table[best, total[best, t]])
+    return rank_of
+
+
+@kernel
+def _top_three(cost: NDArray[np.float64], top: NDArray[np.int64]) -> None:
+    """(3, T) ranks with the largest costs of every step, largest first, the lower rank on a tie; -1: none."""
+    ranks, steps = cost.shape
+    for t in range(steps):
+        first, second, third = -1, -1, -1
+        for rank in range(ranks):
+            if first < 0 or cost[rank, t] > cost[first, t]:
+                first, second, third = rank, first, second
+            elif second < 0 or cost[rank, t] > cost[second, t]:
+                second, third = rank, second
+            elif third < 0 or cost[rank, t] > cost[third, t]:
+                third = rank
+        top[0, t], top[1, t], top[2, t] = first, second, third
+
+
+@kernel
+def _others(
+    cost: NDArray[np.float64], top: NDArray[np.int64], i: int, j: int, out: NDArray[np.float64]
+) -> None:
+    """(T,) into `out`: the largest cost of every step over ranks other than i and j."""
+    for t in range(out.shape[0]):
+        out[t] = 0.0
+        for place in range(3):
+            rank = top[place, t]
+            if rank >= 0 and rank != i and rank != j:
+                out[t] = cost[rank, t]
+                break
+
+
+@kernel
+def _swap_drop(
+    a: int,
+    b: int,
+    i: int,
+    j: int,
+    load: NDArray[np.int64],
+    total: NDArray[np.int64],
+    table: NDArray[np.float64],
+    others: NDArray[np.float64],
+    peak: NDArray[np.float64],
+) -> float:
+    """By how much the score falls if experts a (on rank i) and b (on rank j) change places."""
+    drop = 0.0
+    for t in range(peak.shape[0]):
+        move = load[b, t] - load[a, t]
+        drop += peak[t] - max(table[i, total[i, t] + move], table[j, total[j, t] - move], others[t])
+    return drop
+
+
+@inlined
+def _sum_after(
+    incoming: NDArray[np.int64],
+    first: NDArray[np.int64],
+    second: NDArray[np.int64],
+    table_i: NDArray[np.float64],
+    table_j: NDArray[np.float64],
+    others: NDArray[np.float64],
+) -> float:
+    """The score after a swap, summed in four strands: without a branch, and no addition waits for the one before."""
+    steps = others.shape[0]
+    one = two = three = four = 0.0
+    whole = steps // 4 * 4
+    for t in range(0, whole, 4):
+        one += max(table_i[first[t] + incoming[t]], table_j[second[t] - incoming[t]], others[t])
+        two += max(
+            table_i[first[t + 1] + incoming[t + 1]], table_j[second[t + 1] - incoming[t + 1]], others[t + 1]
+        )
+        three += max(
+            table_i[first[t + 2] + incoming[t + 2]], table_j[second[t + 2] - incoming[t + 2]], others[t + 2]
+        )
+        four += max(
+            table_i[first[t + 3] + incoming[t + 3]], table_j[second[t + 3] - incoming[t + 3]], others[t + 3]
+        )
+    for t in range(whole, steps):
+        one += max(table_i[first[t] + incoming[t]], table_j[second[t] - incoming[t]], others[t])
+    return (one + two) + (three + four)
+
+
+@kernel
+def refine_mapping(
+    load: NDArray[np.int64],
+    rank_of: NDArray[np.int64],
+    table: NDArray[np.float64],
+    least_drop: float,
+) -> tuple[float, int]:
+    """Algorithm 3: carry out the best swap until it lowers the score by less than `least_drop` of it.
+
+    Mutates `rank_of` (E,). Returns (score, swaps evaluated). Order: the first of equal swaps by (rank, rank,
+    expert, expert).
+    """
+    experts, steps = load.shape
+    ranks = table.shape[0]
+    total = np.zeros((ranks, steps), np.int64)
+    cost = np.zeros((ranks, steps))
+    for expert in range(experts):
+        for t in range(steps):
+            total[rank_of[expert], t] += load[expert, t]
+    for rank in range(ranks):
+        for t in range(steps):
+            cost[rank, t] = table[rank, total[rank, t]]
+    top = np.empty((3, steps), np.int64)
+    peak, others = np.empty(steps), np.empty(steps)
+    first, second = np.empty(steps, np.int64), np.empty(steps, np.int64)
+    members, num_members = np.empty((ranks, experts), np.int64), np.empty(ranks, np.int64)
+    evaluated = 0
+    while True:
+        _top_three(cost, top)
+        score = 0.0
+        for t in range(steps):
+            peak[t] = cost[top[0, t], t]
+            score += peak[t]
+        num_members[:] = 0
+        for expert in range(experts):
+            members[rank_of[expert], num_members[rank_of[expert]]] = expert
+            num_members[rank_of[expert]] += 1
+        best, best_a, best_b = 0.0, -1, -1
+        rounding = _SLACK * score
+        for i in range(ranks):
+            for j in range(i + 1, ranks):
+                _others(cost, top, i, j, others)
+                # What the two could save if they took no time at all.
+                room = 0.0
+                for t in range(steps):
+                    room += peak[t] - others[t]
+                if room <= best - rounding or room <= 0.0:
+                    continue
+                for x in range(num_members[i]):
+                    a = members[i, x]
+                    for t in range(steps):
+                        first[t], second[t] = total[i, t] - load[a, t], total[j, t] + load[a, t]
+                    for y in range(num_members[j]):
+                        b = members[j, y]
+                        evaluated += 1
+                        after = _sum_after(load[b], first, second, table[i], table[j], others)
+                        if score - after <= best - rounding:
+                            continue
+                        drop = _swap_drop(a, b, i, j, load, total, table, others, peak)
+                        if drop > best:
+                            best, best_a, best_b = drop, a, b
+        if best_a < 0:
+            return score, evaluated
+        i, j = rank_of[best_a], rank_of[best_b]
+        rank_of[best_a], rank_of[best_b] = j, i
+        for t in range(steps):
+            move = load[best_b, t] - load[best_a, t]
+            total[i, t] += move
+            total[j, t] -= move
+            cost[i, t] = table[i, total[i, t]]
+            cost[j, t] = table[j, total[j, t]]
+        if best < least_drop * score:
+            return score - best, evaluated
+
+
+@kernel
+def search_layers(
+    load: NDArray[np.int64],
+    noise: NDArray[np.float64],
+    capacity: NDArray[np.int64],
+    table: NDArray[np.float64],
+    least_drop: float,
+    budget: int,
+) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
+    """Algorithm 4 on every layer: the best of as many restarts as the budget of evaluations allows.
+
+    Args:
+        load: (L, E, T) whole units of load.
+        noise: (K, L, E) factors on mean utilisation that set the order of each restart.
+        capacity: (L, R) experts each rank may hold.
+        table: (R, N) seconds of 0..N-1 units of load on each rank.
+        least_drop: share of the score under which refinement stops.
+        budget: no restart begins once this many placements and swaps were evaluated; the first always runs.
+
+    Returns:
+        (L, E) rank of each expert, (L,) score, evaluations.
+    """
+    layers, experts, _ = load.shape
+    ranks = table.shape[0]
+    best = np.zeros((layers, experts), np.int64)
+    scores = np.full(layers, np.inf)
+    mean = np.empty(experts)
+    evaluated = 0
+    for restart in range(noise.shape[0]):
+        for layer in range(layers):
+            if restart > 0 and evaluated >= budget:
+                return best, scores, evaluated
+            for expert in range(experts):
+                mean[expert] = load[layer, expert].sum() * noise[restart, layer, expert]
+            order = np.argsort(-mean, kind="mergesort")
+            rank_of = initial_mapping(load[layer], order, capacity[layer], table)
+            score, swaps = refine_mapping(load[layer], rank_of, table, least_drop)
+            evaluated += swaps + experts * ranks
+            if score < scores[layer]:
+                scores[layer] = score
+                best[layer] = rank_of
+    return best, scores, evaluated

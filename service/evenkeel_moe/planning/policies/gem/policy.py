@@ -1,0 +1,166 @@
+"""The GEM policy: one copy per expert, placed by the slowest rank of every step and how fast ranks are.
+
+Source: GEM section 3.3 and Appendix B, Algorithms 1-4.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.gem.kernels import search_layers
+from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
+from evenkeel_moe.planning.policies.keel.starts import budget_of
+from evenkeel_moe.planning.problem import bounds, metrics
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, PlacementProblem, Proposal
+
+__all__ = ["GEM_SETUPS", "GemOptions", "cost_table", "gem_setup", "plan_gem"]
+
+_MOST_UNITS = 65_536
+_MOST_WORK = 10_000_000_000
+"""Evaluations times steps of a search nobody bounded, some ten seconds of a core: all K restarts of any recorded trace, and
+of 58 layers of 256 experts on 16 steps; on 256 steps of those, four. Every layer's first search runs in any case."""
+
+GEM_SETUPS = {
+    "low": (1.0,),
+    "moderate": (1.0, 0.921, 0.897, 0.88),
+    "high": (0.88,),
+}
+"""Throughput of ranks relative to the fastest. low: equal ranks. high: one rank 12 % slower than the rest.
+moderate: the power caps of the paper's Table 2 (600, 480, 444, 418 W), read off a straight line from 418 W
+(12 % slower, as in its high set-up) to 600 W; the paper's own curve is only drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemOptions:
+    """The paper's constants."""
+
+    restarts: int = 30
+    """K: searches from different orders of the experts."""
+    noise: float = 0.2
+    """Largest relative change of utilisation in the order of a restart, uniform; the first has none."""
+    least_drop: float = 0.001
+    """A search ends when its best swap lowers the score by less than this share."""
+
+    def __post_init__(self) -> None:
+        if self.restarts < 1 or not 0 <= self.noise < 1 or not 0 <= self.least_drop < 1:
+            raise InvalidInput(
+                f"restarts {self.restarts} must be at least 1, noise {self.noise} and least_drop"
+                f" {self.least_drop} in [0, 1)"
+            )
+
+
+def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> Proposal:
+    """Plan by GEM.
+
+    Args:
+        problem: every expert gets one slot, the rest stay empty; move limits and the current placement are not
+            looked at. Ranks hold the same number of experts; where they do not divide some hold fewer.
+        options: the constants of the search.
+
+    Complexity: O(K L E^2 T) at worst; most swaps are dropped after the steps in which their ranks are slowest.
+
+    Raises:
+        InfeasiblePlan: too few slots, or a replica budget that cannot be (none of it is used).
+        ShapeMismatch: curves for another number of ranks.
+    """
+    shape = problem.shape
+    ranks, experts, layers = shape.num_ranks, shape.num_logical_experts, shape.num_layers
+    capacity = _capacity(shape, problem.topology)
+    budget_of(problem)
+    rng = np.random.default_rng(problem.seed)
+    noise = 1.0 + rng.uniform(-options.noise, options.noise, (options.restarts, layers, experts))
+    noise[0] = 1.0
+    load, table = cost_table(problem.load, ranks, problem.costs)
+    most = _MOST_WORK // max(1, len(problem.load))
+    if problem.max_evaluations is not None:
+        most = min(most, problem.max_evaluations)
+    rank_of, _, evaluations = search_layers(load, noise, capacity, table, options.least_drop, most)
+    placement = Placement(_rows(rank_of, ranks, shape.slots_per_rank), ranks, experts)
+    return Proposal(
+        placement=placement,
+        score=metrics.score(problem, placement),
+        evaluations=evaluations,
+        lower_bound=bounds.lower_bound(problem),
+    )
+
+
+def _capacity(shape: ModelShape, topology: Topology) -> NDArray[np.int64]:
+    """(L, R) experts each rank may hold; a pool too small for ranks to hold the most of every layer takes turns."""
+    layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
+    most = -(-experts // ranks)
+    if most > shape.slots_per_rank:
+        raise InfeasiblePlan(
+            f"{experts} experts over {ranks} ranks need {most} slots per rank, there are {shape.slots_per_rank}",
+            Reason.EXPERT_WITHOUT_REPLICA,
+        )
+    pool = shape.pool_slots_per_rank
+    if pool is None or pool >= layers * most:
+        return np.full((layers, ranks), most, np.int64)
+    return interleaved_capacity(np.full(layers, experts, np.int64), topology)
+
+
+def cost_table(
+    load: NDArray[np.float64], num_ranks: int, costs: CostCurves | None
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Loads in whole units, and what every number of units costs: the search then only looks costs up.
+
+    Args:
+        load: (T, L, E) [tokens]. A unit is one token, or more where a layer's step holds over 65,536 of them.
+        num_ranks: R.
+        costs: of the ranks; None for C_r(n) = n.
+
+    Returns:
+        (L, E, T) int64 units and (R, N + 1) float64 seconds of 0..N units, N the most one layer's step holds.
+    """
+    tokens = np.moveaxis(load, 0, 2)
+    most = float(tokens.sum(axis=1).max())
+    unit = max(1.0, most / _MOST_UNITS)
+    units = np.rint(tokens / unit).astype(np.int64)
+    entries = np.arange(int(units.sum(axis=1).max()) + 1) * unit
+    table = metrics.rank_seconds(np.repeat(entries[:, None], num_ranks, axis=1), costs)
+    return np.ascontiguousarray(units), np.ascontiguousarray(table.T)
+
+
+def _rows(rank_of: NDArray[np.int64], num_ranks: int, slots_per_rank: int) -> NDArray[np.int32]:
+    """(L, S) slots from (L, E) ranks; experts of a rank in rising order."""
+    layers, experts = rank_of.shape
+    rows = np.full((layers, num_ranks, slots_per_rank), EMPTY, np.int32)
+    used = np.zeros((layers, num_ranks), np.int64)
+    every = np.arange(layers)
+    for expert in range(experts):
+        rank = rank_of[:, expert]
+        rows[every, rank, used[every, rank]] = expert
+        used[every, rank] += 1
+    return rows.reshape(layers, -1)
+
+
+def gem_setup(
+    name: str, num_ranks: int, *, tile_tokens: int, tiles: int, tile_seconds: float = 1e-5
+) -> CostCurves:
+    """Cost curves of one of the paper's three set-ups.
+
+    Args:
+        name: a key of `GEM_SETUPS`.
+        num_ranks: the spread repeats over the ranks; high slows rank 0 only.
+        tile_tokens: width of a stair.
+        tiles: stairs before the curve goes on as a line.
+        tile_seconds: time of a tile on the fastest rank.
+
+    Raises:
+        InvalidInput: no such set-up.
+    """
+    if name not in GEM_SETUPS:
+        raise InvalidInput(f"unknown set-up {name!r}; known: {', '.join(GEM_SETUPS)}")
+    if tiles < 1:
+        raise InvalidInput(f"tiles is {tiles}, must be at least 1")
+    speed = np.ones(num_ranks)
+    if name == "high":
+        speed[0] = GEM_SETUPS[name][0]
+    else:
+        speed = np.resize(np.array(GEM_SETUPS[name]), num_ranks)
+    stairs = tile_seconds * np.arange(1, tiles + 1)[None, :] / speed[:, None]
+    return CostCurves(tile_tokens, stairs, tile_seconds / tile_tokens / speed)

@@ -1,0 +1,85 @@
+"""The policies by name. To add one: write `plan(problem) -> Proposal` in its own file and name it here."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.craft.policy import plan_craft
+from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb
+from evenkeel_moe.planning.policies.gem.policy import plan_gem
+from evenkeel_moe.planning.policies.keel.policy import plan_keel
+from evenkeel_moe.planning.policies.libra import plan_libra
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import (
+    CostCurves,
+    DispatchModel,
+    PlacementProblem,
+    Policy,
+)
+from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.planning.schedule.relabel import relabel
+from evenkeel_moe.planning.schedule.waves import schedule_waves
+
+__all__ = ["FORMS", "POLICIES", "resolve_policy", "warm_kernels"]
+
+POLICIES: dict[str, Policy] = {
+    "craft": plan_craft,
+    "eplb": plan_eplb,
+    "gem": plan_gem,
+    "keel": plan_keel,
+    "libra": plan_libra,
+}
+FORMS: dict[str, Policy] = {
+    "eplb-global": partial(plan_eplb, variant=Variant.GLOBAL),
+    "eplb-hierarchical": partial(plan_eplb, variant=Variant.HIERARCHICAL),
+}
+"""One form of a policy, where the better one is known: hierarchical for prefill, say, and global for decode. Not every fleet
+allows it."""
+
+
+def resolve_policy(name: str) -> Policy:
+    """The policy of a name.
+
+    Raises:
+        InvalidInput: no policy has that name; the message lists those that do.
+    """
+    known = POLICIES | FORMS
+    if name not in known:
+        raise InvalidInput(
+            f"unknown policy {name!r}; known: {', '.join(sorted(known))}", Reason.UNKNOWN_POLICY
+        )
+    return known[name]
+
+
+def warm_kernels() -> None:
+    """Compile every kernel by planning toy problems with every policy; seconds at first, then cached."""
+    fixed = ModelShape(2, 8, 4, 3, 2, 1024, num_expert_groups=4)
+    pooled = replace(fixed, pool_slots_per_rank=5)
+    load = np.arange(4 * 2 * 8, dtype=np.float64).reshape(4, 2, 8) % 7 + 1
+    curves = CostCurves.linear(np.full(4, 1e-6))
+    for shape, dispatch, costs in product((fixed, pooled), DispatchModel, (curves, None)):
+        problem = PlacementProblem(
+            load,
+            shape,
+            Topology((0, 0, 1, 1)),
+            current=Placement.initial(shape),
+            costs=costs,
+            dispatch=dispatch,
+            max_evaluations=1000,
+        )
+        for policy in POLICIES.values():
+            _plan_to_waves(problem, policy)
+
+
+def _plan_to_waves(problem: PlacementProblem, policy: Policy) -> None:
+    current = problem.current if problem.current is not None else Placement.initial(problem.shape)
+    target = relabel(problem, policy(problem).placement)
+    schedule_waves(current, target, problem.shape, problem.topology, None)
+    # Windows come as uint32, what is made of them as float64.
+    for load in (problem.load, problem.load.astype(np.uint32)):
+        metrics.balancedness(metrics.rank_load(load, target, SplitModel.of(problem)))

@@ -1,0 +1,1 @@
+"""The placement problem, its metrics and its bounds."""

@@ -1,0 +1,102 @@
+"""What no placement can beat: lower bounds on the predicted MoE time."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import ShapeMismatch
+from evenkeel_moe.jit import kernel
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.bounds_branch import BRANCH_EXPERTS, BRANCH_RANKS, branch_bound
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel, PlacementProblem
+
+__all__ = ["bound_times", "hottest_copy", "lower_bound"]
+
+_ROUNDING = 1e-12
+"""Sums in another order than those of the score differ by this."""
+
+
+@kernel
+def _hottest_copy(load: NDArray[np.float64], num_redundant: int, num_ranks: int) -> NDArray[np.float64]:
+    steps, layers, experts = load.shape
+    out = np.zeros((steps, layers))
+    hot = np.empty(experts)
+    copies = np.empty(experts)
+    for t in range(steps):
+        for layer in range(layers):
+            # Only experts above the mean rank load can lift the bound over it, and those are few.
+            mean = load[t, layer].sum() / num_ranks
+            count = 0
+            for expert in range(experts):
+                if load[t, layer, expert] > mean:
+                    hot[count] = load[t, layer, expert]
+                    copies[count] = 1.0
+                    count += 1
+            level = mean
+            for spent in range(num_redundant + 1):
+                best = -1
+                level = mean
+                for i in range(count):
+                    if hot[i] / copies[i] > level:
+                        level = hot[i] / copies[i]
+                        best = i
+                if best < 0 or spent == num_redundant:
+                    break
+                copies[best] += 1.0
+            out[t, layer] = level
+    return out
+
+
+def hottest_copy(load: NDArray[np.generic], num_redundant: int, num_ranks: int) -> NDArray[np.float64]:
+    """Least possible load of the hottest copy or of the mean rank, if every step chose its own replicas.
+
+    Args:
+        load: (T, L, E) [tokens].
+        num_redundant: redundant slots one layer may have.
+        num_ranks: R.
+
+    Returns:
+        (T, L) float64 [tokens], never under the mean rank load.
+    """
+    if load.ndim != 3:
+        raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
+    return _hottest_copy(np.ascontiguousarray(load, np.float64), num_redundant, num_ranks)
+
+
+def bound_times(
+    load: NDArray[np.generic], num_ranks: int, num_redundant: int, costs: CostCurves | None = None
+) -> NDArray[np.float64]:
+    """Time of every step and layer that no placement and no dispatcher can beat.
+
+    The larger of the fluid time (tokens spread freely) and the cost, on the cheapest rank, of the hottest
+    copy: an expert with c copies puts at least 1/c of its tokens on one of them, however they are split.
+
+    Returns:
+        (T, L) float64 [s], or [tokens] without curves.
+    """
+    copy = hottest_copy(load, num_redundant, num_ranks)
+    on_ranks = metrics.rank_seconds(np.repeat(copy[:, :, None], num_ranks, axis=2), costs)
+    return np.asarray(
+        np.maximum(metrics.fluid_times(load, num_ranks, costs), on_ranks.min(axis=2)), np.float64
+    )
+
+
+def lower_bound(problem: PlacementProblem) -> float:
+    """A bound under the score of every placement of a problem, layer by layer the best of two.
+
+    The sum of `bound_times`, which holds for all costs and dispatchers. And, for small layers under an even split on equal ranks,
+    `branch_bound`, which knows that one placement serves all steps.
+    """
+    shape = problem.shape
+    redundant = shape.num_slots - shape.num_logical_experts
+    by_layer = bound_times(problem.load, shape.num_ranks, redundant, problem.costs).sum(axis=0)
+    if (
+        problem.costs is None
+        and problem.dispatch is DispatchModel.EVEN
+        and not problem.allow_duplicates
+        and shape.num_logical_experts <= BRANCH_EXPERTS
+        and shape.num_ranks <= BRANCH_RANKS
+    ):
+        for layer in range(shape.num_layers):
+            branched = branch_bound(problem.load[:, layer], shape.num_ranks, shape.slots_per_rank)
+            by_layer[layer] = max(by_layer[layer], branched * (1.0 - _ROUNDING))
+    return float(by_layer.sum())

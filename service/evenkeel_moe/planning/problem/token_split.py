@@ -1,0 +1,135 @@
+"""How an engine's dispatcher splits an expert's tokens over its replicas, as the planner sees it.
+
+Two of the three models fix a share per slot, whatever the batch: EVEN and NEAREST (`slot_shares`).
+OPTIMAL decides anew for every batch (`slot_load`). A placement planned for one model is worth little under
+another, so every score in `metrics` takes a `SplitModel`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.problem import kernels
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel, PlacementProblem
+
+__all__ = ["EVEN_SPLIT", "SplitModel", "check_counts", "check_load", "slot_load", "slot_shares"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SplitModel:
+    """The dispatcher and what it needs to know."""
+
+    dispatch: DispatchModel = DispatchModel.EVEN
+    topology: Topology | None = None
+    """Needed by NEAREST; None means one node."""
+    source_load: NDArray[np.float64] | None = None
+    """(R, L, E) [tokens] routed by each source rank, for NEAREST; None means tokens start evenly on all ranks."""
+
+    @classmethod
+    def of(cls, problem: PlacementProblem) -> "SplitModel":
+        """The split model a problem is scored under."""
+        return cls(problem.dispatch, problem.topology, problem.source_load)
+
+
+EVEN_SPLIT = SplitModel()
+
+
+def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray[np.float64]:
+    """Share of its expert's tokens each slot receives under a model that fixes shares.
+
+    Args:
+        placement: (L, S) slots on R ranks.
+        split: EVEN or NEAREST. NEAREST: a source rank uses its own replicas, else those on its node,
+            else all; an even share where several qualify.
+
+    Returns:
+        (L, S) float64 in [0, 1]; the shares of an expert sum to 1, empty slots have 0.
+
+    Raises:
+        InvalidInput: OPTIMAL, which has no fixed shares.
+        ShapeMismatch: the topology or source loads are of another deployment.
+    """
+    if split.dispatch is DispatchModel.OPTIMAL:
+        raise InvalidInput("optimal dispatch splits every batch anew and has no fixed shares; use slot_load")
+    if split.dispatch is DispatchModel.EVEN:
+        # A copy: compiled code would need another version for what cannot be written.
+        return placement.even_shares.copy()
+    ranks, layers, experts = placement.num_ranks, placement.num_layers, placement.num_logical_experts
+    topology = split.topology if split.topology is not None else Topology.single_node(ranks)
+    if topology.num_ranks != ranks:
+        raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, placement {ranks}")
+    source = split.source_load
+    if source is None:
+        source = np.ones((ranks, layers, experts))
+    if source.shape != (ranks, layers, experts):
+        raise ShapeMismatch(f"source_load must be ({ranks}, {layers}, {experts}), got {source.shape}")
+    return kernels.nearest_shares_kernel(
+        placement.phy2log.copy(),
+        np.array(topology.node_of_rank, np.int64),
+        np.ascontiguousarray(source, np.float64),
+        experts,
+    )
+
+
+def slot_load(
+    load: NDArray[np.generic], placement: Placement, split: SplitModel = EVEN_SPLIT
+) -> NDArray[np.float64]:
+    """Tokens each slot receives in every step.
+
+    Args:
+        load: (T, L, E) [tokens].
+        placement: (L, S) slots on R ranks.
+        split: how tokens split over replicas; OPTIMAL gives the exact split with the least largest rank
+            load of every batch (where several do, a deterministic one of them).
+
+    Returns:
+        (T, L, S) float64 [tokens], summing to the load.
+
+    Raises:
+        ShapeMismatch: load and placement differ in layers or experts.
+        InfeasiblePlan: an expert that has load has no replica.
+    """
+    tokens = check_load(load, placement)
+    if split.dispatch is DispatchModel.OPTIMAL:
+        return kernels.optimal_split_kernel(tokens, placement.phy2log.copy(), placement.num_ranks)
+    held = np.where(placement.phy2log >= 0, placement.phy2log, 0)
+    routed = np.take_along_axis(tokens, held[None], axis=2)
+    return np.asarray(routed * slot_shares(placement, split), np.float64)
+
+
+def check_load(load: NDArray[np.generic], placement: Placement) -> NDArray[np.float64]:
+    """(T, L, E) load as contiguous float64, held against a placement; raises as `check_counts` does."""
+    return np.ascontiguousarray(check_counts(load, placement), np.float64)
+
+
+def check_counts(load: NDArray[np.generic], placement: Placement) -> NDArray[np.float64] | NDArray[np.uint32]:
+    """(T, L, E) load, contiguous and held against a placement: a window's uint32 as they are, all else as float64.
+
+    Raises:
+        ShapeMismatch: load and placement differ in layers or experts.
+        InfeasiblePlan: an expert that has load has no replica, so its tokens would vanish from the score.
+    """
+    # A window of a large model has some hundred megabytes as float64.
+    tokens: NDArray[np.float64] | NDArray[np.uint32]
+    if np.asarray(load).dtype == np.uint32:
+        tokens = np.ascontiguousarray(load, np.uint32)
+    else:
+        tokens = np.ascontiguousarray(load, np.float64)
+    if tokens.ndim != 3 or tokens.shape[1:] != (placement.num_layers, placement.num_logical_experts):
+        raise ShapeMismatch(
+            f"load must be (T, {placement.num_layers}, {placement.num_logical_experts}), got {tokens.shape}"
+        )
+    lost = placement.logcnt == 0
+    if lost.any():
+        routed = np.argwhere(lost & (tokens > 0).any(axis=0))
+        if len(routed):
+            layer, expert = routed[0]
+            raise InfeasiblePlan(
+                f"{len(routed)} experts with load have no replica, first: layer {layer} expert {expert}",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
+    return tokens

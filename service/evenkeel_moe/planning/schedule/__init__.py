@@ -1,0 +1,1 @@
+"""From a target placement to waves of transfers."""

@@ -1,0 +1,316 @@
+"""From a target to waves: which layers change together, who sends what to whom, in which order.
+
+Rules R10 and R11 of the switch: within a batch a rank has at most one peer, and every rank runs the same
+list of batches. Every expert received waits in staging; with pooled slots a slot that was empty takes a
+buffer that was free before the wave, and a slot that changes its expert keeps its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits, Transfer, Wave
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.schedule.partial_layers import partial_row, room_needed, vacated_rows
+
+__all__ = ["schedule_waves"]
+
+
+def schedule_waves(
+    base: Placement,
+    target: Placement,
+    shape: ModelShape,
+    topology: Topology,
+    staging_bytes: int | Sequence[int] | None,
+    limits: PlanLimits | None = None,
+    max_layers_per_wave: int | None = None,
+) -> tuple[Wave, ...]:
+    """Waves that lead from `base` to exactly `target`.
+
+    Args:
+        base: the committed placement.
+        target: where to go; relabel it first, nothing is saved here.
+        shape: sizes, bytes of an expert, pooled or fixed slots.
+        topology: a receiver prefers a source on its own rank, then on its node, then any; among equals the
+            rank that sends least in the wave so far.
+        staging_bytes: receive buffer of every rank, or of each; None means no bound.
+        limits: bounds on the whole plan.
+        max_layers_per_wave: None means no bound.
+
+    Returns:
+        Waves of whole layers, none if nothing changes. A layer appears once, unless it fits no wave as a
+        whole: then it goes in steps, each of which leaves every expert a replica and no rank a duplicate
+        that neither `base` nor `target` has.
+
+    Raises:
+        ShapeMismatch: placements or topology of another deployment.
+        InfeasiblePlan: beyond the limits; or staging or pool are too small even for steps.
+
+    Order: by layer, with pooled slots those first that leave no rank fuller; transfers of a batch by
+    (layer, destination slot).
+    """
+    _check_shapes(base, target, shape, topology)
+    if max_layers_per_wave is not None and max_layers_per_wave < 1:
+        raise InvalidInput(f"max_layers_per_wave is {max_layers_per_wave}, must be at least 1")
+    room = _Room.at_start(base, shape, staging_bytes)
+    rows = base.phy2log.copy()
+    waves: list[Wave] = []
+    most_waves = 4 * int((rows != target.phy2log).sum()) + 1
+    while (pending := _pending_layers(rows, target.phy2log, shape)).size:
+        chosen = _whole_layers(rows, target.phy2log, pending, room, max_layers_per_wave)
+        if not chosen:
+            chosen = _partial_layers(rows, target.phy2log, pending, room, max_layers_per_wave)
+        if not chosen:
+            chosen = vacated_rows(rows, target.phy2log, room.buffers, max_layers_per_wave)
+        if not chosen or len(waves) == most_waves:
+            raise _stuck(rows, target.phy2log, pending, room)
+        layers = tuple(sorted(chosen))
+        new_rows = np.stack([chosen[layer] for layer in layers])
+        transfers = _transfers(rows, layers, new_rows, shape, topology)
+        waves.append(Wave(len(waves), layers, new_rows, _batches(transfers, shape)))
+        room.end_wave(rows[list(layers)], new_rows)
+        rows[list(layers)] = new_rows
+    _check_limits(waves, shape, limits if limits is not None else PlanLimits())
+    return tuple(waves)
+
+
+def _check_shapes(base: Placement, target: Placement, shape: ModelShape, topology: Topology) -> None:
+    want = (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts)
+    for name, placement in (("base", base), ("target", target)):
+        have = (
+            placement.num_layers,
+            placement.num_slots,
+            placement.num_ranks,
+            placement.num_logical_experts,
+        )
+        if have != want:
+            raise ShapeMismatch(f"{name} is (L, S, R, E) = {have}, the deployment is {want}")
+    if topology.num_ranks != shape.num_ranks:
+        raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, shape {shape.num_ranks}")
+    for placement, what in ((base, "base"), (target, "target")):
+        if (placement.logcnt == 0).any():
+            raise InfeasiblePlan(f"{what} leaves an expert without a replica", Reason.EXPERT_WITHOUT_REPLICA)
+
+
+def _check_limits(waves: list[Wave], shape: ModelShape, limits: PlanLimits) -> None:
+    per_rank = shape.slots_per_rank
+    moves = sum(t.src_slot // per_rank != t.dst_slot // per_rank for wave in waves for t in wave.transfers)
+    layers = len({layer for wave in waves for layer in wave.layers})
+    for what, value, bound in (
+        ("copies between ranks", moves, limits.max_moves),
+        ("bytes between ranks", moves * shape.bytes_per_expert, limits.max_bytes),
+        ("layers changed", layers, limits.max_layers),
+    ):
+        if bound is not None and value > bound:
+            raise InfeasiblePlan(f"{value} {what}, the limit is {bound}", Reason.LIMIT_EXCEEDED)
+
+
+@dataclass(slots=True)
+class _Room:
+    """What every rank can receive: per wave into staging, and over the plan into free buffers."""
+
+    num_ranks: int
+    staging: NDArray[np.int64]
+    """(R,) experts that fit a rank's staging; constant."""
+    buffers: NDArray[np.int64]
+    """(R,) pool buffers free before the wave; a huge number where slots are fixed."""
+    offered: NDArray[np.int64]
+    """(R,) staging in bytes, for the error message."""
+
+    @classmethod
+    def at_start(
+        cls, base: Placement, shape: ModelShape, staging_bytes: int | Sequence[int] | None
+    ) -> "_Room":
+        unbounded = np.full(shape.num_ranks, np.iinfo(np.int64).max // 2)
+        staging = offered = unbounded
+        if staging_bytes is not None:
+            offered = np.broadcast_to(np.asarray(staging_bytes, np.int64), (shape.num_ranks,))
+            staging = offered // max(shape.bytes_per_expert, 1)
+        buffers = unbounded
+        if shape.pool_slots_per_rank is not None:
+            buffers = shape.pool_slots_per_rank - base.used_per_rank()
+        return cls(shape.num_ranks, staging, buffers, offered)
+
+    def left(self) -> NDArray[np.int64]:
+        """(2, R) room of each rank in a wave that starts now, as in `room_needed`."""
+        return np.stack([self.staging, self.buffers])
+
+    def end_wave(self, old: NDArray[np.int32], new: NDArray[np.int32]) -> None:
+        """Count the buffers that the wave filled and those it freed."""
+        taken = (new >= 0).sum(axis=0) - (old >= 0).sum(axis=0)
+        self.buffers = self.buffers - taken.reshape(self.num_ranks, -1).sum(axis=1)
+
+
+def _pending_layers(
+    rows: NDArray[np.int32], target: NDArray[np.int32], shape: ModelShape
+) -> NDArray[np.int64]:
+    """Layers still to change. With pooled slots those that leave no rank fuller come first."""
+    layers = np.nonzero((rows != target).any(axis=1))[0]
+    if not shape.pooled:
+        return layers
+    return layers[np.lexsort((layers, _growth(rows[layers], target[layers], shape.num_ranks)))]
+
+
+def _growth(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
+    """(n,) most buffers that a layer's change takes from any one rank for good."""
+    taken = (new >= 0).astype(np.int64) - (old >= 0)
+    return np.asarray(
+        taken.reshape(len(old), num_ranks, old.shape[1] // num_ranks).sum(axis=2).max(axis=1), np.int64
+    )
+
+
+def _whole_layers(
+    rows: NDArray[np.int32],
+    target: NDArray[np.int32],
+    pending: NDArray[np.int64],
+    room: _Room,
+    max_layers: int | None,
+) -> dict[int, NDArray[np.int32]]:
+    """First fit of whole layers into one wave: layer -> new row."""
+    left = room.left()
+    chosen: dict[int, NDArray[np.int32]] = {}
+    for layer in pending.tolist():
+        if max_layers is not None and len(chosen) == max_layers:
+            break
+        needed = room_needed(rows[layer], target[layer], room.num_ranks)
+        if (needed <= left).all():
+            left = left - needed
+            chosen[layer] = target[layer]
+    return chosen
+
+
+def _partial_layers(
+    rows: NDArray[np.int32],
+    target: NDArray[np.int32],
+    pending: NDArray[np.int64],
+    room: _Room,
+    max_layers: int | None,
+) -> dict[int, NDArray[np.int32]]:
+    """One wave of steps for layers too large as a whole: in layer order, until the room is used up."""
+    left = room.left()
+    chosen: dict[int, NDArray[np.int32]] = {}
+    for layer in pending.tolist():
+        if max_layers is not None and len(chosen) == max_layers:
+            break
+        row = partial_row(rows[layer], target[layer], left)
+        if (row != rows[layer]).any():
+            chosen[layer] = row
+        elif chosen:
+            break
+    return chosen
+
+
+def _stuck(
+    rows: NDArray[np.int32], target: NDArray[np.int32], pending: NDArray[np.int64], room: _Room
+) -> InfeasiblePlan:
+    layer = int(pending[0])
+    needed = room_needed(rows[layer], target[layer], room.num_ranks)
+    over = needed - room.left()
+    pool, rank = divmod(int(over.argmax()), room.num_ranks)
+    if pool:
+        return InfeasiblePlan(
+            f"layer {layer} fills {needed[1, rank]} empty slots on rank {rank}: {room.buffers[rank]} pool buffers"
+            " are free, and no step of it fits",
+            Reason.POOL_EXCEEDED,
+        )
+    return InfeasiblePlan(
+        f"layer {layer} needs room for {needed[0, rank]} experts on rank {rank}: staging holds"
+        f" {room.staging[rank]} ({room.offered[rank]} bytes), and no step of it fits",
+        Reason.STAGING_TOO_SMALL,
+    )
+
+
+def _transfers(
+    rows: NDArray[np.int32],
+    layers: tuple[int, ...],
+    new_rows: NDArray[np.int32],
+    shape: ModelShape,
+    topology: Topology,
+) -> list[Transfer]:
+    """One transfer for every slot that needs bytes, its source chosen from the map before the wave."""
+    per_rank = shape.slots_per_rank
+    node = topology.node_of_rank
+    sent = [0] * shape.num_ranks
+    wanted: list[tuple[int, int, int, list[int]]] = []
+    for layer, new in zip(layers, new_rows, strict=True):
+        holders: dict[int, list[int]] = {}
+        for slot, expert in enumerate(rows[layer].tolist()):
+            holders.setdefault(expert, []).append(slot)
+        for dst in np.nonzero((new != rows[layer]) & (new >= 0))[0].tolist():
+            rank, sources = dst // per_rank, holders[int(new[dst])]
+            same_rank = [slot for slot in sources if slot // per_rank == rank]
+            same_node = [slot for slot in sources if node[slot // per_rank] == node[rank]]
+            wanted.append((layer, dst, int(new[dst]), same_rank or same_node or sources))
+    # Those without a choice first, so that the others can go round them.
+    transfers: list[Transfer] = []
+    for layer, dst, expert, sources in sorted(wanted, key=lambda row: (len(row[3]), row[0], row[1])):
+        src = min(sources, key=lambda slot: (sent[slot // per_rank], slot))
+        if src // per_rank != dst // per_rank:
+            sent[src // per_rank] += 1
+        transfers.append(Transfer(layer, expert, src, dst, shape.bytes_per_expert))
+    return transfers
+
+
+def _batches(transfers: list[Transfer], shape: ModelShape) -> tuple[tuple[Transfer, ...], ...]:
+    """Edge colouring: batches in which a rank meets one peer, sending it and receiving from it at most once."""
+    per_rank = shape.slots_per_rank
+    ordered = sorted(transfers, key=lambda t: (t.layer, t.dst_slot))
+    src = np.array([t.src_slot // per_rank for t in ordered], np.int64)
+    dst = np.array([t.dst_slot // per_rank for t in ordered], np.int64)
+    colour = _colour(src, dst, shape.num_ranks)
+    batches: list[list[Transfer]] = [[] for _ in range(int(colour.max(initial=-1)) + 1)]
+    for transfer, batch in zip(ordered, colour.tolist(), strict=True):
+        batches[batch].append(transfer)
+    return tuple(tuple(batch) for batch in batches)
+
+
+@kernel
+def _colour(src: NDArray[np.int64], dst: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+    """(n,) batch of each transfer. Each batch takes pairs whose ranks have most left to do first."""
+    count = src.shape[0]
+    batch = np.full(count, -1, np.int64)
+    pairs = np.zeros((num_ranks, num_ranks), np.int64)
+    for i in range(count):
+        if src[i] == dst[i]:
+            batch[i] = 0
+        else:
+            pairs[src[i], dst[i]] += 1
+    # Rounds a pair needs: both directions go at once. A rank needs at least the sum over its peers.
+    rounds = np.maximum(pairs, pairs.T)
+    left = rounds.sum(axis=1)
+    peer = np.empty(num_ranks, np.int64)
+    current = 0
+    while left.max() > 0:
+        peer[:] = -1
+        for a in np.argsort(-left, kind="mergesort"):
+            if peer[a] >= 0 or left[a] == 0:
+                continue
+            best = -1
+            for b in range(num_ranks):
+                if rounds[a, b] > 0 and peer[b] < 0 and (best < 0 or left[b] > left[best]):
+                    best = b
+            if best >= 0:
+                peer[a] = best
+                peer[best] = a
+        for a in range(num_ranks):
+            b = peer[a]
+            if b > a:
+                rounds[a, b] -= 1
+                rounds[b, a] -= 1
+                left[a] -= 1
+                left[b] -= 1
+        for i in range(count):
+            if batch[i] < 0 and peer[src[i]] == dst[i]:
+                batch[i] = current
+                # One transfer a direction: close it for the rest of this batch.
+                peer[src[i]] = -2 - dst[i]
+        for a in range(num_ranks):
+            if peer[a] <= -2:
+                peer[a] = -2 - peer[a]
+        current += 1
+    return batch

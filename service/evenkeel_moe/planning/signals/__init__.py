@@ -1,0 +1,1 @@
+"""Change detection and load forecasts."""

@@ -1,0 +1,472 @@
+"""What one controller replica does for one deployment: lead, recover, plan, migrate.
+
+Rule 1: which event may move which state lives in `tables.CONTROL`; a method named there does one
+move. Rules R1-R17 are in docs/protocol.md. The shell feeds events to `handle` one at a time,
+carries the actions out in order (see `control_messages`) and reads the public attributes.
+
+What operators ask for comes by `operator.Operator`.
+"""
+
+from itertools import count
+
+from evenkeel_moe.errors import IllegalEvent, Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanKind, PlanRecord
+from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.control_messages import ControlAction, FromRank, PersistAction, SendToRank
+from evenkeel_moe.protocol.leader.coordinator import Coordinator
+from evenkeel_moe.protocol.leader.membership import Membership
+from evenkeel_moe.protocol.leader.plan_executor import Migration
+from evenkeel_moe.protocol.leader.plan_records import PlanBook
+from evenkeel_moe.protocol.leader.planning_loop import Cycles
+from evenkeel_moe.protocol.leader.recovery import Recovery
+from evenkeel_moe.protocol.leader.state_query import Fleet
+from evenkeel_moe.protocol.leader.write_retry import Unstored
+from evenkeel_moe.protocol.messages import (
+    Hello,
+    Leader,
+    QueryState,
+    RankState,
+    StagingProgress,
+    TermRefused,
+    Tick,
+)
+from evenkeel_moe.protocol.timing import ControlTiming
+from evenkeel_moe.protocol.transitions import CONTROL, IGNORED, ILLEGAL, VIOLATION, ControlState
+
+__all__ = ["DeploymentControl"]
+
+
+class DeploymentControl:
+    """One deployment on one controller replica.
+
+    Args:
+        unix_offset_s: Unix seconds less the monotonic `now` of `handle`; records carry Unix time.
+    """
+
+    migration_type = Migration
+    recovery_type = Recovery
+    membership_type = Membership
+
+    def __init__(
+        self,
+        deployment: DeploymentId,
+        *,
+        timing: ControlTiming | None = None,
+        policy: DeploymentPolicy | None = None,
+        unix_offset_s: float = 0.0,
+    ) -> None:
+        self.deployment = deployment
+        self.timing = timing or ControlTiming()
+        self.unix_offset_s = unix_offset_s
+        self.policy = policy or DeploymentPolicy()
+        """What operators set; replaced by `Operator.set_policy`."""
+        self._cycle_numbers = count(1)
+        self._become_follower()
+
+    def _become_follower(self) -> None:
+        self.state = ControlState.FOLLOWER
+        self.leader: Leader | None = None
+        """This replica with its term; None unless leading."""
+        self.membership = self.membership_type(self.deployment, lease_s=self.timing.rank_lease_s)
+        self.book = PlanBook()
+        """Plan records; empty unless leading."""
+        self.migration: Migration | None = None
+        self.recovery: Recovery | None = None
+        self.cycles: Cycles | None = None
+        """These three are None exactly in FOLLOWER."""
+        self._asked_at = float("-inf")
+        self._lost: set[EpRank] = set()
+        self._unstored = Unstored()
+        self._sends: tuple[SendToRank, ...] = ()
+        """Of the newest batch with writes what goes out only if all are stored."""
+
+    # --- reading ------------------------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """Epoch, placement, weights version and checksums the ranks agree on; None before they told."""
+        return self.migration.fleet if self.migration is not None else None
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """The committed epoch; None before the ranks told it."""
+        return self.fleet.epoch if self.fleet is not None else None
+
+    @property
+    def placement(self) -> Placement | None:
+        """The committed placement; None before the ranks told it."""
+        return self.fleet.placement if self.fleet is not None else None
+
+    @property
+    def generation(self) -> Generation | None:
+        """The registered generation."""
+        return self.membership.generation
+
+    @property
+    def history(self) -> dict[Epoch, Placement]:
+        """Recorded placements by epoch up to the committed one; short after a flushed store (R15)."""
+        return self.migration.history if self.migration is not None else {}
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The newest wave's machine, ended or not."""
+        return self.migration.coordinator if self.migration is not None else None
+
+    @property
+    def active_plan(self) -> PlanRecord | None:
+        """The accepted plan that has not ended."""
+        return self.book.active
+
+    @property
+    def held(self) -> bool:
+        """Whether automatic plans wait for `resume` after a rollback (R16)."""
+        return self.cycles is not None and self.cycles.held
+
+    @property
+    def frozen_until(self) -> float:
+        """Unix seconds until which no plan begins; 0 when not frozen."""
+        return self.cycles.frozen_until if self.cycles is not None else 0.0
+
+    def standing(self, now: float) -> tuple[Reason, str]:
+        """Why the machine is in its state, for people."""
+        match self.state:
+            case ControlState.FOLLOWER:
+                return Reason.NOT_LEADER, "another replica leads, or none yet"
+            case ControlState.RECOVERING:
+                disagreement = self.recovery.disagreement if self.recovery is not None else None
+                if disagreement is not None:
+                    return disagreement.reason, disagreement.detail
+                return Reason.RECOVERING, "asking all ranks where they stand"
+            case ControlState.MIGRATING if self.book.active is not None:
+                record = self.book.active
+                return record.reason, f"plan {record.plan.plan_id} is {record.phase}"
+            case _:
+                quorum = self.membership.quorum(now)
+                return quorum.reason, quorum.detail
+
+    # --- the one door ---------------------------------------------------------------------------------
+
+    def step_clock(self, unix_offset_s: float) -> None:
+        """The Unix clock was set, or went on while the monotonic one stood still."""
+        self.unix_offset_s = unix_offset_s
+        if self.migration is not None:
+            self.migration.unix_offset_s = unix_offset_s
+
+    def handle(self, event: object, now: float) -> list[ControlAction]:
+        """Take one event and return what the shell must do, persists first.
+
+        Args:
+            event: `FromRank` or a local event of the table.
+            now: monotonic seconds.
+
+        Raises:
+            IllegalEvent: a local event the table forbids; never for what a rank sent.
+        """
+        kind = type(event)
+        if isinstance(event, FromRank):
+            kind = type(event.message)
+            known = kind is Hello or self.state is ControlState.FOLLOWER
+            if not known and not self.membership.heard(event.rank, event.incarnation, event.stream, now):
+                return []
+        return self.outgoing(self._dispatch(kind, event, now), flush=kind is Tick)
+
+    def _dispatch(self, kind: type, event: object, now: float) -> list[ControlAction]:
+        cell = CONTROL.get((self.state, kind), ILLEGAL)
+        if cell is IGNORED:
+            return []
+        if cell is VIOLATION:
+            return [ctl.Alert(Reason.MALFORMED, f"{self.state}, yet {event}")]
+        if cell is ILLEGAL:
+            raise IllegalEvent("control", self.state, event)
+        actions: list[ControlAction] = getattr(self, cell)(event, now)
+        return actions
+
+    # --- leadership (R2, R13) -----------------------------------------------------------------------
+
+    def _lead(self, event: ctl.LeaseAcquired, now: float) -> list[ControlAction]:
+        self.leader = event.leader
+        self.book.load(event.stored.plans)
+        timing = self.timing
+        self.migration = self.migration_type(
+            event.leader,
+            self.membership,
+            self.book,
+            timing.wave,
+            batch_deadline_s=timing.batch_deadline_s,
+            max_bytes_per_s=timing.max_bytes_per_s,
+            unix_offset_s=self.unix_offset_s,
+        )
+        self.migration.history = dict(event.stored.epochs)
+        self.recovery = self.recovery_type(
+            self.migration, again_s=timing.ask_again_s, deadline_s=timing.recovery_deadline_s
+        )
+        self.cycles = Cycles(
+            self.migration,
+            self.policy,
+            since=now,
+            deadline_s=timing.cycle_deadline_s,
+            numbers=self._cycle_numbers,
+        )
+        self.cycles.held, self.cycles.frozen_until = event.stored.held, event.stored.frozen_until
+        self.state = ControlState.WAITING_FOR_RANKS
+        return []
+
+    def _follow(self, _event: object, _now: float) -> list[ControlAction]:
+        """R13: stop sending and drop everything; the next leader asks the ranks."""
+        self._become_follower()
+        return []
+
+    def _refused(self, event: FromRank, _now: float) -> list[ControlAction]:
+        refused = event.message
+        assert isinstance(refused, TermRefused) and self.leader is not None
+        known = refused.leader
+        if known == self.leader or not self.is_behind(known.term + 1):
+            return []  # An answer to an earlier term of ours.
+        return self._step_down(known.term)
+
+    def _step_down(self, known_term: int) -> list[ControlAction]:
+        self._become_follower()
+        return [ctl.RaiseTerm(known_term)]
+
+    def is_behind(self, known_term: int) -> bool:
+        """R2: a leader's term is above what the store knows and what any rank knows."""
+        return self.leader is None or self.leader.term < known_term
+
+    # --- membership (R1) ----------------------------------------------------------------------------
+
+    def _turn_away(self, event: FromRank, _now: float) -> list[ControlAction]:
+        return [ctl.CloseStream(event.rank, event.stream, Reason.NOT_LEADER, "this replica does not lead")]
+
+    def _hello(self, event: FromRank, now: float) -> list[ControlAction]:
+        hello = event.message
+        assert isinstance(hello, Hello) and self.leader is not None and self.recovery is not None
+        registered = self.membership.register(hello, event.stream, now)
+        if not registered.accepted:
+            return [ctl.CloseStream(event.rank, event.stream, registered.reason, registered.detail)]
+        if self.is_behind(hello.highest_term):
+            return self._step_down(hello.highest_term)
+        if registered.new_generation:
+            self.state = ControlState.RECOVERING
+            self._lost.clear()
+            return [*self.recovery.end_old_plans(now), *self.recovery.begin(now)]
+        if hello.identity.generation != self.membership.generation:
+            return []
+        self._lost.discard(event.rank)
+        question = self.recovery.question(event.rank)
+        if question is not None:
+            return [question]
+        return self._to_wave(ctl.RankConnected(event.rank, event.incarnation, event.stream), now)
+
+    def _closed(self, event: ctl.StreamClosed, _now: float) -> list[ControlAction]:
+        self.membership.closed(event.rank, event.stream)
+        return []
+
+    # --- what ranks say -----------------------------------------------------------------------------
+
+    def _note(self, event: FromRank, now: float) -> list[ControlAction]:
+        state = event.message
+        assert isinstance(state, RankState)
+        self.membership.report(state)
+        if state.identity.generation != self.generation:
+            return []  # A life of a group that is still gathering.
+        return self._to_wave(ctl.FleetProgress(self.membership.step()), now)
+
+    def _survey_answer(self, event: FromRank, now: float) -> list[ControlAction]:
+        state = event.message
+        assert isinstance(state, RankState) and self.recovery is not None
+        actions = [*self._note(event, now), *self._to_wave(event, now)]
+        if state.identity.generation == self.generation:
+            actions += self.recovery.answer(state, now)
+        return actions + self._settle(now)
+
+    def _check(self, event: FromRank, now: float) -> list[ControlAction]:
+        """A heartbeat's answer: does the rank still stand where the records say?"""
+        state, migration, recovery, fleet = event.message, self.migration, self.recovery, self.fleet
+        assert isinstance(state, RankState) and migration and recovery and fleet
+        actions = [*self._note(event, now), *self._to_wave(event, now)]
+        if state.identity.generation != self.generation:
+            return actions
+        if state.weights_version != fleet.weights_version and not migration.weights_moved:
+            migration.weights_moved = True
+            actions += self._to_wave(ctl.CancelWave(Reason.WEIGHTS_VERSION_CHANGED), now)
+        at_rest = not migration.running and state.query >= recovery.settled_query
+        elsewhere = (
+            state.epoch != fleet.epoch
+            or state.wave is not None
+            or state.placement_digest != fleet.placement.digest
+        )
+        if at_rest and (elsewhere or migration.weights_moved):
+            actions += self._recover_anew(now)
+        return actions
+
+    def _recover_anew(self, now: float) -> list[ControlAction]:
+        assert self.recovery is not None
+        self.state = ControlState.RECOVERING
+        return self.recovery.begin(now)
+
+    def _staged(self, event: FromRank, _now: float) -> list[ControlAction]:
+        assert isinstance(event.message, StagingProgress) and self.migration is not None
+        self.migration.progress(event.rank, event.message)
+        return []
+
+    # --- waves --------------------------------------------------------------------------------------
+
+    def _to_wave(self, event: object, now: float) -> list[ControlAction]:
+        """Give the wave an event; late ones of an ended wave find its machine ended."""
+        migration, recovery = self.migration, self.recovery
+        assert migration is not None and recovery is not None
+        was_running = migration.running
+        if isinstance(event, ctl.CancelWave) and not was_running:
+            return []
+        actions = migration.take(event, now)
+        if was_running and not migration.running:
+            recovery.settled_query = recovery.query + 1
+            actions += self._next_wave(now)
+        return actions
+
+    def _next_wave(self, now: float) -> list[ControlAction]:
+        """The wave ended on all ranks: ask anew, begin the next, or be done."""
+        assert self.recovery is not None
+        if self.state is ControlState.RECOVERING:
+            return self.recovery.after_wave(now)
+        return self.carry_on(now)
+
+    def carry_on(self, now: float) -> list[ControlAction]:
+        """Begin the active plan's next wave if none runs; READY when there is no active plan."""
+        migration, record = self.migration, self.book.active
+        if self.state not in (ControlState.READY, ControlState.MIGRATING):
+            return []
+        assert migration is not None
+        if migration.running:
+            return []
+        actions: list[ControlAction] = []
+        if record is not None and not migration.weights_moved:
+            closed = self._may_not_begin(record, now)
+            if closed is None:
+                actions = migration.begin_wave(record, now, may_persist=not self._unstored)
+            else:
+                actions = migration.wait(record, closed, "accepted before, and not begun yet", now)
+        self.state = ControlState.READY if self.book.active is None else ControlState.MIGRATING
+        return actions
+
+    def _may_not_begin(self, record: PlanRecord, now: float) -> Reason | None:
+        """A freeze and the schedule hold what has not begun, but for a rollback; a plan under way goes on."""
+        assert self.cycles is not None
+        if record.plan.kind is PlanKind.ROLLBACK or self.book.has_begun(record):
+            return None
+        return self.cycles.closed(now)
+
+    def _settle(self, now: float) -> list[ControlAction]:
+        """Leave RECOVERING when the recovery is over."""
+        assert self.recovery is not None
+        if self.state is not ControlState.RECOVERING or not self.recovery.over:
+            return []
+        self.state = ControlState.READY
+        return self.carry_on(now)
+
+    # --- time ---------------------------------------------------------------------------------------
+
+    def _tick_waiting(self, _event: object, now: float) -> list[ControlAction]:
+        actions = [*self._housekeeping(now), *self._note_waiting(now)]
+        return [*actions, *self._tick_cycles(now, Reason.RANKS_MISSING)]
+
+    def _tick_recovering(self, event: object, now: float) -> list[ControlAction]:
+        assert self.recovery is not None
+        actions = [*self._housekeeping(now), *self._to_wave(event, now), *self.recovery.tick(now)]
+        actions += self._note_waiting(now)
+        return [*actions, *self._tick_cycles(now, Reason.RECOVERING)]
+
+    def _note_waiting(self, now: float) -> list[ControlAction]:
+        """R14: a plan that waits for the ranks to be asked says so; where a wave was found, the wave does."""
+        migration, recovery, record = self.migration, self.recovery, self.book.active
+        assert migration is not None and recovery is not None
+        if record is None or migration.running:
+            return []
+        obstacle = recovery.obstacle(now)
+        return migration.wait(record, obstacle.reason, obstacle.detail, now)
+
+    def _tick_ready(self, event: object, now: float) -> list[ControlAction]:
+        return self._tick_migrating(event, now)
+
+    def _tick_migrating(self, event: object, now: float) -> list[ControlAction]:
+        migration = self.migration
+        assert migration is not None
+        actions = [*self._housekeeping(now), *self._to_wave(event, now)]
+        unix = now + self.unix_offset_s
+        actions += self.book.sweep(lambda record: migration.is_stale(record.plan, 0), unix)
+        actions += self.carry_on(now)
+        hindrance = Reason.STORE_UNAVAILABLE if self._unstored else None
+        return [*actions, *self._tick_cycles(now, hindrance)]
+
+    def _tick_cycles(self, now: float, hindrance: Reason | None) -> list[ControlAction]:
+        return self.cycles.tick(now, hindrance) if self.cycles is not None else []
+
+    def _housekeeping(self, now: float) -> list[ControlAction]:
+        """Keep heartbeats going, notice who went and came back."""
+        actions: list[ControlAction] = []
+        generation = self.generation
+        for rank, member in self.membership.members.items():
+            identity = member.hello.identity
+            present = self.membership.is_fresh(member, now) and identity.generation == generation
+            if present and rank in self._lost:
+                self._lost.discard(rank)
+                actions += self._to_wave(ctl.RankConnected(rank, identity.incarnation, member.stream), now)
+            elif not present and rank not in self._lost:
+                self._lost.add(rank)
+                actions += self._to_wave(ctl.RankLost(rank), now)
+        due = self._asked_at + self.timing.question_s(at_rest=self.state is ControlState.READY)
+        if now >= due and self.leader is not None and self.recovery is not None:
+            self._asked_at = now
+            self.recovery.query += 1
+            query = QueryState(self.leader, query=self.recovery.query)
+            for rank, member in self.membership.everyone.items():
+                actions.append(SendToRank(rank, member.stream, query))
+        return actions
+
+    def _cycle_decided(self, event: ctl.CycleDecided, now: float) -> list[ControlAction]:
+        assert self.cycles is not None
+        hindrance = Reason.STORE_UNAVAILABLE if self._unstored else None
+        actions = self.cycles.take(event, now, hindrance)
+        return [*actions, *self.carry_on(now)]
+
+    def _cycle_overtaken(self, event: ctl.CycleDecided, now: float) -> list[ControlAction]:
+        assert self.cycles is not None
+        migrating = self.state is ControlState.MIGRATING
+        return self.cycles.take(event, now, Reason.PLAN_IN_PROGRESS if migrating else Reason.RECOVERING)
+
+    def _unsaved(self, event: ctl.PersistFailed, _now: float) -> list[ControlAction]:
+        """Kept, and tried again with the next write or tick; no wave begins before. What was to go out with them did not."""
+        current = (self._current(action) for action in event.failed)
+        self._unstored.keep(action for action in current if action is not None)
+        if self.coordinator is not None:
+            self.coordinator.not_sent(self._sends)
+        self._sends = ()
+        return []
+
+    def _current(self, action: PersistAction) -> PersistAction | None:
+        """What to write in place of a write that failed, perhaps a while ago; None if it is outdated."""
+        if isinstance(action, ctl.PersistPlan):
+            plan_id = action.record.plan.plan_id
+            return ctl.PersistPlan(self.book.records.get(plan_id, action.record))
+        if isinstance(action, ctl.PersistEpoch):
+            here = action.generation == self.generation and action.epoch == self.epoch
+            return action if here else None
+        if isinstance(action, ctl.PersistDocument) and action.name == self.document().name:
+            return self.document()
+        return action
+
+    def document(self) -> ctl.PersistDocument:
+        """What operators set besides the policy."""
+        return ctl.PersistDocument("control", {"held": self.held, "frozen_until": self.frozen_until})
+
+    def outgoing(self, actions: list[ControlAction], *, flush: bool = False) -> list[ControlAction]:
+        """A batch as the shell needs it: what is not stored yet first, and all persists before sends."""
+        persists = [action for action in actions if isinstance(action, PersistAction)]
+        if not persists and not (flush and self._unstored):
+            return actions
+        others = [action for action in actions if not isinstance(action, PersistAction)]
+        self._sends = tuple(a for a in others if isinstance(a, SendToRank) and a.decides)
+        return [*self._unstored.release(persists), *others]

@@ -1,0 +1,209 @@
+"""What an operator may ask of a deployment, and when the answer is no.
+
+Every method either raises and has changed nothing, or returns what the shell must carry out, as
+`DeploymentControl.handle` does. A call that returned may be repeated.
+"""
+
+from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason, Unavailable
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
+from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.protocol.control_messages import CancelWave, ControlAction
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.plan_executor import Migration
+from evenkeel_moe.protocol.leader.planning_loop import Cycles
+from evenkeel_moe.protocol.transitions import ControlState
+
+__all__ = ["Operator"]
+
+_SETTLED = (ControlState.READY, ControlState.MIGRATING)
+
+Answer = tuple[PlanRecord, list[ControlAction]]
+
+
+class Operator:
+    """An operator at one deployment's machine.
+
+    All methods raise Unavailable (NOT_LEADER, RECOVERING or RANKS_MISSING) unless this replica
+    leads the deployment and all its ranks told where they stand.
+    """
+
+    def __init__(self, control: DeploymentControl) -> None:
+        self.control = control
+
+    def submit(
+        self,
+        plan: Plan,
+        now: float,
+        *,
+        approve: bool = False,
+        by: str = "",
+        request_digest: str | None = None,
+    ) -> Answer:
+        """Enter a plan made by hand or for a rollback; begin it at once if `approve`.
+
+        The same id with the same digest answers with the record there is. A rollback holds `auto`.
+
+        Raises:
+            Conflict: ID_REUSED, STALE_BASE, and with `approve` PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
+            InfeasiblePlan: the plan breaks an invariant (R17).
+        """
+        migration, cycles = self._ready()
+        book = self.control.book
+        known = book.same_request(plan.plan_id, request_digest)
+        if known is not None:
+            return known, []
+        if plan.generation != self.control.generation:
+            raise Conflict(f"planned for {plan.generation}", Reason.GENERATION_CHANGED)
+        if migration.is_stale(plan, 0):
+            raise Conflict(f"planned on epoch {plan.base_epoch}", Reason.STALE_BASE)
+        refusal = migration.plan_problem(plan)
+        if refusal is not None:
+            raise InfeasiblePlan(refusal[1], refusal[0])
+        rollback = plan.kind is PlanKind.ROLLBACK
+        if approve:
+            self._check_free(now, thawed=rollback)
+        phase = PlanPhase.APPROVED if approve else PlanPhase.PROPOSED
+        unix = now + self.control.unix_offset_s
+        actions: list[ControlAction] = [
+            book.add(plan, phase, plan.reason, unix, digest=request_digest, by=by)
+        ]
+        actions += book.drop_excess(unix)
+        if rollback and not cycles.held:
+            cycles.held = True
+            actions.append(self.control.document())
+        actions += self.control.carry_on(now)
+        return book.get(plan.plan_id), self.control.outgoing(actions)
+
+    def approve(self, plan_id: PlanId, by: str, now: float) -> Answer:
+        """Begin a proposed plan.
+
+        Raises:
+            NotFound: no such plan. Conflict: STALE_BASE when the epoch moved (R16), EXPIRED,
+            WRONG_PHASE, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
+        """
+        migration, _ = self._ready()
+        book = self.control.book
+        record = book.get(plan_id)
+        unix = now + self.control.unix_offset_s
+        plan = record.plan
+        if record.phase.terminal and record.reason in (Reason.STALE_BASE, Reason.EXPIRED):
+            raise Conflict(f"plan {plan_id} ended: {record.error}", record.reason)
+        if record.phase is not PlanPhase.PROPOSED:
+            raise Conflict(f"plan {plan_id} is {record.phase}")
+        if migration.is_stale(plan, 0):
+            raise Conflict(f"plan {plan_id} was made on epoch {plan.base_epoch}", Reason.STALE_BASE)
+        if plan.expires_at is not None and unix >= plan.expires_at:
+            raise Conflict(f"plan {plan_id} ran out at {plan.expires_at:.0f}", Reason.EXPIRED)
+        self._check_free(now, thawed=plan.kind is PlanKind.ROLLBACK)
+        change = book.change(record, "approved", unix, phase=PlanPhase.APPROVED, by=by)
+        actions = [change, *self.control.carry_on(now)]
+        return book.get(plan_id), self.control.outgoing(actions)
+
+    def cancel(self, plan_id: PlanId, by: str, now: float) -> Answer:
+        """Stop a plan: at once before the votes are in, else before its next wave (R16).
+
+        Raises:
+            NotFound: no such plan. Conflict: WRONG_PHASE when it has ended.
+        """
+        self._leading()
+        book = self.control.book
+        record = book.get(plan_id)
+        if record.phase.terminal:
+            raise Conflict(f"plan {plan_id} is {record.phase}")
+        unix = now + self.control.unix_offset_s
+        if book.cancel_requested(record):
+            return record, self.control.outgoing([], flush=True)
+        actions: list[ControlAction] = [book.change(record, "cancel_requested", unix, by=by)]
+        record = book.get(plan_id)
+        migration = self.control.migration
+        assert migration is not None
+        if migration.runs(record):
+            actions += self.control.handle(CancelWave(Reason.CANCELLED), now)
+        elif record.phase is PlanPhase.PROPOSED or self.control.state in _SETTLED:
+            actions.append(book.end(record, Reason.CANCELLED, unix))
+            actions += self.control.carry_on(now)
+        return book.get(plan_id), self.control.outgoing(actions)
+
+    def rollback_target(self, to_epoch: Epoch | None) -> tuple[Epoch, Placement]:
+        """The placement a rollback leads to; None is the one before the plan that led to the current epoch.
+
+        Raises:
+            NotFound: that epoch is not recorded, for instance after a flushed store (R15).
+            Conflict: it is the current epoch.
+        """
+        self._ready()
+        history, current = self.control.history, self.control.epoch
+        earlier = sorted(epoch for epoch in history if current is not None and epoch < current)
+        if to_epoch is None and not earlier:
+            raise NotFound("no earlier placement is recorded")
+        epoch = self._before_last_plan(earlier) if to_epoch is None else to_epoch
+        if epoch == current:
+            raise Conflict(f"epoch {epoch} is the current one", Reason.NO_CHANGE)
+        if epoch not in earlier:
+            raise NotFound(f"no placement of epoch {epoch} is recorded; there are {earlier}")
+        return epoch, history[epoch]
+
+    def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
+        """Of the recorded epochs, the base of the plan that led to the current one; else the newest."""
+        migration = self.control.migration
+        for record in reversed(self.control.book.records.values()):
+            base, waves = record.plan.base_epoch, record.waves_committed
+            if migration is None or migration.is_of_other_generation(record.plan):
+                continue  # Epochs are counted anew after a cold start.
+            if waves and base + waves == self.control.epoch and base in earlier:
+                return base
+        return earlier[-1]
+
+    def resume(self, now: float) -> list[ControlAction]:
+        """Let automatic plans run again after a rollback."""
+        del now
+        _, cycles = self._leading()
+        if not cycles.held:
+            return self.control.outgoing(
+                [], flush=True
+            )  # Asked again, perhaps before the store had the first.
+        cycles.held = False
+        return self.control.outgoing([self.control.document()])
+
+    def freeze(self, seconds: float, now: float) -> list[ControlAction]:
+        """Begin no plan for that long; 0 thaws. A plan under way goes on."""
+        _, cycles = self._leading()
+        cycles.frozen_until = now + self.control.unix_offset_s + seconds if seconds > 0 else 0.0
+        return self.control.outgoing([self.control.document()])
+
+    def set_policy(self, policy: DeploymentPolicy) -> None:
+        """Use this policy from the next cycle on; the shell stores its document."""
+        self.control.policy = policy
+        if self.control.cycles is not None:
+            self.control.cycles.policy = policy
+
+    # --- small parts ----------------------------------------------------------------------------
+
+    def _leading(self) -> tuple[Migration, Cycles]:
+        control = self.control
+        if control.migration is None or control.cycles is None:
+            raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
+        return control.migration, control.cycles
+
+    def _ready(self) -> tuple[Migration, Cycles]:
+        leading = self._leading()
+        if self.control.state is ControlState.WAITING_FOR_RANKS:
+            raise Unavailable("the ranks have not all connected", Reason.RANKS_MISSING)
+        if self.control.state is ControlState.RECOVERING:
+            raise Unavailable("the ranks are being asked where they stand", Reason.RECOVERING)
+        return leading
+
+    def _check_free(self, now: float, *, thawed: bool) -> None:
+        active = self.control.book.active
+        if active is not None:
+            raise Conflict(f"plan {active.plan.plan_id} is {active.phase}", Reason.PLAN_IN_PROGRESS)
+        _, cycles = self._leading()
+        unix = now + self.control.unix_offset_s
+        if unix < cycles.frozen_until and not thawed:
+            raise Conflict(f"frozen for {cycles.frozen_until - unix:.0f} s more", Reason.FROZEN)
+        opens_at = self.control.policy.schedule.opens_at(unix)
+        if opens_at != unix and not thawed:
+            assert opens_at is not None
+            raise Conflict(f"the schedule opens in {opens_at - unix:.0f} s", Reason.OUTSIDE_SCHEDULE)

@@ -1,0 +1,1 @@
+"""The state machines that run inside a rank."""

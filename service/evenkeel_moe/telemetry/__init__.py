@@ -1,0 +1,1 @@
+"""From load reports to complete steps, windows, balance and rank speeds."""

@@ -1,0 +1,392 @@
+"""The rank's end of the stream against a real gRPC server on loopback, scripted by the test."""
+
+import asyncio
+import contextlib
+
+import grpc
+import numpy as np
+import pytest
+import structlog
+
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.messages import Hello, Leader, QueryState, RankIdentity, Vote
+from evenkeel_moe.v1 import agent_pb2_grpc
+from evenkeel_moe.wire.codec import decode_rank_message, encode_controller_message
+from evenkeel_moe.wire.link import (
+    CostCurve,
+    FlowControl,
+    Heartbeat,
+    NotLeader,
+    Registration,
+    RegistrationOutcome,
+)
+from tests.adapters.serving import Listener
+
+GENERATION = Generation("11111111-2222-3333-4444-555555555555")
+IDENTITY = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 77)
+SHAPE = ModelShape(1, 4, 2, 3, 1, 100)
+FAST = LinkTiming(backoff_min_s=0.02, backoff_max_s=0.1, connect_timeout_s=2.0)
+ACCEPTED = Registration(RegistrationOutcome.ACCEPTED, 0.05, 5.0, FlowControl(0.1))
+
+
+class Server(agent_pb2_grpc.RankLinkServicer):
+    """Says what `answers` holds, one list per stream; remembers what it heard."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.heard = []
+        self.streams = 0
+        self.open = 0
+        self.closed = asyncio.Event()
+
+    async def Attach(self, requests, context):
+        self.streams += 1
+        stream, hello = self.streams, None
+        answers = self.answers[min(stream, len(self.answers)) - 1]
+        self.open += 1
+        try:
+            async for request in requests:
+                message = decode_rank_message(request, hello)
+                self.heard.append((stream, message))
+                if isinstance(message, Hello):
+                    hello = message
+                    for answer in answers:
+                        if answer is None:
+                            return
+                        await context.write(encode_controller_message(answer))
+        finally:
+            self.open -= 1
+            self.closed.set()
+
+    def of(self, kind):
+        return [message for _, message in self.heard if isinstance(message, kind)]
+
+
+HELLO = Hello(IDENTITY, SHAPE, "node-0", "", Epoch(0), "0" * 32, 1, "1" * 32, 10, 20, "2" * 32)
+
+
+class Talker(Listener):
+    """Says something else before every heartbeat, and is in trouble from the eleventh on: not when one is due anyway."""
+
+    WELL, IN_TROUBLE = CostCurve(1, (1.0,), 1.0), CostCurve(2, (1.0,), 1.0)
+
+    def __init__(self, link):
+        super().__init__(HELLO)
+        self.talks, self.trouble, self.beats, self._link = True, "", 0, link
+
+    def heartbeat(self):
+        self.beats += 1
+        if self.beats == 11:
+            self.trouble = "the engine has stopped"
+        if self.talks:
+            self._link.send(self.IN_TROUBLE if self.trouble else self.WELL)
+        return Heartbeat(7, 1, 2, self.trouble)
+
+
+@contextlib.asynccontextmanager
+async def serving(*answers, servicer=None):
+    server, servicer = grpc.aio.server(), servicer or Server(*answers)
+    agent_pb2_grpc.add_RankLinkServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def running(link):
+    listener = Listener(HELLO)
+    task = asyncio.create_task(link.run(listener))
+    try:
+        yield listener
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - conditions look at client and server
+            await asyncio.sleep(0.005)
+
+
+async def test_hello_comes_first_then_registration_heartbeats_and_orders():
+    query = QueryState(Leader("a", 1))
+    async with serving([ACCEPTED, query]) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await until(lambda: len(listener.got) == 2 and len(server.of(Heartbeat)) >= 3)
+        assert isinstance(server.heard[0][1], Hello) and server.heard[0][1].identity == IDENTITY
+        assert [stream for stream, _ in listener.got] == [1, 1]
+        assert listener.got[0][1].outcome is RegistrationOutcome.ACCEPTED
+        assert listener.got[1][1] == query
+        assert server.of(Heartbeat)[0] == Heartbeat(7, 1, 2)
+
+
+async def test_a_rank_that_speaks_leaves_out_three_heartbeats_of_four_and_tells_its_trouble_at_once():
+    async with serving([ACCEPTED]) as (server, address):
+        link = GrpcRankLink([address], timing=FAST)
+        rank = Talker(link)
+        task = asyncio.create_task(link.run(rank))
+        try:
+            await until(lambda: any(beat.trouble for beat in server.of(Heartbeat)))
+            rank.talks = False
+            talked = len(server.of(CostCurve))
+            beats = len(server.of(Heartbeat))
+            await until(lambda: len(server.of(Heartbeat)) >= beats + 5)
+            assert len(server.of(CostCurve)) <= talked + 1
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    kinds = [type(message) for _, message in server.heard if isinstance(message, CostCurve | Heartbeat)]
+    assert kinds[:12] == [CostCurve, Heartbeat, *2 * [*4 * [CostCurve], Heartbeat]]
+    told = [message for _, message in server.heard].index(Heartbeat(7, 1, 2, rank.trouble))
+    in_trouble = [curve for _, curve in server.heard[:told] if curve == Talker.IN_TROUBLE]
+    assert len(in_trouble) == 1, "the first heartbeat after it began"
+
+
+async def test_a_message_the_wire_cannot_carry_costs_only_itself():
+    """Protobuf raises ValueError of its own; an engine could hand in anything."""
+    async with serving([ACCEPTED]) as (server, address):
+        link = GrpcRankLink([address], timing=FAST)
+        async with running(link) as listener:
+            await until(lambda: listener.got)
+            link.send(Heartbeat(-1, 1, 2))
+            link.send(Heartbeat("seven", 1, 2))
+            link.send(Heartbeat(1234, 1, 2))
+            await until(lambda: Heartbeat(1234, 1, 2) in server.of(Heartbeat))
+
+
+async def test_messages_go_by_the_stream_they_belong_to_or_not_at_all():
+    vote = Vote(WaveKey(GENERATION, PlanId("p"), 0, 1), True)
+    report = LoadReport(
+        IDENTITY.deployment, GENERATION, IDENTITY.rank, 77, CountingSide.DESTINATION,
+        step_table([StepMeta(4, 0, Phase.DECODE, 2)]), np.array([[[1, 0, 1]]], np.int64),
+    )  # fmt: skip
+    async with serving([ACCEPTED]) as (server, address):
+        link = GrpcRankLink([address], timing=FAST)
+        link.send(vote, 1)
+        async with running(link) as listener:
+            await until(lambda: listener.got)
+            link.send(vote, 7)
+            link.send(vote, 1)
+            link.send(report)
+            await until(lambda: server.of(LoadReport))
+        assert len(server.of(Vote)) == 1
+        [got] = server.of(LoadReport)
+        assert got.steps.tobytes() == report.steps.tobytes() and (got.counts == report.counts).all()
+
+
+async def test_a_stream_that_ends_is_opened_again_with_a_new_number():
+    async with serving([ACCEPTED, None], [ACCEPTED, None], [ACCEPTED]) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await until(lambda: len(listener.got) >= 3)
+            assert [stream for stream, _ in listener.got] == [1, 2, 3]
+            assert listener.lost_streams == [1, 2]
+        assert len(server.of(Hello)) == 3
+
+
+async def test_a_follower_sends_the_link_to_the_leader():
+    async with serving([ACCEPTED]) as (leader, leader_address):
+        not_leader = NotLeader("b", leader_address, 0.0)
+        async with serving([not_leader]) as (follower, address):
+            async with running(GrpcRankLink([address], timing=FAST)) as listener:
+                await until(lambda: listener.got)
+            assert len(follower.of(Hello)) == 1 and len(leader.of(Hello)) == 1
+
+
+async def test_a_leader_that_steps_down_later_redirects_too():
+    async with serving([ACCEPTED]) as (leader, leader_address):
+        async with serving([ACCEPTED, NotLeader("b", leader_address, 0.0)]) as (_, address):
+            async with running(GrpcRankLink([address], timing=FAST)) as listener:
+                await until(lambda: len(listener.got) == 2)
+            assert listener.lost_streams[0] == 1 and len(leader.of(Hello)) == 1
+
+
+async def test_no_leader_and_refusal_are_tried_again_later():
+    refused = Registration(
+        RegistrationOutcome.REFUSED, 1.0, 5.0, FlowControl(0.1), Reason.SHAPE_DISAGREES, "other shape"
+    )
+    async with serving([NotLeader("", "", 0.01)], [refused], [ACCEPTED]) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await until(lambda: listener.got)
+        assert len(server.of(Hello)) == 3
+        assert listener.got[0][0] == 3
+
+
+@pytest.mark.parametrize("order", [1, -1])
+async def test_all_ranks_of_a_deployment_begin_with_the_same_controller(order):
+    """In whatever order of start: each deployment has an address of its own to begin with."""
+    async with serving(*[[ACCEPTED]] * 4) as (first, one), serving(*[[ACCEPTED]] * 4) as (second, two):
+        links = [GrpcRankLink([one, two], timing=FAST, seed=seed) for seed in (1, 2, 3)][::order]
+        async with running(links[0]) as a, running(links[1]) as b, running(links[2]) as c:
+            await until(lambda: a.got and b.got and c.got)
+        assert sorted((len(first.of(Hello)), len(second.of(Hello)))) == [0, 3]
+
+
+async def test_dead_addresses_are_passed_over():
+    async with serving([ACCEPTED]) as (server, address):
+        link = GrpcRankLink(["127.0.0.1:1", address], timing=FAST)
+        async with running(link) as listener:
+            await until(lambda: listener.got)
+        assert len(server.of(Hello)) == 1
+
+
+async def test_cancelling_the_link_closes_its_stream():
+    async with serving([ACCEPTED]) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await until(lambda: listener.got)
+        async with asyncio.timeout(5):
+            await server.closed.wait()
+        assert server.open == 0
+
+
+def test_a_link_needs_an_address():
+    with pytest.raises(InvalidInput):
+        GrpcRankLink([])
+
+
+async def test_a_controller_that_falls_silent_for_a_lease_is_left_for_another():
+    """A paused leader's host keeps the connection open; only its words say that it lives."""
+    silent = Registration(RegistrationOutcome.ACCEPTED, 0.05, 0.3, FlowControl(0.1))
+    query = QueryState(Leader("b", 2))
+    async with serving([silent]) as (paused, one), serving([ACCEPTED, query]) as (other, two):
+        async with running(GrpcRankLink([one, two], timing=FAST)) as listener:
+            await until(lambda: any(message == query for _, message in listener.got))
+            assert paused.streams == 1
+            assert other.streams == 1
+            assert listener.lost_streams == [1]
+
+
+async def test_a_controller_that_speaks_within_its_lease_is_kept():
+    class Beating(Server):
+        async def Attach(self, requests, context):
+            self.streams += 1
+            await context.read()
+            await context.write(
+                encode_controller_message(
+                    Registration(RegistrationOutcome.ACCEPTED, 0.05, 2.0, FlowControl(0.1))
+                )
+            )
+            for term in range(1, 9):
+                await asyncio.sleep(0.4)
+                await context.write(encode_controller_message(QueryState(Leader("a", term))))
+            self.closed.set()
+            await asyncio.sleep(60)
+
+    server, servicer = grpc.aio.server(), Beating()
+    agent_pb2_grpc.add_RankLinkServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with running(GrpcRankLink([f"127.0.0.1:{port}"], timing=FAST)) as listener:
+            await asyncio.wait_for(servicer.closed.wait(), 20)
+            assert servicer.streams == 1
+            assert listener.lost_streams == []
+    finally:
+        await server.stop(0)
+
+
+# --- what ends beside the reader ---------------------------------------------------------------------------
+
+
+class Asking(Server):
+    """Asks on every stream, ten times a lease, and stops reading when told: the rank's reader is content."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = True
+
+    async def Attach(self, requests, context):
+        self.streams += 1
+        stream, hello = self.streams, decode_rank_message(await context.read(), None)
+        await context.write(encode_controller_message(ACCEPTED))
+
+        async def ask():
+            while True:
+                await context.write(encode_controller_message(QueryState(Leader("a", 1))))
+                await asyncio.sleep(0.05)
+
+        asking = asyncio.create_task(ask())
+        try:
+            while not self.reads:  # noqa: ASYNC110 - a test's switch
+                await asyncio.sleep(0.01)
+            async for request in requests:
+                self.heard.append((stream, decode_rank_message(request, hello)))
+        finally:
+            asking.cancel()
+
+
+class OnceFaint(Listener):
+    """The device does not answer when the first heartbeat is due."""
+
+    def __init__(self):
+        super().__init__(HELLO)
+        self.beats = 0
+
+    def heartbeat(self):
+        self.beats += 1
+        if self.beats == 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return Heartbeat(7, 1, 2)
+
+
+class OnceTorn(GrpcRankLink):
+    """Its writer fails on the first stream."""
+
+    torn = False
+
+    async def _write(self, call, outbox):
+        if not self.torn:
+            self.torn = True
+            raise RuntimeError("half written")
+        await super()._write(call, outbox)
+
+
+@pytest.mark.parametrize(
+    ("link_type", "faint", "words"),
+    [(GrpcRankLink, True, "illegal memory"), (OnceTorn, False, "half written")],
+)
+async def test_a_rank_whose_heartbeat_or_writer_ends_opens_another_stream_and_says_why(
+    link_type, faint, words
+):
+    """Its reader hears the controller all the while: nothing else would end a stream on which the rank is mute."""
+    listener = OnceFaint() if faint else Listener(HELLO)
+    async with serving(servicer=Asking()) as (server, address):
+        task = asyncio.create_task(link_type([address], timing=FAST).run(listener))
+        try:
+            with structlog.testing.capture_logs() as logs:
+                await until(lambda: server.of(Heartbeat))
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    assert listener.registrations == [1, 2] and listener.lost_streams == [1, 2]
+    [log] = [log for log in logs if log["event"] == "link_failed"]
+    assert log["log_level"] == "error" and words in log["detail"]
+
+
+async def test_a_controller_that_takes_nothing_fills_the_outbox_and_is_left():
+    vote = Vote(WaveKey(GENERATION, PlanId("p"), 0, 1), False, Reason.BUSY, "x" * 4000)
+    async with serving(servicer=Asking()) as (server, address):
+        server.reads = False
+        link, most = GrpcRankLink([address], timing=FAST), 0
+        with structlog.testing.capture_logs() as logs:
+            async with running(link) as listener:
+                await until(lambda: listener.registrations)
+                async with asyncio.timeout(20):
+                    while listener.registrations == [1]:
+                        link.send(vote, 1)
+                        most = max(most, 0 if link._outbox is None else link._outbox.qsize())
+                        await asyncio.sleep(0)
+                server.reads = True
+                await until(lambda: server.of(Heartbeat))
+    assert 1000 < most <= 1024
+    cut = [log for log in logs if log["event"] == "controller_too_slow"]
+    assert [(log["stream"], log["queued"]) for log in cut] == [(1, 1024)]

@@ -1,0 +1,132 @@
+"""Planner processes: their answers, their errors, and that none outlives its use."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
+from evenkeel_moe.errors import InfeasiblePlan, Reason, Unavailable
+from tests.waiting import until
+
+pytestmark = pytest.mark.integration
+
+
+def double(value):
+    return 2 * value
+
+
+def refuse(value):
+    raise InfeasiblePlan(f"{value} does not fit", Reason.POOL_EXCEEDED)
+
+
+def die(value):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(value):
+    threading.Event().wait(60)
+
+
+def whoami(value):
+    return os.getpid()
+
+
+@pytest.fixture
+def pool():
+    pool = PlannerPool(1, deadline_s=30)
+    yield pool
+    pool.close()
+    pool.close()
+
+
+async def test_answers_and_errors_come_back_as_they_are(pool):
+    assert await pool.run(double, 21) == 42
+    with pytest.raises(InfeasiblePlan, match="7 does not fit") as caught:
+        await pool.run(refuse, 7)
+    assert caught.value.reason is Reason.POOL_EXCEEDED
+    assert pool.fault == ""
+
+
+async def test_what_runs_aside_takes_no_planner_with_it(pool):
+    planner, aside = await pool.run(whoami, 0), await pool.aside.run(whoami, 0)
+    assert planner != aside
+    with pytest.raises(Unavailable, match="died"):
+        await pool.aside.run(die, 0)
+    assert pool.fault == ""
+    assert await pool.run(whoami, 0) == planner
+    aside = await pool.aside.run(whoami, 0)
+    pool.close()
+    psutil.wait_procs([p for p in map(_process, (planner, aside)) if p], timeout=10)
+    assert not psutil.pid_exists(planner)
+    assert not psutil.pid_exists(aside)
+
+
+def _process(pid):
+    return psutil.Process(pid) if psutil.pid_exists(pid) else None
+
+
+async def test_a_process_that_dies_is_replaced(pool):
+    with pytest.raises(Unavailable, match="died") as caught:
+        await pool.run(die, 0)
+    assert caught.value.reason is Reason.PLANNER_FAILED
+    assert "died" in pool.fault
+    assert await pool.run(double, 4) == 8
+    assert pool.fault == ""
+
+
+@pytest.mark.parametrize("aside", [False, True])
+async def test_a_process_that_dies_while_idle_is_replaced_before_anybody_asks(pool, aside):
+    asked = pool.aside if aside else pool
+    pid = await asked.run(whoami, 0)
+    os.kill(pid, signal.SIGKILL)
+    # The executor sees the death in a thread of its own; a call that comes before that fails and is not tried again.
+    await until(lambda: asked._pool._broken, within_s=30)
+    assert await asked.run(whoami, 0) != pid
+    assert asked.fault == ""
+
+
+async def test_the_deadline_begins_when_the_kernels_are_there():
+    """Loading them takes seconds, so that with a deadline from the start no first plan was ever made."""
+    pool = PlannerPool(1, deadline_s=0.5)
+    assert await pool.run(double, 3) == 6
+    assert pool.warm
+    pool.close()
+
+
+async def test_a_plan_that_takes_too_long_is_given_up_with_its_process():
+    pool = PlannerPool(1, deadline_s=30)
+    worker = await pool.run(whoami, 0)
+    pool._deadline_s = 0.1
+    with pytest.raises(Unavailable, match="no plan within 0.1 s"):
+        await pool.run(hang, 0)
+    assert not psutil.pid_exists(worker)
+    pool.close()
+
+
+def test_a_worker_whose_parent_died_before_it_asked_to_die_with_it_ends():
+    """A controller killed while its planner loads left the process behind for ever: found by the chaos run."""
+    orphan = (
+        "import os, sys, time\n"
+        "from evenkeel_moe.adapters.processes.child_process import die_with_parent\n"
+        "parent = int(sys.argv[1])\n"
+        "while os.getppid() == parent: time.sleep(0.01)\n"
+        "print('orphaned', flush=True)\n"
+        "die_with_parent(parent)\n"
+        "print('lives on', flush=True)\n"
+    )
+    parent = (
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {orphan!r}, str(os.getpid())])\n"
+        "print('started', flush=True)\n"
+    )
+    # The pipe closes when the orphan is gone, too.
+    done = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split("\n")[:2] == ["started", "orphaned"]
+    assert "lives on" not in done.stdout

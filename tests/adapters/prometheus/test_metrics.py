@@ -1,0 +1,215 @@
+import re
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from evenkeel_moe.adapters.prometheus.metric_families import DeploymentFigures, LayerFigures, PlanFigures
+from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.topology import ModelShape
+from tests.api.fakes import NOW, make_plan, make_rank, make_status
+
+BALANCE = {Phase.PREFILL: (0.8, 0.6), Phase.DECODE: (None, None)}
+FIGURES = DeploymentFigures(
+    newest_step_at_unix=NOW,
+    live_replicas=(0, 5, 3),
+    down_to_one=1,
+    redundant=(1, 1.5, 2),
+    layers=(LayerFigures(1, 0.6, 2, (1.2, 0.8)), LayerFigures(0, None, 1)),
+    last_plan=PlanFigures(NOW, 0.2, 0.15, 0.95, 0.93),
+    last_failure=(NOW, "prepare_deadline"),
+)
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry):
+    return ControllerMetrics(registry)
+
+
+def series(registry):
+    """Every series as {name{labels}: value}."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+
+
+def names(registry):
+    return {name for name, _ in series(registry)}
+
+
+def exercise(metrics, deployment="demo"):
+    metrics.reports_received(deployment, 16)
+    metrics.reports_rejected(deployment, Reason.SUM_MISMATCH, 2)
+    metrics.steps_dropped(deployment, 1, 3)
+    metrics.decision(deployment, Reason.NO_CHANGE)
+    metrics.wave_committed(deployment, 0.3, 7, 7000)
+    metrics.swap_stall(deployment, 0.001)
+    metrics.plan_ended(deployment, "committed", Reason.COMMITTED)
+    metrics.store_answered(NOW)
+    metrics.refresh(make_status(deployment, active_plan=make_plan()), BALANCE, FIGURES)
+
+
+def test_counters_add_up(metrics, registry):
+    exercise(metrics)
+    exercise(metrics)
+    deployment = ("deployment", "demo")
+    found = series(registry)
+    assert found["evenkeel_report_steps_total", (deployment,)] == 32
+    assert found["evenkeel_report_steps_rejected_total", (deployment, ("reason", "sum_mismatch"))] == 4
+    assert found["evenkeel_report_steps_dropped_total", (deployment, ("rank", "1"))] == 6
+    assert found["evenkeel_decisions_total", (deployment, ("reason", "no_change"))] == 2
+    assert found["evenkeel_moves_total", (deployment,)] == 14
+    assert found["evenkeel_migrated_bytes_total", (deployment,)] == 14000
+    assert found["evenkeel_wave_duration_seconds_sum", (deployment,)] == pytest.approx(0.6)
+    assert found["evenkeel_swap_stall_seconds_count", (deployment,)] == 2
+
+
+def test_unknown_has_no_series_and_is_never_zero(metrics, registry):
+    assert "evenkeel_store_answered_timestamp_seconds" not in names(registry)
+    metrics.refresh(make_status(), {Phase.DECODE: (0.8, 0.6)}, FIGURES)
+    assert {"evenkeel_balancedness_mean_ratio", "evenkeel_rank_load_share_ratio"} <= names(registry)
+    unknown = make_status(
+        ranks=(make_rank(0, load_share=None, seconds_per_token=None),),
+        step=None,
+        last_decision=None,
+    )
+    metrics.refresh(unknown, {Phase.DECODE: (None, None)})
+    gone = {
+        "evenkeel_balancedness_mean_ratio",
+        "evenkeel_balancedness_worst_ratio",
+        "evenkeel_rank_load_share_ratio",
+        "evenkeel_rank_compute_seconds_per_token",
+        "evenkeel_newest_step",
+        "evenkeel_last_decision_timestamp_seconds",
+        "evenkeel_plan_created_timestamp_seconds",
+        "evenkeel_frozen_until_timestamp_seconds",
+        "evenkeel_newest_step_timestamp_seconds",
+        "evenkeel_experts",
+        "evenkeel_experts_down_to_one_replica",
+        "evenkeel_layer_balancedness_ratio",
+        "evenkeel_layer_rank_load_ratio",
+        "evenkeel_last_plan_gain_ratio",
+        "evenkeel_last_plan_failed_timestamp_seconds",
+    }
+    assert not gone & names(registry)
+    assert "evenkeel_rank_epoch" in names(registry)
+
+
+def test_an_ended_plan_takes_its_series_along(metrics, registry):
+    metrics.refresh(make_status(active_plan=make_plan()), {})
+    assert series(registry)["evenkeel_plan_created_timestamp_seconds", (("deployment", "demo"),)] == NOW
+    metrics.refresh(make_status(), {})
+    assert not [name for name in names(registry) if name.startswith("evenkeel_plan_")]
+
+
+def test_a_departed_rank_takes_its_series_along(metrics, registry):
+    exercise(metrics)
+    assert [key for key in series(registry) if ("rank", "1") in key[1]]
+    metrics.refresh(make_status(ranks=(make_rank(0),)), BALANCE)
+    assert not [key for key in series(registry) if ("rank", "1") in key[1]]
+
+
+def test_a_departed_deployment_takes_every_series_along(metrics, registry):
+    exercise(metrics, "demo")
+    exercise(metrics, "other")
+    metrics.forget("demo")
+    assert not [key for key in series(registry) if ("deployment", "demo") in key[1]]
+    assert [key for key in series(registry) if ("deployment", "other") in key[1]]
+    metrics.reports_received("demo", 3)
+    assert series(registry)["evenkeel_report_steps_total", (("deployment", "demo"),)] == 3
+
+
+def test_a_replica_that_does_not_lead_tells_no_more_than_that(metrics, registry):
+    exercise(metrics)
+    metrics.follow("demo")
+    found = series(registry)
+    assert found["evenkeel_leading", (("deployment", "demo"),)] == 0
+    assert "evenkeel_rank_fresh" not in names(registry)
+    assert found["evenkeel_moves_total", (("deployment", "demo"),)] == 7
+    metrics.refresh(make_status(), BALANCE)
+    assert series(registry)["evenkeel_leading", (("deployment", "demo"),)] == 1
+
+
+def test_predicted_and_realised_gain_stand_side_by_side(metrics, registry):
+    exercise(metrics)
+    found = series(registry)
+    for basis, gain, balance in (("predicted", 0.2, 0.95), ("realised", 0.15, 0.93)):
+        labels = (("basis", basis), ("deployment", "demo"))
+        assert found["evenkeel_last_plan_gain_ratio", labels] == gain
+        assert found["evenkeel_last_plan_balancedness_ratio", labels] == balance
+    failed = (("deployment", "demo"), ("reason", "prepare_deadline"))
+    assert found["evenkeel_last_plan_failed_timestamp_seconds", failed] == NOW
+
+
+def test_only_layers_with_a_value_have_a_balancedness_series(metrics, registry):
+    exercise(metrics)
+    found = series(registry)
+    demo = ("deployment", "demo")
+    assert found["evenkeel_layer_balancedness_ratio", (demo, ("layer", "1"))] == 0.6
+    assert ("evenkeel_layer_balancedness_ratio", (demo, ("layer", "0"))) not in found
+    assert found["evenkeel_layer_redundant_replicas", (demo, ("layer", "0"))] == 1
+    assert found["evenkeel_layer_rank_load_ratio", (demo, ("layer", "1"), ("rank", "0"))] == 1.2
+
+
+def test_series_stay_few_at_72_ranks_61_layers_256_experts(metrics, registry):
+    shape = ModelShape(61, 256, 72, 4, 8, 44_000_000)
+    ranks = tuple(make_rank(rank, load_share=1 / 72) for rank in range(72))
+    for reason in Reason:
+        metrics.decision("wide", reason)
+        metrics.reports_rejected("wide", reason, 1)
+    for rank in range(72):
+        metrics.steps_dropped("wide", rank, 1)
+    metrics.wave_committed("wide", 1.0, 1, 1)
+    metrics.swap_stall("wide", 0.01)
+    metrics.refresh(
+        make_status("wide", shape=shape, ranks=ranks, active_plan=make_plan()),
+        dict.fromkeys(Phase, (0.9, 0.8)),
+        replace(FIGURES, layers=tuple(LayerFigures(layer, 0.5, 2) for layer in range(5))),
+    )
+    # 72 ranks x 7 series, two counters over the closed list of reasons, 5 layers x 2, 28 buckets, the rest
+    # single: nothing grows with the 61 x 256 experts.
+    assert len(series(registry)) <= 72 * 7 + 2 * len(Reason) + 5 * 2 + 80
+
+
+# What `promtool check metrics` complains about, as far as names and help texts go.
+ABBREVIATED = re.compile(r"_(s|ms|us|ns|sec|secs|min|kb|mb|gb|kib|mib|byte|second|percent|pct)(_|$)")
+
+
+def test_names_and_help_follow_the_prometheus_conventions(metrics, registry):
+    exercise(metrics)
+    text = generate_latest(registry).decode()
+    families = list(text_string_to_metric_families(text))
+    assert len(families) > 25
+    for family in families:
+        assert re.fullmatch(r"evenkeel_[a-z][a-z0-9_]*", family.name), family.name
+        assert family.documentation.endswith("."), family.name
+        assert not ABBREVIATED.search(family.name), family.name
+        assert f"_{family.type}" not in family.name
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples), family.name
+        else:
+            assert not family.name.endswith(("_total", "_count", "_sum", "_bucket")), family.name
+        if family.type == "histogram":
+            assert family.name.endswith("_seconds")
+        for sample in family.samples:
+            layers = family.name.startswith("evenkeel_layer_")
+            assert ("layer" in sample.labels) == layers, sample
+            assert not re.search(r"(expert|plan_id|path)", " ".join(sample.labels)), sample
+
+
+def test_every_family_is_announced_before_it_has_a_value(registry, metrics):
+    text = generate_latest(registry).decode()
+    assert "# TYPE evenkeel_balancedness_mean_ratio gauge" in text
+    assert "# TYPE evenkeel_moves_total counter" in text
+    assert "evenkeel_build_info{" in text
+    assert not re.search(r"_created[ {]", text)

@@ -1,0 +1,218 @@
+"""Connections to a store: forms of its URL, logins at Sentinels, outages and cancellations."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError
+
+from evenkeel_moe.adapters.redis.client import SentinelLogin, connect, disconnect, store_errors
+from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis.windows import RedisWindowStore
+from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.load import Phase
+from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, make_window
+
+# --- URL forms ---------------------------------------------------------------------------------
+
+
+async def test_url_forms_are_told_apart():
+    plain: Any = connect("redis://:secret@127.0.0.1:7001/3", timeout_s=1)
+    assert plain.connection_pool.connection_kwargs["db"] == 3
+    secure: Any = connect("rediss://127.0.0.1:7001", timeout_s=1)
+    assert secure.connection_pool.connection_class.__name__ == "SSLConnection"
+    cluster = connect("redis+cluster://127.0.0.1:7001", timeout_s=1)
+    assert type(cluster).__name__ == "RedisCluster"
+    sentinel: Any = connect("redis+sentinel://me:p%40ss@h1:26379,h2:26380/main/2", timeout_s=1)
+    pool = sentinel.connection_pool
+    assert pool.service_name == "main"
+    assert pool.connection_kwargs["db"] == 2
+    assert pool.connection_kwargs["password"] == "p@ss"
+    nodes = [node.connection_pool.connection_kwargs for node in pool.sentinel_manager.sentinels]
+    assert [(node["host"], node["port"]) for node in nodes] == [("h1", 26379), ("h2", 26380)]
+
+
+def test_sentinels_have_credentials_and_files_of_their_own():
+    def both(url: str, login: SentinelLogin | None = None) -> tuple[Any, Any]:
+        client: Any = connect(url, timeout_s=1, sentinel=login)
+        pool = client.connection_pool
+        return pool, pool.sentinel_manager.sentinels[0].connection_pool
+
+    store, theirs = both("redis+sentinel://me:pw@h1:1/main")
+    assert store.connection_class.__name__ == "SentinelManagedConnection"
+    assert theirs.connection_class.__name__ == "Connection"
+    # The store's password is nothing to a Sentinel.
+    assert theirs.connection_kwargs["password"] is None
+
+    files = "ssl_ca_certs=/ca&ssl_certfile=/cert&ssl_keyfile=/key"
+    store, theirs = both(
+        f"rediss+sentinel://h1:1/main?{files}&sentinel_ssl_ca_certs=/other", SentinelLogin("u", "p")
+    )
+    assert store.connection_class.__name__ == "SentinelManagedSSLConnection"
+    assert theirs.connection_class.__name__ == "SSLConnection"
+    assert [store.connection_kwargs[f"ssl_{name}"] for name in ("ca_certs", "certfile")] == ["/ca", "/cert"]
+    assert [theirs.connection_kwargs[f"ssl_{name}"] for name in ("ca_certs", "certfile")] == [
+        "/other",
+        "/cert",
+    ]
+    assert [theirs.connection_kwargs[name] for name in ("username", "password")] == ["u", "p"]
+
+    store, theirs = both("rediss+sentinel://h1:1/main?sentinel_ssl=false&sentinel_password=p%26q")
+    assert store.connection_class.__name__ == "SentinelManagedSSLConnection"
+    assert theirs.connection_class.__name__ == "Connection"
+    assert theirs.connection_kwargs["password"] == "p&q"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis+sentinel://h1:1/main?ssl_ca_certs=/ca", "it needs rediss\\+sentinel"),
+        ("redis+sentinel://h1:1/main?sentinel_ssl_ca_certs=/ca", "it needs sentinel_ssl=true"),
+        ("rediss+sentinel://h1:1/main?sentinel_ssl=yes", "neither true nor false"),
+        ("rediss+sentinel://h1:1/main?sentinal_ssl=true", "unknown options sentinal_ssl"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(url, words):
+    with pytest.raises(InvalidInput, match=words):
+        connect(url, timeout_s=1)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_a_password_given_apart_beats_the_one_in_the_url(scheme):
+    client: Any = connect(f"{scheme}://me:old@127.0.0.1:7001/3", timeout_s=1, password="new")
+    options = client.connection_pool.connection_kwargs
+    assert (options["username"], options["password"], options["db"]) == ("me", "new", 3)
+    sentinel: Any = connect("redis+sentinel://me:old@h1:1/main", timeout_s=1, password="new")
+    options = sentinel.connection_pool.connection_kwargs
+    assert (options["username"], options["password"]) == ("me", "new")
+    alone: Any = connect(f"{scheme}://:old@127.0.0.1:7001", timeout_s=1, password="new")
+    assert alone.connection_pool.connection_kwargs["password"] == "new"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://:secret@127.0.0.1",
+        "127.0.0.1:6379",
+        "redis+sentinel://h1:26379",
+        "redis+sentinel://h1/main",
+        "redis+sentinel://:secret@h1:x/main",
+        "",
+    ],
+)
+def test_urls_of_another_form_are_refused_without_their_password(url):
+    with pytest.raises(InvalidInput) as caught:
+        connect(url, timeout_s=1)
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_sentinel_leads_to_the_master(unused_tcp_port_factory, tmp_path):
+    """A real sentinel process watching a real server."""
+    master = EmbeddedValkey(tmp_path / "master")
+    await master.start()
+    admin = connect(master.url, timeout_s=5)
+    port, sentinel_port = unused_tcp_port_factory(), unused_tcp_port_factory()
+    await admin.config_set("port", port)
+    config = tmp_path / "sentinel.conf"
+    config.write_text(
+        f"port {sentinel_port}\nbind 127.0.0.1\nsentinel monitor main 127.0.0.1 {port} 1\n"
+        f"dir {tmp_path}\nlogfile {tmp_path}/sentinel.log\n"
+    )
+    process = await asyncio.create_subprocess_exec(master._command()[0], str(config), "--sentinel")
+    client = connect(f"redis+sentinel://127.0.0.1:{sentinel_port}/main", timeout_s=2)
+    store = RedisDeploymentStore(client)
+    try:
+        for _ in range(100):
+            try:
+                await store.ping()
+                break
+            except Unavailable:
+                await asyncio.sleep(0.05)
+        await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)
+        direct = RedisDeploymentStore(admin)
+        assert await direct.fetch_document(DEMO, "policy") == {"mode": "auto"}
+    finally:
+        process.terminate()
+        await process.wait()
+        await disconnect(client)
+        await disconnect(admin)
+        await master.stop()
+
+
+# --- outages -----------------------------------------------------------------------------------
+
+
+async def test_an_unreachable_store_is_unavailable_and_comes_back(valkey):
+    client = connect(valkey.url, timeout_s=0.3)
+    store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
+    await store.store_plan(make_record(), 1)
+    assert valkey.pid is not None
+    os.kill(valkey.pid, signal.SIGSTOP)
+    try:
+        calls = (
+            store.ping(),
+            store.acquire_lease(DEMO, "a", 1, 0),
+            store.store_epoch(DEMO, Epoch(1), BASE, 1),
+            store.append_decision(DEMO, {}),
+            store.plan_order(DEMO),
+            store.open_plans(DEMO),
+            store.fetch_plans(DEMO, [PlanId("p")]),
+            store.deployments(),
+            windows.append(DEMO, Phase.DECODE, make_window(range(3))),
+            windows.fetch(DEMO, Phase.DECODE),
+        )
+        results = await asyncio.gather(*calls, return_exceptions=True)
+    finally:
+        os.kill(valkey.pid, signal.SIGCONT)
+    for result in results:
+        assert isinstance(result, Unavailable), result
+        assert result.reason is Reason.STORE_UNAVAILABLE
+    await store.ping()
+    assert len(await every_plan(store)) == 1
+    await disconnect(client)
+
+
+@pytest.mark.parametrize("answer", [b"PONG", ConnectionError("gone")])
+async def test_a_cancellation_that_comes_with_the_answer_is_not_lost(answer):
+    """redis-py sends with `asyncio.wait_for`, which forgets it before Python 3.12."""
+    sent = asyncio.get_running_loop().create_future()
+
+    async def forever():
+        while True:
+            with contextlib.suppress(Unavailable), store_errors("ping"):
+                await asyncio.wait_for(sent, 60)
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(forever())
+    await asyncio.sleep(0.01)
+    if isinstance(answer, Exception):
+        sent.set_exception(answer)
+    else:
+        sent.set_result(answer)
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
+
+
+async def test_a_cancelled_task_may_still_write_what_it_leaves_behind(valkey):
+    client = connect(valkey.url, timeout_s=2)
+    store = RedisDeploymentStore(client)
+
+    async def leave():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await store.store_plan(make_record(), 1)
+
+    task = asyncio.create_task(leave())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
+    assert len(await every_plan(store)) == 1
+    await disconnect(client)

@@ -1,0 +1,42 @@
+"""The agent's network thread: a mistake costs what is in hand, not the reports or the stream for good."""
+
+import numpy as np
+import structlog
+
+from evenkeel_moe.agent import network_thread as uplink
+from evenkeel_moe.agent.recorder import Recorder
+from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
+from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.wire.link import FlowControl
+from tests.agent.fleet import PortLink
+from tests.agent.ranks import GENERATION
+
+
+class OnceUnreadable(Recorder):
+    """Its first take fails for a reason of its own."""
+
+    failed = False
+
+    def take(self, *arguments):
+        if self.waiting and not self.failed:
+            self.failed = True
+            raise RuntimeError("a step like no other")
+        return super().take(*arguments)
+
+
+def test_a_report_that_fails_does_not_end_the_reporter(monkeypatch):
+    monkeypatch.setattr(uplink, "_AFTER_MISTAKE_S", 0.01)
+    recorder, link = OnceUnreadable(8, 1, 1), PortLink()
+    identity = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 5)
+    thread = uplink.Uplink(link, recorder, identity, CountingSide.DESTINATION)
+    with structlog.testing.capture_logs() as logs:
+        thread.start(None)
+        try:
+            assert link.ready.wait(10)
+            recorder.record(0, np.array([[1]]), 0, 1, Phase.DECODE)
+            thread._loop.call_soon_threadsafe(thread.reporter.registered, FlowControl(0.01), None)
+            assert link.expect(LoadReport).steps["step"].tolist() == [0]
+        finally:
+            thread.close()
+    assert [log["event"] for log in logs] == ["reporter_failed"]

@@ -1,0 +1,77 @@
+"""Seconds of the planner, turned into evaluations."""
+
+from dataclasses import replace
+
+import pytest
+
+from evenkeel_moe.adapters.processes.planner_pool import DeadlineMissed
+from evenkeel_moe.controller.cycles.evaluation_budget import Effort
+from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.planning.decision.cycle import CycleResult
+from evenkeel_moe.planning.decision.gates import GateMemory
+from tests.planning.decision.test_cycle import inputs, skewed
+
+
+class Planner:
+    """Answers with a cycle that evaluated so much in so many seconds, or fails."""
+
+    def __init__(self):
+        self.evaluated, self.seconds = 0.0, 0.0
+        self.failing = None
+
+    async def run(self, function, argument):
+        if self.failing is not None:
+            raise self.failing
+        numbers = {"evaluations": self.evaluated} if self.evaluated else {}
+        return CycleResult(False, Reason.NO_CHANGE, GateMemory(), numbers), self.seconds
+
+
+async def test_a_slow_policy_may_evaluate_what_fits_a_quarter_of_the_deadline():
+    planner, effort = Planner(), Effort(60.0)
+    assert effort.most("gem") is None
+    planner.evaluated, planner.seconds = 2e6, 40.0
+    await effort.run(planner, inputs(skewed(20), policy="gem"))
+    assert effort.most("gem") == 2e6 / 40 * 15
+    assert effort.most("keel") is None, "another policy's candidates take another time"
+
+
+async def test_quick_cycles_and_those_that_planned_nothing_tell_no_rate():
+    planner, effort = Planner(), Effort(60.0)
+    for planner.evaluated, planner.seconds in ((500.0, 0.01), (0.0, 30.0)):
+        await effort.run(planner, inputs(skewed(20), policy="keel"))
+        assert effort.most("keel") is None
+
+
+async def test_after_a_missed_deadline_there_is_less_to_evaluate_each_time():
+    planner, effort = Planner(), Effort(60.0)
+    planner.failing = DeadlineMissed("planner: no plan within 60 s")
+    seen = []
+    for _ in range(3):
+        with pytest.raises(DeadlineMissed):
+            await effort.run(planner, inputs(skewed(20), policy="gem"))
+        seen.append(effort.most("gem"))
+    assert seen == [1_000_000, 250_000, 62_500]
+
+
+async def test_a_planner_that_died_teaches_nothing():
+    planner, effort = Planner(), Effort(60.0)
+    planner.failing = Unavailable("planner: a planner process died", Reason.PLANNER_FAILED)
+    with pytest.raises(Unavailable):
+        await effort.run(planner, inputs(skewed(20), policy="gem"))
+    assert effort.most("gem") is None
+
+
+class InThisProcess:
+    """The planner's calls, made here."""
+
+    async def run(self, function, argument):
+        return function(argument)
+
+
+async def test_a_cycle_keeps_to_what_it_may_evaluate_and_the_same_number_replays_it():
+    asked = inputs(skewed(60), policy="gem")
+    first = await Effort(60.0).run(InThisProcess(), asked)
+    used = int(first.numbers["evaluations"])
+    less, again = (replace(asked, max_evaluations=most) for most in (used // 3, used))
+    assert (await Effort(60.0).run(InThisProcess(), less)).numbers["evaluations"] < used
+    assert (await Effort(60.0).run(InThisProcess(), again)).target == first.target

@@ -1,0 +1,333 @@
+"""Changes whose caller was told 503: what becomes of them, and that asking again does nothing twice."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.grpc.server import RankStream
+from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
+from evenkeel_moe.controller.deployment.action_executor import StoreHealth
+from evenkeel_moe.controller.deployment.deployment import _TICK_S, Outside
+from evenkeel_moe.controller.operations.fleet import Fleet
+from evenkeel_moe.controller.process.serve import _deployment_options
+from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.ports import PlanRequest
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.settings import Settings
+from tests.contracts.memory_store import MemoryStore
+from tests.controller.spawned import Spawned
+from tests.protocol.rigs import AFTER_ONE, BASE, DEPLOYMENT, SHAPE, hello_of, plan_of, state_of
+from tests.telemetry.reports import Fleet as LoadFleet
+from tests.waiting import until
+
+BAD = PlanId("bad")
+BACK = PlanId("back")
+
+
+class FlakyStore(MemoryStore):
+    """Fails the next writes of plans and documents, before or after it took them."""
+
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.failing, self.takes = 0, False
+
+    async def _write(self, write):
+        fails, self.failing = self.failing > 0, max(0, self.failing - 1)
+        if self.takes or not fails:
+            await write
+        else:
+            write.close()
+        if fails:
+            raise Unavailable("too few replicas have it")
+
+    async def store_plan(self, *arguments):
+        await self._write(super().store_plan(*arguments))
+
+    async def store_document(self, *arguments):
+        await self._write(super().store_document(*arguments))
+
+
+class InlinePlanner:
+    """Plans at once, in this process."""
+
+    fault = ""
+
+    async def run(self, function, argument):
+        return function(argument)
+
+
+class Ranks:
+    """Two ranks that do at once what they are told."""
+
+    def __init__(self):
+        self.epoch, self.placement, self.maps = Epoch(0), BASE, [BASE]
+        self.streams, self.sessions = [], []
+        self._after = None
+
+    async def attach(self, fleet, first_stream=1):
+        self.streams = [RankStream(first_stream + rank, "peer", capacity=4096) for rank in range(2)]
+        self.sessions = [
+            await fleet.attach(
+                hello_of(
+                    rank,
+                    epoch=self.epoch,
+                    placement_digest=self.placement.digest,
+                    capabilities=frozenset({"migrate"}),
+                ),
+                self.streams[rank],
+            )
+            for rank in range(2)
+        ]
+
+    async def serve(self):
+        while True:
+            await asyncio.sleep(0.01)
+            for rank, stream in enumerate(self.streams):
+                while stream._queue:
+                    self._take(rank, stream._queue.popleft())
+
+    def _take(self, rank, message):
+        say = self.sessions[rank].received
+        match message:
+            case msg.QueryState():
+                state = state_of(rank, query=message.query, epoch=self.epoch, placement=self.placement)
+                say(replace(state, identity=self.sessions[rank].hello.identity))
+            case msg.Prepare():
+                rows = self.placement.with_rows(message.body.layers, message.body.rows)
+                self._after = (Epoch(message.base_epoch + 1), rows)
+                say(msg.Vote(message.wave, True))
+            case msg.Commit():
+                if self._after is not None:
+                    (self.epoch, self.placement), self._after = self._after, None
+                    self.maps.append(self.placement)
+                say(msg.Ack(message.wave, self.epoch, self.placement.digest))
+
+
+class Rig:
+    """A fleet that leads DEPLOYMENT, its ranks and its store; `restart` replaces the fleet."""
+
+    def __init__(self):
+        self.clock = SystemClock()
+        self.store, self.ranks = FlakyStore(self.clock), Ranks()
+        self.serving, self.tasks = Spawned(), Spawned()
+        self.serving.spawn(self.ranks.serve(), "ranks")
+        self.start()
+
+    def start(self):
+        metrics = ControllerMetrics(CollectorRegistry())
+        self.health = StoreHealth(self.clock, metrics)
+        outside = Outside(
+            self.store,
+            self.store,
+            self.clock,
+            metrics,
+            self.health,
+            InlinePlanner(),  # type: ignore[arg-type]
+            self.tasks.spawn,
+        )
+        self.fleet = Fleet(_deployment_options(Settings(), "here:1"), outside, max_deployments=8)
+
+    @property
+    def member(self):
+        return self.fleet.members[DEPLOYMENT]
+
+    async def lead(self, first_stream=1):
+        await self.ranks.attach(self.fleet, first_stream)
+        await self.at_rest()
+
+    async def restart(self):
+        """The replica dies and comes back with its name."""
+        await self.tasks.end()
+        self.start()
+        await self.lead(first_stream=11)
+
+    async def at_rest(self):
+        def settled():
+            control = self.member.control
+            return control.state is ControlState.READY and not control._unstored and not self.health.resting
+
+        await until(settled)
+
+    async def migrate(self):
+        """A plan that an operator regrets is carried out."""
+        plan = plan_of(1, plan_id=BAD, created_at=self.clock.unix())
+        await self.member.driver.call(lambda now: self.member.operator.submit(plan, now, approve=True))
+        await until(lambda: self.ranks.placement == AFTER_ONE)
+        await self.at_rest()
+
+    async def load(self):
+        """What a plan by hand is judged on: a few steps of load."""
+        await self.fleet.set_policy(DEPLOYMENT, {"thresholds": {"min_window_steps": 1}}, "me")
+        run = LoadFleet(placement=BASE, shape=SHAPE).run(range(8), epoch=Epoch(0))
+        for rank, session in enumerate(self.ranks.sessions):
+            identity = session.hello.identity
+            report = run.report(rank)
+            session.received(replace(report, deployment=identity.deployment, generation=identity.generation))
+        await until(lambda: self.member.ingest.windows(8))
+
+    async def once_the_store_is_asked_again(self, ask):
+        """The answer, where the store's failure is not answered from memory any more."""
+        await until(lambda: not self.health.resting)
+        return await ask()
+
+    async def look_on(self):
+        """Until the machine has ticked a few times: what it would do by itself, it has begun, and what it began has ended."""
+        first = self.clock.monotonic()
+        await until(lambda: self.clock.monotonic() - first > 4 * _TICK_S)
+        await self.at_rest()
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    await rig.lead()
+    yield rig
+    await rig.tasks.end()
+    await rig.serving.end()
+
+
+def rollback(rig, to_epoch=None, plan_id=BACK):
+    return rig.fleet.rollback(DEPLOYMENT, to_epoch, "me", plan_id)
+
+
+@pytest.mark.parametrize(("to_epoch", "takes"), [(None, False), (Epoch(0), True)])
+async def test_a_rollback_that_the_store_did_not_confirm_is_carried_out_once_and_found_by_its_id(
+    rig, to_epoch, takes
+):
+    await rig.migrate()
+    rig.store.failing, rig.store.takes = 1, takes
+    with pytest.raises(Unavailable, match="plan back: the store did not take it; it is tried again"):
+        await rollback(rig, to_epoch)
+    await until(lambda: rig.ranks.placement == BASE)
+    await rig.at_rest()
+    for _ in range(2):
+        assert (await rollback(rig, to_epoch)).phase is PlanPhase.COMMITTED
+    await rig.look_on()
+    assert rig.ranks.maps == [BASE, AFTER_ONE, BASE]
+    with pytest.raises(Conflict, match="plan back was created by another request") as caught:
+        await rollback(rig, Epoch(1))
+    assert caught.value.reason is Reason.ID_REUSED
+    # Another id is another rollback, and leads back again.
+    await rollback(rig, plan_id=None)
+    await until(lambda: rig.ranks.placement == AFTER_ONE)
+
+
+async def test_a_rollback_is_found_by_its_id_also_by_a_controller_that_started_anew(rig):
+    await rig.migrate()
+    await rollback(rig)  # The replica dies before its client hears of it.
+    await rig.restart()
+    await until(lambda: rig.ranks.placement == BASE)
+    await rig.at_rest()
+    assert (await rollback(rig)).phase is PlanPhase.COMMITTED
+    await rig.look_on()
+    assert rig.ranks.maps == [BASE, AFTER_ONE, BASE]
+
+
+async def test_a_rollback_nobody_stored_is_made_anew_by_the_next_leader(rig):
+    await rig.migrate()
+    rig.store.failing = 100
+    with pytest.raises(Unavailable):
+        await rollback(rig)
+    rig.store.failing = 0
+    await rig.restart()  # Before it could try again.
+    assert rig.ranks.placement == AFTER_ONE
+    await rollback(rig)
+    await until(lambda: rig.ranks.placement == BASE)
+
+
+async def test_an_id_taken_by_a_plan_is_no_rollbacks(rig):
+    await rig.migrate()
+    for to_epoch in (None, Epoch(0)):
+        with pytest.raises(Conflict) as caught:
+            await rollback(rig, to_epoch, plan_id=BAD)
+        assert caught.value.reason is Reason.ID_REUSED
+
+
+async def test_a_repetition_is_not_accepted_before_the_store_has_what_was_asked_for(rig):
+    await rig.migrate()
+    rig.store.failing = 10_000
+    with pytest.raises(Unavailable):
+        await rollback(rig)
+    assert BACK in rig.member.control.book.records
+    with pytest.raises(Unavailable):
+        await rig.once_the_store_is_asked_again(lambda: rollback(rig))
+    rig.store.failing = 0
+    record = await rig.once_the_store_is_asked_again(lambda: rollback(rig))
+    assert record.plan.plan_id in rig.store._plans[DEPLOYMENT]
+
+
+async def test_a_plan_by_hand_that_the_store_did_not_confirm_is_one_plan(rig):
+    await rig.load()
+    rig.store.failing = 1
+    request = PlanRequest(plan_id=PlanId("mine"), requested_by="me", approve=True, target=AFTER_ONE)
+    with pytest.raises(Unavailable, match="plan mine: "):
+        await rig.fleet.create_plan(DEPLOYMENT, request)
+    await until(lambda: rig.ranks.placement == AFTER_ONE)
+    await rig.at_rest()
+    assert (await rig.fleet.create_plan(DEPLOYMENT, request)).phase is PlanPhase.COMMITTED
+    await rig.look_on()
+    assert rig.ranks.maps == [BASE, AFTER_ONE]
+
+
+async def test_approve_and_cancel_repeated_after_a_failure_do_nothing_twice(rig):
+    await rig.load()
+    request = PlanRequest(plan_id=PlanId("mine"), requested_by="me", dry_run=True, target=AFTER_ONE)
+    await rig.fleet.create_plan(DEPLOYMENT, request)
+    rig.store.failing = 1
+    with pytest.raises(Unavailable, match="tried again"):
+        await rig.fleet.approve(DEPLOYMENT, request.plan_id, "me")
+    await until(lambda: rig.ranks.placement == AFTER_ONE)
+    await rig.at_rest()
+    for change in (rig.fleet.approve, rig.fleet.cancel):
+        with pytest.raises(Conflict, match="plan mine is committed"):
+            await change(DEPLOYMENT, request.plan_id, "me")
+    other = replace(request, plan_id=PlanId("other"), target=BASE)
+    await rig.fleet.create_plan(DEPLOYMENT, other)
+    rig.store.failing = 1
+    with pytest.raises(Unavailable, match="tried again"):
+        await rig.fleet.cancel(DEPLOYMENT, other.plan_id, "me")
+    await rig.at_rest()
+    with pytest.raises(Conflict, match="plan other is cancelled"):
+        await rig.fleet.cancel(DEPLOYMENT, other.plan_id, "me")
+    assert rig.store._plans[DEPLOYMENT][other.plan_id].phase is PlanPhase.CANCELLED
+    assert rig.ranks.maps == [BASE, AFTER_ONE]
+
+
+async def test_freeze_resume_and_policy_hold_at_once_and_are_stored_when_the_store_is_back(rig):
+    fleet, control, store = rig.fleet, rig.member.control, rig.store
+    await rig.migrate()
+    await rollback(rig)
+    await until(lambda: rig.ranks.placement == BASE)
+    await rig.at_rest()
+    changes = {
+        "frozen_until": lambda: fleet.freeze(DEPLOYMENT, 600, "me"),
+        "held": lambda: fleet.resume(DEPLOYMENT, "me"),
+        "cycle_s": lambda: fleet.set_policy(DEPLOYMENT, {"cycle_s": 7.0}, "me"),
+    }
+    for change in changes.values():
+        store.failing = 1
+        with pytest.raises(Unavailable, match="tried again"):
+            await change()
+        await rig.at_rest()
+    stored = await store.fetch_document(DEPLOYMENT, "control")
+    assert stored == {"held": False, "frozen_until": control.frozen_until}
+    assert control.frozen_until > rig.clock.unix()
+    assert (await store.fetch_document(DEPLOYMENT, "policy"))["cycle_s"] == control.policy.cycle_s == 7.0
+    for change in changes.values():
+        await change()
+    assert (control.held, control.policy.cycle_s) == (False, 7.0)
+
+
+async def test_who_lost_the_lease_promises_nothing(rig):
+    member, store = rig.member, rig.store
+    store._terms[DEPLOYMENT] += 5
+    with pytest.raises(Unavailable, match="the lease was lost: .* is not tried again") as caught:
+        await rig.fleet.freeze(DEPLOYMENT, 600, "me")
+    assert caught.value.reason is Reason.LEASE_LOST
+    assert (member.control.frozen_until, await store.fetch_document(DEPLOYMENT, "control")) == (0.0, None)

@@ -1,0 +1,158 @@
+"""What the machine decides is stored under the machine's own term, and what it knows is counted by."""
+
+import sys
+
+from prometheus_client import CollectorRegistry
+
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
+from evenkeel_moe.controller.deployment.action_executor import StoreHealth
+from evenkeel_moe.controller.deployment.deployment import Deployment, Outside
+from evenkeel_moe.controller.process.serve import _deployment_options
+from evenkeel_moe.driver import Stage
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.leader.plan_records import PlanBook
+from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
+from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.settings import Settings
+from tests.contracts.memory_store import MemoryStore
+from tests.protocol.rigs import answer_survey, control_of, key_of, plan_of, prepare_of
+
+DEMO = DeploymentId("demo")
+HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
+
+
+def make_deployment(store: MemoryStore) -> Deployment:
+    clock, metrics = SystemClock(), ControllerMetrics(CollectorRegistry())
+    outside = Outside(store, store, clock, metrics, StoreHealth(clock, metrics), planner=None, spawn=None)  # type: ignore[arg-type]
+    return Deployment(DEMO, _deployment_options(Settings(), "127.0.0.1:1"), outside)
+
+
+async def lead(deployment: Deployment, store: MemoryStore):
+    """Win the lease anew; the machine is told by its driver, which does not run here."""
+    lease = await store.acquire_lease(DEMO, deployment.options.replica_id, 60.0, 0)
+    await deployment._won(lease)
+    deployment.keeper.lease = lease
+    return lease
+
+
+async def leading():
+    """(store, deployment, lease) of a replica whose machine leads."""
+    store = MemoryStore(SystemClock())
+    deployment = make_deployment(store)
+    lease = await lead(deployment, store)
+    leader = Leader(deployment.options.replica_id, lease.term)
+    deployment.control.handle(ctl.LeaseAcquired(leader, ctl.StoredRecords()), 0.0)
+    return store, deployment, lease
+
+
+async def test_what_an_earlier_term_decided_is_not_stored_under_a_later_one_of_the_same_replica():
+    store, deployment, first = await leading()
+    assert await deployment.hands.persist([HOLD]) == ()
+    assert await store.fetch_document(DEMO, "control") == dict(HOLD.body)
+
+    second = await lead(deployment, store)  # lost and won again while the driver waited for the store
+    assert second.term > first.term
+    changed = ctl.PersistDocument("control", {"held": False, "frozen_until": 0.0})
+    assert await deployment.hands.persist([changed]) == (ctl.LeaseLost(),)
+    assert await store.fetch_document(DEMO, "control") == dict(HOLD.body)
+    assert deployment.keeper.lease == second, "the newer lease is not given up for it"
+
+
+async def test_a_lease_that_another_took_is_dropped_at_its_first_refused_write():
+    store, deployment, lease = await leading()
+    await store.release_lease(DEMO, lease)
+    await store.acquire_lease(DEMO, "another", 60.0, 0)
+    assert await deployment.hands.persist([HOLD]) == (ctl.LeaseLost(),)
+    assert deployment.keeper.lease is None
+
+
+async def test_a_waves_map_is_learned_once_however_many_ranks_it_goes_to(monkeypatch):
+    _, deployment, _ = await leading()
+    learned = []
+    monkeypatch.setattr(deployment, "expect_wave", lambda prepare: learned.append(prepare.wave))
+    for key in (key_of("first"), key_of("second")):
+        for rank in (0, 1, 0):
+            deployment.hands.perform(ctl.SendToRank(EpRank(rank), 10 + rank, prepare_of(key=key)))
+    assert learned == [key_of("first"), key_of("second")]
+
+
+async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
+    """Same layers, slots and ranks: only the experts tell that the map is of another model."""
+    control = control_of(ControlState.RECOVERING)
+    answer_survey(control, epoch=Epoch(3))
+    committed = control.placement
+    assert committed is not None and control.migration is not None
+    other = Placement(committed.phy2log.copy(), committed.num_ranks, committed.num_logical_experts + 1)
+    control.migration.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
+    deployment = make_deployment(MemoryStore(SystemClock()))
+    deployment.control = control
+    deployment._follow_machine()
+    assembler = deployment.ingest._assembler
+    assert assembler is not None
+    assert [assembler.knows_epoch(epoch) for epoch in (1, 2, 3)] == [False, True, True]
+
+
+async def test_questions_go_out_while_the_store_is_away_and_what_decides_does_not():
+    _, deployment, _ = await leading()
+    leader = deployment.control.leader
+    assert leader is not None
+    question = ctl.SendToRank(EpRank(0), 1, QueryState(leader, query=1))
+    commit = ctl.SendToRank(EpRank(0), 1, Commit(leader, key_of()))
+    assert [deployment.hands.stage(action) for action in (HOLD, commit, question)] == [
+        Stage.PERSIST,
+        Stage.SEND,
+        Stage.OTHER,
+    ]
+
+
+async def test_a_leader_that_was_fenced_off_asks_nothing_more():
+    """R13, also in the very batch whose write was refused."""
+    store, deployment, lease = await leading()
+    sent = []
+    deployment.send = lambda rank, stream, message: sent.append(message)  # type: ignore[method-assign]
+    leader = deployment.control.leader
+    assert leader is not None
+    question = QueryState(leader, query=1)
+    deployment.hands.perform(ctl.SendToRank(EpRank(0), 1, question))
+    assert sent == [question]
+    await store.release_lease(DEMO, lease)
+    await store.acquire_lease(DEMO, "another", 60.0, 0)
+    await deployment.driver._carry_out([HOLD, ctl.SendToRank(EpRank(0), 1, question)])
+    assert sent == [question]
+    assert deployment.control.state is ControlState.FOLLOWER
+
+
+async def test_a_plan_is_told_once_however_often_it_is_stored_and_not_held_for_it():
+    """The book keeps some fifty plans; of a large model one may be megabytes."""
+    _, deployment, _ = await leading()
+    told = []
+    deployment.hands._tell_plan = told.append  # type: ignore[method-assign]
+    book = PlanBook()
+    action = book.add(plan_of(), PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0.0)
+    for again in (action, ctl.PersistPlan(action.record)):
+        await deployment.hands.persist([again])
+    changed = book.change(action.record, "approved", 1.0, phase=PlanPhase.APPROVED)
+    await deployment.hands.persist([changed])
+    assert told == [action.record, changed.record]
+    placement = ctl.PersistEpoch(Generation("g1"), Epoch(0), action.record.plan.base)
+    await deployment.hands.persist([placement])
+    known = [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)]
+    deployment.hands._told.clear()
+    assert [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)] == known
+
+
+async def test_each_decision_and_each_waves_end_is_told_once():
+    _, deployment, _ = await leading()
+    rows = [ctl.PersistDecision({"at": at, "reason": "no_change"}) for at in (1.0, 2.0)]
+    waves = []
+    deployment.hands._tell_wave = lambda wave, *_: waves.append(wave)  # type: ignore[method-assign]
+    ends = [ctl.PersistOutcome(key_of(index=index), True, Reason.COMMITTED) for index in (0, 1)]
+    for _ in range(2):
+        await deployment.hands.persist([*rows, *ends])
+    assert [row["at"] for row in deployment.hands.decisions] == [1.0, 2.0]
+    assert waves == [key_of(), key_of(index=1)]

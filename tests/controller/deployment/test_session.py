@@ -1,0 +1,38 @@
+"""What a rank's stream brings to the machine."""
+
+from types import SimpleNamespace
+
+import structlog
+
+from evenkeel_moe.adapters.grpc.server import RankStream
+from evenkeel_moe.controller.deployment.session import Session
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.wire.link import Heartbeat
+from tests.protocol.rigs import DEPLOYMENT, control_of, hello_of
+
+NOW = 0.5
+
+
+async def test_a_heartbeat_with_trouble_takes_the_rank_out_of_migration_and_one_without_takes_it_back():
+    """No plan is made for a group of which one rank would refuse it."""
+    control = control_of(ControlState.READY)
+    outside = SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: NOW))
+    deployment = SimpleNamespace(deployment=DEPLOYMENT, control=control, outside=outside)
+    session = Session(deployment, hello_of(1), RankStream(11, "peer", capacity=4))
+    assert control.standing(NOW)[0] is Reason.RECOVERED
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(2):
+            session.received(Heartbeat(1, 2, 3, "its replicas differ"))
+        assert control.standing(NOW) == (
+            Reason.OBSERVE_ONLY,
+            "ranks [1] take no wave any more; rank 1: its replicas differ",
+        )
+        # The lease was lost and won again: members anew, by the same Hellos on the same streams.
+        control = deployment.control = control_of(ControlState.READY)
+        assert control.standing(NOW)[0] is Reason.RECOVERED
+        session.received(Heartbeat(1, 2, 3, "its replicas differ"))
+        assert control.standing(NOW)[0] is Reason.OBSERVE_ONLY
+        session.received(Heartbeat(1, 2, 3))
+        assert control.standing(NOW)[0] is Reason.RECOVERED
+    assert [log["detail"] for log in logs] == ["its replicas differ", "over"]

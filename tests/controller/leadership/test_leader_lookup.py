@@ -1,0 +1,230 @@
+"""What a replica says of a deployment that another leads: who does, and nothing that only that one knows."""
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.api.convert import deployment_out
+from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
+from evenkeel_moe.model.ids import DeploymentId, PlanId
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.ports import LedElsewhere, NotLeading
+from tests.contracts.memory_store import MemoryStore
+from tests.contracts.test_stores import make_record
+from tests.controller.deployment.test_deployment import DEMO, feed, replicas
+from tests.waiting import until
+
+NOBODY = DeploymentId("nobody")
+
+
+class Silent(MemoryStore):
+    """Does not answer reads while it is down."""
+
+    down = False
+
+    async def acquire_lease(self, *arguments):
+        self._check()
+        return await super().acquire_lease(*arguments)
+
+    async def fetch_document(self, *arguments):
+        self._check()
+        return await super().fetch_document(*arguments)
+
+    async def fetch_lease(self, *arguments):
+        self._check()
+        return await super().fetch_lease(*arguments)
+
+    async def deployments(self):
+        self._check()
+        return await super().deployments()
+
+    async def fetch_decisions(self, *arguments):
+        self._check()
+        return await super().fetch_decisions(*arguments)
+
+    def _check(self):
+        if self.down:
+            raise Unavailable("no answer")
+
+
+@asynccontextmanager
+async def two_replicas(led_before):
+    """(leader a, follower b, store); led_before: b led, and has what was true then."""
+    async with replicas("a", "b", store=Silent(SystemClock())) as (one, two, store):
+        term = 0
+        if led_before:
+            sessions = await two.lead()
+            await two.fleet.set_policy(DEMO, {"cycle_s": 77.0}, "eve")
+            await two.yield_lease(sessions)
+            term = two.member.term
+        await one.lead(first=11, highest_term=term)
+        await one.fleet.set_policy(DEMO, {"mode": "auto"}, "eve")
+        yield one, two, store
+
+
+def plan_of(phase):
+    record = make_record("p", phase=phase)
+    return replace(record, plan=replace(record.plan, deployment=DEMO))
+
+
+ASKED = {
+    "deployment": lambda fleet: fleet.deployment(DEMO),
+    "policy": lambda fleet: fleet.policy(DEMO),
+    "recommendation": lambda fleet: fleet.recommendation(DEMO, None),
+    "quarantine": lambda fleet: fleet.quarantine(DEMO),
+    "clear_quarantine": lambda fleet: fleet.clear_quarantine(DEMO, "eve"),
+    "set_policy": lambda fleet: fleet.set_policy(DEMO, {"mode": "observe"}, "eve"),
+    "set_policy on a document": lambda fleet: fleet.set_policy(DEMO, {"mode": "observe"}, "eve", {}),
+    "freeze": lambda fleet: fleet.freeze(DEMO, 60.0, "eve"),
+    "resume": lambda fleet: fleet.resume(DEMO, "eve"),
+    "approve": lambda fleet: fleet.approve(DEMO, PlanId("p"), "eve"),
+    "cancel": lambda fleet: fleet.cancel(DEMO, PlanId("p"), "eve"),
+    "rollback": lambda fleet: fleet.rollback(DEMO, None, "eve"),
+    "forget": lambda fleet: fleet.forget(DEMO, "eve"),
+}
+
+
+@pytest.mark.parametrize("led_before", [True, False], ids=["led before", "never led"])
+async def test_what_only_the_leader_knows_or_may_is_answered_with_the_leader(led_before):
+    async with two_replicas(led_before) as (one, two, _):
+        for ask in ASKED.values():
+            with pytest.raises(NotLeading) as caught:
+                await ask(two.fleet)
+            assert caught.value.reason is Reason.NOT_LEADER
+            assert caught.value.led == LedElsewhere(DEMO, "a", "a:1")
+        assert "led by a at a:1" in str(caught.value)
+        assert (await one.fleet.policy(DEMO))["mode"] == "auto"
+        assert [view.status().deployment for view in await one.fleet.deployments()] == [DEMO]
+        assert one.member.keeper.leading
+
+
+@pytest.mark.parametrize("led_before", [True, False], ids=["led before", "never led"])
+async def test_what_is_stored_is_answered_from_the_store(led_before):
+    async with two_replicas(led_before) as (one, two, store):
+        plan = plan_of(PlanPhase.PROPOSED)
+        if led_before:  # Of the time it led: another has ended the plan since.
+            two.member.control.book.records[PlanId("p")] = plan
+        await store.store_plan(plan_of(PlanPhase.EXPIRED), one.member.term)
+        await store.append_decision(DEMO, {"at": 1.0, "reason": "no_change"})
+        assert (await two.fleet.plan(DEMO, PlanId("p"))).phase is PlanPhase.EXPIRED
+        records, more = await two.fleet.plans(DEMO, 10)
+        assert [(record.plan.plan_id, record.phase) for record in records] == [("p", PlanPhase.EXPIRED)]
+        assert not more
+        rows = await two.fleet.decisions(DEMO, 10)
+        assert rows[0]["reason"] == "no_change"
+        store.down = True
+        for ask in (two.fleet.decisions(DEMO, 10), two.fleet.plans(DEMO, 10), two.fleet.policy(DEMO)):
+            with pytest.raises(Unavailable) as caught:
+                await ask
+            assert caught.value.reason is Reason.STORE_UNAVAILABLE
+
+
+@pytest.mark.parametrize("led_before", [True, False], ids=["led before", "never led"])
+async def test_the_list_names_what_others_lead(led_before):
+    async with two_replicas(led_before) as (one, two, store):
+        assert await one.fleet.led_elsewhere() == []
+        assert await two.fleet.deployments() == []
+        assert await two.fleet.led_elsewhere() == [LedElsewhere(DEMO, "a", "a:1")]
+        store.down = True
+        expected = [LedElsewhere(DEMO, None, None)] if led_before else []
+        assert await two.fleet.led_elsewhere() == expected
+
+
+async def test_one_name_out_of_reach_hides_no_other():
+    async with two_replicas(False) as (one, two, store):
+        await store.acquire_lease(NOBODY, "c", 60.0, 0)
+        fetch = store.fetch_lease
+
+        async def fetch_lease(deployment):
+            if deployment == NOBODY:
+                raise Unavailable("its shard is away")
+            return await fetch(deployment)
+
+        store.fetch_lease = fetch_lease
+        await store.store_document(NOBODY, "leader", {"replica_id": "c", "address": "c:1"}, 1)
+        led = {one.deployment: one.leader for one in await two.fleet.led_elsewhere()}
+        assert led == {DEMO: "a", NOBODY: None}
+
+
+async def test_while_the_store_is_away_who_led_last_and_still_counts_is_read():
+    async with two_replicas(False) as (one, two, store):
+        feed(one, 0, 20, incarnation=11)
+        store.down = True
+        one.member.outside.health.failed(Unavailable("no answer"))
+        one.member.keeper.outlive("it ran out")
+        await until(lambda: one.member.control.leader is None)
+        status = (await one.fleet.deployment(DEMO)).status()
+        assert (status.state, status.mode, status.window_steps) == ("follower", "auto", 20)
+        told = deployment_out(status)
+        assert (told.leader, told.leader_address, told.ranks, told.epoch, told.term) == (None,) * 5
+        assert (await one.fleet.policy(DEMO))["mode"] == "auto"
+        assert [view.status().deployment for view in await one.fleet.deployments()] == [DEMO]
+        for replica, ask in ((one, one.fleet.resume), (two, two.fleet.policy)):
+            with pytest.raises(Unavailable):
+                await (ask(DEMO, "eve") if replica is one else ask(DEMO))
+        # Without a fault the lease is another's, or soon is, and what is here is of before.
+        one.member.outside.health.recovered()
+        with pytest.raises(Unavailable):
+            await one.fleet.policy(DEMO)
+
+
+async def test_a_store_that_was_emptied_makes_no_deployment_unknown():
+    async with two_replicas(False) as (one, _, store):
+        one.member.keeper.outlive("it is gone")
+        store._documents.clear()
+        store._leases.clear()
+        store._terms.clear()
+        with pytest.raises(NotLeading):
+            await one.fleet.deployment(DEMO)
+
+
+async def test_nobody_is_named_while_nobody_leads():
+    async with two_replicas(True) as (one, two, store):
+        sessions = list(one.member.sessions.values())
+        await one.yield_lease(sessions)
+        for replica in (one, two):
+            with pytest.raises(NotLeading, match="nobody leads d for now") as caught:
+                await replica.fleet.policy(DEMO)
+            assert caught.value.led == LedElsewhere(DEMO, None, None)
+        # To let go of it is then for any replica that knows it.
+        await two.fleet.forget(DEMO, "eve")
+        assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == ""
+        assert await store.deployments() == []
+        for replica in (one, two):
+            with pytest.raises(NotFound):
+                await replica.fleet.deployment(DEMO)
+            assert await replica.fleet.led_elsewhere() == []
+
+
+async def test_a_plan_that_only_the_store_remembers_has_ended_and_is_not_unknown():
+    async with replicas("a") as (one, store):
+        await one.lead()
+        await store.store_plan(plan_of(PlanPhase.COMMITTED), one.member.term)
+        for ask in (one.fleet.approve, one.fleet.cancel):
+            with pytest.raises(Conflict, match="plan p is committed") as caught:
+                await ask(DEMO, PlanId("p"), "eve")
+            assert caught.value.reason is Reason.WRONG_PHASE
+            with pytest.raises(NotFound):
+                await ask(DEMO, PlanId("q"), "eve")
+
+
+async def test_what_nobody_ever_led_is_not_found():
+    async with two_replicas(False) as (one, two, store):
+        for ask in (one.fleet.deployment, two.fleet.policy, two.fleet.quarantine):
+            with pytest.raises(NotFound):
+                await ask(NOBODY)
+        with pytest.raises(NotFound):
+            await two.fleet.plans(NOBODY, 10)
+
+
+async def test_an_idle_deployment_that_nobody_leads_is_not_taken_up_again():
+    async with two_replicas(False) as (one, _, store):
+        sessions = list(one.member.sessions.values())
+        await one.yield_lease(sessions)
+        await one.fleet.forget_idle(0.0)
+        assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == ""
+        async with replicas("a", store=store) as (again, _):
+            await again.fleet.return_to(await store.deployments())
+            assert again.fleet.members == {}

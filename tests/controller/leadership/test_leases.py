@@ -1,0 +1,288 @@
+"""The lease: taken, kept, dropped before another can have it."""
+
+import asyncio
+import time
+
+import pytest
+
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.controller.leadership.leases import LeaseKeeper
+from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import Lease
+from tests.contracts.memory_store import MemoryStore
+
+DEMO = DeploymentId("demo")
+
+
+class Rig:
+    """Keepers on one store that can be told to fail."""
+
+    def __init__(self):
+        self.store = MemoryStore(SystemClock())
+        self.down = self.silent = False
+        self.load_s = 0.0
+        self.happened = []
+
+    async def acquire_lease(self, *arguments):
+        return await self._ask(self.store.acquire_lease, *arguments)
+
+    async def renew_lease(self, *arguments):
+        return await self._ask(self.store.renew_lease, *arguments)
+
+    async def release_lease(self, *arguments):
+        return await self._ask(self.store.release_lease, *arguments)
+
+    async def _ask(self, method, *arguments):
+        if self.silent:
+            await asyncio.sleep(60)
+        if self.down:
+            raise Unavailable("down")
+        return await method(*arguments)
+
+    def keeper(self, holder, *, alone=False, load_fails=0) -> LeaseKeeper:
+        fails = [load_fails]
+
+        async def won(lease):
+            await asyncio.sleep(self.load_s)
+            if fails[0]:
+                fails[0] -= 1
+                raise Unavailable("records cannot be read")
+            self.happened.append(("won", holder, lease.term))
+
+        return LeaseKeeper(
+            DEMO,
+            holder,
+            self,  # type: ignore[arg-type]
+            SystemClock(),
+            lease_s=0.3,
+            renew_s=0.03,
+            alone=alone,
+            won=won,
+            lost=lambda: self.happened.append(("lost", holder)),
+            outrun=lambda lease: self.happened.append(("outrun", holder, lease.holder)),
+        )
+
+    async def until(self, ask):
+        for _ in range(500):
+            if ask():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(self.happened)
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    tasks = []
+
+    def start(*arguments, **options):
+        keeper = rig.keeper(*arguments, **options)
+        tasks.append(asyncio.create_task(keeper.run()))
+        return keeper
+
+    rig.start = start
+    yield rig
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_nobody_leads_what_nobody_wants(rig):
+    keeper = rig.start("a")
+    await asyncio.sleep(0.1)
+    assert not keeper.leading
+    await keeper.decided(5)
+    assert keeper.leading
+    assert rig.happened == [("won", "a", 1)]
+
+
+async def test_a_follower_knows_who_leads_and_takes_over_when_the_leader_is_gone(rig):
+    one, two = rig.start("a"), rig.start("b")
+    await one.decided(5)
+    await two.decided(5)
+    assert (one.leading, two.leading) == (True, False)
+    assert two.winner == Lease("a", 1)
+    await asyncio.sleep(0.5)
+    assert not two.leading, "a lease that is renewed is not taken"
+    await one.release()
+    one.want = lambda: None  # type: ignore[method-assign]
+    await rig.until(lambda: two.leading or one.leading)
+
+
+async def test_leadership_waits_for_the_records(rig):
+    keeper = rig.start("a", load_fails=2)
+    await keeper.decided(5)
+    assert keeper.leading
+    assert rig.happened == [("won", "a", 3)]
+
+
+async def test_a_lease_is_kept_while_the_records_are_read_for_longer_than_it_lasts(rig):
+    rig.load_s = 0.9
+    one = rig.start("a")
+    one.want()
+    await asyncio.sleep(0.1)
+    two = rig.start("b")
+    two.want()
+    await rig.until(lambda: one.leading)
+    assert not two.leading
+    assert rig.happened == [("won", "a", 1)] or ("outrun", "b", "a") in rig.happened
+    assert ("won", "b", 2) not in rig.happened
+
+
+async def test_a_lease_lost_while_the_records_are_read_is_sought_anew(rig):
+    rig.load_s = 0.3
+    keeper = rig.start("a")
+    keeper.want()
+    await asyncio.sleep(0.1)
+    await rig.store.release_lease(DEMO, Lease("a", 1))
+    assert await rig.store.acquire_lease(DEMO, "b", 0.5, 0) == Lease("b", 2)
+    await rig.until(lambda: keeper.leading)
+    assert rig.happened[-1] == ("won", "a", 3)
+    assert ("won", "a", 1) not in rig.happened
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_who_was_told_to_lead_hears_it_when_the_lease_fails_as_the_records_arrive(rig, refused):
+    """R13: or it leads without a lease, and is told to lead twice."""
+    rig.load_s = 0.05
+    renew, renewals = rig.renew_lease, 0
+
+    async def renew_lease(*arguments):
+        nonlocal renewals
+        renewals += 1
+        if renewals > 1:
+            return await renew(*arguments)
+        await rig.until(lambda: rig.happened)  # the records arrive while it is on its way
+        if refused:
+            return False
+        raise Unavailable("timeout")
+
+    rig.renew_lease = renew_lease
+    keeper = rig.start("a")
+    keeper.want()
+    await rig.until(lambda: keeper.leading)
+    told = [happened[0] for happened in rig.happened]
+    assert told == ["won", "lost", "won"]
+
+
+async def test_with_other_replicas_an_unreachable_store_costs_the_lease_before_it_runs_out(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    rig.down = True
+    await rig.until(lambda: not keeper.leading)
+    assert rig.happened[-1] == ("lost", "a")
+    assert (await rig.store.acquire_lease(DEMO, "b", 1.0, 0)).holder in ("a", "b")
+    rig.down = False
+    await rig.until(lambda: keeper.leading or keeper.winner.holder == "b")
+
+
+async def test_a_silent_store_costs_the_lease_before_it_runs_out(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    rig.silent = True
+    await rig.until(lambda: not keeper.leading)
+    assert rig.happened[-1] == ("lost", "a")
+    # It was renewed last before the store went silent, so it cannot have been another's yet.
+    held = await rig.store.acquire_lease(DEMO, "b", 1.0, 0)
+    assert held == Lease("a", 1)
+
+
+async def test_alone_an_unreachable_store_costs_nothing(rig):
+    keeper = rig.start("a", alone=True)
+    await keeper.decided(5)
+    rig.down = True
+    await asyncio.sleep(0.6)
+    assert keeper.leading
+    rig.down = False
+    # The lease ran out meanwhile; nobody else can have it, and it is taken anew.
+    await rig.until(lambda: ("won", "a", 2) in rig.happened)
+    assert rig.happened == [("won", "a", 1), ("lost", "a"), ("won", "a", 2)]
+
+
+async def test_the_term_rises_above_what_ranks_know(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    keeper.raise_term(40)
+    assert not keeper.leading
+    await keeper.decided(5)
+    assert keeper.lease == Lease("a", 41)
+    assert ("lost", "a") not in rig.happened, "the machine stepped down by itself"
+
+
+async def test_waiting_for_a_decision_ends(rig):
+    rig.down = True
+    keeper = rig.start("a")
+    await keeper.decided(0.05)
+    assert not keeper.leading
+    await keeper.release()
+
+
+async def test_a_lease_that_is_yielded_is_free_and_not_sought_before_ranks_come(rig):
+    one = rig.start("a")
+    await one.decided(5)
+    await one.yield_lease("nobody reaches it")
+    assert not one.leading
+    assert one.winner is None
+    assert rig.happened[-1] == ("lost", "a")
+    await asyncio.sleep(0.5)
+    assert not one.leading, "it was sought again although nobody wants it"
+    two = rig.start("b")
+    await two.decided(5)
+    assert two.leading
+    await two.yield_lease("nor this")
+    await one.decided(5)
+    assert one.leading
+
+
+@pytest.mark.parametrize("ends", ["fails", "times out"])
+async def test_a_renewal_that_fails_after_the_lease_was_yielded_leaves_no_fault(rig, ends):
+    """Nobody asks the store for it again: the fault would stand for as long as no rank comes."""
+    one = rig.start("a")
+    await one.decided(5)
+    asked, renew = asyncio.Event(), rig._ask
+
+    async def late(*arguments):
+        asked.set()
+        await asyncio.sleep(60 if ends == "times out" else 0.1)
+        raise Unavailable("late")
+
+    rig._ask = late
+    await asyncio.wait_for(asked.wait(), 5)
+    rig._ask = renew
+    await one.yield_lease("nobody reaches it")
+    await asyncio.sleep(0.6)
+    assert one.fault is None
+    assert not one.leading
+
+
+async def test_a_lease_that_ran_out_while_records_were_loaded_is_not_led_by(rig):
+    slow = 0.5
+
+    async def won(lease):
+        nonlocal slow
+        waited, slow = slow, 0.0
+        rig.happened.append(("loaded", lease.term))
+        time.sleep(waited)  # noqa: ASYNC251 - the whole process stands still, so that nothing renews it
+
+    keeper = rig.keeper("a")
+    keeper._won = won
+    keeper.want()
+    task = asyncio.create_task(keeper.run())
+    try:
+        await rig.until(lambda: keeper.leading)
+        assert keeper.lease is not None
+        assert rig.happened == [("loaded", 1), ("lost", "a"), ("loaded", keeper.lease.term)]
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_fenced_write_that_the_machine_does_not_know_of_costs_the_lease(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    keeper.outlive("term 9 has taken over")
+    assert not keeper.leading
+    assert rig.happened[-1] == ("lost", "a")
+    keeper.outlive("once more")
+    assert rig.happened.count(("lost", "a")) == 1

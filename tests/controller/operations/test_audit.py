@@ -1,0 +1,100 @@
+"""Who asked for what: kept in order, bounded, shared between replicas through the store."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
+from evenkeel_moe.controller.deployment.action_executor import StoreHealth
+from evenkeel_moe.controller.operations.audit import AuditLog
+from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import AuditEntry
+from tests.contracts.memory_store import MemoryStore
+
+DEMO = DeploymentId("demo")
+
+
+class FlakyStore(MemoryStore):
+    away = False
+
+    async def fetch_document(self, deployment, name):
+        if self.away:
+            raise Unavailable("away")
+        return await super().fetch_document(deployment, name)
+
+
+class Ticking(SystemClock):
+    """Every look is a second later."""
+
+    now = 1_700_000_000.0
+
+    def unix(self):
+        self.now += 1
+        return self.now
+
+
+CLOCK = Ticking()
+
+
+@pytest.fixture
+def store():
+    return FlakyStore(SystemClock())
+
+
+def log_on(store) -> AuditLog:
+    return AuditLog(store, StoreHealth(SystemClock(), ControllerMetrics(CollectorRegistry())), CLOCK)
+
+
+def entry(path: str, deployment: DeploymentId | None = DEMO) -> AuditEntry:
+    return AuditEntry(deployment, "alice", "operate", "POST", path, 202, None)
+
+
+async def paths(log: AuditLog, limit: int = 1000) -> list[str]:
+    return [row["path"] for row in await log.rows(DEMO, limit)]
+
+
+async def test_rows_outlive_the_controller(store):
+    before = log_on(store)
+    await before.record(entry("/1"), 1)
+    await before.record(entry("/2"), 1)
+    after = log_on(store)
+    await after.record(entry("/3"), 2)
+    assert await paths(after) == ["/3", "/2", "/1"]
+    assert await paths(after, 2) == ["/3", "/2"]
+    row = (await after.rows(DEMO, 1))[0]
+    assert (row["by"], row["role"], row["method"], row["status"]) == ("alice", "operate", "POST", 202)
+    assert after.here(None, 9) == [row]
+
+
+async def test_a_replica_adds_to_the_rows_of_another_and_never_replaces_them(store):
+    one, other = log_on(store), log_on(store)
+    await one.record(entry("/1"), 1)
+    await other.record(entry("/2"), 2)
+    # Fenced now: its row stays in its memory and its log, and the stored ones stay as they are.
+    await one.record(entry("/3"), 1)
+    assert await paths(other) == ["/2", "/1"]
+    assert await paths(one) == ["/3", "/2", "/1"]
+
+
+async def test_what_could_not_be_stored_is_stored_with_the_next_row(store):
+    log = log_on(store)
+    await log.record(entry("/1"), None)
+    store.away = True
+    await log.record(entry("/2"), 1)
+    store.away = False
+    log._health.recovered()
+    assert await paths(log_on(store)) == []
+    await log.record(entry("/3"), 1)
+    assert await paths(log_on(store)) == ["/3", "/2", "/1"]
+
+
+async def test_rows_are_bounded_in_the_store_and_in_memory(store):
+    log = log_on(store)
+    for number in range(300):
+        await log.record(entry(f"/{number}"), 1)
+    assert await paths(log_on(store)) == [f"/{number}" for number in range(299, 43, -1)]
+    for number in range(1200):
+        await log.record(entry(f"/{number}", None), None)
+    assert len(log.here(None, 5000)) == 1024
+    assert log.here(DEMO, 5000) == []

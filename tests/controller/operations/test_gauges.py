@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+
+from evenkeel_moe.controller.operations import gauges as figures
+from evenkeel_moe.controller.operations.gauges import Coverage, FigureLimits, Realised, live_replicas
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
+from evenkeel_moe.telemetry.balance import Balance
+from tests.api.fakes import make_plan
+
+PLACEMENT = Placement(np.array([[0, 1, 2, 0], [0, 1, 2, 2]], np.int32), 2, 3)
+"""Two layers, two ranks of two slots: expert 0 of layer 0 is on both ranks, the rest on one."""
+
+
+def window(counts, first=0, epoch=4):
+    steps = len(counts)
+    return LoadWindow(
+        np.asarray(counts, np.uint32),
+        np.arange(first, first + steps),
+        np.full(steps, epoch),
+        np.ones((steps, 2), np.int64),
+        np.full((steps, 2), np.nan),
+    )
+
+
+def test_live_replicas_count_ranks_and_not_slots():
+    assert live_replicas(PLACEMENT, np.array([True, True])) == ((0, 5, 1), 0)
+
+
+def test_a_lost_rank_takes_experts_along_and_leaves_others_with_one_replica():
+    # Rank 1 holds expert 2 in both layers and the second copy of expert 0 in layer 0.
+    assert live_replicas(PLACEMENT, np.array([True, False])) == ((2, 4, 0), 1)
+
+
+def test_coverage_follows_the_map_and_the_ranks_alive(monkeypatch):
+    asked = []
+    monkeypatch.setattr(figures, "live_replicas", lambda *args: asked.append(args) or live_replicas(*args))
+    coverage, moved = Coverage(), Placement(PLACEMENT.phy2log[::-1].copy(), 2, 3)
+    swapped = Placement(PLACEMENT.phy2log[:, ::-1].copy(), 2, 3)
+    for placement in (PLACEMENT, moved, swapped, PLACEMENT):
+        for live in ([True, True], [True, False], [False, True], [False, False]):
+            alive = np.array(live)
+            for _ in range(2):
+                assert coverage.live_replicas(placement, alive) == live_replicas(placement, alive)
+    assert len(asked) == 4 * 4, "the same question twice is worked out once"
+
+
+def test_layers_by_rank_fit_whole_under_the_cap():
+    assert FigureLimits(5, 0).layers_by_rank(72) == 0
+    assert FigureLimits(5, 4392).layers_by_rank(72) == 61
+    assert FigureLimits(5, 4391).layers_by_rank(72) == 60
+
+
+def test_realised_gain_compares_target_and_base_on_the_same_later_steps():
+    record = make_plan(phase=PlanPhase.COMMITTED)
+    plan = record.plan
+    final = plan.base_epoch + len(plan.waves)
+    rng = np.random.default_rng(3)
+    counts = rng.integers(1, 50, (12, plan.target.num_layers, plan.target.num_logical_experts))
+    realised = Realised()
+    realised.update(record, {Phase.DECODE: [window(counts[:6], 0, plan.base_epoch)]}, EVEN_SPLIT)
+    assert realised.gain is None
+    assert realised.balancedness is None
+    later = window(counts[6:], 6, final)
+    realised.update(record, {Phase.DECODE: [later]}, EVEN_SPLIT)
+    old = metrics.predicted_time(later.counts, plan.base)
+    new = metrics.predicted_time(later.counts, plan.target)
+    assert realised.gain == pytest.approx(1 - new / old)
+    expected = metrics.balancedness_mean(metrics.rank_load(later.counts, plan.target))
+    assert realised.balancedness == pytest.approx(expected)
+
+
+def test_a_step_counts_once_and_another_plan_begins_anew():
+    record = make_plan(phase=PlanPhase.COMMITTED)
+    final = record.plan.base_epoch + len(record.plan.waves)
+    shape = record.plan.target.num_layers, record.plan.target.num_logical_experts
+    skewed = np.broadcast_to(np.arange(1, shape[1] + 1) ** 3, (4, *shape))
+    realised = Realised()
+    seen = {Phase.DECODE: [window(skewed, 0, final)]}
+    realised.update(record, seen, EVEN_SPLIT)
+    first = realised.gain
+    grown = {Phase.DECODE: [window(np.concatenate([skewed, np.ones((40, *shape))]), 0, final)]}
+    realised.update(record, grown, EVEN_SPLIT)
+    assert realised.gain != first
+    again = realised.gain
+    realised.update(record, grown, EVEN_SPLIT)
+    assert realised.gain == again
+    realised.update(make_plan("p-2", phase=PlanPhase.COMMITTED), seen, EVEN_SPLIT)
+    assert realised.gain == pytest.approx(first)
+
+
+def test_balance_by_layer_is_what_the_summary_is_made_of():
+    balance = Balance(capacity=8)
+    assert balance.by_layer() is None
+    counts = np.array([[[4, 4, 4], [0, 0, 0]]] * 3)
+    balance.update({Phase.DECODE: [window(counts)]}, PLACEMENT)
+    by_layer = balance.by_layer()
+    assert by_layer[0] == pytest.approx(1.0)
+    assert np.isnan(by_layer[1])
+    assert balance.summary() == (pytest.approx(1.0), pytest.approx(1.0))

@@ -1,0 +1,77 @@
+"""What the event loop calls itself is compiled before the first rank is let in."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+
+PROGRAM = """
+import resource, signal, sys
+from dataclasses import replace
+import numpy as np
+from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.planning.problem import kernels, metrics
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.telemetry import step_kernels as board_kernels
+from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.wire import reports, step_checks
+from tests.telemetry.reports import PLACEMENT, SHAPE, Fleet, make_assembler, windows_of
+
+dispatch, most_bytes = DispatchModel(sys.argv[1]), int(sys.argv[2])
+if most_bytes:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+def identity_of(report):
+    return RankIdentity(report.deployment, report.rank, report.generation, report.incarnation)
+
+def over_the_wire(report):
+    return reports.decode_report(reports.encode_report(report), identity_of(report), SHAPE)
+
+def compiled():
+    named = (kernels.rank_load_kernel, kernels.balancedness_kernel, kernels.optimal_split_kernel)
+    ours = [one for module in (board_kernels, step_checks) for one in vars(module).values() if hasattr(one, "signatures")]
+    return [len(one.signatures) for one in (*ours, *named)]
+
+warm_kernels(dispatch)
+before = compiled()
+assert sum(before) >= 8, before
+run, assembler = Fleet().run(range(3)), make_assembler()
+got = [over_the_wire(run.report(rank)) for rank in range(3)]
+window = windows_of([assembler.take(report) for report in got])[Phase.DECODE]
+nothing = over_the_wire(replace(run.report(0), steps=got[0].steps[:0], counts=got[0].counts[:0], dropped_steps=3))
+assembler.take(nothing)
+wire = reports.encode_report(run.report(0))
+wire.step_table = b""
+for step in range(3, 6):
+    wire.steps.add(step=step, epoch=5, phase=2, tokens=1)
+assert assembler.take(reports.decode_report(wire, identity_of(run.report(0)), SHAPE)).accepted_steps == 3
+counts = window.slice(slice(1, None)).counts
+for load in (counts, counts.sum(axis=0, dtype=np.float64)[None]):
+    metrics.balancedness(metrics.rank_load(load, PLACEMENT, SplitModel(dispatch)))
+assert compiled() == before, (before, compiled())
+"""
+
+
+def run(dispatch, most_bytes=0, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, dispatch, str(most_bytes)],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dispatch", list(DispatchModel))
+def test_reports_and_balance_find_their_kernels_compiled(dispatch):
+    done = run(dispatch)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_cache(tmp_path):
+    done = run(DispatchModel.EVEN, most_bytes=1000, NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "kernel_not_cached" in done.stdout

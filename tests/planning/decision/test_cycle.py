@@ -1,0 +1,228 @@
+import math
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.decision.cycle import CycleInputs, plan_target, run_cycle
+from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.policies.registry import POLICIES
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import Proposal
+
+SHAPE = ModelShape(2, 8, 4, 3, 2, 1000)
+SETTINGS = GateSettings(cooldown_s=10, min_window_steps=24, consecutive_windows=1, min_held_out_steps=8)
+
+
+def skewed(steps: int, hot: tuple[int, ...] = (0, 1), seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    mean = np.full((2, 8), 20.0)
+    mean[:, list(hot)] = 150.0
+    return rng.poisson(mean, (steps, 2, 8)).astype(np.uint32)
+
+
+def inputs(load, **changes) -> CycleInputs:
+    known = {
+        "load": load,
+        "shape": SHAPE,
+        "topology": Topology.single_node(4),
+        "current": Placement.initial(SHAPE),
+        "policy": "eplb",
+        "settings": SETTINGS,
+        "staging_bytes": (4000,) * 4,
+        "now_unix": 1000.0,
+        "mode": Mode.AUTO,
+        "ranks_fresh": 4,
+        "newest_step_age_s": 0.5,
+        "recent_steps": 16,
+    }
+    return CycleInputs(**(known | changes))
+
+
+def test_the_policy_is_told_what_it_may_spend(monkeypatch):
+    told = []
+    monkeypatch.setitem(POLICIES, "spy", lambda problem: told.append(problem) or plan_eplb(problem))
+    run_cycle(inputs(skewed(60), policy="spy", cross_node_factor=3.0, max_evaluations=77))
+    assert [(problem.cross_node_factor, problem.max_evaluations) for problem in told] == [(3.0, 77)]
+
+
+def test_a_skewed_window_ends_in_waves_that_reach_a_better_target():
+    load = skewed(60)
+    result = run_cycle(inputs(load))
+    assert result.passed
+    assert result.reason is Reason.BALANCE_BELOW_THRESHOLD
+    reached = Placement.initial(SHAPE)
+    for wave in result.waves:
+        reached = reached.with_rows(wave.layers, wave.rows)
+    assert reached == result.target
+    later = skewed(30, seed=1)
+    assert metrics.predicted_time(later, reached) < 0.9 * metrics.predicted_time(
+        later, Placement.initial(SHAPE)
+    )
+    assert result.numbers["gain_lower"] > 0
+    assert result.numbers["balancedness_expected"] > result.numbers["balancedness_mean"]
+
+
+def test_after_a_change_only_the_steps_since_are_planned_on():
+    load = np.concatenate([skewed(64, (0, 1)), skewed(24, (6, 7))])
+    settled = run_cycle(inputs(skewed(64, (0, 1)))).target
+    result = run_cycle(inputs(load, current=settled))
+    assert (result.passed, result.reason) == (True, Reason.LOAD_CHANGED)
+    assert result.numbers["planned_on_steps"] == 16
+    assert result.numbers["held_out_steps"] == 8
+    later = skewed(30, (6, 7), seed=2)
+    assert metrics.predicted_time(later, result.target) < 0.9 * metrics.predicted_time(later, settled)
+
+
+def test_too_few_steps_since_a_change_are_waited_for():
+    load = np.concatenate([skewed(64, (0, 1)), skewed(12, (6, 7))])
+    settled = run_cycle(inputs(skewed(64, (0, 1)))).target
+    result = run_cycle(inputs(load, current=settled))
+    assert (result.passed, result.reason) == (False, Reason.INSUFFICIENT_DATA)
+    assert result.numbers["changed_steps"] == 12
+    assert result.numbers["enough_changed_steps"] == 16
+    assert result.split is None
+
+
+def test_a_change_that_a_plan_has_answered_is_no_reason_to_plan_again():
+    load = np.concatenate([skewed(64, (0, 1)), skewed(40, (6, 7))])
+    assert run_cycle(inputs(load)).reason is Reason.LOAD_CHANGED
+    assert run_cycle(inputs(load, steps_since_move=40)).reason is Reason.LOAD_CHANGED
+    answered = run_cycle(inputs(load, steps_since_move=39))
+    assert (answered.passed, answered.reason) == (True, Reason.BALANCE_BELOW_THRESHOLD)
+    # What was before the change says nothing of the future all the same.
+    assert answered.split is not None
+    assert answered.split.begin == 64
+
+
+def test_stationary_traffic_is_no_change():
+    for seed in range(5):
+        assert run_cycle(inputs(skewed(96, seed=seed))).reason is Reason.BALANCE_BELOW_THRESHOLD
+
+
+def test_the_copies_are_on_the_bill():
+    cheap = run_cycle(inputs(skewed(60), copy_cost=1.0, step_s=0.02))
+    assert cheap.verdict is not None
+    assert cheap.verdict.copy_cost == cheap.numbers["copies"]
+    assert cheap.numbers["payback_s"] == pytest.approx(0.02 * cheap.numbers["payback_steps"])
+    dear = run_cycle(inputs(skewed(60), copy_cost=1e6))
+    assert (dear.passed, dear.reason) == (False, Reason.PAYBACK_TOO_LONG)
+
+
+def test_no_steps_is_insufficient_data_and_never_a_balance():
+    result = run_cycle(inputs(skewed(0), newest_step_age_s=math.nan))
+    assert result.reason is Reason.INSUFFICIENT_DATA
+    assert "balancedness_mean" not in result.numbers
+
+
+def test_a_lost_rank_stops_the_cycle_whatever_the_balance():
+    assert run_cycle(inputs(skewed(60), ranks_fresh=3)).reason is Reason.RANKS_MISSING
+
+
+def asked_of_a_policy(monkeypatch, load, source_load):
+    """The problem a cycle makes of some steps."""
+    asked = []
+
+    def plan(problem):
+        asked.append(problem)
+        return Proposal(Placement.initial(SHAPE), 1.0)
+
+    monkeypatch.setitem(POLICIES, "listener", plan)
+    plan_target(inputs(skewed(60), policy="listener", source_load=source_load), load)
+    return asked[0]
+
+
+def test_source_sums_of_the_window_say_where_tokens_start_and_not_how_many(monkeypatch):
+    load = skewed(60)[:40]
+    sums = np.random.default_rng(4).integers(1, 99, (4, 2, 8)).astype(np.float64)
+    source = asked_of_a_policy(monkeypatch, load, sums).source_load
+    np.testing.assert_allclose(source.sum(axis=0), load.sum(axis=0))
+    np.testing.assert_allclose(source / source.sum(axis=0), sums / sums.sum(axis=0))
+    other_steps = 2.0 ** np.random.default_rng(5).integers(-3, 9, (2, 8))
+    np.testing.assert_array_equal(
+        asked_of_a_policy(monkeypatch, load, sums * other_steps).source_load, source
+    )
+
+
+def test_an_expert_with_load_and_no_source_sums_starts_evenly(monkeypatch):
+    load = skewed(60)
+    sums = np.ones((4, 2, 8))
+    sums[:, 1, 0] = 0.0
+    source = asked_of_a_policy(monkeypatch, load, sums).source_load
+    np.testing.assert_array_equal(source[:, 1, 0], np.full(4, load[:, 1, 0].sum() / 4))
+    assert asked_of_a_policy(monkeypatch, load, None).source_load is None
+
+
+def test_after_a_change_source_sums_of_before_make_no_expert_hot():
+    before, after = skewed(64, (0, 1)), skewed(40, (6, 7))
+    load = np.concatenate([before, after])
+    sums = np.repeat(load.sum(axis=0, dtype=np.float64)[None] / 4, 4, axis=0)
+    known = run_cycle(inputs(load, policy="libra", source_load=sums))
+    assert known.split is not None
+    assert known.split.begin == 64
+    assert known.target == run_cycle(inputs(load, policy="libra")).target
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    ("sums", "reason", "words"),
+    [
+        (
+            np.full((4, 2, 8), np.nan),
+            Reason.PLANNER_FAILED,
+            "source_load holds 64 values that are not finite",
+        ),
+        (np.full((4, 2, 8), -1.0), Reason.PLANNER_FAILED, "64 negative values, smallest -1"),
+        (np.ones((4, 2, 7)), Reason.WRONG_SHAPE, "must be (4, 2, 8), got (4, 2, 7)"),
+    ],
+)
+def test_source_sums_that_cannot_be_end_the_cycle_in_words(policy, sums, reason, words):
+    result = run_cycle(inputs(skewed(60), policy=policy, source_load=sums))
+    assert (result.passed, result.reason) == (False, reason)
+    assert words in result.detail
+
+
+def test_noise_alone_moves_nothing():
+    rng = np.random.default_rng(3)
+    load = rng.poisson(20.0, (60, 2, 8)).astype(np.uint32)
+    result = run_cycle(inputs(load))
+    assert not result.passed
+    assert result.reason in {Reason.GAIN_TOO_SMALL, Reason.GAIN_UNCERTAIN, Reason.NO_CHANGE}
+
+
+def test_an_unknown_policy_ends_the_cycle_by_name():
+    result = run_cycle(inputs(skewed(60), policy="wishful"))
+    assert result.reason is Reason.UNKNOWN_POLICY
+    assert "wishful" in result.detail
+
+
+def test_staging_too_small_for_one_expert_says_so():
+    result = run_cycle(inputs(skewed(60), staging_bytes=(999,) * 4))
+    assert result.reason is Reason.STAGING_TOO_SMALL
+    assert "staging holds 0" in result.detail
+
+
+def test_an_explicit_target_is_judged_and_kept():
+    target = run_cycle(inputs(skewed(60))).target
+    result = run_cycle(inputs(skewed(60, seed=5), target=target, manual=True, policy="none needed"))
+    assert result.reason is Reason.MANUAL_REQUEST
+    assert result.target == target
+
+
+def test_a_broken_target_is_refused_by_its_invariant():
+    phy2log = Placement.initial(SHAPE).phy2log.copy()
+    phy2log[phy2log == 7] = 0
+    broken = Placement(phy2log, 4, 8)
+    result = run_cycle(inputs(skewed(60), target=broken, manual=True))
+    assert result.reason is Reason.EXPERT_WITHOUT_REPLICA
+    assert not result.waves
+
+
+def test_the_same_inputs_give_the_same_bytes():
+    one, two = run_cycle(inputs(skewed(60))), run_cycle(inputs(skewed(60)))
+    assert one.target == two.target
+    assert one.numbers == two.numbers

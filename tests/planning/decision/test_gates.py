@@ -1,0 +1,282 @@
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.gates import (
+    AfterInputs,
+    BeforeInputs,
+    GateMemory,
+    GateSettings,
+    decide_after,
+    decide_before,
+)
+from evenkeel_moe.planning.decision.verdict import Call, Verdict
+
+SETTINGS = GateSettings()
+POOR = BeforeInputs(
+    now_unix=1000.0,
+    mode=Mode.AUTO,
+    ranks_expected=8,
+    ranks_fresh=8,
+    window_steps=200,
+    newest_step_age_s=1.0,
+    balancedness_mean=0.7,
+    memory=GateMemory(windows_below=5, planning=True),
+)
+
+
+def test_poor_balance_for_long_enough_passes():
+    decision = decide_before(POOR, SETTINGS)
+    assert (decision.passed, decision.reason) == (True, Reason.BALANCE_BELOW_THRESHOLD)
+    assert decision.numbers["balancedness_mean"] == 0.7
+
+
+# Each row closes one gate and every gate after it; the first in the table must win.
+CLOSED: list[tuple[Reason, dict[str, Any]]] = [
+    (Reason.PLAN_IN_PROGRESS, {"plan_in_progress": True}),
+    (Reason.FROZEN, {"frozen_until_unix": 1000.1}),
+    (Reason.HELD_AFTER_ROLLBACK, {"held": True}),
+    (Reason.COOLDOWN, {"last_plan_ended_unix": 900.0}),
+    (Reason.RANKS_MISSING, {"ranks_fresh": 7}),
+    (Reason.INSUFFICIENT_DATA, {"window_steps": 63}),
+    (Reason.STALE_DATA, {"newest_step_age_s": 31.0}),
+    (Reason.BALANCE_ABOVE_THRESHOLD, {"balancedness_mean": 0.95}),
+]
+
+
+@pytest.mark.parametrize("index", range(len(CLOSED)))
+def test_the_first_closed_gate_gives_the_reason(index):
+    reason, change = CLOSED[index]
+    assert decide_before(replace(POOR, **change), SETTINGS).reason is reason
+    everything = {name: value for _, row in CLOSED[index:] for name, value in row.items()}
+    decision = decide_before(replace(POOR, **everything), SETTINGS)
+    assert (decision.passed, decision.reason) == (False, reason)
+
+
+def test_gates_open_exactly_at_their_bounds():
+    at_bounds = replace(
+        POOR,
+        frozen_until_unix=1000.0,
+        last_plan_ended_unix=880.0,
+        window_steps=64,
+        newest_step_age_s=30.0,
+        balancedness_mean=math.nextafter(0.93, 0),
+    )
+    assert decide_before(at_bounds, SETTINGS).passed
+
+
+def test_unknown_closes_a_gate_and_is_never_zero():
+    assert (
+        decide_before(replace(POOR, balancedness_mean=math.nan), SETTINGS).reason is Reason.INSUFFICIENT_DATA
+    )
+    assert decide_before(replace(POOR, newest_step_age_s=math.nan), SETTINGS).reason is Reason.STALE_DATA
+    unknown_change = replace(POOR, balancedness_mean=0.99, changed_steps=40, balancedness_changed=math.nan)
+    assert decide_before(unknown_change, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+
+
+def run(values, settings=SETTINGS):
+    """Reasons of consecutive cycles, memory handed on."""
+    memory, reasons = GateMemory(), []
+    for value in values:
+        decision = decide_before(replace(POOR, balancedness_mean=value, memory=memory), settings)
+        memory = decision.memory
+        reasons.append(decision.reason)
+    return reasons
+
+
+def test_planning_starts_after_consecutive_windows_and_stops_with_hysteresis():
+    wait, go, stop = (
+        Reason.WAITING_CONSECUTIVE_WINDOWS,
+        Reason.BALANCE_BELOW_THRESHOLD,
+        Reason.BALANCE_ABOVE_THRESHOLD,
+    )
+    assert run([0.8, 0.8, 0.95, 0.8, 0.8, 0.8]) == [wait, wait, stop, wait, wait, go]
+    # 0.92 is between the two thresholds: it goes on once started, and does not start by itself.
+    assert run([0.8, 0.8, 0.8, 0.92, 0.94, 0.92]) == [wait, wait, go, go, stop, stop]
+
+
+def test_a_gap_in_the_data_breaks_the_run_of_windows():
+    memory = GateMemory(windows_below=2)
+    gap = decide_before(replace(POOR, ranks_fresh=7, memory=memory), SETTINGS)
+    assert gap.memory.windows_below == 0
+    busy = decide_before(replace(POOR, plan_in_progress=True, memory=memory), SETTINGS)
+    assert busy.memory == memory
+
+
+CHANGED = replace(
+    POOR,
+    balancedness_mean=0.95,
+    change_strength=9.0,
+    changed_steps=40,
+    enough_changed_steps=32,
+    balancedness_changed=0.6,
+    memory=GateMemory(),
+)
+
+
+def test_changed_load_is_a_reason_of_its_own_and_does_not_wait():
+    decision = decide_before(CHANGED, SETTINGS)
+    assert (decision.passed, decision.reason) == (True, Reason.LOAD_CHANGED)
+    assert decision.numbers["change_strength"] == 9.0
+    assert decision.numbers["changed_steps"] == 40.0
+    harmless = replace(CHANGED, balancedness_changed=0.97)
+    assert decide_before(harmless, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+
+
+def test_changed_load_wins_over_poor_balance_and_waits_only_for_steps_to_plan_on():
+    poor = replace(CHANGED, balancedness_mean=0.7, memory=GateMemory(windows_below=5, planning=True))
+    assert decide_before(poor, SETTINGS).reason is Reason.LOAD_CHANGED
+    early = decide_before(replace(poor, changed_steps=31), SETTINGS)
+    assert (early.passed, early.reason) == (False, Reason.INSUFFICIENT_DATA)
+    assert early.numbers["enough_changed_steps"] == 32.0
+    assert early.memory.planning
+    answered = decide_before(replace(poor, changed_steps=0, balancedness_changed=math.nan), SETTINGS)
+    assert answered.reason is Reason.BALANCE_BELOW_THRESHOLD
+    cooling = replace(poor, last_plan_ended_unix=999.0)
+    assert decide_before(cooling, SETTINGS).reason is Reason.COOLDOWN
+
+
+def test_failed_plans_make_the_wait_double_up_to_a_cap():
+    settings = GateSettings(cooldown_s=10, retry_s=30, max_retry_s=100)
+    for failed, wait_s in ((0, 10), (1, 30), (2, 60), (3, 100), (4, 100), (5000, 100)):
+        failing = replace(POOR, failed_plans=failed, last_plan_ended_unix=1000.0 - wait_s + 0.5)
+        decision = decide_before(failing, settings)
+        assert (decision.passed, decision.reason) == (False, Reason.COOLDOWN)
+        assert decision.numbers["cooldown_s"] == wait_s
+        assert decision.numbers["since_plan_s"] == wait_s - 0.5
+        assert decision.numbers.get("failed_plans", 0.0) == failed
+        assert decide_before(replace(failing, last_plan_ended_unix=1000.0 - wait_s), settings).passed
+        assert decide_before(replace(failing, manual=True), settings).passed
+
+
+def test_a_long_cooldown_is_never_shortened_by_a_failure():
+    settings = GateSettings(cooldown_s=600, retry_s=30, max_retry_s=100)
+    failing = replace(POOR, failed_plans=3, last_plan_ended_unix=401.0)
+    assert decide_before(failing, settings).numbers["cooldown_s"] == 600
+
+
+def test_a_manual_request_needs_data_and_no_freeze_but_nothing_else():
+    asked = replace(POOR, manual=True, held=True, last_plan_ended_unix=999.0, balancedness_mean=0.99)
+    assert decide_before(asked, SETTINGS).reason is Reason.MANUAL_REQUEST
+    assert decide_before(replace(asked, frozen_until_unix=2000.0), SETTINGS).reason is Reason.FROZEN
+    assert decide_before(replace(asked, window_steps=0), SETTINGS).reason is Reason.INSUFFICIENT_DATA
+    assert decide_before(replace(asked, ranks_fresh=0), SETTINGS).reason is Reason.RANKS_MISSING
+
+
+def test_hold_after_rollback_stops_only_automatic_plans():
+    assert decide_before(replace(POOR, held=True), SETTINGS).reason is Reason.HELD_AFTER_ROLLBACK
+    for mode in (Mode.OBSERVE, Mode.PROPOSE):
+        assert decide_before(replace(POOR, held=True, mode=mode), SETTINGS).passed
+
+
+SHAPE = ModelShape(2, 2, 2, 2, 1, 100)
+GOOD = AfterInputs(
+    mode=Mode.AUTO,
+    shape=SHAPE,
+    base=Placement(np.array([[0, -1, 1, -1]] * 2), 2, 2),
+    target=Placement(np.array([[0, 1, 1, 0], [0, -1, 1, -1]]), 2, 2),
+    verdict=Verdict(
+        call=Call.RECOMMEND,
+        steps=50,
+        gain=0.1,
+        gain_lower=0.05,
+        gain_upper=0.15,
+        saved_per_step=2.0,
+        copy_cost=1000.0,
+        lifetime_steps=1000,
+        cost=0.03,
+        payback_steps=500.0,
+        payback_s=5.0,
+    ),
+)
+
+
+def verdict(**changes) -> dict[str, Any]:
+    assert GOOD.verdict is not None
+    return {"verdict": replace(GOOD.verdict, **changes)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "manual", "passed", "reason"),
+    [
+        (Mode.AUTO, False, True, Reason.PLAN_STARTED),
+        (Mode.PROPOSE, False, True, Reason.PLAN_PROPOSED),
+        (Mode.OBSERVE, False, False, Reason.OBSERVE_MODE),
+        (Mode.OBSERVE, True, True, Reason.PLAN_PROPOSED),
+        (Mode.AUTO, True, True, Reason.PLAN_STARTED),
+    ],
+)
+def test_a_good_plan_goes_where_the_mode_sends_it(mode, manual, passed, reason):
+    decision = decide_after(replace(GOOD, mode=mode, manual=manual), SETTINGS)
+    assert (decision.passed, decision.reason) == (passed, reason)
+    assert decision.numbers["copies"] == 2
+    assert decision.numbers["bytes"] == 200
+    assert decision.numbers["layers"] == 1
+    assert decision.numbers["payback_steps"] == 500
+    assert decision.numbers["payback_s"] == 5.0
+    assert decision.numbers["gain"] == 0.1
+    assert decision.numbers["net_gain"] == pytest.approx(0.07)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"target": GOOD.base}, Reason.NO_CHANGE),
+        ({"target": Placement(np.array([[0, -1, 0, -1]] * 2), 2, 2)}, Reason.EXPERT_WITHOUT_REPLICA),
+        ({"target": Placement(np.array([[0, 0, 1, -1]] * 2), 2, 2)}, Reason.DUPLICATE_ON_RANK),
+        ({"shape": replace(SHAPE, pool_slots_per_rank=2)}, Reason.POOL_EXCEEDED),
+        ({"limits": PlanLimits(max_moves=1)}, Reason.LIMIT_EXCEEDED),
+        ({"limits": PlanLimits(max_bytes=199)}, Reason.LIMIT_EXCEEDED),
+        ({"limits": PlanLimits(max_layers=0)}, Reason.LIMIT_EXCEEDED),
+        ({"verdict": None}, Reason.INSUFFICIENT_DATA),
+        (verdict(steps=15), Reason.INSUFFICIENT_DATA),
+        (verdict(gain=math.nan), Reason.INSUFFICIENT_DATA),
+        (verdict(gain=0.0019), Reason.GAIN_TOO_SMALL),
+        (verdict(gain=-0.2), Reason.GAIN_TOO_SMALL),
+        (verdict(gain_lower=0.0), Reason.GAIN_UNCERTAIN),
+        (verdict(gain_lower=math.nan), Reason.GAIN_UNCERTAIN),
+        (verdict(call=Call.INSUFFICIENT_EVIDENCE), Reason.GAIN_UNCERTAIN),
+        (verdict(call=Call.NOT_NOW), Reason.PAYBACK_TOO_LONG),
+        (verdict(payback_steps=20_001.0), Reason.PAYBACK_TOO_LONG),
+        (verdict(payback_steps=math.inf), Reason.PAYBACK_TOO_LONG),
+        (verdict(payback_steps=math.nan), Reason.PAYBACK_TOO_LONG),
+    ],
+)
+def test_a_plan_that_is_unsound_or_not_worth_it_stops(change, reason):
+    decision = decide_after(replace(GOOD, **change), SETTINGS)
+    assert (decision.passed, decision.reason) == (False, reason)
+
+
+def test_an_operator_may_pay_for_what_does_not_pay_but_never_break_an_invariant():
+    manual = replace(GOOD, manual=True, verdict=None)
+    assert decide_after(manual, SETTINGS).passed
+    for change, reason in (
+        ({"target": GOOD.base}, Reason.NO_CHANGE),
+        ({"target": Placement(np.array([[0, -1, 0, -1]] * 2), 2, 2)}, Reason.EXPERT_WITHOUT_REPLICA),
+        ({"limits": PlanLimits(max_moves=1)}, Reason.LIMIT_EXCEEDED),
+    ):
+        assert decide_after(replace(manual, **change), SETTINGS).reason is reason
+
+
+def test_duplicates_pass_when_allowed():
+    twice = replace(GOOD, target=Placement(np.array([[0, 0, 1, -1]] * 2), 2, 2), allow_duplicates=True)
+    assert decide_after(twice, SETTINGS).reason is not Reason.DUPLICATE_ON_RANK
+
+
+def test_settings_by_name():
+    assert GateSettings.from_thresholds({"min_gain": 0.05, "cooldown_s": 7}).min_gain == 0.05
+    with pytest.raises(InvalidInput, match="unknown gate settings min_gian; known: change_ratio"):
+        GateSettings.from_thresholds({"min_gian": 0.05})
+    with pytest.raises(InvalidInput, match="plan_below 0.95 <= stop_above 0.93"):
+        GateSettings.from_thresholds({"plan_below": 0.95})
+    for value in (-1.0, math.nan, math.inf):
+        with pytest.raises(InvalidInput, match="must be finite and not negative"):
+            GateSettings(cooldown_s=value)

@@ -1,0 +1,168 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.cycle import run_cycle
+from evenkeel_moe.planning.decision.recommendation import (
+    ShadowRequest,
+    WhatIfInputs,
+    recommend,
+    score_shadows,
+)
+from evenkeel_moe.planning.decision.verdict import Call
+from evenkeel_moe.planning.policies import registry as policies
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.signals.change_detection import Change
+from tests.planning.decision.test_cycle import SHAPE, inputs, skewed
+
+
+def ask(load, compare=("keel",), free_bytes=None, **changes):
+    return recommend(WhatIfInputs(inputs(load, **changes), compare, free_bytes))
+
+
+def test_the_recommendation_is_what_a_cycle_would_do_and_moves_nothing():
+    load = skewed(60)
+    found, cycle = ask(load), run_cycle(inputs(load))
+    assert found.call is Call.RECOMMEND
+    assert found.reason is Reason.PLAN_STARTED
+    own, other = found.policies
+    assert (own.policy, other.policy) == ("eplb", "keel")
+    assert own.verdict == cycle.verdict
+    assert own.copies == cycle.numbers["copies"]
+    assert own.nbytes == cycle.numbers["bytes"]
+    assert (found.window_steps, found.planned_on_steps, found.scored_on_steps) == (60, 50, 10)
+    assert found.steps_since_change is None
+
+
+def test_the_words_carry_the_arithmetic():
+    found = ask(skewed(60), copy_cost=2.0, step_s=0.02)
+    own = found.policies[0]
+    assert own.verdict is not None
+    words = " ".join(found.words)
+    for part in (
+        "Planned on 50 steps, scored on the 10 after them.",
+        f"{own.copies} copies x 1000 B = {own.nbytes} B",
+        f"{own.copies} copies x 2 tokens = {2 * (own.copies or 0)} tokens",
+        f"paid back after {own.verdict.payback_steps:.0f} steps = {own.verdict.payback_s:.3g} s",
+        f"= {own.verdict.net_gain:.2%}: recommend.",
+    ):
+        assert part in words, (part, words)
+
+
+def test_too_short_a_window_is_insufficient_evidence_and_not_a_figure():
+    for load in (skewed(0), skewed(23)):
+        found = ask(load)
+        assert (found.call, found.reason) == (Call.INSUFFICIENT_EVIDENCE, Reason.INSUFFICIENT_DATA)
+        assert found.policies == ()
+        assert found.redundancy is None
+        assert f"{len(load)} complete steps, 24 are needed" in found.words[0]
+    silent = ask(np.zeros((60, 2, 8), np.uint32))
+    assert silent.call is Call.INSUFFICIENT_EVIDENCE
+    assert "no token was routed" in silent.words[0]
+
+
+def test_a_change_of_traffic_is_told():
+    found = ask(np.concatenate([skewed(64), skewed(24, (6, 7))]))
+    assert found.steps_since_change == 24
+    assert found.planned_on_steps == 16
+
+
+def test_a_policy_on_trial_that_fails_says_so_in_its_own_row(monkeypatch):
+    def broken(problem):
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setitem(policies.POLICIES, "broken", broken)
+    split = run_cycle(inputs(skewed(60))).split
+    assert split is not None
+    rows = score_shadows(ShadowRequest(inputs(skewed(60)), split, ("broken", "wishful", "keel")))
+    assert [row.reason for row in rows] == [
+        Reason.PLANNER_FAILED,
+        Reason.UNKNOWN_POLICY,
+        Reason.PLAN_STARTED,
+    ]
+    assert "ZeroDivisionError: nobody thought of this" in rows[0].detail
+    assert (rows[0].copies, rows[0].verdict) == (None, None)
+    assert rows[2].verdict is not None
+
+
+def test_a_policy_on_trial_is_not_held_to_what_the_cycles_own_may_evaluate(monkeypatch):
+    told = []
+    monkeypatch.setitem(policies.POLICIES, "spy", lambda problem: told.append(problem) or plan_eplb(problem))
+    split = run_cycle(inputs(skewed(60))).split
+    assert split is not None
+    score_shadows(ShadowRequest(inputs(skewed(60), max_evaluations=7), split, ("spy",)))
+    assert [problem.max_evaluations for problem in told] == [None]
+
+
+def test_shadows_are_scored_on_the_very_split_of_the_cycle():
+    load = skewed(60)
+    cycle = run_cycle(inputs(load))
+    assert cycle.split is not None
+    (same,) = score_shadows(ShadowRequest(inputs(load), cycle.split, ("eplb",)))
+    assert same.verdict == cycle.verdict
+    other = replace(cycle.split, begin=10, change=Change(10, math.nan))
+    (elsewhere,) = score_shadows(ShadowRequest(inputs(load), other, ("eplb",)))
+    assert elsewhere.copies is not None
+
+
+def two_hot(steps=60, seed=0):
+    """Two experts carry most tokens: a copy of each halves the slowest rank."""
+    return skewed(steps, seed=seed)
+
+
+BARE = ModelShape(2, 8, 4, 2, 2, 1000)
+"""Not one replica."""
+
+
+def redundancy(load, shape=BARE, free_bytes=None, **changes):
+    found = ask(load, (), free_bytes, shape=shape, current=Placement.initial(shape), **changes)
+    assert found.redundancy is not None
+    return found.redundancy, found.words
+
+
+def test_replicas_that_pay_are_advised_with_their_memory():
+    found, words = redundancy(two_hot(), free_bytes=10_000)
+    assert found.present == 0
+    assert found.advised > 0
+    assert [level.replicas_per_layer for level in found.levels] == [0, 1, 2, 4, 8]
+    level = next(level for level in found.levels if level.replicas_per_layer == found.advised)
+    assert level.gain_lower > 0
+    assert level.fits is True
+    # 2 layers x so many replicas on 4 ranks, 1000 bytes each, the fullest rank rounded up.
+    assert level.extra_bytes_per_rank == math.ceil(2 * found.advised / 4) * 1000
+    assert "free on the fullest: 10000 B" in words[-1]
+    assert found.levels[0].marginal_gain is None
+    assert found.levels[1].marginal_gain == pytest.approx(found.levels[1].gain)
+
+
+def test_memory_bounds_the_advice_and_unknown_memory_does_not_pretend():
+    tight, _ = redundancy(two_hot(), free_bytes=0)
+    assert tight.advised == 0
+    assert [level.fits for level in tight.levels] == [True, False, False, False, False]
+    unknown, words = redundancy(two_hot(), free_bytes=None)
+    assert unknown.advised > 0
+    assert [level.fits for level in unknown.levels] == [True, None, None, None, None]
+    assert "free on the fullest: unknown" in words[-1]
+    sizeless, _ = redundancy(two_hot(), replace(BARE, bytes_per_expert=0), free_bytes=10_000)
+    assert {level.extra_bytes_per_rank for level in sizeless.levels} == {None}
+    assert {level.fits for level in sizeless.levels} == {None}
+
+
+def test_replicas_that_bring_nothing_are_called_superfluous():
+    """All experts alike and two on a rank: replicas can only unbalance."""
+    load = np.full((60, 2, 8), 50, np.uint32)
+    roomy = replace(SHAPE, slots_per_rank=4)
+    found, words = redundancy(load, roomy)
+    assert (found.present, found.advised) == (8, 0)
+    freed = found.levels[0]
+    assert freed.extra_bytes_per_rank == -4000
+    assert freed.fits is True
+    assert "4000 B fewer on a rank" in words[-1]
+    kept, words = redundancy(load, BARE)
+    assert kept.advised == 0
+    assert words[-1] == "0 replicas per layer: no other number tried would surely pay."

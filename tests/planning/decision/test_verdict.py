@@ -1,0 +1,204 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules, held_out_steps, judge
+
+
+def times(steps: int = 60, shift: float = 0.0, noise: float = 0.02, seed: int = 0):
+    """(before, after) around 100 and 100 * (1 - shift)."""
+    rng = np.random.default_rng(seed)
+    before = 100.0 * rng.normal(1.0, 0.05, steps)
+    return before, np.maximum(before * (1.0 - shift) + 100.0 * rng.normal(0.0, noise, steps), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("shift", "call"),
+    [(0.2, Call.RECOMMEND), (0.0, Call.INSUFFICIENT_EVIDENCE), (-0.2, Call.NOT_NOW)],
+)
+def test_the_call_knows_the_sign_of_the_gain(shift, call):
+    verdict = judge(*times(shift=shift))
+    assert verdict.call is call
+    assert verdict.gain == pytest.approx(shift, abs=0.01)
+    assert verdict.gain_lower < verdict.gain < verdict.gain_upper
+    assert verdict.steps == 60
+
+
+def test_the_copies_are_counted_in_the_unit_of_the_saving():
+    before, after = times(shift=0.1)
+    free = judge(before, after)
+    assert (free.cost, free.payback_steps) == (0.0, 0.0)
+    # 10 of 100 saved a step: 4000 are paid back after about 400 steps, and take 4 % of the time of 1000 steps.
+    paid = judge(before, after, copy_cost=4000.0, lifetime_steps=1000, step_s=0.02)
+    assert paid.cost == pytest.approx(4000.0 / (1000 * before.mean()))
+    assert paid.payback_steps == pytest.approx(4000.0 / (before - after).mean())
+    assert paid.payback_s == pytest.approx(0.02 * paid.payback_steps)
+    assert paid.net_gain == pytest.approx(free.gain - paid.cost)
+    assert paid.net_saved == pytest.approx(1000 * paid.saved_per_step - 4000.0)
+    assert paid.call is Call.RECOMMEND
+    assert judge(before, after, copy_cost=20_000.0, lifetime_steps=1000).call is Call.NOT_NOW
+    assert judge(before, after, copy_cost=20_000.0, lifetime_steps=100_000).call is Call.RECOMMEND
+    assert (free.gain_lower, free.gain_upper) == (paid.gain_lower, paid.gain_upper)
+
+
+def test_unknown_is_never_zero():
+    before, after = times(shift=0.1)
+    assert judge(before, after, copy_cost=1.0).payback_s is None
+    worse = judge(before, before * 1.1, copy_cost=1.0, step_s=0.02)
+    assert math.isinf(worse.payback_steps)
+    assert worse.payback_s is None
+    for steps in (0, 5):
+        silent = judge(np.zeros(steps), np.zeros(steps), copy_cost=1.0, step_s=0.02)
+        assert silent.call is Call.INSUFFICIENT_EVIDENCE
+        assert math.isnan(silent.gain)
+        assert math.isnan(silent.payback_steps)
+        assert silent.payback_s is None
+        assert silent.numbers() == {"held_out_steps": float(steps)}
+    single = judge(before[:1], after[:1])
+    assert math.isnan(single.gain_lower)
+    assert single.call is Call.INSUFFICIENT_EVIDENCE
+
+
+def test_a_large_gain_on_few_steps_is_no_evidence_yet():
+    before, after = times(steps=16, shift=0.3)
+    assert judge(before, after).call is Call.RECOMMEND
+    short = judge(before[:15], after[:15])
+    assert short.call is Call.INSUFFICIENT_EVIDENCE
+    assert short.gain > 0.2
+
+
+def test_a_plan_that_changes_nothing_is_not_for_now():
+    before, _ = times()
+    assert judge(before, before.copy()).call is Call.NOT_NOW
+
+
+def test_neighbouring_steps_that_are_alike_count_less():
+    """The same values in an order that repeats each for 8 steps are fewer facts than in a random order."""
+    rng = np.random.default_rng(3)
+    gains = np.repeat(rng.normal(0.02, 0.06, 8), 8)
+    before = np.full(64, 100.0)
+    rules = VerdictRules(drift=0.0)
+    together = judge(before, before * (1 - gains), rules=rules)
+    mixed = judge(before, before * (1 - rng.permutation(gains)), rules=rules)
+    assert together.gain == pytest.approx(mixed.gain)
+    width = mixed.gain_upper - mixed.gain_lower
+    assert together.gain_upper - together.gain_lower > 1.5 * width
+
+
+def test_a_gain_that_fades_is_less_sure_than_one_that_stays():
+    rng = np.random.default_rng(1)
+    noise = rng.normal(0.0, 0.01, 64)
+    before = np.full(64, 100.0)
+    level = judge(before, before * (1 - 0.06 - noise))
+    fading = judge(before, before * (1 - np.linspace(0.12, 0.0, 64) - noise))
+    trusting = judge(before, before * (1 - np.linspace(0.12, 0.0, 64) - noise), rules=VerdictRules(drift=0.0))
+    assert level.call is Call.RECOMMEND
+    assert fading.gain == pytest.approx(level.gain, abs=0.005)
+    assert fading.gain_lower < trusting.gain_lower < level.gain_lower
+
+
+@pytest.mark.parametrize("true_gain", [0.0, 0.004, -0.004])
+def test_calls_on_noise_are_wrong_as_rarely_as_they_say(true_gain):
+    """Each bound leaves 5 % outside: of 400 verdicts at most 8 % may call the wrong sign of the next window."""
+    rng = np.random.default_rng(5)
+    wrong = 0
+    for seed in range(400):
+        gains = rng.normal(true_gain, 0.05, 128)
+        before = np.full(64, 100.0)
+        verdict = judge(before, before * (1 - gains[:64]), rules=VerdictRules(resamples=200), seed=seed)
+        realised = gains[64:].mean() > 0
+        called = verdict.call is not Call.INSUFFICIENT_EVIDENCE
+        wrong += called and (verdict.call is Call.RECOMMEND) != realised
+    assert wrong <= 32
+
+
+@given(
+    st.integers(2, 40),
+    st.floats(-0.5, 0.9),
+    st.floats(0, 1e5),
+    st.integers(0, 1000),
+)
+def test_what_always_holds(steps, shift, copy_cost, seed):
+    before, after = times(steps=steps, shift=shift, seed=seed)
+    rules = VerdictRules(resamples=100)
+    verdict = judge(before, after, copy_cost=copy_cost, rules=rules, seed=seed)
+    assert verdict == judge(before, after, copy_cost=copy_cost, rules=rules, seed=seed)
+    assert verdict.gain_lower <= verdict.gain <= verdict.gain_upper
+    assert verdict.gain <= 1.0
+    assert verdict.payback_steps >= 0
+    if verdict.call is Call.RECOMMEND:
+        assert verdict.net_gain > 0
+        assert verdict.payback_steps < verdict.lifetime_steps
+    if verdict.call is Call.NOT_NOW:
+        assert verdict.net_gain <= 0
+    scaled = judge(8 * before, 8 * after, copy_cost=8 * copy_cost, rules=rules, seed=seed)
+    assert (scaled.call, scaled.gain) == (verdict.call, pytest.approx(verdict.gain))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changes", "words"),
+    [
+        (np.ones(3), np.ones(4), {}, r"two \(T,\) vectors, got \(3,\) and \(4,\)"),
+        (np.ones((3, 2)), np.ones((3, 2)), {}, "vectors"),
+        (np.array([1.0, math.nan]), np.ones(2), {}, "1 of 2 times before"),
+        (np.ones(2), np.array([1.0, math.inf]), {}, "1 of 2 times after"),
+        (np.ones(2), np.array([-1.0, -2.0]), {}, "2 of 2 times after"),
+        (np.ones(2), np.ones(2), {"copy_cost": -1.0}, "copy_cost is -1.0"),
+        (np.ones(2), np.ones(2), {"copy_cost": math.nan}, "copy_cost is nan"),
+        (np.ones(2), np.ones(2), {"lifetime_steps": 0}, "lifetime_steps is 0"),
+        (np.ones(2), np.ones(2), {"step_s": 0.0}, "step_s is 0.0"),
+    ],
+)
+def test_arrays_and_prices_that_cannot_be_are_refused(before, after, changes, words):
+    with pytest.raises(ShapeMismatch if "vectors" in words else InvalidInput, match=words):
+        judge(before, after, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tail": 0.0},
+        {"tail": 0.5},
+        {"min_steps": 1},
+        {"resamples": 99},
+        {"parts": 1},
+        {"drift": -0.1},
+        {"drift": math.inf},
+    ],
+)
+def test_rules_out_of_range_are_refused(changes):
+    with pytest.raises(InvalidInput, match=f"{next(iter(changes))} is"):
+        VerdictRules(**changes)
+
+
+def test_a_verdict_lists_what_it_knows_by_name():
+    verdict: Verdict = judge(*times(shift=0.1), copy_cost=100.0)
+    assert set(verdict.numbers()) == {
+        "gain",
+        "gain_lower",
+        "gain_upper",
+        "copy_cost_share",
+        "net_gain",
+        "held_out_steps",
+        "payback_steps",
+    }
+
+
+@given(st.integers(0, 2000), st.integers(0, 64))
+def test_some_steps_are_kept_to_judge_on_and_most_to_plan_on(steps, least):
+    later = held_out_steps(steps, least)
+    if steps < 2:
+        assert later == 0
+        return
+    assert 1 <= later <= steps // 2
+    if steps >= 2 * least:
+        assert later >= least
+    assert later <= max(1, steps // 4, least)
+
+
+def test_a_long_window_gives_a_sixth_and_a_short_one_what_a_verdict_needs():
+    assert [held_out_steps(steps, 16) for steps in (15, 31, 32, 96, 256)] == [3, 7, 16, 16, 42]

@@ -1,0 +1,212 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.capacity_packing import pack_copies
+from evenkeel_moe.planning.policies.craft.kernels import replay_layer
+from evenkeel_moe.planning.policies.craft.policy import (
+    SKEWED,
+    Benefit,
+    CraftOptions,
+    GainWeighting,
+    ReplicaRule,
+    allocate_replicas,
+    choose_factor,
+    factor_by_memory,
+    gain_of,
+    plan_craft,
+    replica_benefit,
+    skew_by_layer,
+)
+from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.token_split import slot_shares
+from tests.strategies import loads, placements, seeds, shapes, topologies
+
+FIGURE_7 = Benefit(
+    counts=np.array([1, 2, 4]),
+    gain=np.array([[0.03, 0.03, 0.05, 0.0], [0.10, 0.09, 0.15, 0.0], [0.09, 0.08, 0.40, 0.0]]),
+    base=np.array([0.8, 0.8, 0.5, 1.0]),
+)
+"""Four layers on four ranks: the third most skewed, the first two moderately, the fourth balanced. The
+figure prints no gains; these are ours."""
+
+
+@pytest.mark.parametrize("weighting", GainWeighting)
+def test_figure_7_allocates_2_2_4_0_of_8_replicas(weighting):
+    assert allocate_replicas(FIGURE_7, 8, weighting).tolist() == [2, 2, 4, 0]
+
+
+def test_figure_7_interleaves_layer_1_on_ranks_0_and_2_and_layer_2_on_1_and_3():
+    """Two nodes of two ranks, four experts a layer; every rank ends with R = 2 replicas."""
+    capacity = interleaved_capacity(4 + np.array([2, 2, 4, 0]), Topology((0, 0, 1, 1)))
+    assert (capacity - 1).tolist() == [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
+    assert (capacity.sum(axis=0) == 4 + 2).all()
+
+
+def test_a_layer_that_loses_balance_gets_no_replica_though_the_budget_allows_it():
+    losing = Benefit(np.array([1, 2]), np.array([[-0.1, 0.2], [-0.2, 0.1]]), np.array([0.9, 0.5]))
+    for weighting in GainWeighting:
+        assert allocate_replicas(losing, 4, weighting)[0] == 0
+    assert allocate_replicas(losing, 4, GainWeighting.PLAIN).tolist() == [0, 1]
+
+
+@given(seeds, st.integers(0, 12), st.sampled_from(GainWeighting))
+def test_no_other_allocation_is_worth_more(seed, budget, weighting):
+    rng = np.random.default_rng(seed)
+    counts = np.array([1, 2, 4])
+    benefit = Benefit(counts, rng.uniform(-0.2, 0.5, (3, 3)), np.full(3, 0.5))
+
+    def worth(allocation):
+        gains = [
+            benefit.gain[counts.tolist().index(r), layer]
+            * (r if weighting is GainWeighting.BY_REPLICAS else 1)
+            for layer, r in enumerate(allocation)
+            if r
+        ]
+        return sum(gains)
+
+    allocation = allocate_replicas(benefit, budget, weighting)
+    every = [a for a in itertools.product((0, 1, 2, 4), repeat=3) if sum(a) <= budget]
+    assert allocation.sum() <= budget
+    assert worth(allocation) == pytest.approx(max(worth(a) for a in every))
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.data())
+def test_capacity_is_even_inside_layers_and_over_them(copies, data):
+    ranks = data.draw(st.integers(1, 8))
+    topology = data.draw(topologies(ranks))
+    capacity = interleaved_capacity(np.array(copies), topology)
+    assert capacity.sum(axis=1).tolist() == copies
+    assert (np.ptp(capacity, axis=1) <= 1).all()
+    assert np.ptp(capacity.sum(axis=0)) <= 1
+
+
+@given(st.integers(1, 8), st.data())
+def test_odd_copies_of_the_first_layer_spread_over_equal_nodes(odd, data):
+    topology = data.draw(topologies(8, equal_nodes=True))
+    capacity = interleaved_capacity(np.array([odd]), topology)[0]
+    by_node = np.bincount(np.array(topology.node_of_rank), weights=capacity)
+    assert np.ptp(by_node) <= 1
+
+
+@given(shapes(pooled=False, max_layers=1), st.data())
+def test_replay_is_the_mean_balancedness_of_the_metrics(shape, data):
+    load = data.draw(loads(1, shape.num_logical_experts, max_steps=70))
+    placement = data.draw(placements(shape))
+    measured = replay_layer(
+        load[:, 0], placement.phy2log, slot_shares(placement).astype(np.float32), shape.num_ranks
+    )
+    expected = metrics.balancedness_by_layer(metrics.rank_load(load, placement))
+    assert measured[0] == pytest.approx(expected[0] if load.any() else 1.0, rel=1e-5)
+
+
+def test_replay_crosses_blocks_of_steps():
+    shape = ModelShape(1, 6, 3, 3, 1, 100)
+    load = np.random.default_rng(0).integers(0, 50, (150, 1, 6)).astype(float)
+    load[70] = 0.0
+    placement = Placement.initial(shape)
+    measured = replay_layer(load[:, 0], placement.phy2log, slot_shares(placement).astype(np.float32), 3)
+    expected = metrics.balancedness_by_layer(metrics.rank_load(load, placement))[0]
+    assert measured[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_benefit_grows_with_replicas_where_one_expert_is_hot():
+    load = np.ones((5, 2, 8))
+    load[:, 0, 3] = 20.0
+    benefit = replica_benefit(load, Topology.single_node(4), 4)
+    assert benefit.counts.tolist() == [1, 2, 4]
+    assert (np.diff(benefit.gain[:, 0]) > 0).all() and benefit.gain[0, 0] > 0.1
+    assert (benefit.gain[:, 1] < 0.02).all()
+    assert benefit.base[0] == pytest.approx((27 / 4) / 21)
+
+
+def test_a_hot_expert_has_no_more_copies_than_ranks_to_hold_them():
+    """Load divided by copies that no rank can hold would look balanced beyond what is possible."""
+    load = np.ones((10, 2, 8))
+    load[:, 0, 0] = 1000.0
+    benefit = replica_benefit(load, Topology.single_node(4), 4)
+    assert (benefit.base + benefit.gain).max() <= 1.0
+    shape = ModelShape(2, 8, 4, 4, 2, 100, pool_slots_per_rank=6)
+    proposal = plan_craft(PlacementProblem(load, shape, Topology.single_node(4)))
+    assert proposal.placement.logcnt[0].tolist() == [4, 2, 1, 1, 1, 1, 1, 1]
+    assert proposal.numbers["replicas"] == (proposal.placement.phy2log >= 0).sum() - 2 * 8
+
+
+@given(shapes(pooled=False), st.data())
+def test_no_layer_gains_more_than_perfect_balance(shape, data):
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    benefit = replica_benefit(load, data.draw(topologies(shape.num_ranks)), shape.slots_per_rank)
+    assert (benefit.base + benefit.gain <= 1.0 + 1e-6).all()
+
+
+@given(shapes(), st.data())
+def test_proposals_are_sound_and_use_no_more_than_the_budget(shape, data):
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    options = CraftOptions(data.draw(st.sampled_from(GainWeighting)), data.draw(st.sampled_from(ReplicaRule)))
+    problem = PlacementProblem(load, shape, data.draw(topologies(shape.num_ranks)))
+    proposal = plan_craft(problem, options)
+    proposal.placement.check(shape)
+    assert proposal.lower_bound is not None
+    assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
+
+
+@given(shapes(pooled=False), seeds)
+def test_packing_places_every_copy_once_and_never_twice_on_a_rank(shape, seed):
+    rng = np.random.default_rng(seed)
+    layers, experts, ranks = shape.num_layers, shape.num_logical_experts, shape.num_ranks
+    load = rng.random((layers, experts))
+    capacity = np.full((layers, ranks), shape.slots_per_rank)
+    copies = np.ones((layers, experts), np.int32)
+    for _ in range(shape.num_redundant):
+        expert = int(rng.integers(experts))
+        if copies[0, expert] < ranks:
+            copies[:, expert] += 1
+    rows = pack_copies(load, copies, capacity, shape.slots_per_rank)
+    placement = Placement(rows, ranks, experts)
+    placement.check(shape)
+    assert (placement.logcnt >= 1).all() and (placement.logcnt <= copies).all()
+
+
+def test_factor_rules():
+    gains = np.array([[0.10, 0.10], [0.18, 0.18], [0.20, 0.20], [0.205, 0.205]])
+    benefit = Benefit(np.array([1, 2, 4, 8]), gains, np.full(2, 0.6))
+    assert choose_factor(benefit, 2, 8) == 8
+    assert choose_factor(benefit, 2, 8, CraftOptions(rule=ReplicaRule.KNEE)) == 2
+    steep = CraftOptions(rule=ReplicaRule.MARGINAL_GAIN, min_marginal_gain=0.03)
+    assert choose_factor(benefit, 2, 8, steep) == 2
+    assert choose_factor(benefit, 2, 0) == 0
+    assert gain_of(benefit, np.array([2, 0])) == pytest.approx(0.18)
+
+
+def test_factor_by_memory_is_free_bytes_over_expert_bytes():
+    assert factor_by_memory(1000, 44) == 22
+    with pytest.raises(InvalidInput, match="1000 free bytes / 0 bytes"):
+        factor_by_memory(1000, 0)
+
+
+def test_skew_is_the_hottest_expert_over_the_mean():
+    load = np.ones((2, 3, 20))
+    load[:, 1, 0] = 41.0
+    load[:, 2] = 0.0
+    skew = skew_by_layer(load)
+    assert skew[0] == 1.0 and np.isnan(skew[2])
+    assert skew[1] == pytest.approx(41 / 3) and skew[1] > SKEWED
+
+
+def test_what_it_refuses():
+    with pytest.raises(InfeasiblePlan, match="2 ranks x 1 slots = 2 cannot hold 3 experts"):
+        replica_benefit(np.ones((1, 1, 3)), Topology.single_node(2), 1)
+    with pytest.raises(ShapeMismatch):
+        replica_benefit(np.ones((1, 3)), Topology.single_node(2), 2)
+    with pytest.raises(InvalidInput, match="-1"):
+        allocate_replicas(FIGURE_7, -1)
+    with pytest.raises(InfeasiblePlan, match="layer 0: 3 copies exceed 2 places"):
+        pack_copies(np.ones((1, 2)), np.array([[2, 1]], np.int32), np.array([[1, 1]]), 1)

@@ -1,0 +1,216 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.gem.kernels import initial_mapping, refine_mapping, search_layers
+from evenkeel_moe.planning.policies.gem.policy import GEM_SETUPS, GemOptions, cost_table, gem_setup, plan_gem
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, PlacementProblem
+from tests.strategies import cost_curves, loads, shapes
+
+
+def problem_of(load, ranks, costs=None, **fields):
+    _, layers, experts = load.shape
+    shape = ModelShape(layers, experts, ranks, -(-experts // ranks), 1, 100)
+    return PlacementProblem(load, shape, Topology.single_node(ranks), costs=costs, **fields)
+
+
+def plain_refine(load, rank_of, costs, least_drop):
+    """Algorithm 3 as printed: every swap scored from nothing."""
+    ranks = costs.slope_s_per_token.shape[0]
+
+    def step_costs(mapping):
+        total = np.zeros((load.shape[1], ranks))
+        for expert, rank in enumerate(mapping):
+            total[:, rank] += load[expert]
+        return metrics.rank_seconds(total, costs).max(axis=1)
+
+    rank_of = rank_of.copy()
+    while True:
+        now = step_costs(rank_of)
+        best, pair = 0.0, None
+        for i, j in itertools.combinations(range(ranks), 2):
+            for a in np.nonzero(rank_of == i)[0]:
+                for b in np.nonzero(rank_of == j)[0]:
+                    swapped = rank_of.copy()
+                    swapped[a], swapped[b] = j, i
+                    drop = sum(now - step_costs(swapped))
+                    if drop > best:
+                        best, pair = drop, (a, b)
+        if pair is None:
+            return rank_of
+        a, b = pair
+        rank_of[a], rank_of[b] = rank_of[b], rank_of[a]
+        if best < least_drop * now.sum():
+            return rank_of
+
+
+def test_step_0_of_figure_13():
+    """Loads 3 and 6 cost 2 on GPU 0 and 5 on GPU 1. Curves and placement around these two points are ours."""
+    costs = CostCurves(
+        1, np.array([[1.0, 1.5, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]]), np.ones(2)
+    )
+    placement = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
+    load = np.array([[[1.0, 2.0, 3.0, 3.0]]])
+    tokens = metrics.rank_load(load, placement)
+    assert tokens.ravel().tolist() == [3.0, 6.0]
+    assert metrics.rank_seconds(tokens, costs).ravel().tolist() == [2.0, 5.0]
+    assert metrics.predicted_time(load, placement, costs) == 5.0
+
+
+def test_a_score_adds_the_slowest_rank_of_every_step():
+    """5 + 4 + 4 = 13 as in Figure 13 (c); the loads of steps 1 and 2 are ours."""
+    costs = CostCurves(
+        1, np.array([[1.0, 1.5, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]]), np.ones(2)
+    )
+    placement = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
+    load = np.array([[[1.0, 2, 3, 3]], [[3.0, 2, 1, 2]], [[1.0, 4, 2, 1]]])
+    assert metrics.step_times(load, placement, costs).ravel().tolist() == [5.0, 4.0, 4.0]
+    assert metrics.predicted_time(load, placement, costs) == 13.0
+
+
+@given(loads(1, 7, max_steps=5), st.integers(2, 4), st.data())
+def test_refinement_takes_the_swaps_of_the_plain_search(load, ranks, data):
+    costs = data.draw(cost_curves(ranks))
+    units, table = cost_table(load, ranks, costs)
+    tokens = units[0]
+    order = np.argsort(-tokens.sum(axis=1), kind="mergesort")
+    start = initial_mapping(tokens, order, np.full(ranks, -(-7 // ranks)), table)
+    ours = start.copy()
+    score, _ = refine_mapping(tokens, ours, table, 0.001)
+    plain = plain_refine(tokens, start, costs, 0.001)
+    assert ours.tolist() == plain.tolist()
+    total = np.zeros((tokens.shape[1], ranks))
+    for expert, rank in enumerate(ours):
+        total[:, rank] += tokens[expert]
+    assert score == pytest.approx(metrics.rank_seconds(total, costs).max(axis=1).sum(), abs=1e-9)
+
+
+@given(loads(1, 7, max_steps=5), st.integers(2, 4), st.data())
+def test_first_mapping_puts_each_expert_where_the_partial_score_grows_least(load, ranks, data):
+    costs = data.draw(cost_curves(ranks))
+    units, table = cost_table(load, ranks, costs)
+    tokens = units[0]
+    order = np.argsort(-tokens.sum(axis=1), kind="mergesort")
+    capacity = -(-7 // ranks)
+    rank_of = initial_mapping(tokens, order, np.full(ranks, capacity), table)
+    assert (np.bincount(rank_of, minlength=ranks) <= capacity).all()
+    total = np.zeros((tokens.shape[1], ranks))
+    for expert in order:
+        open_ranks = [
+            r
+            for r in range(ranks)
+            if (total[0, r] >= 0) and list(rank_of[order[: list(order).index(expert)]]).count(r) < capacity
+        ]
+        grown = {}
+        for rank in open_ranks:
+            trial = total.copy()
+            trial[:, rank] += tokens[expert]
+            grown[rank] = metrics.rank_seconds(trial, costs).max(axis=1).sum()
+        assert grown[rank_of[expert]] == pytest.approx(min(grown.values()))
+        total[:, rank_of[expert]] += tokens[expert]
+
+
+@given(shapes(), st.data())
+def test_every_expert_gets_one_slot_and_ranks_the_same_number(shape, data):
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    problem = PlacementProblem(load, shape, Topology.single_node(shape.num_ranks), max_evaluations=500)
+    proposal = plan_gem(problem)
+    proposal.placement.check(shape)
+    assert (proposal.placement.logcnt == 1).all()
+    held = (proposal.placement.phy2log.reshape(shape.num_layers, shape.num_ranks, -1) >= 0).sum(axis=2)
+    assert held.max() <= -(-shape.num_logical_experts // shape.num_ranks)
+    assert proposal.lower_bound is not None
+    assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
+
+
+@given(st.integers(2, 6), st.integers(2, 12), st.integers(1, 4), st.integers(0, 2), st.data())
+def test_pools_that_just_hold_every_expert_are_not_overrun(ranks, experts, layers, spare, data):
+    """Where experts do not divide by ranks, the ranks that hold one more change from layer to layer."""
+    fewest = -(-experts // ranks)
+    pool = -(-layers * experts // ranks) + spare
+    shape = ModelShape(layers, experts, ranks, fewest + 1, 1, 100, pool_slots_per_rank=pool)
+    load = data.draw(loads(layers, experts))
+    placement = plan_gem(
+        PlacementProblem(load, shape, Topology.single_node(ranks), max_evaluations=500)
+    ).placement
+    placement.check(shape)
+    assert (placement.logcnt == 1).all()
+    if pool >= layers * fewest:
+        owned = ModelShape(layers, experts, ranks, fewest + 1, 1, 100)
+        assert (
+            plan_gem(
+                PlacementProblem(load, owned, Topology.single_node(ranks), max_evaluations=500)
+            ).placement
+            == placement
+        )
+
+
+def test_a_pool_of_three_slots_holds_two_layers_of_four_experts_on_three_ranks():
+    shape = ModelShape(2, 4, 3, 3, 1, 100, pool_slots_per_rank=3)
+    load = np.array([[[9.0, 1.0, 1.0, 1.0]] * 2])
+    placement = plan_gem(PlacementProblem(load, shape, Topology.single_node(3))).placement
+    placement.check(shape)
+    assert (placement.phy2log >= 0).reshape(2, 3, 3).sum(axis=2).tolist() == [[2, 1, 1], [1, 2, 1]]
+
+
+def test_more_restarts_never_score_worse_and_the_budget_replays():
+    load = np.random.default_rng(5).integers(0, 100, (8, 3, 16)).astype(float)
+    few = plan_gem(problem_of(load, 4), GemOptions(restarts=1))
+    many = plan_gem(problem_of(load, 4))
+    assert many.score <= few.score
+    assert many.score < few.score * 0.999  # restarts find something on this load
+    again = plan_gem(problem_of(load, 4, max_evaluations=many.evaluations))
+    assert again.placement == many.placement
+
+
+def test_every_restart_runs_on_traffic_of_a_recorded_traces_size():
+    load = np.random.default_rng(7).gamma(2.0, 20.0, (100, 6, 64)).round()
+    shape = ModelShape(6, 64, 8, 9, 6, 100)
+    problem = PlacementProblem(load, shape, Topology.single_node(8))
+    load, table = cost_table(problem.load, 8, None)
+    noise = np.ones((GemOptions().restarts, 6, 64))
+    capacity = np.full((6, 8), 8)
+    *_, one = search_layers(load, noise[:1], capacity, table, GemOptions().least_drop, 1 << 60)
+    *_, every = search_layers(load, noise, capacity, table, GemOptions().least_drop, 1 << 60)
+    assert every == 30 * one
+    assert plan_gem(problem).evaluations > 0.9 * every > 2_000_000
+
+
+def test_its_own_bound_holds_beside_the_one_asked_for(monkeypatch):
+    monkeypatch.setattr("evenkeel_moe.planning.policies.gem.policy._MOST_WORK", 8)
+    load = np.random.default_rng(5).integers(0, 100, (8, 3, 16)).astype(float)
+    once = plan_gem(problem_of(load, 4), GemOptions(restarts=1))
+    assert plan_gem(problem_of(load, 4, max_evaluations=1 << 60)).evaluations == once.evaluations
+
+
+def test_a_slow_rank_gets_less_load():
+    load = np.random.default_rng(6).integers(50, 100, (6, 2, 32)).astype(float)
+    costs = gem_setup("high", 4, tile_tokens=10, tiles=100)
+    by_rank = metrics.rank_load(load, plan_gem(problem_of(load, 4, costs)).placement).sum(axis=(0, 1))
+    assert by_rank[0] < 0.92 * by_rank[1:].mean()
+
+
+def test_setups_have_the_spread_of_the_paper():
+    for name, slowest in (("low", 1.0), ("moderate", 0.88), ("high", 0.88)):
+        costs = gem_setup(name, 4, tile_tokens=64, tiles=8)
+        speed = costs.tile_seconds[:, 0].min() / costs.tile_seconds[:, 0]
+        assert speed.min() == pytest.approx(slowest)
+        assert speed.max() == pytest.approx(1.0)
+        assert len(np.unique(speed.round(6))) == {"low": 1, "moderate": 4, "high": 2}[name]
+    assert set(GEM_SETUPS) == {"low", "moderate", "high"}
+
+
+def test_what_it_refuses():
+    with pytest.raises(InvalidInput, match="unknown set-up 'huge'"):
+        gem_setup("huge", 4, tile_tokens=1, tiles=1)
+    with pytest.raises(InvalidInput, match="restarts 0"):
+        GemOptions(restarts=0)
+    shape = ModelShape(1, 3, 2, 2, 1, 100)
+    assert plan_gem(PlacementProblem(np.ones((1, 1, 3)), shape, Topology.single_node(2))).score == 2.0

@@ -1,0 +1,155 @@
+"""Every policy on the edges of what it may be asked, and refusing what nobody can answer by a typed error."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.registry import POLICIES
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, PlacementProblem
+from tests.strategies import loads, shapes, topologies
+
+EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
+
+
+def problem_of(load, ranks, slots_per_rank, **fields):
+    _, layers, experts = load.shape
+    shape = ModelShape(layers, experts, ranks, slots_per_rank, 1, 100)
+    return PlacementProblem(load, shape, Topology.single_node(ranks), max_evaluations=5000, **fields)
+
+
+def planned(name, problem):
+    """The placement, held against all that any proposal must keep."""
+    proposal = POLICIES[name](problem)
+    proposal.placement.check(problem.shape)
+    assert (proposal.placement.logcnt >= 1).all()
+    assert np.isfinite(proposal.score)
+    assert proposal.lower_bound is not None
+    assert 0 <= proposal.lower_bound <= proposal.score * (1 + 1e-9)
+    assert POLICIES[name](problem).placement.digest == proposal.placement.digest
+    return proposal.placement
+
+
+def random_load(layers, experts, steps=3):
+    return np.random.default_rng(5).integers(0, 500, (steps, layers, experts)).astype(np.float64)
+
+
+@EVERY
+def test_no_load_at_all_still_gives_every_expert_a_slot(name):
+    planned(name, problem_of(np.zeros((3, 2, 6)), 3, 3))
+
+
+@EVERY
+@pytest.mark.parametrize("silent", ["layer", "step"])
+def test_a_silent_layer_or_step_is_no_trouble(name, silent):
+    load = random_load(2, 6)
+    load[(slice(None), 0) if silent == "layer" else 1] = 0.0
+    planned(name, problem_of(load, 3, 3))
+
+
+@EVERY
+def test_one_hot_load(name):
+    load = np.zeros((3, 2, 6))
+    load[:, :, 4] = 1000.0
+    placement = planned(name, problem_of(load, 3, 3))
+    # GEM never replicates and libra copies what ranks want; the others spread the only expert with load.
+    if name in ("eplb", "keel"):
+        assert (placement.logcnt[:, 4] == 3).all()
+
+
+@EVERY
+def test_a_single_rank_holds_everything_once(name):
+    placement = planned(name, problem_of(random_load(2, 6), 1, 6))
+    assert (placement.logcnt == 1).all()
+
+
+@EVERY
+def test_a_single_expert_on_a_single_rank(name):
+    planned(name, problem_of(random_load(1, 1), 1, 1))
+
+
+@EVERY
+def test_as_many_slots_as_experts_leave_no_replica(name):
+    placement = planned(name, problem_of(random_load(2, 6), 3, 2))
+    assert (placement.logcnt == 1).all()
+
+
+@EVERY
+def test_a_budget_of_zero_leaves_no_replica(name):
+    placement = planned(name, problem_of(random_load(2, 6), 3, 3, replica_budget=0))
+    assert (placement.logcnt == 1).all()
+
+
+@EVERY
+def test_more_ranks_than_experts(name):
+    planned(name, problem_of(random_load(2, 3), 5, 2))
+
+
+@EVERY
+@given(data=st.data())
+def test_any_small_deployment_gets_a_sound_answer_or_a_typed_refusal(name, data):
+    shape = data.draw(shapes())
+    problem = PlacementProblem(
+        data.draw(loads(shape.num_layers, shape.num_logical_experts)),
+        shape,
+        data.draw(topologies(shape.num_ranks)),
+        replica_budget=data.draw(st.none() | st.integers(0, 3)),
+        max_evaluations=2000,
+    )
+    try:
+        planned(name, problem)
+    except (InvalidInput, InfeasiblePlan) as refused:
+        assert str(refused)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(np.nan, "not finite"), (np.inf, "not finite"), (-1.0, "negative")]
+)
+def test_loads_that_cannot_be_are_refused_before_any_policy_sees_them(value, words):
+    load = random_load(2, 6)
+    load[1, 1, 1] = value
+    with pytest.raises(InvalidInput, match=words):
+        problem_of(load, 3, 3)
+
+
+def test_a_window_without_steps_is_refused():
+    with pytest.raises(InvalidInput, match="no step"):
+        problem_of(np.zeros((0, 2, 6)), 3, 3)
+
+
+def test_loads_and_topologies_of_another_deployment_are_refused():
+    shape = ModelShape(2, 6, 3, 3, 1, 100)
+    with pytest.raises(ShapeMismatch):
+        PlacementProblem(random_load(2, 7), shape, Topology.single_node(3))
+    with pytest.raises(ShapeMismatch):
+        PlacementProblem(random_load(2, 6), shape, Topology.single_node(4))
+
+
+@EVERY
+def test_curves_of_another_fleet_are_refused(name):
+    with pytest.raises(ShapeMismatch):
+        POLICIES[name](problem_of(random_load(2, 6), 3, 3, costs=CostCurves.linear(np.ones(4))))
+
+
+@EVERY
+@pytest.mark.parametrize("budget", [-1, 4])
+def test_a_budget_that_no_slots_hold_is_refused(name, budget):
+    with pytest.raises((InvalidInput, InfeasiblePlan)):
+        POLICIES[name](problem_of(random_load(2, 6), 3, 3, replica_budget=budget))
+
+
+@EVERY
+def test_a_present_placement_of_another_deployment_is_refused_or_not_looked_at(name):
+    other = Placement.initial(ModelShape(2, 6, 2, 4, 1, 100))
+    problem = problem_of(random_load(2, 6), 3, 3)
+    try:
+        found = POLICIES[name](replace(problem, current=other)).placement
+    except EvenkeelError as refused:
+        assert isinstance(refused, ShapeMismatch)
+    else:
+        assert found.digest == POLICIES[name](problem).placement.digest

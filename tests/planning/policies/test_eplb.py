@@ -1,0 +1,252 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb, rebalance_experts
+from evenkeel_moe.planning.policies.packing import balanced_packing
+from evenkeel_moe.planning.policies.replication import replicate_experts
+from evenkeel_moe.planning.problem import bounds, metrics
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from tests.planning import twins
+from tests.strategies import LOAD_KINDS, cost_curves, loads, seeds, shapes, topologies
+
+# The example of the README of deepseek-ai/EPLB.
+README_WEIGHT = [
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+README_PHY2LOG = [
+    [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+    [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+]
+
+
+def test_readme_example():
+    assert rebalance_experts(np.array(README_WEIGHT), 16, 4, 2, 8).tolist() == README_PHY2LOG
+
+
+@st.composite
+def eplb_sizes(draw):
+    """(experts, slots, groups, nodes, ranks) that divide as EPLB wants."""
+    nodes = draw(st.integers(1, 3))
+    groups = nodes * draw(st.integers(1, 3))
+    experts = groups * draw(st.integers(1, 4))
+    ranks = nodes * draw(st.integers(1, 4))
+    per_rank = -(-experts // ranks) + draw(st.integers(0, 3))
+    return experts, per_rank * ranks, groups, nodes, ranks
+
+
+@settings(max_examples=300)
+@given(eplb_sizes(), seeds)
+def test_reference_rule_bit_for_bit_on_loads_without_ties(sizes, seed):
+    experts, slots, groups, nodes, ranks = sizes
+    # Continuous weights: two quotients are never equal.
+    weight = np.random.default_rng(seed).lognormal(6.0, 1.0, (2, experts)).astype(np.float32)
+    got = rebalance_experts(weight, slots, groups, nodes, ranks)
+    assert got.tolist() == [twins.eplb(row, slots, groups, nodes, ranks) for row in weight]
+
+
+@given(st.integers(1, 12), st.integers(1, 8), seeds)
+def test_replication_matches_the_twin(experts, extra, seed):
+    weight = np.random.default_rng(seed).integers(1, 50, (3, experts)).astype(np.float32)
+    logical, copies = replicate_experts(weight, experts + extra)
+    for row in range(3):
+        want, count = twins.replicate(weight[row], experts + extra)
+        assert logical[row].tolist() == want
+        assert copies[row].tolist() == count.tolist()
+
+
+def test_copies_are_bounded():
+    weight = np.array([[90.0, 10.0, 1.0]], np.float32)
+    assert replicate_experts(weight, 7, max_copies=3)[1].tolist() == [[3, 3, 1]]
+    logical, copies = replicate_experts(weight, 9, max_copies=2)
+    assert copies.tolist() == [[2, 2, 2]]
+    assert logical[0, 6:].tolist() == [EMPTY] * 3
+
+
+@given(st.integers(1, 6), st.integers(1, 5), seeds)
+def test_packing_matches_the_twin(packs, each, seed):
+    weight = np.random.default_rng(seed).integers(0, 20, (3, packs * each)).astype(np.float32)
+    index, place = balanced_packing(weight, packs)
+    for row in range(3):
+        want = twins.pack(weight[row], packs)
+        assert (index[row].tolist(), place[row].tolist()) == (want[0], want[1])
+
+
+@pytest.mark.parametrize("kind", LOAD_KINDS)
+@given(st.data(), shapes())
+def test_proposals_are_sound_for_every_load(kind, data, shape):
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts, kinds=(kind,)))
+    topology = data.draw(topologies(shape.num_ranks))
+    costs = data.draw(st.none() | cost_curves(shape.num_ranks))
+    problem = PlacementProblem(load, shape, topology, costs=costs)
+    proposal = plan_eplb(problem)
+    proposal.placement.check(shape)
+    assert proposal.score == pytest.approx(metrics.score(problem, proposal.placement))
+    assert proposal.lower_bound is not None
+    assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
+    assert plan_eplb(problem).placement.digest == proposal.placement.digest
+    if not shape.pooled and shape.slots_per_rank <= shape.num_logical_experts:
+        assert (proposal.placement.phy2log >= 0).all()
+
+
+def test_renaming_experts_renames_the_answer():
+    weight = np.random.default_rng(1).lognormal(5.0, 1.0, (2, 16))
+    order = np.random.default_rng(2).permutation(16)
+    plain = rebalance_experts(weight, 20, 1, 1, 4)
+    renamed = rebalance_experts(weight[:, order], 20, 1, 1, 4)
+    assert order[renamed].tolist() == plain.tolist()
+
+
+def test_zero_load_spreads_replicas_evenly():
+    copies = Placement(rebalance_experts(np.zeros((1, 4)), 8, 1, 1, 4), 4, 4).logcnt
+    assert copies.tolist() == [[2, 2, 2, 2]]
+    # Peers give one expert every spare slot of its node here.
+    copies = Placement(rebalance_experts(np.zeros((1, 8)), 12, 2, 2, 4), 4, 8).logcnt
+    assert copies.max() == 2
+
+
+def test_one_hot_load_is_spread_over_all_ranks():
+    shape = ModelShape(1, 4, 4, 2, 1, 1)
+    load = np.array([[[0.0, 100.0, 0.0, 0.0]]])
+    placement = plan_eplb(PlacementProblem(load, shape, Topology.single_node(4))).placement
+    assert placement.logcnt[0, 1] == 4
+    assert metrics.balancedness_mean(metrics.rank_load(load, placement)) == 1.0
+
+
+def test_a_single_rank_holds_everything_once():
+    shape = ModelShape(2, 3, 1, 5, 1, 1)
+    placement = plan_eplb(PlacementProblem(np.ones((1, 2, 3)), shape, Topology.single_node(1))).placement
+    assert np.sort(placement.phy2log, axis=1).tolist() == [[EMPTY, EMPTY, 0, 1, 2]] * 2
+
+
+def test_more_ranks_than_experts():
+    shape = ModelShape(1, 2, 5, 1, 1, 1)
+    load = np.array([[[30.0, 20.0]]])
+    placement = plan_eplb(PlacementProblem(load, shape, Topology.single_node(5))).placement
+    assert placement.logcnt.tolist() == [[3, 2]]
+
+
+def test_as_many_slots_as_experts_needs_no_replica():
+    shape = ModelShape(1, 6, 3, 2, 1, 1)
+    load = np.array([[[6.0, 5.0, 4.0, 3.0, 2.0, 1.0]]])
+    placement = plan_eplb(PlacementProblem(load, shape, Topology.single_node(3))).placement
+    assert metrics.rank_load(load, placement)[0, 0].tolist() == [7.0, 7.0, 7.0]
+
+
+def test_duplicates_are_the_reference_rule_and_avoided_by_default():
+    weight = np.array([[100.0, 1.0, 1.0]])
+    assert Placement(rebalance_experts(weight, 6, 1, 1, 2), 2, 3).first_duplicate() is not None
+    apart = Placement(rebalance_experts(weight, 6, 1, 1, 2, allow_duplicates=False), 2, 3)
+    assert apart.first_duplicate() is None
+    assert apart.logcnt.tolist() == [[2, 2, 2]]
+
+
+def test_hierarchical_only_where_it_is_faster():
+    shape = ModelShape(1, 8, 4, 3, 1, 1, num_expert_groups=2)
+    nodes = Topology((0, 1, 0, 1))
+    # All load in one group: kept on one node, half the fleet would idle.
+    skewed = np.array([[[9.0, 8.0, 7.0, 6.0, 0.0, 0.0, 0.0, 0.0]]])
+    proposal = plan_eplb(PlacementProblem(skewed, shape, nodes))
+    assert proposal.numbers["keep_nodes"] == 0.0
+    assert proposal.numbers["score_hierarchical"] > proposal.numbers["score_global"]
+    # Nothing to lose: groups stay whole, each on one node.
+    even = np.ones((1, 1, 8))
+    proposal = plan_eplb(PlacementProblem(even, shape, nodes))
+    assert proposal.numbers["keep_nodes"] == 1.0
+    ranks = proposal.placement.phy2log.reshape(4, 3)
+    assert set(ranks[[0, 2]].ravel() // 4) == {0}
+    assert set(ranks[[1, 3]].ravel() // 4) == {1}
+
+
+def test_variant_is_binding():
+    shape = ModelShape(1, 8, 4, 3, 1, 1, num_expert_groups=2)
+    problem = PlacementProblem(np.ones((1, 1, 8)), shape, Topology((0, 0, 1, 1)))
+    assert plan_eplb(problem, Variant.GLOBAL).numbers["keep_nodes"] == 0.0
+    lonely = PlacementProblem(np.ones((1, 1, 8)), shape, Topology.single_node(4))
+    with pytest.raises(InvalidInput, match="one node"):
+        plan_eplb(lonely, Variant.HIERARCHICAL)
+    uneven = PlacementProblem(np.ones((1, 1, 8)), shape, Topology((0, 1, 1, 1)))
+    with pytest.raises(InvalidInput, match=r"\[1, 3\] ranks"):
+        plan_eplb(uneven, Variant.HIERARCHICAL)
+    odd = PlacementProblem(np.ones((1, 1, 8)), shape, Topology((0, 1, 2, 2)))
+    with pytest.raises(InvalidInput, match="2 expert groups do not divide over 3 nodes"):
+        plan_eplb(odd, Variant.HIERARCHICAL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((17, 1, 1, 4), "17 slots do not divide over 4 ranks: 17 % 4 != 0"),
+        ((16, 5, 1, 4), "12 experts do not divide over 5 expert groups: 12 % 5 != 0"),
+        ((16, 4, 3, 6), "16 slots do not divide over 6 ranks"),
+        ((18, 4, 3, 6), "4 expert groups do not divide over 3 nodes: 4 % 3 != 0"),
+        ((16, 6, 3, 8), "8 ranks do not divide over 3 nodes: 8 % 3 != 0"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(arguments, message):
+    with pytest.raises(InvalidInput, match=message):
+        rebalance_experts(np.ones((1, 12)), *arguments)
+
+
+def test_too_few_slots_are_refused():
+    with pytest.raises(InfeasiblePlan, match="8 slots cannot hold one copy each of 12 experts"):
+        rebalance_experts(np.ones((1, 12)), 8, 1, 1, 4)
+    with pytest.raises(ShapeMismatch):
+        rebalance_experts(np.ones(12), 12, 1, 1, 4)
+    with pytest.raises(InvalidInput, match="5 items do not divide over 2 packs"):
+        balanced_packing(np.ones((1, 5), np.float32), 2)
+
+
+def test_replica_budget_is_kept():
+    shape = ModelShape(2, 6, 3, 4, 1, 1)
+    load = np.random.default_rng(0).integers(1, 9, (2, 2, 6)).astype(float)
+    for budget, filled in ((0, 6), (3, 9), (6, 12)):
+        problem = PlacementProblem(load, shape, Topology.single_node(3), replica_budget=budget)
+        assert (plan_eplb(problem).placement.phy2log >= 0).sum(axis=1).tolist() == [filled, filled]
+    with pytest.raises(InvalidInput, match="6 experts \\+ 1 redundant = 7 slots do not divide over 3 ranks"):
+        plan_eplb(PlacementProblem(load, shape, Topology.single_node(3), replica_budget=1))
+    with pytest.raises(InfeasiblePlan, match="needs 5 slots") as error:
+        plan_eplb(PlacementProblem(load, shape, Topology.single_node(3), replica_budget=9))
+    assert error.value.reason is Reason.MEMORY_EXCEEDED
+
+
+def test_pooled_slots_give_every_layer_the_same_share():
+    shape = ModelShape(3, 6, 3, 6, 1, 1, pool_slots_per_rank=10)
+    placement = plan_eplb(PlacementProblem(np.ones((1, 3, 6)), shape, Topology.single_node(3))).placement
+    placement.check(shape)
+    assert (placement.phy2log >= 0).sum(axis=1).tolist() == [9, 9, 9]
+
+
+def test_a_pool_that_cannot_hold_equal_layers_is_refused():
+    shape = ModelShape(2, 5, 2, 3, 1, 1, pool_slots_per_rank=5)
+    with pytest.raises(InfeasiblePlan, match=r"2 slots per rank and layer x 2 ranks = 4 cannot hold 5"):
+        plan_eplb(PlacementProblem(np.ones((1, 2, 5)), shape, Topology.single_node(2)))
+
+
+@given(shapes(pooled=False), st.data())
+def test_hottest_copy_matches_the_twin(shape, data):
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    redundant = shape.num_slots - shape.num_logical_experts
+    got = bounds.hottest_copy(load, redundant, shape.num_ranks)
+    for t in range(load.shape[0]):
+        for layer in range(shape.num_layers):
+            want = twins.hottest_copy(load[t, layer], redundant, shape.num_ranks)
+            mean = load[t, layer].sum() / shape.num_ranks
+            assert got[t, layer] == pytest.approx(max(want, mean))
+
+
+def test_bound_sees_an_expert_too_hot_for_its_replicas():
+    # One spare slot: two copies of 45 tokens stay under the mean rank load.
+    assert bounds.bound_times(np.array([[[90.0, 10.0]]]), 2, 1).tolist() == [[50.0]]
+    # A third rank: now the two copies are above the mean, until there is a third.
+    assert bounds.bound_times(np.array([[[90.0, 10.0]]]), 3, 1).tolist() == [[45.0]]
+    assert bounds.bound_times(np.array([[[90.0, 10.0]]]), 3, 2) == pytest.approx(100 / 3)
+    # No spare slot: one rank carries all 90.
+    assert bounds.bound_times(np.array([[[90.0, 10.0]]]), 2, 0).tolist() == [[90.0]]
+    with pytest.raises(ShapeMismatch):
+        bounds.hottest_copy(np.ones((2, 2)), 0, 1)

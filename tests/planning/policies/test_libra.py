@@ -1,0 +1,82 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra, replicate_by_source
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel, PlacementProblem
+from tests.strategies import loads, placements, seeds, shapes
+
+
+def local_load(demand, home, held):
+    """Load of each rank when its own tokens stay where it holds the expert and others go home."""
+    load = np.zeros(len(demand))
+    for rank, wants in enumerate(demand):
+        for expert, tokens in enumerate(wants):
+            load[rank if held[expert, rank] else home[expert]] += tokens
+    return load
+
+
+def test_phase_1_copies_the_remote_experts_a_rank_wants_most():
+    demand = np.array([[9.0, 0, 1, 8], [0, 9, 0, 0]])
+    home = np.array([0, 0, 1, 1])
+    held = replicate_by_source(demand, home, 3, 1.0)
+    assert held[3, 0] and not held[2, 0]
+    assert held[1, 1]
+
+
+def test_phase_2_relieves_the_fullest_rank():
+    demand = np.array([[10.0, 0, 0, 0], [10.0, 0, 5, 0], [10.0, 0, 0, 5]])
+    home = np.array([0, 0, 1, 2])
+    held = replicate_by_source(demand, home, 2, 0.0)
+    # Expert 0 weighs 30 of 40 on rank 0; the mean is 13.3. A copy would bring ranks 1 and 2 to 15.
+    assert held.sum() == 4
+    lighter = replicate_by_source(np.array([[10.0, 0, 0, 0], [8.0, 0, 2, 0], [8.0, 0, 0, 2]]), home, 2, 0.0)
+    assert lighter[0, 1] and lighter[0, 2]
+
+
+@given(seeds, st.integers(2, 5), st.integers(2, 9), st.sampled_from([0.0, 0.5, 1.0]))
+def test_homes_stay_capacity_holds_and_no_rank_is_filled_above_the_mean_by_phase_2(
+    seed, ranks, experts, locality
+):
+    rng = np.random.default_rng(seed)
+    demand = rng.integers(0, 50, (ranks, experts)).astype(float)
+    home = np.arange(experts) % ranks
+    capacity = -(-experts // ranks) + 2
+    held = replicate_by_source(demand, home, capacity, locality)
+    assert held[np.arange(experts), home].all()
+    assert (held.sum(axis=0) <= capacity).all()
+    if locality == 0.0:
+        alone = np.zeros((experts, ranks), bool)
+        alone[np.arange(experts), home] = True
+        before, after = local_load(demand, home, alone), local_load(demand, home, held)
+        assert after.max() <= before.max() + 1e-9
+        assert (after <= np.maximum(before, demand.sum() / ranks) + 1e-9).all()
+
+
+@given(shapes(), st.data())
+def test_proposals_are_sound(shape, data):
+    source = data.draw(st.none() | st.just(True))
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    rng = np.random.default_rng(data.draw(seeds))
+    problem = PlacementProblem(
+        load,
+        shape,
+        Topology.single_node(shape.num_ranks),
+        current=data.draw(st.none() | placements(shape)),
+        source_load=None
+        if source is None
+        else rng.integers(0, 9, (shape.num_ranks, *load.shape[1:])).astype(float),
+        dispatch=DispatchModel.NEAREST,
+    )
+    proposal = plan_libra(problem)
+    proposal.placement.check(shape)
+    assert proposal.lower_bound is not None
+    assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
+
+
+def test_what_it_refuses():
+    with pytest.raises(InvalidInput, match="locality is 2"):
+        LibraOptions(2)

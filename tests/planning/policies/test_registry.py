@@ -1,0 +1,118 @@
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.placement import EMPTY
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb
+from evenkeel_moe.planning.policies.registry import POLICIES, resolve_policy
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
+
+
+def test_policies_are_found_by_name():
+    assert resolve_policy("eplb") is POLICIES["eplb"]
+
+
+def test_one_form_of_eplb_can_be_chosen_by_name():
+    """For a phase whose better form is known: a deployment, or a plan by hand with its phases, names it."""
+    shape = ModelShape(2, 8, 4, 3, 2, 100, num_expert_groups=2)
+    load = np.random.default_rng(1).lognormal(4, 1, (6, 2, 8))
+    problem = PlacementProblem(load, shape, Topology((0, 0, 1, 1)))
+    for variant in Variant:
+        chosen = resolve_policy(f"eplb-{variant}")(problem)
+        assert chosen.placement == plan_eplb(problem, variant).placement
+        assert chosen.numbers["keep_nodes"] == (variant is Variant.HIERARCHICAL)
+    with pytest.raises(InvalidInput, match="hierarchical EPLB is not possible: there is one node"):
+        resolve_policy("eplb-hierarchical")(replace(problem, topology=Topology.single_node(4)))
+
+
+def test_unknown_policy_names_the_known_ones():
+    with pytest.raises(InvalidInput, match="unknown policy 'magic'; known: .*eplb") as error:
+        resolve_policy("magic")
+    assert error.value.reason is Reason.UNKNOWN_POLICY
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_answers_with_a_sound_placement_and_the_same_bytes_twice(name):
+    shape = ModelShape(2, 6, 3, 3, 2, 100)
+    load = np.random.default_rng(3).integers(0, 100, (4, 2, 6)).astype(float)
+    problem = PlacementProblem(load, shape, Topology((0, 0, 1)), max_evaluations=2000)
+    first, second = resolve_policy(name)(problem), resolve_policy(name)(problem)
+    first.placement.check(shape)
+    assert first.placement.digest == second.placement.digest
+    assert first.score == second.score
+
+
+PLAN_AFTER_WARMING = """
+import importlib, pkgutil
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+import evenkeel_moe.planning
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies import registry as policies
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.schedule.relabel import relabel
+from evenkeel_moe.planning.schedule.waves import schedule_waves
+
+def compiled():
+    modules = [importlib.import_module("evenkeel_moe.planning." + m.name) for m in pkgutil.iter_modules(evenkeel_moe.planning.__path__)]
+    return {k: len(v.signatures) for m in modules for k, v in vars(m).items() if isinstance(v, Dispatcher)}
+
+policies.warm_kernels()
+before = compiled()
+shape = ModelShape(3, 12, 4, 4, 2, 100, pool_slots_per_rank=11)
+load = np.random.default_rng(0).integers(0, 99, (8, 3, 12)).astype(float)
+current = Placement.initial(shape)
+problem = PlacementProblem(load, shape, Topology((0, 1, 0, 1)), current=current, max_evaluations=2000)
+for policy in policies.POLICIES.values():
+    target = relabel(problem, policy(problem).placement)
+    schedule_waves(current, target, shape, problem.topology, None)
+print(*(name for name, count in compiled().items() if count > before[name]))
+"""
+
+
+def test_nothing_compiles_after_warming():
+    # In a process of its own: here other tests have long compiled everything.
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN_AFTER_WARMING], capture_output=True, text=True, timeout=110
+    )
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_planning_again_on_the_same_load_moves_nothing(name):
+    shape = ModelShape(3, 12, 4, 4, 2, 100)
+    load = np.random.default_rng(4).lognormal(4, 1, (6, 3, 12))
+    topology = Topology.single_node(4)
+    first = resolve_policy(name)(PlacementProblem(load, shape, topology, max_evaluations=20_000)).placement
+    again = PlacementProblem(load, shape, topology, current=first, max_evaluations=20_000, cost_per_move=1.0)
+    target = relabel(again, resolve_policy(name)(again).placement)
+    assert count_moves(first, target) == 0
+
+
+@pytest.mark.parametrize("name", ["craft", "eplb"])
+@given(st.integers(0, 1000))
+def test_other_names_of_the_experts_change_nothing_else(name, seed):
+    """Where a policy builds its plan from the loads alone; keel searches from a placement, GEM draws orders by id."""
+    rng = np.random.default_rng(seed)
+    load, new = rng.lognormal(4, 1, (4, 2, 8)), rng.permutation(8)
+    shape = ModelShape(2, 8, 3, 4, 2, 100)
+    plan, topology = resolve_policy(name), Topology.single_node(3)
+    first = plan(PlacementProblem(load, shape, topology))
+    renamed = plan(PlacementProblem(load[:, :, new], shape, topology))
+    names = np.append(new, EMPTY)  # The last stands for an empty slot, -1.
+    assert by_rank(names[renamed.placement.phy2log]) == by_rank(first.placement.phy2log)
+    assert renamed.score == pytest.approx(first.score)
+
+
+def by_rank(phy2log):
+    """Of each layer, what ranks hold, whichever rank holds it."""
+    return [sorted(sorted(rank) for rank in row.reshape(3, -1).tolist()) for row in phy2log]

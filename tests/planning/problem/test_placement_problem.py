@@ -1,0 +1,143 @@
+"""What a problem refuses, whatever the policy and the dispatch model, and what it takes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.registry import POLICIES
+from evenkeel_moe.planning.problem.placement_problem import (
+    CostCurves,
+    DispatchModel,
+    PlacementProblem,
+    origin_shares,
+)
+from tests.strategies import loads, placements, seeds, shapes, topologies
+
+SHAPE = ModelShape(2, 8, 4, 3, 2, 100)
+EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
+DISPATCHES = pytest.mark.parametrize("dispatch", DispatchModel)
+
+
+def planned(name, **fields):
+    load = np.random.default_rng(1).poisson(20, (5, 2, 8)).astype(np.float64)
+    known = {"load": load, "current": Placement.initial(SHAPE), "max_evaluations": 500}
+    return POLICIES[name](
+        PlacementProblem(shape=SHAPE, topology=Topology.single_node(4), **(known | fields))
+    ).placement
+
+
+def sources(value):
+    """Sound source loads but for one value."""
+    found = np.ones((4, 2, 8))
+    found[1, 0, 3] = value
+    return found
+
+
+@EVERY
+@DISPATCHES
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (sources(np.nan), "source_load holds 1 values that are not finite"),
+        (sources(np.inf), "source_load holds 1 values that are not finite"),
+        (sources(-5.0), "source_load holds 1 negative values, smallest -5"),
+        (sources(1e16), r"source_load holds 1 values above 9.0072e\+15, largest 1e\+16"),
+    ],
+)
+def test_source_loads_that_cannot_be_are_refused(name, dispatch, source, words):
+    with pytest.raises(InvalidInput, match=words):
+        planned(name, dispatch=dispatch, source_load=source)
+
+
+@EVERY
+@DISPATCHES
+@pytest.mark.parametrize("size", [(4, 2, 7), (4, 1, 8), (2, 2, 8), (1, 2, 8), (2, 8), (5, 4, 2, 8)])
+def test_source_loads_of_another_deployment_are_refused(name, dispatch, size):
+    with pytest.raises(ShapeMismatch, match=r"source_load must be \(4, 2, 8\), got \("):
+        planned(name, dispatch=dispatch, source_load=np.ones(size))
+
+
+@EVERY
+@DISPATCHES
+@pytest.mark.parametrize("number", ["cost_per_move", "cross_node_factor", "max_evaluations", "seed"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1])
+def test_numbers_that_cannot_be_are_refused(name, dispatch, number, value):
+    with pytest.raises(InvalidInput, match=f"{number} is {value}, must be finite and not negative"):
+        planned(name, dispatch=dispatch, **{number: value})
+
+
+@pytest.mark.parametrize("limit", ["max_moves", "max_bytes", "max_layers"])
+def test_limits_below_zero_are_refused(limit):
+    with pytest.raises(InvalidInput, match=f"{limit} is -1, must be finite and not negative"):
+        planned("keel", limits=PlanLimits(**{limit: -1}))
+
+
+def test_loads_beyond_what_can_be_counted_are_refused():
+    with pytest.raises(InvalidInput, match=r"load holds 16 values above 9.0072e\+15, largest 1e\+300"):
+        planned("eplb", load=np.full((1, 2, 8), 1e300))
+
+
+@pytest.mark.parametrize(
+    ("stairs", "slope", "words"),
+    [
+        ([[-1.0, 2.0], [1.0, 2.0]], [1.0, 1.0], "tile_seconds holds 1 negative values, smallest -1"),
+        ([[1.0, np.nan], [1.0, 2.0]], [1.0, 1.0], "tile_seconds holds 1 values that are not finite"),
+        ([[1.0, 2.0], [1.0, np.inf]], [1.0, 1.0], "tile_seconds holds 1 values that are not finite"),
+        ([[1.0, 2.0], [3.0, 2.5]], [1.0, 1.0], "1 stairs are lower than the one before, the most by 0.5 s"),
+        ([[1.0, 2.0], [1.0, 2.0]], [1.0, -2.0], "slope_s_per_token holds 1 negative values, smallest -2"),
+        ([[1.0, 2.0], [1.0, 2.0]], [np.nan, 1.0], "slope_s_per_token holds 1 values that are not finite"),
+        ([[], []], [1.0, 1.0], r"with K at least 1 .*got \(2, 0\) and \(2,\)"),
+        ([[1.0], [1.0]], [1.0], r"got \(2, 1\) and \(1,\)"),
+    ],
+)
+def test_curves_that_cannot_be_are_refused(stairs, slope, words):
+    with pytest.raises(InvalidInput, match=words):
+        CostCurves(4, np.array(stairs), np.array(slope))
+
+
+@pytest.mark.parametrize("tokens", [0, -1, np.nan, np.inf])
+def test_tiles_that_cannot_be_are_refused(tokens):
+    with pytest.raises(InvalidInput, match=f"tile_tokens is {tokens}, must be finite and at least 1"):
+        CostCurves(tokens, np.ones((2, 1)), np.ones(2))
+
+
+@EVERY
+@given(data=st.data())
+def test_sound_source_loads_get_a_sound_answer_or_a_refusal_of_something_else(name, data):
+    shape = data.draw(shapes(pooled=False))
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    rng = np.random.default_rng(data.draw(seeds))
+    size = (shape.num_ranks, *load.shape[1:])
+    problem = PlacementProblem(
+        load,
+        shape,
+        data.draw(topologies(shape.num_ranks)),
+        current=data.draw(st.none() | placements(shape)),
+        source_load=rng.integers(0, 9, size) * 10.0 ** rng.integers(-9, 12, size),
+        dispatch=data.draw(st.sampled_from(DispatchModel)),
+        max_evaluations=500,
+    )
+    try:
+        proposal = POLICIES[name](problem)
+    except (InvalidInput, InfeasiblePlan) as refused:
+        assert "source" not in str(refused)
+    else:
+        proposal.placement.check(shape)
+        assert np.isfinite(proposal.score)
+
+
+@given(shapes(), seeds)
+def test_origin_shares_sum_to_one_and_are_even_where_no_rank_routed(shape, seed):
+    rng = np.random.default_rng(seed)
+    size = (shape.num_ranks, shape.num_layers, shape.num_logical_experts)
+    source = rng.integers(0, 3, size) * rng.integers(0, 2, size[1:]) * 1.0
+    shares = origin_shares(source, shape)
+    np.testing.assert_allclose(shares.sum(axis=0), 1.0)
+    silent = source.sum(axis=0) == 0
+    assert (shares[:, silent] == 1.0 / shape.num_ranks).all()
+    np.testing.assert_allclose((shares * source.sum(axis=0)), source)

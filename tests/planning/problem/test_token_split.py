@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load, slot_shares
+from tests.planning import twins
+from tests.strategies import loads, placements, seeds, shapes, topologies
+
+
+@given(st.data(), shapes(), seeds)
+def test_shares_of_an_expert_sum_to_one_and_match_the_twin(data, shape, seed):
+    placement = data.draw(placements(shape))
+    topology = data.draw(topologies(shape.num_ranks))
+    size = (shape.num_ranks, shape.num_layers, shape.num_logical_experts)
+    source = np.random.default_rng(seed).integers(0, 3, size).astype(float)
+    for split in (SplitModel(), SplitModel(DispatchModel.NEAREST, topology, source)):
+        shares = slot_shares(placement, split)
+        for layer, row in enumerate(placement.phy2log):
+            total = np.bincount(row[row >= 0], shares[layer][row >= 0], shape.num_logical_experts)
+            assert total == pytest.approx(np.ones(shape.num_logical_experts))
+            assert (shares[layer][row < 0] == 0).all()
+            twin = (
+                twins.shares_even(row)
+                if split.dispatch is DispatchModel.EVEN
+                else twins.shares_nearest(row, shape.num_ranks, topology.node_of_rank, source[:, layer])
+            )
+            assert shares[layer] == pytest.approx(np.array(twin))
+
+
+def test_nearest_prefers_own_rank_then_own_node_then_all():
+    placement = Placement(np.array([[0, 1, 0, 2]]), num_ranks=4, num_logical_experts=3)
+    source = np.zeros((4, 1, 3))
+    source[1, 0, 0] = 30.0  # rank 1 has none itself, its node has rank 0's
+    source[2, 0, 0] = 10.0  # its own
+    split = SplitModel(DispatchModel.NEAREST, Topology((0, 0, 1, 1)), source)
+    assert slot_shares(placement, split).tolist() == [[0.75, 1.0, 0.25, 1.0]]
+    apart = SplitModel(DispatchModel.NEAREST, Topology((0, 1, 2, 3)), source)
+    assert slot_shares(placement, apart).tolist() == [[0.375, 1.0, 0.625, 1.0]]
+
+
+@given(st.data(), shapes())
+def test_optimal_split_has_the_least_peak_and_no_more_than_even(data, shape):
+    placement = data.draw(placements(shape))
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    optimal = slot_load(load, placement, SplitModel(DispatchModel.OPTIMAL))
+    even = slot_load(load, placement)
+    assert (optimal >= 0).all()
+    for t in range(load.shape[0]):
+        for layer, row in enumerate(placement.phy2log):
+            filled = row >= 0
+            for split in (optimal, even):
+                total = np.bincount(row[filled], split[t, layer][filled], shape.num_logical_experts)
+                assert total == pytest.approx(load[t, layer])
+            by_rank = optimal[t, layer].reshape(shape.num_ranks, -1).sum(axis=1)
+            assert by_rank.max() == pytest.approx(twins.least_peak(load[t, layer], row, shape.num_ranks))
+
+
+def test_optimal_split_passes_load_along_a_chain_of_ranks():
+    # Rank 0 is full of expert 0; relief reaches it only over experts 1 and 2, which each bridge two ranks.
+    row = np.array([[0, 1, 1, 2, 2, -1]])
+    placement = Placement(row, num_ranks=3, num_logical_experts=3)
+    split = slot_load(np.array([[[60.0, 50.0, 10.0]]]), placement, SplitModel(DispatchModel.OPTIMAL))
+    assert split[0, 0].reshape(3, 2).sum(axis=1).max() == pytest.approx(60.0)
+    split = slot_load(np.array([[[30.0, 50.0, 10.0]]]), placement, SplitModel(DispatchModel.OPTIMAL))
+    assert split[0, 0].reshape(3, 2).sum(axis=1) == pytest.approx([40.0, 40.0, 10.0])
+    split = slot_load(np.array([[[0.0, 50.0, 40.0]]]), placement, SplitModel(DispatchModel.OPTIMAL))
+    assert split[0, 0].reshape(3, 2).sum(axis=1) == pytest.approx([30.0, 30.0, 30.0])
+
+
+def test_optimal_has_no_fixed_shares():
+    placement = Placement(np.array([[0]]), num_ranks=1, num_logical_experts=1)
+    with pytest.raises(InvalidInput, match="slot_load"):
+        slot_shares(placement, SplitModel(DispatchModel.OPTIMAL))
+
+
+def test_sources_of_another_deployment_are_refused():
+    placement = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
+    with pytest.raises(ShapeMismatch, match="3 ranks"):
+        slot_shares(placement, SplitModel(DispatchModel.NEAREST, Topology.single_node(3)))
+    with pytest.raises(ShapeMismatch, match=r"\(2, 1, 2\)"):
+        slot_shares(placement, SplitModel(DispatchModel.NEAREST, None, np.ones((2, 2, 2))))

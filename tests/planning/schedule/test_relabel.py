@@ -1,0 +1,202 @@
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel, PlacementProblem
+from evenkeel_moe.planning.schedule.relabel import (
+    align_slots,
+    count_moves,
+    fewest_moves,
+    moves_by_layer,
+    relabel,
+)
+from tests.planning import twins
+from tests.strategies import loads, placements, seeds, shapes, topologies
+
+
+@st.composite
+def pairs(draw, /, **kwargs):
+    shape = draw(shapes(**kwargs))
+    return shape, draw(placements(shape)), draw(placements(shape))
+
+
+def by_rank(placement, layer):
+    return placement.phy2log[layer].reshape(placement.num_ranks, -1)
+
+
+def contents(placement, layer):
+    """What each rank holds in a layer, in rank order."""
+    return [tuple(sorted(row[row >= 0].tolist())) for row in by_rank(placement, layer)]
+
+
+@given(pairs())
+def test_moves_match_the_twin(case):
+    _, current, target = case
+    want = [
+        twins.moves(old, new, current.num_ranks)
+        for old, new in zip(current.phy2log, target.phy2log, strict=True)
+    ]
+    assert moves_by_layer(current, target).tolist() == want
+    assert count_moves(current, target) == sum(want)
+    assert count_moves(current, current) == 0
+
+
+def test_a_local_copy_is_not_a_move():
+    old = Placement(np.array([[0, 1, 2, -1]]), num_ranks=2, num_logical_experts=3)
+    twice = Placement(np.array([[0, 1, 2, 2]]), num_ranks=2, num_logical_experts=3)
+    assert count_moves(old, twice) == 0
+    received_once = Placement(np.array([[0, 0, 2, 1]]), num_ranks=2, num_logical_experts=3)
+    assert count_moves(old, received_once) == 1
+
+
+@given(pairs(max_ranks=5))
+def test_no_renaming_needs_fewer_moves(case):
+    _, current, target = case
+    best = [
+        min(
+            twins.moves(old, new.reshape(current.num_ranks, -1)[list(order)], current.num_ranks)
+            for order in permutations(range(current.num_ranks))
+        )
+        for old, new in zip(current.phy2log, target.phy2log, strict=True)
+    ]
+    assert moves_by_layer(current, fewest_moves(current, target)).tolist() == best
+
+
+@given(pairs(), st.data())
+def test_renaming_keeps_what_ranks_hold_together_and_every_rank_load(case, data):
+    shape, current, target = case
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    topology = data.draw(topologies(shape.num_ranks))
+    for renamed in (fewest_moves(current, target), fewest_moves(current, target, topology=topology)):
+        assert count_moves(current, renamed) <= count_moves(current, target)
+        for layer in range(shape.num_layers):
+            assert sorted(contents(renamed, layer)) == sorted(contents(target, layer))
+        old = np.sort(metrics.rank_load(load, target), axis=2)
+        assert np.sort(metrics.rank_load(load, renamed), axis=2) == pytest.approx(old)
+
+
+@given(pairs(), st.data())
+def test_nodes_stay_together_when_asked(case, data):
+    shape, current, target = case
+    topology = data.draw(topologies(shape.num_ranks))
+    node = np.array(topology.node_of_rank)
+    renamed = fewest_moves(current, target, topology=topology)
+    assert count_moves(current, renamed) <= count_moves(current, target)
+
+    def by_node(placement, layer):
+        held = contents(placement, layer)
+        return sorted(sorted(held[rank] for rank in np.nonzero(node == n)[0]) for n in range(node.max() + 1))
+
+    for layer in range(shape.num_layers):
+        assert by_node(renamed, layer) == by_node(target, layer)
+
+
+def test_nodes_change_places_as_a_whole():
+    current = Placement(np.array([[0, 1, 2, 3]]), num_ranks=4, num_logical_experts=4)
+    target = Placement(np.array([[3, 2, 1, 0]]), num_ranks=4, num_logical_experts=4)
+    nodes = Topology((0, 0, 1, 1))
+    assert fewest_moves(current, target, topology=nodes) == current
+    # Crosswise, one expert of each pair is on the wrong node and must move.
+    crossed = Placement(np.array([[0, 2, 1, 3]]), num_ranks=4, num_logical_experts=4)
+    assert count_moves(current, fewest_moves(current, crossed, topology=nodes)) == 2
+    assert count_moves(current, fewest_moves(current, crossed)) == 0
+
+
+@given(pairs(), seeds)
+def test_ranks_of_unequal_speed_keep_their_part(case, seed):
+    shape, current, target = case
+    rates = np.random.default_rng(seed).integers(1, 3, shape.num_ranks).astype(float)
+    renamed = fewest_moves(current, target, costs=CostCurves.linear(rates))
+    assert count_moves(current, renamed) <= count_moves(current, target)
+    for layer in range(shape.num_layers):
+        for speed in set(rates.tolist()):
+            ranks = np.nonzero(rates == speed)[0]
+            old, new = contents(target, layer), contents(renamed, layer)
+            assert sorted(old[r] for r in ranks) == sorted(new[r] for r in ranks)
+
+
+@given(pairs(pooled=True))
+def test_pooled_renaming_overflows_no_pool(case):
+    shape, current, target = case
+    renamed = fewest_moves(current, target, pooled=True)
+    renamed.check(shape)
+    assert renamed.used_per_rank().tolist() == target.used_per_rank().tolist()
+
+
+@given(pairs())
+def test_an_expert_that_stays_keeps_its_slot(case):
+    shape, current, target = case
+    aligned = align_slots(current, target)
+    for layer in range(shape.num_layers):
+        assert contents(aligned, layer) == contents(target, layer)
+        stays = [
+            slot
+            for slot, expert in enumerate(current.phy2log[layer])
+            if expert >= 0 and expert in by_rank(target, layer)[slot // shape.slots_per_rank]
+        ]
+        assert (aligned.phy2log[layer, stays] == current.phy2log[layer, stays]).all()
+
+
+def test_newcomers_take_the_slots_of_those_that_leave_first():
+    current = Placement(np.array([[0, -1, 1, 2]]), num_ranks=2, num_logical_experts=3)
+    target = Placement(np.array([[2, -1, 1, 0]]), num_ranks=2, num_logical_experts=3)
+    assert align_slots(current, target).phy2log.tolist() == [[2, -1, 1, 0]]
+
+
+def test_renamed_ranks_are_aligned_too():
+    current = Placement(np.array([[0, 1, 2, 3]]), num_ranks=2, num_logical_experts=4)
+    target = Placement(np.array([[3, 2, 1, 0]]), num_ranks=2, num_logical_experts=4)
+    assert fewest_moves(current, target) == current
+
+
+def test_relabel_respects_the_dispatcher():
+    shape = ModelShape(1, 4, 4, 1, 1, 1)
+    current = Placement(np.array([[0, 1, 2, 3]]), num_ranks=4, num_logical_experts=4)
+    crossed = Placement(np.array([[0, 2, 1, 3]]), num_ranks=4, num_logical_experts=4)
+    load, nodes = np.ones((1, 1, 4)), Topology((0, 0, 1, 1))
+
+    def moves(keep_nodes=False, **kwargs):
+        problem = PlacementProblem(load, shape, nodes, current=current, **kwargs)
+        return count_moves(current, relabel(problem, crossed, keep_nodes=keep_nodes))
+
+    assert moves() == 0
+    assert moves(keep_nodes=True) == 2
+    assert moves(dispatch=DispatchModel.NEAREST) == 2
+    assert moves(dispatch=DispatchModel.NEAREST, source_load=np.ones((4, 1, 4))) == 2
+    assert moves(dispatch=DispatchModel.OPTIMAL) == 0
+    assert relabel(PlacementProblem(load, shape, nodes), crossed) == crossed
+
+
+@given(pairs(), st.data())
+def test_relabelling_keeps_the_score(case, data):
+    shape, current, target = case
+    rng = np.random.default_rng(data.draw(seeds))
+    problem = PlacementProblem(
+        data.draw(loads(shape.num_layers, shape.num_logical_experts)),
+        shape,
+        data.draw(topologies(shape.num_ranks)),
+        current=current,
+        costs=CostCurves.linear(rng.integers(1, 3, shape.num_ranks).astype(float)),
+        dispatch=data.draw(st.sampled_from(DispatchModel)),
+        source_load=data.draw(
+            st.sampled_from([None, np.ones((shape.num_ranks, shape.num_layers, shape.num_logical_experts))])
+        ),
+    )
+    before = metrics.score(problem, target)
+    if problem.dispatch is not DispatchModel.OPTIMAL:
+        assert metrics.score(problem, relabel(problem, target)) == pytest.approx(before)
+
+
+def test_other_deployments_are_refused():
+    small = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
+    large = Placement(np.array([[0, 1, 0, 1]]), num_ranks=2, num_logical_experts=2)
+    for function in (count_moves, align_slots, fewest_moves):
+        with pytest.raises(ShapeMismatch):
+            function(small, large)

@@ -1,0 +1,210 @@
+"""Where the load of experts is expected, and what keel makes of it."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.placement_problem import CostCurves, PlacementProblem
+from evenkeel_moe.planning.signals.change_detection import find_change, step_weights
+from evenkeel_moe.planning.signals.forecast import forecast, recentred
+from tests.planning import twins
+from tests.strategies import loads, seeds
+
+HALF_LIVES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, np.inf)
+BLIND = KeelOptions(foresight=0.999)
+"""keel that believes no forecast."""
+
+
+def drifting(rng, steps, begin=0.0, end=1.0, experts=16, tokens=4000):
+    """(steps, 2, experts) Poisson tokens, popularity going from one skew to another, a share of the way."""
+    old, new = rng.gamma(0.6, 1.0, (2, 2, experts))
+    way = np.linspace(begin, end, steps)[:, None, None]
+    mean = (1 - way) * old / old.sum(axis=1, keepdims=True) + way * new / new.sum(axis=1, keepdims=True)
+    return rng.poisson(mean * tokens).astype(float)
+
+
+def shares(load):
+    mean = load.mean(axis=0)
+    return mean / mean.sum(axis=1, keepdims=True)
+
+
+@given(loads(2, 5, max_steps=40))
+def test_it_is_the_mix_of_fading_means_that_would_have_erred_least(load):
+    steps = len(load)
+    first, ahead = max(1, round(steps / 2)), max(4, steps // 8)
+    found = forecast(load)
+    errors, ends = twins.fading_errors(load, np.array(HALF_LIVES) * steps, first, ahead)
+    if steps < 9 or errors[-1, -1] < 1e-18 * load.size:
+        assert found is None
+        return
+    assert 0 <= found.error <= 1
+    totals = load.sum(axis=(0, 2)) > 0
+    assert found.shares.sum(axis=1) == pytest.approx(totals.astype(float))
+    scaled = errors / errors[-1, -1]
+    least = minimize(
+        lambda mix: mix @ scaled @ mix,
+        np.full(5, 0.2),
+        jac=lambda mix: 2 * scaled @ mix,
+        bounds=[(0, 1)] * 5,
+        constraints={"type": "eq", "fun": lambda mix: mix.sum() - 1},
+        method="SLSQP",
+        options={"ftol": 1e-12, "maxiter": 500},
+    )
+    assert found.error == pytest.approx(least.fun, abs=2e-4)
+    low, high = ends.min(axis=0) / load.shape[2], ends.max(axis=0) / load.shape[2]
+    assert (found.shares >= low - 1e-9).all() and (found.shares <= high + 1e-9).all()
+
+
+@given(seeds)
+def test_under_drift_it_is_nearer_to_what_comes_than_the_windows_mean(seed):
+    load = drifting(np.random.default_rng(seed), 120)
+    past, coming = load[:100], shares(load[100:])
+    found = forecast(past)
+    assert found.error < 0.5
+    assert ((found.shares - coming) ** 2).sum() < 0.7 * ((shares(past) - coming) ** 2).sum()
+
+
+@given(seeds)
+def test_after_an_abrupt_change_it_is_what_came_after(seed):
+    rng = np.random.default_rng(seed)
+    load = np.concatenate([drifting(rng, 70, 0, 0), drifting(rng, 30, 1, 1)])
+    now = shares(load[70:])
+    assert np.abs(forecast(load).shares - now).max() < 0.25 * np.abs(shares(load) - now).max()
+
+
+@given(seeds)
+def test_where_only_chance_moves_loads_nothing_beats_the_mean(seed):
+    found = forecast(drifting(np.random.default_rng(seed), 100, 0, 0, experts=64))
+    assert found.error > 1 - KeelOptions().foresight
+
+
+def test_too_few_steps_foretell_nothing():
+    rng = np.random.default_rng(0)
+    assert forecast(drifting(rng, 8)) is None
+    assert forecast(drifting(rng, 9)) is not None
+    assert forecast(np.zeros((40, 2, 4))) is None
+    with pytest.raises(ShapeMismatch, match=r"\(40, 4\)"):
+        forecast(np.zeros((40, 4)))
+
+
+@given(seeds, st.integers(9, 60))
+def test_recentring_moves_the_means_and_leaves_what_steps_do_beside(seed, steps):
+    load = drifting(np.random.default_rng(seed), steps, tokens=100)
+    load[:, :, 0] = 0.0
+    weights, _ = step_weights(load)
+    found = forecast(load)
+    moved = recentred(load, weights, found)
+    before, after = (np.tensordot(weights, each, axes=1) for each in (load, moved))
+    wanted = found.shares * before.sum(axis=1, keepdims=True)
+    assert after == pytest.approx(np.clip(wanted, before / 4, before * 4))
+    factor = np.divide(after, before, out=np.ones_like(after), where=before > 0)
+    assert moved == pytest.approx(load * factor)
+
+
+def _problem(load, **changes):
+    shape = ModelShape(load.shape[1], load.shape[2], 4, load.shape[2] // 4 + 1, 2, 100)
+    return PlacementProblem(load, shape, Topology.single_node(4), **changes)
+
+
+def test_keel_plans_for_where_loads_go():
+    gained = []
+    for seed in range(16):
+        # A while as before, a shift, and then as it is now: half of the window speaks of what is over.
+        parts = ((50, 0.0, 0.0), (50, 0.0, 1.0), (40, 1.0, 1.0))
+        load = np.concatenate(
+            [drifting(np.random.default_rng(seed), *part, experts=16, tokens=300) for part in parts]
+        )
+        problem = _problem(load[:100])
+        seen, blind = plan_keel(problem), plan_keel(problem, BLIND)
+        assert seen.numbers["forecast_error"] == blind.numbers["forecast_error"] < 0.5
+        later = replace(problem, load=load[100:])
+        gained.append(metrics.score(later, blind.placement) / metrics.score(later, seen.placement))
+        # What is told of the plan is of the window as it was.
+        assert seen.score == pytest.approx(metrics.score(problem, seen.placement))
+    assert np.mean(gained) > 1.005
+
+
+def test_keel_believes_no_forecast_that_hardly_beats_the_mean():
+    problem = _problem(drifting(np.random.default_rng(1), 100, 0, 0))
+    seen = plan_keel(problem)
+    assert seen.numbers["forecast_error"] > 0.875
+    assert seen.placement.digest == plan_keel(problem, BLIND).placement.digest
+    assert math.isnan(plan_keel(_problem(problem.load[:8])).numbers["forecast_error"])
+    with pytest.raises(InvalidInput, match="foresight is 1"):
+        KeelOptions(foresight=1.0)
+
+
+def test_a_copy_must_save_more_where_tokens_come_by_the_request():
+    rng = np.random.default_rng(2)
+    one_by_one = drifting(rng, 64, 0, 0)
+    # Requests that last four steps and send all their tokens the same way.
+    by_request = np.repeat(drifting(rng, 16, 0, 0, tokens=400), 4, axis=0) * 10
+    prices = []
+    for load in (one_by_one, by_request):
+        planned = plan_keel(_problem(load)).placement
+        prices.append(plan_keel(_problem(load, current=planned)).numbers["price"])
+    per_rank, usual = 5, find_change(by_request).usual
+    assert usual > 10
+    seen = by_request.sum() / (2 * 4) / per_rank
+    assert prices[1] == pytest.approx((0.003 + 0.25 * (usual**0.7 / seen) ** 0.5) / per_rank)
+    seen = one_by_one.sum() / (2 * 4) / per_rank
+    noise = max(1.0, find_change(one_by_one).usual) ** 0.7
+    assert prices[0] == pytest.approx((0.003 + 0.25 * (noise / seen) ** 0.5) / per_rank)
+    assert prices[1] > 1.5 * prices[0]
+
+
+def _foreseen_time(problem, placement):
+    """Predicted time of the loads that keel plans for, their steps weighed as keel does."""
+    weights, _ = step_weights(problem.load)
+    expected = forecast(problem.load)
+    load = problem.load
+    if expected.error < 1 - KeelOptions().foresight:
+        load = recentred(load, weights, expected)
+    return float(weights @ metrics.step_times(load, placement, problem.costs).sum(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("moves", "speeds", "within"),
+    [
+        (0.0, None, 0.003),
+        (1.0, None, 0.01),
+        (1.0, (1.0, 1.0, 1.0, 1.005), 0.01),
+        (1.0, (1.0, 1.0, 1.0, 1.3), 0.0),
+    ],
+    ids=["steady", "moving", "moving, ranks all but alike", "moving, a slow rank"],
+)
+def test_a_first_plan_is_this_near_to_one_from_nothing(moves, speeds, within):
+    costs = None if speeds is None else CostCurves.linear(np.array(speeds) * 1e-6)
+    behind = []
+    for seed in range(24):
+        load = drifting(np.random.default_rng(seed), 64, 0.0, moves, tokens=400)
+        nothing = _problem(load, costs=costs)
+        first = plan_keel(replace(nothing, current=Placement.initial(nothing.shape)))
+        best = _foreseen_time(nothing, plan_keel(nothing).placement)
+        assert (first.numbers["forecast_error"] < 0.875) == bool(moves)
+        behind.append(1 - best / _foreseen_time(nothing, first.placement))
+    assert max(behind) <= within + 1e-9
+    # Where it is nearer than that, it was not worth its copies.
+    assert max(behind) > within / 2 or within == 0.0
+    if within == 0.0:
+        assert min(behind) < 0
+
+
+def test_loads_that_are_no_whole_numbers_leave_nothing_where_there_is_none():
+    load = drifting(np.random.default_rng(3), 60) * 0.1
+    load[42:, 1] = 0.0
+    found = forecast(load)
+    errors, ends = twins.fading_errors(load, np.array(HALF_LIVES) * 60, 30, 7)
+    assert found.error <= (np.diag(errors) / errors[-1, -1]).min() + 1e-4
+    assert (found.shares >= ends.min(axis=0) / 16 - 1e-9).all()
+    assert (found.shares <= ends.max(axis=0) / 16 + 1e-9).all()

@@ -1,0 +1,391 @@
+"""One replica's work for one deployment: leading, recovering, planning, migrating."""
+
+import dataclasses
+
+import pytest
+
+from evenkeel_moe.errors import NotFound, Reason, Unavailable
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.timing import ControlTiming
+from evenkeel_moe.protocol.transitions import ControlState as S
+from evenkeel_moe.protocol.transitions import CoordinatorState as C
+from tests.protocol.rigs import (
+    AFTER_ONE,
+    AFTER_TWO,
+    BASE,
+    LEADER,
+    ack,
+    answer_survey,
+    both,
+    control_of,
+    from_rank,
+    hello_of,
+    identity_of,
+    key_of,
+    of_kind,
+    only,
+    plan_of,
+    record,
+    sent,
+    state_of,
+    vote,
+)
+
+# --- leading and recovering -----------------------------------------------------------------------
+
+
+def test_leader_asks_all_ranks_before_it_plans():
+    """R15: no plan before all R ranks of the generation answered."""
+    control = control_of(S.RECOVERING)
+    control.handle(from_rank(0, state_of(0, query=1)), 0.0)
+    assert control.state is S.RECOVERING and control.epoch is None
+    with pytest.raises(Unavailable) as caught:
+        Operator(control).submit(plan_of(), 0.0)
+    assert caught.value.reason is Reason.RECOVERING
+    actions = control.handle(from_rank(1, state_of(1, query=1)), 0.0)
+    assert control.state is S.READY and control.placement == BASE
+    assert only(actions, ctl.PersistEpoch).placement == BASE
+
+
+def test_survey_is_resent_to_those_who_did_not_answer():
+    control = control_of(S.RECOVERING)
+    control.handle(from_rank(0, state_of(0, query=1)), 0.0)
+    actions = control.handle(msg.Tick(), 1.0)
+    asked = [a.rank for a in of_kind(actions, ctl.SendToRank) if a.message.want_placement]
+    assert asked == [1]
+
+
+def test_records_follow_the_ranks_not_the_store():
+    """R12, R15: the store is a hint: history above the ranks' epoch belongs to a life that is gone."""
+    stored = ctl.StoredRecords(epochs={Epoch(0): BASE, Epoch(1): AFTER_ONE, Epoch(7): AFTER_TWO})
+    control = control_of(S.RECOVERING, stored)
+    actions = answer_survey(control, epoch=1, placement=AFTER_ONE)
+    assert only(actions, ctl.PersistEpoch).epoch == 1
+    assert control.history == {0: BASE, 1: AFTER_ONE}
+
+
+def test_flushed_store_leaves_no_rollback_history_and_says_so():
+    """R15."""
+    control = control_of()
+    with pytest.raises(NotFound, match="no earlier placement"):
+        Operator(control).rollback_target(None)
+
+
+def test_ranks_that_disagree_keep_the_leader_asking():
+    control = control_of(S.RECOVERING)
+    control.handle(from_rank(0, state_of(0, query=1)), 0.0)
+    actions = control.handle(from_rank(1, state_of(1, query=1, epoch=3)), 0.0)
+    assert only(actions, ctl.Alert).reason is Reason.EPOCH_DISAGREES
+    assert control.standing(0.0)[0] is Reason.EPOCH_DISAGREES
+    again = control.handle(msg.Tick(), 1.0)
+    assert len([m for m in sent(again) if m.want_placement]) == 2
+    answer_survey(control, now=1.0)
+    assert control.state is S.READY
+
+
+def test_rank_that_knows_a_higher_term_makes_the_leader_step_down_and_rise_above_it():
+    """R2: a leader takes max(store, ranks) + 1."""
+    refused = msg.TermRefused(identity_of(0), msg.Leader("b", 9))
+    control = control_of()
+    assert only(control.handle(from_rank(0, refused), 0.0), ctl.RaiseTerm).at_least == 9
+    assert control.state is S.FOLLOWER
+    control = control_of(S.WAITING_FOR_RANKS)
+    actions = control.handle(from_rank(0, hello_of(0, highest_term=4)), 0.0)
+    assert only(actions, ctl.RaiseTerm).at_least == 4
+
+
+def test_term_bound_to_another_leader_is_refused_and_an_old_refusal_is_not_heard():
+    """R2: a rank binds a term to the first leader id that used it."""
+    control = control_of()
+    old = msg.TermRefused(identity_of(0), msg.Leader("b", 0))
+    assert control.handle(from_rank(0, old), 0.0) == [] and control.state is S.READY
+    same = msg.TermRefused(identity_of(0), msg.Leader("b", LEADER.term))
+    assert only(control.handle(from_rank(0, same), 0.0), ctl.RaiseTerm)
+
+
+def test_lost_lease_drops_the_machine_in_any_state():
+    """R13: in any state: stop sending and drop the machine."""
+    for state in (S.WAITING_FOR_RANKS, S.RECOVERING, S.READY, S.MIGRATING):
+        control = control_of(state)
+        assert control.handle(ctl.LeaseLost(), 0.0) == []
+        assert (control.state, control.coordinator, control.active_plan) == (S.FOLLOWER, None, None)
+        assert control.handle(msg.Tick(), 99.0) == []
+        assert (
+            only(control.handle(from_rank(0, hello_of(0)), 99.0), ctl.CloseStream).reason is Reason.NOT_LEADER
+        )
+
+
+def test_new_generation_ends_the_plans_of_the_old_one():
+    """R1: old plans end as GENERATION_CHANGED."""
+    control = control_of(S.MIGRATING)
+    control.handle(from_rank(0, hello_of(0, "g2", 5), 5, 30), 1.0)
+    assert control.state is S.MIGRATING
+    control.handle(from_rank(1, hello_of(1, "g2", 5), 5, 31), 1.0)
+    assert (control.state, control.coordinator) == (S.RECOVERING, None)
+    assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, Reason.GENERATION_CHANGED)
+
+
+def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts():
+    control = control_of(S.MIGRATING)
+    for index, after in enumerate((AFTER_ONE, AFTER_TWO)):
+        vote(control, index)
+        control.handle(from_rank(0, msg.Ack(key_of(index=index), Epoch(index + 1), after.digest)), 0.0)
+        if index == 0:
+            control.handle(from_rank(1, msg.Ack(key_of(index=index), Epoch(1), after.digest)), 0.0)
+    assert control.state is S.MIGRATING, "one rank has not acked"
+    for rank in (0, 1):
+        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 1.0)
+    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.COMMITTED, 2)
+
+
+def restarts(control, *stands):
+    """The group comes back as g2, each rank at an epoch and a map."""
+    return [
+        action
+        for rank, (epoch, placement) in enumerate(stands)
+        for action in control.handle(
+            from_rank(
+                rank, hello_of(rank, "g2", 5, epoch=epoch, placement_digest=placement.digest), 5, 30 + rank
+            ),
+            1.0,
+        )
+    ]
+
+
+def test_wave_swapped_everywhere_is_counted_though_the_group_restarts_before_any_ack():
+    """R12: the ranks are the truth, also those of the next generation."""
+    control = control_of(S.MIGRATING)
+    vote(control)
+    actions = restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
+    assert only(actions, ctl.PersistOutcome) == ctl.PersistOutcome(key_of(), True, Reason.COMMITTED)
+    ended = record(control)
+    assert (ended.phase, ended.reason, ended.waves_committed) == (
+        PlanPhase.ABORTED,
+        Reason.GENERATION_CHANGED,
+        1,
+    )
+    control = control_of()
+    Operator(control).submit(plan_of(1), 0.0, approve=True)
+    vote(control)
+    restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
+    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.COMMITTED, 1)
+
+
+@pytest.mark.parametrize(
+    "stands",
+    [
+        ((0, BASE), (0, BASE)),
+        ((0, BASE), (1, AFTER_ONE)),
+        ((1, AFTER_ONE), (0, BASE)),
+        ((1, AFTER_TWO), (1, AFTER_TWO)),
+        ((9, AFTER_ONE), (9, AFTER_ONE)),
+    ],
+)
+def test_wave_is_not_counted_unless_the_whole_group_comes_back_where_it_leads(stands):
+    control = control_of(S.MIGRATING)
+    vote(control)
+    restarts(control, *stands)
+    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
+
+
+def test_proposal_that_leads_where_another_plan_led_is_not_counted():
+    control = control_of()
+    Operator(control).submit(plan_of(2, "same"), 0.0)
+    Operator(control).submit(plan_of(2), 0.0, approve=True)
+    vote(control)
+    restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
+    assert [record(control, name).waves_committed for name in ("p", "same")] == [1, 0]
+
+
+def test_found_wave_is_ended_before_anything_else():
+    """R12."""
+    control = control_of(S.RECOVERING)
+    for rank in (0, 1):
+        held = state_of(rank, query=1, state=msg.ParticipantState.ARMED, wave=key_of())
+        control.handle(from_rank(rank, held), 0.0)
+    assert control.coordinator.state is C.RECOVERING
+    both(control, lambda rank: state_of(rank, query=2, state=msg.ParticipantState.ARMED, wave=key_of()))
+    assert control.coordinator.state is C.COMMITTING
+    ack(control, AFTER_ONE, 1)
+    assert control.coordinator.done and control.state is S.RECOVERING
+    actions = answer_survey(control, epoch=1, placement=AFTER_ONE)
+    assert control.state is S.READY and only(actions, ctl.PersistEpoch).epoch == 1
+
+
+def stored_plan(**changes):
+    control = control_of(S.MIGRATING)
+    return ctl.StoredRecords(
+        plans=(dataclasses.replace(record(control), **changes),), epochs={Epoch(0): BASE}
+    )
+
+
+def test_new_leader_goes_on_with_a_plan_that_the_ranks_are_in_the_middle_of():
+    control = control_of(S.RECOVERING, stored_plan())
+    actions = answer_survey(control, epoch=1, placement=AFTER_ONE)
+    assert control.state is S.MIGRATING and record(control).waves_committed == 1
+    assert {m.wave for m in sent(actions) if isinstance(m, msg.Prepare)} == {key_of(index=1)}
+
+
+def found_and_acked(stored):
+    """A new leader found wave 0 armed on the ranks, ended it, and has not heard them again."""
+    control = control_of(S.RECOVERING, stored)
+    for query in (1, 2):
+        both(
+            control,
+            lambda rank, query=query: state_of(
+                rank, query=query, state=msg.ParticipantState.ARMED, wave=key_of()
+            ),
+        )
+    return control, ack(control, AFTER_ONE, 1)
+
+
+def test_wave_found_and_committed_is_counted_though_the_group_restarts_before_it_is_asked_again():
+    control, actions = found_and_acked(stored_plan())
+    kinds = [type(action) for action in actions]
+    assert kinds.index(ctl.PersistPlan) < kinds.index(ctl.PersistOutcome), (
+        "or a crash between them loses the wave"
+    )
+    for rank in (0, 1):
+        control.handle(from_rank(rank, hello_of(rank, "g2", 5, epoch=1), 5, 30 + rank), 1.0)
+    ended = record(control)
+    assert (ended.phase, ended.reason, ended.waves_committed) == (
+        PlanPhase.ABORTED,
+        Reason.GENERATION_CHANGED,
+        1,
+    )
+
+
+def test_found_wave_of_another_life_of_the_plan_id_is_not_counted():
+    stored = stored_plan()
+    moved = dataclasses.replace(stored.plans[0].plan, base_epoch=Epoch(7))
+    control, _ = found_and_acked(stored_plan(plan=moved))
+    assert record(control).waves_committed == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "heard", "reason"),
+    [
+        (S.WAITING_FOR_RANKS, (0,), Reason.RANKS_MISSING),
+        (S.RECOVERING, (0,), Reason.RANKS_MISSING),
+        (S.RECOVERING, (0, 1), Reason.RECOVERY_DEADLINE),
+    ],
+)
+def test_plan_that_a_new_leader_cannot_go_on_with_says_why(state, heard, reason):
+    """R14: a rank that never comes back, that goes away, that hears no question."""
+    control = control_of(state, stored_plan())
+    for t in range(1, 15):
+        for rank in heard:
+            control.handle(from_rank(rank, hello_of(rank)), float(t))
+            control.membership.heard(rank, 1, 10 + rank, float(t))
+        said = of_kind(control.handle(msg.Tick(), float(t)), ctl.WaveHealth)
+        assert [health.reason for health in said] == ([reason] if t == 11 else [])
+    assert (control.state, record(control).phase, record(control).reason) == (
+        state,
+        PlanPhase.STALLED,
+        reason,
+    )
+    if state is S.WAITING_FOR_RANKS:
+        control.handle(from_rank(1, hello_of(1)), 15.0)
+    answer_survey(control, 15.0)
+    assert (control.state, record(control).phase) == (S.MIGRATING, PlanPhase.MIGRATING)
+
+
+def test_found_wave_that_stalls_is_what_its_plan_says():
+    """R14, and it runs again when the rank is back."""
+    held = {"state": msg.ParticipantState.PREPARED, "wave": key_of()}
+    control = control_of(S.RECOVERING, stored_plan())
+    both(control, lambda rank: state_of(rank, query=1, **held))
+    for t in range(1, 6):
+        control.handle(from_rank(0, state_of(0, query=2, **held)), float(t))
+        control.handle(msg.Tick(), float(t))
+    assert control.coordinator.state is C.RECOVERING
+    assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.RANK_LOST)
+    control.handle(from_rank(1, state_of(1, query=2, **held)), 6.0)
+    assert control.coordinator.state is C.COMMITTING
+    assert record(control).phase is PlanPhase.MIGRATING
+
+
+def test_plan_that_waited_for_ranks_goes_on_with_its_found_wave():
+    held = {"state": msg.ParticipantState.PREPARED, "wave": key_of()}
+    stalled = stored_plan(phase=PlanPhase.STALLED, reason=Reason.RANKS_MISSING)
+    control = control_of(S.RECOVERING, stalled)
+    both(control, lambda rank: state_of(rank, query=1, **held))
+    assert record(control).phase is PlanPhase.MIGRATING
+
+
+def test_new_leader_ends_a_plan_that_the_ranks_completed():
+    control = control_of(S.RECOVERING, stored_plan())
+    answer_survey(control, epoch=2, placement=AFTER_TWO)
+    assert (control.state, record(control).phase, record(control).waves_committed) == (
+        S.READY,
+        "committed",
+        2,
+    )
+
+
+def test_new_leader_ends_a_plan_whose_base_is_gone():
+    control = control_of(S.RECOVERING, stored_plan())
+    answer_survey(control, epoch=1, placement=AFTER_TWO)
+    assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, Reason.STALE_BASE)
+
+
+def test_new_leader_honours_a_cancel_its_predecessor_took():
+    control = control_of(S.MIGRATING)
+    vote(control)
+    Operator(control).cancel(PlanId("p"), "me", 0.0)
+    stored = ctl.StoredRecords(plans=(record(control),))
+    control = control_of(S.RECOVERING, stored)
+    answer_survey(control, epoch=1, placement=AFTER_ONE)
+    assert record(control).phase is PlanPhase.CANCELLED
+
+
+@pytest.mark.parametrize(("state", "asked"), [(S.READY, [1, 2.5, 4]), (S.MIGRATING, [1, 2, 3, 4, 5])])
+def test_ranks_are_asked_more_rarely_at_rest(state, asked):
+    """The rig's heartbeat is a second, its lease three."""
+    control = control_of(state)
+    when = []
+    for now in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0):
+        actions = control.handle(msg.Tick(), now)
+        if any(
+            isinstance(one, ctl.SendToRank) and isinstance(one.message, msg.QueryState) for one in actions
+        ):
+            when.append(now)
+        for rank in range(3):
+            control.handle(from_rank(rank, state_of(rank, query=0)), now)
+    assert control.state is state
+    assert when == asked
+
+
+def test_a_plan_that_begins_is_asked_about_at_once_when_the_last_question_is_a_heartbeat_old():
+    control = control_of(S.READY)
+    control.handle(msg.Tick(), 1.0)
+    assert not control.handle(msg.Tick(), 2.25)
+    control.state = S.MIGRATING
+    asked = control.handle(msg.Tick(), 2.25)
+    assert (
+        sum(isinstance(one.message, msg.QueryState) for one in asked if isinstance(one, ctl.SendToRank)) == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("heartbeat_s", "lease_s", "at_rest_s"), [(2.5, 10, 5), (2.5, 60, 5), (1, 3, 1.5), (0.2, 0.6, 0.3)]
+)
+def test_two_questions_at_rest_fit_into_a_lease(heartbeat_s, lease_s, at_rest_s):
+    timing = ControlTiming(heartbeat_s=heartbeat_s, rank_lease_s=lease_s)
+    assert timing.question_s(at_rest=True) == pytest.approx(at_rest_s)
+    assert timing.question_s(at_rest=False) == heartbeat_s
+
+
+def test_heartbeat_that_does_not_fit_the_records_starts_a_new_survey():
+    control = control_of()
+    control.handle(msg.Tick(), 1.0)
+    query = control.recovery.query
+    assert control.handle(from_rank(0, state_of(0, query=query)), 1.0) == []
+    stale = state_of(0, query=0, epoch=4)
+    assert control.handle(from_rank(0, stale), 1.0) == [], "an answer from before is no news"
+    control.handle(from_rank(0, state_of(0, query=query, epoch=4)), 1.0)
+    assert control.state is S.RECOVERING

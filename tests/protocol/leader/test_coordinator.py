@@ -1,0 +1,305 @@
+"""The controller's half of one wave, rule by rule."""
+
+import pytest
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import Epoch, EpRank
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.coordinator import Coordinator
+from evenkeel_moe.protocol.messages import ParticipantState as P
+from evenkeel_moe.protocol.messages import WaveOutcome
+from evenkeel_moe.protocol.transitions import CoordinatorState as C
+from tests.protocol.rigs import (
+    LEADER,
+    PEERS,
+    TIMING,
+    coordinator_in,
+    from_rank,
+    key_of,
+    of_kind,
+    only,
+    prepare_of,
+    recovering_coordinator,
+    sent,
+    state_of,
+)
+
+KEY = key_of()
+YES = msg.Vote(KEY, True)
+GONE = msg.AbortAnswer(KEY, Epoch(0), WaveOutcome.DROPPED, True)
+SWAPPED = msg.AbortAnswer(KEY, Epoch(1), WaveOutcome.SWAPPED, True)
+ACK = msg.Ack(KEY, Epoch(1), "digest")
+
+
+def test_commit_follows_the_last_yes_and_the_stored_intent():
+    """One wave, 2: all R yes: the controller writes its intent, then sends Commit."""
+    wave = coordinator_in(C.PREPARING)
+    assert wave.handle(from_rank(0, YES), 0.0) == []
+    actions = wave.handle(from_rank(1, YES), 0.0)
+    assert isinstance(actions[0], ctl.PersistIntent)
+    assert [type(message) for message in sent(actions)] == [msg.Commit, msg.Commit]
+    assert wave.state is C.COMMITTING
+
+
+def test_one_no_aborts_on_all_ranks():
+    wave = coordinator_in(C.PREPARING)
+    actions = wave.handle(from_rank(1, msg.Vote(KEY, False, Reason.CHECKSUM_MISMATCH, "slot 3")), 0.0)
+    assert [action.rank for action in of_kind(actions, ctl.SendToRank)] == [0, 1]
+    assert (wave.state, wave.reason) == (C.ABORTING, Reason.CHECKSUM_MISMATCH)
+    assert "slot 3" in wave.detail
+
+
+@pytest.mark.parametrize(("incarnation", "stream"), [(1, 99), (2, 11)], ids=["stream", "life"])
+def test_vote_of_another_stream_or_life_does_not_count(incarnation, stream):
+    """R1: votes count only from the stream that got the Prepare."""
+    wave = coordinator_in(C.PREPARING)
+    wave.handle(from_rank(0, YES), 0.0)
+    assert wave.handle(from_rank(1, YES, incarnation, stream), 0.0) == []
+    assert wave.state is C.PREPARING
+
+
+def test_reconnected_rank_gets_the_question_again_and_answers_on_the_new_stream():
+    """R1."""
+    wave = coordinator_in(C.PREPARING)
+    wave.handle(from_rank(0, YES), 0.0)
+    again = only(wave.handle(ctl.RankConnected(1, 1, 50), 1.0), ctl.SendToRank)
+    assert (again.stream, type(again.message)) == (50, msg.Prepare)
+    assert wave.handle(from_rank(1, YES), 1.0) == [], "the old stream is no longer the one that was asked"
+    wave.handle(from_rank(1, YES, stream=50), 1.0)
+    assert wave.state is C.COMMITTING
+
+
+def test_new_life_of_a_rank_ends_the_vote():
+    wave = coordinator_in(C.PREPARING)
+    wave.handle(ctl.RankConnected(1, 2, 50), 1.0)
+    assert (wave.state, wave.reason) == (C.ABORTING, Reason.RANK_LOST)
+
+
+def test_wave_is_recorded_when_one_rank_is_at_the_new_epoch_and_done_when_all_are():
+    """One wave, 5: recorded as committed when it learns of one rank, retired when all acked."""
+    wave = coordinator_in(C.COMMITTING)
+    actions = wave.handle(from_rank(1, ACK), 0.0)
+    assert only(actions, ctl.PersistOutcome).committed
+    assert (wave.state, wave.done, wave.pending) == (C.COMMITTED, False, (0,))
+    assert of_kind(wave.handle(from_rank(0, ACK), 0.0), ctl.PersistOutcome) == []
+    assert wave.done
+
+
+def test_abort_ends_only_when_all_ranks_are_drained():
+    """R7: the next Prepare needs "drained" from all R."""
+    wave = coordinator_in(C.ABORTING)
+    wave.handle(from_rank(0, GONE), 0.0)
+    wave.handle(from_rank(1, msg.AbortAnswer(KEY, Epoch(0), WaveOutcome.DROPPED, False)), 0.0)
+    assert (wave.state, wave.done) == (C.ABORTING, False)
+    actions = wave.handle(from_rank(1, GONE), 0.0)
+    outcome = only(actions, ctl.PersistOutcome)
+    assert (outcome.committed, outcome.reason) == (False, Reason.TRANSFER_TIMEOUT)
+    assert wave.done
+
+
+def test_abort_is_resent_until_answered_with_backoff():
+    """R7: Abort is resent until answered."""
+    wave = coordinator_in(C.ABORTING)
+    wave.handle(from_rank(0, GONE), 0.0)
+    times = [
+        t
+        for t in range(1, 20)
+        if any(a.rank == 1 for a in of_kind(wave.handle(msg.Tick(), float(t)), ctl.SendToRank))
+    ]
+    assert times == [1, 3, 7, 11, 15, 19]
+
+
+@pytest.mark.parametrize("evidence", [ACK, SWAPPED])
+def test_abort_that_lost_to_the_gate_becomes_a_commit(evidence):
+    """R7: if that poll passed, the answer is "at the new epoch"."""
+    wave = coordinator_in(C.ABORTING)
+    actions = wave.handle(from_rank(0, evidence), 0.0)
+    assert only(actions, ctl.PersistOutcome).committed
+    assert [type(m) for m in sent(actions)] == [msg.Commit, msg.Commit]
+    assert wave.pending == (1,)
+
+
+def test_commit_of_a_wave_a_rank_dropped_aborts_it():
+    wave = coordinator_in(C.COMMITTING)
+    wave.handle(from_rank(0, GONE), 0.0)
+    assert (wave.state, wave.reason) == (C.ABORTING, Reason.WAVE_DROPPED)
+
+
+def test_dropped_beside_committed_alerts():
+    wave = coordinator_in(C.COMMITTED)
+    assert only(wave.handle(from_rank(1, GONE), 0.0), ctl.Alert).reason is Reason.EPOCH_DISAGREES
+    assert wave.state is C.COMMITTED
+
+
+def test_prepare_deadline_aborts():
+    wave = coordinator_in(C.PREPARING)
+    wave.handle(from_rank(0, YES), 1.0)
+    assert wave.handle(msg.Tick(), 9.9) != [] and wave.state is C.PREPARING
+    wave.handle(msg.Tick(), 10.0)
+    assert (wave.state, wave.reason) == (C.ABORTING, Reason.PREPARE_DEADLINE)
+    assert "[1]" in wave.detail
+
+
+def test_cancel_after_the_votes_changes_nothing():
+    """R16: cancel after the votes takes effect at the next wave."""
+    wave = coordinator_in(C.COMMITTING)
+    assert wave.handle(ctl.CancelWave(Reason.CANCELLED), 0.0) == []
+    assert wave.state is C.COMMITTING
+
+
+def progress(wave, step, now):
+    wave.handle(ctl.FleetProgress(step), now)
+    return wave.handle(msg.Tick(), now)
+
+
+def test_gate_deadline_counts_steps_and_seconds():
+    """R14: deadlines count steps and seconds."""
+    wave = coordinator_in(C.COMMITTING)
+    progress(wave, 49, 9.0)
+    progress(wave, 49, 12.0)
+    assert wave.state is C.COMMITTING, "seconds alone do not end it"
+    progress(wave, 50, 12.5)
+    assert (wave.state, wave.reason) == (C.ABORTING, Reason.GATE_DEADLINE)
+
+
+def test_fleet_without_steps_is_paused_not_stalled():
+    """R14: no steps on the fleet means `paused`, not stalled."""
+    wave = coordinator_in(C.COMMITTING)
+    assert of_kind(wave.handle(msg.Tick(), 4.9), ctl.WaveHealth) == []
+    health = only(wave.handle(msg.Tick(), 500.0), ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (False, Reason.NO_STEPS)
+    assert of_kind(wave.handle(msg.Tick(), 501.0), ctl.WaveHealth) == [], "said once"
+    assert wave.state is C.COMMITTING
+    assert only(progress(wave, 1, 502.0), ctl.WaveHealth).reason is None
+
+
+DEADLINES = [
+    (C.PREPARING, Reason.PREPARE_DEADLINE),
+    (C.COMMITTING, Reason.GATE_DEADLINE),
+    (C.ABORTING, Reason.ABORT_DEADLINE),
+]
+
+
+def unasked_in(state):
+    """A coordinator whose question of a state was not sent: what goes with it could not be stored."""
+    wave = Coordinator(key_of(), LEADER, PEERS, TIMING, prepare=prepare_of())
+    asked = wave.start(0.0, 0)
+    if state is C.COMMITTING:
+        asked = [action for rank in (0, 1) for action in wave.handle(from_rank(rank, YES), 0.0)]
+    elif state is C.ABORTING:
+        asked = wave.handle(ctl.CancelWave(Reason.CANCELLED), 0.0)
+    assert wave.state is state
+    wave.not_sent(of_kind(asked, ctl.SendToRank))
+    return wave
+
+
+@pytest.mark.parametrize(("state", "reason"), DEADLINES)
+def test_question_that_waits_for_the_store_says_so_and_the_ranks_time_begins_when_it_goes_out(state, reason):
+    """R14: the fleet steps on and no rank was asked, so neither `paused` nor a deadline of the ranks would be true."""
+    wave = unasked_in(state)
+    actions = wave.handle(msg.Tick(), 1.0)
+    health = only(actions, ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (True, Reason.STORE_UNAVAILABLE)
+    for t in range(2, 60):
+        wave.not_sent(of_kind(actions, ctl.SendToRank))
+        actions = progress(wave, 20 * t, float(t))
+        assert of_kind(actions, ctl.WaveHealth) == [], "said once"
+        assert len(sent(actions)) == 2, "tried with every tick, so that it goes out once the store is back"
+    assert wave.state is state
+    assert only(progress(wave, 1200, 60.0), ctl.WaveHealth).reason is None
+    progress(wave, 1390, 68.0)
+    assert wave.state is state and wave.health is None
+    progress(wave, 1600, 70.0)
+    assert (wave.state, (wave.health or wave).reason) == (C.ABORTING, reason)
+
+
+@pytest.mark.parametrize(("state", "reason"), DEADLINES)
+def test_ranks_that_were_asked_are_waited_for_also_while_the_store_is_away(state, reason):
+    """Only repeats are kept back then: it is their answers that are missing."""
+    wave = coordinator_in(state)
+    for t in range(1, 10):
+        wave.not_sent(of_kind(progress(wave, 20 * t, float(t)), ctl.SendToRank))
+        assert wave.state is state and wave.health is None
+    progress(wave, 200, 10.0)
+    assert (wave.state, (wave.health or wave).reason) == (C.ABORTING, reason)
+
+
+@pytest.mark.parametrize("state", [C.PREPARING, C.COMMITTING, C.ABORTING])
+def test_rank_that_reconnects_is_not_asked_before_what_goes_with_the_question_is_stored(state):
+    wave = unasked_in(state)
+    assert sent(wave.handle(ctl.RankConnected(EpRank(0), 1, 60), 0.5)) == []
+    asked = of_kind(wave.handle(msg.Tick(), 1.0), ctl.SendToRank)
+    assert [(action.rank, action.stream) for action in asked] == [(0, 60), (1, 11)]
+    again = only(wave.handle(ctl.RankConnected(EpRank(0), 1, 61), 1.5), ctl.SendToRank)
+    assert again.stream == 61, "it was asked, and may not have heard"
+
+
+@pytest.mark.parametrize("state", [C.COMMITTING, C.ABORTING, C.RECOVERING, C.COMMITTED])
+def test_unreachable_rank_stalls_and_never_ends_the_wave(state):
+    """R14: reported as stalled with the reason; ends only by R12's rule or by a new generation."""
+    wave = coordinator_in(state)
+    health = only(wave.handle(ctl.RankLost(1), 1.0), ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (True, Reason.RANK_LOST)
+    for t in range(2, 5000, 7):
+        wave.handle(ctl.FleetProgress(t), float(t))
+        wave.handle(msg.Tick(), float(t))
+    assert wave.state is state and wave.health is not None
+    again = wave.handle(ctl.RankConnected(1, 1, 60), 5001.0)
+    assert only(again, ctl.SendToRank).stream == 60
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"), [(C.ABORTING, Reason.ABORT_DEADLINE), (C.RECOVERING, Reason.RECOVERY_DEADLINE)]
+)
+def test_silent_ranks_stall(state, reason):
+    wave = coordinator_in(state)
+    progress(wave, 40, 6.0)
+    health = only(progress(wave, 60, 11.0), ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (True, reason)
+
+
+def recover(*states):
+    """The two ranks' answers to a new leader."""
+    wave = recovering_coordinator()
+    actions = []
+    for rank, changes in enumerate(states):
+        actions = wave.handle(from_rank(rank, state_of(rank, query=5, **changes)), 0.0)
+    return wave, actions
+
+
+HELD = {state: {"state": state, "wave": KEY} for state in P}
+AT_NEW_EPOCH = {"epoch": 1, "last_wave": KEY, "last_outcome": WaveOutcome.SWAPPED}
+REFUSED = {"last_wave": KEY, "last_outcome": WaveOutcome.REFUSED}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "state"),
+    [
+        (HELD[P.ARMED], AT_NEW_EPOCH, C.COMMITTED),
+        (HELD[P.SWAPPING], AT_NEW_EPOCH, C.COMMITTED),
+        (AT_NEW_EPOCH, AT_NEW_EPOCH, C.COMMITTED),
+        (HELD[P.ARMED], REFUSED, C.ABORTING),
+        (HELD[P.ARMED], {}, C.ABORTING),
+        (HELD[P.ARMED], HELD[P.ABORTED], C.ABORTING),
+        (HELD[P.ARMED], HELD[P.STAGING], C.ABORTING),
+        (HELD[P.PREPARED], HELD[P.PREPARED], C.COMMITTING),
+        (HELD[P.PREPARED], HELD[P.ARMED], C.COMMITTING),
+        (HELD[P.SWAPPING], HELD[P.ARMED], C.COMMITTING),
+    ],
+)
+def test_new_leader_rules_by_what_all_ranks_say(first, second, state):
+    """R12: one at the new epoch: committed; else one refused or dropped: abort; else commit."""
+    for states in ((first, second), (second, first)):
+        wave, actions = recover(*states)
+        assert wave.state is state
+        assert len(of_kind(actions, ctl.SendToRank)) == 2
+
+
+def test_recovery_waits_for_all_ranks_and_ignores_answers_to_earlier_queries():
+    """R12: it asks all ranks."""
+    wave = recovering_coordinator()
+    wave.handle(from_rank(0, state_of(0, query=5, **HELD[P.PREPARED])), 0.0)
+    wave.handle(from_rank(1, state_of(1, query=4)), 0.0)
+    assert wave.state is C.RECOVERING
+    assert sent(wave.handle(msg.Tick(), 2.0)) == [msg.QueryState(LEADER, query=5)]

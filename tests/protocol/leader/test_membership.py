@@ -1,0 +1,168 @@
+"""Who is in the EP group, and what all ranks must agree on."""
+
+import dataclasses
+
+import pytest
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.protocol.leader.membership import Membership
+from tests.protocol.rigs import DEPLOYMENT, SHAPE, hello_of, identity_of, state_of
+
+
+def group(*hellos, now=0.0):
+    members = Membership(DEPLOYMENT, lease_s=5.0)
+    answers = [members.register(hello, 10 + n, now) for n, hello in enumerate(hellos)]
+    return members, answers
+
+
+def test_generation_is_registered_only_when_all_ranks_are_present():
+    """R1."""
+    members, (first, second) = group(hello_of(0), hello_of(1))
+    assert (first.accepted, first.new_generation) == (True, False)
+    assert (second.accepted, second.new_generation) == (True, True)
+    assert members.generation == "g1" and members.shape == SHAPE
+    assert members.quorum(4.9).ok
+
+
+def test_quorum_says_why_not():
+    members, _ = group(hello_of(0))
+    assert members.quorum(0.0)[:2] == (False, Reason.RANKS_MISSING)
+    members.register(hello_of(1), 20, 3.0)
+    answer = members.quorum(6.0)
+    assert (answer.ok, answer.reason, answer.missing) == (False, Reason.RANKS_MISSING, (0,))
+    assert members.heard(0, 1, 10, 6.0)
+    assert members.quorum(6.0).ok
+
+
+def test_newest_incarnation_wins_and_older_ones_are_refused():
+    """R1."""
+    members, _ = group(hello_of(0), hello_of(1))
+    newer = members.register(hello_of(0, "g2", incarnation=5), 30, 1.0)
+    assert newer.accepted and not newer.new_generation
+    assert members.quorum(1.0).reason is Reason.RANKS_MISSING, "the old group is broken"
+    old = members.register(hello_of(0, incarnation=1), 31, 1.0)
+    assert (old.accepted, old.reason) == (False, Reason.STALE_INCARNATION)
+    assert "incarnation 1" in old.detail and "5" in old.detail
+    assert members.register(hello_of(1, "g2", incarnation=5), 32, 1.0).new_generation
+    assert members.generation == "g2"
+
+
+def test_life_that_seems_older_is_taken_when_the_newer_one_is_no_longer_heard():
+    """R1: incarnations are clock readings; a host whose clock lags must not lock its rank out."""
+    members, _ = group(hello_of(0, incarnation=9), hello_of(1, incarnation=9))
+    late = hello_of(0, "g2", incarnation=3)
+    assert members.register(late, 40, 4.9).reason is Reason.STALE_INCARNATION
+    assert members.register(late, 41, 5.0).accepted
+    assert members.heard(0, 3, 41, 5.1)
+
+
+def test_new_generation_may_be_at_a_lower_epoch():
+    """R1: a restarted group must not be locked out by "refuse lower"."""
+    members, _ = group(hello_of(0, epoch=9), hello_of(1, epoch=9))
+    for rank in (0, 1):
+        assert members.register(hello_of(rank, "g2", 5, epoch=2), 30 + rank, 1.0).accepted
+    assert members.generation == "g2"
+
+
+def test_new_generation_may_have_fewer_ranks():
+    members, _ = group(hello_of(0), hello_of(1))
+    shape = dataclasses.replace(SHAPE, num_ranks=1, slots_per_rank=6)
+    assert members.register(hello_of(0, "g2", 5, shape=shape), 30, 1.0).new_generation
+    assert list(members.members) == [0] and members.shape == shape
+
+
+def test_messages_count_only_from_the_newest_stream():
+    """R1."""
+    members, _ = group(hello_of(0), hello_of(1))
+    assert members.register(hello_of(0), 30, 1.0).accepted
+    assert not members.heard(0, 1, 10, 2.0)
+    assert not members.heard(0, 2, 30, 2.0)
+    assert members.heard(0, 1, 30, 2.0)
+    assert not members.register(hello_of(0), 12, 3.0).accepted, "an older stream of the same life"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        ({"shape": dataclasses.replace(SHAPE, top_k=2)}, Reason.SHAPE_DISAGREES, "top_k=2"),
+        ({"checksums_digest": "other"}, Reason.CHECKSUM_MISMATCH, "other"),
+    ],
+)
+def test_ranks_that_disagree_are_refused_with_the_numbers(changes, reason, words):
+    """R4: one checksum per expert and a weights version, equal on every replica."""
+    members, (_, second) = group(hello_of(0), hello_of(1, **changes))
+    assert (second.accepted, second.reason) == (False, reason)
+    assert words in second.detail and members.generation is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"weights_version": 2, "checksums_digest": "of 2"}, Reason.WEIGHTS_VERSION_CHANGED),
+        ({"gate_digest": "other K"}, Reason.GATE_LAYOUT_DISAGREES),
+        ({"capabilities": frozenset()}, Reason.OBSERVE_ONLY),
+    ],
+)
+def test_group_that_cannot_migrate_is_known_but_has_no_quorum(changes, reason):
+    """R9: a mismatch means observe only."""
+    members, _ = group(hello_of(0), hello_of(1, **changes))
+    assert members.generation == "g1"
+    assert members.quorum(0.0)[:2] == (False, reason)
+
+
+def test_a_rank_in_trouble_has_no_say_in_migrating_until_its_trouble_is_over():
+    """What it offered when it said hello was before."""
+    members, _ = group(hello_of(0), hello_of(1))
+    members.troubled(1, 11, "after a reload its replicas differ")
+    answer = members.quorum(0.0)
+    assert answer[:2] == (False, Reason.OBSERVE_ONLY) and answer.missing == ()
+    assert answer.detail == "ranks [1] take no wave any more; rank 1: after a reload its replicas differ"
+    members.troubled(1, 11, "")
+    assert members.quorum(0.0).ok
+
+
+def test_trouble_counts_from_the_newest_stream_and_gives_nothing_that_was_not_offered():
+    """R1; and a heartbeat without trouble is no offer to migrate."""
+    members, _ = group(hello_of(0), hello_of(1))
+    members.troubled(1, 11, "the engine has stopped")
+    assert members.register(hello_of(1), 30, 1.0).accepted
+    members.troubled(1, 11, "the engine has stopped")
+    assert members.quorum(1.0).ok, "a new stream says so anew"
+    assert members.register(hello_of(1, capabilities=frozenset()), 31, 2.0).accepted
+    members.troubled(1, 31, "")
+    members.troubled(7, 31, "nobody's")
+    assert members.quorum(2.0).detail == "ranks [1] do not offer to migrate"
+
+
+def test_wrong_deployment_and_rank_are_refused():
+    stranger = dataclasses.replace(
+        hello_of(0), identity=dataclasses.replace(hello_of(0).identity, deployment="x")
+    )
+    beyond = dataclasses.replace(hello_of(0), identity=dataclasses.replace(hello_of(0).identity, rank=2))
+    _, (first, second) = group(stranger, beyond)
+    assert (first.reason, second.reason) == (Reason.UNKNOWN_DEPLOYMENT, Reason.WRONG_SHAPE)
+
+
+def test_reports_raise_the_weights_version_and_the_fleets_step():
+    members, _ = group(hello_of(0), hello_of(1))
+    members.report(state_of(0, weights_version=2, step=40))
+    assert members.weights_version() is None and members.step() == 40
+    members.report(state_of(1, weights_version=2, step=38))
+    assert members.weights_version() == 2 and members.step() == 40
+
+
+def test_steps_of_a_group_that_still_gathers_are_not_the_fleets():
+    members, _ = group(hello_of(0), hello_of(1))
+    members.report(state_of(1, step=38))
+    members.register(hello_of(0, "g2", 5), 30, 1.0)
+    members.report(state_of(0, identity=identity_of(0, "g2", 5), step=90))
+    assert members.step() == 38
+
+
+def test_closed_stream_leaves_the_rank_a_member_until_its_lease_runs_out():
+    """R18's spirit: a lost lease never shrinks the set."""
+    members, _ = group(hello_of(0), hello_of(1))
+    members.closed(0, 10)
+    assert not members.members[0].connected
+    assert members.quorum(1.0).ok
+    assert members.quorum(5.0).missing == (0, 1)

@@ -1,0 +1,130 @@
+"""What a plan and a wave must satisfy before any rank hears of them (R10, R11, R17)."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Transfer, Wave
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.leader.plan_validation import (
+    batch_refusal,
+    placement_at,
+    plan_refusal,
+    pool_refusal,
+    wave_refusal,
+)
+from tests.protocol.rigs import BASE, SHAPE, plan_of, wave_of
+
+
+def refusal_of(wave, **changes):
+    values = {"staging_bytes": (100, 100), "allow_duplicates": False} | changes
+    staging = values.pop("staging_bytes")
+    refusal = wave_refusal(wave, BASE, SHAPE, staging, **values)
+    return refusal[0] if refusal is not None else None
+
+
+def test_sound_plan_and_its_waves_are_taken():
+    plan = plan_of()
+    assert plan_refusal(plan, SHAPE) is None
+    assert placement_at(plan, 0) == plan.base and placement_at(plan, 2) == plan.target
+    for index, wave in enumerate(plan.waves):
+        before = placement_at(plan, index)
+        assert wave_refusal(wave, before, SHAPE, (100, 100), allow_duplicates=False) is None
+
+
+def replaced(plan, **changes):
+    first = dataclasses.replace(plan.waves[0], **changes)
+    return dataclasses.replace(plan, waves=(first, *plan.waves[1:]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (dataclasses.replace(plan_of(), target=BASE), Reason.INVALID_INPUT),
+        (dataclasses.replace(plan_of(), waves=plan_of().waves[:1]), Reason.INVALID_INPUT),
+        (dataclasses.replace(plan_of(), waves=plan_of().waves[::-1]), Reason.INVALID_INPUT),
+        (replaced(plan_of(), layers=(2,)), Reason.WRONG_SHAPE),
+        (replaced(plan_of(), layers=()), Reason.WRONG_SHAPE),
+        (replaced(plan_of(), rows=wave_of().rows[:, 1:]), Reason.WRONG_SHAPE),
+        (replaced(plan_of(), rows=wave_of().rows + 1), Reason.EXPERT_OUT_OF_RANGE),
+        (replaced(plan_of(), batches=((Transfer(1, 0, 0, 1, 1),),)), Reason.WRONG_SHAPE),
+        (replaced(plan_of(), batches=((Transfer(0, 0, -1, 1, 1),),)), Reason.WRONG_SHAPE),
+    ],
+)
+def test_unsound_plans_are_refused(plan, reason):
+    """R17."""
+    assert plan_refusal(plan, SHAPE)[0] is reason
+
+
+def test_target_is_held_against_the_invariants_of_a_placement():
+    """R17: every expert at least one replica, shape, no duplicate on a rank unless allowed."""
+    lost, twice = BASE.phy2log.copy(), BASE.phy2log.copy()
+    lost[0, [1]] = 2
+    twice[0, 5] = 2
+    for rows, reason in ((lost, Reason.EXPERT_WITHOUT_REPLICA), (twice, Reason.DUPLICATE_ON_RANK)):
+        plan = plan_of(target=Placement(rows, 2, 4))
+        assert plan_refusal(plan, SHAPE)[0] is reason
+    other = dataclasses.replace(SHAPE, num_layers=3)
+    assert plan_refusal(plan_of(), other)[0] is Reason.WRONG_SHAPE
+
+
+def test_slot_without_a_transfer_is_refused():
+    """R17: every slot that changes gets its bytes in this wave."""
+    wave = wave_of()
+    assert refusal_of(dataclasses.replace(wave, batches=())) is Reason.NO_SOURCE
+
+
+def test_source_must_hold_the_expert_before_the_wave():
+    wave = wave_of()
+    wrong = dataclasses.replace(wave.transfers[0], src_slot=0)
+    assert refusal_of(dataclasses.replace(wave, batches=((wrong,),))) is Reason.NO_SOURCE
+
+
+def test_transfer_must_end_where_the_rows_put_it_and_only_once():
+    wave = wave_of()
+    (right,) = wave.transfers
+    astray = dataclasses.replace(right, dst_slot=0)
+    assert refusal_of(dataclasses.replace(wave, batches=((astray,),))) is Reason.INVALID_INPUT
+    assert refusal_of(dataclasses.replace(wave, batches=((right,), (right,)))) is Reason.INVALID_INPUT
+
+
+def test_ranks_share_must_fit_its_staging():
+    """R17: memory."""
+    assert refusal_of(wave_of(), staging_bytes=(9, 100)) is Reason.STAGING_TOO_SMALL
+    assert refusal_of(wave_of(), staging_bytes=(10, 0)) is None, "only receivers need room"
+
+
+def test_wave_may_not_leave_an_expert_without_a_replica():
+    rows = BASE.phy2log[:1].copy()
+    rows[0, 1] = -1
+    assert refusal_of(Wave(0, (0,), rows, ())) is Reason.EXPERT_WITHOUT_REPLICA
+
+
+def test_rank_may_have_one_peer_in_a_batch():
+    """R10: at most one peer per rank per batch."""
+    shape = ModelShape(1, 4, 3, 2, 1, 10)
+    to_two = (Transfer(0, 0, 0, 2, 10), Transfer(0, 1, 1, 4, 10))
+    both_ways = (Transfer(0, 0, 0, 2, 10), Transfer(0, 1, 3, 1, 10), Transfer(0, 1, 4, 5, 10))
+    twice = (Transfer(0, 0, 0, 2, 10), Transfer(0, 1, 1, 3, 10))
+    rows = np.zeros((1, 6), np.int32)
+    for batch, refused in ((to_two, True), (both_ways, False), (twice, True)):
+        refusal = batch_refusal(Wave(0, (0,), rows, (batch,)), shape)
+        assert (refusal is not None) == refused
+    assert batch_refusal(Wave(0, (0,), rows, tuple((t,) for t in to_two)), shape) is None
+
+
+def test_pooled_wave_fills_only_buffers_that_were_free_before_it():
+    """R11: a slot that a wave frees is filled only by a later wave."""
+    shape = ModelShape(1, 2, 1, 4, 1, 10, pool_slots_per_rank=3)
+    before = Placement(np.array([[0, 1, 0, -1]], np.int32), 1, 2)
+    moved = np.array([[0, -1, 0, 1]], np.int32)
+    refusal = pool_refusal(Wave(0, (0,), moved, ()), before, shape)
+    assert refusal[0] is Reason.POOL_EXCEEDED and "0 are free" in refusal[1]
+    freed = Placement(np.array([[0, 1, -1, -1]], np.int32), 1, 2)
+    filled = np.array([[0, 1, -1, 1]], np.int32)
+    assert pool_refusal(Wave(0, (0,), filled, ()), freed, shape) is None
+    fixed = dataclasses.replace(shape, pool_slots_per_rank=None)
+    assert pool_refusal(Wave(0, (0,), moved, ()), before, fixed) is None

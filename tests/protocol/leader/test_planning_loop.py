@@ -1,0 +1,182 @@
+"""The control loop: what each mode makes of a cycle, and that every cycle ends in a recorded decision."""
+
+import dataclasses
+
+import pytest
+
+from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.model.schedule import Schedule
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.transitions import ControlState as S
+from tests.protocol.rigs import (
+    BASE,
+    answer_survey,
+    both,
+    control_of,
+    from_rank,
+    hello_of,
+    of_kind,
+    only,
+    plan_of,
+    record,
+    state_of,
+)
+
+AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=10.0)
+
+
+def decide(control, plan, now=10.0, reason=Reason.PLAN_STARTED):
+    cycle = only(control.handle(msg.Tick(), now), ctl.RunCycle)
+    for rank in (0, 1):
+        control.handle(from_rank(rank, state_of(rank)), now)
+    return control.handle(ctl.CycleDecided(cycle.cycle, reason, plan, {"gain": 0.2}), now)
+
+
+def fresh(policy, now=9.9, **changes):
+    control = control_of(policy=policy, **changes)
+    for rank in (0, 1):
+        control.handle(from_rank(rank, state_of(rank)), now)
+    return control
+
+
+def test_auto_mode_begins_the_plan_of_a_cycle():
+    control = fresh(AUTO)
+    actions = decide(control, plan_of(kind=PlanKind.AUTOMATIC))
+    row = only(actions, ctl.PersistDecision).row
+    assert (row["reason"], row["plan_id"], row["numbers"]) == (Reason.PLAN_STARTED, "p", {"gain": 0.2})
+    assert control.state is S.MIGRATING
+
+
+def test_propose_mode_waits_for_a_person_and_makes_one_proposal_at_a_time():
+    control = fresh(dataclasses.replace(AUTO, mode=Mode.PROPOSE))
+    actions = decide(control, plan_of(kind=PlanKind.AUTOMATIC))
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.PLAN_PROPOSED
+    assert (record(control).phase, control.state) == (PlanPhase.PROPOSED, S.READY)
+    again = control.handle(msg.Tick(), 20.0)
+    assert only(again, ctl.PersistDecision).row["reason"] == Reason.PLAN_PROPOSED
+
+
+def test_observe_mode_moves_nothing():
+    control = fresh(dataclasses.replace(AUTO, mode=Mode.OBSERVE))
+    actions = decide(control, plan_of(kind=PlanKind.AUTOMATIC))
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.OBSERVE_MODE
+    assert control.book.records == {}
+
+
+def test_cycle_without_a_plan_is_recorded_with_its_reason():
+    control = fresh(AUTO)
+    actions = decide(control, None, reason=Reason.GAIN_TOO_SMALL)
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.GAIN_TOO_SMALL
+
+
+def test_unsound_plan_of_a_cycle_is_recorded_as_refused():
+    """R17."""
+    control = fresh(AUTO)
+    plan = plan_of(kind=PlanKind.AUTOMATIC, waves=1)
+    actions = decide(control, dataclasses.replace(plan, target=BASE))
+    assert record(control).phase is PlanPhase.REFUSED and record(control).error
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.INVALID_INPUT
+    assert control.state is S.READY
+
+
+def test_plan_that_was_overtaken_is_not_begun():
+    control = fresh(AUTO)
+    cycle = only(control.handle(msg.Tick(), 10.0), ctl.RunCycle)
+    Operator(control).freeze(60.0, 10.0)
+    actions = control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan_of()), 10.5)
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.FROZEN
+    late = control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan_of()), 10.6)
+    assert late == [], "a cycle is answered once"
+
+
+def test_plan_of_a_cycle_of_an_earlier_term_is_not_begun():
+    """It was made under the policy of its time, and the new term's cycle still waits for its own answer."""
+    control = fresh(AUTO)
+    late = only(control.handle(msg.Tick(), 10.0), ctl.RunCycle)
+    control.handle(ctl.LeaseLost(), 10.1)
+    control.handle(ctl.LeaseAcquired(msg.Leader("a", 2)), 10.2)
+    both(control, hello_of, 10.3)
+    answer_survey(control, 10.4)
+    both(control, lambda rank: state_of(rank), 20.0)
+    asked = only(control.handle(msg.Tick(), 20.3), ctl.RunCycle)
+    assert control.handle(ctl.CycleDecided(late.cycle, Reason.PLAN_STARTED, plan_of()), 20.4) == []
+    answered = control.handle(ctl.CycleDecided(asked.cycle, Reason.PLAN_STARTED, plan_of()), 20.5)
+    assert only(answered, ctl.PersistDecision).row["reason"] == Reason.PLAN_STARTED
+
+
+def only_from(unix: float, minutes: int = 60) -> Schedule:
+    """A schedule that is open every day for that long from the minute of a Unix time on."""
+    first = int(unix // 60) % 1440
+    begins, ends = divmod(first, 60), divmod((first + minutes) % 1440, 60)
+    return Schedule(windows=(f"daily {begins[0]:02}:{begins[1]:02} - {ends[0]:02}:{ends[1]:02}",))
+
+
+def test_outside_its_schedule_no_plan_begins_and_none_by_hand():
+    unix = control_of(S.READY).unix_offset_s + 10.0
+    control = fresh(dataclasses.replace(AUTO, schedule=only_from(unix + 7200)))
+    row = only(control.handle(msg.Tick(), 10.0), ctl.PersistDecision).row
+    assert row["reason"] == Reason.OUTSIDE_SCHEDULE
+    with pytest.raises(Conflict, match="opens in 7") as caught:
+        Operator(control).submit(plan_of(), 10.0, approve=True)
+    assert caught.value.reason is Reason.OUTSIDE_SCHEDULE
+    waiting, _ = Operator(control).submit(plan_of(), 10.0)
+    with pytest.raises(Conflict) as caught:
+        Operator(control).approve(waiting.plan.plan_id, "me", 10.0)
+    assert caught.value.reason is Reason.OUTSIDE_SCHEDULE
+    assert record(control).phase is PlanPhase.PROPOSED
+    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=only_from(unix - 60)))
+    started, _ = Operator(control).approve(waiting.plan.plan_id, "me", 10.0)
+    assert (started.phase, control.state) == (PlanPhase.MIGRATING, S.MIGRATING)
+
+
+def test_a_plan_of_a_cycle_that_ends_after_closing_time_is_not_begun():
+    unix = control_of(S.READY).unix_offset_s + 10.0
+    control = fresh(dataclasses.replace(AUTO, schedule=only_from(unix - 60)))
+    cycle = only(control.handle(msg.Tick(), 10.0), ctl.RunCycle)
+    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=only_from(unix + 7200)))
+    actions = control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan_of()), 10.5)
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.OUTSIDE_SCHEDULE
+
+
+def test_a_rollback_may_begin_at_any_time():
+    control = fresh(AUTO)
+    closed = only_from(control.unix_offset_s + 7200)
+    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=closed))
+    back, _ = Operator(control).submit(plan_of(kind=PlanKind.ROLLBACK), 10.0, approve=True)
+    assert not back.phase.terminal and back.phase is not PlanPhase.PROPOSED
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (S.WAITING_FOR_RANKS, Reason.RANKS_MISSING),
+        (S.RECOVERING, Reason.RECOVERING),
+        (S.MIGRATING, Reason.PLAN_IN_PROGRESS),
+    ],
+)
+def test_every_cycle_ends_in_a_recorded_decision(state, reason):
+    """Nothing is silent: also "no action because ..."."""
+    control = control_of(state, policy=AUTO)
+    rows = of_kind(control.handle(msg.Tick(), 10.0), ctl.PersistDecision)
+    assert [row.row["reason"] for row in rows] == [reason]
+    assert of_kind(control.handle(msg.Tick(), 10.1), ctl.PersistDecision) == []
+
+
+def test_planner_that_never_answers_is_counted_as_failed():
+    control = fresh(AUTO)
+    control.handle(msg.Tick(), 10.0)
+    for rank in (0, 1):
+        control.handle(from_rank(rank, state_of(rank)), 309.0)
+    assert of_kind(control.handle(msg.Tick(), 309.0), ctl.PersistDecision) == []
+    row = only(control.handle(msg.Tick(), 310.0), ctl.PersistDecision).row
+    assert row["reason"] == Reason.PLANNER_FAILED
+
+
+def test_follower_answers_that_it_does_not_lead():
+    with pytest.raises(Unavailable) as caught:
+        Operator(control_of(S.FOLLOWER)).submit(plan_of(), 0.0)
+    assert caught.value.reason is Reason.NOT_LEADER

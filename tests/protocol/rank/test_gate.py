@@ -1,0 +1,190 @@
+"""The gate: one poll per EP group, used at the same call by all ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.messages import ParticipantState as State
+from evenkeel_moe.protocol.rank.gate import HEADER, PER_DEPLOYMENT, Gate, PollFailed, PollResolved
+from tests.protocol.rigs import LEADER, from_controller, key_of, participant_in, participant_of, prepare_of
+
+
+def gates_of(participants, poll_every=3, resolve_after=2):
+    """One gate per rank, agreed."""
+    gates = [Gate([rank], poll_every=poll_every, resolve_after=resolve_after) for rank in participants]
+    minima = np.minimum.reduce([gate.agreement() for gate in gates])
+    for gate in gates:
+        gate.settle(minima)
+    return gates
+
+
+def steps(gates, count, now=0.0):
+    """All ranks take steps; returns (call, rank, action) of all that was decided."""
+    decided, vectors = [], []
+    for _ in range(count):
+        due = [gate.advance() for gate in gates]
+        for number, gate in enumerate(gates):
+            if due[number] and gate.resolve_due:
+                items = gate.handle(PollResolved(np.minimum.reduce(vectors)), now)
+                decided += [(gate.calls, number, item.action) for item in items]
+        if gates[0].poll_due:
+            vectors = [gate.begin_poll(now) for gate in gates]
+    return decided
+
+
+def test_all_ranks_swap_at_the_call_the_poll_is_due():
+    """Rule of the gate: the result of the poll begun at call n is used by all at call n + D."""
+    gates = gates_of([participant_in(State.ARMED), participant_in(State.ARMED)])
+    decided = steps(gates, 5)
+    assert decided == [(5, rank, msg.Swap(key_of(), Epoch(1))) for rank in (0, 1)]
+
+
+def test_one_rank_not_armed_holds_all_back():
+    """If the minimum does not show every rank armed, nobody swaps."""
+    gates = gates_of([participant_in(State.ARMED), participant_in(State.PREPARED)])
+    assert steps(gates, 30) == []
+
+
+def test_ranks_armed_for_other_waves_do_not_swap():
+    other = participant_of()
+    other.handle(from_controller(prepare_of(key=key_of("other"))), 0.0)
+    other.handle(msg.StagingFinished(key_of("other")), 0.0)
+    other.handle(from_controller(msg.Commit(LEADER, key_of("other"))), 0.0)
+    assert steps(gates_of([participant_in(State.ARMED), other]), 30) == []
+
+
+def test_all_drop_together_when_all_are_leaderless_and_none_is_armed():
+    """R6."""
+    ranks = [participant_in(State.PREPARED), participant_of()]
+    decided = steps(gates_of(ranks), 5, now=50.0)
+    assert decided == [(5, 0, msg.CancelStaging(key_of()))]
+    armed = [participant_in(State.ARMED), participant_of()]
+    assert steps(gates_of(armed), 30, now=50.0) == []
+
+
+def test_polls_go_on_whether_or_not_a_wave_is_held():
+    """R9: one poll per EP group, counted in calls since the group's start."""
+    gate = gates_of([participant_of()])[0]
+    began, vector = [], None
+    for _ in range(20):
+        if gate.advance():
+            if gate.resolve_due:
+                gate.handle(PollResolved(vector), 0.0)
+            if gate.poll_due:
+                began.append(gate.calls)
+                vector = gate.begin_poll(0.0)
+    assert began == [3, 6, 9, 12, 15, 18]
+
+
+@given(st.integers(1, 6), st.data())
+def test_at_most_one_poll_is_in_flight_for_every_k_and_d(poll_every, data):
+    resolve_after = data.draw(st.integers(1, poll_every))
+    gate = gates_of([participant_of()], poll_every, resolve_after)[0]
+    began, used, vector = [], [], None
+    for _ in range(40):
+        if not gate.advance():
+            assert not gate.resolve_due and not gate.poll_due, "a boundary without work costs no lock"
+            continue
+        if gate.resolve_due:
+            used.append(gate.calls)
+            gate.handle(PollResolved(vector), 0.0)
+        if gate.poll_due:
+            began.append(gate.calls)
+            vector = gate.begin_poll(0.0)
+    assert began == list(range(poll_every, 41, poll_every))
+    assert used == [call + resolve_after for call in began if call + resolve_after <= 40]
+
+
+def test_failed_poll_leaves_the_group_and_polls_no_more():
+    """R8: an error inside the gate means unknown, never "not agreed"."""
+    gate = gates_of([participant_in(State.ARMED)])[0]
+    steps([gate], 4)
+    gate.advance()
+    (item,) = gate.handle(PollFailed("timeout after 5 s"), 0.0)
+    assert (item.deployment, item.action.reason) == (None, Reason.GATE_FAILED)
+    assert gate.left and not any(gate.advance() or gate.poll_due for _ in range(20))
+
+
+def test_ranks_that_disagree_on_k_only_observe():
+    """R9: a mismatch of K, D or the layout means observe only, on all ranks alike."""
+    ranks = [participant_of(), participant_of()]
+    gates = [Gate([ranks[0]], poll_every=3, resolve_after=2), Gate([ranks[1]], poll_every=4, resolve_after=2)]
+    minima = np.minimum.reduce([gate.agreement() for gate in gates])
+    assert [gate.settle(minima) for gate in gates] == [False, False]
+    assert not any(gate.advance() for gate in gates for _ in range(20))
+    assert all(rank.observe_only for rank in ranks)
+
+
+def test_digest_depends_on_k_d_and_the_deployments():
+    digests = {
+        Gate([participant_of()], poll_every=3, resolve_after=2).digest,
+        Gate([participant_of()], poll_every=4, resolve_after=2).digest,
+        Gate([participant_of()], poll_every=3, resolve_after=3).digest,
+        Gate([], poll_every=3, resolve_after=2).digest,
+    }
+    assert len(digests) == 4
+
+
+def test_rebuild_is_agreed_by_the_vector():
+    """R10: rebuilding the communicator is agreed in the poll vector; one rank's wish is enough."""
+    gates = gates_of([participant_of(), participant_of()])
+    gates[1].wish_rebuild(0)
+    assert steps(gates, 5) == [(5, rank, msg.RebuildTransport(1)) for rank in (0, 1)]
+    gates[0].wish_rebuild(0)
+    assert steps(gates, 6) == [], "news of a communicator that is already replaced"
+    gates[0].wish_rebuild(1)
+    assert [action for _, _, action in steps(gates, 6)] == [msg.RebuildTransport(2)] * 2
+
+
+def test_error_of_ours_in_a_snapshot_does_not_stop_the_polling():
+    """R9: no exception in the agent may stop polling; the rank holds the group back instead."""
+    ranks = [participant_in(State.ARMED), participant_in(State.ARMED)]
+    gates = gates_of(ranks)
+    ranks[1].snapshot = lambda now: 1 / 0
+    assert steps(gates, 30) == []
+    assert "ZeroDivisionError" in gates[1].faults[0]
+
+
+def test_rank_that_cannot_follow_a_result_leaves_the_group():
+    """R8: the others acted on it."""
+    gates = gates_of([participant_in(State.ARMED), participant_in(State.ARMED)])
+    gates[1].participants[0].handle = lambda event, now: 1 / 0
+    calls = [(call, rank) for call, rank, action in steps(gates, 5) if isinstance(action, msg.LeaveGroup)]
+    assert calls == [(5, 1)]
+
+
+def test_two_deployments_share_one_poll():
+    """R9: target and draft."""
+    draft = participant_in(State.ARMED)
+    object.__setattr__(draft.identity, "deployment", DeploymentId("draft"))
+    gate = Gate([participant_in(State.PREPARED), draft], poll_every=2, resolve_after=1)
+    gate.settle(gate.agreement())
+    gate.advance(), gate.advance()
+    vector = gate.begin_poll(0.0)
+    assert len(vector) == gate.vector_length == len(HEADER) + 2 * len(PER_DEPLOYMENT)
+    gate.advance()
+    (item,) = gate.handle(PollResolved(vector), 0.0)
+    assert (item.deployment, item.action.epoch) == ("draft", 1)
+
+
+@pytest.mark.parametrize(("poll_every", "resolve_after"), [(0, 0), (3, 0), (3, 4)])
+def test_d_must_lie_between_one_and_k(poll_every, resolve_after):
+    with pytest.raises(InvalidInput, match="1 <= D <= K"):
+        Gate([], poll_every=poll_every, resolve_after=resolve_after)
+
+
+def test_one_deployment_may_not_come_twice():
+    with pytest.raises(InvalidInput, match="one participant per deployment"):
+        Gate([participant_of(), participant_of()], poll_every=1, resolve_after=1)
+
+
+@pytest.mark.parametrize("spoiled", [np.zeros(3, np.int64), np.zeros(8, np.int64)], ids=["length", "digest"])
+def test_answer_of_another_gate_leaves_the_group(spoiled):
+    gate = gates_of([participant_of()])[0]
+    steps([gate], 4)
+    (item,) = gate.handle(PollResolved(spoiled), 0.0)
+    assert isinstance(item.action, msg.LeaveGroup)

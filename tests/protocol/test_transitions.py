@@ -1,0 +1,215 @@
+"""Every (state, event) pair of every machine, walked: what the table says is what happens."""
+
+from pathlib import Path
+
+import pytest
+
+from evenkeel_moe.errors import IllegalEvent, Reason
+from evenkeel_moe.model.ids import Epoch, EpRank
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import diagram
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.coordinator import Coordinator
+from evenkeel_moe.protocol.messages import ParticipantState as P
+from evenkeel_moe.protocol.rank.participant import Participant
+from evenkeel_moe.protocol.transitions import (
+    CONTROL,
+    CONTROL_MOVES,
+    COORDINATOR,
+    COORDINATOR_MOVES,
+    IGNORED,
+    ILLEGAL,
+    PARTICIPANT,
+    PARTICIPANT_MOVES,
+    PARTICIPANT_OTHER_WAVE,
+    VIOLATION,
+    ControlState,
+    CoordinatorState,
+)
+from tests.protocol.rigs import (
+    BASE,
+    LEADER,
+    control_of,
+    coordinator_in,
+    from_controller,
+    from_rank,
+    hello_of,
+    key_of,
+    participant_in,
+    prepare_of,
+    state_of,
+    wave_of,
+)
+
+KEY = key_of()
+DIGEST = BASE.with_rows((0,), wave_of().rows).digest
+
+REMOTE_TO_RANK = {
+    msg.Prepare: prepare_of(),
+    msg.Commit: msg.Commit(LEADER, KEY),
+    msg.Abort: msg.Abort(LEADER, KEY),
+    msg.QueryState: msg.QueryState(LEADER),
+}
+LOCAL_TO_RANK = {
+    msg.StagingFinished: msg.StagingFinished(KEY),
+    msg.StagingFailed: msg.StagingFailed(KEY, Reason.TRANSFER_FAILED),
+    msg.TransportDrained: msg.TransportDrained(KEY),
+    msg.PollPassed: msg.PollPassed(Epoch(1)),
+    msg.PollNotPassed: msg.PollNotPassed(),
+    msg.PollDropped: msg.PollDropped(),
+    msg.SwapFinished: msg.SwapFinished(KEY, DIGEST),
+    msg.SwapFailed: msg.SwapFailed(KEY, "half way"),
+    msg.ReloadRequested: msg.ReloadRequested(),
+    msg.WeightsReloaded: msg.WeightsReloaded(2),
+}
+
+
+UNDER_A_POLL = {
+    (P.ARMED, kind) for kind in (msg.Abort, msg.ReloadRequested, msg.WeightsReloaded, msg.PollNotPassed)
+}
+"""What waits while the poll in flight may pass (R4, R7), or had nothing to wait for; tested by name."""
+
+
+@pytest.mark.parametrize(("state", "kind"), sorted(PARTICIPANT, key=str))
+def test_participant(state, kind):
+    rank = participant_in(state, polled=True)
+    if state is not P.SWAPPING:
+        rank.snapshot(99.0)
+    event = from_controller(REMOTE_TO_RANK[kind]) if kind in REMOTE_TO_RANK else LOCAL_TO_RANK[kind]
+    cell = PARTICIPANT[state, kind]
+    if cell is ILLEGAL:
+        with pytest.raises(IllegalEvent):
+            rank.handle(event, 99.0)
+        assert rank.state is state
+        return
+    actions = rank.handle(event, 99.0)
+    if (state, kind) in UNDER_A_POLL:
+        assert rank.state is state
+    else:
+        assert rank.state in PARTICIPANT_MOVES[state].get(kind, (state,))
+    assert (rank.held is None) == (rank.state is P.IDLE)
+    if cell is IGNORED:
+        assert actions == []
+
+
+def test_participant_tables_are_complete():
+    """All states times all events a participant is ever given."""
+    events = REMOTE_TO_RANK.keys() | LOCAL_TO_RANK.keys()
+    assert PARTICIPANT.keys() == {(state, event) for state in P for event in events}
+    about_a_wave = {event for event in events if hasattr(event, "wave") or "wave" in event.__slots__}
+    assert PARTICIPANT_OTHER_WAVE.keys() == about_a_wave - {msg.SwapFinished, msg.SwapFailed}
+
+
+C = CoordinatorState
+TO_COORDINATOR = {
+    msg.Vote: from_rank(0, msg.Vote(KEY, False, Reason.TRANSFER_FAILED)),
+    msg.Ack: from_rank(1, msg.Ack(KEY, Epoch(1), DIGEST)),
+    msg.AbortAnswer: from_rank(0, msg.AbortAnswer(KEY, Epoch(0), msg.WaveOutcome.DROPPED, True)),
+    msg.RankState: from_rank(0, state_of(0, query=9)),
+    ctl.RankConnected: ctl.RankConnected(EpRank(0), 1, 20),
+    ctl.RankLost: ctl.RankLost(EpRank(0)),
+    ctl.FleetProgress: ctl.FleetProgress(5),
+    ctl.CancelWave: ctl.CancelWave(Reason.CANCELLED),
+    msg.Tick: msg.Tick(),
+}
+NEEDS_ALL_RANKS = {(C.PREPARING, ctl.RankConnected), (C.PREPARING, msg.Tick), (C.COMMITTING, msg.Tick)} | {
+    (C.ABORTING, msg.AbortAnswer),
+    (C.RECOVERING, msg.RankState),
+}
+"""Moves that one event alone does not bring about; tested by name."""
+
+
+@pytest.mark.parametrize(("state", "kind"), sorted(COORDINATOR, key=str))
+def test_coordinator(state, kind):
+    wave, event, cell = coordinator_in(state), TO_COORDINATOR[kind], COORDINATOR[state, kind]
+    if cell is ILLEGAL:
+        with pytest.raises(IllegalEvent):
+            wave.handle(event, 1.0)
+        assert wave.state is state
+        return
+    actions = wave.handle(event, 1.0)
+    if (state, kind) in NEEDS_ALL_RANKS:
+        assert wave.state is state
+    else:
+        assert wave.state in COORDINATOR_MOVES[state].get(kind, (state,))
+    if cell is IGNORED:
+        assert actions == []
+    if cell is VIOLATION:
+        assert [action.reason for action in actions] == [Reason.MALFORMED]
+
+
+S = ControlState
+TO_CONTROL = {
+    ctl.LeaseAcquired: ctl.LeaseAcquired(LEADER),
+    ctl.LeaseLost: ctl.LeaseLost(),
+    msg.Hello: from_rank(0, hello_of(0), stream=30),
+    msg.Vote: from_rank(0, msg.Vote(KEY, True)),
+    msg.Ack: from_rank(0, msg.Ack(KEY, Epoch(1), DIGEST)),
+    msg.AbortAnswer: from_rank(0, msg.AbortAnswer(KEY, Epoch(0), msg.WaveOutcome.DROPPED, True)),
+    msg.RankState: from_rank(0, state_of(0)),
+    msg.TermRefused: from_rank(0, msg.TermRefused(hello_of(0).identity, msg.Leader("b", 4))),
+    msg.StagingProgress: from_rank(0, msg.StagingProgress(KEY, 1, 2)),
+    ctl.StreamClosed: ctl.StreamClosed(EpRank(0), 10),
+    ctl.CycleDecided: ctl.CycleDecided(1, Reason.NO_CHANGE),
+    ctl.PersistFailed: ctl.PersistFailed((ctl.PersistDecision({"reason": "x"}),)),
+    ctl.CancelWave: ctl.CancelWave(Reason.CANCELLED),
+    msg.Tick: msg.Tick(),
+}
+
+
+@pytest.mark.parametrize(("state", "kind"), sorted(CONTROL, key=str))
+def test_control(state, kind):
+    control, event, cell = control_of(state), TO_CONTROL[kind], CONTROL[state, kind]
+    if state is S.WAITING_FOR_RANKS and kind not in (msg.Hello, ctl.LeaseLost):
+        control.handle(from_rank(0, hello_of(0)), 0.0)
+    if cell is ILLEGAL:
+        with pytest.raises(IllegalEvent):
+            control.handle(event, 0.5)
+        assert control.state is state
+        return
+    actions = control.handle(event, 0.5)
+    assert control.state in (state, *CONTROL_MOVES[state].get(kind, ()))
+    if cell is IGNORED:
+        assert actions == []
+    if cell is VIOLATION:
+        assert [action.reason for action in actions] == [Reason.MALFORMED]
+
+
+@pytest.mark.parametrize(
+    ("table", "states", "machine"),
+    [(PARTICIPANT, P, Participant), (COORDINATOR, C, Coordinator), (CONTROL, S, DeploymentControl)],
+)
+def test_tables_have_every_pair_and_only_methods_that_exist(table, states, machine):
+    events = {kind for _, kind in table}
+    assert table.keys() == {(state, kind) for state in states for kind in events}
+    verdicts = {IGNORED, ILLEGAL, VIOLATION}
+    assert [cell for cell in table.values() if cell not in verdicts and not hasattr(machine, cell)] == []
+
+
+@pytest.mark.parametrize(
+    ("table", "events"),
+    [(COORDINATOR, TO_COORDINATOR), (CONTROL, TO_CONTROL)],
+    ids=["coordinator", "control"],
+)
+def test_walks_cover_the_tables(table, events):
+    assert {kind for _, kind in table} == events.keys()
+
+
+@pytest.mark.parametrize(
+    ("table", "moves"),
+    [(PARTICIPANT, PARTICIPANT_MOVES), (COORDINATOR, COORDINATOR_MOVES), (CONTROL, CONTROL_MOVES)],
+)
+def test_only_pairs_that_do_something_move(table, moves):
+    """The simulation holds every move it sees against these as well."""
+    verdicts = {IGNORED, ILLEGAL, VIOLATION}
+    assert moves.keys() == {state for state, _ in table}
+    for state, events in moves.items():
+        for event, targets in events.items():
+            assert table[state, event] not in verdicts and state not in targets
+
+
+def test_page_of_the_machines_is_drawn_from_the_tables():
+    """`python -m evenkeel_moe.protocol.diagram > docs/machines.md` draws it anew."""
+    page = Path(__file__).parents[2] / "docs" / "machines.md"
+    assert page.read_text() == diagram.page()

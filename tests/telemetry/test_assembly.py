@@ -1,0 +1,395 @@
+"""R18 and R19: only whole steps that add up enter a window."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.ids import Epoch, EpRank
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.telemetry.assembly import Quarantine, Rejection, StepAssembler
+from evenkeel_moe.telemetry.step_buffer import derive_map
+from evenkeel_moe.telemetry.step_kernels import add_up
+from tests.telemetry.reports import EPOCH, PLACEMENT, SHAPE, Fleet, make_assembler, reasons, windows_of
+
+
+@pytest.mark.parametrize("side", list(CountingSide))
+def test_r18_a_step_is_complete_when_the_last_rank_reported_it(side):
+    assembler, run = make_assembler(), Fleet().run(range(10, 14))
+    assert assembler.take(run.report(0, side)).complete == ()
+    assert assembler.take(run.report(2, side)).complete == ()
+    intake = assembler.take(run.report(1, side))
+    ((phase, window),) = intake.complete
+    assert phase is Phase.DECODE
+    assert window.counts.dtype == np.uint32
+    assert np.array_equal(window.counts, run.load)
+    assert window.steps.tolist() == [10, 11, 12, 13]
+    assert window.epochs.tolist() == [5] * 4
+    assert np.array_equal(window.tokens, run.tokens)
+    assert np.allclose(window.compute_s, [[0.001, 0.002, 0.003]] * 4)
+    assert intake.accepted_steps == 4
+    assert intake.highest_step == 13
+    assert assembler.pending() == 0
+
+
+def test_r18_a_lost_rank_never_shrinks_the_set():
+    assembler, run = make_assembler(), Fleet().run(range(500))
+    for first in range(0, 500, 50):
+        for rank in (0, 2):
+            intake = assembler.take(run.report(rank, only=slice(first, first + 50)))
+            assert intake.complete == ()
+    assert assembler.pending() == 256
+
+
+def test_r18_an_inactive_rank_is_not_waited_for():
+    placement = Placement(np.array([[0, 1, 2, 3, -1, -1]] * 2, np.int32), 3, 4)
+    assembler = StepAssembler(SHAPE)
+    assembler.learn_epoch(Epoch(6), placement, np.array([True, True, False]))
+    run = Fleet(placement=placement).run(range(3), epoch=6, idle=(2,))
+    assembler.take(run.report(0))
+    assert assembler.take(run.report(2)).accepted_steps == 0
+    assert np.array_equal(windows_of([assembler.take(run.report(1))])[Phase.DECODE].counts, run.load)
+
+
+def test_a_row_used_again_has_no_counts_of_a_rank_that_takes_no_part():
+    """Rows are not cleared: what stands there for a rank is of an earlier step until it reports."""
+    assembler, first = make_assembler(max_pending=1), Fleet().run([0])
+    assert windows_of([assembler.take(first.report(rank)) for rank in range(3)])
+    with_third = Placement(np.array([[0, 1, 2, 3, 0, 1]] * 2, np.int32), 3, 4)
+    assembler.learn_epoch(Epoch(6), with_third, np.array([True, True, False]))
+    without = Placement(np.array([[0, 1, 2, 3, -1, -1]] * 2, np.int32), 3, 4)
+    run = Fleet(1, without).run([1], epoch=6, idle=(2,))
+    window = windows_of([assembler.take(run.report(rank)) for rank in range(2)])[Phase.DECODE]
+    assert np.array_equal(window.counts, run.load)
+    assert window.tokens[0, 2] == 0 and np.isnan(window.compute_s[0, 2])
+
+
+def test_r18_with_a_stride_only_sampled_steps_count_from_the_announced_one():
+    assembler, run = make_assembler(), Fleet().run(range(20))
+    assembler.sample(4, 10)
+    intakes = [assembler.take(run.report(rank)) for rank in range(3)]
+    assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [*range(10), 12, 16]
+    assert not any(intake.rejected for intake in intakes)
+    assert assembler.pending() == 0
+    with pytest.raises(InvalidInput, match="stride is 0"):
+        assembler.sample(0, 0)
+
+
+def test_r18_a_step_that_every_rank_passed_is_given_up():
+    assembler, run = make_assembler(), Fleet().run(range(6))
+    assembler.take(run.report(0))
+    assembler.take(run.report(1))
+    # Rank 2's recorder dropped steps 2 and 3.
+    first = assembler.take(run.report(2, only=slice(0, 2)))
+    last = assembler.take(run.report(2, only=slice(4, 6)))
+    assert windows_of([first, last])[Phase.DECODE].steps.tolist() == [0, 1, 4, 5]
+    assert reasons(last) == {Reason.INCOMPLETE_STEP: 4}
+    assert "reported by 2 of 3 ranks" in last.rejected[0].detail
+    assert assembler.pending() == 0
+
+
+def test_r19_destination_counts_must_sum_to_tokens_times_top_k():
+    assembler, run = make_assembler(), Fleet().run(range(3))
+    run.received[1, 0, 2] += 1
+    intakes = [assembler.take(run.report(rank)) for rank in range(3)]
+    assert reasons(intakes[-1]) == {Reason.SUM_MISMATCH: 3}
+    detail = intakes[-1].rejected[0].detail
+    tokens = run.tokens[1].sum()
+    assert detail == (
+        f"step 1 layer 0: counts of all ranks sum to {2 * tokens + 1}, tokens x top_k = {tokens} x 2"
+    )
+    assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0, 2]
+
+
+def test_r19_counts_too_large_to_add_up_are_not_taken_for_small_ones():
+    """Three copies whose sum passes 2**32 by exactly what was routed."""
+    assembler, run = make_assembler(), Fleet().run(range(2))
+    third = 2**32 // 3
+    run.received[1, 1, [0, 4, 5]] += (third, third, 2**32 - 2 * third)
+    intakes = [assembler.take(run.report(rank)) for rank in range(3)]
+    assert reasons(intakes[-1]) == {Reason.SUM_MISMATCH: 3}
+    assert f"counts of all ranks sum to {2**32 + 2 * run.tokens[1].sum()}," in intakes[-1].rejected[0].detail
+    assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0]
+
+
+def test_r19_source_counts_must_sum_in_every_report_and_layer():
+    assembler, run = make_assembler(), Fleet().run(range(3))
+    run.routed[1, 2, 1, 3] += 1
+    intakes = [assembler.take(run.report(rank, CountingSide.SOURCE)) for rank in range(3)]
+    assert reasons(intakes[2]) == {Reason.SUM_MISMATCH: 1, Reason.INCOMPLETE_STEP: 2}
+    assert "rank 2 step 1 layer 1" in intakes[2].rejected[0].detail
+    assert intakes[2].accepted_steps == 2
+    assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0, 2]
+
+
+def test_source_counts_are_kept_per_rank_and_phase():
+    assembler, run = make_assembler(), Fleet().run(range(3))
+    for rank in range(3):
+        source = assembler.take(run.report(rank, CountingSide.SOURCE)).source
+        assert source is not None
+        assert np.array_equal(source[Phase.DECODE], run.routed[:, rank].sum(axis=0))
+    assert make_assembler().take(run.report(0)).source is None
+
+
+def test_dummy_steps_are_excluded():
+    assembler, run = make_assembler(), Fleet().run(range(3))
+    intakes = [assembler.take(run.report(rank, dummy=True)) for rank in range(3)]
+    assert windows_of(intakes) == {}
+    assert not any(intake.rejected for intake in intakes)
+    assert assembler.pending() == 0
+
+
+@pytest.mark.parametrize("side", list(CountingSide))
+def test_a_rank_idle_in_a_step_still_serves_the_others(side):
+    assembler, run = make_assembler(), Fleet().run(range(3), idle=(1,))
+    intakes = [assembler.take(run.report(rank, side)) for rank in range(3)]
+    assert np.array_equal(windows_of(intakes)[Phase.DECODE].counts, run.load)
+
+
+def test_a_report_resent_changes_nothing():
+    assembler, run = make_assembler(), Fleet().run(range(4))
+    for rank in range(2):
+        assembler.take(run.report(rank))
+    again = assembler.take(run.report(0))
+    assert reasons(again) == {Reason.DUPLICATE_STEP: 4}
+    assert again.highest_step == 3
+    window = windows_of([assembler.take(run.report(2))])[Phase.DECODE]
+    assert np.array_equal(window.counts, run.load)
+    after = assembler.take(run.report(2))
+    assert reasons(after) == {Reason.DUPLICATE_STEP: 4}
+    assert after.complete == ()
+    assert assembler.pending() == 0
+
+
+def test_an_unknown_epoch_is_refused_and_named():
+    assembler, run = make_assembler(), Fleet().run(range(4))
+    intake = assembler.take(run.report(0, epoch=9))
+    assert reasons(intake) == {Reason.UNKNOWN_EPOCH: 4}
+    assert "epoch 9, known are [5]" in intake.rejected[0].detail
+    assert intake.highest_step == 3
+    assert not assembler.knows_epoch(9)
+
+
+def test_ranks_that_disagree_on_the_epoch_void_the_step():
+    assembler, run = make_assembler(), Fleet().run(range(2))
+    assembler.learn_epoch(Epoch(6), PLACEMENT)
+    assembler.take(run.report(0))
+    assert reasons(assembler.take(run.report(1, epoch=6))) == {Reason.EPOCH_DISAGREES: 2}
+    last = assembler.take(run.report(2))
+    assert last.complete == ()
+    assert reasons(last) == {Reason.EPOCH_DISAGREES: 6}
+
+
+def test_steps_of_two_epochs_in_one_report_use_their_own_maps():
+    other = Placement(np.array([[3, 2, 1, 0, 1, 2], [0, 1, 2, 3, -1, 1]], np.int32), 3, 4)
+    assembler = make_assembler()
+    assembler.learn_epoch(Epoch(6), other)
+    before = Fleet().run(range(3))
+    after = Fleet(1, other).run(range(3, 6), epoch=6)
+    reports = []
+    for rank in range(3):
+        one, two = before.report(rank), after.report(rank)
+        reports.append(
+            LoadReport(
+                one.deployment,
+                one.generation,
+                one.rank,
+                1,
+                one.side,
+                np.concatenate([one.steps, two.steps]),
+                np.concatenate([one.counts, two.counts]),
+            )
+        )
+    window = windows_of([assembler.take(report) for report in reports])[Phase.DECODE]
+    assert np.array_equal(window.counts, np.concatenate([before.load, after.load]))
+    assert window.epochs.tolist() == [5, 5, 5, 6, 6, 6]
+
+
+def test_ranks_in_different_phases_make_a_mixed_step():
+    assembler, run = make_assembler(), Fleet().run(range(2))
+    intakes = [
+        assembler.take(run.report(0, phase=Phase.PREFILL)),
+        assembler.take(run.report(1)),
+        assembler.take(run.report(2)),
+    ]
+    assert list(windows_of(intakes)) == [Phase.MIXED]
+
+
+def test_phases_are_told_apart_inside_one_report():
+    assembler = make_assembler()
+    decode, prefill = Fleet().run(range(2)), Fleet(1).run(range(2, 4), phase=Phase.PREFILL)
+    intakes = [assembler.take(run.report(rank)) for run in (decode, prefill) for rank in range(3)]
+    windows = windows_of(intakes)
+    assert np.array_equal(windows[Phase.DECODE].counts, decode.load)
+    assert np.array_equal(windows[Phase.PREFILL].counts, prefill.load)
+
+
+def test_memory_is_bounded_and_the_oldest_step_gives_way():
+    assembler, run = make_assembler(max_pending=8), Fleet().run(range(20))
+    first = assembler.take(run.report(0))
+    assert reasons(first) == {Reason.LATE_STEP: 12}
+    assert assembler.pending() == 8
+    assert reasons(assembler.take(run.report(1))) == {Reason.LATE_STEP: 12}
+    last = assembler.take(run.report(2))
+    assert windows_of([last])[Phase.DECODE].steps.tolist() == list(range(12, 20))
+    later = Fleet().run(range(20, 30))
+    assembler.take(later.report(0, only=slice(0, 6)))
+    crowded = assembler.take(later.report(0, only=slice(6, 10)))
+    assert reasons(crowded) == {Reason.INCOMPLETE_STEP: 2}
+    behind = assembler.take(later.report(1))
+    assert reasons(behind) == {Reason.LATE_STEP: 2}
+    with pytest.raises(InvalidInput, match="max_pending is 0"):
+        StepAssembler(SHAPE, max_pending=0)
+
+
+def test_what_is_refused_for_a_reason_of_its_own_is_not_late_where_there_is_no_room():
+    assembler = make_assembler(max_pending=4)
+    one, other = Fleet().run(range(6), epoch=7), Fleet(1).run(range(6, 12))
+    reports = one.report(0), other.report(0)
+    report = replace(
+        reports[0],
+        steps=np.concatenate([report.steps for report in reports]),
+        counts=np.concatenate([report.counts for report in reports]),
+    )
+    intake = assembler.take(report)
+    assert reasons(intake) == {Reason.UNKNOWN_EPOCH: 6, Reason.LATE_STEP: 2}
+    late, unknown = intake.rejected
+    assert late.detail == "rank 0 steps 6..7: 4 later steps are waiting for other ranks"
+    assert "epoch 7, known are [5]" in unknown.detail
+    assert intake.accepted_steps == assembler.pending() == 4
+
+
+def test_a_report_that_makes_others_give_way_is_told_its_own_reason_first():
+    assembler, run = make_assembler(max_pending=4), Fleet().run(range(8))
+    assembler.take(run.report(0, only=slice(0, 4)))
+    intake = assembler.take(run.report(0))
+    assert [rejection.reason for rejection in intake.rejected] == [Reason.DUPLICATE_STEP] + 4 * [
+        Reason.INCOMPLETE_STEP
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": EpRank(3)},
+        {"rank": EpRank(-1)},
+        {"counts": np.ones((2, 2, 3), np.int32)},
+        {"counts": np.ones((3, 2, 2), np.int32)},
+        {"counts": np.ones((2, 4), np.int32)},
+    ],
+)
+def test_a_report_of_a_group_of_another_shape_is_refused_whole(change):
+    """Compiled code has no bounds: a rank that said hello again with another shape must not write beyond the board."""
+    assembler, run = make_assembler(), Fleet().run(range(2))
+    intake = assembler.take(replace(run.report(0), **change))
+    assert reasons(intake) == {Reason.BAD_LENGTH: 2} and intake.highest_step == 1
+    assert assembler.pending() == 0 and intake.accepted_steps == 0
+
+
+def test_a_map_without_some_expert_breaks_nothing():
+    """Ranks tell maps; that one lacks an expert is for others to refuse."""
+    placement = Placement(np.array([[0, 1, 2, 2, 0, -1], [-1] * 6], np.int32), 3, 4)
+    assembler = StepAssembler(SHAPE)
+    assembler.learn_epoch(EPOCH, placement)
+    empty, full = Fleet().run(range(2), idle=(0, 1, 2)), Fleet().run(range(2, 4), idle=(0, 1, 2))
+    empty.idle = full.idle = set()
+    full.received[:] = 1
+    window = windows_of([assembler.take(empty.report(rank)) for rank in range(3)])[Phase.DECODE]
+    assert window.counts.max() == 0
+    assert reasons([assembler.take(full.report(rank)) for rank in range(3)][-1]) == {Reason.SUM_MISMATCH: 6}
+
+
+def test_an_epoch_told_again_is_the_newest_word():
+    wrong = Placement(np.array([[1, 0, 2, 3, 0, -1], [3, 2, 1, 0, 3, 3]], np.int32), 3, 4)
+    assembler = StepAssembler(SHAPE)
+    assembler.learn_epoch(EPOCH, wrong)
+    assembler.learn_epoch(EPOCH, PLACEMENT)
+    run = Fleet().run(range(3))
+    window = windows_of([assembler.take(run.report(rank)) for rank in range(3)])[Phase.DECODE]
+    assert np.array_equal(window.counts, run.load)
+    with pytest.raises(ShapeMismatch):
+        assembler.learn_epoch(EPOCH, Placement(np.zeros((1, 6), np.int32), 3, 4))
+    for ranks, experts in ((3, 5), (3, 40), (2, 4)):
+        with pytest.raises(ShapeMismatch, match=rf"2, 6, {ranks}, {experts}"):
+            assembler.learn_epoch(EPOCH, Placement(PLACEMENT.phy2log.copy(), ranks, experts))
+
+
+def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
+    """Compiled code has no bounds: empty slots, an expert without a slot, and what a rank that did not report left."""
+    placement = Placement(np.array([[0, 1, -1, 2, 0, 1], [3, 3, 3, 3, -1, 0]], np.int32), 3, 4)
+    known = derive_map(placement, np.ones(3, np.bool_))
+    # Two rows of (R, L * slots_per_rank), of which the second is added up.
+    board = np.array([[[99] * 4] * 3, [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]], np.uint32)
+    reported = np.array([[True] * 3, [True, False, True]])
+    around = np.full((3, 2, 4), 99, np.uint32)
+    sums = np.zeros((1, 2), np.int64)
+    assert not add_up(board, reported, np.array([1]), known.first, known.others, around[1:2], sums).any()
+    assert around[1].tolist() == [[1 + 9, 2 + 10, 0, 0], [12, 0, 0, 3 + 4]]
+    assert sums.tolist() == [[22, 19]]
+    assert (around[[0, 2]] == 99).all()
+    assert (board[0] == 99).all()
+
+
+@pytest.mark.parametrize("tokens, overflows", [(2**31 - 1, False), (2**31, True)])
+def test_an_expert_of_more_tokens_than_32_bits_hold_is_told(tokens, overflows):
+    """Its sum alone would not tell where so much was routed."""
+    known = derive_map(Placement(np.zeros((1, 2), np.int32), 2, 1), np.ones(2, np.bool_))
+    board, rows = np.array([[[tokens], [tokens]]], np.uint32), np.zeros(1, np.int64)
+    total, sums = np.zeros((1, 1, 1), np.uint32), np.zeros((1, 1), np.int64)
+    overflowed = add_up(board, np.ones((1, 2), np.bool_), rows, known.first, known.others, total, sums)
+    assert overflowed.tolist() == [overflows]
+    assert sums.tolist() == [[2 * tokens]]
+
+
+def test_an_epoch_forgotten_while_its_steps_were_pending_voids_them_and_nothing_else():
+    assembler, run = make_assembler(), Fleet().run(range(2))
+    assembler.take(run.report(0))
+    assembler.take(run.report(1))
+    for epoch in range(6, 14):
+        assembler.learn_epoch(Epoch(epoch), PLACEMENT)
+    assert reasons(assembler.take(run.report(2))) == {Reason.UNKNOWN_EPOCH: 2, Reason.INCOMPLETE_STEP: 4}
+    assert assembler.pending() == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(CountingSide),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.integers(0, 2**32 - 1),
+)
+def test_any_interleaving_and_any_resending_assembles_the_same_steps(seed, side, cuts, order):
+    """Dumb twin: the routes themselves, summed over source ranks."""
+    random, total = Random(order), sum(cuts)
+    run = Fleet(seed).run(range(total))
+    queues = []
+    for rank in range(3):
+        edges = np.cumsum([0, *random.sample(cuts, len(cuts))])
+        queues.append([run.report(rank, side, slice(a, b)) for a, b in zip(edges, edges[1:], strict=False)])
+    assembler, intakes = make_assembler(), []
+    sent: list[LoadReport] = []
+    while any(queues):
+        if sent and random.random() < 0.3:
+            intakes.append(assembler.take(random.choice(sent)))
+            continue
+        queue = random.choice([queue for queue in queues if queue])
+        sent.append(queue.pop(0))
+        intakes.append(assembler.take(sent[-1]))
+    window = windows_of(intakes)[Phase.DECODE]
+    assert np.array_equal(window.counts, run.load)
+    assert window.steps.tolist() == list(range(total))
+    assert np.array_equal(window.tokens, run.tokens)
+
+
+def test_quarantine_counts_all_and_keeps_few():
+    quarantine = Quarantine(samples_per_reason=2)
+    for step in range(5):
+        quarantine.add(EpRank(1), Rejection(Reason.LATE_STEP, 3, f"step {step}"))
+    assert quarantine.rank_steps == {Reason.LATE_STEP: 15}
+    assert quarantine.samples(Reason.LATE_STEP) == ((1, "step 3"), (1, "step 4"))
+    assert quarantine.samples(Reason.SUM_MISMATCH) == ()
