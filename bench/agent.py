@@ -68,7 +68,9 @@ def call_rows(calls: list[dict[str, NDArray[np.float64]]]) -> list[Row]:
     for name, parts in kinds.items():
         micros = np.concatenate([part[len(part) // 10 :] for part in parts]) * 1e6
         micros = micros[~np.isnan(micros)]
-        what = f"us, {micros.size} calls" + (f", K {POLL_EVERY}, D {RESOLVE_AFTER}" if name == "poll" else "")
+        what = f"us, {micros.size} calls" + (
+            f", K {POLL_EVERY}, D {RESOLVE_AFTER}" if name == "poll" else ""
+        )
         rows += [
             Row(f"{name}_p50_us", float(np.median(micros)), what),
             Row(f"{name}_p99_us", float(np.quantile(micros, 0.99)), what),
@@ -108,7 +110,10 @@ class Side:
         ended = np.array([row.unix for row in log.rows])
         took = np.array([row.seconds for row in log.rows])
         return np.array(
-            [took[(ended - took > began + SETTLE_S) & (ended < end)].mean() for began, end in self.turns]
+            [
+                took[(ended - took > began + SETTLE_S) & (ended < end)].mean()
+                for began, end in self.turns
+            ]
         )
 
 
@@ -119,12 +124,17 @@ def take_turns(pairs: int, folder: Path) -> tuple[NDArray[np.float64], NDArray[n
     with whole(folder / "whole", settings, ENGINE) as (served, fleet):
         ours = Side(fleet)
         # A controller has a machine of its own; here it may only have what the ranks leave.
-        for process in (controller := psutil.Process(served.pid), *controller.children(recursive=True)):
+        for process in (
+            controller := psutil.Process(served.pid),
+            *controller.children(recursive=True),
+        ):
             process.nice(19)
         try:
             bare.fleet.supervisor.start()
             for side in (bare, ours):
-                served.wait(lambda side=side: side.fleet.newest_step() >= WARM_STEPS, 120, "the first steps")
+                served.wait(
+                    lambda side=side: side.fleet.newest_step() >= WARM_STEPS, 120, "the first steps"
+                )
             for side in (bare, ours):
                 side.signal(signal.SIGSTOP)
             for pair in range(pairs):
@@ -148,7 +158,11 @@ def overhead_rows(pairs: int) -> list[Row]:
     what = f"{pairs} pairs of turns of {TURN_S:g} s"
     return [
         Row("overhead_ratio", float(ours.sum() / bare.sum()), what),
-        Row("overhead_ratio_upper95", float(np.quantile(ratios, 0.975)), "paired bootstrap over pairs"),
+        Row(
+            "overhead_ratio_upper95",
+            float(np.quantile(ratios, 0.975)),
+            "paired bootstrap over pairs",
+        ),
         Row("overhead_step_s", float(np.median(bare)), "s, median turn without the agent"),
     ]
 

@@ -37,7 +37,9 @@ def make_agent(rank: int, size: int, address: str) -> Agent:
     """An agent over toy weights, for only its calls are timed; collective."""
     shape = ModelShape(LAYERS, EXPERTS_PER_RANK * size, size, EXPERTS_PER_RANK, TOP_K, EXPERT_BYTES)
     placement = Placement.initial(shape)
-    identity = RankIdentity(DeploymentId("bench"), EpRank(rank), Generation("bench"), time.time_ns())
+    identity = RankIdentity(
+        DeploymentId("bench"), EpRank(rank), Generation("bench"), time.time_ns()
+    )
     config = AgentConfig(
         identity,
         shape,
@@ -109,7 +111,9 @@ def main() -> None:
     rank, size, steps = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     folder, address = Path(sys.argv[4]), sys.argv[5]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size
+    )
     agent = make_agent(rank, size, address)
     calls = time_calls(agent, steps)
     np.savez(folder / f"calls-{rank}.npz", **calls)  # type: ignore[arg-type]

@@ -25,13 +25,16 @@ def rows_of(policy: str, printed: str) -> list[Row]:
     """Of all plans of the run together, and after the last."""
     moved = [int(count) for count in re.findall(r"^  moved +(\d+) expert", printed, re.MULTILINE)]
     after = [
-        float(value) for value in re.findall(r"^  balancedness +[\d.]+ -> ([\d.]+)", printed, re.MULTILINE)
+        float(value)
+        for value in re.findall(r"^  balancedness +[\d.]+ -> ([\d.]+)", printed, re.MULTILINE)
     ]
     return [
         Row(f"demo_{policy}_plans", float(len(moved)), "plans"),
         Row(f"demo_{policy}_copies", float(sum(moved)), "experts moved"),
         Row(
-            f"demo_{policy}_balancedness_mean", sum(after) / len(after), "after a plan, measured by the ranks"
+            f"demo_{policy}_balancedness_mean",
+            sum(after) / len(after),
+            "after a plan, measured by the ranks",
         ),
         Row(f"demo_{policy}_balancedness_last", after[-1], "after the last plan"),
     ]

@@ -20,8 +20,12 @@ TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 def main() -> None:
     """Run every section and write the report."""
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--traces", type=Path, default=TRACES, help="folder of recorded .npz traces")
-    arguments.add_argument("--max-evaluations", type=int, default=2_000_000, help="keel's budget per plan")
+    arguments.add_argument(
+        "--traces", type=Path, default=TRACES, help="folder of recorded .npz traces"
+    )
+    arguments.add_argument(
+        "--max-evaluations", type=int, default=2_000_000, help="keel's budget per plan"
+    )
     arguments.add_argument("--quick", action="store_true", help="LPLB only: no traces")
     chosen = arguments.parse_args()
     torch.set_num_threads(1)

@@ -24,7 +24,9 @@ def bootstrap_upper(
     return float(np.quantile(ours[pick].sum(axis=1) / theirs[pick].sum(axis=1), 0.95))
 
 
-def aware_rows(traces: list[Recorded], max_evaluations: int, on_trace: Callable[[str], None]) -> list[Row]:
+def aware_rows(
+    traces: list[Recorded], max_evaluations: int, on_trace: Callable[[str], None]
+) -> list[Row]:
     """For NEAREST and OPTIMAL: time of keel planned for it over keel planned for EVEN, both dispatched by it.
 
     A block is one plan's horizon, its time divided by the fluid bound, so that every trace weighs alike per block.

@@ -113,7 +113,9 @@ class PathTable:
         hits = np.zeros(ids.shape[1] - 1)
         for token in ids.tolist():
             for layer in range(1, len(token)):
-                hits[layer - 1] += len(set(self.predict(layer, token, len(token[layer]))) & set(token[layer]))
+                hits[layer - 1] += len(
+                    set(self.predict(layer, token, len(token[layer]))) & set(token[layer])
+                )
         return np.asarray(hits / (ids.shape[0] * ids.shape[2]), np.float64)
 
 
@@ -123,7 +125,11 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
 
 
 def apply_capacity(
-    experts: NDArray[np.integer], num_experts: int, capacity: int, *, spill: NDArray[np.integer] | None = None
+    experts: NDArray[np.integer],
+    num_experts: int,
+    capacity: int,
+    *,
+    spill: NDArray[np.integer] | None = None,
 ) -> NDArray[np.int64]:
     """Cap every expert, in order of arrival.
 

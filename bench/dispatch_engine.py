@@ -22,11 +22,18 @@ LONGEST_S = 150.0
 def engine_rows() -> list[Row]:
     """Run each rule on the initial placement, 5 slots a rank for 4 experts; balancedness counts shared work too."""
     rows = []
-    print(f"\nreference engine, {RANKS} ranks, {STEPS} steps: realised balancedness, routed and shared work")
+    print(
+        f"\nreference engine, {RANKS} ranks, {STEPS} steps: realised balancedness, routed and shared work"
+    )
     for rule in DispatchRule:
         with tempfile.TemporaryDirectory() as folder:
             config = RankConfig(
-                run_folder=folder, num_ranks=RANKS, steps=STEPS, agent=False, dispatch=rule, experts=16
+                run_folder=folder,
+                num_ranks=RANKS,
+                steps=STEPS,
+                agent=False,
+                dispatch=rule,
+                experts=16,
             )
             if not _run(Supervisor(config)):
                 print(f"{rule.value:12} did not finish in {LONGEST_S:.0f} s")
@@ -64,7 +71,9 @@ def _read(folder: Path) -> tuple[np.ndarray, int, float]:
     """((T, L, R) tokens computed, wrong rows, median step seconds)."""
     served, wrong, seconds = [], 0, []
     for rank in range(RANKS):
-        found = [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+        found = [
+            json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()
+        ]
         steps = [row for row in found if row["kind"] == "step"]
         served.append([row["served"] for row in steps])
         seconds += [row["seconds"] for row in steps]

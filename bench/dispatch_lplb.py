@@ -41,10 +41,14 @@ def highs_solver(placement: Placement, counts: NDArray[np.float64]) -> Callable[
             (np.ones(number), RANKS + of, np.arange(number)),
         ]
         values, down, across = (np.concatenate(parts) for parts in zip(*entries, strict=True))
-        matrix = csr_array((values, (down, across)), shape=(RANKS + len(shared), number + RANKS + 1))
+        matrix = csr_array(
+            (values, (down, across)), shape=(RANKS + len(shared), number + RANKS + 1)
+        )
         right = np.zeros(RANKS + len(shared))
         fixed = [slot for slot in range(SLOTS) if int(row[slot]) not in column]
-        np.subtract.at(right, np.array(fixed) // placement.slots_per_rank, counts[layer, row[fixed]])
+        np.subtract.at(
+            right, np.array(fixed) // placement.slots_per_rank, counts[layer, row[fixed]]
+        )
         right[RANKS:] = counts[layer, shared]
         cost = np.zeros(number + RANKS + 1)
         cost[-1] = 1.0
@@ -53,7 +57,9 @@ def highs_solver(placement: Placement, counts: NDArray[np.float64]) -> Callable[
 
     def solve() -> list[float]:
         return [
-            float(linprog(cost, A_eq=matrix, b_eq=right, bounds=(0, None), method="highs").fun or 0.0)
+            float(
+                linprog(cost, A_eq=matrix, b_eq=right, bounds=(0, None), method="highs").fun or 0.0
+            )
             for cost, matrix, right in programs
         ]
 
@@ -62,7 +68,10 @@ def highs_solver(placement: Placement, counts: NDArray[np.float64]) -> Callable[
 
 def lplb_rows() -> list[Row]:
     """The `lplb` rows. Two loads: the headline is the worse of the two."""
-    loads = {"zipf": zipf_load(LAYERS, EXPERTS), "lognormal": lognormal_steps(1, LAYERS, EXPERTS)[0]}
+    loads = {
+        "zipf": zipf_load(LAYERS, EXPERTS),
+        "lognormal": lognormal_steps(1, LAYERS, EXPERTS)[0],
+    }
     rows: list[Row] = []
     speedups, errors, ours_us = [], [], []
     for name, planned in loads.items():
@@ -77,10 +86,14 @@ def lplb_rows() -> list[Row]:
         ]
         highs = highs_solver(placement, live)
 
-        def one_by_one(solvers: list[ExactSplit] = alone, batch: torch.Tensor = counts) -> list[object]:
+        def one_by_one(
+            solvers: list[ExactSplit] = alone, batch: torch.Tensor = counts
+        ) -> list[object]:
             return [solver.solve(batch[layer : layer + 1]) for layer, solver in enumerate(solvers)]
 
-        seconds = best_of({"highs": highs, "exact": partial(exact.solve, counts), "alone": one_by_one})
+        seconds = best_of(
+            {"highs": highs, "exact": partial(exact.solve, counts), "alone": one_by_one}
+        )
         layer_us = {
             "highs": seconds["highs"] / HIGHS_LAYERS * 1e6,
             "exact": seconds["exact"] / LAYERS * 1e6,
@@ -96,7 +109,9 @@ def lplb_rows() -> list[Row]:
         rows += [
             Row(f"lplb_{name}_speedup_vs_highs", speedups[-1], "ratio"),
             Row(
-                f"lplb_{name}_speedup_vs_highs_one_call_each", layer_us["highs"] / layer_us["alone"], "ratio"
+                f"lplb_{name}_speedup_vs_highs_one_call_each",
+                layer_us["highs"] / layer_us["alone"],
+                "ratio",
             ),
             Row(f"lplb_{name}_us_per_layer", layer_us["exact"], "us"),
             Row(f"lplb_{name}_us_per_layer_one_call_each", layer_us["alone"], "us"),

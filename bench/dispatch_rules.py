@@ -9,7 +9,13 @@ from numpy.typing import NDArray
 from bench.dispatch_baselines import harmoeny
 from bench.dispatch_traces import RANKS, TWO_NODES, Recorded, setup_of
 from bench.report import Row
-from evenkeel_moe.dispatch import ExactSplit, ShardingRule, plan_replicas, resident_mask, shard_tokens
+from evenkeel_moe.dispatch import (
+    ExactSplit,
+    ShardingRule,
+    plan_replicas,
+    resident_mask,
+    shard_tokens,
+)
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.eplb import plan_eplb
@@ -24,7 +30,16 @@ __all__ = ["PLACEMENTS", "RULES", "rule_rows", "rule_table"]
 PLACEMENTS = ("none", "eplb", "keel")
 # "libra" is as published: Algorithm 1 stops when the prediction is balanced, Algorithm 2 is greedy. "ours" spends all
 # of N and shards exactly; "2N" has twice the room.
-RULES = ("even", "nearest", "lplb", "libra sharding", "libra", "libra, ours", "libra, ours 2N", "harmoeny")
+RULES = (
+    "even",
+    "nearest",
+    "lplb",
+    "libra sharding",
+    "libra",
+    "libra, ours",
+    "libra, ours 2N",
+    "harmoeny",
+)
 EXTRA = 4
 """Transient experts per rank of Libra and HarMoEny: half of the 8 a rank holds, as in Libra's evaluation."""
 STEPS = 40
@@ -44,7 +59,9 @@ class Tally:
     cells: int = 0
     copies: int = 0
 
-    def add(self, load: NDArray[np.generic], home: NDArray[np.int64], cost: int, copies: int = 0) -> None:
+    def add(
+        self, load: NDArray[np.generic], home: NDArray[np.int64], cost: int, copies: int = 0
+    ) -> None:
         """One step and layer: (R,) load, and the shared work of each source rank in routed choices."""
         values = np.asarray(load, np.float64)
         top, mean = float(values.max()), float(values.mean())
@@ -58,7 +75,9 @@ class Tally:
         shared = float(home.sum())
         self.shared_home_peak += float((values + home).max())
         # All-rank Waterfill at its best: water levels out unless one rank already stands above.
-        self.shared_poured_peak += max(top, np.ceil((values.sum() + shared) / len(values) / cost) * cost)
+        self.shared_poured_peak += max(
+            top, np.ceil((values.sum() + shared) / len(values) / cost) * cost
+        )
         self.shared_fluid += mean + shared / len(values)
 
 
@@ -80,7 +99,9 @@ def _tallies(trace: Recorded, max_evaluations: int, on_trace: Callable[[str], No
         "keel": walk_forward("keel", lambda replan: plan_keel(replan.problem), setup),
     }
     _, layers, experts = trace.load.shape
-    bare = Placement.initial(ModelShape(layers, experts, RANKS, -(-experts // RANKS), trace.top_k, 1))
+    bare = Placement.initial(
+        ModelShape(layers, experts, RANKS, -(-experts // RANKS), trace.top_k, 1)
+    )
     first, horizon = int(walks["keel"].steps[0]), setup.horizon_steps
     last = int(walks["keel"].steps[-1]) + horizon
     out: Tallies = {(placement, rule): Tally() for placement in PLACEMENTS for rule in RULES}
@@ -149,7 +170,9 @@ def _predicted(trace: Recorded, step: int, layer: int) -> NDArray[np.float64]:
 def rule_rows(table: dict[str, Tallies]) -> list[Row]:
     """Means over traces, every trace alike, and the same as a printed table."""
     rows = []
-    print(f"\nmean over {len(table)} traces, {RANKS} ranks; time is over the fluid bound of the same work")
+    print(
+        f"\nmean over {len(table)} traces, {RANKS} ranks; time is over the fluid bound of the same work"
+    )
     print(
         f"{'placement':10}{'rule':16}{'balancedness':>13}{'max/mean':>10}{'time':>8}"
         f"{'+ shared at home':>18}{'+ waterfill':>13}{'copies':>8}"

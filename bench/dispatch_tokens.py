@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from bench.dispatch_baselines import PathTable
 from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded
 from bench.report import Row
-from evenkeel_moe.dispatch import DispatchTables, EvenChoice, Lookahead, Waterfill, prediction_accuracy
+from evenkeel_moe.dispatch import (
+    DispatchTables,
+    EvenChoice,
+    Lookahead,
+    Waterfill,
+    prediction_accuracy,
+)
 from evenkeel_moe.dispatch.waterfill import count_by_rank
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.model import Model, original_expert
@@ -38,21 +44,30 @@ def recorded_ids(folder: Path) -> dict[str, NDArray[np.int64]]:
 def waterfill_rows(ids: dict[str, NDArray[np.int64]]) -> list[Row]:
     """Waterfill on real tokens: an EPLB placement of the first half, batches of the second, even replica choice."""
     rows = []
-    print(f"\nshared expert, {RANKS} ranks x {TOKENS_PER_RANK} tokens: time over fluid, tokens that go where")
+    print(
+        f"\nshared expert, {RANKS} ranks x {TOKENS_PER_RANK} tokens: time over fluid, tokens that go where"
+    )
     for name, tokens in ids.items():
         half = len(tokens) // 2
         layers, experts = tokens.shape[1], int(tokens.max()) + 1
         seen = np.stack(
-            [np.bincount(tokens[:half, layer].ravel(), minlength=experts) for layer in range(layers)]
+            [
+                np.bincount(tokens[:half, layer].ravel(), minlength=experts)
+                for layer in range(layers)
+            ]
         )
-        rows_of = rebalance_experts(seen, RANKS * SLOTS_PER_RANK, 1, 1, RANKS, allow_duplicates=False)
+        rows_of = rebalance_experts(
+            seen, RANKS * SLOTS_PER_RANK, 1, 1, RANKS, allow_duplicates=False
+        )
         placement = Placement(rows_of, RANKS, experts)
-        tables = [DispatchTables.of(placement, Topology.single_node(RANKS), rank) for rank in range(RANKS)]
+        tables = [
+            DispatchTables.of(placement, Topology.single_node(RANKS), rank) for rank in range(RANKS)
+        ]
         rules = [EvenChoice(table) for table in tables]
         size = RANKS * TOKENS_PER_RANK
-        batches = [tokens[start : start + size] for start in range(half, len(tokens) - size + 1, size)][
-            :BATCHES
-        ]
+        batches = [
+            tokens[start : start + size] for start in range(half, len(tokens) - size + 1, size)
+        ][:BATCHES]
         for mode in ("home", "visited static", "visited", "all ranks"):
             peak = fluid = moved = fresh = total = 0.0
             for batch, layer in (
@@ -69,7 +84,9 @@ def waterfill_rows(ids: dict[str, NDArray[np.int64]]) -> list[Row]:
                     load = load + torch.bincount(chosen, minlength=RANKS)
                     away = chosen != rank
                     moved += int(away.sum())
-                    fresh += int((away & ~(own // SLOTS_PER_RANK == chosen[:, None]).any(dim=1)).sum())
+                    fresh += int(
+                        (away & ~(own // SLOTS_PER_RANK == chosen[:, None]).any(dim=1)).sum()
+                    )
                     total += len(own)
                 peak += float(load.max())
                 fluid += float(load.double().mean())
@@ -78,7 +95,11 @@ def waterfill_rows(ids: dict[str, NDArray[np.int64]]) -> list[Row]:
                 f"   new journeys {fresh / total:6.1%}"
             )
             rows.append(
-                Row(f"waterfill_{name}_{mode.replace(' ', '_')}_time_over_fluid", peak / fluid, "ratio")
+                Row(
+                    f"waterfill_{name}_{mode.replace(' ', '_')}_time_over_fluid",
+                    peak / fluid,
+                    "ratio",
+                )
             )
     return rows
 
@@ -102,7 +123,9 @@ def accuracy_rows(traces: list[Recorded], ids: dict[str, NDArray[np.int64]]) -> 
     recalls = [trace.recall for trace in traces if trace.recall is not None]
     if recalls:
         mean = np.mean(recalls, axis=0)
-        print(f"lookahead, model A, layers 1..: {np.array2string(mean, precision=3)} mean {mean.mean():.3f}")
+        print(
+            f"lookahead, model A, layers 1..: {np.array2string(mean, precision=3)} mean {mean.mean():.3f}"
+        )
         rows.append(Row("lookahead_accuracy_model_a", float(mean.mean()), "1"))
     reference = _reference_accuracy()
     print(f"lookahead, reference engine, layers 1..: {np.array2string(reference, precision=3)}")
@@ -133,7 +156,10 @@ def _reference_accuracy() -> NDArray[np.float64]:
     lookahead = Lookahead([partial(model.route, layer) for layer in range(model.num_layers)])
     traffic = TextTraffic(model, config.num_ranks, config.tokens_per_step, 0)
     experts = [
-        [original_expert(model.seed, layer, e, model.d_model, model.d_ffn) for e in range(model.num_experts)]
+        [
+            original_expert(model.seed, layer, e, model.d_model, model.d_ffn)
+            for e in range(model.num_experts)
+        ]
         for layer in range(model.num_layers)
     ]
     found = []

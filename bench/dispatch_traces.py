@@ -62,7 +62,9 @@ def read_all(folder: Path) -> list[Recorded]:
                 rng = np.random.default_rng(len(found))
                 source = np.moveaxis(rng.multinomial(load, np.full(RANKS, 1 / RANKS)), -1, 1)
             lookahead = archive["P"].astype(np.int64) if "P" in archive.files else None
-            recall = archive["lookahead_recall"].astype(np.float64) if "P" in archive.files else None
+            recall = (
+                archive["lookahead_recall"].astype(np.float64) if "P" in archive.files else None
+            )
         # DeepSeek-V2-Lite has two shared experts as wide as routed ones; model A is given one.
         cost = 2 if path.stem.startswith("dsv2lite") else 1
         found.append(Recorded(path.stem, load, source, recorded, lookahead, recall, top_k, cost))

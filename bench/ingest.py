@@ -66,12 +66,16 @@ async def run_ours(scale: Scale, batches: int, folder: Path, window: int = WINDO
     try:
         async with controller:
             fleet = Fleet(scale)
-            measuring = asyncio.create_task(measure_fleet(controller, valkey, client, fleet, batches))
+            measuring = asyncio.create_task(
+                measure_fleet(controller, valkey, client, fleet, batches)
+            )
             ended = asyncio.create_task(controller.process.wait())
             try:
                 await asyncio.wait((measuring, ended), return_when=asyncio.FIRST_COMPLETED)
                 if not measuring.done():
-                    raise SystemExit(f"the controller ended with {ended.result()}: nothing was measured")
+                    raise SystemExit(
+                        f"the controller ended with {ended.result()}: nothing was measured"
+                    )
                 return measuring.result()
             finally:
                 await end_tasks((measuring, ended))
@@ -97,13 +101,17 @@ async def measure_fleet(
         wall = await fleet.serve(batches, WARM)
         last = (WARM + batches) * BATCH - 1
         await until(lambda: all(rank.highest >= last for rank in fleet.ranks), within_s=120)
-        await until(lambda: all((name, WARM + batches - 1) in seen for name in fleet.names), within_s=60)
+        await until(
+            lambda: all((name, WARM + batches - 1) in seen for name in fleet.names), within_s=60
+        )
         spent = cpu_s(*pids) - before
         await check_stored(client, fleet, last)
     finally:
         await end_tasks((watcher,))
     dropped = sum(rank.refused for rank in fleet.ranks)
-    dropped += sum((name, batch) not in seen for name in fleet.names for batch in range(WARM, WARM + batches))
+    dropped += sum(
+        (name, batch) not in seen for name in fleet.names for batch in range(WARM, WARM + batches)
+    )
     p99 = float(np.quantile(step_ages(fleet, seen), 0.99))
     return Figures(len(fleet.ranks) * batches * BATCH, spent, wall, dropped, p99)
 
@@ -137,7 +145,9 @@ async def watch(client: Any, fleet: Fleet, seen: dict[tuple[str, int], float]) -
 async def check_stored(client: Any, fleet: Fleet, last: int) -> None:
     """Every stored window ends with that step, as its total said."""
     for name in fleet.names:
-        ((_, chunk),) = await client.xrevrange(deployment_key("evenkeel", name, "window:decode"), count=1)
+        ((_, chunk),) = await client.xrevrange(
+            deployment_key("evenkeel", name, "window:decode"), count=1
+        )
         stored = int(unpack_window(chunk[b"d"]).steps[-1])
         if stored != last:
             raise SystemExit(f"the stored window of {name} ends with step {stored}, not {last}")
@@ -207,7 +217,9 @@ def draw(rows: list[Row]) -> Path:
 
     figure = Figure(figsize=(10, 3), layout="constrained")
     for axes, what in zip(figure.subplots(1, 3), ("ranks", "layers", "window"), strict=True):
-        points = [(int(row.name.rsplit("_", 1)[1]), row.value) for row in rows if f"_{what}_" in row.name]
+        points = [
+            (int(row.name.rsplit("_", 1)[1]), row.value) for row in rows if f"_{what}_" in row.name
+        ]
         axes.plot(*zip(*points, strict=True), marker="o")
         axes.set(xlabel=what, ylim=(0, 1.1 * max(cost for _, cost in points)))
     figure.axes[0].set_ylabel("us of CPU per message")
@@ -232,8 +244,14 @@ async def run(rounds: int, batches: int, drawn: bool) -> list[Row]:
             "ratio; raw with the controller's gRPC settings and loop",
         ),
         Row("ingest_v3_dropped", float(sum(f.dropped for f in ours)), "rank steps"),
-        Row("ingest_v3_p99_s", min(f.p99_s for f in ours), "s from a step's end to the stored window"),
-        Row("ingest_v3_pace", max(f.rank_steps / f.wall_s for f in ours) / offered, "of 50 steps/s"),
+        Row(
+            "ingest_v3_p99_s",
+            min(f.p99_s for f in ours),
+            "s from a step's end to the stored window",
+        ),
+        Row(
+            "ingest_v3_pace", max(f.rank_steps / f.wall_s for f in ours) / offered, "of 50 steps/s"
+        ),
     ]
     if drawn:
         rows += await growth(40)

@@ -46,7 +46,9 @@ class Scale:
 class ReportingRank:
     """One stream; its reports differ in their step numbers only, so that sending costs little."""
 
-    def __init__(self, deployment: str, rank: int, scale: Scale, counts, placement: Placement) -> None:
+    def __init__(
+        self, deployment: str, rank: int, scale: Scale, counts, placement: Placement
+    ) -> None:
         self.identity = m.RankIdentity(
             DeploymentId(deployment), EpRank(rank), Generation("g"), time.time_ns()
         )
@@ -88,7 +90,8 @@ class ReportingRank:
         wire: Any = await self.call.read()
         answer = decode_controller_message(wire)
         assert (
-            isinstance(answer, link.Registration) and answer.outcome is link.RegistrationOutcome.ACCEPTED
+            isinstance(answer, link.Registration)
+            and answer.outcome is link.RegistrationOutcome.ACCEPTED
         ), answer
         self.reader = asyncio.create_task(self._listen())
         self.beats = asyncio.create_task(self._beat(answer.heartbeat_interval_s))
@@ -109,7 +112,9 @@ class ReportingRank:
         while (wire := await self.call.read()) is not grpc.aio.EOF:
             message = decode_controller_message(wire)
             if isinstance(message, link.ReportAck):
-                self.highest = max(self.highest, -1 if message.highest_step is None else message.highest_step)
+                self.highest = max(
+                    self.highest, -1 if message.highest_step is None else message.highest_step
+                )
                 self.refused += message.rejected_steps
                 if message.reason is not None:
                     self.reasons.add(message.reason)
@@ -155,7 +160,9 @@ class Fleet:
         counts = draw_counts(scale, self.placement, seed)
         width = scale.slots_per_rank
         self.ranks = [
-            ReportingRank(name, rank, scale, counts[:, :, rank * width : (rank + 1) * width], self.placement)
+            ReportingRank(
+                name, rank, scale, counts[:, :, rank * width : (rank + 1) * width], self.placement
+            )
             for name in self.names
             for rank in range(scale.ranks)
         ]
@@ -164,7 +171,9 @@ class Fleet:
 
     async def connect(self, address: str, raw: bool = False) -> None:
         for first in range(0, len(self.ranks), 32):
-            await asyncio.gather(*(rank.connect(address, raw) for rank in self.ranks[first : first + 32]))
+            await asyncio.gather(
+                *(rank.connect(address, raw) for rank in self.ranks[first : first + 32])
+            )
 
     async def serve(self, batches: int, first: int = 0) -> float:
         """Report at the fleet's pace; seconds it took. A fleet that cannot keep the pace falls behind and says so."""

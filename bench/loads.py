@@ -7,16 +7,25 @@ __all__ = ["drifted", "lognormal_steps", "zipf_load"]
 
 
 def zipf_load(
-    num_layers: int, num_experts: int, *, exponent: float = 1.0, tokens: int = 2_000_000, seed: int = 0
+    num_layers: int,
+    num_experts: int,
+    *,
+    exponent: float = 1.0,
+    tokens: int = 2_000_000,
+    seed: int = 0,
 ) -> NDArray[np.int64]:
     """(L, E) [tokens]: Zipf popularity, permuted per layer, drawn as one multinomial a layer."""
     rng = np.random.default_rng(seed)
     popularity = 1.0 / np.arange(1, num_experts + 1) ** exponent
     popularity /= popularity.sum()
-    return np.stack([rng.multinomial(tokens, rng.permutation(popularity)) for _ in range(num_layers)])
+    return np.stack(
+        [rng.multinomial(tokens, rng.permutation(popularity)) for _ in range(num_layers)]
+    )
 
 
-def drifted(load: NDArray[np.generic], *, sigma: float = 0.25, seed: int = 1) -> NDArray[np.float64]:
+def drifted(
+    load: NDArray[np.generic], *, sigma: float = 0.25, seed: int = 1
+) -> NDArray[np.float64]:
     """The same load with every expert multiplied by exp(N(0, sigma)): 0.25 is the drift of the benches."""
     rng = np.random.default_rng(seed)
     return np.asarray(load, np.float64) * np.exp(rng.normal(0.0, sigma, load.shape))

@@ -43,7 +43,11 @@ def bandwidth(pairs: int, rounds: int) -> list[Row]:
     ratios = [float(np.median(one["bare_s"]) / np.median(one["ours_s"])) for one in found]
     rates = [one["bytes"] / float(np.median(one["ours_s"])) for one in found]
     return [
-        Row("bandwidth_ratio_to_raw", float(np.median(ratios)), "ratio of medians, median over pairs"),
+        Row(
+            "bandwidth_ratio_to_raw",
+            float(np.median(ratios)),
+            "ratio of medians, median over pairs",
+        ),
         Row("bandwidth_ratio_to_raw_lowest", min(ratios), "of the pairs"),
         Row("bandwidth_ratio_to_raw_highest", max(ratios), "of the pairs"),
         Row("bandwidth_bytes_per_s", float(np.median(rates)), "bytes / s, all ranks"),
@@ -55,7 +59,15 @@ def copy_both_ways(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "bench.migration_rank", str(rank), str(RANKS), str(rounds), folder]
+                [
+                    sys.executable,
+                    "-m",
+                    "bench.migration_rank",
+                    str(rank),
+                    str(RANKS),
+                    str(rounds),
+                    folder,
+                ]
             )
             for rank in range(RANKS)
         ]
@@ -97,7 +109,9 @@ def move(served: Served, fleet: Fleet, rng: random.Random, plan_id: str) -> None
         return answer.is_success
 
     served.wait(asked, 60, f"{plan_id} to be taken")
-    served.wait(lambda: served.get(f"/plans/{plan_id}")["phase"] == "committed", 60, f"{plan_id} to commit")
+    served.wait(
+        lambda: served.get(f"/plans/{plan_id}")["phase"] == "committed", 60, f"{plan_id} to commit"
+    )
 
 
 def serving_rows(log: FleetLog, done: Sequence[dict]) -> list[Row]:
@@ -115,7 +129,11 @@ def serving_rows(log: FleetLog, done: Sequence[dict]) -> list[Row]:
     return [
         Row("swap_over_median_step", max(swaps) / median, "longest swap over a median step"),
         Row("swap_median_over_median_step", float(np.median(swaps)) / median, "median swap"),
-        Row("step_p99_ratio", p99(during) / p99(before), f"{len(during)} steps of plans, p99 over before"),
+        Row(
+            "step_p99_ratio",
+            p99(during) / p99(before),
+            f"{len(during)} steps of plans, p99 over before",
+        ),
         Row("step_median_ratio", middle(during) / middle(before), "median over before"),
         Row("step_median_s", median, "s"),
         Row("plans", float(len(done)), "committed"),
@@ -135,9 +153,13 @@ def middle(rows: Sequence[StepRow]) -> float:
 def main() -> None:
     """Measure and write the report."""
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--pairs", type=int, default=9, help="pairs of processes, one after the other")
+    arguments.add_argument(
+        "--pairs", type=int, default=9, help="pairs of processes, one after the other"
+    )
     arguments.add_argument("--rounds", type=int, default=20, help="waves each pair copies each way")
-    arguments.add_argument("--plans", type=int, default=20, help="plans under which the fleet serves")
+    arguments.add_argument(
+        "--plans", type=int, default=20, help="plans under which the fleet serves"
+    )
     chosen = arguments.parse_args()
     began = time.monotonic()
     rows = bandwidth(chosen.pairs, chosen.rounds)

@@ -57,7 +57,8 @@ class Weights:
         per_rank = placement.slots_per_rank
         mine = placement.phy2log[:, rank * per_rank : (rank + 1) * per_rank]
         self._slots = {
-            (layer, local): expert(layer, int(mine[layer, local])) for layer, local in np.ndindex(mine.shape)
+            (layer, local): expert(layer, int(mine[layer, local]))
+            for layer, local in np.ndindex(mine.shape)
         }
         self.asked_at = float("inf")
         """Monotonic seconds at which tensors were first asked for since this was last set."""
@@ -89,7 +90,9 @@ class BenchRank:
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size
+        )
         self.rank, self.size = rank, size
         self.shape = ModelShape(LAYERS, EXPERTS, size, EXPERTS // size, 1, EXPERT_BYTES)
         base = Placement.initial(self.shape)
@@ -99,7 +102,8 @@ class BenchRank:
         self.weights, self.link = Weights(base, rank), PortLink()
         # Touched once, so that neither side pays for the pages.
         self.landing = [
-            [torch.ones_like(t) for t in expert(0, 0)] for _ in range(LAYERS * self.shape.slots_per_rank)
+            [torch.ones_like(t) for t in expert(0, 0)]
+            for _ in range(LAYERS * self.shape.slots_per_rank)
         ]
         store = dist.distributed_c10d._get_default_store()
         identity = RankIdentity(DeploymentId("bench"), EpRank(rank), GENERATION, 1)
@@ -178,7 +182,12 @@ class BenchRank:
 
 def main() -> None:
     """Run one rank."""
-    rank, size, rounds, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    rank, size, rounds, folder = (
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        Path(sys.argv[4]),
+    )
     bench = BenchRank(rank, size, folder)
     figures = bench.measure(rounds)
     if rank == 0:

@@ -88,7 +88,9 @@ def main() -> None:
     """Run every section, or those named, and keep the report up to date: what ends early leaves what was measured."""
     known = sections()
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="SECTION", help=f"of {', '.join(known)}; default all")
+    parser.add_argument(
+        "names", nargs="*", metavar="SECTION", help=f"of {', '.join(known)}; default all"
+    )
     names = parser.parse_args().names or list(known)
     torch.set_num_threads(1)
     begun = time.perf_counter()

@@ -10,7 +10,11 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
-from evenkeel_moe.planning.policies.craft.policy import allocate_replicas, place_replicas, replica_benefit
+from evenkeel_moe.planning.policies.craft.policy import (
+    allocate_replicas,
+    place_replicas,
+    replica_benefit,
+)
 from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
 from evenkeel_moe.planning.policies.replication import replicate_experts
 
@@ -45,7 +49,9 @@ def _plain(load: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]
     balance = []
     for replicas in (0, 1, 2, 4, 8, 16, 32, 64):
         logcnt = replicate_experts(summed.astype(np.float32), EXPERTS + replicas)[1]
-        capacity = np.repeat(interleaved_capacity(np.array([EXPERTS + replicas]), topology), LAYERS, axis=0)
+        capacity = np.repeat(
+            interleaved_capacity(np.array([EXPERTS + replicas]), topology), LAYERS, axis=0
+        )
         rows = pack_copies(summed, logcnt, capacity, SLOTS_PER_RANK)
         balance.append(_plain_replay(load, rows, logcnt, RANKS))
     return np.stack(balance[1:]) - balance[0]

@@ -29,7 +29,9 @@ FRONTS = ((288, 32, (32, 40, 60, 80)), (320, 64, (64, 80)))
 
 
 @kernel
-def _greedy_swaps(load: NDArray[np.float64], row: NDArray[np.int32], ranks: int, copies: int) -> int:
+def _greedy_swaps(
+    load: NDArray[np.float64], row: NDArray[np.int32], ranks: int, copies: int
+) -> int:
     """Swap a slot of the fullest rank for the one that leaves both lowest, again and again; mutates `row` (S,).
 
     No rank gets an expert twice. Returns the copies needed.
@@ -88,7 +90,9 @@ def front_rows() -> list[Row]:
     for slots, ranks, budgets in FRONTS:
         before = zipf_load(LAYERS, EXPERTS)
         load = drifted(before)
-        old = Placement(rebalance_experts(before, slots, 1, 1, ranks, allow_duplicates=False), ranks, EXPERTS)
+        old = Placement(
+            rebalance_experts(before, slots, 1, 1, ranks, allow_duplicates=False), ranks, EXPERTS
+        )
         shape = ModelShape(LAYERS, EXPERTS, ranks, slots // ranks, 8, 1)
 
         def balance(placement: Placement, load: NDArray[np.float64] = load) -> float:
@@ -104,13 +108,17 @@ def front_rows() -> list[Row]:
                 current=old,
                 limits=PlanLimits(max_moves=copies * LAYERS),
             )
-            plans[str(copies)] = partial(plan_keel, problem, KeelOptions(stickiness=0.0, caution=0.0))
+            plans[str(copies)] = partial(
+                plan_keel, problem, KeelOptions(stickiness=0.0, caution=0.0)
+            )
             placement = plans[str(copies)]().placement
             rows += [
                 Row(f"front_{slots}_at_{copies}", balance(placement), "1"),
                 Row(f"greedy_{slots}_at_{copies}", balance(_greedy(load, old, copies)), "1"),
                 Row(
-                    f"front_{slots}_copies_at_{copies}", count_moves(old, placement) / LAYERS, "copies/layer"
+                    f"front_{slots}_copies_at_{copies}",
+                    count_moves(old, placement) / LAYERS,
+                    "copies/layer",
                 ),
             ]
         rows.append(Row(f"front_{slots}_s", max(best_of(plans, repeats=5).values()), "s"))

@@ -20,7 +20,10 @@ RESTARTS, NOISE, LEAST_DROP = 30, 0.2, 0.001
 
 @kernel
 def _plain_score(
-    total: NDArray[np.float64], tile: float, tile_seconds: NDArray[np.float64], slope: NDArray[np.float64]
+    total: NDArray[np.float64],
+    tile: float,
+    tile_seconds: NDArray[np.float64],
+    slope: NDArray[np.float64],
 ) -> float:
     score = 0.0
     for t in range(total.shape[1]):
@@ -98,7 +101,9 @@ def _plain_refine(
                                     tokens += move
                                 elif rank == j:
                                     tokens -= move
-                                peak = max(peak, token_cost(tokens, rank, tile, tile_seconds, slope))
+                                peak = max(
+                                    peak, token_cost(tokens, rank, tile, tile_seconds, slope)
+                                )
                             drop += now[t] - peak
                         if drop > best:
                             best, best_a, best_b = drop, a, b
@@ -130,7 +135,9 @@ def _plain(
     return best
 
 
-def _rows(name: str, layers: int, experts: int, ranks: int, plain_layers: int, repeats: int) -> list[Row]:
+def _rows(
+    name: str, layers: int, experts: int, ranks: int, plain_layers: int, repeats: int
+) -> list[Row]:
     steps = lognormal_steps(16, layers, experts)
     tokens = 32_768 / ranks
     costs = gem_setup("moderate", ranks, tile_tokens=max(1, int(tokens / 16)), tiles=32)
@@ -144,7 +151,9 @@ def _rows(name: str, layers: int, experts: int, ranks: int, plain_layers: int, r
     few = slice(plain_layers)
     full = np.full((layers, ranks), capacity)
     ours = partial(search_layers, load, noise, full, table, LEAST_DROP, 1 << 60)
-    ours_few = partial(search_layers, load[few], noise[:, few], full[few], table, LEAST_DROP, 1 << 60)
+    ours_few = partial(
+        search_layers, load[few], noise[:, few], full[few], table, LEAST_DROP, 1 << 60
+    )
     plain = partial(_plain, plain_load[few], noise[:, few], capacity, curves)
     same = bool((ours_few()[0] == plain()).all())
     seconds = best_of({"plain": plain, "ours": ours_few}, repeats)

@@ -61,7 +61,11 @@ def speed_rows(traces: list[Trace]) -> Iterator[list[Row]]:
             yield [
                 Row(f"{name}_keel_over_gem", float(mine.sum() / other.sum()), "ratio"),
                 Row(f"{name}_upper95", upper95(mine, other), "ratio"),
-                Row(f"{name}_copies_over_gem", float(keel.copies[1:].sum() / gem.copies[1:].sum()), "ratio"),
+                Row(
+                    f"{name}_copies_over_gem",
+                    float(keel.copies[1:].sum() / gem.copies[1:].sum()),
+                    "ratio",
+                ),
             ]
             fluid = keel.fluid.sum(axis=1).mean()
             ours.append(mine / fluid)
@@ -109,7 +113,11 @@ def craft_objective_rows(traces: list[Trace]) -> Iterator[list[Row]]:
                 plan = partial(plan_craft, options=CraftOptions(weighting=weighting))
                 walk = _walk("craft", plan, replace(setup, shape=shape))
                 balance = metrics.balancedness_mean(walk.rank_load)
-                rows.append(Row(f"craft_{trace.name}_R{factor}_{weighting.value}_balancedness", balance, "1"))
+                rows.append(
+                    Row(
+                        f"craft_{trace.name}_R{factor}_{weighting.value}_balancedness", balance, "1"
+                    )
+                )
         yield rows
 
 

@@ -20,7 +20,12 @@ from bench.report import Row, write_report
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.decision.cycle import CycleInputs, judge_target, plan_target, split_window
+from evenkeel_moe.planning.decision.cycle import (
+    CycleInputs,
+    judge_target,
+    plan_target,
+    split_window,
+)
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import Call, held_out_steps
 from evenkeel_moe.planning.policies.registry import warm_kernels
@@ -105,7 +110,9 @@ def points_of(trace: Recorded, *, checking: bool) -> Iterator[Point]:
     window = min(WINDOW["prefill" if "prefill" in trace.name else "decode"], steps // 2)
     later = held_out_steps(window, int(GateSettings().min_held_out_steps))
     initial = followed = Placement.initial(_shape(trace))
-    for index, last in enumerate(np.unique(np.linspace(window, steps - later, POINTS).astype(int)).tolist()):
+    for index, last in enumerate(
+        np.unique(np.linspace(window, steps - later, POINTS).astype(int)).tolist()
+    ):
         first = last - window
         point, left = _judge(trace, initial, first, last, checking=checking, followed=False)
         yield point
@@ -133,14 +140,18 @@ def _shares(name: str, points: list[Point]) -> list[Row]:
     if judged:
         rows.append(Row(f"{name}_called_share", len(called) / len(judged), "1"))
     if called:
-        rows.append(Row(f"{name}_right_share", sum(point.right for point in called) / len(called), "1"))
+        rows.append(
+            Row(f"{name}_right_share", sum(point.right for point in called) / len(called), "1")
+        )
     return rows
 
 
 def verdict_rows(traces: Path = TRACES) -> list[Row]:
     """All rows; none, with a word why, where there are no traces."""
     if not traces.is_dir():
-        print(f"no verdict rows: no recorded traces at {traces}; name their folder in EVENKEEL_TRACES")
+        print(
+            f"no verdict rows: no recorded traces at {traces}; name their folder in EVENKEEL_TRACES"
+        )
         return []
     points: list[Point] = []
     for index, trace in enumerate(read_all(traces)):

@@ -37,7 +37,9 @@ def setup_of(trace: Trace, ranks: int, slots: int) -> Setup:
     window, horizon = (100, 50) if long else (16, 8)
     return Setup(
         load=trace.counts.astype(np.float64),
-        shape=ModelShape(trace.num_layers, trace.num_experts, ranks, slots // ranks, trace.top_k or 1, 1),
+        shape=ModelShape(
+            trace.num_layers, trace.num_experts, ranks, slots // ranks, trace.top_k or 1, 1
+        ),
         topology=Topology.single_node(ranks),
         window_steps=window,
         horizon_steps=horizon,
@@ -68,9 +70,15 @@ def _rows(name: str, walks: dict[str, Walk], layers: int) -> list[Row]:
             float(keel.copies[later].sum() / eplb.copies[later].sum()),
             "ratio",
         ),
-        Row(f"walk_{name}_keel_first_copies", float(keel.copies[first].sum()) / layers, "copies/layer"),
+        Row(
+            f"walk_{name}_keel_first_copies",
+            float(keel.copies[first].sum()) / layers,
+            "copies/layer",
+        ),
     ]
-    best, judged = (min(float(walks[rival + tail].times.sum()) for rival in RIVALS) for tail in ("", VERDICT))
+    best, judged = (
+        min(float(walks[rival + tail].times.sum()) for rival in RIVALS) for tail in ("", VERDICT)
+    )
     behind = float(walks[f"keel{VERDICT}"].times.sum())
     rows += [
         Row(f"walk_{name}_keel_over_best", float(ours.sum()) / best, "ratio"),
@@ -79,14 +87,24 @@ def _rows(name: str, walks: dict[str, Walk], layers: int) -> list[Row]:
     ]
     for policy, walk in walks.items():
         rows += [
-            Row(f"walk_{name}_{policy}_time_over_fluid", float(walk.times.sum() / walk.fluid.sum()), "ratio"),
-            Row(f"walk_{name}_{policy}_copies", float(walk.copies[later].mean()) / layers, "copies/layer"),
+            Row(
+                f"walk_{name}_{policy}_time_over_fluid",
+                float(walk.times.sum() / walk.fluid.sum()),
+                "ratio",
+            ),
+            Row(
+                f"walk_{name}_{policy}_copies",
+                float(walk.copies[later].mean()) / layers,
+                "copies/layer",
+            ),
             Row(f"walk_{name}_{policy}_plan_s", float(np.median(walk.plan_s)), "s"),
         ]
     return rows
 
 
-def walk_rows(traces: list[Trace], fleets: tuple[tuple[int, int], ...] = FLEETS) -> Iterator[list[Row]]:
+def walk_rows(
+    traces: list[Trace], fleets: tuple[tuple[int, int], ...] = FLEETS
+) -> Iterator[list[Row]]:
     """keel against the others on every trace and fleet, all of them alone and behind the verdict; copies leave the first
     plan out.
 
@@ -96,11 +114,14 @@ def walk_rows(traces: list[Trace], fleets: tuple[tuple[int, int], ...] = FLEETS)
         for trace in traces:
             walk = partial(walk_forward, setup=setup_of(trace, ranks, slots))
             names = [*RIVALS, "keel"]
-            planners = choose_planners([*names, *(name + VERDICT for name in names)], baselines=False)
+            planners = choose_planners(
+                [*names, *(name + VERDICT for name in names)], baselines=False
+            )
             walks = {policy: walk(policy, planner) for policy, planner in planners.items()}
             name = trace.name if (ranks, slots) == FLEETS[0] else f"{trace.name}_{ranks}x{slots}"
             print(
-                f"{name}: " + ", ".join(f"{p} {w.times.sum() / w.fluid.sum():.4f}" for p, w in walks.items()),
+                f"{name}: "
+                + ", ".join(f"{p} {w.times.sum() / w.fluid.sum():.4f}" for p, w in walks.items()),
                 flush=True,
             )
             yield _rows(name, walks, trace.num_layers)

@@ -38,13 +38,16 @@ CHARTS_OWN = {
 def generated() -> dict[Path, str]:
     """Path -> text of every generated file."""
     files = {
-        CHART / "dashboards" / f"{name}.json": JSONEncoder(sort_keys=True, indent=2).encode(board) + "\n"
+        CHART / "dashboards" / f"{name}.json": JSONEncoder(sort_keys=True, indent=2).encode(board)
+        + "\n"
         for name, board in dashboards().items()
     }
     files[ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml"] = rules(selector='job="evenkeel"')
     files[CHART / "values.schema.json"] = json.dumps(_schema(), indent=2) + "\n"
     readme = (CHART / "README.md").read_text(encoding="utf-8")
-    files[CHART / "README.md"] = _TABLE.sub(lambda found: found[1] + values_table() + found[2], readme)
+    files[CHART / "README.md"] = _TABLE.sub(
+        lambda found: found[1] + values_table() + found[2], readme
+    )
     return files
 
 
@@ -125,7 +128,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "terminationGracePeriodSeconds": {"type": "integer", "minimum": 25},
     "networkPolicy.redisPorts": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
     "prometheusRule.runbookBaseUrl": {"type": "string", "minLength": 1},
-    "prometheusRule.disabled": {"type": "array", "items": {"type": "string", "pattern": "^Evenkeel"}},
+    "prometheusRule.disabled": {
+        "type": "array",
+        "items": {"type": "string", "pattern": "^Evenkeel"},
+    },
 }
 _FREE = {"resources", "podSecurityContext", "securityContext", "startup", "liveness", "readiness"}
 _FREE |= {"updateStrategy", "podSelector", "namespaceSelector"}
@@ -183,7 +189,9 @@ def _without(value: Any, keys: tuple[str, ...]) -> Any:
         return value
     cleaned = {key: _without(inner, keys) for key, inner in value.items() if key not in keys}
     if isinstance(value.get("properties"), dict):
-        cleaned["properties"] = {key: _without(inner, keys) for key, inner in value["properties"].items()}
+        cleaned["properties"] = {
+            key: _without(inner, keys) for key, inner in value["properties"].items()
+        }
     return cleaned
 
 

@@ -51,7 +51,9 @@ def check(bom: dict[str, Any]) -> int:
     faults += [f"{name} is needed and not in it" for name in sorted(wanted - set(found))]
     for name, one in sorted(found.items()):
         if one.get("version") != versions.get(name):
-            faults.append(f"{name} is {one.get('version')}, constraints.txt says {versions.get(name)}")
+            faults.append(
+                f"{name} is {one.get('version')}, constraints.txt says {versions.get(name)}"
+            )
         if not one.get("purl", "").startswith("pkg:pypi/"):
             faults.append(f"{name} has no package URL")
         if _NEVER.search(name):

@@ -23,7 +23,11 @@ def topologies(draw, num_ranks, equal_nodes=False):
         rows = [
             *range(nodes),
             *draw(
-                st.lists(st.integers(0, nodes - 1), min_size=num_ranks - nodes, max_size=num_ranks - nodes)
+                st.lists(
+                    st.integers(0, nodes - 1),
+                    min_size=num_ranks - nodes,
+                    max_size=num_ranks - nodes,
+                )
             ),
         ]
     return Topology(tuple(draw(st.permutations(rows))))

@@ -35,7 +35,9 @@ def operations():
 def url(operations):
     """A real server over the fake operations."""
     tokens = TokenSet.parse(f"alice operate {OPERATE}\nbob read {READ}\n")
-    config = uvicorn.Config(create_app(operations, tokens), log_level="error", lifespan="off", ws="none")
+    config = uvicorn.Config(
+        create_app(operations, tokens), log_level="error", lifespan="off", ws="none"
+    )
     server = uvicorn.Server(config)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -188,7 +190,9 @@ def test_operating_commands(run, operations):
 @pytest.mark.parametrize(
     ("arguments", "kind"), [(("rollback",), "rollback"), (("create", "--policy", "keel"), "manual")]
 )
-def test_a_plan_that_may_have_been_taken_is_asked_for_again_by_its_id(run, operations, arguments, kind):
+def test_a_plan_that_may_have_been_taken_is_asked_for_again_by_its_id(
+    run, operations, arguments, kind
+):
     words = "the store did not take it; it is tried again while this replica leads"
     operations.error = Unavailable(words)
     code, out, err = run("plan", *arguments, "-d", "demo")
@@ -333,7 +337,9 @@ def test_help_is_quick_and_loads_no_heavy_library():
         " heavy = {'torch', 'numpy', 'numba', 'fastapi', 'grpc', 'redis'} & set(sys.modules);"
         " assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env={**os.environ, "TERM": "dumb"})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=30, env={**os.environ, "TERM": "dumb"}
+    )
 
 
 def test_settings_are_checked_and_printed_without_secrets(command, monkeypatch, tmp_path):
@@ -349,7 +355,9 @@ def test_settings_are_checked_and_printed_without_secrets(command, monkeypatch, 
     monkeypatch.setenv("EVENKEEL_REDIS__URL", sentinel)
     monkeypatch.setenv("EVENKEEL_REDIS__SENTINEL_PASSWORD", "three")
     redis = json.loads(command("config", "print")[1])["redis"]
-    assert redis["url"] == "redis+sentinel://***@s:26379/main?sentinel_password=***&sentinel_ssl=true"
+    assert (
+        redis["url"] == "redis+sentinel://***@s:26379/main?sentinel_password=***&sentinel_ssl=true"
+    )
     assert redis["sentinel_password"] == "***"
     monkeypatch.delenv("EVENKEEL_REDIS__SENTINEL_PASSWORD")
     file = tmp_path / "evenkeel.toml"
@@ -401,5 +409,7 @@ def test_a_single_rank_runs_to_its_final_check(tmp_path):
     command = [sys.executable, "-m", "evenkeel_moe", "rank", write_config(tmp_path), "--rank", "0"]
     done = subprocess.run(command, timeout=100, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()
+    ]
     assert [line["ok"] for line in lines if line["kind"] == "check"] == [True]

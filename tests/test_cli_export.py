@@ -20,7 +20,15 @@ def test_every_format_reads_back_as_the_live_placement(run, operations, tmp_path
     for format_ in PlacementFormat:
         path = tmp_path / format_.value
         code, said, _ = run(
-            "export", "-d", "demo", "-o", str(path), "--format", format_.value, "--first-moe-layer", "1"
+            "export",
+            "-d",
+            "demo",
+            "-o",
+            str(path),
+            "--format",
+            format_.value,
+            "--first-moe-layer",
+            "1",
         )
         assert code == 0
         assert str(path) in said
@@ -61,7 +69,11 @@ def test_an_sglang_file_has_a_row_for_every_hidden_layer(run, tmp_path):
         (["--format", "swift"], 2, "none of neutral, sglang"),
         (["--layer-ids", "1,x"], 2, "numbers separated by commas"),
         (["--layer-ids", "1,1"], 1, "must rise"),
-        (["-f", "sglang", "--first-moe-layer", "5", "--num-hidden-layers", "2"], 1, "hidden layers"),
+        (
+            ["-f", "sglang", "--first-moe-layer", "5", "--num-hidden-layers", "2"],
+            1,
+            "hidden layers",
+        ),
         (["-o", "/nowhere/at/all"], 2, "cannot write"),
     ],
 )

@@ -18,7 +18,12 @@ def test_a_target_file_becomes_the_plan(run, operations, tmp_path):
     path.write_text(json.dumps({"physical_to_logical": want.phy2log.tolist(), "epoch": 1}))
     assert run("plan", "create", "-d", "demo", "--target", str(path))[0] == 0
     assert operations.calls[0][2].target == want
-    for unusable in (b"[]", b"\xff\xfe", b"[" * 100_000, b'{"physical_to_logical": ' + b"9" * 5000 + b"}"):
+    for unusable in (
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"physical_to_logical": ' + b"9" * 5000 + b"}",
+    ):
         path.write_bytes(unusable)
         code, _, err = run("plan", "create", "-d", "demo", "--target", str(path))
         assert code == Exit.USAGE

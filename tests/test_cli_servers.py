@@ -66,7 +66,9 @@ def test_a_server_that_is_no_controller(run, status, body):
 
 
 @pytest.mark.parametrize("elsewhere", [3, 10**9])
-def test_an_address_of_several_replicas_is_asked_until_the_leader_answers(run, monkeypatch, elsewhere):
+def test_an_address_of_several_replicas_is_asked_until_the_leader_answers(
+    run, monkeypatch, elsewhere
+):
     monkeypatch.setattr(client, "_PAUSE_S", 0.05)
     monkeypatch.setattr(client, "_ASK_FOR_S", 1.0)
     led = {

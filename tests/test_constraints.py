@@ -7,7 +7,9 @@ ROOT = Path(__file__).parent.parent
 
 def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return dict(line.split("#")[0].strip().split("==") for line in lines if "==" in line.split("#")[0])
+    return dict(
+        line.split("#")[0].strip().split("==") for line in lines if "==" in line.split("#")[0]
+    )
 
 
 def test_no_version_is_of_one_index_only():
@@ -16,4 +18,6 @@ def test_no_version_is_of_one_index_only():
 
 
 def test_torch_is_the_one_that_ranks_ask_for():
-    assert f'agent = ["torch=={pins()["torch"]}"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'agent = ["torch=={pins()["torch"]}"]' in (ROOT / "pyproject.toml").read_text(
+        encoding="utf-8"
+    )

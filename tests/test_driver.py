@@ -89,7 +89,9 @@ async def settle():
 
 
 async def test_persists_of_a_batch_finish_before_its_sends_start(rig):
-    driver, _, hands, _ = rig({"e": [send("s1"), persist("p1"), other("o"), persist("p2"), send("s2")]})
+    driver, _, hands, _ = rig(
+        {"e": [send("s1"), persist("p1"), other("o"), persist("p2"), send("s2")]}
+    )
     hands.gate.clear()
     driver.post("e")
     await settle()
@@ -112,13 +114,17 @@ async def test_a_later_batch_waits_for_an_earlier_ones_persists(rig):
 
 
 async def test_sends_of_a_batch_that_could_not_be_stored_are_not_carried_out(rig):
-    driver, machine, hands, _ = rig({"a": [persist("p"), send("s"), other("o")], "failed": [other("f")]})
+    driver, machine, hands, _ = rig(
+        {"a": [persist("p"), send("s"), other("o")], "failed": [other("f")]}
+    )
     hands.down = True
     driver.post("a")
     driver.post("b")
     await settle()
     assert hands.done == ["begin p", "o", "f"]
-    assert machine.seen == ["tick", "a", "failed", "b"], "the machine hears of it before anything else"
+    assert machine.seen == ["tick", "a", "failed", "b"], (
+        "the machine hears of it before anything else"
+    )
 
 
 async def test_ticks_come_by_themselves_and_are_not_made_up_for(rig):
@@ -163,7 +169,9 @@ async def test_a_caller_is_not_promised_what_nobody_tries_again(rig):
         return (LeaseLost(),)
 
     hands.persist = fenced
-    with pytest.raises(Unavailable, match="what the store has not taken of it is not tried again") as caught:
+    with pytest.raises(
+        Unavailable, match="what the store has not taken of it is not tried again"
+    ) as caught:
         await driver.call(lambda now: ("answer", [persist("p"), send("s")]))
     assert caught.value.reason is Reason.LEASE_LOST
     assert machine.seen[-1] == LeaseLost()
@@ -205,7 +213,9 @@ async def test_it_ends_when_cancelled_in_the_moment_an_event_comes(rig):
 
 async def test_state_is_followed_after_every_batch(rig):
     seen = []
-    driver, _, hands, _ = rig({"a": [persist("p"), send("s")]}, after=lambda: seen.append(list(hands.done)))
+    driver, _, hands, _ = rig(
+        {"a": [persist("p"), send("s")]}, after=lambda: seen.append(list(hands.done))
+    )
     driver.post("a")
     await settle()
     assert seen == [[], ["begin p", "stored p", "s"]]

@@ -45,9 +45,17 @@ def test_variables_beat_the_file_and_the_file_beats_defaults(tmp_path, monkeypat
     monkeypatch.setenv("EVENKEEL_GRPC__PORT", "7002")
     monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN_S", "5")
     settings = load_settings(tmp_path / "c.yaml")
-    assert (settings.grpc.port, settings.grpc.advertise, settings.log_level) == (7002, "a:1", "debug")
+    assert (settings.grpc.port, settings.grpc.advertise, settings.log_level) == (
+        7002,
+        "a:1",
+        "debug",
+    )
     assert settings.planner.mode is Mode.AUTO
-    assert settings.planner.thresholds == {**DEFAULT_THRESHOLDS, "cooldown_s": 5.0, "min_gain": 0.02}
+    assert settings.planner.thresholds == {
+        **DEFAULT_THRESHOLDS,
+        "cooldown_s": 5.0,
+        "min_gain": 0.02,
+    }
     settings = load_settings(tmp_path / "c.toml")
     assert (settings.grpc.port, settings.log_level) == (7002, "debug")
     (tmp_path / "empty.yml").write_text("")
@@ -107,7 +115,10 @@ def test_the_sentinels_login_is_a_secret_and_wants_a_sentinel(tmp_path, monkeypa
     monkeypatch.setenv("EVENKEEL_REDIS__SENTINEL_USERNAME", "keel")
     monkeypatch.setenv("EVENKEEL_REDIS__URL", "rediss+sentinel://h:26379/main")
     settings = load_settings()
-    assert (settings.redis.sentinel_username, settings.redis.sentinel_password) == ("keel", "hunter2")
+    assert (settings.redis.sentinel_username, settings.redis.sentinel_password) == (
+        "keel",
+        "hunter2",
+    )
     assert "hunter2" not in repr(settings)
     assert "need a redis+sentinel:// or" in refusal(REDIS__URL="redis://h:6379")
     monkeypatch.delenv("EVENKEEL_REDIS__SENTINEL_PASSWORD_FILE")
@@ -164,7 +175,10 @@ def test_all_faults_are_told_at_once():
         ({"LEADER__REPLICAS": "2"}, "leader.replicas is 2 and redis.url is empty"),
         ({"LEADER__LEASE_S": "2"}, "1 x 3 = 3 exceeds leader.lease_s 2"),
         ({"INGEST__RANK_LEASE_S": "2"}, "2.5 x 3 = 7.5 exceeds ingest.rank_lease_s 2"),
-        ({"REDIS__WAIT_REPLICAS": "1"}, "redis.wait_replicas is 1: a store of one's own has no replicas"),
+        (
+            {"REDIS__WAIT_REPLICAS": "1"},
+            "redis.wait_replicas is 1: a store of one's own has no replicas",
+        ),
         (
             {"REDIS__WAIT_REPLICAS": "2", "REDIS__URL": "redis+cluster://h:1"},
             "redis.wait_replicas is 2: a store of one's own has no replicas, and a cluster is not asked",

@@ -59,7 +59,10 @@ def _balance_panels() -> list[Any]:
             "Mean over max of rank load per step and layer, averaged over the window; 1 is perfect.",
             [
                 (f"max by (phase) (evenkeel_balancedness_mean_ratio{{{ONE}}})", "{{phase}} mean"),
-                (f"max by (phase) (evenkeel_balancedness_worst_ratio{{{ONE}}})", "{{phase}} worst layer"),
+                (
+                    f"max by (phase) (evenkeel_balancedness_worst_ratio{{{ONE}}})",
+                    "{{phase}} worst layer",
+                ),
             ],
             unit="percentunit",
             most=1,
@@ -100,7 +103,10 @@ def _load_panels() -> list[Any]:
             "Redundant replicas per layer",
             "Filled slots of a layer beyond one for each expert.",
             [
-                (f"max by (statistic) (evenkeel_redundant_replicas_per_layer{{{ONE}}})", "{{statistic}}"),
+                (
+                    f"max by (statistic) (evenkeel_redundant_replicas_per_layer{{{ONE}}})",
+                    "{{statistic}}",
+                ),
                 (f"max by (layer) (evenkeel_layer_redundant_replicas{{{ONE}}})", "layer {{layer}}"),
             ],
         ),
@@ -109,22 +115,36 @@ def _load_panels() -> list[Any]:
 
 def _layer_matrix() -> table.Panel:
     expr = f"max by (layer, rank) (evenkeel_layer_rank_load_ratio{{{ONE}}})"
-    panel = table.Panel().title("Heat map of layers and ranks").datasource(SOURCE).span(12).height(9)
+    panel = (
+        table.Panel().title("Heat map of layers and ranks").datasource(SOURCE).span(12).height(9)
+    )
     panel = panel.description(
         "Load of a rank in a layer over the layer's mean, now. Needs metrics.layer_rank_series; the worst layers first."
     )
-    panel = panel.with_target(query_of(expr, instant=True).format(PromQueryFormat.TABLE)).decimals(2)
+    panel = panel.with_target(query_of(expr, instant=True).format(PromQueryFormat.TABLE)).decimals(
+        2
+    )
     panel = panel.thresholds(thresholds((None, BLUE), (0.8, GREEN), (1.2, YELLOW), (1.5, RED)))
     panel = panel.cell_options(
         kinds.TableColoredBackgroundCellOptions(mode=kinds.TableCellBackgroundDisplayMode.BASIC)
     )
     matrix = {"columnField": "rank", "rowField": "layer", "valueField": "Value"}
-    return panel.with_transformation(models.DataTransformerConfig(id_val="groupingToMatrix", options=matrix))
+    return panel.with_transformation(
+        models.DataTransformerConfig(id_val="groupingToMatrix", options=matrix)
+    )
 
 
 def _plan_panels() -> list[Any]:
-    phases = statetimeline.Panel().title("State and phase of the plan").datasource(SOURCE).span(12).height(8)
-    phases = phases.description("What the controller does for the deployment, and where its plan is.")
+    phases = (
+        statetimeline.Panel()
+        .title("State and phase of the plan")
+        .datasource(SOURCE)
+        .span(12)
+        .height(8)
+    )
+    phases = phases.description(
+        "What the controller does for the deployment, and where its plan is."
+    )
     phases = with_queries(
         phases,
         [
@@ -153,7 +173,10 @@ def _plan_panels() -> list[Any]:
             "The epoch rises by one with each committed wave.",
             [
                 (f"max(evenkeel_epoch{{{ONE}}})", "epoch"),
-                (f"max(evenkeel_plan_waves_committed{{{ONE}}})", "waves committed of the active plan"),
+                (
+                    f"max(evenkeel_plan_waves_committed{{{ONE}}})",
+                    "waves committed of the active plan",
+                ),
                 (f"max(evenkeel_plan_waves{{{ONE}}})", "waves of the active plan"),
             ],
         ),
@@ -215,7 +238,9 @@ def _rank_panels() -> list[Any]:
             "Ranks whose agent refuses every wave until the engine is started again; empty while all is well.",
             [(f"max by (rank) (evenkeel_rank_trouble{{{ONE}}})", "rank {{rank}}")],
         ),
-        line_panel("Compute time per token", "Median over the window.", [(pace, "rank {{rank}}")], unit="s"),
+        line_panel(
+            "Compute time per token", "Median over the window.", [(pace, "rank {{rank}}")], unit="s"
+        ),
         line_panel(
             "Epoch of each rank",
             "All the same but for a step.",
@@ -227,8 +252,14 @@ def _rank_panels() -> list[Any]:
             [
                 (f"max(sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))", "ranks heard"),
                 (f"max(evenkeel_ranks_expected{{{ONE}}})", "ranks declared"),
-                (f"max(evenkeel_experts_down_to_one_replica{{{ONE}}})", "experts down to one replica"),
-                (f'max(evenkeel_experts{{{ONE},live_replicas="none"}})', "experts without a replica"),
+                (
+                    f"max(evenkeel_experts_down_to_one_replica{{{ONE}}})",
+                    "experts down to one replica",
+                ),
+                (
+                    f'max(evenkeel_experts{{{ONE},live_replicas="none"}})',
+                    "experts without a replica",
+                ),
             ],
         ),
     ]

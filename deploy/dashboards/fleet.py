@@ -61,7 +61,12 @@ def fleet() -> dashboard.Dashboard:
         line_panel(
             "Decisions by reason",
             "Every cycle of the control loop ends in one of these.",
-            [(f"sum by (reason) (rate(evenkeel_decisions_total{{{ONE}}}[$__rate_interval]))", "{{reason}}")],
+            [
+                (
+                    f"sum by (reason) (rate(evenkeel_decisions_total{{{ONE}}}[$__rate_interval]))",
+                    "{{reason}}",
+                )
+            ],
             unit="ops",
             stacked=True,
         )
@@ -207,8 +212,17 @@ def _fleet_ingest() -> list[timeseries.Panel]:
 def _deployments_table() -> table.Panel:
     info = f"max by ({BY}, mode, policy, leader) (evenkeel_deployment_info{{{ONE}}})"
     hidden = {"Time": True, "Value": True}
-    panel = table.Panel().title("Deployments").description("Mode, policy and leader.").datasource(SOURCE)
-    panel = panel.span(24).height(8).with_target(query_of(info, instant=True).format(PromQueryFormat.TABLE))
+    panel = (
+        table.Panel()
+        .title("Deployments")
+        .description("Mode, policy and leader.")
+        .datasource(SOURCE)
+    )
+    panel = (
+        panel.span(24)
+        .height(8)
+        .with_target(query_of(info, instant=True).format(PromQueryFormat.TABLE))
+    )
     return panel.with_transformation(
         models.DataTransformerConfig(id_val="organize", options={"excludeByName": hidden})
     )

@@ -67,7 +67,10 @@ def line_panel(
     """A panel of curves over time."""
     panel = timeseries.Panel().title(title).description(description).datasource(SOURCE).unit(unit)
     panel = (
-        panel.span(span).height(8).fill_opacity(30 if stacked else 5).show_points(kinds.VisibilityMode.NEVER)
+        panel.span(span)
+        .height(8)
+        .fill_opacity(30 if stacked else 5)
+        .show_points(kinds.VisibilityMode.NEVER)
     )
     if least is not None:
         panel = panel.min(least)
@@ -116,7 +119,9 @@ def with_variables(board: dashboard.Dashboard, *, many: bool) -> dashboard.Dashb
     namespace = dashboard.QueryVariable("namespace").label("Namespace").datasource(SOURCE)
     namespace = namespace.query("label_values(evenkeel_leading, namespace)").multi(True)
     namespace = (
-        namespace.include_all(True).all_value(".*").refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        namespace.include_all(True)
+        .all_value(".*")
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
     )
     everything = models.VariableOption(selected=True, text="All", value="$__all")
     board = board.with_variable(namespace.current(everything))
@@ -148,7 +153,9 @@ def new_board(uid: str, title: str, description: str, *, many: bool) -> dashboar
     board = board.time("now-3h", "now").refresh("30s").timezone("browser").editable()
     board = board.tooltip(models.DashboardCursorSync.CROSSHAIR)
     others = dashboard.DashboardLink("Evenkeel").type(models.DashboardLinkType.DASHBOARDS)
-    board = board.link(others.tags(["evenkeel"]).keep_time(True).include_vars(True).as_dropdown(True))
+    board = board.link(
+        others.tags(["evenkeel"]).keep_time(True).include_vars(True).as_dropdown(True)
+    )
     board = with_variables(board, many=many)
     board = board.annotation(
         annotation_of("Plans committed", "evenkeel_last_plan_committed_timestamp_seconds", GREEN)

@@ -44,7 +44,10 @@ def start_controller(folder: Path, grpc_port: int) -> subprocess.Popen[bytes]:
         "PLANNER__RECENT_STEPS": 16,
         "PLANNER__THRESHOLDS": json.dumps(THRESHOLDS),
     }
-    environment = {**os.environ, **{f"EVENKEEL_{name}": str(value) for name, value in settings.items()}}
+    environment = {
+        **os.environ,
+        **{f"EVENKEEL_{name}": str(value) for name, value in settings.items()},
+    }
     log = (folder / "controller.log").open("wb")
     return subprocess.Popen(
         [sys.executable, "-m", "evenkeel_moe", "serve"], env=environment, stdout=log, stderr=log
@@ -64,7 +67,14 @@ def main() -> int:
         controller = start_controller(folder, grpc_port)
         context = multiprocessing.get_context("spawn")
         events = context.Queue()
-        shared = (size, free_port(), f"127.0.0.1:{grpc_port}", str(uuid.uuid4()), asked.limit_s, events)
+        shared = (
+            size,
+            free_port(),
+            f"127.0.0.1:{grpc_port}",
+            str(uuid.uuid4()),
+            asked.limit_s,
+            events,
+        )
         ranks = [context.Process(target=rank.run, args=(number, *shared)) for number in range(size)]
         try:
             for process in ranks:

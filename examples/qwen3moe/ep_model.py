@@ -92,7 +92,9 @@ class EpExperts(nn.Module):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         tokens, top_k = chosen.shape
-        self.counts = np.bincount(chosen.reshape(-1).numpy(), minlength=self.num_experts).astype(np.int64)
+        self.counts = np.bincount(chosen.reshape(-1).numpy(), minlength=self.num_experts).astype(
+            np.int64
+        )
         table = self.tables.layers[self.layer]
         spread = torch.arange(tokens)[:, None] * 2654435769 % 2**32
         slot = table.slots[chosen, spread % table.replicas[chosen]].reshape(-1)
@@ -132,7 +134,9 @@ class EpExperts(nn.Module):
                 block = torch.zeros(ROWS, rows.shape[1], dtype=rows.dtype)
                 block[: len(part)] = rows[part]
                 gate, up = nn.functional.linear(block, self.gate_up[slot]).chunk(2, dim=-1)
-                answer[part] = nn.functional.linear(self.act(gate) * up, self.down[slot])[: len(part)]
+                answer[part] = nn.functional.linear(self.act(gate) * up, self.down[slot])[
+                    : len(part)
+                ]
         return answer
 
 

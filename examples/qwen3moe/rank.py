@@ -53,7 +53,13 @@ def make_model() -> Any:
 
 
 def run(
-    rank: int, size: int, store_port: int, controller: str, generation: str, limit_s: float, events: Any
+    rank: int,
+    size: int,
+    store_port: int,
+    controller: str,
+    generation: str,
+    limit_s: float,
+    events: Any,
 ) -> None:
     """Serve until the experts have moved and some steps more were checked, or the time is over."""
     torch.set_num_threads(1)
@@ -108,7 +114,9 @@ def run(
             ids = (
                 probe
                 if probing
-                else torch.from_numpy(words[rng.choice(VOCABULARY, (BATCH, LENGTH), p=share / share.sum())])
+                else torch.from_numpy(
+                    words[rng.choice(VOCABULARY, (BATCH, LENGTH), p=share / share.sum())]
+                )
             )
             logits = model(ids).logits
             if probing:
@@ -120,7 +128,9 @@ def run(
                 if not torch.equal(logits, first):
                     events.put((rank, "differs", {"step": step, "epoch": epoch}))
             counts = np.stack([block.counts for block in blocks])
-            agent.record(step, counts, epoch=epoch, tokens=ids.numel(), phase=Phase.PREFILL, dummy=probing)
+            agent.record(
+                step, counts, epoch=epoch, tokens=ids.numel(), phase=Phase.PREFILL, dummy=probing
+            )
             agent.step_boundary()
             if agent.epoch and moved_at is None:
                 moved_at = step
@@ -129,5 +139,11 @@ def run(
             step += 1
             stop = bool(group.all_gather(torch.tensor([int(done)])).any())
     held = agent.placement
-    events.put((rank, "end", {"steps": step, "checks": checks, "epoch": agent.epoch, "digest": held.digest}))
+    events.put(
+        (
+            rank,
+            "end",
+            {"steps": step, "checks": checks, "epoch": agent.epoch, "digest": held.digest},
+        )
+    )
     agent.close()

@@ -195,6 +195,7 @@ def _not_stored(failures: Sequence[object]) -> Unavailable:
     """What a caller is told of actions that may yet be carried out, by this replica or the next leader."""
     if any(isinstance(failure, LeaseLost) for failure in failures):
         return Unavailable(
-            "the lease was lost: what the store has not taken of it is not tried again", Reason.LEASE_LOST
+            "the lease was lost: what the store has not taken of it is not tried again",
+            Reason.LEASE_LOST,
         )
     return Unavailable("the store did not take it; it is tried again while this replica leads")

@@ -182,9 +182,13 @@ class Unavailable(EvenkeelError):
 class IllegalEvent(EvenkeelError):
     """A machine received an event its table forbids: a bug of ours, with its history."""
 
-    def __init__(self, machine: str, state: str, event: object, story: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, machine: str, state: str, event: object, story: tuple[str, ...] = ()
+    ) -> None:
         history = " <- ".join(reversed(story[-8:]))
-        super().__init__(f"{machine} in state {state} cannot take {event!r}; history: {history or 'none'}")
+        super().__init__(
+            f"{machine} in state {state} cannot take {event!r}; history: {history or 'none'}"
+        )
         self.machine = machine
         self.state = state
         self.event = event

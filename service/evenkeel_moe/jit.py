@@ -18,4 +18,6 @@ def kernel(function: _F) -> _F:
 def inlined(function: _F) -> _F:
     """Like `kernel`, pasted into the kernels that call it: counting references to the arrays handed over would
     cost a short loop more than its work."""
-    return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")(function))
+    return cast(
+        _F, numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")(function)
+    )

@@ -292,7 +292,12 @@ def never_met(gates: GateSettings, plan_steps: int) -> Iterator[str]:
 
 def contradictions(settings: Settings) -> Iterator[str]:
     """What each section alone cannot see."""
-    leader, ingest, window, planner = settings.leader, settings.ingest, settings.window, settings.planner
+    leader, ingest, window, planner = (
+        settings.leader,
+        settings.ingest,
+        settings.window,
+        settings.planner,
+    )
     if leader.replicas > 1 and not settings.redis.url:
         yield (
             f"leader.replicas is {leader.replicas} and redis.url is empty: replicas with stores of their own"
@@ -332,7 +337,9 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield f"redis.wait_replicas is {redis.wait_replicas}: a store of one's own has no replicas, and a cluster is not asked for them"
     if (redis.sentinel_username or redis.sentinel_password) and "+sentinel://" not in redis.url:
         yield "redis.sentinel_username and redis.sentinel_password need a redis+sentinel:// or rediss+sentinel:// URL"
-    if redis.sentinel_username and not (redis.sentinel_password or "sentinel_password=" in redis.url):
+    if redis.sentinel_username and not (
+        redis.sentinel_password or "sentinel_password=" in redis.url
+    ):
         yield "redis.sentinel_username needs redis.sentinel_password"
     grpc = settings.grpc
     if (grpc.tls_cert_file is None) != (grpc.tls_key_file is None):

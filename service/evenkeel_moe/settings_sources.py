@@ -58,7 +58,9 @@ def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSetti
     """`Settings` with its sources: variables, then secret files, then the settings file."""
 
     class Sources(BaseSettings):
-        model_config = SettingsConfigDict(env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid")
+        model_config = SettingsConfigDict(
+            env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid"
+        )
 
         @classmethod
         def settings_customise_sources(
@@ -72,7 +74,9 @@ def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSetti
             assert isinstance(env_settings, EnvSettingsSource)
             hidden = {f"{_PREFIX}{secret}_FILE".lower() for secret in _SECRETS}
             seen = env_settings.env_vars
-            env_settings.env_vars = {name: seen[name] for name in seen if name.lower() not in hidden}
+            env_settings.env_vars = {
+                name: seen[name] for name in seen if name.lower() not in hidden
+            }
             return (
                 env_settings,
                 InitSettingsSource(settings_cls, secrets),

@@ -122,7 +122,17 @@ class Authority:
         (self.folder / "names").write_text(f"subjectAltName={names}\n")
         request = ("-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
         self._openssl("req", *self._key, *request)
-        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
+        signed = (
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-extfile",
+            "names",
+            "-days",
+            "2",
+        )
         self._openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
 
     def read(self, *names: str) -> list[bytes]:
@@ -130,7 +140,9 @@ class Authority:
 
     def channel(self, port: int, name: str):
         """A channel with a certificate of that name."""
-        credentials = grpc.ssl_channel_credentials(*self.read("ca.pem", f"{name}.key", f"{name}.pem"))
+        credentials = grpc.ssl_channel_credentials(
+            *self.read("ca.pem", f"{name}.key", f"{name}.pem")
+        )
         # Of its own: a connection shared with another channel would show no handshake.
         options = (("grpc.use_local_subchannel_pool", 1),)
         return grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options)

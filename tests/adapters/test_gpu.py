@@ -16,7 +16,9 @@ from tests.agent.ranks import Group, ToyWeights, prepare_for
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: GPU copies are not run"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device here: GPU copies are not run"
+    ),
 ]
 DEEPSEEK_V3 = ExpertShape(d_model=7168, d_ffn=2048, experts=9)
 TILE = 64
@@ -27,7 +29,9 @@ class DeviceWeights(ToyWeights):
 
     def __init__(self, placement, rank, device):
         super().__init__(placement, rank)
-        self.slots = {key: tuple(t.to(device) for t in tensors) for key, tensors in self.slots.items()}
+        self.slots = {
+            key: tuple(t.to(device) for t in tensors) for key, tensors in self.slots.items()
+        }
 
 
 def test_nccl_stages_what_the_wave_says_on_one_rank():
@@ -50,7 +54,8 @@ def test_nccl_stages_what_the_wave_says_on_one_rank():
     transport.fence()
     # Checksums of a group on devices are the devices' own.
     sums = tuple(
-        device_checksum(weights.tensors(0, t.src_slot)) for t in prepare_for(old, new).body.transfers
+        device_checksum(weights.tensors(0, t.src_slot))
+        for t in prepare_for(old, new).body.transfers
     )
     outcome = transport.stage(
         prepare_for(old, new, checksums=sums), threading.Event(), lambda done, total: None
@@ -88,7 +93,9 @@ def test_a_profile_at_the_shape_of_deepseek_v3(capsys):
     run, settle = moe_layer(DEEPSEEK_V3, torch.device("cuda", 0)), torch.cuda.synchronize
     profile = measure(run, token_counts(TILE, 2048, 16384), TILE, budget_s=60, settle=settle)
     curve = curve_of(profile)
-    between = [count for count in range(2048 + TILE, 16384, 1024 + TILE) if count not in profile.tokens]
+    between = [
+        count for count in range(2048 + TILE, 16384, 1024 + TILE) if count not in profile.tokens
+    ]
     asked = measure(run, between, TILE, budget_s=30, settle=settle)
     drawn = np.interp(between, np.arange(1, len(curve.tile_seconds) + 1) * TILE, curve.tile_seconds)
     errors = np.abs(drawn / np.array(asked.seconds) - 1)

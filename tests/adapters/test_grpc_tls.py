@@ -49,7 +49,10 @@ async def test_with_a_client_ca_only_ranks_with_a_certificate_get_in(serve, auth
         (("spiffe://cluster/ns/sa", "https://example.com"), None),
         (("evenkeel://demo/ranks/0-7",), (Grant("demo", 0, 7),)),
         (("evenkeel://demo/ranks/3", "spiffe://x"), (Grant("demo", 3, 3),)),
-        (("evenkeel://demo", "evenkeel://a.b-c/ranks/8-15"), (Grant("demo"), Grant("a.b-c", 8, 15))),
+        (
+            ("evenkeel://demo", "evenkeel://a.b-c/ranks/8-15"),
+            (Grant("demo"), Grant("a.b-c", 8, 15)),
+        ),
         # Another form grants nothing, and is not the same as saying nothing.
         (("evenkeel://demo/ranks/",), ()),
         (("evenkeel://demo/ranks/0-",), ()),

@@ -87,7 +87,9 @@ async def test_the_largest_figures_that_settings_take_are_taken_by_grpc(monkeypa
 async def test_an_address_that_cannot_be_had_is_named(kind):
     server = listen(kind, "127.0.0.1")
     try:
-        with pytest.raises(InvalidInput, match=rf"cannot listen for \w+ on 127.0.0.1:{server.port}: "):
+        with pytest.raises(
+            InvalidInput, match=rf"cannot listen for \w+ on 127.0.0.1:{server.port}: "
+        ):
             listen(kind, "127.0.0.1", server.port)
     finally:
         await close(server)

@@ -86,7 +86,9 @@ def test_tensors_the_engine_does_not_give_break_the_communicator_and_leave_nothi
     new = Placement(np.array([[2, 3, 0, 1]], np.int32), 2, 4)
     slots_of = ((2, 2, 0), (0, 0, 2), (3, 3, 1), (1, 1, 3))
     batches = tuple((Transfer(0, logical, src, dst, NBYTES),) for logical, src, dst in slots_of)
-    (first, _, first_broken), (second, _, second_broken) = staged_by_two(new, batches, 2.0, missing={(0, 1)})
+    (first, _, first_broken), (second, _, second_broken) = staged_by_two(
+        new, batches, 2.0, missing={(0, 1)}
+    )
     assert first.reason is Reason.TRANSFER_FAILED
     assert "KeyError(1)" in first.detail
     assert not second.ok
@@ -109,7 +111,9 @@ class Mark:
 
 def test_a_device_is_waited_for_until_the_deadline():
     assert is_over(Mark(3), time.monotonic() + 30)
-    assert not is_over(Mark(1 << 30), time.monotonic() + 0.02), "copies that hang must not hang the wave"
+    assert not is_over(Mark(1 << 30), time.monotonic() + 0.02), (
+        "copies that hang must not hang the wave"
+    )
     assert is_over(Mark(1), 0.0), "what is done in time is done, however late one looks"
     with pytest.raises(RuntimeError, match="device error"):
         is_over(Mark(1, fails=True), time.monotonic() + 30)

@@ -54,7 +54,9 @@ class Fleet:
         self.size = old.num_ranks
         self.group = group if group is not None else Group(self.size)
         self.links = [PortLink() for _ in range(self.size)]
-        self.weights = weights if weights is not None else [ToyWeights(old, r) for r in range(self.size)]
+        self.weights = (
+            weights if weights is not None else [ToyWeights(old, r) for r in range(self.size)]
+        )
         self.maps = [ToyMaps(old) for _ in range(self.size)]
         self.swaps: list[list[Any]] = [[] for _ in range(self.size)]
         self.left: list[Any] = [None] * self.size
@@ -65,7 +67,8 @@ class Fleet:
         self._barrier = threading.Barrier(self.size, action=self._sample)
         self.agents = run_ranks(self.size, self._make)
         self._threads = [
-            threading.Thread(target=self._steps, args=(rank,), daemon=True) for rank in range(self.size)
+            threading.Thread(target=self._steps, args=(rank,), daemon=True)
+            for rank in range(self.size)
         ]
         for link in self.links:
             assert link.ready.wait(20)

@@ -51,7 +51,9 @@ class Group:
         self.store = _distributed.HashStore()
 
     def connect(self, rank, name, device=CPU):
-        return make_communicator(self.store, name, rank, self.size, device=device, timeout_s=self.timeout_s)
+        return make_communicator(
+            self.store, name, rank, self.size, device=device, timeout_s=self.timeout_s
+        )
 
 
 def expert_tensors(layer, expert, version=0):
@@ -147,7 +149,9 @@ def prepare_for(old, new, *, plan="plan", index=0, epoch=0, one_batch=False, **c
         expert = int(new.phy2log[layer, slot])
         src = int(np.flatnonzero(old.phy2log[layer] == expert)[0])
         transfers.append(Transfer(layer, expert, src, slot, EXPERT_BYTES))
-    layers = tuple(sorted({int(layer) for layer in np.argwhere((old.phy2log != new.phy2log).any(1))[:, 0]}))
+    layers = tuple(
+        sorted({int(layer) for layer in np.argwhere((old.phy2log != new.phy2log).any(1))[:, 0]})
+    )
     batches = (tuple(transfers),) if one_batch else tuple((t,) for t in transfers)
     wave = Wave(index, layers, new.phy2log[list(layers)], batches)
     values = {

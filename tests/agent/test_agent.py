@@ -228,7 +228,8 @@ def test_new_weights_need_a_permit_and_raise_the_version():
     for rank in range(2):
         fleet.weights[rank].slots = ToyWeights(OLD, rank, version=1).slots
     threads = [
-        threading.Thread(target=fleet.agents[rank].finish_reload, args=(2,), daemon=True) for rank in range(2)
+        threading.Thread(target=fleet.agents[rank].finish_reload, args=(2,), daemon=True)
+        for rank in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -254,7 +255,10 @@ def test_a_reload_that_leaves_no_checksums_is_said_with_every_heartbeat():
         reload(fleet, versions=(1, 2))
         for agent in fleet.agents:
             assert agent.observe_only and agent.trouble == agent.heartbeat().trouble
-            assert agent.trouble == "weights 2 were loaded with replicas that differ, or not for every expert"
+            assert (
+                agent.trouble
+                == "weights 2 were loaded with replicas that differ, or not for every expert"
+            )
 
 
 def test_a_reload_that_all_ranks_did_alike_is_no_trouble():
@@ -317,7 +321,9 @@ def test_recorded_steps_reach_the_controller_and_progress_is_told():
         assert got == [(step, 15 * step) for step in range(5)]
         commit_later = prepare_for(OLD, NEW)
         fleet.say(commit_later)
-        progress = fleet.links[0].expect(StagingProgress, where=lambda p: p.bytes_done == p.bytes_total)
+        progress = fleet.links[0].expect(
+            StagingProgress, where=lambda p: p.bytes_done == p.bytes_total
+        )
         assert progress.bytes_total > 0
 
 

@@ -177,7 +177,11 @@ def test_until_the_last_layer_the_rank_says_swapping_and_the_old_epoch():
         guests.say(Abort(LEADER, prepare.wave))
         for link in guests.links:
             state = link.expect(RankState)
-            assert (state.state, state.epoch, state.wave) == (ParticipantState.SWAPPING, 0, prepare.wave)
+            assert (state.state, state.epoch, state.wave) == (
+                ParticipantState.SWAPPING,
+                0,
+                prepare.wave,
+            )
         for engine in guests.engines:
             engine.stop_after = None
         guests.steps(10)
@@ -293,7 +297,9 @@ def test_an_armed_rank_that_cannot_know_leaves():
         guests.order(new)
         agent = guests.agents[1]
         deadline = time.monotonic() + 10
-        while agent._participant.state is not ParticipantState.ARMED and time.monotonic() < deadline:
+        while (
+            agent._participant.state is not ParticipantState.ARMED and time.monotonic() < deadline
+        ):
             threading.Event().wait(0.01)
         guests.agents[0].step_boundary()
         with pytest.raises(GateFailed):
@@ -314,6 +320,8 @@ def test_a_curve_is_told_on_every_stream():
         curve = CostCurve(64, (1e-3, 2e-3), 1e-5)
         guests.agents[0].tell_curve(curve)
         assert guests.links[0].expect(CostCurve) == curve
-        guests.links[0].say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, FlowControl(0.05)), stream=2)
+        guests.links[0].say(
+            Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, FlowControl(0.05)), stream=2
+        )
         assert guests.links[0].expect(CostCurve) == curve
         assert np.isfinite(curve.tile_seconds).all()

@@ -28,7 +28,10 @@ def test_what_was_recorded_is_taken_in_order_with_its_words():
     taken = recorder.take(10)
     assert (
         step_table(
-            [StepMeta(4, 2, Phase.PREFILL, 4, True, 0.5), StepMeta(5, 0, Phase.DECODE, 5, False, None)]
+            [
+                StepMeta(4, 2, Phase.PREFILL, 4, True, 0.5),
+                StepMeta(5, 0, Phase.DECODE, 5, False, None),
+            ]
         ).tobytes()
         == taken.steps.tobytes()
     )
@@ -68,7 +71,11 @@ def test_counts_of_any_integer_type_are_taken_as_int64():
     for step, kind in enumerate((np.int32, np.uint16, np.int64)):
         recorder.record(step, np.array([[step, 7]], kind), epoch=0, tokens=1, phase=Phase.DECODE)
     taken = recorder.take(3)
-    assert taken.counts.dtype == np.int64 and taken.counts[:, 0].tolist() == [[0, 7], [1, 7], [2, 7]]
+    assert taken.counts.dtype == np.int64 and taken.counts[:, 0].tolist() == [
+        [0, 7],
+        [1, 7],
+        [2, 7],
+    ]
 
 
 def test_a_full_ring_drops_the_oldest_and_counts_them():
@@ -117,7 +124,9 @@ def test_a_reader_beside_the_writer_takes_each_step_once_or_counts_it():
 
     def write():
         for step in range(steps):
-            recorder.record(step, np.full((4, 64), step), epoch=step, tokens=step, phase=Phase.DECODE)
+            recorder.record(
+                step, np.full((4, 64), step), epoch=step, tokens=step, phase=Phase.DECODE
+            )
         done.set()
 
     writer = threading.Thread(target=write)

@@ -47,7 +47,9 @@ def test_whatever_a_controller_asks_meanwhile_a_stuck_wave_has_one_job_waiting()
         fleet.say(Abort(LEADER, held.wave), ranks=[1])
         stuck.go_on.set()
         for link in fleet.links:
-            link.expect(AbortAnswer, where=lambda answer: answer.wave == held.wave and answer.drained)
+            link.expect(
+                AbortAnswer, where=lambda answer: answer.wave == held.wave and answer.drained
+            )
 
 
 class SlowToConnect:

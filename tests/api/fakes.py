@@ -19,10 +19,22 @@ from evenkeel_moe.planning.decision.recommendation import (
     ReplicaLevel,
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
-from evenkeel_moe.ports import Advice, DeploymentStatus, KeptAnswer, LedElsewhere, QuarantineRow, RankStatus
+from evenkeel_moe.ports import (
+    Advice,
+    DeploymentStatus,
+    KeptAnswer,
+    LedElsewhere,
+    QuarantineRow,
+    RankStatus,
+)
 
 SHAPE = ModelShape(
-    num_layers=2, num_logical_experts=4, num_ranks=2, slots_per_rank=3, top_k=2, bytes_per_expert=1000
+    num_layers=2,
+    num_logical_experts=4,
+    num_ranks=2,
+    slots_per_rank=3,
+    top_k=2,
+    bytes_per_expert=1000,
 )
 NOW = 1_700_000_000.0
 
@@ -185,7 +197,9 @@ class FakeOperations:
         self.error: Exception | None = None
         self.refusal: Exception | None = None
         """Of changes of the policy."""
-        self.rejected = [QuarantineRow("sum_mismatch", 12, ((1, "rank 1: 7 tokens, counts sum to 9"),))]
+        self.rejected = [
+            QuarantineRow("sum_mismatch", 12, ((1, "rank 1: 7 tokens, counts sum to 9"),))
+        ]
         self.rows: list[dict[str, Any]] = []
         self.level = "info"
         self.answers: dict[tuple[str, str], KeptAnswer] = {}
@@ -260,7 +274,10 @@ class FakeOperations:
                 return record
         self.calls.append(("rollback", deployment, to_epoch, by))
         record = make_plan(
-            plan_id or "rollback-1", deployment, phase=PlanPhase.APPROVED, request_digest=repr(to_epoch)
+            plan_id or "rollback-1",
+            deployment,
+            phase=PlanPhase.APPROVED,
+            request_digest=repr(to_epoch),
         )
         self.records[deployment].insert(0, record)
         return record
@@ -292,7 +309,8 @@ class FakeOperations:
     async def decisions(self, deployment, limit):
         self._check(deployment)
         rows: list[dict[str, Any]] = [
-            {"at": NOW - n, "reason": "no_change", "plan_id": None, "numbers": {}} for n in range(30)
+            {"at": NOW - n, "reason": "no_change", "plan_id": None, "numbers": {}}
+            for n in range(30)
         ]
         return rows[:limit]
 
@@ -318,7 +336,9 @@ class FakeOperations:
         del self.views[deployment]
 
     async def record(self, entry):
-        self.rows.insert(0, {"at": NOW + len(self.rows), "id": f"{len(self.rows):04x}", **asdict(entry)})
+        self.rows.insert(
+            0, {"at": NOW + len(self.rows), "id": f"{len(self.rows):04x}", **asdict(entry)}
+        )
 
     async def audit(self, deployment, limit):
         if deployment is not None:

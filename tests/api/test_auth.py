@@ -11,7 +11,12 @@ OPEN = {"/healthz", "/readyz"}
 
 def every_route(app: Any) -> list[tuple[str, str]]:
     """(method, path) of the whole route table: the app's own routes and those of its routers."""
-    own = [(method, route.path) for route in app.routes if hasattr(route, "path") for method in route.methods]
+    own = [
+        (method, route.path)
+        for route in app.routes
+        if hasattr(route, "path")
+        for method in route.methods
+    ]
     included = [
         (method, prefix + route.path)
         for prefix, router in (
@@ -27,7 +32,9 @@ def every_route(app: Any) -> list[tuple[str, str]]:
 
 
 def test_the_walk_below_sees_every_documented_route(app):
-    documented = {(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item}
+    documented = {
+        (method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item
+    }
     assert documented <= set(every_route(app))
     assert len(documented) >= 23
 
@@ -47,7 +54,16 @@ async def test_every_route_but_health_wants_a_token(app):
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/nothing", "/healthz/", "/healthz/x", "//healthz", "/v1/healthz", "/healthz%2f..%2fv1", "/docs"],
+    [
+        "/",
+        "/nothing",
+        "/healthz/",
+        "/healthz/x",
+        "//healthz",
+        "/v1/healthz",
+        "/healthz%2f..%2fv1",
+        "/docs",
+    ],
 )
 async def test_paths_that_only_look_open_are_not(app, path):
     async with make_client(app, token=None) as client:
@@ -91,7 +107,10 @@ async def test_a_reading_token_changes_nothing(app, operations):
         for method, path in writes:
             response = await client.request(method, concrete(path), json={"seconds": 1})
             body = assert_problem(response, 403)
-            assert (body["type"], body["instance"]) == ("urn:evenkeel:problem:forbidden", concrete(path))
+            assert (body["type"], body["instance"]) == (
+                "urn:evenkeel:problem:forbidden",
+                concrete(path),
+            )
     assert operations.calls == []
     assert operations.document == before
 
@@ -151,7 +170,9 @@ def test_token_file_forms():
     assert "ponmlkjihgfedcba" not in repr(tokens)
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "bob root 0123456789abcdef\n", "a b c d\n"])
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "short\n", "bob root 0123456789abcdef\n", "a b c d\n"]
+)
 def test_a_token_file_nobody_meant_is_refused(text):
     with pytest.raises(InvalidInput):
         TokenSet.parse(text)

@@ -19,7 +19,9 @@ async def test_deployments_are_listed_by_name_in_pages(client):
     first = (await client.get("/v1/deployments", params={"page_size": 1})).json()
     assert [row["deployment"] for row in first["items"]] == ["demo"]
     second = (
-        await client.get("/v1/deployments", params={"page_size": 1, "page_token": first["next_page_token"]})
+        await client.get(
+            "/v1/deployments", params={"page_size": 1, "page_token": first["next_page_token"]}
+        )
     ).json()
     assert [row["deployment"] for row in second["items"]] == ["fresh"]
     assert second["next_page_token"] is None
@@ -66,7 +68,9 @@ async def test_deployment_shows_the_plan_and_null_for_unknown(operations, client
 
 
 async def test_active_plan_and_values_that_are_not_finite(app):
-    status = make_status(active_plan=make_plan(), balancedness_mean=float("nan"), staging_bytes_total=9)
+    status = make_status(
+        active_plan=make_plan(), balancedness_mean=float("nan"), staging_bytes_total=9
+    )
     app.state.operations = FakeOperations(FakeView(status, {}, None))
     async with make_client(app) as client:
         body = (await client.get("/v1/deployments/demo")).json()
@@ -123,7 +127,9 @@ async def test_policy_changes_only_what_its_etag_names(client):
     )
     assert changed.json() == {"mode": "observe", "policy": "eplb"}
     assert changed.headers["etag"] != tag
-    late = await client.patch("/v1/deployments/demo/policy", json={"mode": "auto"}, headers={"If-Match": tag})
+    late = await client.patch(
+        "/v1/deployments/demo/policy", json={"mode": "auto"}, headers={"If-Match": tag}
+    )
     assert_problem(late, 412)
     assert (await client.get("/v1/deployments/demo/policy")).json()["mode"] == "observe"
     assert_problem(await client.patch("/v1/deployments/demo/policy", json={"mode": "yolo"}), 422)
@@ -164,11 +170,15 @@ async def test_a_change_by_another_replica_than_the_leader_is_no_stale_document(
 
 
 async def test_freeze_resume_and_who_asked(client, operations):
-    assert (await client.post("/v1/deployments/demo/freeze", json={"seconds": 60})).status_code == 204
+    assert (
+        await client.post("/v1/deployments/demo/freeze", json={"seconds": 60})
+    ).status_code == 204
     assert (await client.post("/v1/deployments/demo/resume")).status_code == 204
     assert operations.calls == [("freeze", "demo", 60.0, "alice"), ("resume", "demo", "alice")]
     for seconds in (-1, 1e9, "soon"):
-        assert_problem(await client.post("/v1/deployments/demo/freeze", json={"seconds": seconds}), 422)
+        assert_problem(
+            await client.post("/v1/deployments/demo/freeze", json={"seconds": seconds}), 422
+        )
 
 
 async def test_decisions_page_through_without_gap_or_repeat(client):
@@ -186,7 +196,12 @@ async def test_decisions_page_through_without_gap_or_repeat(client):
 
 async def test_liveness_never_asks_the_controller(client, operations):
     for lost in ("store", "planner"):
-        operations.health = {"store": "ok", "planner": "ok", "grpc": "ok", lost: "connection refused"}
+        operations.health = {
+            "store": "ok",
+            "planner": "ok",
+            "grpc": "ok",
+            lost: "connection refused",
+        }
         assert (await client.get("/healthz")).json() == {"status": "ok"}
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
@@ -200,7 +215,9 @@ async def test_a_policy_value_json_cannot_say_is_null(client, operations):
 
 
 async def test_one_deployment_whose_ranks_never_spoke_does_not_hide_the_others(client, operations):
-    operations.views["silent"] = FakeView(Unavailable("no rank of silent has connected yet"), {}, None)
+    operations.views["silent"] = FakeView(
+        Unavailable("no rank of silent has connected yet"), {}, None
+    )
     names = [row["deployment"] for row in (await client.get("/v1/deployments")).json()["items"]]
     assert names == ["demo", "fresh"]
     assert_problem(await client.get("/v1/deployments/silent"), 503)

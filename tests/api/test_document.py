@@ -18,7 +18,9 @@ PAGE = FILE.with_name("api.md")
 
 
 def document() -> str:
-    return json.dumps(create_app(make_operations(), TOKENS).openapi(), indent=1, sort_keys=True) + "\n"
+    return (
+        json.dumps(create_app(make_operations(), TOKENS).openapi(), indent=1, sort_keys=True) + "\n"
+    )
 
 
 def test_the_checked_in_document_is_the_served_one():
@@ -38,7 +40,9 @@ def test_every_route_documents_its_refusals_and_its_token():
 
 
 def test_the_page_lists_every_route_with_its_least_role():
-    listed = set(re.findall(r"^\| ([A-Z]+) \| `(/\S+)` \| (\w+) \|$", PAGE.read_text(), re.MULTILINE))
+    listed = set(
+        re.findall(r"^\| ([A-Z]+) \| `(/\S+)` \| (\w+) \|$", PAGE.read_text(), re.MULTILINE)
+    )
     assert listed == {
         (method.upper(), path, "none" if path in OPEN_PATHS else needed_role(method.upper()).value)
         for path, item in json.loads(document())["paths"].items()
@@ -55,7 +59,10 @@ def test_the_page_names_the_policys_fields_and_settings_there_are():
     settings = re.findall(r"`(grpc|rest|metrics|window|migration)\.(\w+)`", text)
     assert len(settings) > 8
     for section, name in settings:
-        assert name in {field.name for field in dataclasses.fields(sections[section])}, (section, name)  # type: ignore[arg-type]
+        assert name in {field.name for field in dataclasses.fields(sections[section])}, (
+            section,
+            name,
+        )  # type: ignore[arg-type]
 
 
 def test_the_page_has_a_counterpart_for_each_field_of_eplb_config():

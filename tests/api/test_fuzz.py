@@ -35,7 +35,9 @@ def test_no_request_gets_an_undocumented_answer(method, path, role):
     schema = schemathesis.openapi.from_asgi("/openapi.json", app, headers=headers)
 
     @given(case=schema[path][method].as_strategy(), known=booleans())
-    @settings(max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     def fuzz(case, known):
         # Half of the requests get past "no such deployment".
         if known:

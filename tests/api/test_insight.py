@@ -17,7 +17,9 @@ async def test_heat_map_shows_shares_of_each_layers_mean(client):
     assert (body["num_layers"], body["first_layer"], body["next_layer"]) == (2, 0, None)
     assert body["tokens_per_layer"] == [16, 16]
     assert body["experts"] == [[2, 1, 0.5, 0.5], [1, 1, 1, 1]]
-    carried = metrics.rank_load(np.array([[[8, 4, 2, 2], [4, 4, 4, 4.0]]]), Placement.initial(SHAPE))[0]
+    carried = metrics.rank_load(
+        np.array([[[8, 4, 2, 2], [4, 4, 4, 4.0]]]), Placement.initial(SHAPE)
+    )[0]
     assert np.allclose(body["ranks"], carried / carried.mean(axis=1, keepdims=True))
 
 
@@ -25,7 +27,14 @@ async def test_a_heat_map_of_nothing_is_null(client):
     for path, phase in ((HEAT, "prefill"), ("/v1/deployments/fresh/heatmap", None)):
         body = (await client.get(path, params={} if phase is None else {"phase": phase})).json()
         assert body["steps"] == 0
-        unknown = ("newest_step", "num_layers", "next_layer", "tokens_per_layer", "experts", "ranks")
+        unknown = (
+            "newest_step",
+            "num_layers",
+            "next_layer",
+            "tokens_per_layer",
+            "experts",
+            "ranks",
+        )
         assert [body[name] for name in unknown] == [None] * 6
 
 
@@ -52,7 +61,9 @@ def test_phases_are_joined_step_by_step():
 def test_a_heat_map_too_large_comes_in_parts_that_join_to_the_whole():
     rng = np.random.default_rng(3)
     counts = rng.integers(1, 9, (2, 7, 4)).astype(np.uint32)
-    window = LoadWindow(counts, np.arange(2), np.zeros(2, int), np.ones((2, 2), int), np.full((2, 2), np.nan))
+    window = LoadWindow(
+        counts, np.arange(2), np.zeros(2, int), np.ones((2, 2), int), np.full((2, 2), np.nan)
+    )
     placement = Placement(np.tile(np.array([0, 1, 2, 3], np.int32), (7, 1)), 2, 4)
     whole = heat_map([window], placement, 0)
     assert whole["next_layer"] is None
@@ -69,7 +80,9 @@ def test_a_heat_map_too_large_comes_in_parts_that_join_to_the_whole():
     assert heat_map([window], placement, 99)["experts"] == []
 
 
-async def test_quarantine_tells_reasons_and_samples_until_an_admin_clears_it(app, client, operations):
+async def test_quarantine_tells_reasons_and_samples_until_an_admin_clears_it(
+    app, client, operations
+):
     path = "/v1/deployments/demo/quarantine"
     want = {
         "reason": "sum_mismatch",
@@ -85,7 +98,9 @@ async def test_quarantine_tells_reasons_and_samples_until_an_admin_clears_it(app
 
 async def test_a_deployment_is_forgotten_once_its_ranks_are_gone(app):
     gone = make_status("gone", ranks=(make_rank(0, fresh=False),))
-    app.state.operations = FakeOperations(FakeView(make_status(), {}, None), FakeView(gone, {}, None))
+    app.state.operations = FakeOperations(
+        FakeView(make_status(), {}, None), FakeView(gone, {}, None)
+    )
     async with make_client(app, ADMIN) as admin:
         assert_problem(await admin.delete("/v1/deployments/demo"), 409, "busy")
         assert (await admin.delete("/v1/deployments/gone")).status_code == 204

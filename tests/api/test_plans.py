@@ -56,7 +56,9 @@ async def test_repeating_a_call_gives_the_same_plan_and_another_body_is_refused(
     again = await client.post(PLANS, json={"plan_id": "mine-1", "policy": "keel"})
     assert again.json()["plan_id"] == first.json()["plan_id"]
     assert len(operations.records["demo"]) == 1
-    assert_problem(await client.post(PLANS, json={"plan_id": "mine-1", "policy": "gem"}), 409, "id_reused")
+    assert_problem(
+        await client.post(PLANS, json={"plan_id": "mine-1", "policy": "gem"}), 409, "id_reused"
+    )
 
 
 async def test_idempotency_key_stands_in_for_the_plan_id(client):
@@ -109,7 +111,9 @@ async def test_plans_page_through(client):
     assert [row["plan_id"] for row in first["items"]] == ["p4", "p3", "p2"]
     # A plan made between two pages moves nothing: the token names a row, not a position.
     await client.post(PLANS, json={"plan_id": "late"})
-    rest = (await client.get(PLANS, params={"page_size": 3, "page_token": first["next_page_token"]})).json()
+    rest = (
+        await client.get(PLANS, params={"page_size": 3, "page_token": first["next_page_token"]})
+    ).json()
     assert [row["plan_id"] for row in rest["items"]] == ["p1", "p0"]
     assert rest["next_page_token"] is None
 

@@ -38,7 +38,8 @@ async def test_each_error_has_its_status_and_reason(client, operations, error, s
 
 
 @pytest.mark.parametrize(
-    "error", [IllegalEvent("coordinator", "idle", "Ack"), RuntimeError("secret"), EvenkeelError("x")]
+    "error",
+    [IllegalEvent("coordinator", "idle", "Ack"), RuntimeError("secret"), EvenkeelError("x")],
 )
 async def test_a_defect_tells_the_client_nothing_but_500(client, operations, error):
     operations.error = error
@@ -94,7 +95,9 @@ async def test_a_body_that_is_no_json(client):
 async def test_a_problem_says_what_utf8_cannot(client, operations):
     """A JSON string may escape half a surrogate pair, and words about it hold it."""
     operations.refusal = InvalidInput("unknown policy fields \ud800; known: mode")
-    body = assert_problem(await client.patch("/v1/deployments/demo/policy", json={}), 422, "invalid_input")
+    body = assert_problem(
+        await client.patch("/v1/deployments/demo/policy", json={}), 422, "invalid_input"
+    )
     assert body["detail"] == "unknown policy fields ?; known: mode"
 
 
@@ -119,5 +122,7 @@ async def test_numbers_beyond_measure_and_half_characters_are_the_callers_fault(
     client, method, path, content
 ):
     headers = {"Content-Type": "application/json"}
-    answer = await client.request(method, f"/v1/deployments/demo/{path}", content=content, headers=headers)
+    answer = await client.request(
+        method, f"/v1/deployments/demo/{path}", content=content, headers=headers
+    )
     assert_problem(answer, 422)

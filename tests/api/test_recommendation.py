@@ -51,11 +51,23 @@ async def test_insufficient_evidence_is_an_answer_and_no_error(client, operation
 
 async def test_figures_that_are_not_finite_are_null(client, operations):
     verdict = Verdict(
-        Call.INSUFFICIENT_EVIDENCE, 1, -0.1, math.nan, math.nan, -5.0, 0.0, 1000, 0.0, math.inf, None
+        Call.INSUFFICIENT_EVIDENCE,
+        1,
+        -0.1,
+        math.nan,
+        math.nan,
+        -5.0,
+        0.0,
+        1000,
+        0.0,
+        math.inf,
+        None,
     )
     advice = make_advice()
     score = PolicyScore("eplb", Reason.GAIN_TOO_SMALL, 1, 1, math.nan, verdict)
-    operations.advice = replace(advice, recommendation=replace(advice.recommendation, policies=(score,)))
+    operations.advice = replace(
+        advice, recommendation=replace(advice.recommendation, policies=(score,))
+    )
     body = (await client.get(PATH)).json()
     assert body["verdict"]["gain"] == -0.1
     assert (body["verdict"]["gain_lower"], body["verdict"]["payback_steps"]) == (None, None)

@@ -33,7 +33,9 @@ async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_how_long_it_i
         fits = json.dumps({"plan_id": "p"}).encode().ljust(1000)
         assert (await client.post(PLANS, content=fits, headers=json_type)).status_code == 202
         for length in ("1001", "9" * 4301):
-            assert_problem(await client.post(PLANS, content=b"{}", headers={"Content-Length": length}), 413)
+            assert_problem(
+                await client.post(PLANS, content=b"{}", headers={"Content-Length": length}), 413
+            )
         padded = {**json_type, "Content-Length": "2".rjust(4301, "0")}
         assert (await client.post(PLANS, content=b"{}", headers=padded)).status_code == 202
     async with make_client(app, None) as client:
@@ -44,7 +46,10 @@ async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_how_long_it_i
 @pytest.mark.parametrize("key", [None, "k-1"])
 async def test_a_request_cut_off_in_its_body_is_no_request(app, operations, key):
     """Without its body a rollback would be another rollback."""
-    messages = [{"type": "http.request", "body": b"", "more_body": True}, {"type": "http.disconnect"}]
+    messages = [
+        {"type": "http.request", "body": b"", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
     sent = []
 
     async def receive():
@@ -100,9 +105,13 @@ async def test_a_key_beside_a_plan_id_repeats_the_plan_of_that_id(client, operat
     other = await client.post(PLANS, json=body, headers={"Idempotency-Key": "k-2"})
     assert other.json() == first.json()
     assert len(operations.records["demo"]) == 1
-    assert_problem(await client.post(PLANS, json={**body, "plan_id": "x"}, headers=headers), 422, "id_reused")
+    assert_problem(
+        await client.post(PLANS, json={**body, "plan_id": "x"}, headers=headers), 422, "id_reused"
+    )
     # The plan's own id is another thing than a key.
-    assert_problem(await client.post(PLANS, json={"plan_id": "mine", "policy": "gem"}), 409, "id_reused")
+    assert_problem(
+        await client.post(PLANS, json={"plan_id": "mine", "policy": "gem"}), 409, "id_reused"
+    )
 
 
 async def test_a_plan_is_found_by_its_key_also_by_a_controller_that_started_anew(operations):
@@ -112,29 +121,43 @@ async def test_a_plan_is_found_by_its_key_also_by_a_controller_that_started_anew
     async with make_client(create_app(operations, TOKENS)) as client:
         again = await client.post(PLANS, json={"policy": "gem"}, headers=headers)
         assert (again.status_code, again.json()) == (202, first.json())
-        assert_problem(await client.post(PLANS, json={"policy": "x"}, headers=headers), 422, "id_reused")
+        assert_problem(
+            await client.post(PLANS, json={"policy": "x"}, headers=headers), 422, "id_reused"
+        )
     # Also once the key is forgotten: it is the plan's id.
     operations.answers.clear()
     async with make_client(create_app(operations, TOKENS)) as client:
-        assert_problem(await client.post(PLANS, json={"policy": "x"}, headers=headers), 409, "id_reused")
-        assert (await client.post(PLANS, json={"policy": "gem"}, headers=headers)).json() == first.json()
+        assert_problem(
+            await client.post(PLANS, json={"policy": "x"}, headers=headers), 409, "id_reused"
+        )
+        assert (
+            await client.post(PLANS, json={"policy": "gem"}, headers=headers)
+        ).json() == first.json()
     assert len(operations.records["demo"]) == 1
 
 
-async def test_a_controller_that_started_anew_repeats_the_answer_with_the_plan_as_it_stands(operations):
+async def test_a_controller_that_started_anew_repeats_the_answer_with_the_plan_as_it_stands(
+    operations,
+):
     """A rollback done twice would be another rollback."""
     headers = {"Idempotency-Key": "walnut-7"}
     async with make_client(create_app(operations, TOKENS)) as client:
         first = await client.post(ROLLBACK, json={}, headers=headers)
-        frozen = await client.post("/v1/deployments/demo/freeze", json={"seconds": 5}, headers=headers)
+        frozen = await client.post(
+            "/v1/deployments/demo/freeze", json={"seconds": 5}, headers=headers
+        )
         assert (first.status_code, frozen.status_code) == (202, 204)
     async with make_client(create_app(operations, TOKENS)) as client:
         again = await client.post(ROLLBACK, json={}, headers=headers)
         assert (again.status_code, again.headers["location"]) == (202, first.headers["location"])
         assert again.headers["idempotent-replayed"] == "true"
         assert again.json()["plan_id"] == first.json()["plan_id"]
-        assert_problem(await client.post(ROLLBACK, json={"to_epoch": 2}, headers=headers), 422, "id_reused")
-        again = await client.post("/v1/deployments/demo/freeze", json={"seconds": 5}, headers=headers)
+        assert_problem(
+            await client.post(ROLLBACK, json={"to_epoch": 2}, headers=headers), 422, "id_reused"
+        )
+        again = await client.post(
+            "/v1/deployments/demo/freeze", json={"seconds": 5}, headers=headers
+        )
         assert (again.status_code, again.content) == (204, b"")
         assert again.headers["idempotent-replayed"] == "true"
     assert [call[0] for call in operations.calls if call[0] in ("rollback", "freeze")] == [
@@ -182,7 +205,9 @@ async def test_keys_of_other_tokens_and_paths_are_other_keys(app, operations):
     for token in (OPERATE, ADMIN):
         async with make_client(app, token) as client:
             assert (await client.post(ROLLBACK, json={}, headers=headers)).status_code == 202
-            freeze = await client.post("/v1/deployments/demo/freeze", json={"seconds": 5}, headers=headers)
+            freeze = await client.post(
+                "/v1/deployments/demo/freeze", json={"seconds": 5}, headers=headers
+            )
             assert freeze.status_code == 204
     assert [call[0] for call in operations.calls] == ["rollback", "freeze"] * 2
 
@@ -195,7 +220,9 @@ async def test_an_error_is_not_kept(client, operations):
     assert (await client.post(ROLLBACK, json={}, headers=headers)).status_code == 202
 
 
-async def test_a_repetition_while_the_first_is_under_way_is_told_to_wait(client, operations, monkeypatch):
+async def test_a_repetition_while_the_first_is_under_way_is_told_to_wait(
+    client, operations, monkeypatch
+):
     entered, leave = asyncio.Event(), asyncio.Event()
     rollback = operations.rollback
 
@@ -210,7 +237,9 @@ async def test_a_repetition_while_the_first_is_under_way_is_told_to_wait(client,
     await asyncio.wait_for(entered.wait(), 30)
     second = await client.post(ROLLBACK, json={}, headers=headers)
     assert_problem(second, 409, "busy")
-    assert_problem(await client.post(ROLLBACK, json={"to_epoch": 1}, headers=headers), 422, "id_reused")
+    assert_problem(
+        await client.post(ROLLBACK, json={"to_epoch": 1}, headers=headers), 422, "id_reused"
+    )
     assert second.headers["retry-after"] == "1"
     leave.set()
     assert (await first).status_code == 202
@@ -302,7 +331,9 @@ async def test_the_record_is_read_in_pages(app, operations):
         await client.post("/v1/deployments/fresh/resume")
         first = (await client.get("/v1/deployments/demo/audit", params={"page_size": 3})).json()
         token = first["next_page_token"]
-        rest = await client.get("/v1/deployments/demo/audit", params={"page_size": 3, "page_token": token})
+        rest = await client.get(
+            "/v1/deployments/demo/audit", params={"page_size": 3, "page_token": token}
+        )
         everything = (await client.get("/v1/audit")).json()
     seen = first["items"] + rest.json()["items"]
     assert [row["id"] for row in seen] == [f"{n:04x}" for n in (4, 3, 2, 1, 0)]

@@ -20,7 +20,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--folder", type=Path, help="for logs; kept. Without it only a failed run keeps them")
+    parser.add_argument(
+        "--folder", type=Path, help="for logs; kept. Without it only a failed run keeps them"
+    )
     arguments = parser.parse_args()
     os.environ[MARK] = str(uuid.uuid4())
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))

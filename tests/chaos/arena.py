@@ -79,7 +79,10 @@ class Arena:
     def __post_init__(self) -> None:
         ports = free_ports(9)
         folder = self.folder
-        self.nodes = [StoreNode("store-a", folder, ports[0]), StoreNode("store-b", folder, ports[1])]
+        self.nodes = [
+            StoreNode("store-a", folder, ports[0]),
+            StoreNode("store-b", folder, ports[1]),
+        ]
         self.sentinel = Sentinel(folder, ports[2])
         self.controllers = [
             ControllerProcess(f"replica-{number}", folder, chosen, self.sentinel.url, _SETTINGS)
@@ -222,7 +225,9 @@ class Arena:
         kind, leader = fault.kind, await self.leader()
         if leader is None:
             return None
-        target = leader if kind.changes_leader else next(c for c in self.controllers if c is not leader)
+        target = (
+            leader if kind.changes_leader else next(c for c in self.controllers if c is not leader)
+        )
         struck = Struck(kind, target.name, time.time())
         self.struck.append(struck)
         match kind:
@@ -288,12 +293,19 @@ class Arena:
         restarts, step = self.supervisor.restarts, time.time()
         self.supervisor.kill_rank(rank)
         supervisor = self.supervisor
-        await until(lambda: supervisor.restarts > restarts, within_s=60, what="the group to be restarted")
-        await until(lambda: self._stepped_since(step), within_s=120, what="the restarted group to serve")
+        await until(
+            lambda: supervisor.restarts > restarts, within_s=60, what="the group to be restarted"
+        )
+        await until(
+            lambda: self._stepped_since(step), within_s=120, what="the restarted group to serve"
+        )
 
     def _stepped_since(self, since: float) -> bool:
         """Whether every rank has begun anew and written a step."""
-        starts = [_last_start(self.folder / "ranks" / f"rank-{rank}.jsonl") for rank in range(self.num_ranks)]
+        starts = [
+            _last_start(self.folder / "ranks" / f"rank-{rank}.jsonl")
+            for rank in range(self.num_ranks)
+        ]
         return all(start > since for start in starts)
 
     def _be_rude(self, fault: Fault) -> None:
@@ -304,7 +316,9 @@ class Arena:
                     *(str(controller.grpc_port), str(controller.rest_port)),
                     *(str(fault.seconds), str(fault.seed + number)),
                 ]
-                self._rude.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+                self._rude.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                )
 
     # --- the end -----------------------------------------------------------------------------------
 

@@ -118,11 +118,14 @@ def gaps(folder: Path, num_ranks: int, struck: Sequence[Struck]) -> list[Gap]:
     stops = [s for s in struck if s.kind.stops_serving]
     for rank in range(num_ranks):
         times = [
-            line["unix"] for line in _read_lines(folder / f"rank-{rank}.jsonl") if line["kind"] == "step"
+            line["unix"]
+            for line in _read_lines(folder / f"rank-{rank}.jsonl")
+            if line["kind"] == "step"
         ]
         for before, after in zip(times, times[1:], strict=False):
             explained = sum(
-                max(0.0, min(after, stop.ended or after) - max(before, stop.began)) for stop in stops
+                max(0.0, min(after, stop.ended or after) - max(before, stop.began))
+                for stop in stops
             )
             found.append(Gap(before, after - before, after - before - explained))
     return sorted(found, key=lambda gap: -gap.unexplained_s)
@@ -133,7 +136,12 @@ def bad_logs(controllers: Sequence[ControllerProcess]) -> Iterator[str]:
     for controller in controllers:
         rows, noise = controller.rows()
         for row in rows:
-            if row.get("event") in ("task_failed", "message_not_sent", "wave_map_unusable", "cycle_failed"):
+            if row.get("event") in (
+                "task_failed",
+                "message_not_sent",
+                "wave_map_unusable",
+                "cycle_failed",
+            ):
                 if row["event"] == "cycle_failed" and "exception" not in row:
                     continue
                 yield f"{controller.name} logged {row['event']}: {str(row)[:1500]}"

@@ -90,7 +90,9 @@ class Operator:
             body = {
                 "plan_id": life.plan_id,
                 "approve": True,
-                "target": {"physical_to_logical": draw_target(rng, self.shape, self.pool_per_layer)},
+                "target": {
+                    "physical_to_logical": draw_target(rng, self.shape, self.pool_per_layer)
+                },
             }
             await self._see_through(life, body, stop)
             await asyncio.sleep(rng.uniform(0.2, 1.0))
@@ -117,12 +119,20 @@ class Operator:
     async def _leader(self) -> tuple[ControllerProcess, dict[str, Any]] | None:
         for process in self.controllers:
             status = await process.status()
-            if status is not None and status["leader"] == process.name and status["state"] != "follower":
+            if (
+                status is not None
+                and status["leader"] == process.name
+                and status["state"] != "follower"
+            ):
                 return process, status
         return None
 
     async def _ask(
-        self, life: PlanLife, process: ControllerProcess, status: dict[str, Any], body: dict[str, Any]
+        self,
+        life: PlanLife,
+        process: ControllerProcess,
+        status: dict[str, Any],
+        body: dict[str, Any],
     ) -> bool:
         """Ask for the plan; whether it was accepted."""
         try:
@@ -149,7 +159,9 @@ class Operator:
         life.primary = await self.primary()
         return True
 
-    async def _ended(self, life: PlanLife, process: ControllerProcess, status: dict[str, Any]) -> bool:
+    async def _ended(
+        self, life: PlanLife, process: ControllerProcess, status: dict[str, Any]
+    ) -> bool:
         try:
             answer = await process.http.get(f"/v1/deployments/{DEPLOYMENT}/plans/{life.plan_id}")
         except httpx.HTTPError:

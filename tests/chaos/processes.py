@@ -193,7 +193,12 @@ class ControllerProcess(Child):
     """`evenkeel serve` on fixed ports, reached by ranks through a proxy."""
 
     def __init__(
-        self, name: str, folder: Path, ports: Sequence[int], store_url: str, settings: dict[str, str]
+        self,
+        name: str,
+        folder: Path,
+        ports: Sequence[int],
+        store_url: str,
+        settings: dict[str, str],
     ) -> None:
         super().__init__(name, folder)
         grpc_port, rest_port, metrics_port = ports
@@ -240,7 +245,9 @@ class ControllerProcess(Child):
 
     async def leads(self) -> bool:
         status = await self.status()
-        return status is not None and status["leader"] == self.name and status["state"] != "follower"
+        return (
+            status is not None and status["leader"] == self.name and status["state"] != "follower"
+        )
 
     async def ready(self) -> bool:
         return self.running and await self.get("/readyz") is not None
@@ -252,7 +259,9 @@ class ControllerProcess(Child):
                 text = (await client.get(self.metrics_url)).text
         except httpx.HTTPError:
             return {}
-        rows = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+        rows = (
+            line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
+        )
         return {name: float(value) for name, value in rows}
 
     def rows(self) -> tuple[list[dict[str, Any]], list[str]]:

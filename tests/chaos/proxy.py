@@ -37,7 +37,9 @@ class Proxy:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self._context)
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", self.port, ssl=self._context
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:

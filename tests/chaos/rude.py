@@ -91,7 +91,9 @@ async def slow_reader(port: int, rng: random.Random) -> None:
 
 async def rest(port: int, rng: random.Random) -> None:
     """Requests nobody may make, and bodies nobody can read."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=2) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=2
+    ) as client:
         await client.post(f"/v1/deployments/{DEPLOYMENT}/plans", content=rng.randbytes(5000))
         await client.get("/v1/deployments", headers={"Authorization": "Bearer wrong"})
         await client.post(f"/v1/deployments/{DEPLOYMENT}/freeze", json={"seconds": "for ever"})

@@ -94,7 +94,9 @@ async def run_chaos(
     return result
 
 
-async def _all(work: "list[asyncio.Task[None]]", beside: "list[asyncio.Task[None]]", within_s: float) -> None:
+async def _all(
+    work: "list[asyncio.Task[None]]", beside: "list[asyncio.Task[None]]", within_s: float
+) -> None:
     """Wait for all of `work`; a failure of anything, `beside` too, is raised at once."""
     waiting, deadline = set(work), time.time() + within_s
     while waiting:
@@ -115,7 +117,9 @@ async def _check_living(
     """All healed: the last plan ends, everybody agrees, what does not belong here is forgotten."""
     await arena.heal()
     healed_at = time.time()
-    await until(lambda: not arena.operator.under_way, within_s=_HEALED_S, what="the last plan to end")
+    await until(
+        lambda: not arena.operator.under_way, within_s=_HEALED_S, what="the last plan to end"
+    )
     end_operator.set()
     await asyncio.wait((tasks[1],), timeout=10)
     last = arena.operator.plans[-1] if arena.operator.plans else None
@@ -143,7 +147,9 @@ async def _check_living(
         result.figures[f"{controller.name} series"] = len(series)
         result.figures[f"{controller.name} MB"] = round(held.memory_info().rss / 1e6)
     final = await leader.status() or status
-    result.broken += checks.bad_waves(arena.folder / "ranks", arena.num_ranks, final, arena.operator.plans)
+    result.broken += checks.bad_waves(
+        arena.folder / "ranks", arena.num_ranks, final, arena.operator.plans
+    )
 
 
 def _check_records(
@@ -166,7 +172,9 @@ def _check_records(
     figures["plans committed"] = len(committed)
     figures["plans committed under fault"] = len(under)
     figures["plans committed through a failover"] = len(through)
-    for (phase, reason), count in sorted(Counter((p.phase, p.reason) for p in plans if p.ended_at).items()):
+    for (phase, reason), count in sorted(
+        Counter((p.phase, p.reason) for p in plans if p.ended_at).items()
+    ):
         figures[f"plans {phase} {reason}"] = count
     figures["plan records lost and asked for again"] = sum(plan.lost for plan in plans)
     for kind, count in sorted(Counter(s.kind for s in struck).items()):
@@ -175,17 +183,25 @@ def _check_records(
         figures[f"answer {answer}"] = count
     for least, have, what in (
         (int(seconds / 30) if least_plans is None else least_plans, under, "under fault"),
-        (int(seconds / 120) if least_through is None else least_through, through, "through a failover"),
+        (
+            int(seconds / 120) if least_through is None else least_through,
+            through,
+            "through a failover",
+        ),
     ):
         if len(have) < least:
             result.broken.append(f"{len(have)} plans committed {what}, {least} are wanted")
     pauses = checks.gaps(arena.folder / "ranks", arena.num_ranks, struck)
     if pauses:
         figures["longest pause of serving, seconds"] = round(max(gap.seconds for gap in pauses), 2)
-        figures["longest pause no injected stop explains, seconds"] = round(pauses[0].unexplained_s, 2)
+        figures["longest pause no injected stop explains, seconds"] = round(
+            pauses[0].unexplained_s, 2
+        )
         if pauses[0].unexplained_s > checks.SERVING_BOUND_S:
             near = [
-                f"{s.kind} {s.target}" for s in struck if s.overlaps(pauses[0].began, pauses[0].began + 1)
+                f"{s.kind} {s.target}"
+                for s in struck
+                if s.overlaps(pauses[0].began, pauses[0].began + 1)
             ]
             result.broken.append(
                 f"serving was blocked for {pauses[0].unexplained_s:.1f} s, bound {checks.SERVING_BOUND_S:g} s,"

@@ -33,7 +33,10 @@ async def stores(request, tmp_path):
     server = EmbeddedValkey(tmp_path / "data")
     await server.start()
     client = connect(server.url, timeout_s=5.0)
-    yield RedisDeploymentStore(client, epochs_kept=EPOCHS_KEPT), RedisWindowStore(client, capacity=CAPACITY)
+    yield (
+        RedisDeploymentStore(client, epochs_kept=EPOCHS_KEPT),
+        RedisWindowStore(client, capacity=CAPACITY),
+    )
     await disconnect(client)
     await server.stop()
 

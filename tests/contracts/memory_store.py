@@ -77,7 +77,9 @@ class MemoryStore:
         plans = self._plans.get(deployment, {})
         return sorted(PlanId(name) for name, record in plans.items() if not record.phase.terminal)
 
-    async def fetch_plans(self, deployment: DeploymentId, plan_ids: Sequence[PlanId]) -> Sequence[PlanRecord]:
+    async def fetch_plans(
+        self, deployment: DeploymentId, plan_ids: Sequence[PlanId]
+    ) -> Sequence[PlanRecord]:
         known = self._plans.get(deployment, {})
         return [known[plan_id] for plan_id in plan_ids if plan_id in known]
 
@@ -106,7 +108,9 @@ class MemoryStore:
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
         self._decisions.setdefault(deployment, []).append(json.dumps(decision))
 
-    async def fetch_decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
+    async def fetch_decisions(
+        self, deployment: DeploymentId, limit: int
+    ) -> Sequence[Mapping[str, Any]]:
         rows = self._decisions.get(deployment, [])
         return [json.loads(row) for row in rows[::-1][: max(0, limit)]]
 

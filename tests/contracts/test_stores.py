@@ -174,7 +174,13 @@ async def test_plans_come_newest_first_and_are_replaced_whole(store):
     await store.store_plan(make_record("p1", 101.0, phase=PlanPhase.COMMITTED), 1)
     await store.store_plan(make_record("same-time", 101.0), 1)
     order = await store.plan_order(DEMO)
-    assert order == [("p3", 103.0), ("p2", 102.0), ("same-time", 101.0), ("p1", 101.0), ("p0", 100.0)]
+    assert order == [
+        ("p3", 103.0),
+        ("p2", 102.0),
+        ("same-time", 101.0),
+        ("p1", 101.0),
+        ("p0", 100.0),
+    ]
     found = await store.fetch_plans(DEMO, [PlanId("p0"), PlanId("gone"), PlanId("p1")])
     assert [record.plan.plan_id for record in found] == ["p0", "p1"]
     assert found[1].phase is PlanPhase.COMMITTED
@@ -223,7 +229,9 @@ async def test_a_write_of_a_higher_term_fences_lower_ones(store):
 async def test_epochs_keep_the_newest_and_forget_a_history_that_did_not_happen(store):
     for epoch in range(1, 8):
         await store.store_epoch(DEMO, Epoch(epoch), BASE, 1)
-    assert list(await store.fetch_epochs(DEMO)) == [7 - EPOCHS_KEPT + n for n in range(1, EPOCHS_KEPT + 1)]
+    assert list(await store.fetch_epochs(DEMO)) == [
+        7 - EPOCHS_KEPT + n for n in range(1, EPOCHS_KEPT + 1)
+    ]
     await store.store_epoch(DEMO, Epoch(5), TARGET, 1)
     epochs = await store.fetch_epochs(DEMO)
     assert list(epochs) == [4, 5]

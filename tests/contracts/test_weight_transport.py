@@ -65,7 +65,9 @@ def staged_bytes_are_right(transport, prepare, rank, per_rank):
             continue
         have = transport.staged[transfer.layer, transfer.dst_slot % per_rank]
         want = expert_tensors(transfer.layer, transfer.logical_expert)
-        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(have, want, strict=True))
+        assert all(
+            torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(have, want, strict=True)
+        )
 
 
 def test_every_tensor_arrives_in_staging_and_slots_stay_untouched(kind):

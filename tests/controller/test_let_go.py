@@ -68,7 +68,8 @@ async def test_a_live_rank_takes_the_place_of_a_deployment_without_ranks():
         for name, taken in (("second", True), ("third", False)):
             hello = replace(other, identity=replace(other.identity, deployment=DeploymentId(name)))
             assert (
-                await one.fleet.attach(hello, RankStream(len(name), "peer", capacity=64)) is not None
+                await one.fleet.attach(hello, RankStream(len(name), "peer", capacity=64))
+                is not None
             ) is taken
 
 
@@ -86,7 +87,10 @@ async def said_hello(replica, name, number):
         session.lost()
     else:
         (refusal,) = stream._queue
-        assert (refusal.outcome, refusal.reason) == (RegistrationOutcome.REFUSED, Reason.LIMIT_EXCEEDED)
+        assert (refusal.outcome, refusal.reason) == (
+            RegistrationOutcome.REFUSED,
+            Reason.LIMIT_EXCEEDED,
+        )
     return session is not None
 
 

@@ -117,7 +117,9 @@ def test_a_new_placement_is_judged_on_the_same_steps():
 def test_balance_splits_tokens_as_the_gates_do(dispatch):
     rng = np.random.default_rng(4)
     counts = rng.integers(0, 90, (20, 2, 4)).astype(np.uint32)
-    placement = Placement(np.array([[0, 1, 0, 2, 0, 3, 1, 2], [3, 1, 2, 3, 0, 3, 1, 2]], np.int32), 4, 4)
+    placement = Placement(
+        np.array([[0, 1, 0, 2, 0, 3, 1, 2], [3, 1, 2, 3, 0, 3, 1, 2]], np.int32), 4, 4
+    )
     steps, unknown = np.arange(20), np.full((20, 4), math.nan)
     window = LoadWindow(counts, steps, steps * 0, np.ones((20, 4), np.int64), unknown)
     now = [Topology((0, 0, 1, 1))]
@@ -163,13 +165,23 @@ def test_phases_are_merged_in_step_order_and_the_newest_kept():
     )
     counts, source = merge_phases([decode, prefill], SHAPE, 6)
     assert source is not None and decode.source is not None and prefill.source is not None
-    wanted = [prefill.counts[7], decode.counts[8], prefill.counts[8], decode.counts[9], prefill.counts[9]]
+    wanted = [
+        prefill.counts[7],
+        decode.counts[8],
+        prefill.counts[8],
+        decode.counts[9],
+        prefill.counts[9],
+    ]
     assert np.array_equal(counts[1:], np.stack(wanted))
     assert len(counts) == 6
     assert np.array_equal(source, decode.source.astype(float) + prefill.source)
 
 
-@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 12), min_size=1, max_size=4), st.integers(1, 20))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    st.integers(1, 20),
+)
 def test_merging_phases_is_sorting_all_their_steps(seed, lengths, num_steps):
     rng = np.random.default_rng(seed)
     windows = [
@@ -355,8 +367,12 @@ def test_a_shape_survives_its_document():
 
 
 def test_requests_are_the_same_whoever_makes_them():
-    one = PlanRequest(PlanId("a"), "eplb", PlanLimits(3), (Phase.DECODE, Phase.PREFILL), requested_by="x")
-    other = PlanRequest(None, "eplb", PlanLimits(3), (Phase.PREFILL, Phase.DECODE), requested_by="y")
+    one = PlanRequest(
+        PlanId("a"), "eplb", PlanLimits(3), (Phase.DECODE, Phase.PREFILL), requested_by="x"
+    )
+    other = PlanRequest(
+        None, "eplb", PlanLimits(3), (Phase.PREFILL, Phase.DECODE), requested_by="y"
+    )
     assert request_digest(one) == request_digest(other)
     assert request_digest(one) != request_digest(PlanRequest(None, "eplb", PlanLimits(4)))
     target = PlanRequest(target=PLACEMENT)

@@ -60,9 +60,9 @@ from evenkeel_moe.controller.tasks import LastResort
 LastResort(0.2).arm()
 threading.Event().wait(60)
 """
-    saved = stuck.replace("LastResort(0.2).arm()", "r = LastResort(0.2); r.arm(); r.disarm()").replace(
-        "60", "1"
-    )
+    saved = stuck.replace(
+        "LastResort(0.2).arm()", "r = LastResort(0.2); r.arm(); r.disarm()"
+    ).replace("60", "1")
     assert subprocess.run([sys.executable, "-c", stuck], timeout=60).returncode == 70
     assert subprocess.run([sys.executable, "-c", saved], timeout=60).returncode == 0
 

@@ -31,7 +31,9 @@ class Answer:
 
 
 def helm(*words: object) -> Answer:
-    done = subprocess.run([HELM, *map(str, words)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [HELM, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
+    )
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
@@ -51,7 +53,9 @@ def rendered(name: str, *sets: str) -> list[dict[str, Any]]:
     return [one for one in yaml.safe_load_all(rendered_text(name, *sets)) if one]
 
 
-def rendered_with(values: dict[str, Any], release: str = "r", namespace: str = "ek") -> list[dict[str, Any]]:
+def rendered_with(
+    values: dict[str, Any], release: str = "r", namespace: str = "ek"
+) -> list[dict[str, Any]]:
     """Every object, as the API server reads it: a key once, and YAML's numbers for numbers."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(values, file)

@@ -64,7 +64,9 @@ class Seen:
 async def _scrape(controller: Controller, seen: Seen) -> None:
     async with httpx.AsyncClient(trust_env=False) as client:
         while True:
-            seen.take((await client.get(f"http://127.0.0.1:{controller.ports['metrics']}/metrics")).text)
+            seen.take(
+                (await client.get(f"http://127.0.0.1:{controller.ports['metrics']}/metrics")).text
+            )
             await asyncio.sleep(0.2)
 
 

@@ -33,7 +33,9 @@ class Query:
             for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)
         }
         groups = re.findall(r"\b(?:by|on|without|group_left|ignoring) \(([^)]*)\)", self.expr)
-        return matched | {label.strip() for group in groups for label in group.split(",") if label.strip()}
+        return matched | {
+            label.strip() for group in groups for label in group.split(",") if label.strip()
+        }
 
     def filled(self, deployment: str = "demo") -> str:
         """With Grafana's variables replaced."""
@@ -42,7 +44,10 @@ class Query:
 
 
 def dashboards() -> dict[str, dict]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted((CHART / "dashboards").glob("*.json"))}
+    return {
+        path.stem: json.loads(path.read_text())
+        for path in sorted((CHART / "dashboards").glob("*.json"))
+    }
 
 
 def panels(board: dict) -> Iterator[dict]:
@@ -54,7 +59,9 @@ def panels(board: dict) -> Iterator[dict]:
 
 
 def rule_queries() -> list[Query]:
-    groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text())["groups"]
+    groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text())[
+        "groups"
+    ]
     return [Query(rule["alert"], rule["expr"]) for group in groups for rule in group["rules"]]
 
 

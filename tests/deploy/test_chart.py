@@ -63,7 +63,11 @@ def test_the_validator_would_see_a_misspelt_field():
 def test_services_may_have_the_names_that_releases_may(release, name):
     answer = helm("template", release, CHART)
     assert answer.code == 0, answer.err
-    services = [one["metadata"]["name"] for one in yaml.safe_load_all(answer.out) if one["kind"] == "Service"]
+    services = [
+        one["metadata"]["name"]
+        for one in yaml.safe_load_all(answer.out)
+        if one["kind"] == "Service"
+    ]
     assert name in services
     assert all(re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", service) for service in services)
 
@@ -97,7 +101,10 @@ def test_a_misspelt_value_is_refused():
         ),
         (["redis.url=redis+sentinel://s:1/m?sentinel_password=x"], "redis.url holds a password"),
         (["redis.existingSecret=s"], "names a key of it"),
-        (["redis.url=redis://r", "redis.existingSecret=s", "redis.urlKey=u"], "both name the store"),
+        (
+            ["redis.url=redis://r", "redis.existingSecret=s", "redis.urlKey=u"],
+            "both name the store",
+        ),
         (
             [
                 "replicaCount=2",
@@ -149,7 +156,10 @@ def test_selectors_hold_name_and_instance_only_and_find_their_pods(name):
 
 def test_controllers_do_not_select_other_pods_of_the_release():
     ours = only("all-on", "StatefulSet")["spec"]["selector"]["matchLabels"]
-    others = [only("all-on", "Deployment")["spec"]["template"]["metadata"], only("all-on", "Pod")["metadata"]]
+    others = [
+        only("all-on", "Deployment")["spec"]["template"]["metadata"],
+        only("all-on", "Pod")["metadata"],
+    ]
     for other in others:
         assert not ours.items() <= other["labels"].items()
 
@@ -206,7 +216,11 @@ def test_names_that_look_like_numbers_stay_names():
 
 
 def test_a_label_given_twice_is_written_once_and_selectors_are_not_the_users():
-    wanted = {"team": "serving", "app.kubernetes.io/managed-by": "argocd", "app.kubernetes.io/name": "mine"}
+    wanted = {
+        "team": "serving",
+        "app.kubernetes.io/managed-by": "argocd",
+        "app.kubernetes.io/name": "mine",
+    }
     values = {
         **EVERYTHING,
         "commonLabels": wanted,
@@ -231,7 +245,9 @@ def test_names_of_any_length_give_labels_that_fit():
         values = {**EVERYTHING, "nameOverride": override}
         for labels in labels_of(rendered_with(values)):
             for value in labels.values():
-                assert re.fullmatch(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", value), value
+                assert re.fullmatch(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", value), (
+                    value
+                )
 
 
 # --- monitoring objects -------------------------------------------------------------------------------
@@ -249,7 +265,9 @@ def test_the_service_monitor_renders_everything_that_can_be_set():
     assert endpoint["relabelings"][0]["targetLabel"] == "kubernetes_node"
     assert endpoint["metricRelabelings"][0]["action"] == "labeldrop"
     # Of the services it selects only one has this port, so a replica is scraped once.
-    ports = [port["name"] for service in kind("all-on", "Service") for port in service["spec"]["ports"]]
+    ports = [
+        port["name"] for service in kind("all-on", "Service") for port in service["spec"]["ports"]
+    ]
     assert ports.count(endpoint["port"]) == 1
 
 
@@ -264,7 +282,10 @@ def test_rules_carry_labels_thresholds_and_the_job_of_the_release():
     assert low["expr"].strip().endswith("< 0.8")
     assert 'job="r-evenkeel-metrics",namespace="ek"' in low["expr"]
     assert low["labels"] == {"severity": "warning", "team": "serving"}
-    assert low["annotations"]["runbook_url"] == "https://wiki.example/evenkeel/EvenkeelBalancednessLow.md"
+    assert (
+        low["annotations"]["runbook_url"]
+        == "https://wiki.example/evenkeel/EvenkeelBalancednessLow.md"
+    )
     assert "{{ $labels.deployment }}" in low["annotations"]["summary"]
     services = {service["metadata"]["name"] for service in kind("all-on", "Service")}
     assert "r-evenkeel-metrics" in services
@@ -278,7 +299,11 @@ def test_every_threshold_is_used_by_a_rule():
 
 
 def test_dashboards_are_config_maps_the_sidecar_finds():
-    maps = [one for one in kind("all-on", "ConfigMap") if "grafana_dashboard" in one["metadata"]["labels"]]
+    maps = [
+        one
+        for one in kind("all-on", "ConfigMap")
+        if "grafana_dashboard" in one["metadata"]["labels"]
+    ]
     assert len(maps) == len(list((CHART / "dashboards").glob("*.json"))) == 2
     for one in maps:
         assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
@@ -368,7 +393,12 @@ def test_the_notes_name_objects_that_exist(name, tmp_path):
 
 def test_the_notes_say_what_is_missing(tmp_path):
     default, full = notes(tmp_path, "default"), notes(tmp_path, "all-on")
-    for words in ("Not scraped yet", "No alerts yet", "Nothing moves in mode observe", "lost with the pod"):
+    for words in (
+        "Not scraped yet",
+        "No alerts yet",
+        "Nothing moves in mode observe",
+        "lost with the pod",
+    ):
         assert words in default
     assert "Not scraped yet" not in full
     assert "mode auto" in full

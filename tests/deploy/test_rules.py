@@ -27,7 +27,12 @@ def promtool(*words: object, stdin: str = "") -> subprocess.CompletedProcess[str
     tool = shutil.which("promtool")
     assert tool is not None, "promtool is not on the path; on Debian: apt-get install prometheus"
     return subprocess.run(
-        [tool, *map(str, words)], input=stdin, capture_output=True, text=True, timeout=60, check=False
+        [tool, *map(str, words)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -50,7 +55,10 @@ def test_an_alert_has_all_that_who_is_woken_needs(name):
     assert rule["labels"]["severity"] in ("warning", "critical")
     notes = rule["annotations"]
     assert set(notes) == {"summary", "description", "runbook_url"}
-    assert "{{ $labels.deployment }}" in notes["summary"] or "by (namespace, deployment" not in rule["expr"]
+    assert (
+        "{{ $labels.deployment }}" in notes["summary"]
+        or "by (namespace, deployment" not in rule["expr"]
+    )
     page = ROOT / notes["runbook_url"]
     assert page.is_file(), page
     assert page.read_text().startswith(f"# {name}\n")

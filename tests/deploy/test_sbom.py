@@ -18,10 +18,13 @@ TOOLS = re.compile(r"torch|nvidia|triton|cuda|pytest|mypy|ruff")
 @pytest.fixture
 def bom() -> dict[str, Any]:
     """What cyclonedx-py writes, as far as it is looked at: every package of constraints.txt but the tools."""
-    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    lines = [
+        line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()
+    ]
     pins = [line.split("==") for line in lines if "==" in line and not TOOLS.search(line)]
     rows = [
-        {"name": name, "version": version, "purl": f"pkg:pypi/{name}@{version}"} for name, version in pins
+        {"name": name, "version": version, "purl": f"pkg:pypi/{name}@{version}"}
+        for name, version in pins
     ]
     return {
         "bomFormat": "CycloneDX",

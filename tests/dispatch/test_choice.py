@@ -20,7 +20,13 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem.placement_problem import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_shares
-from tests.dispatch.placements import all_tables, choices_of, landed, random_demand, random_placement
+from tests.dispatch.placements import (
+    all_tables,
+    choices_of,
+    landed,
+    random_demand,
+    random_placement,
+)
 
 TWO_NODES = Topology((0, 0, 1, 1))
 
@@ -56,7 +62,11 @@ def test_every_choice_lands_where_its_expert_is_and_padding_stays(name, seed):
 
 def realised_shares(placement, rule_of, topology, tokens):
     """(L, S) share of its expert's tokens each slot gets, every rank routing the same number."""
-    layers, experts, slots = placement.num_layers, placement.num_logical_experts, placement.num_slots
+    layers, experts, slots = (
+        placement.num_layers,
+        placement.num_logical_experts,
+        placement.num_slots,
+    )
     got = torch.zeros(layers, slots, dtype=torch.float64)
     ids = torch.arange(experts).repeat(tokens).reshape(-1, 2)
     for tables in all_tables(placement, topology):

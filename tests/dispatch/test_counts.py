@@ -16,7 +16,9 @@ def test_half_precision_really_loses_tokens():
     assert int(torch.tensor(257, dtype=torch.bfloat16).to(torch.int64)) != 257
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64]
+)
 def test_types_that_can_count_become_float64(dtype):
     values = check_counts(torch.tensor([0, 3, 200], dtype=dtype), (3,), "counts")
     assert values.dtype == torch.float64
@@ -48,7 +50,9 @@ def test_occurrence_counts_earlier_choices_of_the_same_expert():
     generator = torch.Generator().manual_seed(1)
     many = torch.randint(-1, 5, (50, 3), generator=generator)
     seen = [0] * 5
-    for expert, got in zip(many.reshape(-1).tolist(), occurrence(many, 5).reshape(-1).tolist(), strict=True):
+    for expert, got in zip(
+        many.reshape(-1).tolist(), occurrence(many, 5).reshape(-1).tolist(), strict=True
+    ):
         if expert >= 0:
             assert got == seen[expert]
             seen[expert] += 1

@@ -19,7 +19,9 @@ from evenkeel_moe.model.topology import Topology
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: GPU dispatch is not run"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device here: GPU dispatch is not run"
+    ),
 ]
 
 LAYERS, EXPERTS, RANKS, REDUNDANT, TOP_K = 58, 256, 32, 32, 8
@@ -29,7 +31,9 @@ LAYERS, EXPERTS, RANKS, REDUNDANT, TOP_K = 58, 256, 32, 32, 8
 def production():
     rng = np.random.default_rng(1)
     rows = [
-        rng.permutation(np.concatenate([np.arange(EXPERTS), rng.choice(EXPERTS, REDUNDANT, replace=False)]))
+        rng.permutation(
+            np.concatenate([np.arange(EXPERTS), rng.choice(EXPERTS, REDUNDANT, replace=False)])
+        )
         for _ in range(LAYERS)
     ]
     placement = Placement(np.array(rows), RANKS, EXPERTS)
@@ -84,7 +88,9 @@ def test_replica_choice_is_captured_and_equals_the_cpu(production, rule):
 def test_counting_and_waterfill_are_captured_and_equal_the_cpu(production):
     placement, _, experts = production
     per_rank = placement.slots_per_rank
-    slots = EvenChoice(DispatchTables.of(placement, Topology.single_node(RANKS), 3)).choose(0, experts)
+    slots = EvenChoice(DispatchTables.of(placement, Topology.single_node(RANKS), 3)).choose(
+        0, experts
+    )
     rule = Waterfill(RANKS, per_rank, 3)
 
     def run(device_slots, device_experts):

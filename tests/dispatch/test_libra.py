@@ -23,7 +23,13 @@ from evenkeel_moe.dispatch.libra_sharding import split_by_locality
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from tests.dispatch.placements import all_tables, choices_of, landed, random_demand, random_placement
+from tests.dispatch.placements import (
+    all_tables,
+    choices_of,
+    landed,
+    random_demand,
+    random_placement,
+)
 
 
 def home_only(experts, ranks):
@@ -77,7 +83,9 @@ def best_peak(local, demand, hosts):
         limit[rank, column] = 1
     cost = np.zeros(len(edges) + 1)
     cost[-1] = 1
-    answer = linprog(cost, limit, -local.sum(axis=1), conserve, away, bounds=(0, None), method="highs")
+    answer = linprog(
+        cost, limit, -local.sum(axis=1), conserve, away, bounds=(0, None), method="highs"
+    )
     assert answer.status == 0
     return answer.fun
 
@@ -192,9 +200,9 @@ def test_plans_hold_their_budget_and_never_copy_what_is_there(seed, most, locali
         brought = plan.extra[rank][plan.extra[rank] >= 0].tolist()
         assert len(set(brought)) == len(brought)
         assert not resident[brought, rank].any()
-        assert set(np.flatnonzero(plan.hosts[:, rank])) == set(np.flatnonzero(resident[:, rank])) | set(
-            brought
-        )
+        assert set(np.flatnonzero(plan.hosts[:, rank])) == set(
+            np.flatnonzero(resident[:, rank])
+        ) | set(brought)
 
 
 def test_exact_predictions_and_enough_replicas_balance_to_one():
@@ -289,8 +297,12 @@ def test_lookahead_asks_the_next_gate_about_this_hidden_state():
 
 def test_accuracy_is_the_share_of_chosen_experts_predicted():
     actual = torch.tensor([[0, 1], [2, -1], [-1, -1]])
-    assert prediction_accuracy(torch.tensor([[1, 3], [2, 0], [0, 1]]), actual) == pytest.approx(2 / 3)
-    assert np.isnan(prediction_accuracy(torch.zeros((1, 2), dtype=torch.int64), torch.full((1, 2), -1)))
+    assert prediction_accuracy(torch.tensor([[1, 3], [2, 0], [0, 1]]), actual) == pytest.approx(
+        2 / 3
+    )
+    assert np.isnan(
+        prediction_accuracy(torch.zeros((1, 2), dtype=torch.int64), torch.full((1, 2), -1))
+    )
     with pytest.raises(ShapeMismatch):
         prediction_accuracy(torch.zeros((2, 2), dtype=torch.int64), actual)
 

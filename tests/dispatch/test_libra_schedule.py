@@ -2,7 +2,14 @@
 
 import pytest
 
-from evenkeel_moe.dispatch.libra_schedule import Resource, Stage, Task, hidden_s, layer_tasks, timeline
+from evenkeel_moe.dispatch.libra_schedule import (
+    Resource,
+    Stage,
+    Task,
+    hidden_s,
+    layer_tasks,
+    timeline,
+)
 from evenkeel_moe.errors import InvalidInput
 
 TABLE_2 = {

@@ -11,7 +11,13 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.planning.problem.placement_problem import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from tests.dispatch.placements import all_tables, choices_of, landed, random_demand, random_placement
+from tests.dispatch.placements import (
+    all_tables,
+    choices_of,
+    landed,
+    random_demand,
+    random_placement,
+)
 
 OPTIMAL = SplitModel(DispatchModel.OPTIMAL)
 
@@ -51,7 +57,9 @@ def realised(placement, probabilities, counts):
 
 
 def random_counts(rng, placement):
-    counts = rng.integers(0, 400, (placement.num_layers, placement.num_logical_experts)).astype(float)
+    counts = rng.integers(0, 400, (placement.num_layers, placement.num_logical_experts)).astype(
+        float
+    )
     counts[rng.random(counts.shape) < 0.2] = 0
     counts[0, rng.integers(counts.shape[1])] = 5000
     return counts
@@ -79,7 +87,9 @@ def test_peak_is_the_optimum_of_the_program_and_the_shares_realise_it(solver, se
 @given(st.integers(0, 100_000))
 def test_exact_split_equals_the_planners_optimal_model(seed):
     rng = np.random.default_rng(seed)
-    placement = random_placement(rng, layers=2, experts=9, ranks=int(rng.integers(1, 7)), per_rank=9)
+    placement = random_placement(
+        rng, layers=2, experts=9, ranks=int(rng.integers(1, 7)), per_rank=9
+    )
     counts = random_counts(rng, placement)
     want = rank_load(counts[None], placement, OPTIMAL)[0].max(axis=1)
     solver = ExactSplit(placement)
@@ -91,7 +101,9 @@ def test_exact_split_equals_the_planners_optimal_model(seed):
 @given(st.integers(0, 100_000))
 def test_whole_quotas_reach_the_optimum_rounded_up_and_lose_no_token(seed):
     rng = np.random.default_rng(seed)
-    placement = random_placement(rng, layers=2, experts=9, ranks=int(rng.integers(1, 7)), per_rank=9)
+    placement = random_placement(
+        rng, layers=2, experts=9, ranks=int(rng.integers(1, 7)), per_rank=9
+    )
     counts = random_counts(rng, placement)
     solver = ExactSplit(placement)
     best = solver.solve(torch.from_numpy(counts)).peak.numpy().copy()

@@ -87,7 +87,11 @@ def test_extended_layout_keeps_a_slot_behind_each_rank():
     weights = torch.tensor([[0.6, 0.4], [1.0, 0.0], [0.0, 0.0]])
     wide, share = expand_topk(slots, weights, torch.tensor([1, 0, -1]), 3, shared_weight=0.5)
     assert wide.tolist() == [[0, 6, 7], [4, -1, 3], [-1, -1, -1]]
-    assert share.tolist() == [[pytest.approx(0.6), pytest.approx(0.4), 0.5], [1.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
+    assert share.tolist() == [
+        [pytest.approx(0.6), pytest.approx(0.4), 0.5],
+        [1.0, 0.0, 0.5],
+        [0.0, 0.0, 0.0],
+    ]
     assert shared_slot(torch.tensor([0, 1, 2]), 3).tolist() == [3, 7, 11]
 
 

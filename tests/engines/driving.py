@@ -118,7 +118,9 @@ def steps_of(reports):
 
 def is_told(said):
     """The last layer's progress and the Ack."""
-    whole = any(isinstance(one, StagingProgress) and one.bytes_done == one.bytes_total for one in said)
+    whole = any(
+        isinstance(one, StagingProgress) and one.bytes_done == one.bytes_total for one in said
+    )
     return whole and any(isinstance(one, Ack) for one in said)
 
 

@@ -53,7 +53,9 @@ def run(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
                 assert all(ranks[rank].is_alive() for rank in silent), (
                     f"ranks {silent} ended without an answer"
                 )
-                assert time.monotonic() < deadline, f"ranks {silent} hang; their stacks are on stderr"
+                assert time.monotonic() < deadline, (
+                    f"ranks {silent} hang; their stacks are on stderr"
+                )
                 continue
             found[rank] = answer
             if error:
@@ -76,7 +78,9 @@ def _child(module, scenario, rank, size, port, options, answers):
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(0.9 * TIMEOUT_S)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}"
+        )
         answer = getattr(importlib.import_module(module), scenario)(rank, size, **options)
         answers.put((rank, answer, None))
     except BaseException:

@@ -42,6 +42,13 @@ def export(controller, path, form, *options):
         form,
         *options,
     ]
-    where = ["--url", str(controller.http.base_url), "--token-file", str(controller.folder / "tokens")]
-    done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=60, check=False)
+    where = [
+        "--url",
+        str(controller.http.base_url),
+        "--token-file",
+        str(controller.folder / "tokens"),
+    ]
+    done = subprocess.run(
+        [*command, *where], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parent.parent.parent
 def test_outputs_stay_equal_across_a_migration():
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "examples.qwen3moe"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "moved" in ended.stdout
     assert "equal, bit for bit" in ended.stdout

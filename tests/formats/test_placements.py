@@ -58,7 +58,10 @@ def test_neutral_round_trip_needs_no_help(file):
     assert render_placement(parse_placement(text), PlacementFormat.NEUTRAL) == text
 
 
-@given(placement_files(), st.sampled_from([f for f in PlacementFormat if f is not PlacementFormat.NEUTRAL]))
+@given(
+    placement_files(),
+    st.sampled_from([f for f in PlacementFormat if f is not PlacementFormat.NEUTRAL]),
+)
 def test_engine_formats_round_trip(file, format_):
     text = render_placement(file, format_)
     back = parse_placement(
@@ -93,7 +96,9 @@ def test_neutral_keeps_what_it_was_told_and_has_a_version():
 
 
 def test_sglang_file_has_one_key_and_a_row_for_every_hidden_layer():
-    content = json.loads(render_placement(_two_layers(), PlacementFormat.SGLANG, num_hidden_layers=6))
+    content = json.loads(
+        render_placement(_two_layers(), PlacementFormat.SGLANG, num_hidden_layers=6)
+    )
     assert list(content) == ["physical_to_logical_map"]
     rows = content["physical_to_logical_map"]
     assert rows[3:5] == [[0, 1, 2, 0], [2, 1, 0, 2]]
@@ -136,7 +141,9 @@ def test_file_round_trip_names_the_file_in_errors(tmp_path):
         read_placement(path)
 
 
-@pytest.mark.parametrize("format_", [PlacementFormat.SGLANG, PlacementFormat.TRTLLM, PlacementFormat.ASCEND])
+@pytest.mark.parametrize(
+    "format_", [PlacementFormat.SGLANG, PlacementFormat.TRTLLM, PlacementFormat.ASCEND]
+)
 def test_engines_are_never_given_an_empty_slot(format_):
     rows = np.array([[0, 1, 2, EMPTY]], np.int32)
     with pytest.raises(InfeasiblePlan, match=r"1 in 1 layers, most in layer 7 \(1 of 4\)"):
@@ -161,7 +168,9 @@ def test_sglang_needs_enough_hidden_layers():
 
 
 def test_a_placement_without_some_expert_is_no_placement_file():
-    with pytest.raises(InfeasiblePlan, match="1 experts without a replica, first: layer 5 expert 2"):
+    with pytest.raises(
+        InfeasiblePlan, match="1 experts without a replica, first: layer 5 expert 2"
+    ):
         PlacementFile(Placement(np.array([[0, 1]], np.int32), 1, 3), (5,))
 
 
@@ -200,7 +209,9 @@ def test_malformed_files_are_refused_with_the_numbers(text, message):
 
 
 def test_a_newer_version_is_not_guessed_at():
-    text = render_placement(_two_layers(), PlacementFormat.NEUTRAL).replace('"version": 1', '"version": 2')
+    text = render_placement(_two_layers(), PlacementFormat.NEUTRAL).replace(
+        '"version": 1', '"version": 2'
+    )
     with pytest.raises(InvalidInput, match="version is 2, only 1 can be read"):
         parse_placement(text)
 
@@ -238,7 +249,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=10,
 )
 

@@ -19,7 +19,9 @@ def _ring(path, written_from, busy):
 
 
 @pytest.mark.parametrize("written_from", [0, 3])
-def test_a_ring_is_read_as_stored_where_its_unwritten_stretch_lies_at_an_end(tmp_path, written_from):
+def test_a_ring_is_read_as_stored_where_its_unwritten_stretch_lies_at_an_end(
+    tmp_path, written_from
+):
     busy = [0, 1, 3, 4]
     _ring(tmp_path / "d.pt", written_from, busy)
     trace = read_trace(tmp_path / "d.pt")

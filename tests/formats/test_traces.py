@@ -152,7 +152,9 @@ def _damage_and_read(damaged: Path, path: Path, data):
     blob = bytearray(damaged.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
-    damaged.write_bytes(bytes(blob[: data.draw(st.sampled_from([len(blob), len(blob) // 2, len(blob) - 1]))]))
+    damaged.write_bytes(
+        bytes(blob[: data.draw(st.sampled_from([len(blob), len(blob) // 2, len(blob) - 1]))])
+    )
     try:
         trace = read_trace(path)
     except EvenkeelError as error:
@@ -185,7 +187,9 @@ def test_sglang_rows_are_hidden_layers_and_dense_ones_are_found(tmp_path):
     np.testing.assert_array_equal(trace.counts, _trace().counts)
     assert "2 of 4 hidden layers never counted a token" in " ".join(trace.notes)
     assert "full" in " ".join(trace.notes)
-    assert read_trace(tmp_path / "expert_distribution_recorder_1.0.pt", first_moe_layer=2).layer_ids == (2, 3)
+    assert read_trace(
+        tmp_path / "expert_distribution_recorder_1.0.pt", first_moe_layer=2
+    ).layer_ids == (2, 3)
     with pytest.raises(InvalidInput, match="first MoE layer 4 is outside the 4 hidden layers"):
         read_trace(tmp_path / "expert_distribution_recorder_1.0.pt", first_moe_layer=4)
 
@@ -230,15 +234,23 @@ def test_sglang_per_pass_dumps_are_summed_over_ranks_and_mapped_to_logical(tmp_p
                     "global_physical_count": physical,
                 }
             )
-        torch.save({"records": records, "last_physical_to_logical_map": placed}, tmp_path / f"r_{rank}.pt")
+        torch.save(
+            {"records": records, "last_physical_to_logical_map": placed}, tmp_path / f"r_{rank}.pt"
+        )
     trace = read_trace(tmp_path)
     np.testing.assert_array_equal(trace.counts[0], [[22, 11, 11], [11, 11, 22]])
     np.testing.assert_array_equal(trace.counts[1], [[24, 12, 12], [12, 12, 24]])
-    torch.save({"records": records[:1], "last_physical_to_logical_map": placed}, tmp_path / "r_1.pt")
+    torch.save(
+        {"records": records[:1], "last_physical_to_logical_map": placed}, tmp_path / "r_1.pt"
+    )
     with pytest.raises(InvalidInput, match="passes have records of 1 to 2 ranks"):
         read_trace(tmp_path)
-    torch.save({"records": records, "last_physical_to_logical_map": placed[:1]}, tmp_path / "r_1.pt")
-    with pytest.raises(ShapeMismatch, match=r"r_1.pt: its map \(1, 4\) is not the map of the other files"):
+    torch.save(
+        {"records": records, "last_physical_to_logical_map": placed[:1]}, tmp_path / "r_1.pt"
+    )
+    with pytest.raises(
+        ShapeMismatch, match=r"r_1.pt: its map \(1, 4\) is not the map of the other files"
+    ):
         read_trace(tmp_path)
 
 
@@ -246,8 +258,14 @@ def test_sglang_per_pass_dumps_are_summed_over_ranks_and_mapped_to_logical(tmp_p
     ("placed", "message"),
     [
         (torch.tensor([[0, 2**40]]), f"names expert {2**40}, 2 slots cannot hold so many"),
-        (torch.zeros((0, 2), dtype=torch.int64), r"must be \(layers, slots\), none of them 0, got \(0, 2\)"),
-        (torch.zeros((2, 0), dtype=torch.int64), r"must be \(layers, slots\), none of them 0, got \(2, 0\)"),
+        (
+            torch.zeros((0, 2), dtype=torch.int64),
+            r"must be \(layers, slots\), none of them 0, got \(0, 2\)",
+        ),
+        (
+            torch.zeros((2, 0), dtype=torch.int64),
+            r"must be \(layers, slots\), none of them 0, got \(2, 0\)",
+        ),
     ],
 )
 def test_a_map_no_model_has_is_refused_before_memory_is_asked_for(tmp_path, placed, message):
@@ -304,7 +322,9 @@ def test_tensorrt_llm_meta_info_may_say_more(tmp_path):
     (tmp_path / "meta_info.json").write_text(json.dumps(meta))
     assert read_trace(tmp_path).top_k == 2
     (tmp_path / "meta_info.json").write_text('{"num_experts": 4, "version": 1}')
-    with pytest.raises(InvalidInput, match="meta_info.json: .*missing: num_experts_per_token; unknown: none"):
+    with pytest.raises(
+        InvalidInput, match="meta_info.json: .*missing: num_experts_per_token; unknown: none"
+    ):
         read_trace(tmp_path)
 
 
@@ -322,7 +342,9 @@ def test_tensorrt_llm_ranks_that_stopped_earlier_cut_the_others(tmp_path, stoppe
     read = read_trace(tmp_path)
     np.testing.assert_array_equal(read.source, trace.source[:3])
     np.testing.assert_array_equal(read.counts, trace.counts[:3])
-    assert read.notes == ("ranks recorded 3 to 5 iterations: cut to the first 3, which all of them have",)
+    assert read.notes == (
+        "ranks recorded 3 to 5 iterations: cut to the first 3, which all of them have",
+    )
 
 
 def test_tensorrt_llm_folders_with_holes_are_refused(tmp_path):
@@ -368,7 +390,10 @@ def test_tensorrt_llm_folders_with_holes_are_refused(tmp_path):
             "data offset is 99, must be 0..8",
         ),
         (b'{"1_1": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}', "has dtype 'BF16'"),
-        (b'{"1_1": {"dtype": "I64", "shape": [1], "data_offsets": [8]}}', "has 1 data offsets, must be 2"),
+        (
+            b'{"1_1": {"dtype": "I64", "shape": [1], "data_offsets": [8]}}',
+            "has 1 data offsets, must be 2",
+        ),
         (b'{"1_1": {"dtype": "I64", "shape": [1]}}', "missing: data_offsets"),
         (
             b'{"1_1": {"dtype": "I64", "shape": [' + b"1," * 99 + b'1], "data_offsets": [0, 8]}}',
@@ -405,7 +430,9 @@ def test_a_damaged_statistics_folder_is_read_or_refused_in_our_own_words(tmp_pat
 
 def test_source_counts_of_no_rank_are_refused(tmp_path):
     np.savez(tmp_path / "t.npz", T=np.ones((5, 2, 4)), S=np.ones((5, 0, 2, 4)))
-    with pytest.raises(ShapeMismatch, match=r"source counts must be \(5, ranks, 2, 4\), got \(5, 0, 2, 4\)"):
+    with pytest.raises(
+        ShapeMismatch, match=r"source counts must be \(5, ranks, 2, 4\), got \(5, 0, 2, 4\)"
+    ):
         read_trace(tmp_path / "t.npz")
 
 

@@ -25,7 +25,12 @@ from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_messa
 from tests.waiting import until
 
 SHAPE = ModelShape(
-    num_layers=3, num_logical_experts=8, num_ranks=4, slots_per_rank=3, top_k=2, bytes_per_expert=1024
+    num_layers=3,
+    num_logical_experts=8,
+    num_ranks=4,
+    slots_per_rank=3,
+    top_k=2,
+    bytes_per_expert=1024,
 )
 _MAIN = (
     "from evenkeel_moe.controller import run; from evenkeel_moe.settings_sources import load_settings;"
@@ -141,7 +146,9 @@ class Rank:
 
     def __init__(self, group: "Group", rank: int) -> None:
         self.group, self.rank = group, rank
-        self.identity = m.RankIdentity(group.deployment, EpRank(rank), group.generation, next(_incarnations))
+        self.identity = m.RankIdentity(
+            group.deployment, EpRank(rank), group.generation, next(_incarnations)
+        )
         self.state = m.ParticipantState.IDLE
         self.wave: Any = None
         self.prepare: Any = None
@@ -224,9 +231,14 @@ class Rank:
             case m.Commit() if self.last == (message.wave, m.WaveOutcome.SWAPPED):
                 await self.send(m.Ack(message.wave, self.epoch, self.placement.digest, 0.001))
             case m.Abort():
-                self.state, self.last = m.ParticipantState.IDLE, (message.wave, m.WaveOutcome.DROPPED)
+                self.state, self.last = (
+                    m.ParticipantState.IDLE,
+                    (message.wave, m.WaveOutcome.DROPPED),
+                )
                 self.wave = None
-                await self.send(m.AbortAnswer(message.wave, self.epoch, m.WaveOutcome.DROPPED, True))
+                await self.send(
+                    m.AbortAnswer(message.wave, self.epoch, m.WaveOutcome.DROPPED, True)
+                )
 
     def _told(self, query: m.QueryState) -> m.RankState:
         cells = self.group.shape.num_layers * self.group.shape.num_logical_experts
@@ -320,14 +332,17 @@ class Group:
             noise = self.rng.gumbel(size=(tokens * shape.num_ranks, shape.num_logical_experts))
             keys = np.log(self.popularity[layer]) + noise
             chosen = np.argpartition(-keys, shape.top_k, axis=1)[:, : shape.top_k]
-            for expert, count in enumerate(np.bincount(chosen.ravel(), minlength=shape.num_logical_experts)):
+            for expert, count in enumerate(
+                np.bincount(chosen.ravel(), minlength=shape.num_logical_experts)
+            ):
                 copies = np.flatnonzero(self.placement.phy2log[layer] == expert)
                 base, extra = divmod(int(count), len(copies))
                 slots[step, layer, copies] += base
                 slots[step, layer, copies[:extra]] += 1
         first, self.step = self.step, self.step + num_steps
         metas = step_table(
-            StepMeta(step, self.epoch, Phase.DECODE, tokens) for step in range(first, first + num_steps)
+            StepMeta(step, self.epoch, Phase.DECODE, tokens)
+            for step in range(first, first + num_steps)
         )
         width = shape.slots_per_rank
         return [

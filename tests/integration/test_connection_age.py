@@ -79,7 +79,11 @@ class LinkedGroup(Group):
         for rank, report in zip(self.linked, self.route(1), strict=True):
             (meta,) = report.steps
             rank.recorder.record(
-                meta["step"], report.counts[0], epoch=meta["epoch"], tokens=meta["tokens"], phase=Phase.DECODE
+                meta["step"],
+                report.counts[0],
+                epoch=meta["epoch"],
+                tokens=meta["tokens"],
+                phase=Phase.DECODE,
             )
             self.tokens += int(report.counts.sum())
 
@@ -104,10 +108,14 @@ async def test_a_stream_cut_by_age_is_opened_again_and_every_step_counts_once(tm
         assert await whole_window(controller) == group.tokens
         # Later streams bring nothing again: what was acknowledged is gone from the reporters.
         streams = [len(rank.streams) for rank in group.linked]
-        await until(lambda: all(len(r.streams) > n for r, n in zip(group.linked, streams, strict=True)))
+        await until(
+            lambda: all(len(r.streams) > n for r, n in zip(group.linked, streams, strict=True))
+        )
         metrics = await controller.metrics()
         assert metrics[accepted] == expected
-        rejected = {name for name in metrics if name.startswith("evenkeel_report_steps_rejected_total")}
+        rejected = {
+            name for name in metrics if name.startswith("evenkeel_report_steps_rejected_total")
+        }
         again = f'evenkeel_report_steps_rejected_total{{deployment="demo",reason="{Reason.DUPLICATE_STEP}"}}'
         # A report whose answer was cut off comes twice, and is told apart by its step numbers.
         assert rejected <= {again}

@@ -50,7 +50,10 @@ async def test_the_controller_rebalances_by_itself_and_answers_a_change_of_traff
 
         series = await controller.metrics()
         assert (
-            series['evenkeel_plans_ended_total{deployment="demo",phase="committed",reason="committed"}'] >= 2
+            series[
+                'evenkeel_plans_ended_total{deployment="demo",phase="committed",reason="committed"}'
+            ]
+            >= 2
         )
         assert series['evenkeel_wave_duration_seconds_count{deployment="demo"}'] >= 2
         assert series['evenkeel_swap_stall_seconds_count{deployment="demo"}'] >= 8
@@ -100,7 +103,9 @@ async def test_proposals_wait_for_approval_and_operators_have_the_last_word(tmp_
         await until(lambda: group.epoch == 2)
         assert group.placement.digest == type(group.placement).initial(group.shape).digest
         assert (await controller.status())["held"]
-        changed = await http.patch(f"{base}/policy", json={"mode": "auto", "thresholds": {"min_gain": 0.02}})
+        changed = await http.patch(
+            f"{base}/policy", json={"mode": "auto", "thresholds": {"min_gain": 0.02}}
+        )
         assert changed.json()["thresholds"]["min_gain"] == 0.02
         await until(lambda: _decided(controller, Reason.HELD_AFTER_ROLLBACK))
         wrong = await http.patch(f"{base}/policy", json={"thresholds": {"min_gian": 1}})
@@ -144,7 +149,10 @@ async def test_an_explicit_target_is_reached_and_an_impossible_one_refused(tmp_p
         rows[1] = 0
         target = {"physical_to_logical": rows.tolist()}
         refused = await controller.http.post(url, json={"target": target})
-        assert (refused.status_code, refused.json()["reason"]) == (422, Reason.EXPERT_WITHOUT_REPLICA)
+        assert (refused.status_code, refused.json()["reason"]) == (
+            422,
+            Reason.EXPERT_WITHOUT_REPLICA,
+        )
         unknown = await controller.http.post(url, json={"policy": "best"})
         assert (unknown.status_code, unknown.json()["reason"]) == (422, Reason.UNKNOWN_POLICY)
 

@@ -34,7 +34,9 @@ async def test_what_would_pay_is_told_without_moving_anything(tmp_path):
         decision = await until(shadowed, within_s=60)
         assert decision["reason"] == Reason.OBSERVE_MODE
         assert set(decision["shadow"]) == {"keel", "libra"}
-        assert {"at", "epoch", "reason", "call", "gain", "copies"} <= decision["shadow"]["keel"].keys()
+        assert {"at", "epoch", "reason", "call", "gain", "copies"} <= decision["shadow"][
+            "keel"
+        ].keys()
 
         found = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 0})).json()
         assert found["call"] == "recommend"

@@ -378,7 +378,10 @@ async def test_a_folder_or_port_in_use_is_said_at_once(tmp_path):
 
 async def test_a_stub_speaks_the_contract(tmp_path):
     """The generated stub and the server, which is registered by hand, agree on the method's name."""
-    async with Controller(tmp_path) as controller, grpc.aio.insecure_channel(controller.address) as channel:
+    async with (
+        Controller(tmp_path) as controller,
+        grpc.aio.insecure_channel(controller.address) as channel,
+    ):
         call = agent_pb2_grpc.RankLinkStub(channel).Attach()
         await call.done_writing()
         assert await asyncio.wait_for(call.read(), 10) is grpc.aio.EOF

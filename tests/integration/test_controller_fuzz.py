@@ -50,7 +50,9 @@ def one_operation(operation, headers, answers, unavailable):
 
 
 async def test_no_role_can_make_a_real_controller_fail(tmp_path):
-    (tmp_path / "tokens").write_text(f"carol admin {ADMIN}\nalice operate {OPERATE}\nbob read {READ}\n")
+    (tmp_path / "tokens").write_text(
+        f"carol admin {ADMIN}\nalice operate {OPERATE}\nbob read {READ}\n"
+    )
     async with Controller(tmp_path, PLANNER__MODE="propose") as controller, Group() as group:
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
@@ -62,12 +64,13 @@ async def test_no_role_can_make_a_real_controller_fail(tmp_path):
         url = f"http://127.0.0.1:{controller.ports['rest']}"
         unavailable: list[str] = []
         seen = {
-            token: await asyncio.to_thread(fuzz, url, token, unavailable) for token in (READ, OPERATE, ADMIN)
+            token: await asyncio.to_thread(fuzz, url, token, unavailable)
+            for token in (READ, OPERATE, ADMIN)
         }
         # A busy machine may cost the controller store or lease for a moment; what it was asked for may not.
-        assert not unavailable or controller.events("store_lost") or controller.events("lease_lost"), (
-            unavailable
-        )
+        assert (
+            not unavailable or controller.events("store_lost") or controller.events("lease_lost")
+        ), unavailable
         for answers in seen.values():
             assert answers[200] > 10
             assert sum(answers.values()) > 100

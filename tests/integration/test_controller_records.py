@@ -23,7 +23,9 @@ async def test_heat_map_quarantine_audit_and_forgetting(tmp_path):
             await _the_heat_map_is_of_what_was_served(controller)
             busy = await controller.http.delete(BASE)
             assert (busy.status_code, busy.json()["reason"]) == (409, Reason.BUSY)
-            assert (await controller.http.post(f"{BASE}/freeze", json={"seconds": 60})).status_code == 204
+            assert (
+                await controller.http.post(f"{BASE}/freeze", json={"seconds": 60})
+            ).status_code == 204
         await controller.stop()
         await controller.start()
         # The record outlives the process; what it did since is on top.
@@ -38,7 +40,10 @@ async def test_heat_map_quarantine_audit_and_forgetting(tmp_path):
         assert (await controller.http.get(BASE)).status_code == 404
         assert (await controller.http.delete(BASE)).status_code == 404
         rows = (await controller.http.get("/v1/audit")).json()["items"]
-        assert [(row["method"], row["status"]) for row in rows] == [("DELETE", 404), ("DELETE", 204)]
+        assert [(row["method"], row["status"]) for row in rows] == [
+            ("DELETE", 404),
+            ("DELETE", 204),
+        ]
         # Ranks that come back are taken as before.
         async with Group(generation="g-2") as group:
             await group.connect(controller.address)
@@ -93,14 +98,19 @@ async def test_a_key_holds_over_a_restart(tmp_path):
         await controller.start()
         await group.reconnect(controller.address)
         await until(lambda: controller.state("ready"))
-        assert (await controller.http.post(f"{BASE}/freeze", json={"seconds": 0})).status_code == 204
+        assert (
+            await controller.http.post(f"{BASE}/freeze", json={"seconds": 0})
+        ).status_code == 204
         again = await controller.http.post(f"{BASE}/freeze", json={"seconds": 60}, **keyed)
         assert (again.status_code, again.headers["idempotent-replayed"]) == (204, "true")
         # Repeated, not done again.
         assert (await controller.status())["frozen_until_unix"] is None
         again = await controller.http.post(f"{BASE}/plans", json=plan, **keyed)
         assert (again.status_code, again.headers["idempotent-replayed"]) == (201, "true")
-        assert (again.json()["plan_id"], again.headers["location"]) == ("mine", first.headers["location"])
+        assert (again.json()["plan_id"], again.headers["location"]) == (
+            "mine",
+            first.headers["location"],
+        )
         other = await controller.http.post(f"{BASE}/plans", json={**plan, "policy": "gem"}, **keyed)
         assert (other.status_code, other.json()["reason"]) == (422, Reason.ID_REUSED)
         by_id = await controller.http.post(f"{BASE}/plans", json={**plan, "policy": "gem"})
@@ -125,7 +135,9 @@ async def test_a_request_is_followed_through_the_log_by_its_trace(tmp_path):
         made = await controller.http.post(f"{BASE}/plans", json=plan, headers=headers)
         assert (made.status_code, made.headers["trace-id"]) == (201, trace)
         await controller.http.post(f"{BASE}/plans/mine/cancel")
-        lines = await until(lambda: len(controller.events("plan")) == 2 and controller.events("plan"))
+        lines = await until(
+            lambda: len(controller.events("plan")) == 2 and controller.events("plan")
+        )
         assert [(row["plan_id"], row["deployment"], row["epoch"]) for row in lines] == [
             ("mine", "demo", 0)
         ] * 2
@@ -135,9 +147,13 @@ async def test_a_request_is_followed_through_the_log_by_its_trace(tmp_path):
         assert [row["trace_id"] for row in written] == [lines[1]["trace_id"], trace]
 
         before = len(controller.log)
-        assert (await controller.http.put("/v1/log-level", json={"level": "error"})).status_code == 200
+        assert (
+            await controller.http.put("/v1/log-level", json={"level": "error"})
+        ).status_code == 200
         await controller.http.post(f"{BASE}/freeze", json={"seconds": 1})
-        assert (await controller.http.put("/v1/log-level", json={"level": "info"})).status_code == 200
+        assert (
+            await controller.http.put("/v1/log-level", json={"level": "info"})
+        ).status_code == 200
         await until(lambda: len(controller.events("log_level_changed")) == 2)
         assert not [row for row in controller.log[before:] if row["event"] == "frozen"]
         assert all({"ts", "level", "event"} <= set(row) for row in controller.log)

@@ -40,7 +40,11 @@ def test_grpc_is_told_its_loop_before_it_is_loaded_unless_an_operator_told_it(ow
     if own is not None:
         environment["GRPC_EXPERIMENTS"] = own
     done = subprocess.run(
-        [sys.executable, "-c", AS_GRPC_LOADS], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", AS_GRPC_LOADS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.split() == [own or "-event_engine_listener"], done.stderr
     assert "Unknown experiment" not in done.stderr
@@ -57,9 +61,14 @@ def test_grpc_is_told_its_loop_before_it_is_loaded_unless_an_operator_told_it(ow
     ],
 )
 def test_what_is_in_the_way_of_a_start_is_one_line(tmp_path, what, words):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("EVENKEEL_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("EVENKEEL_")
+    }
     environment |= {f"EVENKEEL_{server}__PORT": "0" for server in ("GRPC", "REST", "METRICS")}
-    environment |= {"EVENKEEL_DATA_DIR": str(tmp_path / "data"), "EVENKEEL_REDIS__URL": "redis://127.0.0.1:9"}
+    environment |= {
+        "EVENKEEL_DATA_DIR": str(tmp_path / "data"),
+        "EVENKEEL_REDIS__URL": "redis://127.0.0.1:9",
+    }
     with ExitStack() as stack:
         if what == "DATA_DIR":
             (tmp_path / "data").write_text("a file")

@@ -61,13 +61,17 @@ def test_two_plans_and_not_a_bit_wrong(tmp_path):
 
 @pytest.mark.parametrize("fault", ["byte", "map", "epoch"])
 def test_a_fault_is_found_and_named(tmp_path, fault):
-    code, output = finish(start_demo(tmp_path, "--steps", "400", "--step-s", "0.05", "--fault", fault))
+    code, output = finish(
+        start_demo(tmp_path, "--steps", "400", "--step-s", "0.05", "--fault", fault)
+    )
     assert code == 1, output
     assert re.search(rf"^found {fault}: ", output, re.MULTILINE), output
     assert f"the {fault} fault was found" in output
 
 
-@pytest.mark.parametrize(("number", "seen"), [(signal.SIGINT, "balancedness 0"), (signal.SIGTERM, "step -")])
+@pytest.mark.parametrize(
+    ("number", "seen"), [(signal.SIGINT, "balancedness 0"), (signal.SIGTERM, "step -")]
+)
 def test_a_stopped_demo_leaves_no_process(tmp_path, number, seen):
     demo = start_demo(tmp_path, "--steps", "2000")
     processes: dict[int, psutil.Process] = {}

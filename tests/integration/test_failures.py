@@ -16,7 +16,9 @@ def epochs(status) -> set[int]:
 
 def committed(served, count=1):
     return lambda: (
-        (status := served.status()) is not None and len(plans(served, "committed")) >= count and status
+        (status := served.status()) is not None
+        and len(plans(served, "committed")) >= count
+        and status
     )
 
 
@@ -45,7 +47,9 @@ def test_controller_killed_in_the_middle_of_a_wave(tmp_path):
         window_steps = before["window_steps"]
         step = fleet.newest_step()
         served.kill()
-        served.wait(lambda: fleet.newest_step() >= step + 40, 30, "ranks to serve on without a controller")
+        served.wait(
+            lambda: fleet.newest_step() >= step + 40, 30, "ranks to serve on without a controller"
+        )
         served.start()
 
         def over():
@@ -72,7 +76,10 @@ def test_rank_killed_while_a_plan_moves(tmp_path):
             fleet.poll()
             status = served.status()
             return (
-                status is not None and status["staging_bytes_done"] > 0 and status["active_plan"] and status
+                status is not None
+                and status["staging_bytes_done"] > 0
+                and status["active_plan"]
+                and status
             )
 
         before = served.wait(moving, 90, "a plan to move")
@@ -95,7 +102,9 @@ def test_rank_killed_while_a_plan_moves(tmp_path):
         assert fleet.supervisor.restarts == 1
         assert epochs(after) == {after["epoch"]}
         assert after["epoch"] == before["epoch"] + record["waves_committed"]
-        assert any("generation" in json.dumps(row) for row in served.get(f"/plans/{plan_id}/story")["rows"])
+        assert any(
+            "generation" in json.dumps(row) for row in served.get(f"/plans/{plan_id}/story")["rows"]
+        )
         step = fleet.newest_step()
         served.wait(lambda: fleet.newest_step() > step + 20, 30, "the group to serve")
         fleet.supervisor.request_stop()

@@ -94,7 +94,8 @@ def replicas(tmp_path, store, *names: str, **settings) -> tuple[Controller, ...]
         **settings,
     }
     return tuple(
-        Controller(tmp_path / name, **environment, LEADER__REPLICA_ID=name) for name in names or _TWO
+        Controller(tmp_path / name, **environment, LEADER__REPLICA_ID=name)
+        for name in names or _TWO
     )
 
 
@@ -128,7 +129,11 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
         target = group.placement.phy2log.copy()
         row = target[0].reshape(group.shape.num_ranks, -1)
         row[[0, 1]] = row[[1, 0]]
-        body = {"plan_id": "held", "approve": True, "target": {"physical_to_logical": target.tolist()}}
+        body = {
+            "plan_id": "held",
+            "approve": True,
+            "target": {"physical_to_logical": target.tolist()},
+        }
         await until(lambda: one.events("planner_ready"), within_s=90)
 
         async def taken():
@@ -147,7 +152,10 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
             for rank in group.ranks:
                 rank.votes = True
             # Their old streams stay open: the paused leader's host still takes what is sent.
-            old, group.ranks = group.ranks, [BoundRank(group, rank) for rank in range(group.shape.num_ranks)]
+            old, group.ranks = (
+                group.ranks,
+                [BoundRank(group, rank) for rank in range(group.shape.num_ranks)],
+            )
             for before, after in zip(old, group.ranks, strict=True):
                 after.state, after.wave, after.prepare = before.state, before.wave, before.prepare
                 after.identity = before.identity
@@ -171,7 +179,9 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
             await rank.close()
         await group.serve(8)
         await until(lambda: two.state("ready"))
-        assert (await two.status())["term"] == second["term"], "the old leader disturbed the new one"
+        assert (await two.status())["term"] == second["term"], (
+            "the old leader disturbed the new one"
+        )
         for rank in (*old, *group.ranks):
             assert isinstance(rank, BoundRank)
             terms = [leader.term for leader in rank.obeyed]
@@ -298,9 +308,15 @@ async def _decided(controller, steps):
     decision = status.get("last_decision") or {}
     if status.get("window_steps", 0) < steps or status["state"] == "follower":
         return None
-    rows = [row for row in controller.log if row.get("event") == "decision" or row.get("event") == "leading"]
+    rows = [
+        row
+        for row in controller.log
+        if row.get("event") == "decision" or row.get("event") == "leading"
+    ]
     led = [index for index, row in enumerate(rows) if row["event"] == "leading"]
-    past = [row for row in rows[led[-1] :] if led and row.get("reason") not in (None, *_BEFORE_DATA)]
+    past = [
+        row for row in rows[led[-1] :] if led and row.get("reason") not in (None, *_BEFORE_DATA)
+    ]
     return status["window_steps"] if past and decision.get("reason") not in _BEFORE_DATA else None
 
 
@@ -330,9 +346,12 @@ class LinkedRank:
     def leader(self) -> str | None:
         """Who took the rank; None while nobody has."""
         last = next(
-            (m for m in reversed(self.heard) if isinstance(m, link.Registration) or m == "lost"), None
+            (m for m in reversed(self.heard) if isinstance(m, link.Registration) or m == "lost"),
+            None,
         )
-        return last.leader.leader_id if isinstance(last, link.Registration) and last.leader else None
+        return (
+            last.leader.leader_id if isinstance(last, link.Registration) and last.leader else None
+        )
 
     async def close(self) -> None:
         self._running.cancel()

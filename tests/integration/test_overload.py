@@ -74,7 +74,9 @@ async def test_a_link_waits_as_long_as_a_full_server_asks(unused_tcp_port):
 
     async def attach(_requests, context):
         attempts.append(asyncio.get_running_loop().time())
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("grpc-retry-pushback-ms", "1000"),))
+        await context.abort(
+            grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("grpc-retry-pushback-ms", "1000"),)
+        )
 
     server = grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(attach)
@@ -101,7 +103,9 @@ async def test_a_link_waits_as_long_as_a_full_server_asks(unused_tcp_port):
 
 async def test_a_flood_is_cut_off_and_costs_no_memory(tmp_path):
     async with (
-        Controller(tmp_path, GRPC__MAX_MESSAGES_PER_S="100", INGEST__FORGET_AFTER_S="2") as controller,
+        Controller(
+            tmp_path, GRPC__MAX_MESSAGES_PER_S="100", INGEST__FORGET_AFTER_S="2"
+        ) as controller,
         Group() as group,
     ):
         await group.connect(controller.address)
@@ -161,11 +165,16 @@ async def _steps(controller, at_least):
 
 async def _only_ours(controller):
     series = await controller.metrics()
-    return not [name for name in series if "deployment=" in name and 'deployment="demo"' not in name]
+    return not [
+        name for name in series if "deployment=" in name and 'deployment="demo"' not in name
+    ]
 
 
 async def test_reports_become_rarer_when_the_host_cannot_keep_up_and_frequent_again(tmp_path):
-    async with Controller(tmp_path, INGEST__REPORT_INTERVAL_S="0.5") as controller, Group() as group:
+    async with (
+        Controller(tmp_path, INGEST__REPORT_INTERVAL_S="0.5") as controller,
+        Group() as group,
+    ):
         told: list[link.FlowControl] = []
 
         class Listening(Rank):

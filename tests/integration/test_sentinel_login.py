@@ -40,7 +40,10 @@ class Node(Child):
         config = folder / f"{name}.conf"
         words = [f"port {port}", "bind 127.0.0.1", f"dir {folder}", *lines]
         if watch:
-            words += [f"sentinel monitor main 127.0.0.1 {watch} 1", f"sentinel auth-pass main {STORE}"]
+            words += [
+                f"sentinel monitor main 127.0.0.1 {watch} 1",
+                f"sentinel auth-pass main {STORE}",
+            ]
             words += ["sentinel down-after-milliseconds main 600000"]
         config.write_text("\n".join(words) + "\n")
         self.spawn([str(get_binary_path()), str(config), *(["--sentinel"] if watch else [])], {})
@@ -92,7 +95,9 @@ def nodes(tmp_path):
         node.end()
 
 
-async def test_a_sentinel_with_a_password_is_asked_with_its_own_and_the_store_with_its(tmp_path, nodes):
+async def test_a_sentinel_with_a_password_is_asked_with_its_own_and_the_store_with_its(
+    tmp_path, nodes
+):
     plain, users = (f"redis+sentinel://:{STORE}@127.0.0.1:{node.port}/main" for node in nodes[1:])
     login = SentinelLogin(password=SENTINEL)
     await until(lambda: answers(plain, sentinel=login), within_s=30)
@@ -133,7 +138,17 @@ class Authority:
         self.folder, self.name = folder, name
         key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
         self._run(
-            "req", "-x509", *key, "-days", "2", "-keyout", "K-ca", "-out", "C-ca", "-subj", f"/CN={name}"
+            "req",
+            "-x509",
+            *key,
+            "-days",
+            "2",
+            "-keyout",
+            "K-ca",
+            "-out",
+            "C-ca",
+            "-subj",
+            f"/CN={name}",
         )
         self._run("req", *key, "-keyout", "K", "-out", "R", "-subj", f"/CN={name}")
         (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
@@ -146,7 +161,10 @@ class Authority:
         return str(self.folder / f"{self.name}-{kind}.pem")
 
     def _run(self, *arguments: str) -> None:
-        words = [self.file(word) if word in ("K-ca", "C-ca", "K", "C", "R") else word for word in arguments]
+        words = [
+            self.file(word) if word in ("K-ca", "C-ca", "K", "C", "R") else word
+            for word in arguments
+        ]
         subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)
 
     def server(self, clients: "Authority") -> ssl.SSLContext:

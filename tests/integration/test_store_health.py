@@ -19,7 +19,10 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-_REFUSING = {"no replica": ("min-replicas-to-write", "1", "0"), "no memory": ("maxmemory", "1", "0")}
+_REFUSING = {
+    "no replica": ("min-replicas-to-write", "1", "0"),
+    "no memory": ("maxmemory", "1", "0"),
+}
 """How a server refuses every write and answers every read: setting, value, and the value that ends it."""
 
 

@@ -118,12 +118,16 @@ async def test_a_freeze_ends_by_itself_also_over_a_restart(tmp_path):
         assert (refused.status_code, refused.json()["reason"]) == (409, Reason.FROZEN)
 
         await _killed_and_back(controller, group, serving)
-        assert (await controller.status())["frozen_until_unix"] == pytest.approx(until_unix, abs=1.0)
+        assert (await controller.status())["frozen_until_unix"] == pytest.approx(
+            until_unix, abs=1.0
+        )
         await asyncio.sleep(max(0.0, until_unix - time.time()) + 0.5)
 
         # Nobody thawed it. What was frozen moves again, and the copies are hashed as ever (R4).
         async def accepted():
-            answer = await controller.http.post(PLANS, json=swapped_body(group, "late", approve=True))
+            answer = await controller.http.post(
+                PLANS, json=swapped_body(group, "late", approve=True)
+            )
             return answer.is_success
 
         await until(accepted, within_s=40)
@@ -144,7 +148,9 @@ async def test_a_deployment_that_left_is_forgotten_with_its_series(tmp_path):
             await until(lambda: _listed(controller, "stranger"))
         await until(lambda: _gone(controller, "leaver"), within_s=30)
         await until(lambda: _gone(controller, "stranger"), within_s=30)
-        labels = [name for name in await controller.metrics() if "leaver" in name or "stranger" in name]
+        labels = [
+            name for name in await controller.metrics() if "leaver" in name or "stranger" in name
+        ]
         assert labels == []
         assert (await controller.http.get("/v1/deployments/leaver")).status_code == 404
         # Its records are there when it comes back.
@@ -161,7 +167,10 @@ async def test_a_rank_that_hung_up_while_the_lease_was_sought_leaves_nothing(tmp
     async with Controller(tmp_path / "data", **settings) as controller:
         os.kill(valkey.pid, signal.SIGSTOP)
         try:
-            async with Group("hasty") as group, grpc.aio.insecure_channel(controller.address) as channel:
+            async with (
+                Group("hasty") as group,
+                grpc.aio.insecure_channel(controller.address) as channel,
+            ):
                 for rank in group.ranks:
                     call = agent_pb2_grpc.RankLinkStub(channel).Attach()
                     await call.write(encode_rank_message(rank.hello()))

@@ -59,7 +59,9 @@ async def test_what_was_acknowledged_is_on_the_replica_that_takes_over(pair):
     await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)
     replica.signal(signal.SIGSTOP)
     try:
-        with pytest.raises(Unavailable, match=r"writing plans: 0 of 1 replicas have it after 0\.3 s"):
+        with pytest.raises(
+            Unavailable, match=r"writing plans: 0 of 1 replicas have it after 0\.3 s"
+        ):
             await store.store_plan(make_record("second"), lease.term)
         with pytest.raises(Unavailable, match="writing documents: 0 of 1"):
             await store.store_document(DEMO, "policy", {"mode": "auto"}, lease.term)

@@ -52,7 +52,9 @@ async def do_everything(client) -> None:
     assert await store.renew_lease(DEMO, lease, 60)
     await store.store_plan(make_record(), lease.term)
     for number in range(3):
-        await RedisDeploymentStore(client, plans_kept=1).store_plan(make_record(f"q{number}"), lease.term)
+        await RedisDeploymentStore(client, plans_kept=1).store_plan(
+            make_record(f"q{number}"), lease.term
+        )
     await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)
     await store.store_epoch(DEMO, Epoch(0), BASE, lease.term)
     await store.store_document(DEMO, "policy", {"mode": "auto"}, lease.term)
@@ -84,10 +86,30 @@ def certificates(tmp_path):
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     for name in ("ca", "stranger"):
-        openssl("req", "-x509", *key, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+        openssl(
+            "req",
+            "-x509",
+            *key,
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+            "-subj",
+            f"/CN={name}",
+        )
     openssl("req", *key[:-2], "-keyout", "leaf.key", "-out", "leaf.csr", "-subj", "/CN=leaf")
     (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
+    signed = (
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-extfile",
+        "names",
+        "-days",
+        "2",
+    )
     openssl("x509", "-req", "-in", "leaf.csr", *signed, "-out", "leaf.pem")
     return tmp_path
 
@@ -105,7 +127,10 @@ async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, server, ce
         await do_everything(client)
         await disconnect(client)
         for wrong, why in (
-            (f"rediss://{front.address}?ssl_ca_certs={certificates / 'stranger.pem'}", "CERTIFICATE_VERIFY"),
+            (
+                f"rediss://{front.address}?ssl_ca_certs={certificates / 'stranger.pem'}",
+                "CERTIFICATE_VERIFY",
+            ),
             (f"rediss://{front.address}", "CERTIFICATE_VERIFY"),
             (f"redis://{front.address}", "store"),
         ):
@@ -125,12 +150,16 @@ async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, server, ce
 
 def documented_acl() -> list[str]:
     """The words of the ACL line in docs/store.md."""
-    found = re.search(r"^ACL (SETUSER evenkeel(?:[^\\\n]|\\\n)*)$", DOCS.read_text(encoding="utf-8"), re.M)
+    found = re.search(
+        r"^ACL (SETUSER evenkeel(?:[^\\\n]|\\\n)*)$", DOCS.read_text(encoding="utf-8"), re.M
+    )
     assert found is not None, "docs/store.md holds no ACL line"
     return found[1].replace("\\\n", " ").split()
 
 
-async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_else(tmp_path, server):
+async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_else(
+    tmp_path, server
+):
     one = await server()
     admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=2)
     words = documented_acl()
@@ -174,7 +203,9 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
         assert (await controller.http.get("/readyz")).json()["status"] == "ok"
         refused = int((await admin.info("stats"))["acl_access_denied_cmd"])
         await asyncio.sleep(1.0)
-        assert int((await admin.info("stats"))["acl_access_denied_cmd"]) == refused, "a command was denied"
+        assert int((await admin.info("stats"))["acl_access_denied_cmd"]) == refused, (
+            "a command was denied"
+        )
     await disconnect(admin)
 
 
@@ -184,7 +215,9 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru"])
 async def test_a_policy_that_evicts_state_is_said_at_the_start(tmp_path, server, policy):
     one = await server("--maxmemory", "100mb", "--maxmemory-policy", policy)
-    async with Controller(tmp_path / "data", REDIS__URL=f"redis://127.0.0.1:{one.port}") as controller:
+    async with Controller(
+        tmp_path / "data", REDIS__URL=f"redis://127.0.0.1:{one.port}"
+    ) as controller:
         (said,) = await until(lambda: controller.events("store_may_evict"))
         assert (said["level"], said["maxmemory_policy"]) == ("warning", [policy])
         assert (await controller.metrics())[f'evenkeel_store_may_evict{{policy="{policy}"}}'] == 1
@@ -194,7 +227,9 @@ async def test_a_policy_that_evicts_state_is_said_at_the_start(tmp_path, server,
 
 async def test_a_policy_that_keeps_everything_is_no_matter(tmp_path, server):
     one = await server()
-    async with Controller(tmp_path / "data", REDIS__URL=f"redis://127.0.0.1:{one.port}") as controller:
+    async with Controller(
+        tmp_path / "data", REDIS__URL=f"redis://127.0.0.1:{one.port}"
+    ) as controller:
         name = 'evenkeel_store_may_evict{policy="noeviction"}'
         await until(lambda: _exports(controller, name))
         assert (await controller.metrics())[name] == 0
@@ -215,7 +250,9 @@ async def test_a_policy_that_may_not_be_read_is_said_to_be_unknown(tmp_path, ser
     async with Controller(tmp_path / "data", REDIS__URL=url) as controller:
         (said,) = await until(lambda: controller.events("store_eviction_unknown"))
         assert "+info" in said["detail"]
-        assert not any(name.startswith("evenkeel_store_may_evict") for name in await controller.metrics())
+        assert not any(
+            name.startswith("evenkeel_store_may_evict") for name in await controller.metrics()
+        )
         assert (await controller.http.get("/readyz")).json()["status"] == "ok"
     await disconnect(admin)
 
@@ -223,7 +260,9 @@ async def test_a_policy_that_may_not_be_read_is_said_to_be_unknown(tmp_path, ser
 # --- answers of a store in trouble -----------------------------------------------------------------------
 
 
-async def test_a_full_store_is_unavailable_and_nothing_is_decided_until_it_has_room(tmp_path, server):
+async def test_a_full_store_is_unavailable_and_nothing_is_decided_until_it_has_room(
+    tmp_path, server
+):
     one = await server()
     url = f"redis://127.0.0.1:{one.port}"
     admin = connect(url, timeout_s=2)

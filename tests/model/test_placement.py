@@ -92,7 +92,9 @@ def test_broken_invariants_are_named(row, reason):
 
 
 def test_duplicates_pass_only_where_allowed():
-    Placement(np.array([[0, 0, 1, 2, 3, EMPTY]], np.int32), 2, 4).check(SHAPE, allow_duplicates=True)
+    Placement(np.array([[0, 0, 1, 2, 3, EMPTY]], np.int32), 2, 4).check(
+        SHAPE, allow_duplicates=True
+    )
 
 
 def test_pool_overrun_says_how_much():

@@ -33,7 +33,9 @@ def test_a_window_is_open_from_its_first_minute_to_before_its_last():
     assert schedule.opens_at(at("sun", "04:00")) == at("sat", "22:00") + 7 * 86400
 
 
-@pytest.mark.parametrize("text", ["sun 22:00 - mon 04:00", "sun 22:00 - 04:00", "daily 22:00 - 04:00"])
+@pytest.mark.parametrize(
+    "text", ["sun 22:00 - mon 04:00", "sun 22:00 - 04:00", "daily 22:00 - 04:00"]
+)
 def test_a_span_may_run_over_midnight_and_the_weeks_end(text):
     schedule = Schedule(windows=(text,))
     assert schedule.is_open(at("sun", "23:00"))
@@ -90,7 +92,10 @@ def test_a_schedule_that_never_opens_or_is_endless_is_refused():
 
 times = st.builds(lambda h, m: f"{h:02}:{m:02}", st.integers(0, 23), st.integers(0, 59))
 spans = st.builds(
-    lambda day, start, end: f"{day} {start} - {end}", st.sampled_from(("daily", *DAYS)), times, times
+    lambda day, start, end: f"{day} {start} - {end}",
+    st.sampled_from(("daily", *DAYS)),
+    times,
+    times,
 ).filter(lambda text: text.split()[1] != text.split()[3])
 
 

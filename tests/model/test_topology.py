@@ -27,7 +27,9 @@ def test_impossible_shapes_are_refused_with_their_numbers(arguments, words):
 
 
 def test_too_few_slots_is_a_shape_error():
-    with pytest.raises(ShapeMismatch, match="2 ranks x 2 slots = 4 slots cannot hold 5 experts") as caught:
+    with pytest.raises(
+        ShapeMismatch, match="2 ranks x 2 slots = 4 slots cannot hold 5 experts"
+    ) as caught:
         ModelShape(1, 5, 2, 2, 1, 1)
     assert caught.value.reason is Reason.EXPERT_WITHOUT_REPLICA
 

@@ -58,7 +58,9 @@ def seconds(tokens, rank, costs):
     tiles = costs.tile_seconds.shape[1]
     if stair <= tiles:
         return costs.tile_seconds[rank, stair - 1]
-    return costs.tile_seconds[rank, -1] + costs.slope_s_per_token[rank] * (tokens - tiles * costs.tile_tokens)
+    return costs.tile_seconds[rank, -1] + costs.slope_s_per_token[rank] * (
+        tokens - tiles * costs.tile_tokens
+    )
 
 
 def takes_within(value, rank, costs):
@@ -79,7 +81,9 @@ def fluid_time(total, num_ranks, costs):
     low, high = 0.0, max(seconds(total, rank, costs) for rank in range(num_ranks))
     for _ in range(100):
         middle = (low + high) / 2
-        fits = sum(takes_within(middle, rank, costs) for rank in range(num_ranks)) >= total * (1 - 1e-9)
+        fits = sum(takes_within(middle, rank, costs) for rank in range(num_ranks)) >= total * (
+            1 - 1e-9
+        )
         low, high = (low, middle) if fits else (middle, high)
     return high
 
@@ -127,7 +131,9 @@ def eplb(weight, num_slots, num_groups, num_nodes, num_ranks):
     node_of_group, place = pack(weight.reshape(num_groups, size).sum(axis=1), num_nodes)
     row = []
     for node in range(num_nodes):
-        groups = sorted((g for g in range(num_groups) if node_of_group[g] == node), key=lambda g: place[g])
+        groups = sorted(
+            (g for g in range(num_groups) if node_of_group[g] == node), key=lambda g: place[g]
+        )
         experts = [g * size + i for g in groups for i in range(size)]
         logical, copies = replicate(weight[experts], num_slots // num_nodes)
         per_copy = np.array([weight[experts[i]] / copies[i] for i in logical], np.float32)

@@ -40,10 +40,15 @@ def key_of(plan_id: str = "p", index: int = 0, version: int = 1, generation: str
 
 
 def prepare_of(
-    wave: Wave | None = None, key: WaveKey | None = None, base_epoch: int = 0, leader: msg.Leader = LEADER
+    wave: Wave | None = None,
+    key: WaveKey | None = None,
+    base_epoch: int = 0,
+    leader: msg.Leader = LEADER,
 ) -> msg.Prepare:
     body = wave or wave_of()
-    return msg.Prepare(leader, key or key_of(), Epoch(base_epoch), body, (5,) * len(body.transfers), 1.0)
+    return msg.Prepare(
+        leader, key or key_of(), Epoch(base_epoch), body, (5,) * len(body.transfers), 1.0
+    )
 
 
 def plan_of(waves: int = 2, plan_id: str = "p", base_epoch: int = 0, **changes) -> Plan:
@@ -205,7 +210,9 @@ def hello_of(rank: int = 0, generation: str = "g1", incarnation: int = 1, **chan
     return msg.Hello(**(values | changes))
 
 
-def state_of(rank: int = 0, query: int = 0, epoch: int = 0, placement=BASE, **changes) -> msg.RankState:
+def state_of(
+    rank: int = 0, query: int = 0, epoch: int = 0, placement=BASE, **changes
+) -> msg.RankState:
     values: dict[str, Any] = {
         "identity": identity_of(rank),
         "state": msg.ParticipantState.IDLE,
@@ -223,7 +230,9 @@ def state_of(rank: int = 0, query: int = 0, epoch: int = 0, placement=BASE, **ch
     return msg.RankState(**(values | changes))
 
 
-def control_of(state: ControlState = ControlState.READY, stored=None, **changes) -> DeploymentControl:
+def control_of(
+    state: ControlState = ControlState.READY, stored=None, **changes
+) -> DeploymentControl:
     """A control at time 0 that took the usual way to a state."""
     control = DeploymentControl(DEPLOYMENT, **({"timing": CONTROL_TIMING} | changes))
     if state is ControlState.FOLLOWER:
@@ -242,7 +251,9 @@ def control_of(state: ControlState = ControlState.READY, stored=None, **changes)
     return control
 
 
-CONTROL_TIMING = ControlTiming(heartbeat_s=1.0, rank_lease_s=3.0, recovery_deadline_s=20.0, wave=TIMING)
+CONTROL_TIMING = ControlTiming(
+    heartbeat_s=1.0, rank_lease_s=3.0, recovery_deadline_s=20.0, wave=TIMING
+)
 
 
 def answer_survey(control: DeploymentControl, now: float = 0.0, **changes) -> list:
@@ -262,7 +273,11 @@ AFTER_TWO = plan_of().target
 
 def both(control, message_of, now=0.0):
     """Both ranks say the same."""
-    return [action for rank in (0, 1) for action in control.handle(from_rank(rank, message_of(rank)), now)]
+    return [
+        action
+        for rank in (0, 1)
+        for action in control.handle(from_rank(rank, message_of(rank)), now)
+    ]
 
 
 def vote(control, index=0, now=0.0):
@@ -270,7 +285,9 @@ def vote(control, index=0, now=0.0):
 
 
 def ack(control, placement, epoch, index=0, now=0.0):
-    return both(control, lambda rank: msg.Ack(key_of(index=index), Epoch(epoch), placement.digest), now)
+    return both(
+        control, lambda rank: msg.Ack(key_of(index=index), Epoch(epoch), placement.digest), now
+    )
 
 
 def abort_answers(control, index=0, now=0.0):

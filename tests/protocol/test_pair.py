@@ -48,7 +48,9 @@ class Pair:
                 self.outcomes.append(action.committed)
             if isinstance(action, ctl.SendToRank) and not self.is_lost(action.message, action.rank):
                 rank = self.ranks[action.rank]
-                self.from_rank(rank, rank.handle(from_controller(action.message, action.stream), now), now)
+                self.from_rank(
+                    rank, rank.handle(from_controller(action.message, action.stream), now), now
+                )
 
     def is_lost(self, message, rank) -> bool:
         """The first message of the kind and rank to lose."""
@@ -97,7 +99,10 @@ class Pair:
 
 def test_wave_goes_through():
     pair = Pair()
-    assert pair.wave.state is C.COMMITTING and [rank.state for rank in pair.ranks] == [P.ARMED, P.ARMED]
+    assert pair.wave.state is C.COMMITTING and [rank.state for rank in pair.ranks] == [
+        P.ARMED,
+        P.ARMED,
+    ]
     pair.step(4)
     assert pair.wave.done and pair.outcomes == [True]
     assert [(rank.epoch, rank.placement) for rank in pair.ranks] == [(1, NEW), (1, NEW)]

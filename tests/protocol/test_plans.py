@@ -231,7 +231,9 @@ def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
     assert only(operator.resume(11.0), ctl.PersistDocument).body["held"] is False
     assert operator.resume(11.0) == []
     control.handle(ctl.PersistFailed((control.document(),)), 11.0)
-    assert only(operator.resume(11.1), ctl.PersistDocument).body["held"] is False, "asked again after a 503"
+    assert only(operator.resume(11.1), ctl.PersistDocument).body["held"] is False, (
+        "asked again after a 503"
+    )
     both(control, lambda rank: state_of(rank, epoch=1, placement=AFTER_ONE), 19.9)
     assert only(control.handle(msg.Tick(), 20.0), ctl.RunCycle).epoch == 1
 
@@ -240,7 +242,9 @@ def test_reload_ends_the_plan_and_is_surveyed():
     """R4: a reload ends plans of the old version as WEIGHTS_VERSION_CHANGED."""
     control = control_of(S.MIGRATING)
     control.handle(msg.Tick(), 1.0)
-    actions = control.handle(from_rank(0, state_of(0, query=control.recovery.query, weights_version=2)), 1.0)
+    actions = control.handle(
+        from_rank(0, state_of(0, query=control.recovery.query, weights_version=2)), 1.0
+    )
     assert {type(m) for m in sent(actions)} == {msg.Abort}
     abort_answers(control, now=1.0)
     assert (record(control).phase, record(control).reason) == (
@@ -266,7 +270,10 @@ def test_plan_without_quorum_stalls_with_the_reason_and_goes_on():
     control.handle(msg.Tick(), 13.0)
     actions = control.handle(msg.Tick(), 14.0)
     assert only(actions, ctl.WaveHealth).reason is Reason.RANKS_MISSING
-    assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.RANKS_MISSING)
+    assert (record(control).phase, record(control).reason) == (
+        PlanPhase.STALLED,
+        Reason.RANKS_MISSING,
+    )
     for rank, stream in ((0, 10), (1, 40)):
         control.handle(from_rank(rank, state_of(rank), stream=stream), 14.0)
     actions = control.handle(msg.Tick(), 14.1)
@@ -306,7 +313,10 @@ def test_store_away_while_committing_is_what_the_plan_says():
             heard = state_of(question.rank, question.message.query, wave=key_of(), step=20 * t)
             control.handle(from_rank(question.rank, heard), float(t))
     assert control.coordinator.state is C.COMMITTING
-    assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.STORE_UNAVAILABLE)
+    assert (record(control).phase, record(control).reason) == (
+        PlanPhase.STALLED,
+        Reason.STORE_UNAVAILABLE,
+    )
     control.handle(msg.Tick(), 41.0)
     assert record(control).phase is PlanPhase.MIGRATING
 
@@ -331,11 +341,19 @@ def test_store_away_as_a_wave_begins_is_what_the_plan_says():
     # The plan was written, what came after it was not: its Prepare is kept back all the same.
     control.handle(ctl.PersistFailed(tuple(unstored[2:])), 0.0)
     now = store_away(control, 0.0, 60.0)
-    assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.STORE_UNAVAILABLE)
+    assert (record(control).phase, record(control).reason) == (
+        PlanPhase.STALLED,
+        Reason.STORE_UNAVAILABLE,
+    )
     actions = control.handle(msg.Tick(), now + 0.25)
-    assert [type(m) for m in sent(actions) if not isinstance(m, msg.QueryState)] == [msg.Prepare] * 2
+    assert [type(m) for m in sent(actions) if not isinstance(m, msg.QueryState)] == [
+        msg.Prepare
+    ] * 2
     control.handle(msg.Tick(), now + 0.5)
-    assert (record(control).phase, record(control).reason) == (PlanPhase.MIGRATING, Reason.PLAN_STARTED)
+    assert (record(control).phase, record(control).reason) == (
+        PlanPhase.MIGRATING,
+        Reason.PLAN_STARTED,
+    )
     vote(control, 1, now + 1.0)
     ack(control, AFTER_TWO, 2, 1, now + 1.0)
     assert record(control).phase is PlanPhase.COMMITTED
@@ -348,7 +366,10 @@ def test_store_away_as_a_plan_is_cancelled_is_what_the_plan_says():
     assert [type(m) for m in sent(actions)] == [msg.Abort] * 2
     control.handle(ctl.PersistFailed(tuple(of_kind(actions, ctl.PersistAction))), 0.0)
     now = store_away(control, 0.0, 60.0)
-    assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.STORE_UNAVAILABLE)
+    assert (record(control).phase, record(control).reason) == (
+        PlanPhase.STALLED,
+        Reason.STORE_UNAVAILABLE,
+    )
     control.handle(msg.Tick(), now + 0.25)
     abort_answers(control, now=now + 0.5)
     assert record(control).phase is PlanPhase.CANCELLED
@@ -363,5 +384,7 @@ def test_a_plan_that_counts_a_wave_is_stored_before_the_waves_outcome():
     control.handle(ctl.PersistFailed((counted, outcome)), 0.0)
     control.handle(ctl.PersistFailed((control.book.change(counted.record, "resumed", 0.1),)), 0.1)
     retried = control.handle(msg.Tick(), 0.2)
-    kept = [action for action in retried if isinstance(action, ctl.PersistPlan | ctl.PersistOutcome)]
+    kept = [
+        action for action in retried if isinstance(action, ctl.PersistPlan | ctl.PersistOutcome)
+    ]
     assert kept == [ctl.PersistPlan(record(control)), outcome]

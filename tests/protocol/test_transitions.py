@@ -66,7 +66,8 @@ LOCAL_TO_RANK = {
 
 
 UNDER_A_POLL = {
-    (P.ARMED, kind) for kind in (msg.Abort, msg.ReloadRequested, msg.WeightsReloaded, msg.PollNotPassed)
+    (P.ARMED, kind)
+    for kind in (msg.Abort, msg.ReloadRequested, msg.WeightsReloaded, msg.PollNotPassed)
 }
 """What waits while the poll in flight may pass (R4, R7), or had nothing to wait for; tested by name."""
 
@@ -97,7 +98,9 @@ def test_participant_tables_are_complete():
     """All states times all events a participant is ever given."""
     events = REMOTE_TO_RANK.keys() | LOCAL_TO_RANK.keys()
     assert PARTICIPANT.keys() == {(state, event) for state in P for event in events}
-    about_a_wave = {event for event in events if hasattr(event, "wave") or "wave" in event.__slots__}
+    about_a_wave = {
+        event for event in events if hasattr(event, "wave") or "wave" in event.__slots__
+    }
     assert PARTICIPANT_OTHER_WAVE.keys() == about_a_wave - {msg.SwapFinished, msg.SwapFailed}
 
 
@@ -113,7 +116,11 @@ TO_COORDINATOR = {
     ctl.CancelWave: ctl.CancelWave(Reason.CANCELLED),
     msg.Tick: msg.Tick(),
 }
-NEEDS_ALL_RANKS = {(C.PREPARING, ctl.RankConnected), (C.PREPARING, msg.Tick), (C.COMMITTING, msg.Tick)} | {
+NEEDS_ALL_RANKS = {
+    (C.PREPARING, ctl.RankConnected),
+    (C.PREPARING, msg.Tick),
+    (C.COMMITTING, msg.Tick),
+} | {
     (C.ABORTING, msg.AbortAnswer),
     (C.RECOVERING, msg.RankState),
 }
@@ -184,7 +191,9 @@ def test_tables_have_every_pair_and_only_methods_that_exist(table, states, machi
     events = {kind for _, kind in table}
     assert table.keys() == {(state, kind) for state in states for kind in events}
     verdicts = {IGNORED, ILLEGAL, VIOLATION}
-    assert [cell for cell in table.values() if cell not in verdicts and not hasattr(machine, cell)] == []
+    assert [
+        cell for cell in table.values() if cell not in verdicts and not hasattr(machine, cell)
+    ] == []
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,12 @@ class Group:
 
     def hello(self, rank, generation="g1", shape=SHAPE, stream=None):
         identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation(generation), 1)
-        hello = msg.Hello(identity, shape, "n", "", Epoch(0), BASE.digest, 1, "c", 1000, 1000, "gate")
-        self.heed(self.control.handle(ctl.FromRank(EpRank(rank), 1, stream or rank + 1, hello), self.now))
+        hello = msg.Hello(
+            identity, shape, "n", "", Epoch(0), BASE.digest, 1, "c", 1000, 1000, "gate"
+        )
+        self.heed(
+            self.control.handle(ctl.FromRank(EpRank(rank), 1, stream or rank + 1, hello), self.now)
+        )
 
     def state(self, rank, query=0, full=False):
         identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation("g1"), 1)
@@ -74,7 +78,9 @@ class Group:
 
     def decided(self, cycle, plan):
         self.heed(
-            self.control.handle(ctl.CycleDecided(cycle.cycle, Reason.BALANCE_BELOW_THRESHOLD, plan), self.now)
+            self.control.handle(
+                ctl.CycleDecided(cycle.cycle, Reason.BALANCE_BELOW_THRESHOLD, plan), self.now
+            )
         )
 
 
@@ -178,7 +184,9 @@ def test_dry_runs_do_not_pile_up():
     for number in range(40):
         group.operator.submit(plan_of(1, f"p{number}"), group.now)
     book = group.control.book
-    assert [record.plan.plan_id for record in book.open] == [f"p{number}" for number in range(8, 40)]
+    assert [record.plan.plan_id for record in book.open] == [
+        f"p{number}" for number in range(8, 40)
+    ]
     assert book.get(PlanId("p7")).reason is Reason.EXPIRED
     assert "newer proposals" in book.get(PlanId("p7")).error
 

@@ -16,12 +16,16 @@ def test_budgets_are_powers_of_two_and_the_fleets_own():
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 12), st.integers(0, 2**32 - 1))
-def test_every_layer_gets_the_asked_for_copies_on_ranks_even_to_one_slot(ranks, experts, replicas, seed):
+def test_every_layer_gets_the_asked_for_copies_on_ranks_even_to_one_slot(
+    ranks, experts, replicas, seed
+):
     replicas = min(replicas, experts * (ranks - 1))
     per_rank = -(-(experts + replicas) // ranks)
     shape = ModelShape(3, experts, ranks, per_rank, 1, 1)
     load = np.random.default_rng(seed).integers(0, 9, (2, 3, experts)).astype(np.float64)
-    placement = plan_uniform(PlacementProblem(load, shape, Topology.single_node(ranks)), replicas).placement
+    placement = plan_uniform(
+        PlacementProblem(load, shape, Topology.single_node(ranks)), replicas
+    ).placement
     placement.check(shape)
     assert ((placement.logcnt - 1).sum(axis=1) <= replicas).all()
     filled = (placement.phy2log.reshape(3, ranks, per_rank) >= 0).sum(axis=2)
@@ -33,7 +37,9 @@ def test_every_layer_gets_the_asked_for_copies_on_ranks_even_to_one_slot(ranks, 
 
 
 def test_replicas_beyond_the_slots_are_refused(setup):
-    with pytest.raises(InfeasiblePlan, match="8 experts . 3 replicas = 11 copies, a layer has 10 slots"):
+    with pytest.raises(
+        InfeasiblePlan, match="8 experts . 3 replicas = 11 copies, a layer has 10 slots"
+    ):
         plan_uniform(setup.problem(0, 6, None), 3)
 
 

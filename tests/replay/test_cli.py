@@ -62,7 +62,9 @@ def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises(shipped_
 
 def test_saved_plans_score_the_same_with_a_tool_of_ones_own(small, tmp_path):
     saved = tmp_path / "plans.npz"
-    answer = json.loads(_run("compare", "-t", small, *SMALL, "-p", "eplb", "--save-plans", saved, "--json"))
+    answer = json.loads(
+        _run("compare", "-t", small, *SMALL, "-p", "eplb", "--save-plans", saved, "--json")
+    )
     load = read_trace(small).counts
     with np.load(saved) as plans:
         assert sorted(plans) == sorted(
@@ -76,7 +78,9 @@ def test_saved_plans_score_the_same_with_a_tool_of_ones_own(small, tmp_path):
                 for t in range(start, start + 8):
                     for layer in range(3):
                         copies = np.bincount(phy2log[layer][phy2log[layer] >= 0], minlength=8)
-                        share = np.where(phy2log[layer] >= 0, (load[t, layer] / copies)[phy2log[layer]], 0)
+                        share = np.where(
+                            phy2log[layer] >= 0, (load[t, layer] / copies)[phy2log[layer]], 0
+                        )
                         slowest += share.reshape(2, 5).sum(axis=1).max()
                         fluid += load[t, layer].sum() / 2
             assert slowest / fluid == pytest.approx(result["time_over_fluid"])
@@ -159,7 +163,9 @@ def test_other_fleets_can_be_described(small):
 @pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
 def test_plan_writes_for_every_engine(small, tmp_path, format_):
     out = tmp_path / "placement"
-    said = json.loads(_run("plan", "-t", small, *FLEET, "-p", "eplb", "-f", format_, "-o", out, "--json"))
+    said = json.loads(
+        _run("plan", "-t", small, *FLEET, "-p", "eplb", "-f", format_, "-o", out, "--json")
+    )
     file = read_placement(out, num_ranks=2, num_logical_experts=8, first_moe_layer=2)
     assert file.layer_ids == (2, 3, 4)
     load = read_trace(small).counts
@@ -213,23 +219,39 @@ def test_inspect_describes_in_words_and_in_json(small):
             InvalidInput,
             r"\(40 - window 20\) // horizon 50 = 0, at least 4",
         ),
-        (("compare", *SMALL, "-p", "eplb,nobody"), InvalidInput, "unknown policies nobody; known: initial"),
+        (
+            ("compare", *SMALL, "-p", "eplb,nobody"),
+            InvalidInput,
+            "unknown policies nobody; known: initial",
+        ),
         (
             ("compare", *SMALL, "--dispatch", "magic"),
             InvalidInput,
             "unknown dispatch model 'magic'; known: even",
         ),
-        (("compare", *SMALL, "--html", "/tmp"), InvalidInput, "/tmp is a folder: name a file in it"),
+        (
+            ("compare", *SMALL, "--html", "/tmp"),
+            InvalidInput,
+            "/tmp is a folder: name a file in it",
+        ),
         (("compare", *SMALL, "--save-plans", "/tmp"), InvalidInput, "/tmp is a folder"),
         (("compare", *SMALL, "--rank-speeds", "1e-320,1"), ShapeMismatch, "2 positive rank speeds"),
-        (("compare", *SMALL, "--rank-speeds", "1,x"), InvalidInput, "could not convert string to float"),
+        (
+            ("compare", *SMALL, "--rank-speeds", "1,x"),
+            InvalidInput,
+            "could not convert string to float",
+        ),
         (
             ("compare", *SMALL, "--rank-speeds", "1"),
             ShapeMismatch,
             "2 positive rank speeds are needed, got 1",
         ),
         (("compare", *SMALL, "--nodes", 3), ShapeMismatch, "2 ranks do not divide over 3 nodes"),
-        (("compare", "--ranks", 3, "--slots", 10), ShapeMismatch, "10 slots do not divide over 3 ranks"),
+        (
+            ("compare", "--ranks", 3, "--slots", 10),
+            ShapeMismatch,
+            "10 slots do not divide over 3 ranks",
+        ),
         (("compare", "--ranks", 2, "--slots", 6), ShapeMismatch, "cannot hold 8 experts"),
         (
             ("compare", "--ranks", 2, "--slots", 18),
@@ -256,7 +278,11 @@ def test_inspect_describes_in_words_and_in_json(small):
             InvalidInput,
             r"keel\+verdict holds a plan against the placement in force: name it with --current",
         ),
-        (("plan", "-o", "x", "-f", "vllm"), InvalidInput, "unknown placement format 'vllm'; known: neutral"),
+        (
+            ("plan", "-o", "x", "-f", "vllm"),
+            InvalidInput,
+            "unknown placement format 'vllm'; known: neutral",
+        ),
         (
             ("plan", "-o", "x", *FLEET, "-p", "eplb", "--first-moe-layer", 2**31 - 2),
             InvalidInput,
@@ -426,7 +452,9 @@ def test_help_waits_for_nothing_heavy():
     import sys
 
     code = "import sys, evenkeel_moe.replay.cli; print(sorted({'numpy', 'torch', 'scipy', 'numba'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert run.stdout.strip() == "[]"
 
 
@@ -439,7 +467,21 @@ def test_a_page_about_silence_says_so(tmp_path):
     counts = np.zeros((40, 2, 8), np.int64)
     counts[:8, 0] = 5
     write_trace(tmp_path / "t.npz", Trace(counts, (0, 1)))
-    _run("compare", "-t", tmp_path / "t.npz", *SMALL, "-p", "eplb", "--html", tmp_path / "page.html")
-    _run("plan", "-t", tmp_path / "t.npz", "--ranks", 2, "--window", 9, "-p", "eplb", "-o", tmp_path / "[p]")
+    _run(
+        "compare", "-t", tmp_path / "t.npz", *SMALL, "-p", "eplb", "--html", tmp_path / "page.html"
+    )
+    _run(
+        "plan",
+        "-t",
+        tmp_path / "t.npz",
+        "--ranks",
+        2,
+        "--window",
+        9,
+        "-p",
+        "eplb",
+        "-o",
+        tmp_path / "[p]",
+    )
     assert "time_over_fluid" not in read_placement(tmp_path / "[p]").info
     assert "after: eplb, no load" in (tmp_path / "page.html").read_text("utf-8")

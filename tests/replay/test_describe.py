@@ -98,8 +98,12 @@ def test_figures_published_with_the_traces_come_out(
     name, skew_step, balance, autocorrelation, temporal, pair_r
 ):
     described = describe(read_trace(TRACES / f"{name}.npz"), num_ranks=8)
-    assert np.mean([layer.skew_step for layer in described.layers]) == pytest.approx(skew_step, abs=0.006)
-    assert np.mean([layer.balancedness for layer in described.layers]) == pytest.approx(balance, abs=0.0006)
+    assert np.mean([layer.skew_step for layer in described.layers]) == pytest.approx(
+        skew_step, abs=0.006
+    )
+    assert np.mean([layer.balancedness for layer in described.layers]) == pytest.approx(
+        balance, abs=0.0006
+    )
     for lag, value in autocorrelation.items():
         assert described.drift.autocorrelation[lag] == pytest.approx(value, abs=0.011)
     assert 100 * described.temporal_share == pytest.approx(temporal, abs=0.1)

@@ -37,7 +37,12 @@ def test_rank_loads_are_shown_before_and_after_whoever_is_compared(setup, polici
     assert [title.split(", worst")[0] for title in shown] == maps
     # The walk of the baseline scores the very same loads.
     walked = compare(
-        Trace(setup.load.astype(np.int64), (3, 4)), setup, choose_planners(["initial"], baselines=False), 10
+        Trace(setup.load.astype(np.int64), (3, 4)),
+        setup,
+        choose_planners(["initial"], baselines=False),
+        10,
     ).walks[0]
     load = walked.rank_load[-setup.horizon_steps :].sum(axis=0)
-    assert shown[0] == f"before: initial, worst {(load / load.mean(axis=1, keepdims=True)).max():.2f}"
+    assert (
+        shown[0] == f"before: initial, worst {(load / load.mean(axis=1, keepdims=True)).max():.2f}"
+    )

@@ -46,7 +46,8 @@ def test_initial_never_moves_and_once_moves_once(setup):
     assert once.copies[0] > 0
     assert once.copies[1:].sum() == 0
     assert (
-        plan_eplb(setup.problem(0, 6, None)).placement.logcnt.tolist() == once.placements[-1].logcnt.tolist()
+        plan_eplb(setup.problem(0, 6, None)).placement.logcnt.tolist()
+        == once.placements[-1].logcnt.tolist()
     )
 
 
@@ -81,7 +82,9 @@ def test_any_name_may_come_with_a_verdict():
         "eplb+verdict",
         "ewma+verdict",
     ]
-    with pytest.raises(InvalidInput, match=r"unknown policies nobody\+verdict, eplb\+verdict\+verdict"):
+    with pytest.raises(
+        InvalidInput, match=r"unknown policies nobody\+verdict, eplb\+verdict\+verdict"
+    ):
         choose_planners(["nobody+verdict", "eplb+verdict+verdict"])
 
 
@@ -92,7 +95,10 @@ def test_craft_never_fills_more_memory_of_a_rank_than_is_free(setup, pooled):
     problem = replace(problem, shape=replace(problem.shape, pool_slots_per_rank=pooled))
     used = []
     for free_bytes in (0, 9, 10, 20, 10**9):
-        held = craft_within(CraftOptions(), free_bytes)(problem).placement.phy2log.reshape(2, 2, -1) >= 0
+        held = (
+            craft_within(CraftOptions(), free_bytes)(problem).placement.phy2log.reshape(2, 2, -1)
+            >= 0
+        )
         used.append(int(held.sum(axis=(0, 2)).max()) - 8)
         assert used[-1] <= free_bytes // 10
     assert used[:3] == [0, 0, 1]

@@ -35,18 +35,24 @@ def _inside(svg):
 
 @given(st.lists(st.lists(values, min_size=1, max_size=6), min_size=1, max_size=7))
 def test_lines_stay_inside_whatever_the_values(runs):
-    series = [Series(f"<{i}>", f"hue-{i}", list(range(len(run))), run) for i, run in enumerate(runs)]
+    series = [
+        Series(f"<{i}>", f"hue-{i}", list(range(len(run))), run) for i, run in enumerate(runs)
+    ]
     _inside(lines('a "title" & more', Panel(), series, points=True))
 
 
 def test_a_gap_breaks_the_line():
-    root = _inside(lines("t", Panel(), [Series("a", "hue-0", [0, 1, 2, 3], [1.0, math.nan, 2.0, 3.0])]))
+    root = _inside(
+        lines("t", Panel(), [Series("a", "hue-0", [0, 1, 2, 3], [1.0, math.nan, 2.0, 3.0])])
+    )
     runs = [node.get("points") for node in root.iter() if node.tag.endswith("polyline")]
     assert [len(run.split()) for run in runs] == [1, 2]
 
 
 def test_labels_at_line_ends_do_not_touch():
-    series = [Series(name, "hue-0", [0, 1], [0.5, 0.5 + i / 1000]) for i, name in enumerate("abcdef")]
+    series = [
+        Series(name, "hue-0", [0, 1], [0.5, 0.5 + i / 1000]) for i, name in enumerate("abcdef")
+    ]
     root = _inside(lines("t", Panel(), series))
     at = sorted(float(node.get("y")) for node in root.iter() if node.get("class") == "name")
     assert len(at) == 6
@@ -66,7 +72,10 @@ def test_ranges_stay_inside(rows):
         ranges(
             "t",
             Panel(),
-            [(str(i), "hue-0", sorted(row, key=lambda v: (v != v, v))) for i, row in enumerate(rows)],
+            [
+                (str(i), "hue-0", sorted(row, key=lambda v: (v != v, v)))
+                for i, row in enumerate(rows)
+            ],
             ("a", "b", "c"),
         )
     )

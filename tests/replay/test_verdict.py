@@ -90,7 +90,9 @@ def test_a_plan_is_scored_by_the_origins_of_the_steps_that_decide():
     def adopted(before, after):
         source = np.concatenate([before[:18], after[18:]])
         setup = replace(_setup(load), source=source, dispatch=DispatchModel.NEAREST)
-        replan = Replan(0, 24, setup.problem(0, 24, Placement.initial(setup.shape)), load[:24], setup)
+        replan = Replan(
+            0, 24, setup.problem(0, 24, Placement.initial(setup.shape)), load[:24], setup
+        )
         return behind_verdict(lambda _: Proposal(Placement(rows, 2, 8), 0.0))(replan) is not None
 
     assert adopted(both, both)

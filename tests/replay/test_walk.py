@@ -22,7 +22,9 @@ def test_only_whole_horizons_count():
 
 @pytest.mark.parametrize(("steps", "count"), [(21, 3), (5, 0), (1, 0)])
 def test_fewer_than_four_replans_is_an_error_with_the_arithmetic(steps, count):
-    with pytest.raises(InvalidInput, match=rf"\({steps} - window 6\) // horizon 4 = {count}, at least 4"):
+    with pytest.raises(
+        InvalidInput, match=rf"\({steps} - window 6\) // horizon 4 = {count}, at least 4"
+    ):
         replan_steps(steps, 6, 4)
 
 
@@ -38,7 +40,9 @@ def test_no_planner_sees_a_step_it_is_scored_on(setup):
 
     def check(replan):
         assert len(replan.history) == replan.step
-        np.testing.assert_array_equal(replan.problem.load, setup.load[replan.step - 6 : replan.step])
+        np.testing.assert_array_equal(
+            replan.problem.load, setup.load[replan.step - 6 : replan.step]
+        )
         return None
 
     walk_forward("check", check, setup)
@@ -59,10 +63,14 @@ def test_figures_are_those_of_a_plain_recount(setup):
                 balance.append((layer, np.mean(ranks) / max(ranks)))
                 slowest.append(max(ranks))
                 fluid.append(sum(ranks) / 2)
-    by_layer = [np.mean([value for where, value in balance if where == layer]) for layer in range(2)]
+    by_layer = [
+        np.mean([value for where, value in balance if where == layer]) for layer in range(2)
+    ]
     assert figures.balancedness_mean == pytest.approx(np.mean(by_layer))
     assert figures.balancedness_worst == pytest.approx(min(by_layer))
-    assert figures.balancedness_p5 == pytest.approx(np.percentile([value for _, value in balance], 5))
+    assert figures.balancedness_p5 == pytest.approx(
+        np.percentile([value for _, value in balance], 5)
+    )
     assert figures.time_over_fluid == pytest.approx(sum(slowest) / sum(fluid))
     per_step = np.array(slowest).reshape(-1, 2).sum(axis=1) / (sum(fluid) / 24)
     assert figures.step_time_p90 == pytest.approx(np.percentile(per_step, 90))
@@ -78,7 +86,9 @@ def _received(old, new):
     for a, b in zip(old.phy2log, new.phy2log, strict=True):
         for rank in range(2):
             total += len(
-                set(b[5 * rank : 5 * rank + 5].tolist()) - set(a[5 * rank : 5 * rank + 5].tolist()) - {-1}
+                set(b[5 * rank : 5 * rank + 5].tolist())
+                - set(a[5 * rank : 5 * rank + 5].tolist())
+                - {-1}
             )
     return total
 
@@ -108,7 +118,9 @@ def test_ranks_that_only_changed_names_cost_nothing_after_relabelling(setup):
 
 
 def test_no_answer_keeps_the_placement_in_force(setup):
-    walk = walk_forward("first only", lambda replan: _eplb(replan) if replan.index == 0 else None, setup)
+    walk = walk_forward(
+        "first only", lambda replan: _eplb(replan) if replan.index == 0 else None, setup
+    )
     assert len(set(walk.placements)) == 1
     assert walk.placements[0] != Placement.initial(setup.shape)
     assert walk.copies[1:].sum() == 0

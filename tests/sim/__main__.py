@@ -70,7 +70,9 @@ def simulate(seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
     for result in results:
         report(result)
     caught = sum(result.seed is not None for result in results)
-    print(f"{total.waves} waves swapped, {len(total.failures)} failures, {time.monotonic() - began:.0f} s")
+    print(
+        f"{total.waves} waves swapped, {len(total.failures)} failures, {time.monotonic() - began:.0f} s"
+    )
     covered = sum(rate > 0 for rate in rates.values())
     print(
         f"seeds {total.seeds} events {total.events} pairs {covered}/{len(rates)} mutants {caught}/{len(results)}"
@@ -86,7 +88,9 @@ def pair_rates(total: Tally) -> dict[tuple[str, str, str], float]:
 def is_clean(total: Tally) -> bool:
     """No invariant broke, and every pair was passed: in a full run, often."""
     least = OFTEN if total.events >= FULL else 0
-    return not total.failures and all(rate > 0 and rate >= least for rate in pair_rates(total).values())
+    return not total.failures and all(
+        rate > 0 and rate >= least for rate in pair_rates(total).values()
+    )
 
 
 def report(result: Hunt) -> None:
@@ -94,7 +98,9 @@ def report(result: Hunt) -> None:
     if result.seed is None:
         print(f"mutant {mutant.name:4} SURVIVED {result.tried} seeds: {mutant.breaks}")
         return
-    print(f"mutant {mutant.name:4} {mutant.breaks}: caught by {result.invariant} at seed {result.seed}")
+    print(
+        f"mutant {mutant.name:4} {mutant.breaks}: caught by {result.invariant} at seed {result.seed}"
+    )
     print(f"  replay: python -m tests.sim --seed {result.seed} --mutant {mutant.name} --trace")
 
 
@@ -105,7 +111,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--mutant-seeds", type=int, default=MUTANT_SEEDS)
     parser.add_argument("--seed", type=int, help="replay this one seed")
-    parser.add_argument("--mutant", choices=sorted(BY_NAME), help="with --seed: replay it on a mutant")
+    parser.add_argument(
+        "--mutant", choices=sorted(BY_NAME), help="with --seed: replay it on a mutant"
+    )
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens")
     options = parser.parse_args(arguments)
     if options.seed is not None:

@@ -112,7 +112,9 @@ def release(hold, context, later) -> bool:
     if hold not in hold.world.holds:
         return False
     place, other = where(context), where(later)
-    if place.deployment != other.deployment or ("site" in context and "site" in later and place is not other):
+    if place.deployment != other.deployment or (
+        "site" in context and "site" in later and place is not other
+    ):
         return True
     hold.end(SOON_S)
     return False
@@ -158,7 +160,9 @@ def leaderless(moment: str, kinds: frozenset = frozenset(), chance: float = 0.5)
     def arrange(world) -> None:
         def strike(context) -> None:
             deployment = where(context).deployment
-            hold = world.hold(lambda kind, owner: kind in TO_RANKS and owner.deployment == deployment)
+            hold = world.hold(
+                lambda kind, owner: kind in TO_RANKS and owner.deployment == deployment
+            )
             world.after(world.fleet.drop_after_s + 0.5, hold.end)
 
             def speak(_later) -> bool:
@@ -214,7 +218,9 @@ def reload(moment: str, announced: bool, chance: float = 0.5, within: float = SO
     def arrange(world) -> None:
         def strike(context) -> None:
             deployment = where(context).deployment
-            world.after(within * world.rng.random(), world.fleet.begin_reload, deployment, announced)
+            world.after(
+                within * world.rng.random(), world.fleet.begin_reload, deployment, announced
+            )
 
         meet(world, moment, chance, strike)
 
@@ -241,7 +247,12 @@ def wish(what: str, moment: str, chance: float = 0.8):
 
 def ask(world, seat, what: str) -> None:
     """An operator turns to one replica."""
-    if not world.calm and seat.replica.alive and not seat.replica.paused and seat.leader is not None:
+    if (
+        not world.calm
+        and seat.replica.alive
+        and not seat.replica.paused
+        and seat.leader is not None
+    ):
         seat.by_hand(what)
 
 
@@ -263,7 +274,12 @@ def lapse(moment: str, chance: float = 0.7, same: float = 0.5, within: float = S
 def let_lapse(world, seat, itself: bool) -> None:
     """A lease runs out; its holder notices at its next renewal, due at once if it is to take it again."""
     shelf = world.store.shelf(seat.deployment)
-    if world.calm or seat.leader is None or shelf.term != seat.leader.term or not seat.replica.alive:
+    if (
+        world.calm
+        or seat.leader is None
+        or shelf.term != seat.leader.term
+        or not seat.replica.alive
+    ):
         return
     world.note(f"the lease of {seat.deployment} runs out")
     shelf.lease_until = 0.0
@@ -342,6 +358,8 @@ def quick(**times):
 
     def arrange(world) -> None:
         wave = replace(world.timing.wave, **times)
-        world.timing = replace(world.timing, heartbeat_s=0.25, ask_again_s=0.25, rank_lease_s=0.7, wave=wave)
+        world.timing = replace(
+            world.timing, heartbeat_s=0.25, ask_again_s=0.25, rank_lease_s=0.7, wave=wave
+        )
 
     return arrange

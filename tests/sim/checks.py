@@ -83,7 +83,10 @@ class Checks:
         for layer, row in enumerate(site.rows):
             missing = set(range(site.shape.num_logical_experts)) - set(row)
             if missing:
-                self.fail(WRONG_BYTES, f"{site.deployment} layer {layer} has no slot for experts {missing}")
+                self.fail(
+                    WRONG_BYTES,
+                    f"{site.deployment} layer {layer} has no slot for experts {missing}",
+                )
 
     # --- what is recorded -----------------------------------------------------------------------------
 
@@ -113,12 +116,18 @@ class Checks:
     def epoch(self, deployment, generation, epoch, placement, recorded, rightful: bool) -> None:
         """A controller recorded an epoch; `recorded` is what the store has by epoch."""
         newest = max(recorded, default=epoch)
-        falls_back = newest > epoch and self.truth.get((deployment, generation, newest)) is recorded[newest]
+        falls_back = (
+            newest > epoch and self.truth.get((deployment, generation, newest)) is recorded[newest]
+        )
         if falls_back and rightful:
-            self.fail(RECORDS_DISAGREE, f"{deployment} was recorded at epoch {newest}, now at {epoch}")
+            self.fail(
+                RECORDS_DISAGREE, f"{deployment} was recorded at epoch {newest}, now at {epoch}"
+            )
         truth = self.truth.get((deployment, generation, epoch))
         if truth is None:
-            self.fail(RECORDS_DISAGREE, f"{deployment} recorded at epoch {epoch}, no rank was ever there")
+            self.fail(
+                RECORDS_DISAGREE, f"{deployment} recorded at epoch {epoch}, no rank was ever there"
+            )
         elif truth.digest != placement.digest:
             self.fail(RECORDS_DISAGREE, f"{deployment} epoch {epoch} is recorded with another map")
 
@@ -133,16 +142,19 @@ class Checks:
             self.disputed.discard(key)
         else:
             self.disputed.add(key)
-        done = len(record.plan.waves) if record.phase is PlanPhase.COMMITTED else record.waves_committed
+        done = (
+            len(record.plan.waves)
+            if record.phase is PlanPhase.COMMITTED
+            else record.waves_committed
+        )
         for index in range(done):
             if (deployment, record.plan.key(index)) not in self.swapped:
                 self.fail(
-                    RECORDS_DISAGREE, f"{record.plan.plan_id} has wave {index} as committed, no rank has"
+                    RECORDS_DISAGREE,
+                    f"{record.plan.plan_id} has wave {index} as committed, no rank has",
                 )
         if record.phase.terminal and rightful and key not in self.disputed:
             for index in range(done, len(record.plan.waves)):
                 if (deployment, record.plan.key(index)) in self.kept:
-                    detail = (
-                        f"{record.plan.plan_id} ended {record.phase} without wave {index}, which is committed"
-                    )
+                    detail = f"{record.plan.plan_id} ended {record.phase} without wave {index}, which is committed"
                     self.fail(RECORDS_DISAGREE, detail)

@@ -40,7 +40,9 @@ class Job:
     def reserve(self) -> None:
         """The participant says that nothing flies here: all of the staging is free again."""
         per_rank = self.site.shape.slots_per_rank
-        for transfer, expected in zip(self.prepare.body.transfers, self.prepare.checksums, strict=True):
+        for transfer, expected in zip(
+            self.prepare.body.transfers, self.prepare.checksums, strict=True
+        ):
             rank, local = divmod(transfer.dst_slot, per_rank)
             if rank != self.me:
                 continue
@@ -150,7 +152,11 @@ class Job:
             self.index += 1
             total = len(self.prepare.body.batches)
             self.site.carry(
-                [SendToController(StagingProgress(self.wave, self.index, total), self.site.streaming)]
+                [
+                    SendToController(
+                        StagingProgress(self.wave, self.index, total), self.site.streaming
+                    )
+                ]
             )
             self.advance()
 
@@ -168,7 +174,9 @@ class Job:
         for key, buffer in self.staged.items():
             if checksum(self.site.buffers[buffer]) != self.expected[key]:
                 self.failed = True
-                self.site.feed_soon(StagingFailed(self.wave, Reason.CHECKSUM_MISMATCH, f"slot {key}"))
+                self.site.feed_soon(
+                    StagingFailed(self.wave, Reason.CHECKSUM_MISMATCH, f"slot {key}")
+                )
                 return
         self.site.feed_soon(StagingFinished(self.wave))
 

@@ -198,7 +198,11 @@ def store_flushed(world, context) -> None:
 def poll_fails(world, context) -> None:
     if world.calm or not world.fleet.ranks:
         return
-    some = [_rank(world, context).rank] if world.rng.random() < 0.7 else list(range(world.fleet.num_ranks))
+    some = (
+        [_rank(world, context).rank]
+        if world.rng.random() < 0.7
+        else list(range(world.fleet.num_ranks))
+    )
     world.note(f"polls fail on ranks {some}")
     world.fleet.fail_poll(some)
 

@@ -82,7 +82,9 @@ class Fleet:
             for site in rank.sites.values():
                 world.after(0.2 * world.rng.random(), site.connect)
         self.dirty = True
-        world.note(f"group starts as {self.generation}: {[(str(e), v) for _, e, v in start.values()]}")
+        world.note(
+            f"group starts as {self.generation}: {[(str(e), v) for _, e, v in start.values()]}"
+        )
         world.after(self.step_s, self.step, self.generation)
 
     def clock_lag(self) -> int:
@@ -167,7 +169,9 @@ class Fleet:
         if self._reduced[0] != key:
             vectors = list(self.polls[began].values())
             if len({len(vector) for vector in vectors}) != 1:
-                self.world.checks.fail(UNMATCHED_OPERATION, f"poll {began} has vectors of other lengths")
+                self.world.checks.fail(
+                    UNMATCHED_OPERATION, f"poll {began} has vectors of other lengths"
+                )
             self._reduced = (key, np.minimum.reduce(vectors))
         return self._reduced[1]
 

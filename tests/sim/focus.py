@@ -331,7 +331,9 @@ FOCI = (
     focus(
         "control waiting_for_ranks CycleDecided",
         26,
-        late(frozenset({"CycleDecided"}), "controller plans", "controller is waiting_for_ranks", 2.5),
+        late(
+            frozenset({"CycleDecided"}), "controller plans", "controller is waiting_for_ranks", 2.5
+        ),
         lapse("controller plans", same=1.0),
     ),
     focus(

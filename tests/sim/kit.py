@@ -66,7 +66,11 @@ class Kit:
         return replace(self, participant=participant, control=type("Control", (control,), parts))
 
 
-MOVES = {"participant": PARTICIPANT_MOVES, "coordinator": COORDINATOR_MOVES, "control": CONTROL_MOVES}
+MOVES = {
+    "participant": PARTICIPANT_MOVES,
+    "coordinator": COORDINATOR_MOVES,
+    "control": CONTROL_MOVES,
+}
 
 
 def recorded(machine: type, name: str, pairs: Counter) -> type:
@@ -88,5 +92,7 @@ def recorded(machine: type, name: str, pairs: Counter) -> type:
         return note(self, kind, kind, event, now)
 
     return type(
-        machine.__name__, (machine,), {"_dispatch": with_event if name == "participant" else with_kind}
+        machine.__name__,
+        (machine,),
+        {"_dispatch": with_event if name == "participant" else with_kind},
     )

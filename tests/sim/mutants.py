@@ -183,7 +183,9 @@ class TakesUnsoundPlans(Migration):
 
 
 MUTANTS = (
-    Mutant("R1", "R1", "refuses a new generation at a lower epoch", Kit(membership=RefuseLowerEpochs)),
+    Mutant(
+        "R1", "R1", "refuses a new generation at a lower epoch", Kit(membership=RefuseLowerEpochs)
+    ),
     Mutant("R2", "R2", "takes its term from the store alone", Kit(control=TermOfStoreOnly)),
     Mutant("R3", "R3", "a rank takes a Prepare of any base", Kit(participant=TakesAnyBase)),
     Mutant("R4", "R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll)),
@@ -197,10 +199,14 @@ MUTANTS = (
     Mutant("R10", "R10", "rebuilds its communicator alone", Kit(gate=RebuildsAlone)),
     Mutant("R11", "R11", "fills buffers the wave frees", Kit(migration=FillsFreedBuffers)),
     Mutant("R12", "R12", "never aborts a wave it finds", Kit(coordinator=NeverAbortsFoundWaves)),
-    Mutant("R13", "R13", "keeps its plans when the lease is lost", Kit(control=RemembersItsLastTerm)),
+    Mutant(
+        "R13", "R13", "keeps its plans when the lease is lost", Kit(control=RemembersItsLastTerm)
+    ),
     Mutant("R14", "R14", "ends a stalled wave", Kit(coordinator=StalledIsOver)),
     Mutant("R15", "R15", "takes the placement from the store", Kit(recovery=TrustsTheStore)),
     Mutant("R16", "R16", "begins a plan on a stale base", Kit(migration=TakesStalePlans)),
-    Mutant("R17", "R17", "begins a plan that breaks an invariant", Kit(migration=TakesUnsoundPlans)),
+    Mutant(
+        "R17", "R17", "begins a plan that breaks an invariant", Kit(migration=TakesUnsoundPlans)
+    ),
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

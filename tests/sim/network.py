@@ -12,7 +12,16 @@ from evenkeel_moe.wire.codec import (
     encode_rank_message,
 )
 
-_ECHOED = ("Prepare", "Commit", "Abort", "Vote", "Ack", "AbortAnswer", "StagingProgress", "TermRefused")
+_ECHOED = (
+    "Prepare",
+    "Commit",
+    "Abort",
+    "Vote",
+    "Ack",
+    "AbortAnswer",
+    "StagingProgress",
+    "TermRefused",
+)
 
 
 class Stream:
@@ -123,7 +132,17 @@ class NotLeading:
 def describe(message) -> str:
     """One message in a few words."""
     words = [type(message).__name__]
-    for name in ("wave", "yes", "reason", "epoch", "outcome", "drained", "state", "leader", "query"):
+    for name in (
+        "wave",
+        "yes",
+        "reason",
+        "epoch",
+        "outcome",
+        "drained",
+        "state",
+        "leader",
+        "query",
+    ):
         value = getattr(message, name, None)
         if value is None or (name == "reason" and getattr(message, "yes", False)):
             continue

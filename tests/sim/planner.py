@@ -25,7 +25,11 @@ def random_target(rng, base: Placement, shape, changes: int) -> Placement:
             continue
         old = row[slot]
         if old >= 0 and row.count(old) == 1:
-            donor = next((s for s, held in enumerate(row) if held == expert), None) if expert >= 0 else None
+            donor = (
+                next((s for s, held in enumerate(row) if held == expert), None)
+                if expert >= 0
+                else None
+            )
             if donor is None:
                 continue
             theirs = row[donor // per_rank * per_rank : (donor // per_rank + 1) * per_rank]
@@ -45,7 +49,9 @@ def overfull_target(rng, base: Placement, shape) -> Placement:
     rows, per_rank = base.phy2log.tolist(), shape.slots_per_rank
     rank = rng.randrange(shape.num_ranks)
     slots = [
-        (layer, rank * per_rank + local) for layer in range(shape.num_layers) for local in range(per_rank)
+        (layer, rank * per_rank + local)
+        for layer in range(shape.num_layers)
+        for local in range(per_rank)
     ]
     rng.shuffle(slots)
     free = shape.pool_slots_per_rank - sum(rows[layer][slot] >= 0 for layer, slot in slots)
@@ -71,7 +77,9 @@ def transfers_of(rng, before, after, layers, shape) -> list[Transfer]:
         for dst in range(shape.num_slots):
             if new[dst] >= 0 and new[dst] != old[dst]:
                 sources = [slot for slot in range(shape.num_slots) if old[slot] == new[dst]]
-                found.append(Transfer(layer, new[dst], rng.choice(sources), dst, shape.bytes_per_expert))
+                found.append(
+                    Transfer(layer, new[dst], rng.choice(sources), dst, shape.bytes_per_expert)
+                )
     return found
 
 
@@ -85,7 +93,9 @@ def batches_of(found, shape) -> tuple[tuple[Transfer, ...], ...]:
         for batch, met in zip(batches, peers, strict=True):
             if src == dst:
                 break
-            taken = any((b.src_slot // per_rank, b.dst_slot // per_rank) == (src, dst) for b in batch)
+            taken = any(
+                (b.src_slot // per_rank, b.dst_slot // per_rank) == (src, dst) for b in batch
+            )
             if met.get(src, dst) == dst and met.get(dst, src) == src and not taken:
                 break
         else:
@@ -103,12 +113,16 @@ def fits_pool(wave, before, shape) -> bool:
     if shape.pool_slots_per_rank is None:
         return True
     old = np.array(before)
-    filled = ((old[list(wave.layers)] < 0) & (wave.rows >= 0)).reshape(len(wave.layers), shape.num_ranks, -1)
+    filled = ((old[list(wave.layers)] < 0) & (wave.rows >= 0)).reshape(
+        len(wave.layers), shape.num_ranks, -1
+    )
     used = (old >= 0).reshape(shape.num_layers, shape.num_ranks, -1).sum(axis=(0, 2))
     return bool((used + filled.sum(axis=(0, 2)) <= shape.pool_slots_per_rank).all())
 
 
-def build_plan(rng, deployment, fleet_view, shape, now, *, kind, plan_id, target=None, flaw=None, staging=4):
+def build_plan(
+    rng, deployment, fleet_view, shape, now, *, kind, plan_id, target=None, flaw=None, staging=4
+):
     """A plan from the base the controller knows to a random or given target; None if nothing changes.
 
     Args:
@@ -164,13 +178,16 @@ def spoil(rng, flaw, target, waves, shape):
     rows, batches = last.rows.copy(), last.batches
     if flaw == "no_replica":
         row = rows[0]
-        lone = [slot for slot in range(len(row)) if row[slot] >= 0 and (row == row[slot]).sum() == 1]
+        lone = [
+            slot for slot in range(len(row)) if row[slot] >= 0 and (row == row[slot]).sum() == 1
+        ]
         if lone:
             slot = rng.choice(lone)
             gone = row[slot]
             row[slot] = -1
             batches = tuple(
-                tuple(t for t in b if t.dst_slot != slot or t.logical_expert != gone) for b in batches
+                tuple(t for t in b if t.dst_slot != slot or t.logical_expert != gone)
+                for b in batches
             )
     elif flaw == "duplicate":
         row, per_rank = rows[0], shape.slots_per_rank

@@ -156,7 +156,9 @@ class Site:
             lambda wave: msg.StagingFailed(wave, Reason.TRANSFER_FAILED),
         ]
         rng.shuffle(kinds)
-        return [kind(wave) for kind in kinds[:2] for wave in self.waves if wave != self.participant.wave]
+        return [
+            kind(wave) for kind in kinds[:2] for wave in self.waves if wave != self.participant.wave
+        ]
 
     def carry(self, actions) -> None:
         for action in actions:
@@ -282,7 +284,9 @@ class SimRank:
         if self.world.trace_lines is not None:
             self.world.note(f"rank {self.rank} <- {describe(message)}")
         before = site.participant.state
-        site.carry(site.participant.handle(msg.FromController(stream.number, message), self.world.now))
+        site.carry(
+            site.participant.handle(msg.FromController(stream.number, message), self.world.now)
+        )
         if site.participant.state is not before:
             self.world.moment(f"rank is {site.participant.state}", rank=self, site=site)
 
@@ -306,7 +310,9 @@ class SimRank:
             began = gate.calls - gate.resolve_after
             vectors = fleet.polls.get(began, {})
             if len(vectors) < len(fleet.ranks):
-                detail = f"rank {self.rank} uses poll {began}, begun only by ranks {sorted(vectors)}"
+                detail = (
+                    f"rank {self.rank} uses poll {began}, begun only by ranks {sorted(vectors)}"
+                )
                 self.world.checks.fail(UNMATCHED_OPERATION, detail)
             failed = fleet.poll_fails_at(self.rank, began)
             result = PollFailed("injected") if failed else PollResolved(fleet.reduced(began))
@@ -316,7 +322,9 @@ class SimRank:
                     return
             swapping = [s for s in self.sites.values() if s.participant.state == "swapping"]
             if swapping:
-                delay = (0.03 if self.world.calm else self.world.slow_swaps) * self.world.rng.random()
+                delay = (
+                    0.03 if self.world.calm else self.world.slow_swaps
+                ) * self.world.rng.random()
                 self.world.after(delay, self.finish_swaps, swapping)
                 return
         self.begin_poll()
@@ -324,7 +332,9 @@ class SimRank:
     def carry_gate(self, item) -> None:
         match item.action:
             case msg.Swap():
-                self.world.note(f"rank {self.rank} swaps {item.action.wave.plan_id} to {item.action.epoch}")
+                self.world.note(
+                    f"rank {self.rank} swaps {item.action.wave.plan_id} to {item.action.epoch}"
+                )
                 self.world.moment("rank swaps", rank=self, site=self.sites[item.deployment])
                 if self.alive:
                     self.sites[item.deployment].swap(item.action)

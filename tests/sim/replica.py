@@ -58,7 +58,9 @@ class Seat:
         self.world = world
         self.deployment = deployment
         self.control = world.controls(
-            deployment, timing=world.timing, policy=DeploymentPolicy(mode=world.mode, cycle_s=world.cycle_s)
+            deployment,
+            timing=world.timing,
+            policy=DeploymentPolicy(mode=world.mode, cycle_s=world.cycle_s),
         )
         self.operator = Operator(self.control)
         self.leader = None
@@ -150,7 +152,9 @@ class Seat:
                 return
             if isinstance(action, PERSISTS):
                 self.persist(action, failed)
-                world.moment(f"controller stores {type(action).__name__}", replica=self.replica, seat=self)
+                world.moment(
+                    f"controller stores {type(action).__name__}", replica=self.replica, seat=self
+                )
             elif isinstance(action, ctl.SendToRank):
                 if not (failed and action.decides):
                     self.send(action)
@@ -218,7 +222,9 @@ class Seat:
                 delay = 0.05 + delay * world.rng.random()
                 world.post(delay, "CycleDecided", self, self.plan, action, self.replica.life)
             case ctl.WaveHealth():
-                world.note(f"{self.replica.name} wave health: {action.reason} stalled={action.stalled}")
+                world.note(
+                    f"{self.replica.name} wave health: {action.reason} stalled={action.stalled}"
+                )
             case ctl.Alert(reason=Reason.MALFORMED):
                 raise AssertionError(action.detail)
             case ctl.Alert():
@@ -360,7 +366,9 @@ class Replica:
             self.world.note(f"{self.name} <- rank {stream.rank.rank} {describe(message)}")
         seat.feed(ctl.FromRank(stream.rank.rank, incarnation, stream.number, message))
         if isinstance(message, Hello) and self.alive:
-            self.world.moment(f"controller {seat.control.state} has a rank", replica=self, seat=seat)
+            self.world.moment(
+                f"controller {seat.control.state} has a rank", replica=self, seat=seat
+            )
 
     def on_stream_closed(self, stream) -> None:
         if not self.alive or stream.replica_life != self.life:

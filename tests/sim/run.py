@@ -235,9 +235,13 @@ def check_records(world: FleetWorld, deployment, seat) -> None:
     site = world.fleet.ranks[0].sites[deployment]
     stored = world.store.shelf(deployment).epochs
     if not stored or max(stored) != site.epoch or stored[site.epoch].digest != site.map.digest:
-        raise Violation(RECORDS_DISAGREE, f"store has epochs {sorted(stored)}, ranks are at {site.epoch}")
+        raise Violation(
+            RECORDS_DISAGREE, f"store has epochs {sorted(stored)}, ranks are at {site.epoch}"
+        )
     if seat.control.epoch != site.epoch:
-        raise Violation(RECORDS_DISAGREE, f"controller at {seat.control.epoch}, ranks at {site.epoch}")
+        raise Violation(
+            RECORDS_DISAGREE, f"controller at {seat.control.epoch}, ranks at {site.epoch}"
+        )
 
 
 def describe_standstill(world: FleetWorld, deployments) -> str:

@@ -232,7 +232,9 @@ class Script:
         self.world.corrupt_next = True
 
     def lose_write(self, kind: str):
-        self.world.when(f"controller stores {kind}", lambda _context: self.world.store.lose_last_write())
+        self.world.when(
+            f"controller stores {kind}", lambda _context: self.world.store.lose_last_write()
+        )
 
     def flush(self):
         self.world.note("store is flushed")
@@ -267,7 +269,9 @@ class Script:
         seat = world.leading_seat(TARGET)
         if seat is not None:
             control = seat.control
-            plans = ", ".join(f"{r.plan.plan_id} {r.phase} {r.reason}" for r in control.book.records.values())
+            plans = ", ".join(
+                f"{r.plan.plan_id} {r.phase} {r.reason}" for r in control.book.records.values()
+            )
             where = f"term {seat.leader.term} epoch {control.epoch}"
             lines.append(f"{seat.replica.name} {control.state} {where}: {plans or 'no plans'}")
         lines.append(f"store: epochs {sorted(world.store.shelf(TARGET).epochs)}")

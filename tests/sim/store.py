@@ -23,7 +23,11 @@ class _Shelf:
     def copy(self) -> "_Shelf":
         twin = _Shelf()
         twin.__dict__.update(self.__dict__)
-        twin.plans, twin.epochs, twin.control = dict(self.plans), dict(self.epochs), dict(self.control)
+        twin.plans, twin.epochs, twin.control = (
+            dict(self.plans),
+            dict(self.epochs),
+            dict(self.control),
+        )
         return twin
 
 
@@ -123,5 +127,8 @@ class SimStore:
     def load(self, deployment) -> ctl.StoredRecords:
         shelf = self._reading(deployment)
         plans: tuple[PlanRecord, ...] = tuple(shelf.plans.values())
-        held, frozen = bool(shelf.control.get("held", False)), float(shelf.control.get("frozen_until", 0.0))
+        held, frozen = (
+            bool(shelf.control.get("held", False)),
+            float(shelf.control.get("frozen_until", 0.0)),
+        )
         return ctl.StoredRecords(plans, dict(shelf.epochs), held, frozen)

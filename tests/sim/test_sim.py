@@ -76,7 +76,9 @@ def test_pairs_are_those_of_the_tables():
     assert len(all_pairs()) < len(PARTICIPANT) + len(COORDINATOR) + len(CONTROL)
 
 
-@pytest.mark.parametrize("focus", FOCI, ids=lambda focus: focus.pairs.partition(",")[0].replace(" ", "-"))
+@pytest.mark.parametrize(
+    "focus", FOCI, ids=lambda focus: focus.pairs.partition(",")[0].replace(" ", "-")
+)
 def test_focus_brings_its_pairs_about(focus):
     """Else its share of the seeds is spent for nothing."""
     missing = set(focus.aims)

@@ -21,7 +21,9 @@ class Hold:
         """What was held back arrives, in its order; of `kinds` only, if given."""
         parcels = self.parcels
         going = [parcel for parcel in parcels if kinds is None or parcel[0] in kinds]
-        self.parcels = [parcel for parcel in parcels if kinds is not None and parcel[0] not in kinds]
+        self.parcels = [
+            parcel for parcel in parcels if kinds is not None and parcel[0] not in kinds
+        ]
         for number, (_, call, args) in enumerate(going, 1):
             self.world.after(within * number / len(going), call, *args)
 

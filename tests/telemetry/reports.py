@@ -6,7 +6,14 @@ import numpy as np
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel_moe.model.load import CountingSide, LoadReport, LoadWindow, Phase, StepMeta, step_table
+from evenkeel_moe.model.load import (
+    CountingSide,
+    LoadReport,
+    LoadWindow,
+    Phase,
+    StepMeta,
+    step_table,
+)
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry.assembly import StepAssembler

@@ -15,7 +15,15 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.telemetry.assembly import Quarantine, Rejection, StepAssembler
 from evenkeel_moe.telemetry.step_buffer import derive_map
 from evenkeel_moe.telemetry.step_kernels import add_up
-from tests.telemetry.reports import EPOCH, PLACEMENT, SHAPE, Fleet, make_assembler, reasons, windows_of
+from tests.telemetry.reports import (
+    EPOCH,
+    PLACEMENT,
+    SHAPE,
+    Fleet,
+    make_assembler,
+    reasons,
+    windows_of,
+)
 
 
 @pytest.mark.parametrize("side", list(CountingSide))
@@ -53,7 +61,9 @@ def test_r18_an_inactive_rank_is_not_waited_for():
     run = Fleet(placement=placement).run(range(3), epoch=6, idle=(2,))
     assembler.take(run.report(0))
     assert assembler.take(run.report(2)).accepted_steps == 0
-    assert np.array_equal(windows_of([assembler.take(run.report(1))])[Phase.DECODE].counts, run.load)
+    assert np.array_equal(
+        windows_of([assembler.take(run.report(1))])[Phase.DECODE].counts, run.load
+    )
 
 
 def test_a_row_used_again_has_no_counts_of_a_rank_that_takes_no_part():
@@ -113,7 +123,10 @@ def test_r19_counts_too_large_to_add_up_are_not_taken_for_small_ones():
     run.received[1, 1, [0, 4, 5]] += (third, third, 2**32 - 2 * third)
     intakes = [assembler.take(run.report(rank)) for rank in range(3)]
     assert reasons(intakes[-1]) == {Reason.SUM_MISMATCH: 3}
-    assert f"counts of all ranks sum to {2**32 + 2 * run.tokens[1].sum()}," in intakes[-1].rejected[0].detail
+    assert (
+        f"counts of all ranks sum to {2**32 + 2 * run.tokens[1].sum()},"
+        in intakes[-1].rejected[0].detail
+    )
     assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0]
 
 
@@ -301,7 +314,9 @@ def test_a_map_without_some_expert_breaks_nothing():
     full.received[:] = 1
     window = windows_of([assembler.take(empty.report(rank)) for rank in range(3)])[Phase.DECODE]
     assert window.counts.max() == 0
-    assert reasons([assembler.take(full.report(rank)) for rank in range(3)][-1]) == {Reason.SUM_MISMATCH: 6}
+    assert reasons([assembler.take(full.report(rank)) for rank in range(3)][-1]) == {
+        Reason.SUM_MISMATCH: 6
+    }
 
 
 def test_an_epoch_told_again_is_the_newest_word():
@@ -328,7 +343,9 @@ def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
     reported = np.array([[True] * 3, [True, False, True]])
     around = np.full((3, 2, 4), 99, np.uint32)
     sums = np.zeros((1, 2), np.int64)
-    assert not add_up(board, reported, np.array([1]), known.first, known.others, around[1:2], sums).any()
+    assert not add_up(
+        board, reported, np.array([1]), known.first, known.others, around[1:2], sums
+    ).any()
     assert around[1].tolist() == [[1 + 9, 2 + 10, 0, 0], [12, 0, 0, 3 + 4]]
     assert sums.tolist() == [[22, 19]]
     assert (around[[0, 2]] == 99).all()
@@ -341,7 +358,9 @@ def test_an_expert_of_more_tokens_than_32_bits_hold_is_told(tokens, overflows):
     known = derive_map(Placement(np.zeros((1, 2), np.int32), 2, 1), np.ones(2, np.bool_))
     board, rows = np.array([[[tokens], [tokens]]], np.uint32), np.zeros(1, np.int64)
     total, sums = np.zeros((1, 1, 1), np.uint32), np.zeros((1, 1), np.int64)
-    overflowed = add_up(board, np.ones((1, 2), np.bool_), rows, known.first, known.others, total, sums)
+    overflowed = add_up(
+        board, np.ones((1, 2), np.bool_), rows, known.first, known.others, total, sums
+    )
     assert overflowed.tolist() == [overflows]
     assert sums.tolist() == [[2 * tokens]]
 
@@ -352,7 +371,10 @@ def test_an_epoch_forgotten_while_its_steps_were_pending_voids_them_and_nothing_
     assembler.take(run.report(1))
     for epoch in range(6, 14):
         assembler.learn_epoch(Epoch(epoch), PLACEMENT)
-    assert reasons(assembler.take(run.report(2))) == {Reason.UNKNOWN_EPOCH: 2, Reason.INCOMPLETE_STEP: 4}
+    assert reasons(assembler.take(run.report(2))) == {
+        Reason.UNKNOWN_EPOCH: 2,
+        Reason.INCOMPLETE_STEP: 4,
+    }
     assert assembler.pending() == 0
 
 
@@ -370,7 +392,9 @@ def test_any_interleaving_and_any_resending_assembles_the_same_steps(seed, side,
     queues = []
     for rank in range(3):
         edges = np.cumsum([0, *random.sample(cuts, len(cuts))])
-        queues.append([run.report(rank, side, slice(a, b)) for a, b in zip(edges, edges[1:], strict=False)])
+        queues.append(
+            [run.report(rank, side, slice(a, b)) for a, b in zip(edges, edges[1:], strict=False)]
+        )
     assembler, intakes = make_assembler(), []
     sent: list[LoadReport] = []
     while any(queues):

@@ -23,7 +23,9 @@ def served(factors, steps=200, seed=0, noise=0.02, shares=None):
     rng = np.random.default_rng(seed)
     shares = rng.lognormal(0.0, 0.5, len(factors)) if shares is None else shares
     tokens = np.rint(
-        rng.lognormal(6.5, 0.6, steps)[:, None] * shares * rng.lognormal(0, 0.1, (steps, len(factors)))
+        rng.lognormal(6.5, 0.6, steps)[:, None]
+        * shares
+        * rng.lognormal(0, 0.1, (steps, len(factors)))
     )
     seconds = (1e-3 + np.maximum(0, tokens - 512) * 2e-6) * factors
     return tokens, seconds * rng.lognormal(0, noise, seconds.shape)
@@ -70,7 +72,9 @@ def plain_factors(tokens, seconds):
         expected = np.interp(tokens, at[keep], level[keep])
         factors = np.array(
             [
-                np.median((seconds / expected)[known[:, rank], rank]) if known[:, rank].any() else np.nan
+                np.median((seconds / expected)[known[:, rank], rank])
+                if known[:, rank].any()
+                else np.nan
                 for rank in range(tokens.shape[1])
             ]
         )
@@ -94,7 +98,9 @@ def test_factors_are_those_of_plain_passes_to_the_bit(seed, steps, ranks, most, 
         seconds = np.ceil(seconds * 500) / 500
     seconds[rng.random(seconds.shape) < missing] = np.nan
     seconds[rng.random(seconds.shape) < 0.03] = 0.0
-    assert np.array_equal(speed_factors(tokens, seconds), plain_factors(tokens, seconds), equal_nan=True)
+    assert np.array_equal(
+        speed_factors(tokens, seconds), plain_factors(tokens, seconds), equal_nan=True
+    )
 
 
 def test_unknown_is_not_a_speed():
@@ -146,7 +152,10 @@ def test_measured_curves_are_what_the_planner_scores_with():
         deadline_s=60.0,
     )
     assert price(np.zeros(0), 1_000_000, settings, joined) == (joined, 1e-3)
-    assert price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=False), joined) == (None, 1.0)
+    assert price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=False), joined) == (
+        None,
+        1.0,
+    )
 
 
 PLACEMENT = Placement(np.arange(4, dtype=np.int32)[None], 4, 4)
@@ -175,7 +184,9 @@ def test_factors_stand_until_sixteen_more_steps_came():
     balance = seen(Balance(512), tokens[:15], seconds[:15])
     assert np.isnan(balance.speed_factors()).all()
     first = seen(balance, tokens[:16], seconds[:16]).speed_factors()
-    assert np.array_equal(first, speed_factors(tokens[:16], seconds[:16])), "unknown is no answer to keep"
+    assert np.array_equal(first, speed_factors(tokens[:16], seconds[:16])), (
+        "unknown is no answer to keep"
+    )
     assert seen(balance, tokens[:31], seconds[:31]).speed_factors() is first
     later = seen(balance, tokens[:32], seconds[:32]).speed_factors()
     assert np.array_equal(later, speed_factors(tokens[:32], seconds[:32]))

@@ -73,7 +73,9 @@ def test_chunks_are_full_but_the_last_and_hold_every_step_once(lengths, most):
     ends = np.cumsum([0, *lengths])
     parts = [window.slice(slice(*cut)) for cut in itertools.pairwise(ends)]
     chunks = list(in_chunks(parts, most))
-    assert [step for chunk in chunks for part in chunk for step in part.steps] == window.steps.tolist()
+    assert [
+        step for chunk in chunks for part in chunk for step in part.steps
+    ] == window.steps.tolist()
     assert all(len(part) for chunk in chunks for part in chunk)
     full = [sum(map(len, chunk)) for chunk in chunks]
     assert full == [most] * (len(window) // most) + [len(window) % most][: len(window) % most]

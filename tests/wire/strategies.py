@@ -28,7 +28,11 @@ checksums64 = st.integers(0, (1 << 64) - 1)
 
 leaders = st.builds(m.Leader, name, st.integers(1, 1 << 40))
 keys = st.builds(
-    WaveKey, name.map(Generation), name.map(PlanId), st.integers(0, 1 << 20), st.integers(0, 1 << 40)
+    WaveKey,
+    name.map(Generation),
+    name.map(PlanId),
+    st.integers(0, 1 << 20),
+    st.integers(0, 1 << 40),
 )
 
 
@@ -77,7 +81,9 @@ def reports(draw, shape=SHAPE):
     )
     width = shape.slots_per_rank if side is CountingSide.DESTINATION else shape.num_logical_experts
     values = draw(
-        hnp.arrays(np.int32, (len(steps), shape.num_layers, width), elements=st.integers(0, (1 << 31) - 1))
+        hnp.arrays(
+            np.int32, (len(steps), shape.num_layers, width), elements=st.integers(0, (1 << 31) - 1)
+        )
     )
     return LoadReport(
         IDENTITY.deployment,
@@ -131,7 +137,9 @@ def rank_states(draw):
         last_wave=ended[0] if ended else None,
         last_outcome=ended[1] if ended else None,
         placement=draw(st.none() | placements()),
-        checksums=draw(st.none() | st.lists(checksums64, min_size=cells, max_size=cells).map(tuple)),
+        checksums=draw(
+            st.none() | st.lists(checksums64, min_size=cells, max_size=cells).map(tuple)
+        ),
         highest_term=draw(highest_terms),
         step=draw(counts),
         query=draw(counts),
@@ -148,7 +156,9 @@ rank_messages = st.one_of(
     no_votes,
     yes_votes,
     st.builds(m.Ack, keys, counts.map(Epoch), short_text, seconds),
-    st.builds(m.AbortAnswer, keys, counts.map(Epoch), st.sampled_from(m.WaveOutcome), st.booleans()),
+    st.builds(
+        m.AbortAnswer, keys, counts.map(Epoch), st.sampled_from(m.WaveOutcome), st.booleans()
+    ),
     rank_states(),
     st.builds(m.TermRefused, st.just(IDENTITY), leaders),
     st.builds(m.StagingProgress, keys, counts, counts),

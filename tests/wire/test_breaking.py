@@ -67,7 +67,10 @@ def test_a_breaking_change_is_named(changed, old, new, words):
     ("old", "new"),
     [
         ("  string gpu_uuid = 4;", "  string gpu_uuid = 4;\n  string rack = 900;"),
-        ("    CostCurve cost_curve = 10;\n", "    CostCurve cost_curve = 10;\n    Heartbeat other = 900;\n"),
+        (
+            "    CostCurve cost_curve = 10;\n",
+            "    CostCurve cost_curve = 10;\n    Heartbeat other = 900;\n",
+        ),
     ],
 )
 def test_what_old_ranks_ignore_breaks_nothing(changed, old, new):

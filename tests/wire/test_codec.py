@@ -41,7 +41,9 @@ def test_hello_arrives_as_said(hello):
 
 @given(gen.controller_messages)
 def test_what_the_controller_says_arrives_as_said(message):
-    assert same(decode_controller_message(over_the_wire(encode_controller_message(message))), message)
+    assert same(
+        decode_controller_message(over_the_wire(encode_controller_message(message))), message
+    )
 
 
 def mutate(data: bytes, cuts):
@@ -179,7 +181,11 @@ def test_a_rank_state_is_held_against_the_shape():
     wire = make_state()
     wire.rank_state.placement.CopyFrom(
         common_pb2.PlacementMap(
-            num_layers=1, num_slots=2, num_ranks=1, num_logical_experts=2, physical_to_logical=b"\0" * 8
+            num_layers=1,
+            num_slots=2,
+            num_ranks=1,
+            num_logical_experts=2,
+            physical_to_logical=b"\0" * 8,
         )
     )
     assert refusal(wire).reason is Reason.WRONG_SHAPE
@@ -277,7 +283,9 @@ def test_a_pace_of_nothing_is_refused():
         with pytest.raises(PeerViolation):
             decode_controller_message(agent_pb2.ControllerMessage(flow_control=flow))
     with pytest.raises(PeerViolation, match="outcome 0"):
-        decode_controller_message(agent_pb2.ControllerMessage(registration=agent_pb2.Registration()))
+        decode_controller_message(
+            agent_pb2.ControllerMessage(registration=agent_pb2.Registration())
+        )
 
 
 @pytest.mark.parametrize(

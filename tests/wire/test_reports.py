@@ -49,8 +49,12 @@ def make_steps(place, **fields):
 def as_rows(wire):
     """The same report as earlier agents said it."""
     report = wire.load_report
-    for step, epoch, tokens, compute_s, phase, dummy in np.frombuffer(report.step_table, STEP).tolist():
-        row = report.steps.add(step=step, epoch=epoch, tokens=tokens, phase=phase, dummy=bool(dummy))
+    for step, epoch, tokens, compute_s, phase, dummy in np.frombuffer(
+        report.step_table, STEP
+    ).tolist():
+        row = report.steps.add(
+            step=step, epoch=epoch, tokens=tokens, phase=phase, dummy=bool(dummy)
+        )
         if not math.isnan(compute_s):
             row.compute_s = compute_s
     report.step_table = b""

@@ -40,7 +40,9 @@ def refusal(message, hello=HELLO):
 
 
 def make_report(**changes):
-    steps = step_table([StepMeta(7, 2, Phase.DECODE, 5, compute_s=0.25), StepMeta(8, 2, Phase.DECODE, 6)])
+    steps = step_table(
+        [StepMeta(7, 2, Phase.DECODE, 5, compute_s=0.25), StepMeta(8, 2, Phase.DECODE, 6)]
+    )
     report = LoadReport(
         IDENTITY.deployment,
         IDENTITY.generation,

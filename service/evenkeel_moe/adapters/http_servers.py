@@ -39,7 +39,9 @@ class RestServer:
             self._socket.listen()
         except (OSError, UnicodeError) as error:
             self._socket.close()
-            raise InvalidInput(f"cannot listen for operators on {host_port(host, port)}: {error}") from error
+            raise InvalidInput(
+                f"cannot listen for operators on {host_port(host, port)}: {error}"
+            ) from error
         self.port: int = self._socket.getsockname()[1]
         self._server: _Uvicorn | None = None
         self._stopped = False
@@ -47,7 +49,12 @@ class RestServer:
     async def run(self, app: Any) -> None:
         """Serve an application until `stop`."""
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none"
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            ws="none",
         )
         self._server = _Uvicorn(config)
         self._server.should_exit = self._stopped
@@ -76,7 +83,9 @@ class MetricsServer:
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, UnicodeError) as error:
-            raise InvalidInput(f"cannot listen for Prometheus on {host_port(host, port)}: {error}") from error
+            raise InvalidInput(
+                f"cannot listen for Prometheus on {host_port(host, port)}: {error}"
+            ) from error
         self.port: int = self._server.server_port
 
     def close(self) -> None:

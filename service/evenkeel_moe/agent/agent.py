@@ -28,7 +28,13 @@ from evenkeel_moe.agent.build import Connect, free_bytes, make_participant, make
 from evenkeel_moe.agent.checksums import agree_on_checksums, agree_on_start, checksums_digest
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.network_thread import Uplink
-from evenkeel_moe.agent.ports import ExpertWeights, GateFailed, MapInstaller, RankLink, WeightTransport
+from evenkeel_moe.agent.ports import (
+    ExpertWeights,
+    GateFailed,
+    MapInstaller,
+    RankLink,
+    WeightTransport,
+)
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.errors import Reason
@@ -154,7 +160,11 @@ class Agent:
         self._worker.start()
 
         shape = config.shape
-        width = shape.slots_per_rank if config.side is CountingSide.DESTINATION else shape.num_logical_experts
+        width = (
+            shape.slots_per_rank
+            if config.side is CountingSide.DESTINATION
+            else shape.num_logical_experts
+        )
         self._recorder = Recorder(config.ring_steps, shape.num_layers, width)
         self._uplink: Uplink | None = None
         if link is not None:
@@ -216,7 +226,9 @@ class Agent:
         if self._gate.advance():
             try:
                 self._at_gate()
-            except Exception as error:  # inside the gate an error means unknown, never "not agreed" (R8)
+            except (
+                Exception
+            ) as error:  # inside the gate an error means unknown, never "not agreed" (R8)
                 _log.exception("gate_failed")
                 self._left = LeaveGroup(Reason.GATE_FAILED, repr(error)[:300])
         if self._left is not None:
@@ -308,16 +320,22 @@ class Agent:
     def _swap(self, action: Swap) -> None:
         """The commit point was passed: from here on the rank swaps or leaves (R8)."""
         began = time.perf_counter()
-        layers = self._participant.prepare.body.layers if self._participant.prepare is not None else ()
+        layers = (
+            self._participant.prepare.body.layers if self._participant.prepare is not None else ()
+        )
         try:
             ready = self._worker.swap(action.wave)
         except Exception as error:  # what the slots hold is unknown now
             _log.exception("swap_failed", wave=str(action.wave))
-            for answer in self._participant.handle(SwapFailed(action.wave, repr(error)), time.monotonic()):
+            for answer in self._participant.handle(
+                SwapFailed(action.wave, repr(error)), time.monotonic()
+            ):
                 self._carry_out(answer)
             return
         seconds = time.perf_counter() - began
-        answers = self._participant.handle(SwapFinished(action.wave, ready.digest, seconds), time.monotonic())
+        answers = self._participant.handle(
+            SwapFinished(action.wave, ready.digest, seconds), time.monotonic()
+        )
         record = SwapRecord(
             action.wave, self.epoch, self._recorder.last_step, layers, seconds, ready.received_bytes
         )
@@ -420,7 +438,9 @@ class Agent:
         except Exception as error:
             if self._free_bytes is None:
                 raise
-            _log.warning("free_bytes_unknown", detail=f"{error!r:.200}", last_known=self._free_bytes)
+            _log.warning(
+                "free_bytes_unknown", detail=f"{error!r:.200}", last_known=self._free_bytes
+            )
         return self._free_bytes
 
     def received(self, stream: int, message: ToRankLink) -> None:
@@ -433,7 +453,10 @@ class Agent:
                     self._uplink.send(self._curve, stream)
                 if message.reason is not None:
                     _log.warning(
-                        "registered", outcome=message.outcome, reason=message.reason, detail=message.detail
+                        "registered",
+                        outcome=message.outcome,
+                        reason=message.reason,
+                        detail=message.detail,
                     )
             case ReportAck(highest_step=highest_step):
                 self._uplink.reporter.acknowledged(highest_step)

@@ -21,7 +21,9 @@ _TWO_KINDS = 2
 _log = structlog.get_logger(__name__)
 
 
-def agree_on_start(group: Communicator, config: AgentConfig, placement: Placement, epoch: int) -> None:
+def agree_on_start(
+    group: Communicator, config: AgentConfig, placement: Placement, epoch: int
+) -> None:
     """Compare generation, placement, epoch, weights version and shape over the group; collective.
 
     Raises:

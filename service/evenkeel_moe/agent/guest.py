@@ -186,7 +186,9 @@ class GuestAgent(Agent):
             answers = self._participant.handle(
                 SwapFinished(move.wave, move.ready.digest, move.longest_s), time.monotonic()
             )
-        record = SwapRecord(move.wave, self.epoch, self._recorder.last_step, move.layers, move.longest_s, 0)
+        record = SwapRecord(
+            move.wave, self.epoch, self._recorder.last_step, move.layers, move.longest_s, 0
+        )
         placement = self._participant.placement
         self._worker.later(lambda: self._verify(placement, move.layers))
         self._worker.later(lambda: self._after_swap(record, placement, answers))
@@ -226,14 +228,18 @@ class GuestAgent(Agent):
         assert prepare is not None
         now = time.monotonic()
         ready = self._worker.swap(action.wave)
-        self._move = Move(action.wave, placement, prepare.body.layers, ready, now, quiet_since_s=now)
+        self._move = Move(
+            action.wave, placement, prepare.body.layers, ready, now, quiet_since_s=now
+        )
         self._engine.begin(self._move)
 
     def _watch(self, move: Move) -> None:
         move.quiet_steps += 1
         fault = self._engine.fault()
         quiet_s = time.monotonic() - move.quiet_since_s
-        if fault is None and (move.quiet_steps < self._stall_after_steps or quiet_s < self._stall_after_s):
+        if fault is None and (
+            move.quiet_steps < self._stall_after_steps or quiet_s < self._stall_after_s
+        ):
             return
         why = fault or f"no layer for {move.quiet_steps} steps and {quiet_s:.0f} s"
         self.take_no_more(

@@ -34,7 +34,9 @@ class Uplink:
 
     def start(self, listener: LinkListener) -> None:
         """Open the stream and keep it open."""
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="evenkeel-link", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(listener,), name="evenkeel-link", daemon=True
+        )
         self._thread.start()
 
     def send(self, message: FromRankLink, stream: int | None) -> None:

@@ -13,7 +13,14 @@ from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.protocol.messages import Hello, Prepare
 from evenkeel_moe.wire.link import FromRankLink, Heartbeat, ToRankLink
 
-__all__ = ["ExpertWeights", "GateFailed", "LinkListener", "MapInstaller", "RankLink", "WeightTransport"]
+__all__ = [
+    "ExpertWeights",
+    "GateFailed",
+    "LinkListener",
+    "MapInstaller",
+    "RankLink",
+    "WeightTransport",
+]
 
 
 class GateFailed(Unavailable):

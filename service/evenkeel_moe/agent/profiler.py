@@ -87,7 +87,9 @@ def token_counts(
         )
     tiles = -(-max_tokens // tile_tokens)
     if tiles > _MAX_TILES:
-        raise InvalidInput(f"{max_tokens} tokens are {tiles} tiles of {tile_tokens}, at most {_MAX_TILES}")
+        raise InvalidInput(
+            f"{max_tokens} tokens are {tiles} tiles of {tile_tokens}, at most {_MAX_TILES}"
+        )
     dense = min(tiles, max(1, dense_tokens // tile_tokens))
     chosen = list(range(1, dense + 1))
     while chosen[-1] < tiles:
@@ -128,7 +130,10 @@ def measure(
 
 
 def _round(
-    run: Callable[[int], None], tokens: Sequence[int], settle: Callable[[], None], clock: Callable[[], float]
+    run: Callable[[int], None],
+    tokens: Sequence[int],
+    settle: Callable[[], None],
+    clock: Callable[[], float],
 ) -> list[float]:
     times = []
     for count in tokens:
@@ -190,7 +195,12 @@ def save_curve(folder: Path, gpu_uuid: str, profile: Profile, about: dict[str, A
     folder.mkdir(parents=True, exist_ok=True)
     curve = curve_of(profile)
     path = _path(folder, gpu_uuid)
-    content = {"gpu_uuid": gpu_uuid, "about": about, "curve": asdict(curve), "profile": asdict(profile)}
+    content = {
+        "gpu_uuid": gpu_uuid,
+        "about": about,
+        "curve": asdict(curve),
+        "profile": asdict(profile),
+    }
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(content) + "\n", "utf-8")
     draft.replace(path)

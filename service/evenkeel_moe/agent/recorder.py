@@ -77,7 +77,9 @@ class Recorder:
         """Newest step recorded, -1 before the first."""
         try:
             return int(self._rows[-1][0])
-        except Exception:  # no step, or none that is a number: a swap asks, and must not fail for it
+        except (
+            Exception
+        ):  # no step, or none that is a number: a swap asks, and must not fail for it
             return self._newest
 
     @property
@@ -106,7 +108,8 @@ class Recorder:
         kept = [
             (meta, row[1])
             for row in rows
-            if (meta := self._usable(row)) is not None and (meta.step < from_step or meta.step % stride == 0)
+            if (meta := self._usable(row)) is not None
+            and (meta.step < from_step or meta.step % stride == 0)
         ]
         lost = self.dropped_total - self._said
         if not kept and not lost:

@@ -133,7 +133,9 @@ class StagingWorker:
         if ready is None or ready.wave != wave:
             raise RuntimeError(f"{wave} is not staged here")
         for (layer, local_slot), tensors in ready.staged.items():
-            for target, value in zip(self._weights.tensors(layer, local_slot), tensors, strict=True):
+            for target, value in zip(
+                self._weights.tensors(layer, local_slot), tensors, strict=True
+            ):
                 target.copy_(value, non_blocking=True)
         self._transport.fence()
         self._maps.install(ready.tables)
@@ -151,7 +153,9 @@ class StagingWorker:
             except Exception:  # the thread must live: without it no wave ends
                 _log.exception("transfer_job_failed")
 
-    def _stage(self, prepare: Prepare, old: Placement, new: Placement, cancel: threading.Event) -> None:
+    def _stage(
+        self, prepare: Prepare, old: Placement, new: Placement, cancel: threading.Event
+    ) -> None:
         wave = prepare.wave
         try:
             outcome = self._try_stage(prepare, old, new, cancel)
@@ -171,7 +175,9 @@ class StagingWorker:
     ) -> StageOutcome:
         filled, emptied = self._changes(prepare.body.layers, old, new)
         if not self._weights.reserve(filled):
-            return StageOutcome(Reason.POOL_EXCEEDED, f"no memory for {len(filled)} slots the wave fills")
+            return StageOutcome(
+                Reason.POOL_EXCEEDED, f"no memory for {len(filled)} slots the wave fills"
+            )
         self._reserved = filled
         digest = new.digest
         tables = self._maps.build(prepare.body.layers, prepare.body.rows, prepare.base_epoch + 1)
@@ -180,7 +186,9 @@ class StagingWorker:
         )
         if outcome.ok:
             staged = dict(self._transport.staged)
-            received = sum(t.numel() * t.element_size() for tensors in staged.values() for t in tensors)
+            received = sum(
+                t.numel() * t.element_size() for tensors in staged.values() for t in tensors
+            )
             self._ready = ReadyWave(prepare.wave, staged, tables, filled, emptied, digest, received)
         return outcome
 
@@ -191,8 +199,12 @@ class StagingWorker:
         filled, emptied = [], []
         for layer in layers:
             before, after = old.phy2log[layer, mine], new.phy2log[layer, mine]
-            filled += [(layer, int(s)) for s in np.flatnonzero((before == EMPTY) & (after != EMPTY))]
-            emptied += [(layer, int(s)) for s in np.flatnonzero((before != EMPTY) & (after == EMPTY))]
+            filled += [
+                (layer, int(s)) for s in np.flatnonzero((before == EMPTY) & (after != EMPTY))
+            ]
+            emptied += [
+                (layer, int(s)) for s in np.flatnonzero((before != EMPTY) & (after == EMPTY))
+            ]
         return tuple(filled), tuple(emptied)
 
     def _forget(self) -> None:

@@ -28,7 +28,9 @@ these types:
 """
 
 
-def create_app(operations: Operations, tokens: Tokens, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(
+    operations: Operations, tokens: Tokens, *, max_body_bytes: int = MAX_BODY_BYTES
+) -> FastAPI:
     """The application over one controller.
 
     Args:
@@ -37,7 +39,8 @@ def create_app(operations: Operations, tokens: Tokens, *, max_body_bytes: int = 
         max_body_bytes: larger requests are answered 413.
     """
     listing = "\n".join(
-        f"- `urn:evenkeel:problem:{name}` ({kind.status}): {kind.title}." for name, kind in KINDS.items()
+        f"- `urn:evenkeel:problem:{name}` ({kind.status}): {kind.title}."
+        for name, kind in KINDS.items()
     )
     app = FastAPI(
         title="Evenkeel",
@@ -51,13 +54,19 @@ def create_app(operations: Operations, tokens: Tokens, *, max_body_bytes: int = 
     app.state.operations = operations
     add_problem_handlers(app)
     # The last added is the first to see a request.
-    app.add_middleware(Idempotency, operations=lambda: app.state.operations, max_body_bytes=max_body_bytes)
+    app.add_middleware(
+        Idempotency, operations=lambda: app.state.operations, max_body_bytes=max_body_bytes
+    )
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(RoleGate)
     app.add_middleware(Audit, operations=lambda: app.state.operations)
     app.add_middleware(BearerAuth, tokens=tokens)
     app.add_middleware(Trace)
-    bearer = [Security(HTTPBearer(auto_error=False, description="A token of the controller's token file."))]
+    bearer = [
+        Security(
+            HTTPBearer(auto_error=False, description="A token of the controller's token file.")
+        )
+    ]
     refusals: dict[int | str, dict[str, Any]] = {
         code: {"model": ProblemOut, "description": title}
         for code, title in (

@@ -12,7 +12,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["OPEN_PATHS", "BearerAuth", "Role", "RoleGate", "Token", "TokenSet", "Tokens", "needed_role"]
+__all__ = [
+    "OPEN_PATHS",
+    "BearerAuth",
+    "Role",
+    "RoleGate",
+    "Token",
+    "TokenSet",
+    "Tokens",
+    "needed_role",
+]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """Compared whole: no prefix of another path is ever let through."""
@@ -99,15 +108,21 @@ class TokenSet:
 def _parse_line(number: int, words: list[str]) -> Token:
     name, role, secret = "operator", Role.OPERATE, words[-1]
     if len(words) > 3:
-        raise InvalidInput(f"token file line {number} has {len(words)} words, at most NAME ROLE TOKEN")
+        raise InvalidInput(
+            f"token file line {number} has {len(words)} words, at most NAME ROLE TOKEN"
+        )
     if len(words) > 1:
         name = words[0]
     if len(words) == 3:
         if words[1] not in set(Role):
-            raise InvalidInput(f"token file line {number}: role {words[1]} is none of {', '.join(Role)}")
+            raise InvalidInput(
+                f"token file line {number}: role {words[1]} is none of {', '.join(Role)}"
+            )
         role = Role(words[1])
     if len(secret) < 16:
-        raise InvalidInput(f"token file line {number}: the token has {len(secret)} characters, needs 16")
+        raise InvalidInput(
+            f"token file line {number}: the token has {len(secret)} characters, needs 16"
+        )
     return Token(name, role, hashlib.sha256(secret.encode()).digest())
 
 

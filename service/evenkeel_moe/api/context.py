@@ -67,7 +67,10 @@ PlanPath = Annotated[PlanId, Path(alias="plan_id", pattern=PLAN_ID_PATTERN, desc
 PageSize = Annotated[int, Query(ge=1, le=1000, description="Most rows of one page.")]
 PageToken = Annotated[
     str | None,
-    Query(max_length=512, description="`next_page_token` of the page before; none starts at the first."),
+    Query(
+        max_length=512,
+        description="`next_page_token` of the page before; none starts at the first.",
+    ),
 ]
 
 

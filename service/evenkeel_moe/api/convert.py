@@ -128,7 +128,8 @@ def placement_out(placement: Placement, epoch: int | None) -> PlacementOut:
         slots_per_rank=placement.slots_per_rank,
         physical_to_logical=placement.phy2log.tolist(),
         logical_to_physical=[
-            [[slot for slot in slots if slot >= 0] for slots in layer] for layer in placement.log2phy.tolist()
+            [[slot for slot in slots if slot >= 0] for slots in layer]
+            for layer in placement.log2phy.tolist()
         ],
         replica_count=placement.logcnt.tolist(),
     )
@@ -270,7 +271,9 @@ def _redundancy_out(redundancy: Redundancy) -> RedundancyOut:
     )
 
 
-def plan_request(body: PlanIn, plan_id: str | None, status: DeploymentStatus, by: str) -> PlanRequest:
+def plan_request(
+    body: PlanIn, plan_id: str | None, status: DeploymentStatus, by: str
+) -> PlanRequest:
     """What the controller is asked for.
 
     Raises:

@@ -46,7 +46,10 @@ __all__ = ["router"]
 router = APIRouter(tags=["deployments"])
 
 _CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {"model": ProblemOut, "description": "The state has moved on, or the Idempotency-Key is taken"}
+    409: {
+        "model": ProblemOut,
+        "description": "The state has moved on, or the Idempotency-Key is taken",
+    }
 }
 _DECISIONS_SHOWN = 1000
 """Newest rows that can be paged through."""
@@ -81,7 +84,9 @@ async def get_deployment(operations: OperationsOf, deployment: DeploymentPath) -
 
 
 @router.delete("/deployments/{deployment}", status_code=204, responses=_CONFLICT)
-async def forget_deployment(operations: OperationsOf, caller: Caller, deployment: DeploymentPath) -> None:
+async def forget_deployment(
+    operations: OperationsOf, caller: Caller, deployment: DeploymentPath
+) -> None:
     """Let go of a deployment whose ranks are gone: lease, memory, series, windows. Plans and epochs stay stored, and
     ranks that come back are taken again. 409 while a rank is connected. Needs role admin."""
     await operations.forget(deployment, caller)
@@ -107,7 +112,8 @@ async def get_load(operations: OperationsOf, deployment: DeploymentPath) -> Load
     windows = {phase: view.window(phase) for phase in Phase}
     # Summing a window of a large model takes a good part of a second: off the loop that serves the ranks.
     phases = {
-        phase: await asyncio.to_thread(phase_load, window, placement) for phase, window in windows.items()
+        phase: await asyncio.to_thread(phase_load, window, placement)
+        for phase, window in windows.items()
     }
     return LoadOut(deployment=deployment, epoch=view.status().epoch, phases=phases)
 
@@ -158,7 +164,9 @@ async def set_policy(
     deployment: DeploymentPath,
     changes: Annotated[dict[str, Any], Body(description="Fields to change; the others stay.")],
     response: Response,
-    if_match: Annotated[str | None, Header(description="ETag the change rests on, several, or `*`.")] = None,
+    if_match: Annotated[
+        str | None, Header(description="ETag the change rests on, several, or `*`.")
+    ] = None,
 ) -> Any:
     """Change mode, policy, gates, schedule or limits; answers with the whole document. `limits` needs role admin."""
     if "limits" in changes and not token.role.covers(Role.ADMIN):
@@ -173,7 +181,9 @@ async def set_policy(
     try:
         if base is not None and tags is not None and entity_tag(plain(base)) not in tags:
             raise Conflict("the policy document is not the one If-Match names", Reason.STALE_BASE)
-        document: dict[str, Any] = plain(await operations.set_policy(deployment, changes, token.name, base))
+        document: dict[str, Any] = plain(
+            await operations.set_policy(deployment, changes, token.name, base)
+        )
     except Conflict as error:
         if error.reason is not Reason.STALE_BASE:
             raise

@@ -26,4 +26,6 @@ async def readyz(operations: OperationsOf) -> JSONResponse:
     components = dict(await operations.healthy())
     broken = {name for name, state in components.items() if state != "ok"}
     status = "ok" if not broken else "degraded" if broken <= SURVIVABLE else "unready"
-    return JSONResponse({"status": status, "components": components}, 503 if status == "unready" else 200)
+    return JSONResponse(
+        {"status": status, "components": components}, 503 if status == "unready" else 200
+    )

@@ -80,7 +80,9 @@ class Idempotency:
         """Answer from memory or store, or let the request through and remember a 2xx answer."""
         key = Headers(scope=scope).get("idempotency-key") if scope["type"] == "http" else None
         if key is None or scope["method"] != "POST" or not re.match(PLAN_ID_PATTERN, key):
-            await self._app(scope, receive, send)  # A key of another form is for the route to refuse.
+            await self._app(
+                scope, receive, send
+            )  # A key of another form is for the route to refuse.
             return
         body = await read_body(receive, self._max_body_bytes)
         assert body is not None, "BodyLimit stands before this"
@@ -105,17 +107,23 @@ class Idempotency:
             finally:
                 del self._under_way[name]
 
-    async def _answer(self, name: _Name, digest: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, name: _Name, digest: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Not in memory: from the store, else anew."""
         found = _DEPLOYMENT.match(scope["path"])
         deployment = None if found is None else DeploymentId(found[1])
         try:
             kept = (
-                None if deployment is None else await self._operations().kept_answer(deployment, _hash(name))
+                None
+                if deployment is None
+                else await self._operations().kept_answer(deployment, _hash(name))
             )
         except Unavailable as error:
             headers = {"Retry-After": "1"}
-            refusal = problem_response("unavailable", str(error), scope["path"], error.reason, headers)
+            refusal = problem_response(
+                "unavailable", str(error), scope["path"], error.reason, headers
+            )
             await refusal(scope, receive, send)
             return
         if kept is None:
@@ -156,7 +164,9 @@ class Idempotency:
         """The status and place of the first answer; its body is the plan as a GET shows it now."""
         location = kept.location
         if location is None:
-            await send(_marked({"type": "http.response.start", "status": kept.status, "headers": []}))
+            await send(
+                _marked({"type": "http.response.start", "status": kept.status, "headers": []})
+            )
             await send({"type": "http.response.body", "body": b""})
             return
 

@@ -38,7 +38,9 @@ _AUDIT_SHOWN = 1024
 async def get_heatmap(
     operations: OperationsOf,
     deployment: DeploymentPath,
-    phase: Annotated[Phase | None, Query(description="None joins the windows of all phases.")] = None,
+    phase: Annotated[
+        Phase | None, Query(description="None joins the windows of all phases.")
+    ] = None,
     first_layer: Annotated[int, Query(ge=0, le=2**31, description="Layer of the first row.")] = 0,
 ) -> HeatMapOut:
     """Load of the window as shares of each layer's mean: layers x experts, and layers x ranks."""
@@ -46,10 +48,17 @@ async def get_heatmap(
     windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
     # Summing a window of a large model takes a good part of a second: off the loop that serves the ranks.
     rows = await asyncio.to_thread(
-        heat_map, [window for window in windows if window is not None], view.placement(), first_layer
+        heat_map,
+        [window for window in windows if window is not None],
+        view.placement(),
+        first_layer,
     )
     return HeatMapOut(
-        deployment=deployment, epoch=view.status().epoch, phase=phase, first_layer=first_layer, **rows
+        deployment=deployment,
+        epoch=view.status().epoch,
+        phase=phase,
+        first_layer=first_layer,
+        **rows,
     )
 
 
@@ -90,7 +99,10 @@ def heat_map(
     found["tokens_per_layer"] = load[rows].sum(axis=1).tolist()
     found["experts"] = _shares(load[rows])
     # A window of a shape that the placement no longer has says nothing about ranks.
-    if placement is not None and load.shape == (placement.num_layers, placement.num_logical_experts):
+    if placement is not None and load.shape == (
+        placement.num_layers,
+        placement.num_logical_experts,
+    ):
         found["ranks"] = _shares(metrics.rank_load(load[None], placement)[0][rows])
     return found
 
@@ -119,7 +131,9 @@ async def get_quarantine(operations: OperationsOf, deployment: DeploymentPath) -
 
 
 @router.delete("/deployments/{deployment}/quarantine", status_code=204)
-async def clear_quarantine(operations: OperationsOf, caller: Caller, deployment: DeploymentPath) -> None:
+async def clear_quarantine(
+    operations: OperationsOf, caller: Caller, deployment: DeploymentPath
+) -> None:
     """Count from zero and drop the samples; metrics go on counting. Needs role admin."""
     await operations.clear_quarantine(deployment, caller)
 
@@ -158,7 +172,9 @@ async def get_log_level(operations: OperationsOf) -> LogLevelBody:
 
 
 @router.put("/log-level")
-async def set_log_level(operations: OperationsOf, caller: Caller, body: LogLevelBody) -> LogLevelBody:
+async def set_log_level(
+    operations: OperationsOf, caller: Caller, body: LogLevelBody
+) -> LogLevelBody:
     """Change it on the replica that answers, until its next start."""
     operations.set_log_level(body.level, caller)
     return LogLevelBody.model_validate({"level": operations.log_level()})

@@ -78,27 +78,38 @@ async def list_plans(
 ) -> PlanPage:
     """Plans, newest first, without their maps."""
     after = read_page_token(page_token)
-    records, more = await operations.plans(deployment, page_size, None if after is None else PlanId(after))
+    records, more = await operations.plans(
+        deployment, page_size, None if after is None else PlanId(after)
+    )
     following = page_token_of(records[-1].plan.plan_id) if more and records else None
     return PlanPage(items=[plan_summary(record) for record in records], next_page_token=following)
 
 
 @router.get("/deployments/{deployment}/plans/{plan_id}")
-async def get_plan(operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath) -> PlanOut:
+async def get_plan(
+    operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath
+) -> PlanOut:
     """One plan with its target, waves and story."""
     return plan_out(await operations.plan(deployment, plan_id))
 
 
 @router.get("/deployments/{deployment}/plans/{plan_id}/story")
-async def get_story(operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath) -> StoryOut:
+async def get_story(
+    operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath
+) -> StoryOut:
     """What happened to one plan and why, in order."""
     record = await operations.plan(deployment, plan_id)
     return StoryOut(
-        plan_id=plan_id, phase=record.phase.value, reason=record.reason.value, rows=plain(record.story)
+        plan_id=plan_id,
+        phase=record.phase.value,
+        reason=record.reason.value,
+        rows=plain(record.story),
     )
 
 
-@router.post("/deployments/{deployment}/plans/{plan_id}/approve", status_code=202, responses=_CONFLICT)
+@router.post(
+    "/deployments/{deployment}/plans/{plan_id}/approve", status_code=202, responses=_CONFLICT
+)
 async def approve_plan(
     operations: OperationsOf,
     caller: Caller,
@@ -111,7 +122,9 @@ async def approve_plan(
     return _accepted(await operations.approve(deployment, plan_id, caller), response)
 
 
-@router.post("/deployments/{deployment}/plans/{plan_id}/cancel", status_code=202, responses=_CONFLICT)
+@router.post(
+    "/deployments/{deployment}/plans/{plan_id}/cancel", status_code=202, responses=_CONFLICT
+)
 async def cancel_plan(
     operations: OperationsOf,
     caller: Caller,

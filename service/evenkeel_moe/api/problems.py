@@ -50,7 +50,9 @@ KINDS = {
     "not-found": Kind(404, "No such thing", Reason.NOT_FOUND),
     "method-not-allowed": Kind(405, "The path has no such method", Reason.UNSUPPORTED),
     "conflict": Kind(409, "The state has moved on", Reason.WRONG_PHASE),
-    "precondition-failed": Kind(412, "The document has changed since it was read", Reason.STALE_BASE),
+    "precondition-failed": Kind(
+        412, "The document has changed since it was read", Reason.STALE_BASE
+    ),
     "too-large": Kind(413, "The body is larger than the server takes", Reason.LIMIT_EXCEEDED),
     "invalid-input": Kind(422, "The input can never be right", Reason.INVALID_INPUT),
     "key-reused": Kind(422, "The Idempotency-Key was used with another body", Reason.ID_REUSED),
@@ -145,7 +147,8 @@ async def _evenkeel_error(request: Request, error: Exception) -> JSONResponse:
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     errors = [
-        {"location": [str(part) for part in row["loc"]], "detail": str(row["msg"])} for row in error.errors()
+        {"location": [str(part) for part in row["loc"]], "detail": str(row["msg"])}
+        for row in error.errors()
     ]
     first = errors[0]
     where = ".".join(first["location"])
@@ -159,7 +162,10 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind = _OF_STATUS.get(error.status_code, "internal")
     return problem_response(
-        kind, str(error.detail), request.url.path, headers=dict(error.headers) if error.headers else None
+        kind,
+        str(error.detail),
+        request.url.path,
+        headers=dict(error.headers) if error.headers else None,
     )
 
 

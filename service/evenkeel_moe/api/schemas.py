@@ -341,7 +341,9 @@ class LimitsIn(_In):
 
     max_moves: int | None = Field(default=None, ge=0, le=2**31, description="Copies between ranks.")
     max_bytes: int | None = Field(default=None, ge=0, le=2**62, description="Bytes between ranks.")
-    max_layers: int | None = Field(default=None, ge=0, le=2**31, description="Layers that may change.")
+    max_layers: int | None = Field(
+        default=None, ge=0, le=2**31, description="Layers that may change."
+    )
 
 
 class TargetIn(_In):
@@ -360,9 +362,13 @@ class PlanIn(_In):
         pattern=PLAN_ID_PATTERN,
         description="Chosen by the client, so that repeating the call gives the same plan.",
     )
-    policy: str | None = Field(default=None, max_length=64, description="Null uses the deployment's policy.")
+    policy: str | None = Field(
+        default=None, max_length=64, description="Null uses the deployment's policy."
+    )
     limits: LimitsIn = LimitsIn()
-    phases: list[Phase] = Field(default=[], description="Windows to plan on; empty weighs all by tokens.")
+    phases: list[Phase] = Field(
+        default=[], description="Windows to plan on; empty weighs all by tokens."
+    )
     dry_run: bool = Field(
         default=False, description="Only plan; approving the plan later starts this very plan."
     )

@@ -46,8 +46,12 @@ class ApiClient:
     """
 
     def __init__(self, url: str, token: str | None, timeout_s: float = 30.0) -> None:
-        if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
-            raise CliError("the token is empty or has characters other than visible ASCII", Exit.USAGE)
+        if token is not None and not (
+            token.isascii() and token.isprintable() and token.split() == [token]
+        ):
+            raise CliError(
+                "the token is empty or has characters other than visible ASCII", Exit.USAGE
+            )
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._url = url.rstrip("/")
         try:
@@ -94,7 +98,9 @@ class ApiClient:
                 items += page["items"]
                 token = page["next_page_token"]
             except (KeyError, TypeError) as error:
-                raise CliError(f"{self._url} answered no list of {path}; {_WHO}", Exit.REFUSED) from error
+                raise CliError(
+                    f"{self._url} answered no list of {path}; {_WHO}", Exit.REFUSED
+                ) from error
             if token is None:
                 return items
 
@@ -137,7 +143,8 @@ class ApiClient:
             answer = None
         if not isinstance(answer, dict):
             raise CliError(
-                f"{self._url} answered {response.status_code} and no JSON object; {_WHO}", Exit.REFUSED
+                f"{self._url} answered {response.status_code} and no JSON object; {_WHO}",
+                Exit.REFUSED,
             )
         return answer
 
@@ -183,7 +190,9 @@ def read_token(token: str | None, token_file: Path | None, local_file: Path) -> 
             return None
         raise CliError(f"no token file {path}", Exit.USAGE) from None
     except OSError as error:
-        raise CliError(f"cannot read the token file {path}: {error.strerror}", Exit.USAGE) from error
+        raise CliError(
+            f"cannot read the token file {path}: {error.strerror}", Exit.USAGE
+        ) from error
     except UnicodeError as error:
         raise CliError(f"the token file {path} is not UTF-8 text: {error}", Exit.USAGE) from error
     lines = [line.split("#", 1)[0].split() for line in text.splitlines()]

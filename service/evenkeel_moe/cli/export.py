@@ -22,10 +22,12 @@ __all__ = ["export"]
 
 def export(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="standard output")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write.", show_default="standard output"),
     ] = None,
     format_name: Annotated[
-        str, typer.Option("--format", "-f", help="neutral (also for vLLM), sglang, trtllm or ascend.")
+        str,
+        typer.Option("--format", "-f", help="neutral (also for vLLM), sglang, trtllm or ascend."),
     ] = "neutral",
     first_moe_layer: Annotated[
         int, typer.Option(min=0, help="Hidden layers of the model before its first MoE layer.")
@@ -81,7 +83,9 @@ def _ids(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise CliError(f"--layer-ids {text} must be numbers separated by commas", Exit.USAGE) from None
+        raise CliError(
+            f"--layer-ids {text} must be numbers separated by commas", Exit.USAGE
+        ) from None
 
 
 def _render(

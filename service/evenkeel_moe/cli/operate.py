@@ -43,7 +43,9 @@ def status(
 
 
 def decisions(
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Newest rows to show.")] = 20,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=1000, help="Newest rows to show.")
+    ] = 20,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -62,7 +64,9 @@ def policy(
     changes: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE", help="Fields to change; VALUE is JSON or text.", show_default="show it"
+            metavar="KEY=VALUE",
+            help="Fields to change; VALUE is JSON or text.",
+            show_default="show it",
         ),
     ] = None,
     url: UrlOption = DEFAULT_URL,
@@ -82,7 +86,10 @@ def policy(
 
 def freeze(
     seconds: Annotated[
-        float, typer.Argument(min=0, max=7 * 86400, help="Seconds in which no new plan may start; 0 thaws.")
+        float,
+        typer.Argument(
+            min=0, max=7 * 86400, help="Seconds in which no new plan may start; 0 thaws."
+        ),
     ],
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,

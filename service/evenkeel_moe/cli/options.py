@@ -25,7 +25,10 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 DEFAULT_DATA_DIR = Path("evenkeel-data")
 
 UrlOption = Annotated[
-    str, typer.Option("--url", envvar="EVENKEEL_URL", help="REST address of a controller.", show_default=True)
+    str,
+    typer.Option(
+        "--url", envvar="EVENKEEL_URL", help="REST address of a controller.", show_default=True
+    ),
 ]
 TokenOption = Annotated[
     str | None,

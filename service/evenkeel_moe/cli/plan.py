@@ -45,9 +45,12 @@ def create(
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     deployment: DeploymentOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only plan; `plan approve` starts this very plan later.")
+        bool,
+        typer.Option("--dry-run", help="Only plan; `plan approve` starts this very plan later."),
     ] = False,
-    start: Annotated[bool, typer.Option("--start", help="Start at once, also in propose mode.")] = False,
+    start: Annotated[
+        bool, typer.Option("--start", help="Start at once, also in propose mode.")
+    ] = False,
     plan_id: IdOption = None,
     policy: Annotated[
         str | None,
@@ -63,7 +66,8 @@ def create(
         int | None, typer.Option(min=0, help="Most bytes between ranks.", show_default="no bound")
     ] = None,
     max_layers: Annotated[
-        int | None, typer.Option(min=0, help="Most layers that may change.", show_default="no bound")
+        int | None,
+        typer.Option(min=0, help="Most layers that may change.", show_default="no bound"),
     ] = None,
     phase: Annotated[
         list[str] | None,
@@ -91,7 +95,9 @@ def create(
         "phases": phase or [],
         "dry_run": dry_run,
         "approve": start,
-        "target": None if wanted is None else {"physical_to_logical": wanted["physical_to_logical"]},
+        "target": None
+        if wanted is None
+        else {"physical_to_logical": wanted["physical_to_logical"]},
     }
     with connect(url, token, token_file, data_dir) as client:
         name = client.deployment(deployment)
@@ -137,7 +143,9 @@ def _read_target(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CliError(f"cannot read {path}: {error.strerror}", Exit.USAGE) from error
     except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise CliError(f"{path} is not a JSON object with physical_to_logical", Exit.USAGE) from error
+        raise CliError(
+            f"{path} is not a JSON object with physical_to_logical", Exit.USAGE
+        ) from error
 
 
 @app.command("list")
@@ -224,7 +232,9 @@ def rollback(
     to_epoch: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Epoch whose placement to return to.", show_default="the one before the last plan"
+            min=0,
+            help="Epoch whose placement to return to.",
+            show_default="the one before the last plan",
         ),
     ] = None,
     plan_id: IdOption = None,

@@ -45,7 +45,9 @@ def rank(
     try:
         from evenkeel_moe.engines.reference.rank import run_rank  # loads torch
     except ModuleNotFoundError as error:
-        raise CliError(f"a rank needs `pip install evenkeel[agent]`: {error}", Exit.USAGE) from error
+        raise CliError(
+            f"a rank needs `pip install evenkeel[agent]`: {error}", Exit.USAGE
+        ) from error
     raise typer.Exit(run_rank(rank_config))
 
 
@@ -53,13 +55,16 @@ def fleet(
     controller: Annotated[
         list[str] | None,
         typer.Option(
-            help="host:port of a controller replica; repeat for several.", show_default="127.0.0.1:50051"
+            help="host:port of a controller replica; repeat for several.",
+            show_default="127.0.0.1:50051",
         ),
     ] = None,
     deployment: Annotated[str, typer.Option(help="Id the ranks register under.")] = "reference",
     ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4,
     steps: Annotated[int, typer.Option(min=0, help="Steps to serve; 0 serves until Ctrl-C.")] = 0,
-    step_s: Annotated[float, typer.Option(min=0, max=5, help="Least duration of a step in seconds.")] = 0.05,
+    step_s: Annotated[
+        float, typer.Option(min=0, max=5, help="Least duration of a step in seconds.")
+    ] = 0.05,
     run_folder: Annotated[
         Path, typer.Option(help="Folder of logs, lines and saved placements; made if missing.")
     ] = Path("evenkeel-ranks"),
@@ -87,8 +92,12 @@ def fleet(
 
 def demo(
     ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes the ranks are said to be on, in blocks.")] = 1,
-    steps: Annotated[int, typer.Option(min=200, help="Steps to serve, half on prose, half on code.")] = 600,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Nodes the ranks are said to be on, in blocks.")
+    ] = 1,
+    steps: Annotated[
+        int, typer.Option(min=200, help="Steps to serve, half on prose, half on code.")
+    ] = 600,
     step_s: Annotated[
         float,
         typer.Option(
@@ -96,14 +105,19 @@ def demo(
         ),
     ] = 0.08,
     redis_url: Annotated[
-        str, typer.Option(help="Store of the controller.", show_default="a Valkey server of its own")
+        str,
+        typer.Option(help="Store of the controller.", show_default="a Valkey server of its own"),
     ] = "",
     policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem or libra.")] = "keel",
     dispatch: Annotated[
-        str, typer.Option(help="How ranks choose replicas: even, nearest, lplb, waterfill or libra.")
+        str,
+        typer.Option(help="How ranks choose replicas: even, nearest, lplb, waterfill or libra."),
     ] = "even",
     mode: Annotated[
-        str, typer.Option(help="auto, propose (the demo approves, as you would) or observe (nothing moves).")
+        str,
+        typer.Option(
+            help="auto, propose (the demo approves, as you would) or observe (nothing moves)."
+        ),
     ] = "auto",
     fault: Annotated[
         str | None,
@@ -112,13 +126,20 @@ def demo(
             show_default="nothing is broken",
         ),
     ] = None,
-    timeout_s: Annotated[float, typer.Option(min=10, help="Give up after this many seconds.")] = 170.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=10, help="Give up after this many seconds.")
+    ] = 170.0,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Empty folder for the logs and records of the run.", show_default="thrown away"),
+        typer.Option(
+            help="Empty folder for the logs and records of the run.", show_default="thrown away"
+        ),
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Print lines instead of the live view, as without a terminal.")
+        bool,
+        typer.Option(
+            "--plain", help="Print lines instead of the live view, as without a terminal."
+        ),
     ] = False,
 ) -> None:
     """Watch a real engine lose and regain its balance, and check that not one bit went wrong.

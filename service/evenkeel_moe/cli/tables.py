@@ -40,7 +40,16 @@ def _table(*columns: str) -> Table:
 def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """One line per deployment."""
     table = _table(
-        "DEPLOYMENT", "STATE", "REASON", "MODE", "POLICY", "EPOCH", "BALANCEDNESS", "WORST", "RANKS", "PLAN"
+        "DEPLOYMENT",
+        "STATE",
+        "REASON",
+        "MODE",
+        "POLICY",
+        "EPOCH",
+        "BALANCEDNESS",
+        "WORST",
+        "RANKS",
+        "PLAN",
     )
     for row in rows:
         plan = row["active_plan"]
@@ -72,7 +81,10 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
     for name, value in (
         ("deployment", row["deployment"]),
         ("state", f"{row['state']} ({row['reason']})"),
-        ("mode, policy", f"{row['mode']}, {row['policy']}{', held after a rollback' if row['held'] else ''}"),
+        (
+            "mode, policy",
+            f"{row['mode']}, {row['policy']}{', held after a rollback' if row['held'] else ''}",
+        ),
         ("frozen until", moment(row["frozen_until_unix"])),
         ("leader", f"{row['leader']}, term {row['term']}"),
         ("epoch", f"{_word(row['epoch'])} of generation {row['generation']}"),
@@ -90,7 +102,15 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
     ):
         facts.add_row(Text(name, style="dim"), Text(value))
     ranks = _table(
-        "RANK", "NODE", "FRESH", "EPOCH", "WAVE", "LOAD SHARE", "S/TOKEN", "FREE BYTES", "STAGING BYTES"
+        "RANK",
+        "NODE",
+        "FRESH",
+        "EPOCH",
+        "WAVE",
+        "LOAD SHARE",
+        "S/TOKEN",
+        "FREE BYTES",
+        "STAGING BYTES",
     )
     for rank in row["ranks"]:
         pace = rank["seconds_per_token"]
@@ -122,7 +142,16 @@ def _plan_line(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """One line per plan."""
     table = _table(
-        "PLAN", "PHASE", "REASON", "BECAUSE", "POLICY", "BASE", "WAVES", "MOVES", "BYTES", "CREATED (UTC)"
+        "PLAN",
+        "PHASE",
+        "REASON",
+        "BECAUSE",
+        "POLICY",
+        "BASE",
+        "WAVES",
+        "MOVES",
+        "BYTES",
+        "CREATED (UTC)",
     )
     for row in rows:
         table.add_row(
@@ -158,7 +187,10 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     table = _table("AT (UTC)", "REASON", "PLAN", "NUMBERS")
     for row in rows:
         table.add_row(
-            moment(row["at"]), row["reason"], row.get("plan_id") or "-", _pairs(row.get("numbers") or {})
+            moment(row["at"]),
+            row["reason"],
+            row.get("plan_id") or "-",
+            _pairs(row.get("numbers") or {}),
         )
     return table
 

@@ -18,8 +18,20 @@ from evenkeel_moe.dispatch.gating import hash_topk, topk_gate
 from evenkeel_moe.dispatch.interior import BatchedSplit
 from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice
 from evenkeel_moe.dispatch.libra_lookahead import Lookahead, prediction_accuracy
-from evenkeel_moe.dispatch.libra_replicas import TransientReplicas, extra_budget, plan_replicas, resident_mask
-from evenkeel_moe.dispatch.libra_schedule import PrefetchBuffers, Resource, Stage, Task, layer_tasks, timeline
+from evenkeel_moe.dispatch.libra_replicas import (
+    TransientReplicas,
+    extra_budget,
+    plan_replicas,
+    resident_mask,
+)
+from evenkeel_moe.dispatch.libra_schedule import (
+    PrefetchBuffers,
+    Resource,
+    Stage,
+    Task,
+    layer_tasks,
+    timeline,
+)
 from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_tokens
 from evenkeel_moe.dispatch.lplb import ExactSplit, LplbChoice, Split
 from evenkeel_moe.dispatch.tables import DispatchTables

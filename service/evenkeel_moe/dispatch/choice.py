@@ -86,7 +86,9 @@ def check_experts(experts: Tensor) -> None:
         ShapeMismatch: not (n, k).
     """
     if experts.dtype not in (torch.int64, torch.int32):
-        raise InvalidInput(f"experts must be int64 or int32, got {str(experts.dtype).removeprefix('torch.')}")
+        raise InvalidInput(
+            f"experts must be int64 or int32, got {str(experts.dtype).removeprefix('torch.')}"
+        )
     if experts.ndim != 2:
         raise ShapeMismatch(f"experts must be (n, k), got {tuple(experts.shape)}")
 
@@ -129,7 +131,9 @@ class NearestChoice:
         """See `ReplicaChoice.choose`; demand is not used."""
         check_experts(experts)
         tables = self._tables
-        return _spread(tables.nearest[layer], tables.nearest_count[layer], experts, _salt(tables, layer))
+        return _spread(
+            tables.nearest[layer], tables.nearest_count[layer], experts, _salt(tables, layer)
+        )
 
 
 class RandomChoice:
@@ -146,7 +150,9 @@ class RandomChoice:
         check_experts(experts)
         known = experts.clamp(min=0).to(torch.int64)
         count = self._tables.logcnt[layer][known]
-        drawn = torch.rand(known.shape, generator=self._generator, device=known.device, dtype=torch.float64)
+        drawn = torch.rand(
+            known.shape, generator=self._generator, device=known.device, dtype=torch.float64
+        )
         index = (drawn * count).to(torch.int64)
         slots = self._tables.log2phy[layer][known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
         return torch.where(experts >= 0, slots, -1)
@@ -186,7 +192,9 @@ class WeightedChoice:
         if tables.device.type == "cpu":
             beyond = torch.arange(tables.width) >= tables.logcnt[..., None]
             if bool((values < 0).any()) or bool((values[beyond] != 0).any()):
-                raise InvalidInput("probabilities must not be negative, and 0 beyond an expert's replicas")
+                raise InvalidInput(
+                    "probabilities must not be negative, and 0 beyond an expert's replicas"
+                )
             if not bool(((values.sum(dim=2) - 1).abs() < 1e-6).all()):
                 raise InvalidInput("the probabilities of every expert must sum to 1")
         self._bounds.copy_(values.cumsum(dim=2))

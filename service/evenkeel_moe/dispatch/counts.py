@@ -44,7 +44,9 @@ def check_type(counts: Tensor, shape: tuple[int, ...], what: str) -> None:
     """The part of `check_counts` that looks at no value; raises the same."""
     if counts.dtype not in _EXACT:
         kind = str(counts.dtype).removeprefix("torch.")
-        raise InvalidInput(f"{what} are {kind}, which cannot hold every whole number; pass int64 or float32")
+        raise InvalidInput(
+            f"{what} are {kind}, which cannot hold every whole number; pass int64 or float32"
+        )
     if tuple(counts.shape) != shape:
         raise ShapeMismatch(f"{what} must be {shape}, got {tuple(counts.shape)}")
 

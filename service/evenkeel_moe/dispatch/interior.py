@@ -95,7 +95,13 @@ class BatchedSplit:
         )
         flat = row_of[shared] * width + nth[edge]
         logical = torch.from_numpy(structure.expert)[shared]
-        return layer, logical, replica, flat, torch.from_numpy(structure.copies)[edge].to(torch.float64)
+        return (
+            layer,
+            logical,
+            replica,
+            flat,
+            torch.from_numpy(structure.copies)[edge].to(torch.float64),
+        )
 
     def solve(self, counts: Tensor) -> Split:
         """Split one batch of every layer.
@@ -122,7 +128,9 @@ class BatchedSplit:
         wanted = load.gather(1, self._expert) * self._row_present
         # An expert without tokens has no interior: its copies leave the program for this batch.
         live = self._present * (wanted > 0).unsqueeze(2)
-        x = _interior_point(fixed, wanted, live.reshape(layers, -1), self._incidence, rows, self._iterations)
+        x = _interior_point(
+            fixed, wanted, live.reshape(layers, -1), self._incidence, rows, self._iterations
+        )
         share = x.reshape(layers, rows, width)
         total = share.sum(dim=2, keepdim=True)
         share = torch.where(total > 0, share / total.clamp(min=1e-300), 0.0)
@@ -132,7 +140,9 @@ class BatchedSplit:
         found = share.reshape(layers, -1)[layer, flat] / copies
         idle = load[layer, expert] <= 0
         probabilities = self._even.clone()
-        probabilities[layer, expert, replica] = torch.where(idle, self._even[layer, expert, replica], found)
+        probabilities[layer, expert, replica] = torch.where(
+            idle, self._even[layer, expert, replica], found
+        )
         return Split(probabilities, used.amax(dim=1) * scale.squeeze(1))
 
 
@@ -203,7 +213,9 @@ class _Program:
     ranks: int
 
     @classmethod
-    def of(cls, fixed: Tensor, wanted: Tensor, live: Tensor, incidence: Tensor, rows: int) -> "_Program":
+    def of(
+        cls, fixed: Tensor, wanted: Tensor, live: Tensor, incidence: Tensor, rows: int
+    ) -> "_Program":
         """The programs of a batch."""
         layers, ranks = fixed.shape
         edges = live.shape[1]
@@ -251,7 +263,9 @@ class _Program:
         layers, edges = self.live.shape
         ranks = self.ranks
         of_x = weight[:, :edges]
-        crossing = (self.inside * of_x.unsqueeze(2)).reshape(layers, self.rows, -1, ranks).sum(dim=2)
+        crossing = (
+            (self.inside * of_x.unsqueeze(2)).reshape(layers, self.rows, -1, ranks).sum(dim=2)
+        )
         on_rank = crossing.sum(dim=1) + weight[:, edges : edges + ranks]
         of_expert = of_x.reshape(layers, self.rows, -1).sum(dim=2)
         normal = torch.diag_embed(torch.cat([on_rank, of_expert], dim=1) + self.filler)

@@ -76,7 +76,9 @@ class LibraChoice:
         self._locality = locality
         self._rule = rule
         self._tolerance = tolerance
-        self._resident = [resident_mask(tables.placement, layer) for layer in range(tables.num_layers)]
+        self._resident = [
+            resident_mask(tables.placement, layer) for layer in range(tables.num_layers)
+        ]
         self._planned: dict[int, TransientReplicas] = {}
         self.last_sharding: Sharding | None = None
         """What the last batch was assigned: for figures, and for engines that run local before remote."""
@@ -111,7 +113,9 @@ class LibraChoice:
         """See `ReplicaChoice.choose`; slots from S on are transient. Runs on the CPU, as Libra does."""
         check_experts(experts)
         if demand is None:
-            raise InvalidInput("token sharding needs the demand of all ranks: all-gather the counts first")
+            raise InvalidInput(
+                "token sharding needs the demand of all ranks: all-gather the counts first"
+            )
         return self.shard(layer, demand).assign(experts, self._tables.ep_rank)
 
     def hosts(self, layer: int) -> NDArray[np.bool_]:
@@ -135,10 +139,14 @@ class LibraChoice:
         plan = self._planned.pop(layer, None)
         resident = self._resident[layer]
         hosts = plan.hosts if plan is not None else resident
-        sharding = shard_tokens(counts.numpy(), hosts, resident, rule=self._rule, tolerance=self._tolerance)
+        sharding = shard_tokens(
+            counts.numpy(), hosts, resident, rule=self._rule, tolerance=self._tolerance
+        )
         self.last_sharding = sharding
         quotas = np.ascontiguousarray((sharding.local + sharding.remote).T)
-        return LayerQuotas(self._slots(layer, plan), torch.from_numpy(quotas), counts, hosts, sharding)
+        return LayerQuotas(
+            self._slots(layer, plan), torch.from_numpy(quotas), counts, hosts, sharding
+        )
 
     def _slots(self, layer: int, plan: TransientReplicas | None) -> Tensor:
         """(E, R) one slot per expert and rank that has it."""

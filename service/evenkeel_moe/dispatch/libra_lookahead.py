@@ -57,7 +57,9 @@ def prediction_accuracy(predicted: Tensor, actual: Tensor) -> float:
         ShapeMismatch: another number of tokens.
     """
     if predicted.ndim != 2 or actual.ndim != 2 or predicted.shape[0] != actual.shape[0]:
-        raise ShapeMismatch(f"predicted {tuple(predicted.shape)} and actual {tuple(actual.shape)} differ")
+        raise ShapeMismatch(
+            f"predicted {tuple(predicted.shape)} and actual {tuple(actual.shape)} differ"
+        )
     chosen = actual >= 0
     hit = (actual.unsqueeze(2) == predicted.unsqueeze(1)).any(dim=2) & chosen
     total = int(chosen.sum())

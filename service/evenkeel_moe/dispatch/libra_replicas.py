@@ -43,7 +43,12 @@ def resident_mask(placement: Placement, layer: int) -> NDArray[np.bool_]:
 
 
 def extra_budget(
-    *, free_bytes: int, bytes_per_expert: int, window_s: float, bytes_per_s: float, most: int | None = None
+    *,
+    free_bytes: int,
+    bytes_per_expert: int,
+    window_s: float,
+    bytes_per_s: float,
+    most: int | None = None,
 ) -> int:
     """N: how many experts a rank can bring in, by memory and by time.
 
@@ -106,9 +111,13 @@ def plan_replicas(
     """
     load = np.ascontiguousarray(demand, np.float64)
     if load.ndim != 2 or resident.shape != load.shape[::-1]:
-        raise ShapeMismatch(f"demand (R, E) {load.shape} and residents (E, R) {resident.shape} do not match")
+        raise ShapeMismatch(
+            f"demand (R, E) {load.shape} and residents (E, R) {resident.shape} do not match"
+        )
     if max_extra < 0 or not 0.0 <= locality <= 1.0:
-        raise InvalidInput(f"max_extra {max_extra} must be >= 0 and locality {locality} within 0..1")
+        raise InvalidInput(
+            f"max_extra {max_extra} must be >= 0 and locality {locality} within 0..1"
+        )
     if not np.isfinite(load).all() or (load < 0).any():
         raise InvalidInput("demand must be finite and not negative")
     lost = np.flatnonzero(~resident.any(axis=1))
@@ -177,13 +186,18 @@ def _plan_kernel(
         if _relieve(source, True, target, demand, hosts, extra, taken, remote, load, target):
             continue
         # Where every rank's own tokens overfill it, less than the fullest rank is still a relief.
-        if not _relieve(source, True, load[source], demand, hosts, extra, taken, remote, load, target):
+        if not _relieve(
+            source, True, load[source], demand, hosts, extra, taken, remote, load, target
+        ):
             return
 
 
 @kernel
 def _fill_kernel(
-    demand: NDArray[np.float64], hosts: NDArray[np.bool_], extra: NDArray[np.int64], taken: NDArray[np.int64]
+    demand: NDArray[np.float64],
+    hosts: NDArray[np.bool_],
+    extra: NDArray[np.int64],
+    taken: NDArray[np.int64],
 ) -> None:
     """Copy the experts with the most remote tokens per host to the ranks with the most places left."""
     ranks, experts = demand.shape
@@ -244,7 +258,9 @@ def _relieve(
         for rank in range(ranks):
             if rank == source or hosts[e, rank] == copying:
                 continue
-            if copying and (taken[rank] >= extra.shape[1] or load[rank] + demand[rank, e] >= ceiling):
+            if copying and (
+                taken[rank] >= extra.shape[1] or load[rank] + demand[rank, e] >= ceiling
+            ):
                 continue
             if goal < 0 or load[rank] < load[goal]:
                 goal = rank
@@ -269,7 +285,12 @@ def _relieve(
 
 @kernel
 def _localise(
-    e: int, goal: int, source: int, tokens: float, remote: NDArray[np.float64], load: NDArray[np.float64]
+    e: int,
+    goal: int,
+    source: int,
+    tokens: float,
+    remote: NDArray[np.float64],
+    load: NDArray[np.float64],
 ) -> None:
     """A rank's own tokens come home: off the fullest rank first, then off whoever has the expert's remote tokens."""
     load[goal] += tokens

@@ -17,7 +17,16 @@ from enum import StrEnum
 
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["PrefetchBuffers", "Resource", "Span", "Stage", "Task", "hidden_s", "layer_tasks", "timeline"]
+__all__ = [
+    "PrefetchBuffers",
+    "Resource",
+    "Span",
+    "Stage",
+    "Task",
+    "hidden_s",
+    "layer_tasks",
+    "timeline",
+]
 
 
 class Stage(StrEnum):
@@ -89,7 +98,12 @@ def layer_tasks(layer: int, num_layers: int) -> tuple[Task, ...]:
         Task(layer, s.DISPATCH, r.NETWORK, ((layer, s.GATE),)),
         Task(layer, s.SHARD, r.CPU, ((layer, s.EXCHANGE_DEMAND),)),
         Task(layer, s.RETURN_PLAN, r.COPY, ((layer, s.SHARD),)),
-        Task(layer, s.REMOTE, r.COMPUTE, ((layer, s.LOCAL), (layer, s.DISPATCH), (layer, s.RETURN_PLAN))),
+        Task(
+            layer,
+            s.REMOTE,
+            r.COMPUTE,
+            ((layer, s.LOCAL), (layer, s.DISPATCH), (layer, s.RETURN_PLAN)),
+        ),
     ]
     if more:
         # The buffer of the next layer was last read two layers ago, which has long ended.
@@ -145,7 +159,9 @@ def hidden_s(spans: tuple[Span, ...], stage: Stage) -> float:
     total = 0.0
     for span in spans:
         if span.task.stage is stage:
-            total += sum(max(0.0, min(span.end_s, high) - max(span.start_s, low)) for low, high in busy)
+            total += sum(
+                max(0.0, min(span.end_s, high) - max(span.start_s, low)) for low, high in busy
+            )
     return total
 
 
@@ -177,7 +193,9 @@ class PrefetchBuffers:
         if len(experts) > self.size:
             raise InvalidInput(f"{len(experts)} experts for {self.size} places")
         if self._computing is not None and self._computing % 2 == layer % 2:
-            raise InvalidInput(f"layer {layer} would overwrite the experts of layer {self._computing}")
+            raise InvalidInput(
+                f"layer {layer} would overwrite the experts of layer {self._computing}"
+            )
         self._held[layer % 2] = (layer, tuple(experts))
         return layer % 2
 

@@ -48,7 +48,9 @@ class Sharding:
 
 
 def split_by_locality(
-    demand: NDArray[np.integer[Any]], hosts: NDArray[np.bool_], resident: NDArray[np.bool_] | None = None
+    demand: NDArray[np.integer[Any]],
+    hosts: NDArray[np.bool_],
+    resident: NDArray[np.bool_] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """What stays, and where the rest would go if nothing were balanced.
 
@@ -67,7 +69,9 @@ def split_by_locality(
         InfeasiblePlan: tokens for an expert no rank holds.
     """
     if demand.ndim != 2 or hosts.shape != demand.shape[::-1]:
-        raise ShapeMismatch(f"demand (R, E) {demand.shape} and hosts (E, R) {hosts.shape} do not match")
+        raise ShapeMismatch(
+            f"demand (R, E) {demand.shape} and hosts (E, R) {hosts.shape} do not match"
+        )
     tokens = np.asarray(demand, np.int64)
     if (tokens < 0).any():
         raise InvalidInput("demand must not be negative")
@@ -75,7 +79,8 @@ def split_by_locality(
     lost = np.flatnonzero(~homes.any(axis=1) & (tokens.sum(axis=0) > 0))
     if len(lost):
         raise InfeasiblePlan(
-            f"{len(lost)} experts with tokens on no rank, first {lost[0]}", Reason.EXPERT_WITHOUT_REPLICA
+            f"{len(lost)} experts with tokens on no rank, first {lost[0]}",
+            Reason.EXPERT_WITHOUT_REPLICA,
         )
     local = np.where(hosts.T, tokens, 0)
     away = (tokens - local).sum(axis=0)
@@ -119,7 +124,9 @@ def shard_tokens(
     remote = np.ascontiguousarray(remote)
     if rule is ShardingRule.EXACT:
         away = remote.sum(axis=0).astype(np.float64)
-        _exact_kernel(np.ascontiguousarray(hosts), local.sum(axis=1).astype(np.float64), away, remote)
+        _exact_kernel(
+            np.ascontiguousarray(hosts), local.sum(axis=1).astype(np.float64), away, remote
+        )
         return Sharding(local, remote)
     total = int(local.sum() + remote.sum())
     ranks = local.shape[0]
@@ -155,7 +162,11 @@ def _shard_kernel(
 
 @kernel
 def _move_from(
-    source: int, hosts: NDArray[np.bool_], load: NDArray[np.int64], remote: NDArray[np.int64], target: int
+    source: int,
+    hosts: NDArray[np.bool_],
+    load: NDArray[np.int64],
+    remote: NDArray[np.int64],
+    target: int,
 ) -> bool:
     """Move tokens of the hottest remote expert of `source` that has somewhere to go; False if none has."""
     for e in np.argsort(-remote[source], kind="mergesort"):

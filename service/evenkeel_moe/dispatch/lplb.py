@@ -85,7 +85,15 @@ class ExactSplit:
         load = self._run(counts, whole=False)
         s = self.structure
         share_kernel(
-            self._flow, load, s.even, s.expert, s.copies, s.entry_from, s.entry_edge, s.entry_at, self._shares
+            self._flow,
+            load,
+            s.even,
+            s.expert,
+            s.copies,
+            s.entry_from,
+            s.entry_edge,
+            s.entry_at,
+            self._shares,
         )
         return self._split
 
@@ -156,7 +164,9 @@ class LplbChoice:
         placement = tables.placement
         self._solvers = [
             ExactSplit(
-                Placement(placement.phy2log[layer : layer + 1], placement.num_ranks, tables.num_experts)
+                Placement(
+                    placement.phy2log[layer : layer + 1], placement.num_ranks, tables.num_experts
+                )
             )
             for layer in range(placement.num_layers)
         ]
@@ -170,7 +180,9 @@ class LplbChoice:
         check_counts(demand, (tables.num_ranks, tables.num_experts), "demand")
         counts = demand.sum(dim=0)
         found, _ = self._solvers[layer].quotas(counts.cpu().unsqueeze(0))
-        quotas = torch.zeros((tables.num_experts, tables.width), dtype=torch.int64, device=tables.device)
+        quotas = torch.zeros(
+            (tables.num_experts, tables.width), dtype=torch.int64, device=tables.device
+        )
         quotas[:, : found.shape[2]] = found[0].to(tables.device)
         slots = tables.log2phy[layer]
         holder = torch.div(slots, tables.slots_per_rank, rounding_mode="floor")

@@ -226,7 +226,9 @@ def split_layer(
         return 0.0
     # Whole tokens leave no rounding to forgive; in between, half a token tells full from not full.
     slack = 0.5 if whole else 1e-13 * total
-    peak = _raised(_lower_bound(first, last, load, used, hosts, expert, edge_from, edge_rank, total), whole)
+    peak = _raised(
+        _lower_bound(first, last, load, used, hosts, expert, edge_from, edge_rank, total), whole
+    )
     for d in range(first, last):
         left[d - first] = _fill(d, load[expert[d]], peak, whole, edge_from, edge_rank, used, flow)
     for d in range(first, last):
@@ -236,7 +238,9 @@ def split_layer(
                 seen, seen_expert, into, out_of, queue, first,
             )  # fmt: skip
             if rank >= 0:
-                left[d - first] -= _augment(rank, left[d - first], peak, used, flow, edge_rank, into, out_of)
+                left[d - first] -= _augment(
+                    rank, left[d - first], peak, used, flow, edge_rank, into, out_of
+                )
                 continue
             held_back = _confined(first, last, left, edge_from, edge_rank, seen)
             peak = _raised(peak + held_back / reached + (0.0 if whole else slack), whole)

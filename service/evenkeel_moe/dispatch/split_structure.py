@@ -87,7 +87,9 @@ class SplitStructure:
             for index in np.argsort(spread, kind="stable"):
                 logical = int(chosen[index])
                 edges: dict[int, int] = {}
-                for replica, rank in enumerate(rank_of[layer, logical, : logcnt[layer, logical]].tolist()):
+                for replica, rank in enumerate(
+                    rank_of[layer, logical, : logcnt[layer, logical]].tolist()
+                ):
                     if rank not in edges:
                         edges[rank] = len(edge_rank)
                         edge_rank.append(rank)

@@ -71,7 +71,9 @@ class DispatchTables:
             InfeasiblePlan: an expert has no replica, so its tokens would have nowhere to go.
         """
         if topology.num_ranks != placement.num_ranks:
-            raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, placement {placement.num_ranks}")
+            raise ShapeMismatch(
+                f"topology has {topology.num_ranks} ranks, placement {placement.num_ranks}"
+            )
         if not 0 <= ep_rank < placement.num_ranks:
             raise InvalidInput(f"rank {ep_rank} is outside 0..{placement.num_ranks - 1}")
         missing = np.argwhere(placement.logcnt == 0)
@@ -88,7 +90,9 @@ class DispatchTables:
         own = held & (rank == ep_rank)
         near = held & (node[np.where(held, rank, 0)] == node[ep_rank])
         preferred = np.where(
-            own.any(axis=2, keepdims=True), own, np.where(near.any(axis=2, keepdims=True), near, held)
+            own.any(axis=2, keepdims=True),
+            own,
+            np.where(near.any(axis=2, keepdims=True), near, held),
         )
 
         def on_device(array: NDArray[np.int64]) -> Tensor:

@@ -58,7 +58,12 @@ def shared_slot(rank: Tensor, slots_per_rank: int) -> Tensor:
 
 
 def expand_topk(
-    slots: Tensor, weights: Tensor, shared_rank: Tensor, slots_per_rank: int, *, shared_weight: float = 1.0
+    slots: Tensor,
+    weights: Tensor,
+    shared_rank: Tensor,
+    slots_per_rank: int,
+    *,
+    shared_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Add the shared column and make room for the reserved slots.
 
@@ -144,7 +149,9 @@ class Waterfill:
         check_counts(landed, (self.num_ranks, self.num_ranks), "landed counts")
         return landed.to(torch.int64).sum(dim=0)
 
-    def choose(self, slots: Tensor, score: Tensor, num_shared: int | Tensor, *, salt: int = 0) -> Tensor:
+    def choose(
+        self, slots: Tensor, score: Tensor, num_shared: int | Tensor, *, salt: int = 0
+    ) -> Tensor:
         """Rank that runs the shared expert of each of this rank's tokens.
 
         Every token gets exactly one, so nothing is lost or done twice.

@@ -111,7 +111,8 @@ class _Asked:
         experts = named if named is not None else int(rows.max()) + 1
         if experts > rows.shape[1]:
             raise ShapeMismatch(
-                f"{rows.shape[1]} slots cannot hold {experts} experts", Reason.EXPERT_WITHOUT_REPLICA
+                f"{rows.shape[1]} slots cannot hold {experts} experts",
+                Reason.EXPERT_WITHOUT_REPLICA,
             )
         return experts
 
@@ -123,7 +124,11 @@ class _Asked:
         return carried
 
     def layers_up_to(self, last: int) -> tuple[int, ...]:
-        return self.layer_ids if self.layer_ids is not None else tuple(range(self.first_moe_layer, last))
+        return (
+            self.layer_ids
+            if self.layer_ids is not None
+            else tuple(range(self.first_moe_layer, last))
+        )
 
 
 def read_placement(
@@ -191,7 +196,9 @@ class _OnceLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
         if len(mapping) != len(node.value):
-            raise InvalidInput(f"{len(node.value)} keys of which {len(mapping)} differ: a key occurs twice")
+            raise InvalidInput(
+                f"{len(node.value)} keys of which {len(mapping)} differ: a key occurs twice"
+            )
         return mapping
 
 
@@ -220,15 +227,26 @@ def _detect(content: Mapping[Any, Any]) -> PlacementFormat:
 
 
 def _parse_neutral(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
-    keys = ("format", "version", "num_ranks", "num_logical_experts", "layer_ids", "physical_to_logical")
+    keys = (
+        "format",
+        "version",
+        "num_ranks",
+        "num_logical_experts",
+        "layer_ids",
+        "physical_to_logical",
+    )
     content = as_mapping(content, "the placement", keys, ("info",))
     if content["format"] != NEUTRAL_FORMAT:
-        raise InvalidInput(f"format is {reprlib.repr(content['format']):.60}, must be {NEUTRAL_FORMAT!r}")
+        raise InvalidInput(
+            f"format is {reprlib.repr(content['format']):.60}, must be {NEUTRAL_FORMAT!r}"
+        )
     version = as_int(content["version"], "version")
     if version != NEUTRAL_VERSION:
         raise InvalidInput(f"version is {version}, only {NEUTRAL_VERSION} can be read")
     rows = expert_rows(content["physical_to_logical"], "physical_to_logical", EMPTY)
-    layer_ids = tuple(as_int(value, "layer id") for value in as_list(content["layer_ids"], "layer_ids"))
+    layer_ids = tuple(
+        as_int(value, "layer id") for value in as_list(content["layer_ids"], "layer_ids")
+    )
     info = content.get("info", {})
     if not isinstance(info, dict):
         raise InvalidInput(f"info must be a mapping, is {type(info).__name__}")
@@ -259,8 +277,12 @@ def _parse_trtllm(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
     layer_ids = tuple(sorted(as_int(layer, "layer id") for layer in by_layer))
     rows = expert_rows([by_layer[layer] for layer in layer_ids], "initial_global_assignments", 0)
     if rows.shape[1] != num_slots:
-        raise ShapeMismatch(f"layer {layer_ids[0]} lists {rows.shape[1]} experts, num_slots is {num_slots}")
-    return PlacementFile(Placement(rows, asked.ranks(), asked.experts(rows)), asked.layers(layer_ids))
+        raise ShapeMismatch(
+            f"layer {layer_ids[0]} lists {rows.shape[1]} experts, num_slots is {num_slots}"
+        )
+    return PlacementFile(
+        Placement(rows, asked.ranks(), asked.experts(rows)), asked.layers(layer_ids)
+    )
 
 
 def _parse_ascend(content: dict[Any, Any], asked: _Asked) -> PlacementFile:
@@ -293,9 +315,13 @@ def _ascend_layer(layer: object, index: int) -> tuple[int, NDArray[np.int32]]:
         entry = as_mapping(device, f"{what} device", ("device_id", "device_expert"))
         by_device[as_int(entry["device_id"], f"{what} device_id")] = entry["device_expert"]
     if len(devices) != count or sorted(by_device) != list(range(count)):
-        raise InvalidInput(f"{what} must list devices 0..{count - 1}, each once, got {sorted(by_device)[:8]}")
+        raise InvalidInput(
+            f"{what} must list devices 0..{count - 1}, each once, got {sorted(by_device)[:8]}"
+        )
     rows = [by_device[device] for device in range(count)]
-    return as_int(fields["layer_id"], f"{what}.layer_id"), expert_rows(rows, f"{what}.device_expert", 0)
+    return as_int(fields["layer_id"], f"{what}.layer_id"), expert_rows(
+        rows, f"{what}.device_expert", 0
+    )
 
 
 _PARSERS: dict[PlacementFormat, Callable[[dict[Any, Any], _Asked], PlacementFile]] = {
@@ -307,7 +333,11 @@ _PARSERS: dict[PlacementFormat, Callable[[dict[Any, Any], _Asked], PlacementFile
 
 
 def write_placement(
-    path: Path | str, file: PlacementFile, format_: PlacementFormat, *, num_hidden_layers: int | None = None
+    path: Path | str,
+    file: PlacementFile,
+    format_: PlacementFormat,
+    *,
+    num_hidden_layers: int | None = None,
 ) -> None:
     """Write a placement file; see `render_placement`."""
     with naming(path):
@@ -360,7 +390,9 @@ def _render_sglang(file: PlacementFile, num_hidden_layers: int | None) -> str:
     placement = file.placement
     hidden = max(file.layer_ids) + 1 if num_hidden_layers is None else num_hidden_layers
     if hidden <= max(file.layer_ids):
-        raise InvalidInput(f"{hidden} hidden layers, the placement names layer {max(file.layer_ids)}")
+        raise InvalidInput(
+            f"{hidden} hidden layers, the placement names layer {max(file.layer_ids)}"
+        )
     if hidden > MAX_HIDDEN_LAYERS:
         raise InvalidInput(f"{hidden} hidden layers, at most {MAX_HIDDEN_LAYERS} are written")
     in_order = np.arange(placement.num_slots, dtype=np.int32) % placement.num_logical_experts
@@ -387,7 +419,8 @@ def _render_ascend(placement: Placement) -> str:
             "layer_id": layer,
             "device_count": placement.num_ranks,
             "device_list": [
-                {"device_id": rank, "device_expert": experts.tolist()} for rank, experts in enumerate(table)
+                {"device_id": rank, "device_expert": experts.tolist()}
+                for rank, experts in enumerate(table)
             ],
         }
         for layer, table in enumerate(by_rank)

@@ -80,7 +80,9 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=once, parse_constant=constant)
     except json.JSONDecodeError as error:
-        raise InvalidInput(f"not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+        raise InvalidInput(
+            f"not JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from error
     except (RecursionError, ValueError) as error:
         raise InvalidInput(f"not JSON that can be read: {error}") from error
 
@@ -96,7 +98,11 @@ def as_mapping(
     if not isinstance(value, dict):
         raise InvalidInput(f"{what} must be a mapping, is {type(value).__name__}")
     missing = [key for key in keys if key not in value]
-    unknown = [str(key) for key in value if optional is not None and key not in keys and key not in optional]
+    unknown = [
+        str(key)
+        for key in value
+        if optional is not None and key not in keys and key not in optional
+    ]
     if missing or unknown:
         raise InvalidInput(
             f"{what} must have the keys {', '.join(keys)}; missing: {', '.join(missing) or 'none'};"
@@ -161,7 +167,9 @@ def expert_rows(rows: object, what: str, least: int) -> NDArray[np.int32]:
         raise ShapeMismatch(f"{what} is empty: {len(table)} rows")
     for index, row in enumerate(table):
         if len(row) != len(table[0]):
-            raise ShapeMismatch(f"{what} row {index} has {len(row)} slots, row 0 has {len(table[0])}")
+            raise ShapeMismatch(
+                f"{what} row {index} has {len(row)} slots, row 0 has {len(table[0])}"
+            )
         for slot, expert in enumerate(row):
             as_int(expert, f"{what} row {index} slot {slot}", least)
     return np.array(table, np.int32)

@@ -47,7 +47,9 @@ def read_tensors(path: Path) -> dict[str, NDArray[np.generic]]:
     if not isinstance(header, dict):
         raise InvalidInput(f"header must be a mapping, is {type(header).__name__}")
     data = memoryview(blob)[8 + length :]
-    return {name: _tensor(name, entry, data) for name, entry in header.items() if name != "__metadata__"}
+    return {
+        name: _tensor(name, entry, data) for name, entry in header.items() if name != "__metadata__"
+    }
 
 
 def _tensor(name: str, entry: object, data: memoryview) -> NDArray[np.generic]:

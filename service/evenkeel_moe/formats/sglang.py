@@ -60,7 +60,9 @@ def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
                     raise InvalidInput(f"has no {key}, so it is no per-pass dump")
             held = token_counts(_array(content["last_physical_to_logical_map"], "map"), "map")
             if held.ndim != 2 or 0 in held.shape:
-                raise ShapeMismatch(f"its map must be (layers, slots), none of them 0, got {held.shape}")
+                raise ShapeMismatch(
+                    f"its map must be (layers, slots), none of them 0, got {held.shape}"
+                )
             if placed is not None and not np.array_equal(placed, held):
                 raise ShapeMismatch(f"its map {held.shape} is not the map of the other files")
             if held.max() >= held.shape[1]:
@@ -89,13 +91,19 @@ def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
 def _add_record(
     passes: dict[int, dict[int, NDArray[np.int64]]], record: object, shape: tuple[int, ...]
 ) -> None:
-    if not isinstance(record, dict) or not {"forward_pass_id", "rank", "global_physical_count"} <= set(
-        record
-    ):
-        raise InvalidInput(f"record {len(passes)} lacks forward_pass_id, rank or global_physical_count")
+    if not isinstance(record, dict) or not {
+        "forward_pass_id",
+        "rank",
+        "global_physical_count",
+    } <= set(record):
+        raise InvalidInput(
+            f"record {len(passes)} lacks forward_pass_id, rank or global_physical_count"
+        )
     key = as_int(record["forward_pass_id"], "forward_pass_id", most=2**62)
     rank = as_int(record["rank"], "rank")
-    counts = token_counts(_array(record["global_physical_count"], "count"), f"pass {key} rank {rank}")
+    counts = token_counts(
+        _array(record["global_physical_count"], "count"), f"pass {key} rank {rank}"
+    )
     if counts.shape != shape:
         raise ShapeMismatch(f"pass {key} rank {rank} counts {counts.shape}, the map is {shape}")
     by_rank = passes.setdefault(key, {})
@@ -117,8 +125,18 @@ def _load(path: Path) -> dict[Any, Any]:
     except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise InvalidInput(f"torch cannot read it: {str(error).splitlines()[0]:.200}") from error
     # A broken pickle stream surfaces as whatever its opcodes ran into.
-    except (EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
-        raise InvalidInput(f"torch cannot read it: {type(error).__name__} {error!s:.200}") from error
+    except (
+        EOFError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+    ) as error:
+        raise InvalidInput(
+            f"torch cannot read it: {type(error).__name__} {error!s:.200}"
+        ) from error
     if not isinstance(content, dict):
         raise InvalidInput(f"holds a {type(content).__name__}, must be a mapping")
     return content
@@ -126,7 +144,9 @@ def _load(path: Path) -> dict[Any, Any]:
 
 def _array(value: object, what: str) -> NDArray[Any]:
     if str(getattr(value, "dtype", None)) == "torch.bfloat16":
-        raise InvalidInput(f"{what} is bfloat16, which rounds counts above 256: dump it as int32 or float32")
+        raise InvalidInput(
+            f"{what} is bfloat16, which rounds counts above 256: dump it as int32 or float32"
+        )
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -145,9 +165,7 @@ def _in_order(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, 
     """The ring's steps from the oldest on, without the unwritten ones."""
     busy = np.asarray(counts.any(axis=(1, 2)), np.bool_)
     if busy.all():
-        full = (
-            f"the buffer of {len(counts)} steps is full and does not say which is the oldest: taken as stored"
-        )
+        full = f"the buffer of {len(counts)} steps is full and does not say which is the oldest: taken as stored"
         return counts, (full,)
     if not busy.any():
         return drop_idle_steps(counts)
@@ -188,5 +206,9 @@ def _trace(
             )
         return Trace(rows, layer_ids, name, notes=notes)
     if not 0 <= first_moe_layer < hidden:
-        raise InvalidInput(f"first MoE layer {first_moe_layer} is outside the {hidden} hidden layers")
-    return Trace(counts[:, first_moe_layer:], tuple(range(first_moe_layer, hidden)), name, notes=notes)
+        raise InvalidInput(
+            f"first MoE layer {first_moe_layer} is outside the {hidden} hidden layers"
+        )
+    return Trace(
+        counts[:, first_moe_layer:], tuple(range(first_moe_layer, hidden)), name, notes=notes
+    )

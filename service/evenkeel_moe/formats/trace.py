@@ -80,7 +80,9 @@ class Trace:
         want = (self.num_steps, self.num_layers, self.num_experts)
         have = self.source.shape
         if self.source.ndim != 4 or (have[0], *have[2:]) != want or have[1] < 1:
-            raise ShapeMismatch(f"source counts must be ({want[0]}, ranks, {want[1]}, {want[2]}), got {have}")
+            raise ShapeMismatch(
+                f"source counts must be ({want[0]}, ranks, {want[1]}, {want[2]}), got {have}"
+            )
         if self.source.min() < 0:
             raise InvalidInput(f"{int((self.source < 0).sum())} negative source counts")
         wrong = np.argwhere(self.source.sum(axis=1) != self.counts)
@@ -140,7 +142,9 @@ def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple
         raise InvalidInput(f"none of the {len(counts)} steps routed a token")
     if busy.all():
         return counts, ()
-    return counts[busy], (f"left out {int((~busy).sum())} of {len(counts)} steps: they routed nothing",)
+    return counts[busy], (
+        f"left out {int((~busy).sum())} of {len(counts)} steps: they routed nothing",
+    )
 
 
 def drop_idle_layers(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[int, ...]]:

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import sglang
-from evenkeel_moe.formats.reading import as_int, as_mapping, naming, parse_json, read_text, token_counts
+from evenkeel_moe.formats.reading import (
+    as_int,
+    as_mapping,
+    naming,
+    parse_json,
+    read_text,
+    token_counts,
+)
 from evenkeel_moe.formats.safetensors import read_tensors
 from evenkeel_moe.formats.trace import Trace, drop_idle_steps
 from evenkeel_moe.formats.writing import write_file
@@ -53,7 +60,9 @@ def read_trace(path: Path | str, *, first_moe_layer: int | None = None) -> Trace
             return _read_npz(path, first_moe_layer)
         if path.suffix == ".pt":
             return sglang.read_stat(path, first_moe_layer)
-        raise InvalidInput(f"a trace is *.npz, *.pt or a folder, not *{path.suffix or ' without a suffix'}")
+        raise InvalidInput(
+            f"a trace is *.npz, *.pt or a folder, not *{path.suffix or ' without a suffix'}"
+        )
 
 
 def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
@@ -62,11 +71,15 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         raise InvalidInput("has no array T (steps, layers, experts)")
     counts = token_counts(arrays["T"], "T")
     if counts.ndim != 3 or 0 in counts.shape:
-        raise ShapeMismatch(f"T must be (steps, layers, experts), none of them 0, got {counts.shape}")
+        raise ShapeMismatch(
+            f"T must be (steps, layers, experts), none of them 0, got {counts.shape}"
+        )
     if first_moe_layer is not None:
         layer_ids = tuple(range(first_moe_layer, first_moe_layer + counts.shape[1]))
     elif "layer_ids" in arrays:
-        layer_ids = tuple(int(i) for i in token_counts(arrays["layer_ids"], "layer_ids").reshape(-1))
+        layer_ids = tuple(
+            int(i) for i in token_counts(arrays["layer_ids"], "layer_ids").reshape(-1)
+        )
     else:
         layer_ids = tuple(range(counts.shape[1]))
     mix, domains = arrays.get("mix"), arrays.get("domains")
@@ -98,7 +111,14 @@ def _load_npz(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
                     )
         with np.load(path, allow_pickle=False) as archive:
             return {name: np.asarray(archive[name]) for name in names if name in archive.files}
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
         raise InvalidInput(f"not a readable npz file: {error}") from error
     # numpy reports a broken header by any of these, with the offending text in the message.
     except (ValueError, KeyError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
@@ -156,10 +176,14 @@ def _read_tensorrt_llm(folder: Path, first_moe_layer: int | None) -> Trace:
         experts = as_int(meta["num_experts"], "num_experts", 1)
         top_k = as_int(meta["num_experts_per_token"], "num_experts_per_token", 1)
     ranks = sorted(
-        (int(match[1]), file) for file in folder.iterdir() if (match := _RANK_FILE.fullmatch(file.name))
+        (int(match[1]), file)
+        for file in folder.iterdir()
+        if (match := _RANK_FILE.fullmatch(file.name))
     )
     if [rank for rank, _ in ranks] != list(range(len(ranks))) or not ranks:
-        raise InvalidInput(f"rank files must be rank0..rank{{R-1}}, found {[rank for rank, _ in ranks]}")
+        raise InvalidInput(
+            f"rank files must be rank0..rank{{R-1}}, found {[rank for rank, _ in ranks]}"
+        )
     per_rank: list[NDArray[np.int64]] = []
     axes: tuple[list[int], list[int]] = ([], [])
     for rank, file in ranks:

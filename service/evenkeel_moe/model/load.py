@@ -52,7 +52,14 @@ MAX_TOKENS = (1 << 31) - 1
 """Of one rank in one step, routed or counted in one place: times `top_k` and summed over ranks they stay far below 2**63."""
 
 STEP = np.dtype(
-    [("step", "i8"), ("epoch", "i8"), ("tokens", "i8"), ("compute_s", "f8"), ("phase", "u4"), ("dummy", "u4")]
+    [
+        ("step", "i8"),
+        ("epoch", "i8"),
+        ("tokens", "i8"),
+        ("compute_s", "f8"),
+        ("phase", "u4"),
+        ("dummy", "u4"),
+    ]
 )
 """A row of a `StepTable`: a `StepMeta`, with NaN for a compute_s that was not measured and the phase's code."""
 StepTable = NDArray[np.void]

@@ -30,7 +30,9 @@ class Placement:
         if phy2log.ndim != 2:
             raise ShapeMismatch(f"phy2log must be (layers, slots), got shape {phy2log.shape}")
         if self.num_ranks < 1 or phy2log.shape[1] % self.num_ranks:
-            raise ShapeMismatch(f"{phy2log.shape[1]} slots do not divide over {self.num_ranks} ranks")
+            raise ShapeMismatch(
+                f"{phy2log.shape[1]} slots do not divide over {self.num_ranks} ranks"
+            )
         low, high = (int(phy2log.min()), int(phy2log.max())) if phy2log.size else (0, 0)
         if low < EMPTY or high >= self.num_logical_experts:
             raise ShapeMismatch(
@@ -106,7 +108,9 @@ class Placement:
     def digest(self) -> str:
         """32 hex digits over shape and contents; equal digests mean equal maps."""
         header = f"{self.num_layers},{self.num_slots},{self.num_ranks},{self.num_logical_experts};".encode()
-        return hashlib.blake2b(header + self.phy2log.astype("<i4").tobytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(
+            header + self.phy2log.astype("<i4").tobytes(), digest_size=16
+        ).hexdigest()
 
     def rank_of_slot(self) -> NDArray[np.int32]:
         """(S,) int32 - the rank that owns each slot."""
@@ -131,7 +135,9 @@ class Placement:
             InfeasiblePlan: an expert without a replica, a duplicate on a rank, a pool overrun.
         """
         if self.sizes != shape.sizes:
-            raise ShapeMismatch(f"placement is (L, S, R, E) = {self.sizes}, the deployment is {shape.sizes}")
+            raise ShapeMismatch(
+                f"placement is (L, S, R, E) = {self.sizes}, the deployment is {shape.sizes}"
+            )
         missing = np.argwhere(self.logcnt == 0)
         if len(missing):
             layer, expert = missing[0]
@@ -158,7 +164,9 @@ class Placement:
 
     def first_duplicate(self) -> tuple[int, int, int] | None:
         """(layer, rank, expert) of the first expert held twice by one rank, None if there is none."""
-        by_rank = np.sort(self.phy2log.reshape(self.num_layers, self.num_ranks, self.slots_per_rank), axis=2)
+        by_rank = np.sort(
+            self.phy2log.reshape(self.num_layers, self.num_ranks, self.slots_per_rank), axis=2
+        )
         twice = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
         where = np.argwhere(twice)
         if not len(where):

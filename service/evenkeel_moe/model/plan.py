@@ -12,7 +12,16 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["Plan", "PlanKind", "PlanLimits", "PlanPhase", "PlanRecord", "Transfer", "Wave", "WaveKey"]
+__all__ = [
+    "Plan",
+    "PlanKind",
+    "PlanLimits",
+    "PlanPhase",
+    "PlanRecord",
+    "Transfer",
+    "Wave",
+    "WaveKey",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,9 @@ class Wave:
     def nbytes(self, slots_per_rank: int) -> int:
         """Bytes that cross between ranks."""
         return sum(
-            t.nbytes for t in self.transfers if t.src_slot // slots_per_rank != t.dst_slot // slots_per_rank
+            t.nbytes
+            for t in self.transfers
+            if t.src_slot // slots_per_rank != t.dst_slot // slots_per_rank
         )
 
 
@@ -67,7 +78,9 @@ class WaveKey:
     def fingerprint(self) -> int:
         """62-bit hash, the h of the gate vector; never 0."""
         text = f"{self.generation}/{self.plan_id}/{self.wave_index}/{self.weights_version}/{self.base_epoch}"
-        return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2) | 1
+        return (
+            int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+        ) | 1
 
 
 class PlanKind(StrEnum):
@@ -105,7 +118,13 @@ class PlanPhase(StrEnum):
 
 
 _TERMINAL = frozenset(
-    {PlanPhase.COMMITTED, PlanPhase.ABORTED, PlanPhase.CANCELLED, PlanPhase.EXPIRED, PlanPhase.REFUSED}
+    {
+        PlanPhase.COMMITTED,
+        PlanPhase.ABORTED,
+        PlanPhase.CANCELLED,
+        PlanPhase.EXPIRED,
+        PlanPhase.REFUSED,
+    }
 )
 
 
@@ -149,7 +168,9 @@ class Plan:
         """Copies between ranks over all waves."""
         per_rank = self.target.slots_per_rank
         return sum(
-            t.src_slot // per_rank != t.dst_slot // per_rank for wave in self.waves for t in wave.transfers
+            t.src_slot // per_rank != t.dst_slot // per_rank
+            for wave in self.waves
+            for t in wave.transfers
         )
 
     @property
@@ -159,7 +180,9 @@ class Plan:
 
     def key(self, wave_index: int) -> WaveKey:
         """The key of one wave."""
-        return WaveKey(self.generation, self.plan_id, wave_index, self.weights_version, self.base_epoch)
+        return WaveKey(
+            self.generation, self.plan_id, wave_index, self.weights_version, self.base_epoch
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,7 +274,11 @@ class Operations(Protocol):
         ...
 
     async def rollback(
-        self, deployment: DeploymentId, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None
+        self,
+        deployment: DeploymentId,
+        to_epoch: Epoch | None,
+        by: str,
+        plan_id: PlanId | None = None,
     ) -> PlanRecord:
         """Return to an earlier epoch's placement (None: the one before the last plan) and hold `auto`.
 
@@ -345,7 +349,9 @@ class Operations(Protocol):
         """A stored answer; Unavailable when the store cannot say."""
         ...
 
-    async def audit(self, deployment: DeploymentId | None, limit: int) -> Sequence[Mapping[str, Any]]:
+    async def audit(
+        self, deployment: DeploymentId | None, limit: int
+    ) -> Sequence[Mapping[str, Any]]:
         """Audit rows, newest first: of one deployment, also those stored; None: of this replica, in memory."""
         ...
 

@@ -88,7 +88,9 @@ class DeploymentStore(Protocol):
         """Stored plans that have not ended, by id."""
         ...
 
-    async def fetch_plans(self, deployment: DeploymentId, plan_ids: Sequence[PlanId]) -> Sequence[PlanRecord]:
+    async def fetch_plans(
+        self, deployment: DeploymentId, plan_ids: Sequence[PlanId]
+    ) -> Sequence[PlanRecord]:
         """Those plans in that order, without those that are not stored. A plan of a large model is 0.1 MB: ask for few."""
         ...
 
@@ -116,7 +118,9 @@ class DeploymentStore(Protocol):
         """Add a row to the decision log, bounded by count and age."""
         ...
 
-    async def fetch_decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
+    async def fetch_decisions(
+        self, deployment: DeploymentId, limit: int
+    ) -> Sequence[Mapping[str, Any]]:
         """Decision rows, newest first."""
         ...
 

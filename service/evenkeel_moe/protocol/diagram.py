@@ -16,7 +16,9 @@ from evenkeel_moe.protocol.transitions import (
 
 __all__ = ["page"]
 
-_MACHINES: tuple[tuple[str, str, Mapping[tuple[Any, type], str], Mapping[Any, Mapping[type, Any]]], ...] = (
+_MACHINES: tuple[
+    tuple[str, str, Mapping[tuple[Any, type], str], Mapping[Any, Mapping[type, Any]]], ...
+] = (
     ("Participant", "one deployment on one rank", PARTICIPANT, PARTICIPANT_MOVES),
     ("Coordinator", "one wave, on the leader", COORDINATOR, COORDINATOR_MOVES),
     ("Control", "one deployment on one controller replica", CONTROL, CONTROL_MOVES),
@@ -43,7 +45,9 @@ def _diagram(moves: Mapping[StrEnum, Mapping[type, tuple[StrEnum, ...]]]) -> lis
         for event, targets in events.items():
             for target in targets:
                 labels.setdefault((state, target), []).append(event.__name__)
-    arrows = [f"    {start} --> {end}: {', '.join(events)}" for (start, end), events in labels.items()]
+    arrows = [
+        f"    {start} --> {end}: {', '.join(events)}" for (start, end), events in labels.items()
+    ]
     return ["```mermaid", "stateDiagram-v2", f"    [*] --> {next(iter(moves))}", *arrows, "```"]
 
 

@@ -363,5 +363,11 @@ class PermitReload:
 
 
 ParticipantAction = (
-    SendToController | StartStaging | CancelStaging | Swap | LeaveGroup | RebuildTransport | PermitReload
+    SendToController
+    | StartStaging
+    | CancelStaging
+    | Swap
+    | LeaveGroup
+    | RebuildTransport
+    | PermitReload
 )

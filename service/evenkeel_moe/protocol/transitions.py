@@ -104,7 +104,9 @@ def _table(
     columns: tuple[StrEnum, ...], rows: Mapping[type, tuple[str, ...]]
 ) -> Mapping[tuple[StrEnum, type], str]:
     return {
-        (state, event): cell for event, row in rows.items() for state, cell in zip(columns, row, strict=True)
+        (state, event): cell
+        for event, row in rows.items()
+        for state, cell in zip(columns, row, strict=True)
     }
 
 

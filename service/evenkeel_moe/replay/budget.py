@@ -74,7 +74,9 @@ def budget_curve(
         def planner(replan: Replan, budget: int = budget) -> Proposal:
             return plan_uniform(replan.problem, budget)
 
-        walk = walk_forward(f"{budget} replicas", planner, replace(setup, shape=fixed), on_replan=on_replan)
+        walk = walk_forward(
+            f"{budget} replicas", planner, replace(setup, shape=fixed), on_replan=on_replan
+        )
         figures = summarise(walk, bytes_per_expert)
         gain = float("nan")
         if points:

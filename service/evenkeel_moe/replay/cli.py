@@ -236,7 +236,12 @@ def plan_command(
     file = PlacementFile(placement, recorded.layer_ids, info)
     write_placement(out, file, written_for, num_hidden_layers=num_hidden_layers)
     if as_json:
-        answer = {"file": str(out), "format": str(written_for), **info, "notes": [*recorded.notes, *notes]}
+        answer = {
+            "file": str(out),
+            "format": str(written_for),
+            **info,
+            "notes": [*recorded.notes, *notes],
+        }
         typer.echo(json.dumps(answer, indent=2, allow_nan=False))
         return
     shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
@@ -250,9 +255,13 @@ def inspect_command(
     trace: TraceOption,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", help="Also the balancedness on so many ranks, without replicas.", min=1),
+        typer.Option(
+            "--ranks", help="Also the balancedness on so many ranks, without replicas.", min=1
+        ),
     ] = None,
-    window: Annotated[int, typer.Option("--window", help="Steps per window for drift.", min=1)] = 100,
+    window: Annotated[
+        int, typer.Option("--window", help="Steps per window for drift.", min=1)
+    ] = 100,
     first_moe_layer: FirstMoeLayerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -299,7 +308,9 @@ def _names(policies: str | None) -> list[str]:
     return [name.strip() for name in policies.split(",") if name.strip()]
 
 
-def _policies(names: "Sequence[str]", replicas: str | None, free_bytes: int | None) -> "Mapping[str, Policy]":
+def _policies(
+    names: "Sequence[str]", replicas: str | None, free_bytes: int | None
+) -> "Mapping[str, Policy]":
     """The policies, craft with the replicas asked for."""
     from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule
     from evenkeel_moe.planning.policies.registry import POLICIES
@@ -308,14 +319,20 @@ def _policies(names: "Sequence[str]", replicas: str | None, free_bytes: int | No
     if replicas is None and free_bytes is None:
         return POLICIES
     if "craft" not in {name.removesuffix(VERDICT) for name in names}:
-        raise InvalidInput("--craft-replicas and --free-bytes are for craft, which is not among the policies")
+        raise InvalidInput(
+            "--craft-replicas and --free-bytes are for craft, which is not among the policies"
+        )
     if replicas in (None, "memory", "knee"):
         options = CraftOptions(rule=ReplicaRule(replicas or "memory"))
     else:
         try:
-            options = CraftOptions(rule=ReplicaRule.MARGINAL_GAIN, min_marginal_gain=float(replicas))
+            options = CraftOptions(
+                rule=ReplicaRule.MARGINAL_GAIN, min_marginal_gain=float(replicas)
+            )
         except ValueError as error:
-            raise InvalidInput(f"--craft-replicas {replicas} is neither memory, knee nor a number") from error
+            raise InvalidInput(
+                f"--craft-replicas {replicas} is neither memory, knee nor a number"
+            ) from error
     return {**POLICIES, "craft": craft_within(options, free_bytes)}
 
 

@@ -82,7 +82,11 @@ class Fleet:
 
     def costs(self) -> CostCurves | None:
         """Seconds per token: one over the speed."""
-        return None if self.rank_speeds is None else CostCurves.linear(1.0 / np.array(self.rank_speeds))
+        return (
+            None
+            if self.rank_speeds is None
+            else CostCurves.linear(1.0 / np.array(self.rank_speeds))
+        )
 
 
 def load_of(trace: Trace, ranks: int) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
@@ -220,7 +224,9 @@ def save_plans(path: Path, comparison: Comparison) -> None:
     arrays: dict[str, Any] = {}
     for walk in comparison.walks:
         arrays[f"{walk.policy}_steps"] = walk.steps.astype(np.int64)
-        arrays[f"{walk.policy}_phy2log"] = np.stack([p.phy2log for p in walk.placements]).astype(np.int32)
+        arrays[f"{walk.policy}_phy2log"] = np.stack([p.phy2log for p in walk.placements]).astype(
+            np.int32
+        )
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     write_file(path, buffer.getvalue())

@@ -34,7 +34,13 @@ def work_bars() -> Iterator[tuple[Any, Any]]:
     Ctrl-C in the middle of compiled code comes out of it as the cause of SystemErrors; here it is Ctrl-C again.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     bars = Progress(
         TextColumn("{task.description}", markup=False),

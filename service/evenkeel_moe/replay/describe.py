@@ -119,7 +119,9 @@ def _without_nan(value: object) -> object:
     return value
 
 
-def describe(trace: Trace, *, num_ranks: int | None = None, window_steps: int = 100) -> TraceDescription:
+def describe(
+    trace: Trace, *, num_ranks: int | None = None, window_steps: int = 100
+) -> TraceDescription:
     """Describe a trace.
 
     Args:
@@ -213,7 +215,10 @@ def _pairs(share: NDArray[np.float64], layer_ids: tuple[int, ...]) -> tuple[Pair
     upper = np.triu_indices(share.shape[2], 1)
     found: list[Pair] = []
     for row, layer_id in enumerate(layer_ids):
-        first, second = _correlation(share[:half, row])[upper], _correlation(share[half:, row])[upper]
+        first, second = (
+            _correlation(share[:half, row])[upper],
+            _correlation(share[half:, row])[upper],
+        )
         picked = np.argsort(-np.nan_to_num(first, nan=-2.0), kind="stable")[:PAIRS_PER_LAYER]
         found += [
             Pair(layer_id, (int(upper[0][i]), int(upper[1][i])), float(first[i]), float(second[i]))
@@ -238,7 +243,10 @@ def _drift(load: NDArray[np.float64], share: NDArray[np.float64], window_steps: 
     while window > 1 and steps // window < 4:
         window //= 2
     blocks = load[: steps // window * window].reshape(-1, window, *load.shape[1:])
-    between = [_variation(a.sum(axis=0), b.sum(axis=0)) for a, b in zip(blocks[:-1], blocks[1:], strict=True)]
+    between = [
+        _variation(a.sum(axis=0), b.sum(axis=0))
+        for a, b in zip(blocks[:-1], blocks[1:], strict=True)
+    ]
     within = [
         _variation(both[::2].sum(axis=0), both[1::2].sum(axis=0))
         for both in (np.concatenate(pair) for pair in zip(blocks[:-1], blocks[1:], strict=True))

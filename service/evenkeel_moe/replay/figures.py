@@ -56,7 +56,9 @@ def summarise(walk: Walk, bytes_per_expert: int) -> Figures:
     fluid = float(walk.fluid.sum())
     step_times = walk.times.sum(axis=1)
     per_step = fluid / len(step_times)
-    p50, p90, p99 = np.percentile(step_times, [50, 90, 99]) / per_step if per_step > 0 else [np.nan] * 3
+    p50, p90, p99 = (
+        np.percentile(step_times, [50, 90, 99]) / per_step if per_step > 0 else [np.nan] * 3
+    )
     layers = walk.rank_load.shape[1]
     later = walk.copies[1:]
     return Figures(

@@ -55,7 +55,9 @@ RanksOption = Annotated[int, typer.Option("--ranks", help="EP ranks of the fleet
 SlotsOption = Annotated[
     int | None,
     typer.Option(
-        "--slots", help="Slots of one layer over all ranks.", show_default="one redundant slot per rank"
+        "--slots",
+        help="Slots of one layer over all ranks.",
+        show_default="one redundant slot per rank",
     ),
 ]
 FirstMoeLayerOption = Annotated[
@@ -72,17 +74,24 @@ GroupsOption = Annotated[
     int, typer.Option("--expert-groups", help="Routing groups of the model (DeepSeek).", min=1)
 ]
 BytesOption = Annotated[
-    int, typer.Option("--bytes-per-expert", help="Bytes of one expert; default: DeepSeek-V3 in FP8.", min=0)
+    int,
+    typer.Option(
+        "--bytes-per-expert", help="Bytes of one expert; default: DeepSeek-V3 in FP8.", min=0
+    ),
 ]
 SpeedsOption = Annotated[
     str | None,
     typer.Option(
-        "--rank-speeds", help="Relative speed of every rank, as in 1,1,1,0.88.", show_default="all equal"
+        "--rank-speeds",
+        help="Relative speed of every rank, as in 1,1,1,0.88.",
+        show_default="all equal",
     ),
 ]
 DispatchOption = Annotated[
     str,
-    typer.Option("--dispatch", help="How the engine splits tokens over replicas: even, nearest or optimal."),
+    typer.Option(
+        "--dispatch", help="How the engine splits tokens over replicas: even, nearest or optimal."
+    ),
 ]
 PriceOption = Annotated[
     float,
@@ -96,7 +105,9 @@ PriceOption = Annotated[
 ]
 PooledOption = Annotated[
     bool,
-    typer.Option("--pooled", help="Slots are pooled over layers; --slots is then the average of a layer."),
+    typer.Option(
+        "--pooled", help="Slots are pooled over layers; --slots is then the average of a layer."
+    ),
 ]
 EvaluationsOption = Annotated[
     int | None,
@@ -110,7 +121,9 @@ EvaluationsOption = Annotated[
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of policies that draw.", min=0)]
 DuplicatesOption = Annotated[
     bool,
-    typer.Option("--allow-duplicates", help="Let a rank hold an expert twice, as the engines' planners do."),
+    typer.Option(
+        "--allow-duplicates", help="Let a rank hold an expert twice, as the engines' planners do."
+    ),
 ]
 CraftReplicasOption = Annotated[
     str | None,
@@ -132,7 +145,8 @@ FreeBytesOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PoliciesOption = Annotated[
-    str | None, typer.Option("--policies", "-p", help="Comma-separated.", show_default="all there are")
+    str | None,
+    typer.Option("--policies", "-p", help="Comma-separated.", show_default="all there are"),
 ]
 HorizonOption = Annotated[
     int, typer.Option("--horizon", help="Steps a plan is scored on before the next replan.", min=1)
@@ -164,7 +178,9 @@ HtmlOption = Annotated[
 ]
 OutOption = Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
 PolicyOption = Annotated[str, typer.Option("--policy", "-p", help="One policy.")]
-FormatOption = Annotated[str, typer.Option("--format", "-f", help="neutral, sglang, trtllm or ascend.")]
+FormatOption = Annotated[
+    str, typer.Option("--format", "-f", help="neutral, sglang, trtllm or ascend.")
+]
 CurrentOption = Annotated[
     Path | None,
     typer.Option("--current", help="Placement in force, any format: copies from it are kept few."),
@@ -180,5 +196,7 @@ NumHiddenLayersOption = Annotated[
 ]
 NewestOption = Annotated[
     int | None,
-    typer.Option("--window", help="Newest steps to plan on.", min=1, show_default="the whole trace"),
+    typer.Option(
+        "--window", help="Newest steps to plan on.", min=1, show_default="the whole trace"
+    ),
 ]

@@ -104,7 +104,9 @@ def _section(title: str, words: str, body: str) -> str:
 
 
 def _head(comparison: Comparison) -> str:
-    facts = " · ".join(f"{escape(str(value))} {escape(key)}" for key, value in comparison.facts().items())
+    facts = " · ".join(
+        f"{escape(str(value))} {escape(key)}" for key, value in comparison.facts().items()
+    )
     notes = "".join(f"<p>Note: {escape(note)}.</p>" for note in comparison.notes)
     return (
         f"<header><h1>Replay of {escape(comparison.name)}</h1><p class='facts'>{facts}</p>"
@@ -115,7 +117,8 @@ def _head(comparison: Comparison) -> str:
 
 def _table(comparison: Comparison) -> str:
     heads = "".join(
-        f'<th scope="col" title="{escape(c.words, quote=True)}">{escape(c.head)}</th>' for c in COLUMNS
+        f'<th scope="col" title="{escape(c.words, quote=True)}">{escape(c.head)}</th>'
+        for c in COLUMNS
     )
     rows = []
     best = {c.key: c.best([getattr(f, c.key) for f in comparison.figures]) for c in COLUMNS}
@@ -123,7 +126,9 @@ def _table(comparison: Comparison) -> str:
         cells = []
         for column in COLUMNS:
             text = escape(column.show(getattr(figures, column.key)))
-            cells.append(f"<td><b>{text}</b></td>" if index in best[column.key] else f"<td>{text}</td>")
+            cells.append(
+                f"<td><b>{text}</b></td>" if index in best[column.key] else f"<td>{text}</td>"
+            )
         rows.append(f'<tr><th scope="row">{escape(figures.policy)}</th>{"".join(cells)}</tr>')
     return (
         f'<section><div class="scroll"><table><thead><tr><th scope="col">policy</th>{heads}</tr></thead>'
@@ -140,7 +145,9 @@ def _balance_by_step(walk: Walk) -> NDArray[np.float64]:
 
 def _time_by_step(walk: Walk) -> NDArray[np.float64]:
     fluid = walk.fluid.sum(axis=1)
-    ratio = np.divide(walk.times.sum(axis=1), fluid, out=np.full(len(fluid), np.nan), where=fluid > 0)
+    ratio = np.divide(
+        walk.times.sum(axis=1), fluid, out=np.full(len(fluid), np.nan), where=fluid > 0
+    )
     return np.asarray(ratio, np.float64)
 
 
@@ -197,7 +204,11 @@ def _heat_maps(comparison: Comparison) -> str:
     relative = [("before: initial", _relative(_before(comparison)))]
     relative += [(f"after: {walk.policy}", _relative(walk.rank_load[last])) for walk in shown]
     every = np.concatenate([values.ravel() for _, values in relative])
-    reach = max(0.1, float(np.nanpercentile(np.abs(every - 1), 98))) if np.isfinite(every).any() else 1.0
+    reach = (
+        max(0.1, float(np.nanpercentile(np.abs(every - 1), 98)))
+        if np.isfinite(every).any()
+        else 1.0
+    )
     rows = [str(layer) for layer in comparison.layer_ids]
     maps = "".join(
         f"<div>{heat_map(_with_worst(name, values), values.tolist(), rows, reach)}</div>"
@@ -221,7 +232,9 @@ def _relative(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
     """(T, L, R) -> (L, R): load of each rank over the mean of its layer, NaN without load."""
     load = rank_load.sum(axis=0)
     mean = load.mean(axis=1, keepdims=True)
-    return np.asarray(np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0), np.float64)
+    return np.asarray(
+        np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0), np.float64
+    )
 
 
 def _with_worst(name: str, values: NDArray[np.float64]) -> str:
@@ -236,7 +249,9 @@ def _shades() -> list[str]:
 
 def _replicas(comparison: Comparison, styles: Mapping[str, str]) -> str:
     rows = range(len(comparison.layer_ids))
-    ticks = [(float(row), str(comparison.layer_ids[row])) for row in rows[:: max(1, len(rows) // 20)]]
+    ticks = [
+        (float(row), str(comparison.layer_ids[row])) for row in rows[:: max(1, len(rows) // 20)]
+    ]
     shown = [walk for walk in comparison.walks if walk.policy not in BASELINES] or comparison.walks
     extra: list[Series] = []
     most: list[Series] = []
@@ -250,7 +265,9 @@ def _replicas(comparison: Comparison, styles: Mapping[str, str]) -> str:
     totals = {y for one in extra for y in one.ys}
     if len(totals) > 1:
         panel = Panel(x_label="layer", y_label="copies beyond one")
-        first = lines("redundant copies per layer", panel, extra, x_ticks=ticks, y_low=0.0, points=True)
+        first = lines(
+            "redundant copies per layer", panel, extra, x_ticks=ticks, y_low=0.0, points=True
+        )
     else:
         first = (
             f"<p>Slots are fixed per layer, so every layer of every policy has {int(totals.pop())} redundant copies."
@@ -274,7 +291,9 @@ def _budget(points: Sequence[BudgetPoint]) -> str:
     gains = [point.gain_per_replica for point in points]
     lost = [point.kv_bytes_lost / 1e9 for point in points]
     drawings = (
-        lines("balancedness by budget", panel("balancedness"), [balance], x_ticks=ticks, points=True),
+        lines(
+            "balancedness by budget", panel("balancedness"), [balance], x_ticks=ticks, points=True
+        ),
         bars("marginal gain per replica", panel("gain per replica"), names, gains),
         bars("KV-cache bytes lost", panel("KV cache lost, GB per rank"), names, lost),
     )

@@ -117,7 +117,9 @@ def _planner(name: str, policies: Mapping[str, Policy]) -> Planner | None:
     return None if policy is None else _of_policy(policy)
 
 
-def warm_up(planners: Mapping[str, Planner], setup: Setup, on_policy: Callable[[str], None]) -> None:
+def warm_up(
+    planners: Mapping[str, Planner], setup: Setup, on_policy: Callable[[str], None]
+) -> None:
     """Let every planner plan two steps once, untimed: kernels compile or load at their first call."""
     for name, planner in planners.items():
         on_policy(name)

@@ -38,13 +38,20 @@ def plan_once(
     """
     planner = choose_planners([policy], baselines=False, policies=policies)[policy]
     if current is None and policy.endswith(VERDICT):
-        raise InvalidInput(f"{policy} holds a plan against the placement in force: name it with --current")
+        raise InvalidInput(
+            f"{policy} holds a plan against the placement in force: name it with --current"
+        )
     steps = len(setup.load)
     first = steps - setup.window_steps
     shape = setup.shape
     if current is not None:
         want = (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts)
-        have = (current.num_layers, current.num_slots, current.num_ranks, current.num_logical_experts)
+        have = (
+            current.num_layers,
+            current.num_slots,
+            current.num_ranks,
+            current.num_logical_experts,
+        )
         if want != have:
             raise ShapeMismatch(f"the current placement is (L, S, R, E) = {have}, the fleet {want}")
     problem = setup.problem(first, steps, current)

@@ -40,7 +40,9 @@ class Panel:
     bottom: int = 42
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", css: str = "tick", extra: str = "") -> str:
+def _text(
+    x: float, y: float, words: str, anchor: str = "start", css: str = "tick", extra: str = ""
+) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}"{extra}>{escape(words)}</text>'
 
 
@@ -66,7 +68,9 @@ def _room(words: Sequence[str]) -> int:
 class _Frame:
     """Axes of a panel: data to pixels, and the grid. The left margin grows with the numbers that stand there."""
 
-    def __init__(self, panel: Panel, x_range: tuple[float, float], y_range: tuple[float, float]) -> None:
+    def __init__(
+        self, panel: Panel, x_range: tuple[float, float], y_range: tuple[float, float]
+    ) -> None:
         numbers = [_number(value) for value in _ticks(y_range[0], y_range[1])]
         panel = replace(panel, left=max(panel.left, 28 + _room(numbers)))
         self.panel = panel
@@ -86,13 +90,19 @@ class _Frame:
         parts = []
         for value in _ticks(self.y_low, self.y_high):
             y = self.y(value)
-            parts.append(f'<line x1="{self.x0}" x2="{self.x1}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+            parts.append(
+                f'<line x1="{self.x0}" x2="{self.x1}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
+            )
             parts.append(_text(self.x0 - 6, y + 4, _number(value), "end"))
         for value, words in x_ticks:
             parts.append(_text(self.x(value), self.y0 + 16, words, "middle"))
-        parts.append(f'<line x1="{self.x0}" x2="{self.x1}" y1="{self.y0}" y2="{self.y0}" class="axis"/>')
+        parts.append(
+            f'<line x1="{self.x0}" x2="{self.x1}" y1="{self.y0}" y2="{self.y0}" class="axis"/>'
+        )
         if panel.x_label:
-            parts.append(_text((self.x0 + self.x1) / 2, panel.height - 6, panel.x_label, "middle", "label"))
+            parts.append(
+                _text((self.x0 + self.x1) / 2, panel.height - 6, panel.x_label, "middle", "label")
+            )
         if panel.y_label:
             middle = (self.y0 + self.y1) / 2
             turn = f' transform="rotate(-90 13 {middle:.1f})"'
@@ -153,7 +163,9 @@ def lines(
         panel = replace(panel, right=34 + _room([one.name for one in series]))
     frame = _Frame(panel, (min(xs), max(xs)), (low, max(ys) + pad))
     ticks = (
-        x_ticks if x_ticks is not None else [(value, _number(value)) for value in _ticks(min(xs), max(xs), 8)]
+        x_ticks
+        if x_ticks is not None
+        else [(value, _number(value)) for value in _ticks(min(xs), max(xs), 8)]
     )
     parts = [
         f'<line x1="{frame.x(at):.1f}" x2="{frame.x(at):.1f}" y1="{frame.y0}" y2="{frame.y1}" class="mark"/>'
@@ -170,7 +182,8 @@ def lines(
                 runs.append([])
         tip = f"<title>{escape(one.name)}</title>"
         parts += [
-            f'<polyline points="{" ".join(run)}" class="line {one.style}">{tip}</polyline>' for run in runs
+            f'<polyline points="{" ".join(run)}" class="line {one.style}">{tip}</polyline>'
+            for run in runs
         ]
         if points:
             parts += [
@@ -215,7 +228,9 @@ def bars(
             f"<title>{escape(name)}: {value:.4g}</title></rect>"
         )
     if low < 0:
-        parts.append(f'<line x1="{frame.x0}" x2="{frame.x1}" y1="{zero:.1f}" y2="{zero:.1f}" class="axis"/>')
+        parts.append(
+            f'<line x1="{frame.x0}" x2="{frame.x1}" y1="{zero:.1f}" y2="{zero:.1f}" class="axis"/>'
+        )
     return _svg(panel.width, panel.height, parts, title)
 
 
@@ -230,7 +245,10 @@ def ranges(
         rows: (name, CSS class, rising values).
         words: what each value is.
     """
-    every = [value for _, _, values in rows for value in values if math.isfinite(value)] or [0.0, 1.0]
+    every = [value for _, _, values in rows for value in values if math.isfinite(value)] or [
+        0.0,
+        1.0,
+    ]
     pad = 0.05 * max(max(every) - min(every), 1e-6)
     height = panel.top + 26 * len(rows) + panel.bottom
     left = 16 + _room([name for name, _, _ in rows])
@@ -239,7 +257,9 @@ def ranges(
     parts = []
     for value in _ticks(frame.x_low, frame.x_high, 8):
         x = frame.x(value)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{frame.y0}" y2="{frame.y1}" class="grid"/>')
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{frame.y0}" y2="{frame.y1}" class="grid"/>'
+        )
         parts.append(_text(x, frame.y0 + 16, _number(value), "middle"))
     parts.append(_text((frame.x0 + frame.x1) / 2, height - 6, panel.x_label, "middle", "label"))
     for index, (name, style, values) in enumerate(rows):
@@ -260,7 +280,9 @@ def ranges(
     return _svg(sized.width, height, parts, title)
 
 
-def heat_map(title: str, values: Sequence[Sequence[float]], row_names: Sequence[str], reach: float) -> str:
+def heat_map(
+    title: str, values: Sequence[Sequence[float]], row_names: Sequence[str], reach: float
+) -> str:
     """Cells shaded by distance from 1.
 
     Args:
@@ -291,6 +313,8 @@ def heat_map(title: str, values: Sequence[Sequence[float]], row_names: Sequence[
             )
     height = top + len(values) * cell_h
     parts.append(
-        _text(left + columns * cell_w / 2, height + 14, f"rank 0 to {columns - 1}", "middle", "label")
+        _text(
+            left + columns * cell_w / 2, height + 14, f"rank 0 to {columns - 1}", "middle", "label"
+        )
     )
     return _svg(left + columns * cell_w + 4, height + 22, parts, title)

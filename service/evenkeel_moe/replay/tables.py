@@ -38,7 +38,9 @@ class Column:
 
     def best(self, values: Sequence[float]) -> set[int]:
         """Indices of the best, as shown; none where no order is meant."""
-        finite = [(self.sign * value, index) for index, value in enumerate(values) if math.isfinite(value)]
+        finite = [
+            (self.sign * value, index) for index, value in enumerate(values) if math.isfinite(value)
+        ]
         if not self.sign or not finite:
             return set()
         shown = self.show(values[max(finite)[1]])
@@ -57,7 +59,13 @@ COLUMNS = (
     Column("bytes", "bytes", "between ranks in all replans but the first", _bytes),
     Column("plan_ms", "plan ms", "median time of one planning call", _plain(1)),
 )  # fmt: skip
-DROP_ORDER = ("balancedness_p5", "step_time_p90", "copies_per_layer_raw", "first_copies_per_layer", "plan_ms")
+DROP_ORDER = (
+    "balancedness_p5",
+    "step_time_p90",
+    "copies_per_layer_raw",
+    "first_copies_per_layer",
+    "plan_ms",
+)
 """Columns left out, one after the other, where a terminal is too narrow: a cut number is worse than none."""
 
 
@@ -83,9 +91,13 @@ def _width(table: Table) -> int:
 
 
 def _table_of(figures: Sequence[Figures], columns: Sequence[Column]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="dim")
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="dim"
+    )
     table.add_column("policy", no_wrap=True)
-    best = {column.key: column.best([getattr(one, column.key) for one in figures]) for column in columns}
+    best = {
+        column.key: column.best([getattr(one, column.key) for one in figures]) for column in columns
+    }
     for column in columns:
         table.add_column(column.head.replace(" ", "\n"), justify="right", no_wrap=True)
     for index, one in enumerate(figures):
@@ -99,8 +111,18 @@ def _table_of(figures: Sequence[Figures], columns: Sequence[Column]) -> Table:
 
 def description_tables(description: TraceDescription) -> tuple[Table, Table, Table]:
     """Layers, pairs, drift."""
-    layers = Table(box=None, pad_edge=False, header_style="dim", title="Layers", title_justify="left")
-    for head in ("layer", "max/mean", "in a step", "skew", "balancedness", "consistent", "temporal"):
+    layers = Table(
+        box=None, pad_edge=False, header_style="dim", title="Layers", title_justify="left"
+    )
+    for head in (
+        "layer",
+        "max/mean",
+        "in a step",
+        "skew",
+        "balancedness",
+        "consistent",
+        "temporal",
+    ):
         layers.add_column(head, justify="right" if head != "skew" else "left")
     for layer in description.layers:
         layers.add_row(
@@ -113,7 +135,11 @@ def description_tables(description: TraceDescription) -> tuple[Table, Table, Tab
             _listed(layer.temporal),
         )
     pairs = Table(
-        box=None, pad_edge=False, header_style="dim", title="Most correlated pairs", title_justify="left"
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title="Most correlated pairs",
+        title_justify="left",
     )
     for head in ("layer", "experts", "r first half", "r second half"):
         pairs.add_column(head, justify="right")
@@ -131,9 +157,12 @@ def description_tables(description: TraceDescription) -> tuple[Table, Table, Tab
         drift.add_row(f"autocorrelation of shares at {lag} steps", _plain(2)(value))
     window = description.drift.window_steps
     drift.add_row(
-        f"total variation between windows of {window} steps", _plain(3)(description.drift.between_windows)
+        f"total variation between windows of {window} steps",
+        _plain(3)(description.drift.between_windows),
     )
-    drift.add_row("the same inside two windows (sampling alone)", _plain(3)(description.drift.within_windows))
+    drift.add_row(
+        "the same inside two windows (sampling alone)", _plain(3)(description.drift.within_windows)
+    )
     for index, value in enumerate(description.drift.by_window):
         drift.add_row(f"  at step {(index + 1) * window}", _plain(3)(value))
     return layers, pairs, drift

@@ -38,7 +38,10 @@ def behind_verdict(planner: Planner) -> Planner:
         step = replan.step - later
         older = replan.setup.problem(max(0, step - len(problem.load)), step, current)
         part = replace(
-            problem, load=older.load, source_load=older.source_load, cost_per_move=older.cost_per_move
+            problem,
+            load=older.load,
+            source_load=older.source_load,
+            cost_per_move=older.cost_per_move,
         )
         proposal = planner(replace(replan, step=step, problem=part, history=replan.history[:step]))
         if proposal is None:

@@ -193,7 +193,10 @@ def walk_forward(
                 proposal.placement.check(setup.shape, allow_duplicates=setup.allow_duplicates)
                 keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
                 target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
-                copies[:, index] = count_moves(current, proposal.placement), count_moves(current, target)
+                copies[:, index] = (
+                    count_moves(current, proposal.placement),
+                    count_moves(current, target),
+                )
                 current = target
         except EvenkeelError as error:
             raise type(error)(f"policy {name} at step {step}: {error}", error.reason) from error
@@ -201,7 +204,9 @@ def walk_forward(
         scored.append(_score(setup, current, step))
         on_replan()
     rank_load, times, fluid = (np.concatenate(parts) for parts in zip(*scored, strict=True))
-    return Walk(name, steps, tuple(placements), copies[0], copies[1], plan_s, rank_load, times, fluid)
+    return Walk(
+        name, steps, tuple(placements), copies[0], copies[1], plan_s, rank_load, times, fluid
+    )
 
 
 def _score(

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.ids import Epoch, EpRank
-from evenkeel_moe.model.load import PHASE_CODE, CountingSide, LoadReport, LoadWindow, Phase, StepTable
+from evenkeel_moe.model.load import (
+    PHASE_CODE,
+    CountingSide,
+    LoadReport,
+    LoadWindow,
+    Phase,
+    StepTable,
+)
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry.step_buffer import NO_STEP, Board, Entered, EpochMap, Rules, derive_map
@@ -160,7 +167,9 @@ class StepAssembler:
             again, _ = board.judge(report, wrong, self._rules)
             fate[(fate == 0) & (again > 0)] = Fate.CROWDED
         entered = board.enter(report, fate, self._rules)
-        rejected = [*self._refusals(board, report, entered), *gave_way] if entered.seen else gave_way
+        rejected = (
+            [*self._refusals(board, report, entered), *gave_way] if entered.seen else gave_way
+        )
         complete: tuple[tuple[Phase, LoadWindow], ...] = ()
         if entered.seen & Fate.COMPLETE:
             complete = self._complete(board, entered.rows[fate & Fate.COMPLETE > 0], rejected)
@@ -181,7 +190,9 @@ class StepAssembler:
         if report.side is CountingSide.DESTINATION or not len(report.steps):
             return np.zeros(len(report.steps), np.bool_)
         sums, want = report.counts.sum(axis=2), report.steps["tokens"] * self.shape.top_k
-        wrong: NDArray[np.bool_] = (sums != want[:, None]).any(axis=1) & (report.steps["dummy"] == 0)
+        wrong: NDArray[np.bool_] = (sums != want[:, None]).any(axis=1) & (
+            report.steps["dummy"] == 0
+        )
         return wrong
 
     def _make_room(
@@ -212,7 +223,9 @@ class StepAssembler:
             detail = f"rank {rank} steps {duplicate[0]}..{duplicate[-1]} were reported before"
             yield Rejection(Reason.DUPLICATE_STEP, len(duplicate), detail)
         if len(late := those(Fate.LATE)["step"]):
-            detail = f"rank {rank} steps {late[0]}..{late[-1]} came after step {board.floor} was closed"
+            detail = (
+                f"rank {rank} steps {late[0]}..{late[-1]} came after step {board.floor} was closed"
+            )
             yield Rejection(Reason.LATE_STEP, len(late), detail)
         if len(crowded := those(Fate.CROWDED)["step"]):
             waiting = f"{self.max_pending} later steps are waiting for other ranks"
@@ -220,11 +233,16 @@ class StepAssembler:
             yield Rejection(Reason.LATE_STEP, len(crowded), detail)
         if len(unknown := those(Fate.UNKNOWN_EPOCH)):
             step, epoch = unknown["step"][0], unknown["epoch"][0]
-            detail = f"rank {rank} step {step} ran under epoch {epoch}, known are {sorted(self._epochs)}"
+            detail = (
+                f"rank {rank} step {step} ran under epoch {epoch}, known are {sorted(self._epochs)}"
+            )
             yield Rejection(Reason.UNKNOWN_EPOCH, len(unknown), detail)
         if len(wrong := those(Fate.SUM_MISMATCH)):
             place = int(np.flatnonzero(entered.fate & Fate.SUM_MISMATCH)[0])
-            sums, want = report.counts[place].sum(axis=1), int(wrong["tokens"][0]) * self.shape.top_k
+            sums, want = (
+                report.counts[place].sum(axis=1),
+                int(wrong["tokens"][0]) * self.shape.top_k,
+            )
             layer = int((sums != want).argmax())
             detail = (
                 f"rank {rank} step {wrong['step'][0]} layer {layer}: counts sum to"
@@ -239,7 +257,10 @@ class StepAssembler:
         used = (entered.rows >= 0) & (report.steps["dummy"] == 0)
         codes, steps = report.steps["phase"], report.steps["step"]
         found = [
-            (phase, used & (codes == PHASE_CODE[phase]) & (steps > self.summed_to.get(phase, NO_STEP)))
+            (
+                phase,
+                used & (codes == PHASE_CODE[phase]) & (steps > self.summed_to.get(phase, NO_STEP)),
+            )
             for phase in Phase
         ]
         return {phase: report.counts[mask].sum(axis=0) for phase, mask in found if mask.any()}
@@ -265,11 +286,17 @@ class StepAssembler:
             rejected.append(self._sum_mismatch(board, rows[bad], known[bad], sums[bad]))
             rows, known, counts = rows[~bad], known[~bad], counts[~bad]
         window = LoadWindow(
-            counts, known["step"].copy(), known["epoch"].copy(), board.tokens[rows], board.compute_s[rows]
+            counts,
+            known["step"].copy(),
+            known["epoch"].copy(),
+            board.tokens[rows],
+            board.compute_s[rows],
         )
         found = [(phase, known["phase"] == PHASE_CODE[phase]) for phase in Phase]
         return tuple(
-            (phase, window if mask.all() else _pick(window, mask)) for phase, mask in found if mask.any()
+            (phase, window if mask.all() else _pick(window, mask))
+            for phase, mask in found
+            if mask.any()
         )
 
     def _logical_counts(
@@ -292,14 +319,24 @@ class StepAssembler:
             part = slice(first, first + sum(1 for _ in run))
             known = self._epochs[epoch]
             too_large[part] = add_up(
-                board.counts, board.reported, rows[part], known.first, known.others, counts[part], sums[part]
+                board.counts,
+                board.reported,
+                rows[part],
+                known.first,
+                known.others,
+                counts[part],
+                sums[part],
             )
             first = part.stop
         want = shape.top_k * board.tokens[rows].sum(axis=1)
         return counts, sums, too_large | (sums != want[:, None]).any(axis=1)
 
     def _sum_mismatch(
-        self, board: Board, rows: NDArray[np.int64], known: NDArray[np.void], sums: NDArray[np.int64]
+        self,
+        board: Board,
+        rows: NDArray[np.int64],
+        known: NDArray[np.void],
+        sums: NDArray[np.int64],
     ) -> Rejection:
         """Steps that do not add up, at least one; sums: (n, L)."""
         tokens = int(board.tokens[rows[0]].sum())

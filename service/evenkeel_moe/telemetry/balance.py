@@ -86,11 +86,16 @@ class Balance:
                 self._factors = None
                 continue
             cut = slice(-self._capacity, None)
-            balance, tokens = map(metrics.balancedness, by_rank), (load.sum(axis=1) for load in by_rank)
+            balance, tokens = (
+                map(metrics.balancedness, by_rank),
+                (load.sum(axis=1) for load in by_rank),
+            )
             known.steps = np.concatenate([known.steps, *(part.steps for part in new)])[cut]
             known.balance = np.concatenate([known.balance, *balance])[cut]
             known.tokens = np.concatenate([known.tokens, *tokens])[cut]
-            known.compute_s = np.concatenate([known.compute_s, *(part.compute_s for part in new)])[cut]
+            known.compute_s = np.concatenate([known.compute_s, *(part.compute_s for part in new)])[
+                cut
+            ]
             self._steps_since_factors += sum(map(len, new))
 
     def summary(self, phase: Phase | None = None) -> tuple[float | None, float | None]:
@@ -157,5 +162,7 @@ class Balance:
         return own
 
     def _joined(self, name: str, phase: Phase | None = None) -> NDArray[np.float64] | None:
-        parts = [getattr(known, name) for key, known in self._phases.items() if phase in (None, key)]
+        parts = [
+            getattr(known, name) for key, known in self._phases.items() if phase in (None, key)
+        ]
         return np.concatenate(parts) if parts else None

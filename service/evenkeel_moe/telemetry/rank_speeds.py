@@ -107,7 +107,9 @@ class SlowRanks:
         self.slow: dict[int, float] = {}
         """rank -> factor."""
 
-    def look(self, deployment: str, factors: NDArray[np.float64], devices: Mapping[int, Device]) -> None:
+    def look(
+        self, deployment: str, factors: NDArray[np.float64], devices: Mapping[int, Device]
+    ) -> None:
         """Take the newest factors."""
         for rank, factor in enumerate(factors.tolist()):
             if np.isnan(factor):
@@ -121,7 +123,12 @@ class SlowRanks:
                 continue
             self._streak[rank] = 0
             device = devices.get(rank, Device("", ""))
-            words = {"deployment": deployment, "rank": rank, "node": device.node, "gpu_uuid": device.gpu_uuid}
+            words = {
+                "deployment": deployment,
+                "rank": rank,
+                "node": device.node,
+                "gpu_uuid": device.gpu_uuid,
+            }
             if was:
                 del self.slow[rank]
                 _log.info("rank_no_longer_slow", factor=round(factor, 3), **words)

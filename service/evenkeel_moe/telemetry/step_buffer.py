@@ -111,7 +111,9 @@ class Board:
         if not 0 <= report.rank < num_ranks:
             return f"rank {report.rank} is none of {num_ranks}"
         if report.counts.shape != shape:
-            return f"rank {report.rank} has counts of shape {report.counts.shape}, the group {shape}"
+            return (
+                f"rank {report.rank} has counts of shape {report.counts.shape}, the group {shape}"
+            )
         return None
 
     def judge(
@@ -145,7 +147,9 @@ class Board:
         )  # fmt: skip
         if self.side is CountingSide.DESTINATION:
             # Counts of a dummy step on this rank still are real tokens of other ranks: the sum decides.
-            kernels.put(report.counts.reshape(len(steps), self.counts.shape[2]), rows, rank, self.counts)
+            kernels.put(
+                report.counts.reshape(len(steps), self.counts.shape[2]), rows, rank, self.counts
+            )
         else:
             self._add(report, rows)
         if len(steps):

@@ -45,7 +45,11 @@ class Fate:
 
 
 _COMPLETE, _TORN, _DUPLICATE, _LATE = Fate.COMPLETE, Fate.TORN, Fate.DUPLICATE, Fate.LATE
-_UNKNOWN_EPOCH, _SUM_MISMATCH, _PASSED_OVER = Fate.UNKNOWN_EPOCH, Fate.SUM_MISMATCH, Fate.PASSED_OVER
+_UNKNOWN_EPOCH, _SUM_MISMATCH, _PASSED_OVER = (
+    Fate.UNKNOWN_EPOCH,
+    Fate.SUM_MISMATCH,
+    Fate.PASSED_OVER,
+)
 
 
 @kernel
@@ -112,7 +116,9 @@ def _epoch_at(epochs: NDArray[np.int64], epoch: int) -> int:
 
 
 @inlined
-def _seek(rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int, step: int) -> int:
+def _seek(
+    rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int, step: int
+) -> int:
     """Where in the order a step is, or would be; `at`: a place at or before that."""
     while at < num_pending and rows[order[at]].step < step:
         at += 1

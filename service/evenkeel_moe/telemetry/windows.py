@@ -33,7 +33,9 @@ def join_windows(parts: Sequence[LoadWindow]) -> LoadWindow:
     )
 
 
-def newest_parts(parts: Iterable[LoadWindow], after: int = -1, most: int | None = None) -> list[LoadWindow]:
+def newest_parts(
+    parts: Iterable[LoadWindow], after: int = -1, most: int | None = None
+) -> list[LoadWindow]:
     """What is newer than a step of consecutive parts, oldest first, without a copy and without empty parts.
 
     Args:
@@ -104,7 +106,9 @@ class StepRing:
         """Add steps that are newer than all held; the part that was added, empty when none is newer."""
         newest = self.newest_step
         if newest is not None and len(steps) and int(steps.steps[0]) <= newest:
-            steps = steps.slice(slice(int(np.searchsorted(steps.steps, newest, side="right")), None))
+            steps = steps.slice(
+                slice(int(np.searchsorted(steps.steps, newest, side="right")), None)
+            )
         added = replace(steps.last(self.capacity), source=None)
         if not len(added):
             return added
@@ -142,7 +146,9 @@ class StepRing:
         if not self._parts:
             return None
         held = join_windows(newest_parts(self._parts, most=most))
-        return LoadWindow(held.counts, held.steps, held.epochs, held.tokens, held.compute_s, self.source())
+        return LoadWindow(
+            held.counts, held.steps, held.epochs, held.tokens, held.compute_s, self.source()
+        )
 
     def source(self) -> NDArray[np.uint32] | None:
         """(R, L, E) [tokens] each rank routed; None where ranks do not tell."""

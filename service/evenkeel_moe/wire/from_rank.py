@@ -129,7 +129,9 @@ def decode_rank_message(message: pb.RankMessage, hello: m.Hello | None) -> FromR
     """
     body = message.WhichOneof("body")
     if (hello is None) != (body == "hello"):
-        raise PeerViolation(f"got {body or 'nothing'}: a stream starts with one hello and has no second")
+        raise PeerViolation(
+            f"got {body or 'nothing'}: a stream starts with one hello and has no second"
+        )
     if hello is None:
         return _decode_hello(message.hello)
     match body:
@@ -203,7 +205,9 @@ def _decode_hello(message: pb.Hello) -> m.Hello:
     if identity.rank >= shape.num_ranks:
         raise PeerViolation(f"rank {identity.rank} of {shape.num_ranks} ranks", Reason.WRONG_SHAPE)
     if len(message.capabilities) > 64:
-        raise PeerViolation(f"hello has {len(message.capabilities)} capabilities, at most 64 are allowed")
+        raise PeerViolation(
+            f"hello has {len(message.capabilities)} capabilities, at most 64 are allowed"
+        )
     return m.Hello(
         identity=identity,
         shape=shape,
@@ -240,7 +244,9 @@ def _encode_rank_state(state: m.RankState) -> pb.RankState:
         drained=state.drained,
         last_wave=None if state.last_wave is None else encode_key(state.last_wave),
         last_outcome=(
-            pb.WAVE_OUTCOME_UNSPECIFIED if state.last_outcome is None else _OUTCOMES[state.last_outcome]
+            pb.WAVE_OUTCOME_UNSPECIFIED
+            if state.last_outcome is None
+            else _OUTCOMES[state.last_outcome]
         ),
         placement=None if state.placement is None else encode_placement(state.placement),
         checksums=state.checksums or (),
@@ -259,14 +265,23 @@ def _decode_rank_state(message: pb.RankState, hello: m.Hello) -> m.RankState:
     checksums = tuple(message.checksums)
     want = hello.shape.num_layers * hello.shape.num_logical_experts
     if checksums and len(checksums) != want:
-        raise PeerViolation(f"{len(checksums)} checksums, layers x experts = {want}", Reason.BAD_LENGTH)
+        raise PeerViolation(
+            f"{len(checksums)} checksums, layers x experts = {want}", Reason.BAD_LENGTH
+        )
     placement = decode_placement(message.placement) if message.HasField("placement") else None
     if placement is not None:
-        have = (placement.num_layers, placement.num_slots, placement.num_ranks, placement.num_logical_experts)
+        have = (
+            placement.num_layers,
+            placement.num_slots,
+            placement.num_ranks,
+            placement.num_logical_experts,
+        )
         shape = hello.shape
         declared = (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts)
         if have != declared:
-            raise PeerViolation(f"map is (L, S, R, E) = {have}, hello said {declared}", Reason.WRONG_SHAPE)
+            raise PeerViolation(
+                f"map is (L, S, R, E) = {have}, hello said {declared}", Reason.WRONG_SHAPE
+            )
     ended = message.HasField("last_wave")
     return m.RankState(
         identity=identity,
@@ -308,4 +323,6 @@ def _decode_curve(curve: pb.CostCurve) -> CostCurve:
         )
     if any(later < earlier for earlier, later in pairwise(tiles)):
         raise PeerViolation("tile_seconds fall with the number of tokens")
-    return CostCurve(curve.tile_tokens, tiles, check_seconds("slope_s_per_token", curve.slope_s_per_token))
+    return CostCurve(
+        curve.tile_tokens, tiles, check_seconds("slope_s_per_token", curve.slope_s_per_token)
+    )

@@ -83,7 +83,9 @@ def steps_said(message: pb.LoadReport) -> list[int]:
     return [int(step) for step in np.frombuffer(whole_rows, _STEP)["step"]]
 
 
-def _decode_counts(data: bytes, num_steps: int, side: CountingSide, shape: ModelShape) -> NDArray[np.int32]:
+def _decode_counts(
+    data: bytes, num_steps: int, side: CountingSide, shape: ModelShape
+) -> NDArray[np.int32]:
     """A view of the message's bytes: the assembler copies it once, to where it belongs."""
     width = shape.slots_per_rank if side is CountingSide.DESTINATION else shape.num_logical_experts
     want = 4 * num_steps * shape.num_layers * width
@@ -108,7 +110,9 @@ def _decode_steps(message: pb.LoadReport) -> StepTable:
     if message.steps and not data:
         num_steps = len(message.steps)
     if num_steps > MAX_REPORT_STEPS:
-        raise PeerViolation(f"report holds {num_steps} steps, at most {MAX_REPORT_STEPS} are allowed")
+        raise PeerViolation(
+            f"report holds {num_steps} steps, at most {MAX_REPORT_STEPS} are allowed"
+        )
     if rest:
         raise PeerViolation(
             f"step table has {len(data)} bytes, {num_steps} rows of {STEP.itemsize} and {rest} more",
@@ -127,7 +131,9 @@ def _decode_rows(message: pb.LoadReport) -> StepTable:
     rows = []
     for meta in message.steps:
         if meta.HasField("compute_s") and not 0 <= meta.compute_s < math.inf:
-            raise PeerViolation(f"step {meta.step} has compute_s {meta.compute_s}", Reason.NOT_FINITE)
+            raise PeerViolation(
+                f"step {meta.step} has compute_s {meta.compute_s}", Reason.NOT_FINITE
+            )
         if max(meta.step, meta.epoch, meta.tokens) > MAX_STEP:
             numbers = f"{meta.step}, epoch {meta.epoch} and {meta.tokens} tokens"
             raise PeerViolation(f"step {numbers}: at most {MAX_STEP} each")
@@ -135,5 +141,7 @@ def _decode_rows(message: pb.LoadReport) -> StepTable:
         phase = meta.phase & 0xFFFFFFFF  # An enum may be negative; that is no phase either way.
         rows.append((meta.step, meta.epoch, meta.tokens, seconds, phase, meta.dummy))
     steps: StepTable = np.array(rows, STEP)
-    steps.flags.writeable = False  # Like a table's view of the message: another type would be compiled anew.
+    steps.flags.writeable = (
+        False  # Like a table's view of the message: another type would be compiled anew.
+    )
     return steps

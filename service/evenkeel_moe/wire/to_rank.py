@@ -73,7 +73,9 @@ def encode_controller_message(message: ToRankLink) -> pb.ControllerMessage:
             )
         case m.Commit():
             return pb.ControllerMessage(
-                commit=pb.Commit(leader=encode_leader(message.leader), wave=encode_key(message.wave))
+                commit=pb.Commit(
+                    leader=encode_leader(message.leader), wave=encode_key(message.wave)
+                )
             )
         case m.Abort():
             return pb.ControllerMessage(
@@ -100,7 +102,9 @@ def decode_controller_message(message: pb.ControllerMessage) -> ToRankLink:
         case "report_ack":
             ack = message.report_ack
             return ReportAck(
-                check_count("highest_step", ack.highest_step) if ack.HasField("highest_step") else None,
+                check_count("highest_step", ack.highest_step)
+                if ack.HasField("highest_step")
+                else None,
                 ack.rejected_steps,
                 decode_reason("rejection", ack.reason) if ack.reason else None,
             )
@@ -183,7 +187,9 @@ def _decode_registration(message: pb.Registration) -> Registration:
         detail=check_text("registration detail", message.detail),
         leader=decode_leader(message.leader) if message.HasField("leader") else None,
         highest_step=(
-            check_count("highest_step", message.highest_step) if message.HasField("highest_step") else None
+            check_count("highest_step", message.highest_step)
+            if message.HasField("highest_step")
+            else None
         ),
     )
 
@@ -201,6 +207,8 @@ def _decode_prepare(message: pb.Prepare) -> m.Prepare:
         base_epoch=Epoch(check_count("base_epoch", message.base_epoch)),
         body=body,
         checksums=tuple(message.checksums),
-        batch_deadline_s=check_seconds("batch_deadline_s", message.batch_deadline_s, above_zero=True),
+        batch_deadline_s=check_seconds(
+            "batch_deadline_s", message.batch_deadline_s, above_zero=True
+        ),
         max_bytes_per_s=check_seconds("max_bytes_per_s", message.max_bytes_per_s),
     )

@@ -70,7 +70,9 @@ def check_seconds(what: str, value: float, *, above_zero: bool = False) -> float
     if not math.isfinite(value):
         raise PeerViolation(f"{what} is {value}", Reason.NOT_FINITE)
     if value < 0 or (above_zero and value == 0):
-        raise PeerViolation(f"{what} is {value}, must {'be above' if above_zero else 'not be below'} 0")
+        raise PeerViolation(
+            f"{what} is {value}, must {'be above' if above_zero else 'not be below'} 0"
+        )
     return value
 
 
@@ -110,7 +112,9 @@ def encode_identity(identity: RankIdentity) -> pb.RankIdentity:
 def decode_identity(message: pb.RankIdentity) -> RankIdentity:
     """RankIdentity from wire."""
     if not is_deployment_id(message.deployment):
-        raise PeerViolation(f"deployment {message.deployment[:80]!r} is not [a-z0-9][a-z0-9._-]{{0,62}}")
+        raise PeerViolation(
+            f"deployment {message.deployment[:80]!r} is not [a-z0-9][a-z0-9._-]{{0,62}}"
+        )
     return RankIdentity(
         DeploymentId(message.deployment),
         EpRank(message.rank),
@@ -184,7 +188,9 @@ def decode_placement(message: pb.PlacementMap) -> Placement:
 
 def _decode_rows(what: str, data: bytes, rows: int, slots: int) -> NDArray[np.int32]:
     if not 0 < rows * slots <= MAX_CELLS:
-        raise PeerViolation(f"{what} of {rows} layers x {slots} slots, 1 to {MAX_CELLS} cells are allowed")
+        raise PeerViolation(
+            f"{what} of {rows} layers x {slots} slots, 1 to {MAX_CELLS} cells are allowed"
+        )
     if len(data) != 4 * rows * slots:
         raise PeerViolation(
             f"{what} has {len(data)} bytes, {rows} layers x {slots} slots x 4 = {4 * rows * slots}",
@@ -247,7 +253,8 @@ def decode_wave(message: pb.Wave) -> Wave:
     if len(set(layers)) != len(layers):
         raise PeerViolation(f"wave {message.index} names a layer twice: {layers}")
     batches = tuple(
-        tuple(_decode_transfer(t, message.num_slots) for t in batch.transfers) for batch in message.batches
+        tuple(_decode_transfer(t, message.num_slots) for t in batch.transfers)
+        for batch in message.batches
     )
     return Wave(message.index, layers, rows, batches)
 

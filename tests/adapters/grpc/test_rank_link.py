@@ -145,7 +145,9 @@ async def test_a_rank_that_speaks_leaves_out_three_heartbeats_of_four_and_tells_
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    kinds = [type(message) for _, message in server.heard if isinstance(message, CostCurve | Heartbeat)]
+    kinds = [
+        type(message) for _, message in server.heard if isinstance(message, CostCurve | Heartbeat)
+    ]
     assert kinds[:12] == [CostCurve, Heartbeat, *2 * [*4 * [CostCurve], Heartbeat]]
     told = [message for _, message in server.heard].index(Heartbeat(7, 1, 2, rank.trouble))
     in_trouble = [curve for _, curve in server.heard[:told] if curve == Talker.IN_TROUBLE]
@@ -212,7 +214,12 @@ async def test_a_leader_that_steps_down_later_redirects_too():
 
 async def test_no_leader_and_refusal_are_tried_again_later():
     refused = Registration(
-        RegistrationOutcome.REFUSED, 1.0, 5.0, FlowControl(0.1), Reason.SHAPE_DISAGREES, "other shape"
+        RegistrationOutcome.REFUSED,
+        1.0,
+        5.0,
+        FlowControl(0.1),
+        Reason.SHAPE_DISAGREES,
+        "other shape",
     )
     async with serving([NotLeader("", "", 0.01)], [refused], [ACCEPTED]) as (server, address):
         async with running(GrpcRankLink([address], timing=FAST)) as listener:
@@ -224,7 +231,10 @@ async def test_no_leader_and_refusal_are_tried_again_later():
 @pytest.mark.parametrize("order", [1, -1])
 async def test_all_ranks_of_a_deployment_begin_with_the_same_controller(order):
     """In whatever order of start: each deployment has an address of its own to begin with."""
-    async with serving(*[[ACCEPTED]] * 4) as (first, one), serving(*[[ACCEPTED]] * 4) as (second, two):
+    async with (
+        serving(*[[ACCEPTED]] * 4) as (first, one),
+        serving(*[[ACCEPTED]] * 4) as (second, two),
+    ):
         links = [GrpcRankLink([one, two], timing=FAST, seed=seed) for seed in (1, 2, 3)][::order]
         async with running(links[0]) as a, running(links[1]) as b, running(links[2]) as c:
             await until(lambda: a.got and b.got and c.got)

@@ -113,7 +113,10 @@ def test_a_prepare_is_encoded_once_for_all_ranks_and_resends_and_another_anew(mo
     encode = Encoder().encode
     for _ in range(5):  # Ranks, and resends with other messages between them.
         assert encode(one) == encode_controller_message(one).SerializeToString()
-        assert encode(FlowControl(2.0)) == encode_controller_message(FlowControl(2.0)).SerializeToString()
+        assert (
+            encode(FlowControl(2.0))
+            == encode_controller_message(FlowControl(2.0)).SerializeToString()
+        )
     assert [type(message) for message in encoded] == [Prepare, *[FlowControl] * 5]
     assert encode(other) == encode_controller_message(other).SerializeToString() != encode(one)
     encode(equal)
@@ -178,7 +181,11 @@ async def test_what_a_stream_leads_to_is_said_under_its_trace(serve):
 
     hub.attach = noting
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
-    for metadata in (None, (("traceparent", f"00-{trace}-00f067aa0ba902b7-01"),), (("traceparent", "x"),)):
+    for metadata in (
+        None,
+        (("traceparent", f"00-{trace}-00f067aa0ba902b7-01"),),
+        (("traceparent", "x"),),
+    ):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             call = agent_pb2_grpc.RankLinkStub(channel).Attach(metadata=metadata)
             await call.write(encode_rank_message(HELLO))
@@ -266,5 +273,7 @@ async def test_health_is_told_for_each_service(serve):
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Check(health_pb2.HealthCheckRequest(service="evenkeel.v1.Nothing"), timeout=30)
+            await stub.Check(
+                health_pb2.HealthCheckRequest(service="evenkeel.v1.Nothing"), timeout=30
+            )
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -5,7 +5,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from evenkeel_moe.adapters.prometheus.metric_families import DeploymentFigures, LayerFigures, PlanFigures
+from evenkeel_moe.adapters.prometheus.metric_families import (
+    DeploymentFigures,
+    LayerFigures,
+    PlanFigures,
+)
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import Phase
@@ -65,7 +69,9 @@ def test_counters_add_up(metrics, registry):
     deployment = ("deployment", "demo")
     found = series(registry)
     assert found["evenkeel_report_steps_total", (deployment,)] == 32
-    assert found["evenkeel_report_steps_rejected_total", (deployment, ("reason", "sum_mismatch"))] == 4
+    assert (
+        found["evenkeel_report_steps_rejected_total", (deployment, ("reason", "sum_mismatch"))] == 4
+    )
     assert found["evenkeel_report_steps_dropped_total", (deployment, ("rank", "1"))] == 6
     assert found["evenkeel_decisions_total", (deployment, ("reason", "no_change"))] == 2
     assert found["evenkeel_moves_total", (deployment,)] == 14
@@ -107,7 +113,10 @@ def test_unknown_has_no_series_and_is_never_zero(metrics, registry):
 
 def test_an_ended_plan_takes_its_series_along(metrics, registry):
     metrics.refresh(make_status(active_plan=make_plan()), {})
-    assert series(registry)["evenkeel_plan_created_timestamp_seconds", (("deployment", "demo"),)] == NOW
+    assert (
+        series(registry)["evenkeel_plan_created_timestamp_seconds", (("deployment", "demo"),)]
+        == NOW
+    )
     metrics.refresh(make_status(), {})
     assert not [name for name in names(registry) if name.startswith("evenkeel_plan_")]
 
@@ -182,7 +191,9 @@ def test_series_stay_few_at_72_ranks_61_layers_256_experts(metrics, registry):
 
 
 # What `promtool check metrics` complains about, as far as names and help texts go.
-ABBREVIATED = re.compile(r"_(s|ms|us|ns|sec|secs|min|kb|mb|gb|kib|mib|byte|second|percent|pct)(_|$)")
+ABBREVIATED = re.compile(
+    r"_(s|ms|us|ns|sec|secs|min|kb|mb|gb|kib|mib|byte|second|percent|pct)(_|$)"
+)
 
 
 def test_names_and_help_follow_the_prometheus_conventions(metrics, registry):

@@ -55,7 +55,10 @@ def test_sentinels_have_credentials_and_files_of_their_own():
     )
     assert store.connection_class.__name__ == "SentinelManagedSSLConnection"
     assert theirs.connection_class.__name__ == "SSLConnection"
-    assert [store.connection_kwargs[f"ssl_{name}"] for name in ("ca_certs", "certfile")] == ["/ca", "/cert"]
+    assert [store.connection_kwargs[f"ssl_{name}"] for name in ("ca_certs", "certfile")] == [
+        "/ca",
+        "/cert",
+    ]
     assert [theirs.connection_kwargs[f"ssl_{name}"] for name in ("ca_certs", "certfile")] == [
         "/other",
         "/cert",

@@ -29,7 +29,14 @@ from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanPhase
-from tests.contracts.test_stores import BASE, DEMO, assert_same, every_plan, make_record, make_window
+from tests.contracts.test_stores import (
+    BASE,
+    DEMO,
+    assert_same,
+    every_plan,
+    make_record,
+    make_window,
+)
 
 # --- damage ------------------------------------------------------------------------------------
 
@@ -42,7 +49,10 @@ FORMS = [
 ]
 
 
-@given(st.sampled_from(FORMS), st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=4))
+@given(
+    st.sampled_from(FORMS),
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=4),
+)
 def test_damaged_values_are_unreadable_and_nothing_worse(form, cuts):
     data, unpack = form
     damaged = bytearray(data)
@@ -179,7 +189,9 @@ async def test_plans_and_streams_are_bounded_in_the_server(valkey):
 async def test_parts_given_together_share_chunks(valkey):
     client = connect(valkey.url, timeout_s=2)
     windows, window = RedisWindowStore(client, capacity=512), make_window(range(200))
-    await windows.append(DEMO, Phase.DECODE, *(window.slice(slice(i, i + 5)) for i in range(0, 200, 5)))
+    await windows.append(
+        DEMO, Phase.DECODE, *(window.slice(slice(i, i + 5)) for i in range(0, 200, 5))
+    )
     assert await client.xlen("evenkeel:{demo}:window:decode") == 4
     assert_same(await windows.fetch(DEMO, Phase.DECODE), window)
     await disconnect(client)

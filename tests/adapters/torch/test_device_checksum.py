@@ -28,7 +28,9 @@ def plain(tensors):
         total += mixed(len(data), position)
         position += 1
         for first in range(0, len(data), 8):
-            total += mixed(int.from_bytes(data[first : first + 8].ljust(8, b"\0"), "little"), position)
+            total += mixed(
+                int.from_bytes(data[first : first + 8].ljust(8, b"\0"), "little"), position
+            )
             position += 1
     return total % WRAP
 

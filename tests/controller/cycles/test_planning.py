@@ -96,7 +96,9 @@ class Ranks:
         say = self.sessions[rank].received
         match message:
             case msg.QueryState():
-                state = state_of(rank, query=message.query, epoch=self.epoch, placement=self.placement)
+                state = state_of(
+                    rank, query=message.query, epoch=self.epoch, placement=self.placement
+                )
                 say(replace(state, identity=self.sessions[rank].hello.identity))
             case msg.Prepare():
                 rows = self.placement.with_rows(message.body.layers, message.body.rows)
@@ -150,14 +152,20 @@ class Rig:
     async def at_rest(self):
         def settled():
             control = self.member.control
-            return control.state is ControlState.READY and not control._unstored and not self.health.resting
+            return (
+                control.state is ControlState.READY
+                and not control._unstored
+                and not self.health.resting
+            )
 
         await until(settled)
 
     async def migrate(self):
         """A plan that an operator regrets is carried out."""
         plan = plan_of(1, plan_id=BAD, created_at=self.clock.unix())
-        await self.member.driver.call(lambda now: self.member.operator.submit(plan, now, approve=True))
+        await self.member.driver.call(
+            lambda now: self.member.operator.submit(plan, now, approve=True)
+        )
         await until(lambda: self.ranks.placement == AFTER_ONE)
         await self.at_rest()
 
@@ -168,7 +176,9 @@ class Rig:
         for rank, session in enumerate(self.ranks.sessions):
             identity = session.hello.identity
             report = run.report(rank)
-            session.received(replace(report, deployment=identity.deployment, generation=identity.generation))
+            session.received(
+                replace(report, deployment=identity.deployment, generation=identity.generation)
+            )
         await until(lambda: self.member.ingest.windows(8))
 
     async def once_the_store_is_asked_again(self, ask):
@@ -202,7 +212,9 @@ async def test_a_rollback_that_the_store_did_not_confirm_is_carried_out_once_and
 ):
     await rig.migrate()
     rig.store.failing, rig.store.takes = 1, takes
-    with pytest.raises(Unavailable, match="plan back: the store did not take it; it is tried again"):
+    with pytest.raises(
+        Unavailable, match="plan back: the store did not take it; it is tried again"
+    ):
         await rollback(rig, to_epoch)
     await until(lambda: rig.ranks.placement == BASE)
     await rig.at_rest()
@@ -318,7 +330,11 @@ async def test_freeze_resume_and_policy_hold_at_once_and_are_stored_when_the_sto
     stored = await store.fetch_document(DEPLOYMENT, "control")
     assert stored == {"held": False, "frozen_until": control.frozen_until}
     assert control.frozen_until > rig.clock.unix()
-    assert (await store.fetch_document(DEPLOYMENT, "policy"))["cycle_s"] == control.policy.cycle_s == 7.0
+    assert (
+        (await store.fetch_document(DEPLOYMENT, "policy"))["cycle_s"]
+        == control.policy.cycle_s
+        == 7.0
+    )
     for change in changes.values():
         await change()
     assert (control.held, control.policy.cycle_s) == (False, 7.0)
@@ -330,4 +346,7 @@ async def test_who_lost_the_lease_promises_nothing(rig):
     with pytest.raises(Unavailable, match="the lease was lost: .* is not tried again") as caught:
         await rig.fleet.freeze(DEPLOYMENT, 600, "me")
     assert caught.value.reason is Reason.LEASE_LOST
-    assert (member.control.frozen_until, await store.fetch_document(DEPLOYMENT, "control")) == (0.0, None)
+    assert (member.control.frozen_until, await store.fetch_document(DEPLOYMENT, "control")) == (
+        0.0,
+        None,
+    )

@@ -28,7 +28,9 @@ HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
 
 def make_deployment(store: MemoryStore) -> Deployment:
     clock, metrics = SystemClock(), ControllerMetrics(CollectorRegistry())
-    outside = Outside(store, store, clock, metrics, StoreHealth(clock, metrics), planner=None, spawn=None)  # type: ignore[arg-type]
+    health = StoreHealth(clock, metrics)
+    # Neither is used here.
+    outside = Outside(store, store, clock, metrics, health, planner=None, spawn=None)  # type: ignore[arg-type]
     return Deployment(DEMO, _deployment_options(Settings(), "127.0.0.1:1"), outside)
 
 
@@ -55,7 +57,9 @@ async def test_what_an_earlier_term_decided_is_not_stored_under_a_later_one_of_t
     assert await deployment.hands.persist([HOLD]) == ()
     assert await store.fetch_document(DEMO, "control") == dict(HOLD.body)
 
-    second = await lead(deployment, store)  # lost and won again while the driver waited for the store
+    second = await lead(
+        deployment, store
+    )  # lost and won again while the driver waited for the store
     assert second.term > first.term
     changed = ctl.PersistDocument("control", {"held": False, "frozen_until": 0.0})
     assert await deployment.hands.persist([changed]) == (ctl.LeaseLost(),)
@@ -87,7 +91,9 @@ async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
     answer_survey(control, epoch=Epoch(3))
     committed = control.placement
     assert committed is not None and control.migration is not None
-    other = Placement(committed.phy2log.copy(), committed.num_ranks, committed.num_logical_experts + 1)
+    other = Placement(
+        committed.phy2log.copy(), committed.num_ranks, committed.num_logical_experts + 1
+    )
     control.migration.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
     deployment = make_deployment(MemoryStore(SystemClock()))
     deployment.control = control

@@ -45,7 +45,9 @@ class Replica:
         )
         clock, metrics = SystemClock(), ControllerMetrics(CollectorRegistry())
         self.tasks, self.store = Spawned(), store
-        outside = Outside(store, store, clock, metrics, StoreHealth(clock, metrics), None, self.tasks.spawn)
+        outside = Outside(
+            store, store, clock, metrics, StoreHealth(clock, metrics), None, self.tasks.spawn
+        )
         options = _deployment_options(settings, f"{name}:1")
         self.fleet = Fleet(options, outside, max_deployments=max_deployments)
 
@@ -84,7 +86,9 @@ class Replica:
             await until(lambda: self.member.control.leader is None)
         await store.release_lease(DEMO, lease)
         self.member.keeper.want()
-        await until(lambda: self.member.control.leader is not None and self.member.term > lease.term)
+        await until(
+            lambda: self.member.control.leader is not None and self.member.term > lease.term
+        )
         return lease.term
 
     async def reasons(self):
@@ -242,7 +246,9 @@ def report(rank, first, end, generation, incarnation):
 
 def feed(replica, first, end, generation="g1", incarnation=1):
     for rank in range(2):
-        replica.member.ingest.take(report(rank, first, end, generation, incarnation), lambda _: None)
+        replica.member.ingest.take(
+            report(rank, first, end, generation, incarnation), lambda _: None
+        )
 
 
 def steps_of(replica):
@@ -300,7 +306,9 @@ async def test_steps_that_only_this_replica_has_outlive_another_that_led_without
 
 
 @pytest.mark.parametrize("stay", [False, True])
-async def test_a_group_that_restarted_before_the_store_was_told_is_counted_under_its_own_generation(stay):
+async def test_a_group_that_restarted_before_the_store_was_told_is_counted_under_its_own_generation(
+    stay,
+):
     """The stored window is of the group before: taken for the new one's, it would hide its steps for days."""
     async with replicas("a") as (one, store):
         sessions = await one.lead()
@@ -317,7 +325,9 @@ async def test_a_group_that_restarted_before_the_store_was_told_is_counted_under
         term = await one.lose(store, seen=not stay)
         if not stay:
             await one.lead("g2", first=31, highest_term=term)
-        await until(lambda: one.member.control.state == "ready" and one.member.ingest.generation == "g2")
+        await until(
+            lambda: one.member.control.state == "ready" and one.member.ingest.generation == "g2"
+        )
         feed(one, 20, 60, "g2", 11 if stay else 31)
         await one.member.store_windows()
         # Without ranks nobody knew which of both groups would return: what was not stored of the new one is begun anew.

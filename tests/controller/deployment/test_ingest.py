@@ -171,7 +171,9 @@ def test_dropped_steps_of_reports_that_are_not_used_are_counted_too(rig):
 
 
 @pytest.mark.parametrize("settled_before", [True, False])
-async def test_source_sums_taken_back_are_not_added_up_again_from_reports_sent_again(rig, settled_before):
+async def test_source_sums_taken_back_are_not_added_up_again_from_reports_sent_again(
+    rig, settled_before
+):
     """A new leader does not know which reports were taken; the window it takes back holds their sums."""
     runs = [Fleet(seed).run(range(5 * seed, 5 * seed + 5)) for seed in range(3)]
     rig.begin()
@@ -329,7 +331,9 @@ def test_a_map_a_wave_leads_to_is_expected(rig):
 def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
     run = Fleet().run(range(4))
     size = run.report(0).counts.nbytes
-    monkeypatch.setattr("evenkeel_moe.controller.deployment.ingest._MOST_WAITING_BYTES", int(3.5 * size))
+    monkeypatch.setattr(
+        "evenkeel_moe.controller.deployment.ingest._MOST_WAITING_BYTES", int(3.5 * size)
+    )
     rig.ingest.begin_generation(GENERATION, SHAPE)
     for rank in (0, 0, 1, 2):
         rig.ingest.take(run.report(rank), rig.answers.append)

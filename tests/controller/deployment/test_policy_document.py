@@ -52,8 +52,12 @@ async def test_of_changes_that_rest_on_one_document_the_first_is_taken_and_told(
             return_exceptions=True,
         )
     assert answers[0]["cycle_s"] == (await fleet.policy(DEMO))["cycle_s"] == 10.0
-    assert all(isinstance(late, Conflict) and late.reason is Reason.STALE_BASE for late in answers[1:])
-    assert [row["changes"] for row in log if row["event"] == "policy_changed"] == [{"cycle_s": 10.0}]
+    assert all(
+        isinstance(late, Conflict) and late.reason is Reason.STALE_BASE for late in answers[1:]
+    )
+    assert [row["changes"] for row in log if row["event"] == "policy_changed"] == [
+        {"cycle_s": 10.0}
+    ]
     # The document that was answered is what the next change may rest on; without one it rests on any.
     assert (await fleet.set_policy(DEMO, {"cycle_s": 3.0}, "me", answers[0]))["cycle_s"] == 3.0
     assert (await fleet.set_policy(DEMO, {"cycle_s": 4.0}, "me"))["cycle_s"] == 4.0
@@ -124,4 +128,7 @@ def test_a_number_that_cannot_be_used_is_refused_with_its_field(changes, words):
 
 
 def test_the_largest_limit_is_taken():
-    assert change_policy(DeploymentPolicy(), {"limits": {"max_bytes": 2**62}}).limits.max_bytes == 2**62
+    assert (
+        change_policy(DeploymentPolicy(), {"limits": {"max_bytes": 2**62}}).limits.max_bytes
+        == 2**62
+    )

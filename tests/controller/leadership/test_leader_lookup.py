@@ -76,7 +76,9 @@ ASKED = {
     "quarantine": lambda fleet: fleet.quarantine(DEMO),
     "clear_quarantine": lambda fleet: fleet.clear_quarantine(DEMO, "eve"),
     "set_policy": lambda fleet: fleet.set_policy(DEMO, {"mode": "observe"}, "eve"),
-    "set_policy on a document": lambda fleet: fleet.set_policy(DEMO, {"mode": "observe"}, "eve", {}),
+    "set_policy on a document": lambda fleet: fleet.set_policy(
+        DEMO, {"mode": "observe"}, "eve", {}
+    ),
     "freeze": lambda fleet: fleet.freeze(DEMO, 60.0, "eve"),
     "resume": lambda fleet: fleet.resume(DEMO, "eve"),
     "approve": lambda fleet: fleet.approve(DEMO, PlanId("p"), "eve"),
@@ -110,12 +112,18 @@ async def test_what_is_stored_is_answered_from_the_store(led_before):
         await store.append_decision(DEMO, {"at": 1.0, "reason": "no_change"})
         assert (await two.fleet.plan(DEMO, PlanId("p"))).phase is PlanPhase.EXPIRED
         records, more = await two.fleet.plans(DEMO, 10)
-        assert [(record.plan.plan_id, record.phase) for record in records] == [("p", PlanPhase.EXPIRED)]
+        assert [(record.plan.plan_id, record.phase) for record in records] == [
+            ("p", PlanPhase.EXPIRED)
+        ]
         assert not more
         rows = await two.fleet.decisions(DEMO, 10)
         assert rows[0]["reason"] == "no_change"
         store.down = True
-        for ask in (two.fleet.decisions(DEMO, 10), two.fleet.plans(DEMO, 10), two.fleet.policy(DEMO)):
+        for ask in (
+            two.fleet.decisions(DEMO, 10),
+            two.fleet.plans(DEMO, 10),
+            two.fleet.policy(DEMO),
+        ):
             with pytest.raises(Unavailable) as caught:
                 await ask
             assert caught.value.reason is Reason.STORE_UNAVAILABLE

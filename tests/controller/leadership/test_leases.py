@@ -143,7 +143,9 @@ async def test_a_lease_lost_while_the_records_are_read_is_sought_anew(rig):
 
 
 @pytest.mark.parametrize("refused", [False, True])
-async def test_who_was_told_to_lead_hears_it_when_the_lease_fails_as_the_records_arrive(rig, refused):
+async def test_who_was_told_to_lead_hears_it_when_the_lease_fails_as_the_records_arrive(
+    rig, refused
+):
     """R13: or it leads without a lease, and is told to lead twice."""
     rig.load_s = 0.05
     renew, renewals = rig.renew_lease, 0

@@ -29,7 +29,9 @@ class CountingStore(MemoryStore):
         return await super().fetch_plans(deployment, plan_ids)
 
     async def plan(self, name, at, phase, reason=Reason.EXPIRED, waves=0):
-        record = make_record(name, at, phase=phase, reason=reason, updated_at=at, waves_committed=waves)
+        record = make_record(
+            name, at, phase=phase, reason=reason, updated_at=at, waves_committed=waves
+        )
         await self.store_plan(replace(record, story=()), 0)
 
     async def dry_runs(self, first, count):

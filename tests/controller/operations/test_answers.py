@@ -36,10 +36,14 @@ def clock():
 
 
 def log_on(store, clock) -> AnswerLog:
-    return AnswerLog(store, StoreHealth(SystemClock(), ControllerMetrics(CollectorRegistry())), clock)
+    return AnswerLog(
+        store, StoreHealth(SystemClock(), ControllerMetrics(CollectorRegistry())), clock
+    )
 
 
-def answer(name: str, digest: str = "d", location: str | None = "/v1/deployments/demo/plans/p") -> KeptAnswer:
+def answer(
+    name: str, digest: str = "d", location: str | None = "/v1/deployments/demo/plans/p"
+) -> KeptAnswer:
     return KeptAnswer(name, digest, 202, location)
 
 

@@ -43,7 +43,9 @@ def store():
 
 
 def log_on(store) -> AuditLog:
-    return AuditLog(store, StoreHealth(SystemClock(), ControllerMetrics(CollectorRegistry())), CLOCK)
+    return AuditLog(
+        store, StoreHealth(SystemClock(), ControllerMetrics(CollectorRegistry())), CLOCK
+    )
 
 
 def entry(path: str, deployment: DeploymentId | None = DEMO) -> AuditEntry:
@@ -63,7 +65,12 @@ async def test_rows_outlive_the_controller(store):
     assert await paths(after) == ["/3", "/2", "/1"]
     assert await paths(after, 2) == ["/3", "/2"]
     row = (await after.rows(DEMO, 1))[0]
-    assert (row["by"], row["role"], row["method"], row["status"]) == ("alice", "operate", "POST", 202)
+    assert (row["by"], row["role"], row["method"], row["status"]) == (
+        "alice",
+        "operate",
+        "POST",
+        202,
+    )
     assert after.here(None, 9) == [row]
 
 

@@ -331,8 +331,13 @@ async def test_the_stride_holds_from_the_first_step_of_a_new_generation_on_both_
     for stream in streams:
         said = drained(stream)
         (registration,) = (message for message in said if isinstance(message, Registration))
-        flows = [registration.flow, *(message for message in said if isinstance(message, FlowControl))]
-        assert flows[-1] == replace(registration.flow, stride=4, from_step=0), "and nothing else is changed"
+        flows = [
+            registration.flow,
+            *(message for message in said if isinstance(message, FlowControl)),
+        ]
+        assert flows[-1] == replace(registration.flow, stride=4, from_step=0), (
+            "and nothing else is changed"
+        )
     late = RankStream(9, "peer", capacity=64)
     hello = hello_of(1, "g2", 9)
     await fleet.attach(replace(hello, identity=replace(hello.identity, deployment=ONE)), late)
@@ -356,10 +361,15 @@ async def test_gauges_split_tokens_by_the_dispatcher_and_nodes_in_force(rig, dis
     for generation, first_stream, nodes in (("g1", 1, ("a", "a")), ("g2", 3, ("a", "b"))):
         await attach_all(fleet, generation, first_stream, nodes)
         split = SplitModel(dispatch, Topology((0, int(nodes[1] == "b"))))
-        assert (member.split().dispatch, member.split().topology) == (split.dispatch, split.topology)
+        assert (member.split().dispatch, member.split().topology) == (
+            split.dispatch,
+            split.topology,
+        )
         counts = np.array([[[90, 5, 40, 10], [3, 50, 70, 20]]] * 4, np.uint32)
         steps = np.arange(4)
-        window = LoadWindow(counts, steps, steps * 0, np.ones((4, 2), np.int64), np.full((4, 2), np.nan))
+        window = LoadWindow(
+            counts, steps, steps * 0, np.ones((4, 2), np.int64), np.full((4, 2), np.nan)
+        )
         member.balance.update({Phase.DECODE: [window]}, BASE)
         expected = metrics.balancedness_mean(metrics.rank_load(counts, BASE, split))
         assert member.balance.summary()[0] == pytest.approx(expected)

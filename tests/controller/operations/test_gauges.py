@@ -2,7 +2,12 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.controller.operations import gauges as figures
-from evenkeel_moe.controller.operations.gauges import Coverage, FigureLimits, Realised, live_replicas
+from evenkeel_moe.controller.operations.gauges import (
+    Coverage,
+    FigureLimits,
+    Realised,
+    live_replicas,
+)
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
@@ -37,7 +42,9 @@ def test_a_lost_rank_takes_experts_along_and_leaves_others_with_one_replica():
 
 def test_coverage_follows_the_map_and_the_ranks_alive(monkeypatch):
     asked = []
-    monkeypatch.setattr(figures, "live_replicas", lambda *args: asked.append(args) or live_replicas(*args))
+    monkeypatch.setattr(
+        figures, "live_replicas", lambda *args: asked.append(args) or live_replicas(*args)
+    )
     coverage, moved = Coverage(), Placement(PLACEMENT.phy2log[::-1].copy(), 2, 3)
     swapped = Placement(PLACEMENT.phy2log[:, ::-1].copy(), 2, 3)
     for placement in (PLACEMENT, moved, swapped, PLACEMENT):

@@ -38,7 +38,11 @@ def test_both_logs_are_one_object_a_line_with_time_level_and_trace(rows):
         "event": "something", "deployment": "demo", "plan_id": "p", "epoch": 3, "trace_id": "t", "level": "info", "ts": ours["ts"],
     }  # fmt: skip
     assert ours["ts"].endswith("Z")
-    assert (theirs["event"], theirs["logger"], theirs["level"]) == ("it broke", "a.library", "error")
+    assert (theirs["event"], theirs["logger"], theirs["level"]) == (
+        "it broke",
+        "a.library",
+        "error",
+    )
     assert theirs["trace_id"] == "t"
     assert "two\nlines" in theirs["exception"]
 

@@ -56,7 +56,14 @@ def check_line(rank, **changes):
 
 
 def exit_line(rank, code=0, reason="finished", detail=""):
-    return {"kind": "exit", "rank": rank, "unix": 1e3, "code": code, "reason": reason, "detail": detail}
+    return {
+        "kind": "exit",
+        "rank": rank,
+        "unix": 1e3,
+        "code": code,
+        "reason": reason,
+        "detail": detail,
+    }
 
 
 def plan(plan_id, created_at, reason="balance_below_threshold", **changes):

@@ -6,7 +6,15 @@ from evenkeel_moe.engines.demo.fleet import FleetLog
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.summary import decision_lines, summarise, summary_lines
 from evenkeel_moe.engines.reference.config import DispatchRule, Fault
-from tests.engines.demo.lines import PLANS, check_line, exit_line, good_run, plan, step_lines, swap_line
+from tests.engines.demo.lines import (
+    PLANS,
+    check_line,
+    exit_line,
+    good_run,
+    plan,
+    step_lines,
+    swap_line,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,9 @@ def test_a_rule_of_its_own_may_absorb_the_shift_but_not_lose_balance_to_it():
     lost = run(lines, dispatch=DispatchRule.LPLB)
     assert failed(lost) == ["dispatch absorbed the shift of domain"]
     steps = [
-        line | {"rank_load": [5, 5]} if line.get("step", 0) >= 20 and line["kind"] == "step" else line
+        line | {"rank_load": [5, 5]}
+        if line.get("step", 0) >= 20 and line["kind"] == "step"
+        else line
         for line in lines
     ]
     held = run(steps, dispatch=DispatchRule.LPLB)
@@ -105,18 +115,28 @@ def test_a_further_plan_may_gain_little_but_not_lose(last, promises):
 
 def test_a_plan_by_hand_is_no_answer_of_the_controller():
     by_hand = [PLANS[1], plan("p2", 55.5, "manual_request", kind="manual")]
-    assert failed(run(good_run(), by_hand)) == ["the controller answered the shift by its own decision"]
+    assert failed(run(good_run(), by_hand)) == [
+        "the controller answered the shift by its own decision"
+    ]
 
 
 @pytest.mark.parametrize(
     ("change", "kind", "promise"),
     [
         (
-            {"wrong_slots": [{"layer": 2, "local_slot": 3, "expert": 7}], "ok": False, "problems": ["x"]},
+            {
+                "wrong_slots": [{"layer": 2, "local_slot": 3, "expert": 7}],
+                "ok": False,
+                "problems": ["x"],
+            },
             "byte: rank 1 layer 2 slot 3 does not hold the weights expert 7",
             "every slot's weights equal the original expert's",
         ),
-        ({"maps_agree": False}, "map: the maps of the ranks differ", "all ranks agree on map and epoch"),
+        (
+            {"maps_agree": False},
+            "map: the maps of the ranks differ",
+            "all ranks agree on map and epoch",
+        ),
         ({"epochs_agree": False}, "epoch: the ranks are at", "all ranks agree on map and epoch"),
         (
             {"mismatches": 5},
@@ -124,7 +144,11 @@ def test_a_plan_by_hand_is_no_answer_of_the_controller():
             "every output equals the never-migrated model's",
         ),
         ({"rows_checked": -1000}, None, "every output equals the never-migrated model's"),
-        ({"ok": False, "problems": ["a leak"]}, "check: a leak", "all ranks agree on map and epoch"),
+        (
+            {"ok": False, "problems": ["a leak"]},
+            "check: a leak",
+            "all ranks agree on map and epoch",
+        ),
     ],
 )
 def test_each_fault_is_named(change, kind, promise):

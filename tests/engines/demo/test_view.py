@@ -14,7 +14,10 @@ STATUS = {
     "active_plan": plan("p1", 1.0, phase="migrating", waves=4, waves_committed=1),
     "staging_bytes_done": 500_000,
     "staging_bytes_total": 2_000_000,
-    "last_decision": {"reason": "balance_below_threshold", "numbers": {"balancedness": 0.61, "name": "x"}},
+    "last_decision": {
+        "reason": "balance_below_threshold",
+        "numbers": {"balancedness": 0.61, "name": "x"},
+    },
 }
 
 
@@ -70,7 +73,14 @@ def test_the_view_fits_its_terminal(width):
 
 def test_the_view_before_anything_is_known():
     empty = snapshot(
-        step=None, domain="", shares=None, balancedness=None, history=[], marks={}, status=None, events=[]
+        step=None,
+        domain="",
+        shares=None,
+        balancedness=None,
+        history=[],
+        marks={},
+        status=None,
+        events=[],
     )
     text = text_of(render(empty))
     assert "the ranks are starting" in text
@@ -113,7 +123,8 @@ def test_chart_of_nothing_and_of_unknown_steps():
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (3e13, "30.0 TB")]
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (3e13, "30.0 TB")],
 )
 def test_bytes_for_people(count, text):
     assert si_bytes(count) == text

@@ -14,7 +14,12 @@ import torch
 
 from evenkeel_moe.engines.guest.collective_start import all_or_none, roll_call
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote
-from evenkeel_moe.engines.guest.guards import Unsupported, check_fields, check_signatures, check_version
+from evenkeel_moe.engines.guest.guards import (
+    Unsupported,
+    check_fields,
+    check_signatures,
+    check_version,
+)
 from evenkeel_moe.engines.guest.plan_agreement import ROW, Orders, judge
 from evenkeel_moe.engines.guest.settings import GuestMode, load_guest_settings
 from evenkeel_moe.engines.sglang.state import Rows
@@ -76,7 +81,9 @@ def test_guards_say_what_differs():
     with pytest.raises(Unsupported, match=r"engine is 1.2; this plugin knows 1.0, 1.1"):
         check_version("engine", "1.2", ("1.0", "1.1"))
     check_signatures(Engine, {"plan": ("cls", "weight", "ranks"), "free": ("one",)})
-    with pytest.raises(Unsupported, match=r"plan takes \(cls, weight, ranks\), not \(cls, weight\)"):
+    with pytest.raises(
+        Unsupported, match=r"plan takes \(cls, weight, ranks\), not \(cls, weight\)"
+    ):
         check_signatures(Engine, {"plan": ("cls", "weight")})
     for name in ("gone", "number"):
         with pytest.raises(Unsupported, match="is not there"):
@@ -134,16 +141,27 @@ def test_a_certificate_without_a_ca_is_refused(monkeypatch):
 
 
 def test_an_empty_variable_is_one_that_was_not_set(monkeypatch):
-    for name in ("CONTROLLERS", "DEPLOYMENT", "POLL_EVERY", "TLS_CA_FILE", "TLS_CERT_FILE", "TLS_KEY_FILE"):
+    for name in (
+        "CONTROLLERS",
+        "DEPLOYMENT",
+        "POLL_EVERY",
+        "TLS_CA_FILE",
+        "TLS_CERT_FILE",
+        "TLS_KEY_FILE",
+    ):
         monkeypatch.setenv(f"EVENKEEL_RANK__{name}", "")
     settings = load_guest_settings()
-    assert settings.tls_ca_file is None, "a path of no letters would ask for TLS, with a folder as the CA"
+    assert settings.tls_ca_file is None, (
+        "a path of no letters would ask for TLS, with a folder as the CA"
+    )
     assert (settings.addresses, settings.deployment, settings.poll_every) == ((), "default", 16)
 
 
 def test_a_rank_without_the_plugin_is_missed_before_any_collective():
     store = torch.distributed.HashStore()
-    all_there = [threading.Thread(target=roll_call, args=(store, "a", rank, 3, 20.0)) for rank in (1, 2)]
+    all_there = [
+        threading.Thread(target=roll_call, args=(store, "a", rank, 3, 20.0)) for rank in (1, 2)
+    ]
     for thread in all_there:
         thread.start()
     roll_call(store, "a", 0, 3, 20.0)
@@ -185,7 +203,9 @@ def test_a_start_that_fails_anywhere_fails_everywhere_and_is_taken_back():
 
     with pytest.raises(RuntimeError, match="no more threads"):
         all_or_none("begin", fails, lambda row: among(0)(rows.append(row) or row), undone.append)
-    assert [row.tolist() for row in rows] == [[1]], "the others wait for a word also of a rank that failed"
+    assert [row.tolist() for row in rows] == [[1]], (
+        "the others wait for a word also of a rank that failed"
+    )
     assert undone == [7]
 
 

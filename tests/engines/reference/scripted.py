@@ -113,10 +113,14 @@ class ScriptedLink:
                 listener.received(1, ReportAck(message.last_step))
 
     async def drive(self, listener, key, wave, epoch, abort):
-        prepare = Prepare(LEADER, key, Epoch(epoch), wave, self.checksums(wave), batch_deadline_s=10.0)
+        prepare = Prepare(
+            LEADER, key, Epoch(epoch), wave, self.checksums(wave), batch_deadline_s=10.0
+        )
         listener.received(1, prepare)
         vote = await self.wait_for(Vote, lambda vote: vote.wave == key)
-        self.write("vote", plan_id=key.plan_id, wave_index=key.wave_index, yes=vote.yes, detail=vote.detail)
+        self.write(
+            "vote", plan_id=key.plan_id, wave_index=key.wave_index, yes=vote.yes, detail=vote.detail
+        )
         if abort:
             listener.received(1, Abort(LEADER, key))
             answer = await self.wait_for(AbortAnswer, lambda m: m.wave == key and m.drained)

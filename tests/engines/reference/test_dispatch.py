@@ -63,7 +63,13 @@ class OneRank:
     def __init__(self, group, config, placement):
         cpu = torch.device("cpu")
         self.model = Model.build(
-            seed=3, layers=LAYERS, experts=EXPERTS, top_k=config.top_k, d_model=32, d_ffn=32, device=cpu
+            seed=3,
+            layers=LAYERS,
+            experts=EXPERTS,
+            top_k=config.top_k,
+            d_model=32,
+            d_ffn=32,
+            device=cpu,
         )
         self.config = config
         self.traffic = TextTraffic(self.model, RANKS, TOKENS, 0)
@@ -84,7 +90,9 @@ class OneRank:
 
     def move_to(self, placement):
         for layer in range(LAYERS):
-            filled = np.flatnonzero(self.router.phy2log[layer].reshape(RANKS, -1)[self.config.rank] >= 0)
+            filled = np.flatnonzero(
+                self.router.phy2log[layer].reshape(RANKS, -1)[self.config.rank] >= 0
+            )
             self.weights.release([(layer, int(local)) for local in filled])
         self.weights.load(placement, self.config.rank, 3)
         self.router.install(self.router.build(range(LAYERS), placement.phy2log, 2))

@@ -31,7 +31,9 @@ def test_every_row_comes_back_from_the_expert_in_its_slot():
         rng = np.random.default_rng(rank)
         rows = torch.from_numpy(rng.integers(-8, 9, (40, D)).astype(np.float32))
         slots = torch.from_numpy(rng.integers(0, 2 * SLOTS, 40))
-        result = exchange.layer(rows, slots, 7, False, lambda local: expert_in(rank * SLOTS + local))
+        result = exchange.layer(
+            rows, slots, 7, False, lambda local: expert_in(rank * SLOTS + local)
+        )
         for row, slot, output in zip(rows, slots.tolist(), result.outputs, strict=True):
             assert torch.equal(output, expert_forward(expert_in(slot), row[None])[0])
         assert not result.stop and result.compute_s > 0
@@ -48,7 +50,9 @@ def test_ranks_with_nothing_to_send_or_receive_take_part():
         exchange = Exchange(group.connect(rank, "engine"), SLOTS, D)
         rows = torch.ones(4 if rank == 0 else 0, D)
         slots = torch.zeros(len(rows), dtype=torch.int64)
-        return exchange.layer(rows, slots, 0, False, lambda local: expert_in(local)).received.tolist()
+        return exchange.layer(
+            rows, slots, 0, False, lambda local: expert_in(local)
+        ).received.tolist()
 
     assert run_ranks(2, work) == [[4, 0, 0], [0, 0, 0]]
 

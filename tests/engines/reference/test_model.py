@@ -4,20 +4,34 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel_moe.engines.reference.model import Model, combine_weights, expert_forward, original_expert
+from evenkeel_moe.engines.reference.model import (
+    Model,
+    combine_weights,
+    expert_forward,
+    original_expert,
+)
 from evenkeel_moe.errors import InvalidInput
 
 CPU = torch.device("cpu")
 
 
 def build(**changes):
-    values = {"seed": 3, "layers": 2, "experts": 8, "top_k": 2, "d_model": 32, "d_ffn": 64, "device": CPU}
+    values = {
+        "seed": 3,
+        "layers": 2,
+        "experts": 8,
+        "top_k": 2,
+        "d_model": 32,
+        "d_ffn": 64,
+        "device": CPU,
+    }
     return Model.build(**{**values, **changes})
 
 
 def experts_of(model, layer):
     return [
-        original_expert(model.seed, layer, e, model.d_model, model.d_ffn) for e in range(model.num_experts)
+        original_expert(model.seed, layer, e, model.d_model, model.d_ffn)
+        for e in range(model.num_experts)
     ]
 
 
@@ -27,7 +41,9 @@ def tokens(count=200):
 
 def test_experts_come_from_the_seed_and_differ():
     first = original_expert(3, 1, 4, 32, 64)
-    assert all(torch.equal(a, b) for a, b in zip(first, original_expert(3, 1, 4, 32, 64), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first, original_expert(3, 1, 4, 32, 64), strict=True)
+    )
     for other in (
         original_expert(3, 1, 5, 32, 64),
         original_expert(3, 0, 4, 32, 64),

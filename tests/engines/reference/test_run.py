@@ -63,9 +63,13 @@ def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
     assert report.codes == (0, 0) and report.restarts == 0
     for rank in range(2):
         swaps = lines(tmp_path, rank, "swap")
-        assert [swap["epoch"] for swap in swaps] == list(range(1, len(swaps) + 1)) and len(swaps) >= 4
+        assert [swap["epoch"] for swap in swaps] == list(range(1, len(swaps) + 1)) and len(
+            swaps
+        ) >= 4
         # All ranks swapped after the same step.
-        assert [swap["step"] for swap in swaps] == [swap["step"] for swap in lines(tmp_path, 0, "swap")]
+        assert [swap["step"] for swap in swaps] == [
+            swap["step"] for swap in lines(tmp_path, 0, "swap")
+        ]
         [check] = lines(tmp_path, rank, "check")
         assert check["mismatches"] == 0 and check["rows_checked"] == 60 * 64
         assert check["slots_checked"] == 3 * 5 and check["wrong_slots"] == []
@@ -128,7 +132,9 @@ def test_a_killed_rank_restarts_the_group_warm_on_the_last_committed_placement(t
 
 def test_a_group_that_keeps_dying_is_given_up(tmp_path):
     """Restarts are bounded; without the trace it names, no rank can start."""
-    config = RankConfig(run_folder=str(tmp_path), **{**SMALL, "trace": str(tmp_path / "missing.npz")})
+    config = RankConfig(
+        run_folder=str(tmp_path), **{**SMALL, "trace": str(tmp_path / "missing.npz")}
+    )
     supervisor = Supervisor(config, max_restarts=1)
     supervisor.start()
     try:
@@ -152,7 +158,9 @@ def start_fleet(folder):
     config = RankConfig(run_folder=str(folder / "run"), **{**SMALL, "steps": 0, "min_step_s": 0.01})
     path = folder / "fleet.json"
     path.write_text(config.to_json())
-    process = subprocess.Popen([sys.executable, "-c", FLEET, str(path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", FLEET, str(path)], stdout=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while len(lines(folder / "run", 0, "step")) < 3:
         assert time.monotonic() < deadline and process.poll() is None

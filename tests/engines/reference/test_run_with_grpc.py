@@ -16,7 +16,16 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.schedule.waves import schedule_waves
-from evenkeel_moe.protocol.messages import Ack, Commit, Hello, Leader, Prepare, QueryState, RankState, Vote
+from evenkeel_moe.protocol.messages import (
+    Ack,
+    Commit,
+    Hello,
+    Leader,
+    Prepare,
+    QueryState,
+    RankState,
+    Vote,
+)
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import decode_rank_message, encode_controller_message
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome, ReportAck
@@ -44,11 +53,15 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
             if isinstance(message, Hello):
                 hello = message
                 flow = FlowControl(0.1)
-                await self.write(context, Registration(RegistrationOutcome.ACCEPTED, 0.5, 5.0, flow))
+                await self.write(
+                    context, Registration(RegistrationOutcome.ACCEPTED, 0.5, 5.0, flow)
+                )
                 self.hellos[hello.identity.rank] = hello
                 self.streams[hello.identity.rank] = context
             if isinstance(message, LoadReport):
-                for step, counts in zip(message.steps["step"].tolist(), message.counts, strict=True):
+                for step, counts in zip(
+                    message.steps["step"].tolist(), message.counts, strict=True
+                ):
                     self.counts[message.rank][step] = counts.sum(axis=1)
                 if len(self.common_steps()) >= 5:
                     self.counted.set()
@@ -85,14 +98,18 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
         assert all(state.placement == base and state.checksums == checksums for state in states)
         # Every rank's experts move to the next rank.
         rolled = np.roll(base.phy2log.reshape(shape.num_layers, shape.num_ranks, -1), 1, axis=1)
-        target = Placement(rolled.reshape(base.phy2log.shape), shape.num_ranks, shape.num_logical_experts)
+        target = Placement(
+            rolled.reshape(base.phy2log.shape), shape.num_ranks, shape.num_logical_experts
+        )
         [wave] = schedule_waves(
             base, target, fixed(shape), Topology.single_node(shape.num_ranks), staging_bytes
         )
         key = WaveKey(states[0].identity.generation, PlanId("roll"), 0, 1)
         table = np.array(checksums, np.uint64).reshape(shape.num_layers, shape.num_logical_experts)
         expected = tuple(int(table[t.layer, t.logical_expert]) for t in wave.transfers)
-        await self.tell_all(Prepare(LEADER, key, states[0].epoch, wave, expected, batch_deadline_s=10.0))
+        await self.tell_all(
+            Prepare(LEADER, key, states[0].epoch, wave, expected, batch_deadline_s=10.0)
+        )
         votes = await self.all_of(Vote)
         assert all(vote.yes for vote in votes), votes
         await self.tell_all(Commit(LEADER, key))

@@ -43,7 +43,8 @@ def test_buffers_are_reserved_all_or_none_and_freed_ones_serve_later():
     assert weights.reserve([(0, 2)])
     reserved = weights.tensors(0, 2)[0].data_ptr()
     in_use = {
-        weights.tensors(layer, s)[0].data_ptr() for layer, s in [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+        weights.tensors(layer, s)[0].data_ptr()
+        for layer, s in [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
     }
     assert reserved not in in_use
     weights.release([(0, 0)])
@@ -83,6 +84,9 @@ def test_every_fault_is_named_by_the_inspection_or_changes_the_epoch(fault):
         assert "expert 1" in said and wrong_slots == [{"layer": 0, "local_slot": 1, "expert": 1}]
         assert "weights are not those of expert 1" in problems[0]
     elif fault is Fault.MAP:
-        assert wrong_slots == [] and "routes layer 0 expert 1 to slot 0, which holds expert 0" in problems[0]
+        assert (
+            wrong_slots == []
+            and "routes layer 0 expert 1 to slot 0, which holds expert 0" in problems[0]
+        )
     else:
         assert router.epoch == 4 and problems == []

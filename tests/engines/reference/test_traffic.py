@@ -28,7 +28,10 @@ def loads():
         d_model=config.d_model, d_ffn=config.d_ffn, device=CPU,
     )  # fmt: skip
     experts = [
-        [original_expert(config.seed, layer, e, config.d_model, config.d_ffn) for e in range(config.experts)]
+        [
+            original_expert(config.seed, layer, e, config.d_model, config.d_ffn)
+            for e in range(config.experts)
+        ]
         for layer in range(config.layers)
     ]
     traffic = TextTraffic(model, config.num_ranks, config.tokens_per_step, SHIFT)
@@ -39,7 +42,9 @@ def loads():
             for layer in range(config.layers):
                 chosen = traffic.route(step, rank, layer, x)
                 counts[step, layer] += np.bincount(chosen.reshape(-1), minlength=config.experts)
-                x = model.next_layer(layer, x, model.undistributed(layer, x, chosen, experts[layer]))
+                x = model.next_layer(
+                    layer, x, model.undistributed(layer, x, chosen, experts[layer])
+                )
     return config.shape, counts
 
 
@@ -48,7 +53,9 @@ def mean_balancedness(counts, placement):
 
 
 def plan(shape, counts):
-    return plan_eplb(PlacementProblem(counts, shape, Topology.single_node(shape.num_ranks))).placement
+    return plan_eplb(
+        PlacementProblem(counts, shape, Topology.single_node(shape.num_ranks))
+    ).placement
 
 
 def test_text_skews_the_load_a_plan_mends_it_and_the_shift_spoils_it(loads):
@@ -65,7 +72,9 @@ def test_text_skews_the_load_a_plan_mends_it_and_the_shift_spoils_it(loads):
 def test_ranks_and_steps_read_different_text(loads):
     shape, _ = loads
     traffic = TextTraffic(None, 4, 100, 5)
-    pieces = [traffic.tokens(step, rank).numpy().tobytes() for step in range(3) for rank in range(4)]
+    pieces = [
+        traffic.tokens(step, rank).numpy().tobytes() for step in range(3) for rank in range(4)
+    ]
     assert len(set(pieces)) == 12
     assert [traffic.domain(step) for step in (0, 4, 5)] == ["prose", "prose", "code"]
     assert TextTraffic(None, 4, 100, 0).domain(10**6) == "prose"
@@ -100,7 +109,9 @@ def test_counts_are_drawn_without_replacement_in_their_proportion(tmp_path):
     assert abs(np.bincount(first[:, 0], minlength=6)[0] / 4000 - 400 / 750) < 0.03
     again = traffic.route(0, 0, 0, torch.zeros(4000, 4)).numpy()
     assert (first == again).all()
-    assert (np.bincount(traffic.route(3, 0, 0, torch.zeros(4000, 4)).reshape(-1), minlength=6)[:2] == 0).all()
+    assert (
+        np.bincount(traffic.route(3, 0, 0, torch.zeros(4000, 4)).reshape(-1), minlength=6)[:2] == 0
+    ).all()
 
 
 def test_a_trace_sets_the_sizes_of_the_model(tmp_path):

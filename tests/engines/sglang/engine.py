@@ -150,10 +150,13 @@ def _stand_ins(srt: str) -> None:
         elastic_expanded_world_enabled=lambda: False,
     )
     _package("sglang.srt.model_executor")
-    stand_in("sglang.srt.model_executor.forward_batch_info", ForwardBatch=object, ForwardMode=object)
+    stand_in(
+        "sglang.srt.model_executor.forward_batch_info", ForwardBatch=object, ForwardMode=object
+    )
     _package("sglang.srt.model_executor.model_runner_components")
     stand_in(
-        "sglang.srt.model_executor.model_runner_components.moe_ep_setup", init_lplb_solvers=lambda **_: None
+        "sglang.srt.model_executor.model_runner_components.moe_ep_setup",
+        init_lplb_solvers=lambda **_: None,
     )
     _package("sglang.srt.observability")
     stand_in(
@@ -174,7 +177,10 @@ def _stand_ins(srt: str) -> None:
     world = SimpleNamespace(cpu_group=dist.group.WORLD)
     stand_in("sglang.srt.distributed.parallel_state", get_world_group=lambda: world)
     _package("sglang.srt.layers")
-    stand_in("sglang.srt.layers.moe", get_moe_a2a_backend=lambda: SimpleNamespace(is_megamoe=lambda: False))
+    stand_in(
+        "sglang.srt.layers.moe",
+        get_moe_a2a_backend=lambda: SimpleNamespace(is_megamoe=lambda: False),
+    )
     logging.getLogger("sglang").setLevel(logging.WARNING)
 
 
@@ -203,6 +209,8 @@ class Model:
         for layer, tensors in self.routed_experts_weights_of_layer.items():
             for local in range(self.per_rank):
                 want = expert_rows(layer, int(hidden_map[layer, self.rank * self.per_rank + local]))
-                if not all(torch.equal(have[local], must) for have, must in zip(tensors, want, strict=True)):
+                if not all(
+                    torch.equal(have[local], must) for have, must in zip(tensors, want, strict=True)
+                ):
                     wrong.append((layer, local))
         return wrong

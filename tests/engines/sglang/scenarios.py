@@ -24,7 +24,9 @@ TOKENS = 9
 class Rank(DrivenRank):
     """One rank of the toy engine with the plugin's hooks applied."""
 
-    def __init__(self, rank, size, *, mode="place", chunk=None, interval=10_000, init="trivial", **changes):
+    def __init__(
+        self, rank, size, *, mode="place", chunk=None, interval=10_000, init="trivial", **changes
+    ):
         self.rank, self.size = rank, size
         modules = self.modules = engine.load(rank)
         self.lockstep = dist.new_group(list(range(size)))
@@ -111,7 +113,9 @@ def place(rank, size, *, chunk):
         "target": new.phy2log,
         "vote": vote.yes,
         "acks": [message.epoch for message in said if isinstance(message, Ack)],
-        "progress": [message.bytes_done for message in said if isinstance(message, StagingProgress)],
+        "progress": [
+            message.bytes_done for message in said if isinstance(message, StagingProgress)
+        ],
     }
 
 

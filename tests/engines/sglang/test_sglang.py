@@ -16,7 +16,9 @@ def test_the_manager_commits_exactly_the_controllers_placement(chunk):
         assert seen["vote"]
         assert np.array_equal(seen["moe"], seen["target"])
         assert np.array_equal(seen["placement"], seen["target"])
-        assert np.array_equal(seen["map"][:DENSE], seen["before"][:DENSE]), "dense layers' rows stay"
+        assert np.array_equal(seen["map"][:DENSE], seen["before"][:DENSE]), (
+            "dense layers' rows stay"
+        )
         assert seen["wrong"] == [], "weights end where the plan says, byte for byte"
         assert seen["acks"] == [1]
         assert seen["epoch"] == 1
@@ -34,7 +36,11 @@ def test_every_pass_is_reported_with_its_real_tokens():
         assert seen["sides"] == {"source"}
         for layer in range(3):
             assert np.array_equal(seen["last"][layer], seen["want"])
-        assert (seen["shape"].num_layers, seen["shape"].slots_per_rank, seen["shape"].top_k) == (3, 4, 2)
+        assert (seen["shape"].num_layers, seen["shape"].slots_per_rank, seen["shape"].top_k) == (
+            3,
+            4,
+            2,
+        )
         assert seen["capabilities"] == []
 
 

@@ -127,7 +127,9 @@ def _stand_ins() -> None:
     stand_in("vllm.model_executor.models.interfaces", MixtureOfExperts=Experts)
     stand_in("vllm.distributed.stateless_coordinator", StatelessGroupCoordinator=StatelessGroup)
     stand_in(
-        "vllm.distributed.utils", StatelessProcessGroup=StatelessGroup, is_weak_contiguous=lambda _: True
+        "vllm.distributed.utils",
+        StatelessProcessGroup=StatelessGroup,
+        is_weak_contiguous=lambda _: True,
     )
     stand_in("vllm.distributed.nixl_utils", NixlWrapper=None)
     stand_in("vllm.distributed.device_communicators.pynccl", PyNcclCommunicator=object)
@@ -174,20 +176,28 @@ class ModelConfig:
 class Model:
     """MixtureOfExperts as vLLM asks it of a model, with weights that say whose they are."""
 
-    def __init__(self, modules: Any, rank: int, ranks: int, *, layers=3, experts=6, redundant=2, top_k=2):
+    def __init__(
+        self, modules: Any, rank: int, ranks: int, *, layers=3, experts=6, redundant=2, top_k=2
+    ):
         self.num_moe_layers, self.num_logical_experts = layers, experts
         self.num_routed_experts, self.num_redundant_experts = experts, redundant
         self.num_physical_experts = experts + redundant
         self.num_local_physical_experts = self.num_physical_experts // ranks
         self.num_expert_groups, self.num_shared_experts = 1, 0
-        initial = modules.state.EplbState.build_initial_global_physical_to_logical_map(experts, redundant)
-        local = slice(rank * self.num_local_physical_experts, (rank + 1) * self.num_local_physical_experts)
+        initial = modules.state.EplbState.build_initial_global_physical_to_logical_map(
+            experts, redundant
+        )
+        local = slice(
+            rank * self.num_local_physical_experts, (rank + 1) * self.num_local_physical_experts
+        )
         self.expert_weights = []
         self.moe_layers = []
         for layer in range(layers):
             rows = [expert_rows(layer, expert) for expert in initial[local]]
             self.expert_weights.append([torch.stack(column) for column in zip(*rows, strict=True)])
-            self.moe_layers.append(SimpleNamespace(top_k=top_k, eplb_state=modules.state.EplbLayerState()))
+            self.moe_layers.append(
+                SimpleNamespace(top_k=top_k, eplb_state=modules.state.EplbLayerState())
+            )
 
     def set_eplb_state(self, expert_load_view, logical_to_physical_map, logical_replica_count):
         for index, layer in enumerate(self.moe_layers):
@@ -205,7 +215,9 @@ class Model:
             slots = state.logical_to_physical_map[chosen, replica]
             if bool(state.should_record_tensor):
                 real = slots[:unpadded].reshape(-1)
-                state.expert_load_view.scatter_add_(0, real, torch.ones_like(real, dtype=torch.int32))
+                state.expert_load_view.scatter_add_(
+                    0, real, torch.ones_like(real, dtype=torch.int32)
+                )
 
     def wrong_slots(self, rank: int, phy2log: torch.Tensor) -> list[tuple[int, int]]:
         """(layer, local slot) whose bytes are not those of the expert the map puts there."""
@@ -214,7 +226,9 @@ class Model:
             for local in range(self.num_local_physical_experts):
                 expert = int(phy2log[layer, rank * self.num_local_physical_experts + local])
                 want = expert_rows(layer, expert)
-                if not all(torch.equal(have[local], must) for have, must in zip(tensors, want, strict=True)):
+                if not all(
+                    torch.equal(have[local], must) for have, must in zip(tensors, want, strict=True)
+                ):
                     wrong.append((layer, local))
         return wrong
 

@@ -66,7 +66,10 @@ def never_consumed(rank, size):
 
 def start_fails(rank, size, *, how):
     """The guest cannot start on one rank; the engine's groups carry the engine's words all the same."""
-    changes = {"model": {"top_k": None} if rank == 1 else {}, "store": {"host": "no.such.host.invalid"}}[how]
+    changes = {
+        "model": {"top_k": None} if rank == 1 else {},
+        "store": {"host": "no.such.host.invalid"},
+    }[how]
     config = Config(use_async=False, step_interval=12)
     one = Rank(rank, size, use_async=False, config=config, group_timeout_s=5.0, **changes)
     told = []
@@ -170,7 +173,12 @@ def away(rank, size):
 def controlled_until_it_stalls(rank, size, *, controllers, seen):
     """As `controlled`, and vLLM's worker of rank 1 dies in the middle of it; steps go on until `seen` is there."""
     config = Config(use_async=True, step_interval=100_000)
-    changes = {"controllers": controllers, "make_link": None, "config": config, "stall_after_s": 0.5}
+    changes = {
+        "controllers": controllers,
+        "make_link": None,
+        "config": config,
+        "stall_after_s": 0.5,
+    }
     one = Rank(rank, size, use_async=True, mode="place", **changes)
     if rank == 1:
         fail_second_layer(one)
@@ -194,7 +202,11 @@ def refusals(rank, size):
             found[name] = "installed"
         except Unsupported as error:
             found[name] = str(error)
-        same = (state.EplbState.step, state._move_to_workspace, dict(policies.EPLB_POLICIES)) == untouched
+        same = (
+            state.EplbState.step,
+            state._move_to_workspace,
+            dict(policies.EPLB_POLICIES),
+        ) == untouched
         found[name] += "" if same else " BUT CHANGED"
 
     attempt("version", "0.34.0")

@@ -43,7 +43,12 @@ class Rank(DrivenRank):
         self.lockstep = dist.new_group(everyone)
         engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.new_group(everyone))
         engine.GROUPS.eplb = engine.group_of(dist.new_group(everyone), dist.new_group(everyone))
-        values = {"mode": mode, "node": f"node-{rank}", "gate_timeout_s": 10.0, "stall_after_s": 60.0}
+        values = {
+            "mode": mode,
+            "node": f"node-{rank}",
+            "gate_timeout_s": 10.0,
+            "stall_after_s": 60.0,
+        }
         self.hot = False
         self.plugin = Plugin(toy_settings(**{**values, **changes}), engine.VERSION, make_link)
         if plugged:
@@ -117,7 +122,13 @@ def place(rank, size, *, use_async):
     one.until(lambda: one.agent.epoch == 1)
     said = one.sent(Ack | StagingProgress, is_told)
     ack = next(message for message in said if isinstance(message, Ack))
-    first = {**one.seen(), "before": before, "target": new.phy2log, "vote": vote.yes, "ack": ack.epoch}
+    first = {
+        **one.seen(),
+        "before": before,
+        "target": new.phy2log,
+        "vote": vote.yes,
+        "ack": ack.epoch,
+    }
     progress = [message for message in said if isinstance(message, StagingProgress)]
     again = one.target(seed=2)
     one.order(again, "plan-2")
@@ -187,7 +198,15 @@ def own_balancer(rank, size, *, mode):
 def controlled(rank, size, *, controllers, mode):
     """A real controller over gRPC: it sees the loads, plans by itself, and vLLM carries the plan out."""
     config = Config(use_async=True, step_interval=100_000)
-    one = Rank(rank, size, use_async=True, mode=mode, controllers=controllers, make_link=None, config=config)
+    one = Rank(
+        rank,
+        size,
+        use_async=True,
+        mode=mode,
+        controllers=controllers,
+        make_link=None,
+        config=config,
+    )
     one.hot = True
     before = one.map()
     deadline, after = time.monotonic() + 60, 0
@@ -252,7 +271,9 @@ def vectors(rank, size):
         ),
         "kept": policy.rebalance_experts(readme, 16, 4, 2, 8, torch.tensor(README_MAP)).tolist(),
         "shrunk": tuple(
-            policy.rebalance_experts(readme, 16, 4, 2, 8, torch.tensor(README_MAP).repeat(1, 2)).shape
+            policy.rebalance_experts(
+                readme, 16, 4, 2, 8, torch.tensor(README_MAP).repeat(1, 2)
+            ).shape
         ),
         "empty_slots": (to_physical.tolist(), replicas.tolist()),
     }

@@ -53,14 +53,18 @@ def test_a_move_that_vllm_stopped_without_a_word_is_seen_at_the_controller(contr
     fleet.start()
     try:
         plan = controller.wait(lambda: stalled_plan(controller.http), 100, "a stalled plan")
-        controller.wait(lambda: "asynchronous EPLB worker has ended" in controller.log(), 30, "the reason")
+        controller.wait(
+            lambda: "asynchronous EPLB worker has ended" in controller.log(), 30, "the reason"
+        )
         troubled = {rank["rank"] for rank in ranks_of(controller.http) if rank["trouble"]}
     finally:
         seen.touch()
         fleet.join(200)
     assert plan["reason"] == "abort_deadline" and plan["waves_committed"] == 0
     assert troubled == {0, 1}, "both say so with every heartbeat"
-    assert [rank["wrong"] for rank in found] == [[], []] and min(rank["served"] for rank in found) > 0
+    assert [rank["wrong"] for rank in found] == [[], []] and min(
+        rank["served"] for rank in found
+    ) > 0
 
 
 def ranks_of(client):

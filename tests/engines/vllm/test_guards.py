@@ -31,7 +31,9 @@ def test_vllms_own_vectors_pass_through_our_planner():
     (found,) = ranks.once(SCENARIOS, "vectors", size=1)
     assert found["name"] == "ControllerPolicy"
     assert found["readme"] == README_MAP
-    assert found["same"], "equal loads, one hot expert, sizes that do not divide: as vLLM's planner answers"
+    assert found["same"], (
+        "equal loads, one hot expert, sizes that do not divide: as vLLM's planner answers"
+    )
     assert found["kept"] == README_MAP, "no plan: the old map"
     assert found["shrunk"] == (2, 16), "another number of slots: vLLM's planner answers"
     assert found["empty_slots"] == (

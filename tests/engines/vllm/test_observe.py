@@ -13,7 +13,9 @@ def test_every_step_is_reported_with_its_real_tokens_and_its_epoch():
     for seen in ranks.once(SCENARIOS, "observe"):
         assert seen["steps"] == list(range(8))
         assert seen["dummy"] == [False] * 4 + [True] + [False] * 3
-        assert seen["tokens"] == [12] * 4 + [0] + [12] * 3, "five padding tokens a step are left out"
+        assert seen["tokens"] == [12] * 4 + [0] + [12] * 3, (
+            "five padding tokens a step are left out"
+        )
         assert set(seen["epochs"]) == {0}
         for layer in range(3):
             assert np.array_equal(seen["counts"][3][layer], seen["want_3"])

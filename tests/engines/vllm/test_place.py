@@ -38,7 +38,9 @@ def test_a_worker_that_died_is_named_and_serving_goes_on():
         assert seen["further"] == 20
         assert seen["beat"] == seen["trouble"], "every heartbeat says so"
         assert seen["epoch"] == 0
-        assert seen["wrong"] == [], "each layer is whole: the first as planned, the others as they were"
+        assert seen["wrong"] == [], (
+            "each layer is whole: the first as planned, the others as they were"
+        )
         assert np.array_equal(seen["map"][0], seen["target"][0])
         assert np.array_equal(seen["map"][1:], seen["old"][1:])
 
@@ -93,7 +95,9 @@ def test_a_controller_that_is_away_costs_steps_of_telemetry_and_nothing_else():
 
 
 @pytest.mark.parametrize("how", ["model", "store"])
-def test_a_guest_that_cannot_start_on_one_rank_starts_on_none_and_leaves_the_engines_groups_alone(how):
+def test_a_guest_that_cannot_start_on_one_rank_starts_on_none_and_leaves_the_engines_groups_alone(
+    how,
+):
     for seen in ranks.once(FAULTS, "start_fails", how=how):
         assert not seen["agent"]
         assert seen["told"] == [[10, 11], [10, 11]]

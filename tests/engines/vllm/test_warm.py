@@ -18,7 +18,9 @@ def placement(layers=3):
 
 
 def written(path, layers=3):
-    write_placement(path, PlacementFile(placement(layers), tuple(range(layers))), PlacementFormat.NEUTRAL)
+    write_placement(
+        path, PlacementFile(placement(layers), tuple(range(layers))), PlacementFormat.NEUTRAL
+    )
     return str(path)
 
 
@@ -37,6 +39,8 @@ def test_plans_go_on_from_there(tmp_path):
 
 
 def test_a_file_of_another_shape_is_left_out(tmp_path):
-    for seen in ranks.run(SCENARIOS, "warm_start_map", path=written(tmp_path / "map.json", layers=4)):
+    for seen in ranks.run(
+        SCENARIOS, "warm_start_map", path=written(tmp_path / "map.json", layers=4)
+    ):
         assert seen["map"][0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1], "as vLLM starts by itself"
         assert seen["wrong"] == []

@@ -15,7 +15,9 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.placement_problem import Proposal
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 1000)
-SETTINGS = GateSettings(cooldown_s=10, min_window_steps=24, consecutive_windows=1, min_held_out_steps=8)
+SETTINGS = GateSettings(
+    cooldown_s=10, min_window_steps=24, consecutive_windows=1, min_held_out_steps=8
+)
 
 
 def skewed(steps: int, hot: tuple[int, ...] = (0, 1), seed: int = 0) -> np.ndarray:
@@ -75,7 +77,9 @@ def test_after_a_change_only_the_steps_since_are_planned_on():
     assert result.numbers["planned_on_steps"] == 16
     assert result.numbers["held_out_steps"] == 8
     later = skewed(30, (6, 7), seed=2)
-    assert metrics.predicted_time(later, result.target) < 0.9 * metrics.predicted_time(later, settled)
+    assert metrics.predicted_time(later, result.target) < 0.9 * metrics.predicted_time(
+        later, settled
+    )
 
 
 def test_too_few_steps_since_a_change_are_waited_for():

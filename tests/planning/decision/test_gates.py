@@ -75,10 +75,16 @@ def test_gates_open_exactly_at_their_bounds():
 
 def test_unknown_closes_a_gate_and_is_never_zero():
     assert (
-        decide_before(replace(POOR, balancedness_mean=math.nan), SETTINGS).reason is Reason.INSUFFICIENT_DATA
+        decide_before(replace(POOR, balancedness_mean=math.nan), SETTINGS).reason
+        is Reason.INSUFFICIENT_DATA
     )
-    assert decide_before(replace(POOR, newest_step_age_s=math.nan), SETTINGS).reason is Reason.STALE_DATA
-    unknown_change = replace(POOR, balancedness_mean=0.99, changed_steps=40, balancedness_changed=math.nan)
+    assert (
+        decide_before(replace(POOR, newest_step_age_s=math.nan), SETTINGS).reason
+        is Reason.STALE_DATA
+    )
+    unknown_change = replace(
+        POOR, balancedness_mean=0.99, changed_steps=40, balancedness_changed=math.nan
+    )
     assert decide_before(unknown_change, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
 
 
@@ -132,13 +138,17 @@ def test_changed_load_is_a_reason_of_its_own_and_does_not_wait():
 
 
 def test_changed_load_wins_over_poor_balance_and_waits_only_for_steps_to_plan_on():
-    poor = replace(CHANGED, balancedness_mean=0.7, memory=GateMemory(windows_below=5, planning=True))
+    poor = replace(
+        CHANGED, balancedness_mean=0.7, memory=GateMemory(windows_below=5, planning=True)
+    )
     assert decide_before(poor, SETTINGS).reason is Reason.LOAD_CHANGED
     early = decide_before(replace(poor, changed_steps=31), SETTINGS)
     assert (early.passed, early.reason) == (False, Reason.INSUFFICIENT_DATA)
     assert early.numbers["enough_changed_steps"] == 32.0
     assert early.memory.planning
-    answered = decide_before(replace(poor, changed_steps=0, balancedness_changed=math.nan), SETTINGS)
+    answered = decide_before(
+        replace(poor, changed_steps=0, balancedness_changed=math.nan), SETTINGS
+    )
     assert answered.reason is Reason.BALANCE_BELOW_THRESHOLD
     cooling = replace(poor, last_plan_ended_unix=999.0)
     assert decide_before(cooling, SETTINGS).reason is Reason.COOLDOWN
@@ -153,7 +163,9 @@ def test_failed_plans_make_the_wait_double_up_to_a_cap():
         assert decision.numbers["cooldown_s"] == wait_s
         assert decision.numbers["since_plan_s"] == wait_s - 0.5
         assert decision.numbers.get("failed_plans", 0.0) == failed
-        assert decide_before(replace(failing, last_plan_ended_unix=1000.0 - wait_s), settings).passed
+        assert decide_before(
+            replace(failing, last_plan_ended_unix=1000.0 - wait_s), settings
+        ).passed
         assert decide_before(replace(failing, manual=True), settings).passed
 
 
@@ -164,10 +176,14 @@ def test_a_long_cooldown_is_never_shortened_by_a_failure():
 
 
 def test_a_manual_request_needs_data_and_no_freeze_but_nothing_else():
-    asked = replace(POOR, manual=True, held=True, last_plan_ended_unix=999.0, balancedness_mean=0.99)
+    asked = replace(
+        POOR, manual=True, held=True, last_plan_ended_unix=999.0, balancedness_mean=0.99
+    )
     assert decide_before(asked, SETTINGS).reason is Reason.MANUAL_REQUEST
     assert decide_before(replace(asked, frozen_until_unix=2000.0), SETTINGS).reason is Reason.FROZEN
-    assert decide_before(replace(asked, window_steps=0), SETTINGS).reason is Reason.INSUFFICIENT_DATA
+    assert (
+        decide_before(replace(asked, window_steps=0), SETTINGS).reason is Reason.INSUFFICIENT_DATA
+    )
     assert decide_before(replace(asked, ranks_fresh=0), SETTINGS).reason is Reason.RANKS_MISSING
 
 
@@ -230,7 +246,10 @@ def test_a_good_plan_goes_where_the_mode_sends_it(mode, manual, passed, reason):
     ("change", "reason"),
     [
         ({"target": GOOD.base}, Reason.NO_CHANGE),
-        ({"target": Placement(np.array([[0, -1, 0, -1]] * 2), 2, 2)}, Reason.EXPERT_WITHOUT_REPLICA),
+        (
+            {"target": Placement(np.array([[0, -1, 0, -1]] * 2), 2, 2)},
+            Reason.EXPERT_WITHOUT_REPLICA,
+        ),
         ({"target": Placement(np.array([[0, 0, 1, -1]] * 2), 2, 2)}, Reason.DUPLICATE_ON_RANK),
         ({"shape": replace(SHAPE, pool_slots_per_rank=2)}, Reason.POOL_EXCEEDED),
         ({"limits": PlanLimits(max_moves=1)}, Reason.LIMIT_EXCEEDED),
@@ -260,14 +279,19 @@ def test_an_operator_may_pay_for_what_does_not_pay_but_never_break_an_invariant(
     assert decide_after(manual, SETTINGS).passed
     for change, reason in (
         ({"target": GOOD.base}, Reason.NO_CHANGE),
-        ({"target": Placement(np.array([[0, -1, 0, -1]] * 2), 2, 2)}, Reason.EXPERT_WITHOUT_REPLICA),
+        (
+            {"target": Placement(np.array([[0, -1, 0, -1]] * 2), 2, 2)},
+            Reason.EXPERT_WITHOUT_REPLICA,
+        ),
         ({"limits": PlanLimits(max_moves=1)}, Reason.LIMIT_EXCEEDED),
     ):
         assert decide_after(replace(manual, **change), SETTINGS).reason is reason
 
 
 def test_duplicates_pass_when_allowed():
-    twice = replace(GOOD, target=Placement(np.array([[0, 0, 1, -1]] * 2), 2, 2), allow_duplicates=True)
+    twice = replace(
+        GOOD, target=Placement(np.array([[0, 0, 1, -1]] * 2), 2, 2), allow_duplicates=True
+    )
     assert decide_after(twice, SETTINGS).reason is not Reason.DUPLICATE_ON_RANK
 
 

@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules, held_out_steps, judge
+from evenkeel_moe.planning.decision.verdict import (
+    Call,
+    Verdict,
+    VerdictRules,
+    held_out_steps,
+    judge,
+)
 
 
 def times(steps: int = 60, shift: float = 0.0, noise: float = 0.02, seed: int = 0):
@@ -95,7 +101,9 @@ def test_a_gain_that_fades_is_less_sure_than_one_that_stays():
     before = np.full(64, 100.0)
     level = judge(before, before * (1 - 0.06 - noise))
     fading = judge(before, before * (1 - np.linspace(0.12, 0.0, 64) - noise))
-    trusting = judge(before, before * (1 - np.linspace(0.12, 0.0, 64) - noise), rules=VerdictRules(drift=0.0))
+    trusting = judge(
+        before, before * (1 - np.linspace(0.12, 0.0, 64) - noise), rules=VerdictRules(drift=0.0)
+    )
     assert level.call is Call.RECOMMEND
     assert fading.gain == pytest.approx(level.gain, abs=0.005)
     assert fading.gain_lower < trusting.gain_lower < level.gain_lower
@@ -109,7 +117,9 @@ def test_calls_on_noise_are_wrong_as_rarely_as_they_say(true_gain):
     for seed in range(400):
         gains = rng.normal(true_gain, 0.05, 128)
         before = np.full(64, 100.0)
-        verdict = judge(before, before * (1 - gains[:64]), rules=VerdictRules(resamples=200), seed=seed)
+        verdict = judge(
+            before, before * (1 - gains[:64]), rules=VerdictRules(resamples=200), seed=seed
+        )
         realised = gains[64:].mean() > 0
         called = verdict.call is not Call.INSUFFICIENT_EVIDENCE
         wrong += called and (verdict.call is Call.RECOMMEND) != realised

@@ -20,7 +20,9 @@ EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 def problem_of(load, ranks, slots_per_rank, **fields):
     _, layers, experts = load.shape
     shape = ModelShape(layers, experts, ranks, slots_per_rank, 1, 100)
-    return PlacementProblem(load, shape, Topology.single_node(ranks), max_evaluations=5000, **fields)
+    return PlacementProblem(
+        load, shape, Topology.single_node(ranks), max_evaluations=5000, **fields
+    )
 
 
 def planned(name, problem):

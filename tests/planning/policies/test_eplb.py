@@ -120,7 +120,9 @@ def test_one_hot_load_is_spread_over_all_ranks():
 
 def test_a_single_rank_holds_everything_once():
     shape = ModelShape(2, 3, 1, 5, 1, 1)
-    placement = plan_eplb(PlacementProblem(np.ones((1, 2, 3)), shape, Topology.single_node(1))).placement
+    placement = plan_eplb(
+        PlacementProblem(np.ones((1, 2, 3)), shape, Topology.single_node(1))
+    ).placement
     assert np.sort(placement.phy2log, axis=1).tolist() == [[EMPTY, EMPTY, 0, 1, 2]] * 2
 
 
@@ -208,7 +210,9 @@ def test_replica_budget_is_kept():
     for budget, filled in ((0, 6), (3, 9), (6, 12)):
         problem = PlacementProblem(load, shape, Topology.single_node(3), replica_budget=budget)
         assert (plan_eplb(problem).placement.phy2log >= 0).sum(axis=1).tolist() == [filled, filled]
-    with pytest.raises(InvalidInput, match="6 experts \\+ 1 redundant = 7 slots do not divide over 3 ranks"):
+    with pytest.raises(
+        InvalidInput, match="6 experts \\+ 1 redundant = 7 slots do not divide over 3 ranks"
+    ):
         plan_eplb(PlacementProblem(load, shape, Topology.single_node(3), replica_budget=1))
     with pytest.raises(InfeasiblePlan, match="needs 5 slots") as error:
         plan_eplb(PlacementProblem(load, shape, Topology.single_node(3), replica_budget=9))
@@ -217,14 +221,18 @@ def test_replica_budget_is_kept():
 
 def test_pooled_slots_give_every_layer_the_same_share():
     shape = ModelShape(3, 6, 3, 6, 1, 1, pool_slots_per_rank=10)
-    placement = plan_eplb(PlacementProblem(np.ones((1, 3, 6)), shape, Topology.single_node(3))).placement
+    placement = plan_eplb(
+        PlacementProblem(np.ones((1, 3, 6)), shape, Topology.single_node(3))
+    ).placement
     placement.check(shape)
     assert (placement.phy2log >= 0).sum(axis=1).tolist() == [9, 9, 9]
 
 
 def test_a_pool_that_cannot_hold_equal_layers_is_refused():
     shape = ModelShape(2, 5, 2, 3, 1, 1, pool_slots_per_rank=5)
-    with pytest.raises(InfeasiblePlan, match=r"2 slots per rank and layer x 2 ranks = 4 cannot hold 5"):
+    with pytest.raises(
+        InfeasiblePlan, match=r"2 slots per rank and layer x 2 ranks = 4 cannot hold 5"
+    ):
         plan_eplb(PlacementProblem(np.ones((1, 2, 5)), shape, Topology.single_node(2)))
 
 

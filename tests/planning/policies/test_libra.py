@@ -33,7 +33,9 @@ def test_phase_2_relieves_the_fullest_rank():
     held = replicate_by_source(demand, home, 2, 0.0)
     # Expert 0 weighs 30 of 40 on rank 0; the mean is 13.3. A copy would bring ranks 1 and 2 to 15.
     assert held.sum() == 4
-    lighter = replicate_by_source(np.array([[10.0, 0, 0, 0], [8.0, 0, 2, 0], [8.0, 0, 0, 2]]), home, 2, 0.0)
+    lighter = replicate_by_source(
+        np.array([[10.0, 0, 0, 0], [8.0, 0, 2, 0], [8.0, 0, 0, 2]]), home, 2, 0.0
+    )
     assert lighter[0, 1] and lighter[0, 2]
 
 

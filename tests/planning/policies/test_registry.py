@@ -92,8 +92,12 @@ def test_planning_again_on_the_same_load_moves_nothing(name):
     shape = ModelShape(3, 12, 4, 4, 2, 100)
     load = np.random.default_rng(4).lognormal(4, 1, (6, 3, 12))
     topology = Topology.single_node(4)
-    first = resolve_policy(name)(PlacementProblem(load, shape, topology, max_evaluations=20_000)).placement
-    again = PlacementProblem(load, shape, topology, current=first, max_evaluations=20_000, cost_per_move=1.0)
+    first = resolve_policy(name)(
+        PlacementProblem(load, shape, topology, max_evaluations=20_000)
+    ).placement
+    again = PlacementProblem(
+        load, shape, topology, current=first, max_evaluations=20_000, cost_per_move=1.0
+    )
     target = relabel(again, resolve_policy(name)(again).placement)
     assert count_moves(first, target) == 0
 

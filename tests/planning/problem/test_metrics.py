@@ -52,7 +52,9 @@ def test_zero_load_has_no_balance():
 
 
 def test_quiet_steps_and_layers_are_left_out_of_the_mean():
-    rank_load = np.array([[[1.0, 3.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]], [[2.0, 2.0], [0.0, 0.0]]])
+    rank_load = np.array(
+        [[[1.0, 3.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]], [[2.0, 2.0], [0.0, 0.0]]]
+    )
     by_layer = metrics.balancedness_by_layer(rank_load)
     assert by_layer[0] == pytest.approx((2 / 3 + 1) / 2)
     assert np.isnan(by_layer[1])
@@ -97,15 +99,21 @@ def test_rank_load_keeps_every_token_and_matches_the_twin(case):
         for layer, row in enumerate(placement.phy2log):
             got = rank_load[t, layer]
             if split.dispatch is DispatchModel.OPTIMAL:
-                assert got.max() == pytest.approx(twins.least_peak(load[t, layer], row, placement.num_ranks))
+                assert got.max() == pytest.approx(
+                    twins.least_peak(load[t, layer], row, placement.num_ranks)
+                )
                 continue
             even = np.ones((placement.num_ranks, placement.num_logical_experts))
             shares = (
                 twins.shares_even(row)
                 if split.dispatch is DispatchModel.EVEN
-                else twins.shares_nearest(row, placement.num_ranks, split.topology.node_of_rank, even)
+                else twins.shares_nearest(
+                    row, placement.num_ranks, split.topology.node_of_rank, even
+                )
             )
-            assert got == pytest.approx(twins.rank_load(load[t, layer], row, shares, placement.num_ranks))
+            assert got == pytest.approx(
+                twins.rank_load(load[t, layer], row, shares, placement.num_ranks)
+            )
 
 
 @given(scored())
@@ -114,7 +122,8 @@ def test_predicted_time_is_the_slowest_rank_and_never_beats_the_fluid_bound(case
     rank_load = metrics.rank_load(load, placement, split)
     ranks = range(placement.num_ranks)
     slowest = [
-        [max(twins.seconds(tokens[r], r, costs) for r in ranks) for tokens in step] for step in rank_load
+        [max(twins.seconds(tokens[r], r, costs) for r in ranks) for tokens in step]
+        for step in rank_load
     ]
     times = metrics.step_times(load, placement, costs, split)
     assert times == pytest.approx(np.array(slowest))
@@ -154,5 +163,7 @@ def test_scores_scale_with_the_load_and_add_over_steps(case):
     load, placement, _, split = case
     whole = metrics.predicted_time(load, placement, None, split)
     assert metrics.predicted_time(load * 3, placement, None, split) == pytest.approx(3 * whole)
-    parts = sum(metrics.predicted_time(load[t : t + 1], placement, None, split) for t in range(len(load)))
+    parts = sum(
+        metrics.predicted_time(load[t : t + 1], placement, None, split) for t in range(len(load))
+    )
     assert parts == pytest.approx(whole)

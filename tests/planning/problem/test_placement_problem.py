@@ -64,7 +64,9 @@ def test_source_loads_of_another_deployment_are_refused(name, dispatch, size):
 
 @EVERY
 @DISPATCHES
-@pytest.mark.parametrize("number", ["cost_per_move", "cross_node_factor", "max_evaluations", "seed"])
+@pytest.mark.parametrize(
+    "number", ["cost_per_move", "cross_node_factor", "max_evaluations", "seed"]
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1])
 def test_numbers_that_cannot_be_are_refused(name, dispatch, number, value):
     with pytest.raises(InvalidInput, match=f"{number} is {value}, must be finite and not negative"):
@@ -78,19 +80,45 @@ def test_limits_below_zero_are_refused(limit):
 
 
 def test_loads_beyond_what_can_be_counted_are_refused():
-    with pytest.raises(InvalidInput, match=r"load holds 16 values above 9.0072e\+15, largest 1e\+300"):
+    with pytest.raises(
+        InvalidInput, match=r"load holds 16 values above 9.0072e\+15, largest 1e\+300"
+    ):
         planned("eplb", load=np.full((1, 2, 8), 1e300))
 
 
 @pytest.mark.parametrize(
     ("stairs", "slope", "words"),
     [
-        ([[-1.0, 2.0], [1.0, 2.0]], [1.0, 1.0], "tile_seconds holds 1 negative values, smallest -1"),
-        ([[1.0, np.nan], [1.0, 2.0]], [1.0, 1.0], "tile_seconds holds 1 values that are not finite"),
-        ([[1.0, 2.0], [1.0, np.inf]], [1.0, 1.0], "tile_seconds holds 1 values that are not finite"),
-        ([[1.0, 2.0], [3.0, 2.5]], [1.0, 1.0], "1 stairs are lower than the one before, the most by 0.5 s"),
-        ([[1.0, 2.0], [1.0, 2.0]], [1.0, -2.0], "slope_s_per_token holds 1 negative values, smallest -2"),
-        ([[1.0, 2.0], [1.0, 2.0]], [np.nan, 1.0], "slope_s_per_token holds 1 values that are not finite"),
+        (
+            [[-1.0, 2.0], [1.0, 2.0]],
+            [1.0, 1.0],
+            "tile_seconds holds 1 negative values, smallest -1",
+        ),
+        (
+            [[1.0, np.nan], [1.0, 2.0]],
+            [1.0, 1.0],
+            "tile_seconds holds 1 values that are not finite",
+        ),
+        (
+            [[1.0, 2.0], [1.0, np.inf]],
+            [1.0, 1.0],
+            "tile_seconds holds 1 values that are not finite",
+        ),
+        (
+            [[1.0, 2.0], [3.0, 2.5]],
+            [1.0, 1.0],
+            "1 stairs are lower than the one before, the most by 0.5 s",
+        ),
+        (
+            [[1.0, 2.0], [1.0, 2.0]],
+            [1.0, -2.0],
+            "slope_s_per_token holds 1 negative values, smallest -2",
+        ),
+        (
+            [[1.0, 2.0], [1.0, 2.0]],
+            [np.nan, 1.0],
+            "slope_s_per_token holds 1 values that are not finite",
+        ),
         ([[], []], [1.0, 1.0], r"with K at least 1 .*got \(2, 0\) and \(2,\)"),
         ([[1.0], [1.0]], [1.0], r"got \(2, 1\) and \(1,\)"),
     ],
@@ -102,7 +130,9 @@ def test_curves_that_cannot_be_are_refused(stairs, slope, words):
 
 @pytest.mark.parametrize("tokens", [0, -1, np.nan, np.inf])
 def test_tiles_that_cannot_be_are_refused(tokens):
-    with pytest.raises(InvalidInput, match=f"tile_tokens is {tokens}, must be finite and at least 1"):
+    with pytest.raises(
+        InvalidInput, match=f"tile_tokens is {tokens}, must be finite and at least 1"
+    ):
         CostCurves(tokens, np.ones((2, 1)), np.ones(2))
 
 

@@ -27,7 +27,9 @@ def test_shares_of_an_expert_sum_to_one_and_match_the_twin(data, shape, seed):
             twin = (
                 twins.shares_even(row)
                 if split.dispatch is DispatchModel.EVEN
-                else twins.shares_nearest(row, shape.num_ranks, topology.node_of_rank, source[:, layer])
+                else twins.shares_nearest(
+                    row, shape.num_ranks, topology.node_of_rank, source[:, layer]
+                )
             )
             assert shares[layer] == pytest.approx(np.array(twin))
 
@@ -57,16 +59,22 @@ def test_optimal_split_has_the_least_peak_and_no_more_than_even(data, shape):
                 total = np.bincount(row[filled], split[t, layer][filled], shape.num_logical_experts)
                 assert total == pytest.approx(load[t, layer])
             by_rank = optimal[t, layer].reshape(shape.num_ranks, -1).sum(axis=1)
-            assert by_rank.max() == pytest.approx(twins.least_peak(load[t, layer], row, shape.num_ranks))
+            assert by_rank.max() == pytest.approx(
+                twins.least_peak(load[t, layer], row, shape.num_ranks)
+            )
 
 
 def test_optimal_split_passes_load_along_a_chain_of_ranks():
     # Rank 0 is full of expert 0; relief reaches it only over experts 1 and 2, which each bridge two ranks.
     row = np.array([[0, 1, 1, 2, 2, -1]])
     placement = Placement(row, num_ranks=3, num_logical_experts=3)
-    split = slot_load(np.array([[[60.0, 50.0, 10.0]]]), placement, SplitModel(DispatchModel.OPTIMAL))
+    split = slot_load(
+        np.array([[[60.0, 50.0, 10.0]]]), placement, SplitModel(DispatchModel.OPTIMAL)
+    )
     assert split[0, 0].reshape(3, 2).sum(axis=1).max() == pytest.approx(60.0)
-    split = slot_load(np.array([[[30.0, 50.0, 10.0]]]), placement, SplitModel(DispatchModel.OPTIMAL))
+    split = slot_load(
+        np.array([[[30.0, 50.0, 10.0]]]), placement, SplitModel(DispatchModel.OPTIMAL)
+    )
     assert split[0, 0].reshape(3, 2).sum(axis=1) == pytest.approx([40.0, 40.0, 10.0])
     split = slot_load(np.array([[[0.0, 50.0, 40.0]]]), placement, SplitModel(DispatchModel.OPTIMAL))
     assert split[0, 0].reshape(3, 2).sum(axis=1) == pytest.approx([30.0, 30.0, 30.0])

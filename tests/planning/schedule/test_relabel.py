@@ -9,7 +9,11 @@ from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel, PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import (
+    CostCurves,
+    DispatchModel,
+    PlacementProblem,
+)
 from evenkeel_moe.planning.schedule.relabel import (
     align_slots,
     count_moves,
@@ -74,7 +78,10 @@ def test_renaming_keeps_what_ranks_hold_together_and_every_rank_load(case, data)
     shape, current, target = case
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
     topology = data.draw(topologies(shape.num_ranks))
-    for renamed in (fewest_moves(current, target), fewest_moves(current, target, topology=topology)):
+    for renamed in (
+        fewest_moves(current, target),
+        fewest_moves(current, target, topology=topology),
+    ):
         assert count_moves(current, renamed) <= count_moves(current, target)
         for layer in range(shape.num_layers):
             assert sorted(contents(renamed, layer)) == sorted(contents(target, layer))
@@ -92,7 +99,9 @@ def test_nodes_stay_together_when_asked(case, data):
 
     def by_node(placement, layer):
         held = contents(placement, layer)
-        return sorted(sorted(held[rank] for rank in np.nonzero(node == n)[0]) for n in range(node.max() + 1))
+        return sorted(
+            sorted(held[rank] for rank in np.nonzero(node == n)[0]) for n in range(node.max() + 1)
+        )
 
     for layer in range(shape.num_layers):
         assert by_node(renamed, layer) == by_node(target, layer)
@@ -186,7 +195,9 @@ def test_relabelling_keeps_the_score(case, data):
         costs=CostCurves.linear(rng.integers(1, 3, shape.num_ranks).astype(float)),
         dispatch=data.draw(st.sampled_from(DispatchModel)),
         source_load=data.draw(
-            st.sampled_from([None, np.ones((shape.num_ranks, shape.num_layers, shape.num_logical_experts))])
+            st.sampled_from(
+                [None, np.ones((shape.num_ranks, shape.num_layers, shape.num_logical_experts))]
+            )
         ),
     )
     before = metrics.score(problem, target)

@@ -35,7 +35,9 @@ def replay(base, waves, shape, staging=None):
         for batch in wave.batches:
             peers: dict[int, int] = {}
             ways = set()
-            assert [(t.layer, t.dst_slot) for t in batch] == sorted((t.layer, t.dst_slot) for t in batch)
+            assert [(t.layer, t.dst_slot) for t in batch] == sorted(
+                (t.layer, t.dst_slot) for t in batch
+            )
             for t in batch:
                 # The source holds the expert in the map before the wave.
                 assert rows[t.layer, t.src_slot] == t.logical_expert
@@ -87,7 +89,9 @@ def test_transfers_reproduce_the_target(case):
 @given(migrations(), st.integers(0, 4), st.none() | st.integers(1, 2))
 def test_waves_fit_the_staging_of_every_rank(case, experts, max_layers):
     shape, base, target, topology = case
-    staging = np.arange(shape.num_ranks) % 2 * shape.bytes_per_expert + experts * shape.bytes_per_expert
+    staging = (
+        np.arange(shape.num_ranks) % 2 * shape.bytes_per_expert + experts * shape.bytes_per_expert
+    )
     try:
         waves = schedule_waves(
             base, target, shape, topology, staging.tolist(), max_layers_per_wave=max_layers
@@ -160,8 +164,12 @@ def test_batches_are_few():
 def test_layers_that_fill_a_rank_for_good_come_last_when_slots_are_pooled():
     # One buffer is free on rank 0. Layer 0 would keep it; layer 1 borrows it and frees two.
     shape = ModelShape(2, 3, 3, 3, 1, 1, pool_slots_per_rank=4)
-    base = Placement(np.array([[0, -1, -1, 1, 2, -1, -1, -1, -1], [0, 1, -1, 2, 0, -1, 1, -1, -1]]), 3, 3)
-    target = Placement(np.array([[0, 1, -1, 1, 2, -1, -1, -1, -1], [-1, -1, 2, 2, 0, -1, 1, -1, -1]]), 3, 3)
+    base = Placement(
+        np.array([[0, -1, -1, 1, 2, -1, -1, -1, -1], [0, 1, -1, 2, 0, -1, 1, -1, -1]]), 3, 3
+    )
+    target = Placement(
+        np.array([[0, 1, -1, 1, 2, -1, -1, -1, -1], [-1, -1, 2, 2, 0, -1, 1, -1, -1]]), 3, 3
+    )
     waves = schedule_waves(base, target, shape, Topology.single_node(3), None)
     assert [wave.layers for wave in waves] == [(1,), (0,)]
     assert (replay(base, waves, shape) == target.phy2log).all()
@@ -249,7 +257,9 @@ def test_limits_bound_the_whole_plan():
     target = Placement(np.array([[1, 0], [1, 0]]), 2, 2)
 
     def schedule(**limits):
-        return schedule_waves(base, target, shape, Topology.single_node(2), None, PlanLimits(**limits))
+        return schedule_waves(
+            base, target, shape, Topology.single_node(2), None, PlanLimits(**limits)
+        )
 
     assert len(schedule(max_moves=4, max_bytes=40, max_layers=2)) == 1
     for limit, message in (
@@ -265,7 +275,9 @@ def test_limits_bound_the_whole_plan():
 def test_layers_per_wave_are_bounded():
     shape = ModelShape(5, 2, 2, 1, 1, 10)
     base, target = Placement(np.array([[0, 1]] * 5), 2, 2), Placement(np.array([[1, 0]] * 5), 2, 2)
-    waves = schedule_waves(base, target, shape, Topology.single_node(2), None, max_layers_per_wave=2)
+    waves = schedule_waves(
+        base, target, shape, Topology.single_node(2), None, max_layers_per_wave=2
+    )
     assert [wave.layers for wave in waves] == [(0, 1), (2, 3), (4,)]
     waves = schedule_waves(base, target, shape, Topology.single_node(2), 30)
     assert [wave.layers for wave in waves] == [(0, 1, 2), (3, 4)]
@@ -282,5 +294,7 @@ def test_other_deployments_and_unsound_maps_are_refused():
     with pytest.raises(ShapeMismatch, match="3 ranks"):
         schedule_waves(good, good, shape, Topology.single_node(3), None)
     with pytest.raises(EvenkeelError, match="target leaves") as error:
-        schedule_waves(good, Placement(np.array([[0, 0]]), 2, 2), shape, Topology.single_node(2), None)
+        schedule_waves(
+            good, Placement(np.array([[0, 0]]), 2, 2), shape, Topology.single_node(2), None
+        )
     assert error.value.reason is Reason.EXPERT_WITHOUT_REPLICA

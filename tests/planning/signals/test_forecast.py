@@ -29,7 +29,9 @@ def drifting(rng, steps, begin=0.0, end=1.0, experts=16, tokens=4000):
     """(steps, 2, experts) Poisson tokens, popularity going from one skew to another, a share of the way."""
     old, new = rng.gamma(0.6, 1.0, (2, 2, experts))
     way = np.linspace(begin, end, steps)[:, None, None]
-    mean = (1 - way) * old / old.sum(axis=1, keepdims=True) + way * new / new.sum(axis=1, keepdims=True)
+    mean = (1 - way) * old / old.sum(axis=1, keepdims=True) + way * new / new.sum(
+        axis=1, keepdims=True
+    )
     return rng.poisson(mean * tokens).astype(float)
 
 

@@ -115,7 +115,8 @@ def test_lost_lease_drops_the_machine_in_any_state():
         assert (control.state, control.coordinator, control.active_plan) == (S.FOLLOWER, None, None)
         assert control.handle(msg.Tick(), 99.0) == []
         assert (
-            only(control.handle(from_rank(0, hello_of(0)), 99.0), ctl.CloseStream).reason is Reason.NOT_LEADER
+            only(control.handle(from_rank(0, hello_of(0)), 99.0), ctl.CloseStream).reason
+            is Reason.NOT_LEADER
         )
 
 
@@ -126,14 +127,19 @@ def test_new_generation_ends_the_plans_of_the_old_one():
     assert control.state is S.MIGRATING
     control.handle(from_rank(1, hello_of(1, "g2", 5), 5, 31), 1.0)
     assert (control.state, control.coordinator) == (S.RECOVERING, None)
-    assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, Reason.GENERATION_CHANGED)
+    assert (record(control).phase, record(control).reason) == (
+        PlanPhase.ABORTED,
+        Reason.GENERATION_CHANGED,
+    )
 
 
 def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts():
     control = control_of(S.MIGRATING)
     for index, after in enumerate((AFTER_ONE, AFTER_TWO)):
         vote(control, index)
-        control.handle(from_rank(0, msg.Ack(key_of(index=index), Epoch(index + 1), after.digest)), 0.0)
+        control.handle(
+            from_rank(0, msg.Ack(key_of(index=index), Epoch(index + 1), after.digest)), 0.0
+        )
         if index == 0:
             control.handle(from_rank(1, msg.Ack(key_of(index=index), Epoch(1), after.digest)), 0.0)
     assert control.state is S.MIGRATING, "one rank has not acked"
@@ -149,7 +155,10 @@ def restarts(control, *stands):
         for rank, (epoch, placement) in enumerate(stands)
         for action in control.handle(
             from_rank(
-                rank, hello_of(rank, "g2", 5, epoch=epoch, placement_digest=placement.digest), 5, 30 + rank
+                rank,
+                hello_of(rank, "g2", 5, epoch=epoch, placement_digest=placement.digest),
+                5,
+                30 + rank,
             ),
             1.0,
         )
@@ -208,7 +217,10 @@ def test_found_wave_is_ended_before_anything_else():
         held = state_of(rank, query=1, state=msg.ParticipantState.ARMED, wave=key_of())
         control.handle(from_rank(rank, held), 0.0)
     assert control.coordinator.state is C.RECOVERING
-    both(control, lambda rank: state_of(rank, query=2, state=msg.ParticipantState.ARMED, wave=key_of()))
+    both(
+        control,
+        lambda rank: state_of(rank, query=2, state=msg.ParticipantState.ARMED, wave=key_of()),
+    )
     assert control.coordinator.state is C.COMMITTING
     ack(control, AFTER_ONE, 1)
     assert control.coordinator.done and control.state is S.RECOVERING
@@ -343,7 +355,9 @@ def test_new_leader_honours_a_cancel_its_predecessor_took():
     assert record(control).phase is PlanPhase.CANCELLED
 
 
-@pytest.mark.parametrize(("state", "asked"), [(S.READY, [1, 2.5, 4]), (S.MIGRATING, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("state", "asked"), [(S.READY, [1, 2.5, 4]), (S.MIGRATING, [1, 2, 3, 4, 5])]
+)
 def test_ranks_are_asked_more_rarely_at_rest(state, asked):
     """The rig's heartbeat is a second, its lease three."""
     control = control_of(state)
@@ -351,7 +365,8 @@ def test_ranks_are_asked_more_rarely_at_rest(state, asked):
     for now in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0):
         actions = control.handle(msg.Tick(), now)
         if any(
-            isinstance(one, ctl.SendToRank) and isinstance(one.message, msg.QueryState) for one in actions
+            isinstance(one, ctl.SendToRank) and isinstance(one.message, msg.QueryState)
+            for one in actions
         ):
             when.append(now)
         for rank in range(3):
@@ -367,12 +382,18 @@ def test_a_plan_that_begins_is_asked_about_at_once_when_the_last_question_is_a_h
     control.state = S.MIGRATING
     asked = control.handle(msg.Tick(), 2.25)
     assert (
-        sum(isinstance(one.message, msg.QueryState) for one in asked if isinstance(one, ctl.SendToRank)) == 2
+        sum(
+            isinstance(one.message, msg.QueryState)
+            for one in asked
+            if isinstance(one, ctl.SendToRank)
+        )
+        == 2
     )
 
 
 @pytest.mark.parametrize(
-    ("heartbeat_s", "lease_s", "at_rest_s"), [(2.5, 10, 5), (2.5, 60, 5), (1, 3, 1.5), (0.2, 0.6, 0.3)]
+    ("heartbeat_s", "lease_s", "at_rest_s"),
+    [(2.5, 10, 5), (2.5, 60, 5), (1, 3, 1.5), (0.2, 0.6, 0.3)],
 )
 def test_two_questions_at_rest_fit_into_a_lease(heartbeat_s, lease_s, at_rest_s):
     timing = ControlTiming(heartbeat_s=heartbeat_s, rank_lease_s=lease_s)

@@ -44,7 +44,9 @@ def test_commit_follows_the_last_yes_and_the_stored_intent():
 
 def test_one_no_aborts_on_all_ranks():
     wave = coordinator_in(C.PREPARING)
-    actions = wave.handle(from_rank(1, msg.Vote(KEY, False, Reason.CHECKSUM_MISMATCH, "slot 3")), 0.0)
+    actions = wave.handle(
+        from_rank(1, msg.Vote(KEY, False, Reason.CHECKSUM_MISMATCH, "slot 3")), 0.0
+    )
     assert [action.rank for action in of_kind(actions, ctl.SendToRank)] == [0, 1]
     assert (wave.state, wave.reason) == (C.ABORTING, Reason.CHECKSUM_MISMATCH)
     assert "slot 3" in wave.detail
@@ -65,7 +67,9 @@ def test_reconnected_rank_gets_the_question_again_and_answers_on_the_new_stream(
     wave.handle(from_rank(0, YES), 0.0)
     again = only(wave.handle(ctl.RankConnected(1, 1, 50), 1.0), ctl.SendToRank)
     assert (again.stream, type(again.message)) == (50, msg.Prepare)
-    assert wave.handle(from_rank(1, YES), 1.0) == [], "the old stream is no longer the one that was asked"
+    assert wave.handle(from_rank(1, YES), 1.0) == [], (
+        "the old stream is no longer the one that was asked"
+    )
     wave.handle(from_rank(1, YES, stream=50), 1.0)
     assert wave.state is C.COMMITTING
 
@@ -195,7 +199,9 @@ def unasked_in(state):
 
 
 @pytest.mark.parametrize(("state", "reason"), DEADLINES)
-def test_question_that_waits_for_the_store_says_so_and_the_ranks_time_begins_when_it_goes_out(state, reason):
+def test_question_that_waits_for_the_store_says_so_and_the_ranks_time_begins_when_it_goes_out(
+    state, reason
+):
     """R14: the fleet steps on and no rank was asked, so neither `paused` nor a deadline of the ranks would be true."""
     wave = unasked_in(state)
     actions = wave.handle(msg.Tick(), 1.0)
@@ -205,7 +211,9 @@ def test_question_that_waits_for_the_store_says_so_and_the_ranks_time_begins_whe
         wave.not_sent(of_kind(actions, ctl.SendToRank))
         actions = progress(wave, 20 * t, float(t))
         assert of_kind(actions, ctl.WaveHealth) == [], "said once"
-        assert len(sent(actions)) == 2, "tried with every tick, so that it goes out once the store is back"
+        assert len(sent(actions)) == 2, (
+            "tried with every tick, so that it goes out once the store is back"
+        )
     assert wave.state is state
     assert only(progress(wave, 1200, 60.0), ctl.WaveHealth).reason is None
     progress(wave, 1390, 68.0)
@@ -250,7 +258,8 @@ def test_unreachable_rank_stalls_and_never_ends_the_wave(state):
 
 
 @pytest.mark.parametrize(
-    ("state", "reason"), [(C.ABORTING, Reason.ABORT_DEADLINE), (C.RECOVERING, Reason.RECOVERY_DEADLINE)]
+    ("state", "reason"),
+    [(C.ABORTING, Reason.ABORT_DEADLINE), (C.RECOVERING, Reason.RECOVERY_DEADLINE)],
 )
 def test_silent_ranks_stall(state, reason):
     wave = coordinator_in(state)

@@ -116,7 +116,10 @@ def test_a_rank_in_trouble_has_no_say_in_migrating_until_its_trouble_is_over():
     members.troubled(1, 11, "after a reload its replicas differ")
     answer = members.quorum(0.0)
     assert answer[:2] == (False, Reason.OBSERVE_ONLY) and answer.missing == ()
-    assert answer.detail == "ranks [1] take no wave any more; rank 1: after a reload its replicas differ"
+    assert (
+        answer.detail
+        == "ranks [1] take no wave any more; rank 1: after a reload its replicas differ"
+    )
     members.troubled(1, 11, "")
     assert members.quorum(0.0).ok
 
@@ -138,7 +141,9 @@ def test_wrong_deployment_and_rank_are_refused():
     stranger = dataclasses.replace(
         hello_of(0), identity=dataclasses.replace(hello_of(0).identity, deployment="x")
     )
-    beyond = dataclasses.replace(hello_of(0), identity=dataclasses.replace(hello_of(0).identity, rank=2))
+    beyond = dataclasses.replace(
+        hello_of(0), identity=dataclasses.replace(hello_of(0).identity, rank=2)
+    )
     _, (first, second) = group(stranger, beyond)
     assert (first.reason, second.reason) == (Reason.UNKNOWN_DEPLOYMENT, Reason.WRONG_SHAPE)
 

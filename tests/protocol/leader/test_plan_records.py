@@ -22,7 +22,9 @@ def enter(book, name, phase, reason=Reason.EXPIRED, *, waves=0, kind=PlanKind.AU
     book.seen.append(name)
     plan = plan_of(plan_id=name, kind=kind, created_at=at)
     book.add(plan, P.MIGRATING if waves else P.PROPOSED, Reason.MANUAL_REQUEST, at)
-    book.change(book.get(PlanId(name)), "ended", at, phase=phase, reason=reason, waves_committed=waves)
+    book.change(
+        book.get(PlanId(name)), "ended", at, phase=phase, reason=reason, waves_committed=waves
+    )
 
 
 class Book(PlanBook):

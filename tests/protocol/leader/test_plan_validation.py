@@ -88,7 +88,9 @@ def test_transfer_must_end_where_the_rows_put_it_and_only_once():
     (right,) = wave.transfers
     astray = dataclasses.replace(right, dst_slot=0)
     assert refusal_of(dataclasses.replace(wave, batches=((astray,),))) is Reason.INVALID_INPUT
-    assert refusal_of(dataclasses.replace(wave, batches=((right,), (right,)))) is Reason.INVALID_INPUT
+    assert (
+        refusal_of(dataclasses.replace(wave, batches=((right,), (right,)))) is Reason.INVALID_INPUT
+    )
 
 
 def test_ranks_share_must_fit_its_staging():

@@ -47,7 +47,11 @@ def test_auto_mode_begins_the_plan_of_a_cycle():
     control = fresh(AUTO)
     actions = decide(control, plan_of(kind=PlanKind.AUTOMATIC))
     row = only(actions, ctl.PersistDecision).row
-    assert (row["reason"], row["plan_id"], row["numbers"]) == (Reason.PLAN_STARTED, "p", {"gain": 0.2})
+    assert (row["reason"], row["plan_id"], row["numbers"]) == (
+        Reason.PLAN_STARTED,
+        "p",
+        {"gain": 0.2},
+    )
     assert control.state is S.MIGRATING
 
 

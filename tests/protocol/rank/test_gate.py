@@ -10,12 +10,21 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.messages import ParticipantState as State
 from evenkeel_moe.protocol.rank.gate import HEADER, PER_DEPLOYMENT, Gate, PollFailed, PollResolved
-from tests.protocol.rigs import LEADER, from_controller, key_of, participant_in, participant_of, prepare_of
+from tests.protocol.rigs import (
+    LEADER,
+    from_controller,
+    key_of,
+    participant_in,
+    participant_of,
+    prepare_of,
+)
 
 
 def gates_of(participants, poll_every=3, resolve_after=2):
     """One gate per rank, agreed."""
-    gates = [Gate([rank], poll_every=poll_every, resolve_after=resolve_after) for rank in participants]
+    gates = [
+        Gate([rank], poll_every=poll_every, resolve_after=resolve_after) for rank in participants
+    ]
     minima = np.minimum.reduce([gate.agreement() for gate in gates])
     for gate in gates:
         gate.settle(minima)
@@ -87,7 +96,9 @@ def test_at_most_one_poll_is_in_flight_for_every_k_and_d(poll_every, data):
     began, used, vector = [], [], None
     for _ in range(40):
         if not gate.advance():
-            assert not gate.resolve_due and not gate.poll_due, "a boundary without work costs no lock"
+            assert not gate.resolve_due and not gate.poll_due, (
+                "a boundary without work costs no lock"
+            )
             continue
         if gate.resolve_due:
             used.append(gate.calls)
@@ -112,7 +123,10 @@ def test_failed_poll_leaves_the_group_and_polls_no_more():
 def test_ranks_that_disagree_on_k_only_observe():
     """R9: a mismatch of K, D or the layout means observe only, on all ranks alike."""
     ranks = [participant_of(), participant_of()]
-    gates = [Gate([ranks[0]], poll_every=3, resolve_after=2), Gate([ranks[1]], poll_every=4, resolve_after=2)]
+    gates = [
+        Gate([ranks[0]], poll_every=3, resolve_after=2),
+        Gate([ranks[1]], poll_every=4, resolve_after=2),
+    ]
     minima = np.minimum.reduce([gate.agreement() for gate in gates])
     assert [gate.settle(minima) for gate in gates] == [False, False]
     assert not any(gate.advance() for gate in gates for _ in range(20))
@@ -153,7 +167,9 @@ def test_rank_that_cannot_follow_a_result_leaves_the_group():
     """R8: the others acted on it."""
     gates = gates_of([participant_in(State.ARMED), participant_in(State.ARMED)])
     gates[1].participants[0].handle = lambda event, now: 1 / 0
-    calls = [(call, rank) for call, rank, action in steps(gates, 5) if isinstance(action, msg.LeaveGroup)]
+    calls = [
+        (call, rank) for call, rank, action in steps(gates, 5) if isinstance(action, msg.LeaveGroup)
+    ]
     assert calls == [(5, 1)]
 
 
@@ -182,7 +198,9 @@ def test_one_deployment_may_not_come_twice():
         Gate([participant_of(), participant_of()], poll_every=1, resolve_after=1)
 
 
-@pytest.mark.parametrize("spoiled", [np.zeros(3, np.int64), np.zeros(8, np.int64)], ids=["length", "digest"])
+@pytest.mark.parametrize(
+    "spoiled", [np.zeros(3, np.int64), np.zeros(8, np.int64)], ids=["length", "digest"]
+)
 def test_answer_of_another_gate_leaves_the_group(spoiled):
     gate = gates_of([participant_of()])[0]
     steps([gate], 4)

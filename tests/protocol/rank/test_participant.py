@@ -46,12 +46,15 @@ def test_vote_follows_the_stream_that_got_the_newest_prepare():
 def test_wave_of_an_older_generation_is_refused():
     """R1: all state is (generation, epoch, step)."""
     vote = only(
-        participant_of().handle(from_controller(prepare_of(key=key_of(generation="g0"))), 0.0), msg.Vote
+        participant_of().handle(from_controller(prepare_of(key=key_of(generation="g0"))), 0.0),
+        msg.Vote,
     )
     assert (vote.yes, vote.reason) == (False, Reason.GENERATION_CHANGED)
 
 
-@pytest.mark.parametrize("leader", [msg.Leader("b", 4), msg.Leader("b", 5)], ids=["lower", "same, other id"])
+@pytest.mark.parametrize(
+    "leader", [msg.Leader("b", 4), msg.Leader("b", 5)], ids=["lower", "same, other id"]
+)
 def test_lower_term_and_bound_term_are_refused_with_the_newest_leader(leader):
     """R2: ranks refuse lower terms and answer with theirs; a term belongs to its first leader id."""
     rank = participant_of()
@@ -65,7 +68,8 @@ def test_higher_term_is_bound():
     rank = participant_of()
     rank.handle(from_controller(msg.QueryState(msg.Leader("a", 5))), 0.0)
     state = only(
-        rank.handle(from_controller(msg.QueryState(msg.Leader("b", 6), query=9)), 0.0), msg.RankState
+        rank.handle(from_controller(msg.QueryState(msg.Leader("b", 6), query=9)), 0.0),
+        msg.RankState,
     )
     assert (state.highest_term, state.query) == (6, 9)
 
@@ -73,21 +77,31 @@ def test_higher_term_is_bound():
 @pytest.mark.parametrize("base_epoch", [1, 5])
 def test_stale_base_is_refused(base_epoch):
     """R3: Prepare names its base epoch and is refused as stale otherwise."""
-    vote = only(participant_of().handle(from_controller(prepare_of(base_epoch=base_epoch)), 0.0), msg.Vote)
+    vote = only(
+        participant_of().handle(from_controller(prepare_of(base_epoch=base_epoch)), 0.0), msg.Vote
+    )
     assert (vote.yes, vote.reason) == (False, Reason.STALE_BASE)
 
 
 def test_wave_of_other_weights_is_refused():
     """R4: a wave carries the weights version it was planned for."""
-    vote = only(participant_of().handle(from_controller(prepare_of(key=key_of(version=2))), 0.0), msg.Vote)
+    vote = only(
+        participant_of().handle(from_controller(prepare_of(key=key_of(version=2))), 0.0), msg.Vote
+    )
     assert (vote.yes, vote.reason) == (False, Reason.WEIGHTS_VERSION_CHANGED)
 
 
 def test_refused_prepare_is_not_taken_when_it_comes_again():
     rank = participant_of(observe_only=True)
-    assert only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.OBSERVE_ONLY
+    assert (
+        only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
+        is Reason.OBSERVE_ONLY
+    )
     rank.observe_only = False
-    assert only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.WAVE_DROPPED
+    assert (
+        only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
+        is Reason.WAVE_DROPPED
+    )
 
 
 @pytest.mark.parametrize("state", [State.STAGING, State.PREPARED])
@@ -131,7 +145,9 @@ def test_no_wave_is_taken_between_permission_and_reload():
     assert not only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).yes
     state = only(rank.handle(msg.WeightsReloaded(2, (6,) * 8), 0.0), msg.RankState)
     assert state.weights_version == 2
-    assert only(rank.handle(from_controller(prepare_of(key=key_of(version=2))), 0.0), msg.StartStaging)
+    assert only(
+        rank.handle(from_controller(prepare_of(key=key_of(version=2))), 0.0), msg.StartStaging
+    )
 
 
 def test_reload_given_up_lets_waves_in_again():
@@ -208,15 +224,20 @@ def test_poll_that_saw_the_rank_before_it_was_armed_holds_no_abort_back():
     rank.snapshot(0.0)
     rank.handle(from_controller(msg.Commit(LEADER, KEY)), 0.0)
     assert (
-        only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer).outcome == "dropped"
+        only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer).outcome
+        == "dropped"
     )
 
 
 def test_drained_is_said_when_the_transport_drained():
     """R7: its answer says that its transport has drained."""
     rank = participant_in(State.PREPARED)
-    first = only(rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0), msg.AbortAnswer)
-    again = only(rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0), msg.AbortAnswer)
+    first = only(
+        rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0), msg.AbortAnswer
+    )
+    again = only(
+        rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0), msg.AbortAnswer
+    )
     assert not first.drained and not again.drained
     busy = only(rank.handle(from_controller(prepare_of(key=key_of("q"))), 0.0), msg.Vote)
     assert busy.reason is Reason.TRANSPORT_NOT_DRAINED
@@ -230,7 +251,10 @@ def test_abort_of_a_wave_never_seen_keeps_a_late_prepare_of_it_out():
     rank = participant_of()
     answer = only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer)
     assert (answer.outcome, answer.drained) == (WaveOutcome.DROPPED, True)
-    assert only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.WAVE_DROPPED
+    assert (
+        only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
+        is Reason.WAVE_DROPPED
+    )
 
 
 def test_repeats_after_the_swap_are_answered_alike():
@@ -238,16 +262,24 @@ def test_repeats_after_the_swap_are_answered_alike():
     digest = rank.next_placement.digest
     rank.handle(msg.SwapFinished(KEY, digest), 0.0)
     for message in (prepare_of(), msg.Commit(LEADER, KEY)):
-        assert only(rank.handle(from_controller(message), 0.0), msg.Ack) == msg.Ack(KEY, Epoch(1), digest)
+        assert only(rank.handle(from_controller(message), 0.0), msg.Ack) == msg.Ack(
+            KEY, Epoch(1), digest
+        )
     answer = only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer)
     assert (answer.outcome, answer.epoch) == (WaveOutcome.SWAPPED, 1)
 
 
 def test_repeated_prepare_repeats_the_vote():
     yes = participant_in(State.PREPARED)
-    assert only(yes.handle(from_controller(prepare_of(), stream=8), 0.0), msg.SendToController).stream == 8
+    assert (
+        only(yes.handle(from_controller(prepare_of(), stream=8), 0.0), msg.SendToController).stream
+        == 8
+    )
     no = participant_in(State.ABORTED)
-    assert only(no.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.TRANSFER_FAILED
+    assert (
+        only(no.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
+        is Reason.TRANSFER_FAILED
+    )
 
 
 def test_second_wave_is_refused_as_busy_and_may_come_later():
@@ -272,7 +304,10 @@ def test_nothing_reachable_changes_before_the_swap():
 def test_a_pass_that_is_not_ours_leaves_the_group():
     """R8: what cannot be true means that the gate's answer is unknown."""
     rank = participant_in(State.ARMED, polled=True)
-    assert only(rank.handle(msg.PollPassed(Epoch(9)), 0.0), msg.LeaveGroup).reason is Reason.EPOCH_MISMATCH
+    assert (
+        only(rank.handle(msg.PollPassed(Epoch(9)), 0.0), msg.LeaveGroup).reason
+        is Reason.EPOCH_MISMATCH
+    )
     other = participant_in(State.SWAPPING)
     assert only(other.handle(msg.SwapFinished(KEY, "another map"), 0.0), msg.LeaveGroup)
     half = participant_in(State.SWAPPING)
@@ -283,7 +318,12 @@ def test_rank_state_tells_what_a_new_leader_rules_on():
     """R12, R15: epoch, wave held, last wave, and the full map when asked for."""
     rank = participant_in(State.SWAPPING)
     held = only(rank.handle(from_controller(msg.QueryState(LEADER)), 0.0), msg.RankState)
-    assert (held.state, held.wave, held.placement, held.checksums) == (State.SWAPPING, KEY, None, None)
+    assert (held.state, held.wave, held.placement, held.checksums) == (
+        State.SWAPPING,
+        KEY,
+        None,
+        None,
+    )
     rank.handle(msg.SwapFinished(KEY, rank.next_placement.digest), 0.0)
     query = msg.QueryState(LEADER, want_placement=True, want_checksums=True, query=4)
     state = only(rank.handle(from_controller(query), 0.0), msg.RankState)
@@ -298,9 +338,15 @@ def test_rank_state_tells_what_a_new_leader_rules_on():
         ({"body": dataclasses.replace(wave_of(), layers=(9,))}, Reason.MALFORMED),
         ({"body": dataclasses.replace(wave_of(), layers=())}, Reason.MALFORMED),
         ({"body": dataclasses.replace(wave_of(), rows=wave_of().rows[:, :4])}, Reason.MALFORMED),
-        ({"body": dataclasses.replace(wave_of(), rows=wave_of().rows + 9)}, Reason.EXPERT_OUT_OF_RANGE),
+        (
+            {"body": dataclasses.replace(wave_of(), rows=wave_of().rows + 9)},
+            Reason.EXPERT_OUT_OF_RANGE,
+        ),
         ({"body": wave_of(src=0, dst=2), "checksums": (1,)}, None),
-        ({"body": dataclasses.replace(wave_of(), batches=wave_of(src=3).batches)}, Reason.MALFORMED),
+        (
+            {"body": dataclasses.replace(wave_of(), batches=wave_of(src=3).batches)},
+            Reason.MALFORMED,
+        ),
     ],
 )
 def test_malformed_prepare_is_answered_with_a_no_and_never_raises(change, reason):
@@ -316,12 +362,18 @@ def test_source_that_does_not_hold_the_expert_is_refused():
     body = wave_of()
     transfer = dataclasses.replace(body.transfers[0], src_slot=0)
     prepare = prepare_of(dataclasses.replace(body, batches=((transfer,),)))
-    assert only(participant_of().handle(from_controller(prepare), 0.0), msg.Vote).reason is Reason.NO_SOURCE
+    assert (
+        only(participant_of().handle(from_controller(prepare), 0.0), msg.Vote).reason
+        is Reason.NO_SOURCE
+    )
 
 
 def test_wave_larger_than_this_ranks_staging_is_refused():
     rank = participant_of(staging_bytes=9)
-    assert only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason is Reason.STAGING_TOO_SMALL
+    assert (
+        only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
+        is Reason.STAGING_TOO_SMALL
+    )
     sender = participant_of(rank=1, staging_bytes=0)
     assert only(sender.handle(from_controller(prepare_of()), 0.0), msg.StartStaging)
 
@@ -344,6 +396,8 @@ def test_news_of_another_waves_copies_is_ignored():
 
 def test_commit_of_a_wave_given_up_is_answered_as_gone():
     rank = participant_in(State.ABORTED)
-    answer = only(rank.handle(from_controller(msg.Commit(LEADER, KEY), stream=STREAM), 0.0), msg.AbortAnswer)
+    answer = only(
+        rank.handle(from_controller(msg.Commit(LEADER, KEY), stream=STREAM), 0.0), msg.AbortAnswer
+    )
     assert (answer.outcome, answer.drained) == (WaveOutcome.REFUSED, False)
     assert sent(rank.handle(msg.TransportDrained(KEY), 0.0)) == [], "nobody asked to abort"

@@ -72,7 +72,9 @@ class LinkTls:
         Raises:
             OSError: one cannot be read.
         """
-        pair = [None if file is None else file.read_bytes() for file in (self.key_file, self.cert_file)]
+        pair = [
+            None if file is None else file.read_bytes() for file in (self.key_file, self.cert_file)
+        ]
         return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), *pair)
 
 
@@ -139,7 +141,9 @@ class GrpcRankLink:
                 _log.info("link_lost", address=address, detail=_brief(error))
                 wait_s = _asked_to_wait(error)
             except EvenkeelError as error:
-                _log.warning("link_violated", address=address, reason=error.reason, detail=str(error))
+                _log.warning(
+                    "link_violated", address=address, reason=error.reason, detail=str(error)
+                )
             except Exception as error:  # a mistake of ours costs this stream, not all that follow
                 _log.exception("link_failed", address=address, detail=_brief(error))
             if wait_s is None:
@@ -175,7 +179,10 @@ class GrpcRankLink:
                 async with asyncio.timeout(self._timing.connect_timeout_s):
                     await call.write(encode_rank_message(listener.hello()))
                     first = await _read(call)
-                if isinstance(first, Registration) and first.outcome is not RegistrationOutcome.REFUSED:
+                if (
+                    isinstance(first, Registration)
+                    and first.outcome is not RegistrationOutcome.REFUSED
+                ):
                     return await self._serve(call, stream, first, listener)
                 return self._turned_away(address, first)
             finally:
@@ -202,7 +209,9 @@ class GrpcRankLink:
         )
         helpers: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._write(call, self._outbox), name="link-writer"),
-            asyncio.create_task(self._beat(registration.heartbeat_interval_s, listener), name="heartbeat"),
+            asyncio.create_task(
+                self._beat(registration.heartbeat_interval_s, listener), name="heartbeat"
+            ),
             asyncio.create_task(self._full.wait(), name="link-overflow"),
         ]
         try:
@@ -259,7 +268,9 @@ class GrpcRankLink:
             message = await outbox.get()
             try:
                 encoded = encode_rank_message(message)
-            except Exception as error:  # a report would end the next stream too, where it is sent again
+            except (
+                Exception
+            ) as error:  # a report would end the next stream too, where it is sent again
                 _log.error("message_not_sent", kind=type(message).__name__, detail=str(error))
                 continue
             await call.write(encoded)
@@ -284,9 +295,14 @@ def _asked_to_wait(error: BaseException) -> float | None:
 
     Twice the hint, for the caller takes half of a wait at least.
     """
-    if not isinstance(error, grpc.aio.AioRpcError) or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+    if (
+        not isinstance(error, grpc.aio.AioRpcError)
+        or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED
+    ):
         return None
-    hints = [value for name, value in error.trailing_metadata() or () if name == "grpc-retry-pushback-ms"]
+    hints = [
+        value for name, value in error.trailing_metadata() or () if name == "grpc-retry-pushback-ms"
+    ]
     text = str(hints[0]) if hints else ""
     return 2 * min(int(text), 60_000) / 1000 if text.isdecimal() else None
 

@@ -110,7 +110,9 @@ class RankStream:
 
     def _enqueue(self, message: ToRankLink) -> None:
         if len(self._queue) >= self._capacity:
-            _log.warning("rank_too_slow", peer=self.peer, stream=self.number, queued=len(self._queue))
+            _log.warning(
+                "rank_too_slow", peer=self.peer, stream=self.number, queued=len(self._queue)
+            )
             self._queue.clear()
             self.close()
             return
@@ -255,7 +257,9 @@ class GrpcServer:
             # Parsed by us: what is no message must count as a violation, not as a crash of the call.
             request_deserializer=None,
         )
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Attach": attach}),))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(_SERVICE, {"Attach": attach}),)
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if options.reflection:
             names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -293,15 +297,21 @@ class GrpcServer:
         self._open += 1
         given = dict(context.invocation_metadata() or ()).get("traceparent")
         try:
-            with bound_contextvars(trace_id=trace_id_or_new(given if isinstance(given, str) else None)):
+            with bound_contextvars(
+                trace_id=trace_id_or_new(given if isinstance(given, str) else None)
+            ):
                 await self._serve_stream(context)
         finally:
             self._open -= 1
 
     async def _serve_stream(self, context: Any) -> None:
         stream = RankStream(next(self._numbers), context.peer(), capacity=self._options.send_queue)
-        writer = asyncio.create_task(self._write(stream, context), name=f"rank-stream-{stream.number}-writer")
-        reader = asyncio.create_task(self._read(stream, context), name=f"rank-stream-{stream.number}-reader")
+        writer = asyncio.create_task(
+            self._write(stream, context), name=f"rank-stream-{stream.number}-writer"
+        )
+        reader = asyncio.create_task(
+            self._read(stream, context), name=f"rank-stream-{stream.number}-reader"
+        )
         try:
             # The writer ends when the stream is closed by us, the reader when the rank closed it.
             await asyncio.wait((writer, reader), return_when=asyncio.FIRST_COMPLETED)
@@ -369,7 +379,10 @@ def _ages(options: ServerOptions) -> list[tuple[str, int]]:
         return []
     return [
         ("grpc.max_connection_age_ms", max(1, round(options.max_connection_age_s * 1000))),
-        ("grpc.max_connection_age_grace_ms", max(1, round(options.max_connection_age_grace_s * 1000))),
+        (
+            "grpc.max_connection_age_grace_ms",
+            max(1, round(options.max_connection_age_grace_s * 1000)),
+        ),
     ]
 
 
@@ -384,7 +397,9 @@ def _deliver(data: bytes, hello: Hello, attached: Attached, stream: RankStream) 
     try:
         message = _parse(data)
     except PeerViolation as violation:
-        _log.warning("rank_violation", stream=stream.number, peer=stream.peer, detail=str(violation))
+        _log.warning(
+            "rank_violation", stream=stream.number, peer=stream.peer, detail=str(violation)
+        )
         return False
     try:
         attached.received(decode_rank_message(message, hello))
@@ -392,7 +407,9 @@ def _deliver(data: bytes, hello: Hello, attached: Attached, stream: RankStream) 
         if message.WhichOneof("body") == "load_report":
             attached.malformed(violation, tuple(steps_said(message.load_report)))
             return True
-        _log.warning("rank_violation", stream=stream.number, peer=stream.peer, detail=str(violation))
+        _log.warning(
+            "rank_violation", stream=stream.number, peer=stream.peer, detail=str(violation)
+        )
         return False
     return True
 

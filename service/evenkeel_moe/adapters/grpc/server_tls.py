@@ -65,7 +65,9 @@ def read_grants(names: Iterable[str]) -> tuple[Grant, ...] | None:
     return tuple(grants)
 
 
-def check_identity(auth: Mapping[Any, Sequence[bytes]], identity: RankIdentity, *, required: bool) -> None:
+def check_identity(
+    auth: Mapping[Any, Sequence[bytes]], identity: RankIdentity, *, required: bool
+) -> None:
     """Hold a rank's Hello against the certificate of its connection.
 
     Args:
@@ -116,12 +118,15 @@ class ServerCertificates:
         """
         self._seen = self._state()
         return grpc.dynamic_ssl_server_credentials(
-            self._read(), self._changed, require_client_authentication=self._client_ca_file is not None
+            self._read(),
+            self._changed,
+            require_client_authentication=self._client_ca_file is not None,
         )
 
     def _state(self) -> object:
         return tuple(
-            (stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in (f.stat() for f in self._files)
+            (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            for stat in (f.stat() for f in self._files)
         )
 
     def _read(self) -> Any:
@@ -145,7 +150,9 @@ class ServerCertificates:
                 self._seen = state
                 fresh = self._read()
                 if self._state() != state:
-                    self._seen = None  # Replaced while they were read: the next handshake reads again.
+                    self._seen = (
+                        None  # Replaced while they were read: the next handshake reads again.
+                    )
                     return None
             except OSError as error:
                 _log.error("certificate_not_taken", error=str(error), file=str(self._cert_file))

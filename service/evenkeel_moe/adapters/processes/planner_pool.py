@@ -125,7 +125,9 @@ class PlannerPool:
             self._warming = None  # This task: it must not cancel itself.
             self._replace(executor, f"planner processes do not start: {type(error).__name__}")
             _log.error("planner_does_not_start", error=str(error))
-        except Exception as error:  # a policy that does not compile fails its own cycles, not the controller
+        except (
+            Exception
+        ) as error:  # a policy that does not compile fails its own cycles, not the controller
             self.fault = f"{type(error).__name__}: {error}"
             _log.error("planner_kernels_do_not_compile", error=str(error))
         else:

@@ -120,8 +120,12 @@ def _rank_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
         by_rank,
     )
     epoch = _family("evenkeel_rank_epoch", "Epoch of the maps a rank serves with.", by_rank)
-    fresh = _family("evenkeel_rank_fresh", "1 while a rank's heartbeat lease holds, else 0.", by_rank)
-    seen = _family("evenkeel_rank_last_seen_timestamp_seconds", "When a rank was last heard.", by_rank)
+    fresh = _family(
+        "evenkeel_rank_fresh", "1 while a rank's heartbeat lease holds, else 0.", by_rank
+    )
+    seen = _family(
+        "evenkeel_rank_last_seen_timestamp_seconds", "When a rank was last heard.", by_rank
+    )
     pace = _family(
         "evenkeel_rank_compute_seconds_per_token",
         "MoE compute per token before the collective, median over the window.",
@@ -133,7 +137,9 @@ def _rank_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
         by_rank,
     )
     trouble = _family(
-        "evenkeel_rank_trouble", "1 while a rank says that it takes no plan any more, else absent.", by_rank
+        "evenkeel_rank_trouble",
+        "1 while a rank says that it takes no plan any more, else absent.",
+        by_rank,
     )
     for view in views:
         for rank in view.status.ranks:
@@ -185,11 +191,17 @@ def _deployment_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
     window = _family("evenkeel_window_steps", "Complete steps in the fullest window.", one)
     step = _family("evenkeel_newest_step", "Newest step that every rank reported.", one)
     completed = _family(
-        "evenkeel_newest_step_timestamp_seconds", "When the newest complete step was put together.", one
+        "evenkeel_newest_step_timestamp_seconds",
+        "When the newest complete step was put together.",
+        one,
     )
     decided = _family("evenkeel_last_decision_timestamp_seconds", "When the last cycle ended.", one)
-    held = _family("evenkeel_held", "1 while automatic plans wait for resume after a rollback.", one)
-    frozen = _family("evenkeel_frozen_until_timestamp_seconds", "When the freeze in force ends.", one)
+    held = _family(
+        "evenkeel_held", "1 while automatic plans wait for resume after a rollback.", one
+    )
+    frozen = _family(
+        "evenkeel_frozen_until_timestamp_seconds", "When the freeze in force ends.", one
+    )
     for view in views:
         status = view.status
         labels = [str(status.deployment)]
@@ -225,18 +237,26 @@ def _plan_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
         [*one, "phase", "reason"],
     )
     changed = _family(
-        "evenkeel_plan_changed_timestamp_seconds", "When the active plan last changed its phase or wave.", one
+        "evenkeel_plan_changed_timestamp_seconds",
+        "When the active plan last changed its phase or wave.",
+        one,
     )
-    committed = _family("evenkeel_plan_waves_committed", "Waves of the active plan that are committed.", one)
+    committed = _family(
+        "evenkeel_plan_waves_committed", "Waves of the active plan that are committed.", one
+    )
     waves = _family("evenkeel_plan_waves", "Waves of the active plan.", one)
     done = _family("evenkeel_staging_done_bytes", "Bytes of the current wave staged so far.", one)
-    planned = _family("evenkeel_staging_planned_bytes", "Bytes the current wave stages in all.", one)
+    planned = _family(
+        "evenkeel_staging_planned_bytes", "Bytes the current wave stages in all.", one
+    )
     for status in (view.status for view in views):
         if status.active_plan is None:
             continue
         labels = [str(status.deployment)]
         created.add_metric(labels, status.active_plan.plan.created_at)
-        phase.add_metric([*labels, str(status.active_plan.phase), str(status.active_plan.reason)], 1)
+        phase.add_metric(
+            [*labels, str(status.active_plan.phase), str(status.active_plan.reason)], 1
+        )
         changed.add_metric(labels, status.active_plan.updated_at)
         committed.add_metric(labels, status.active_plan.waves_committed)
         waves.add_metric(labels, len(status.active_plan.plan.waves))
@@ -305,7 +325,9 @@ def _layer_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
 def _outcome_families(views: list[View]) -> Iterable[GaugeMetricFamily]:
     one = ["deployment"]
     committed = _family(
-        "evenkeel_last_plan_committed_timestamp_seconds", "When the newest committed plan was done.", one
+        "evenkeel_last_plan_committed_timestamp_seconds",
+        "When the newest committed plan was done.",
+        one,
     )
     failed = _family(
         "evenkeel_last_plan_failed_timestamp_seconds",

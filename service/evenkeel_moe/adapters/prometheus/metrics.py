@@ -19,7 +19,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from evenkeel_moe import __version__
-from evenkeel_moe.adapters.prometheus.metric_families import DeploymentFigures, PhaseBalance, View, families
+from evenkeel_moe.adapters.prometheus.metric_families import (
+    DeploymentFigures,
+    PhaseBalance,
+    View,
+    families,
+)
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import DeploymentStatus
 

@@ -38,7 +38,11 @@ class SentinelLogin:
 
 
 def connect(
-    url: str, *, timeout_s: float, password: str | None = None, sentinel: SentinelLogin | None = None
+    url: str,
+    *,
+    timeout_s: float,
+    password: str | None = None,
+    sentinel: SentinelLogin | None = None,
 ) -> Client:
     """A client of the store; no connection is made yet.
 
@@ -106,7 +110,10 @@ def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
     query = _sentinel_query(parts.query)
     if credentials:
         user, _, password = credentials.partition(":")
-        options = {"username": unquote(user) or None, "password": unquote(password) or None} | options
+        options = {
+            "username": unquote(user) or None,
+            "password": unquote(password) or None,
+        } | options
     store_tls = parts.scheme == "rediss+sentinel"
     options |= _tls(query, "") if store_tls else {}
     theirs: dict[str, Any] = {
@@ -125,7 +132,9 @@ def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
         if not speaks and any(name.startswith(prefix) for name in query):
             raise ValueError(f"{prefix}... without TLS: it needs {cure}")
     sentinels = Sentinel(nodes, sentinel_kwargs=theirs)  # type: ignore[no-untyped-call]
-    master: Redis = sentinels.master_for(path[0], db=int(path[1]) if len(path) == 2 else 0, **options)
+    master: Redis = sentinels.master_for(
+        path[0], db=int(path[1]) if len(path) == 2 else 0, **options
+    )
     return master
 
 

@@ -155,7 +155,10 @@ class EmbeddedValkey:
             "logfile": str(self.data_dir / "valkey.log"),
             "loglevel": "warning",
         }
-        return [str(binary), *(part for name, value in options.items() for part in (f"--{name}", value))]
+        return [
+            str(binary),
+            *(part for name, value in options.items() for part in (f"--{name}", value)),
+        ]
 
     async def _answering(self) -> None:
         assert self._process is not None

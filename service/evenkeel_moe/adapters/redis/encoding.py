@@ -78,7 +78,9 @@ def pack_window(*parts: LoadWindow) -> bytes:
     length = sum(map(len, parts))
     most = max(int(part.counts.max(initial=0)) for part in parts)
     width = max(1, -(-most.bit_length() // 8))
-    header = _WINDOW_HEADER.pack(_WINDOW_VERSION, width, length, layers, experts, parts[0].tokens.shape[1])
+    header = _WINDOW_HEADER.pack(
+        _WINDOW_VERSION, width, length, layers, experts, parts[0].tokens.shape[1]
+    )
     size = length * layers * experts
     planes = np.empty(width * size, np.uint8)
     first = 0
@@ -234,7 +236,9 @@ def _placement_form(placement: Placement) -> dict[str, Any]:
 
 
 def _placement_of(form: dict[str, Any]) -> Placement:
-    return Placement(_array_of(form["phy2log"], form["shape"]), int(form["ranks"]), int(form["experts"]))
+    return Placement(
+        _array_of(form["phy2log"], form["shape"]), int(form["ranks"]), int(form["experts"])
+    )
 
 
 def _wave_form(wave: Wave) -> dict[str, Any]:

@@ -235,7 +235,10 @@ class RedisDeploymentStore:
         """Prolong a lease; False when it is no longer ours."""
         with store_errors("renewing a lease"):
             now = time.monotonic()
-            if now - self._listed_at.get(deployment, float("-inf")) >= self._record_age_s / _LISTED_AGAIN:
+            if (
+                now - self._listed_at.get(deployment, float("-inf"))
+                >= self._record_age_s / _LISTED_AGAIN
+            ):
                 await self._list(deployment)
                 self._listed_at[deployment] = now
             keys = [self._key(deployment, name) for name in ("lease", *_RECORDS)]
@@ -254,12 +257,16 @@ class RedisDeploymentStore:
         """Give the lease up if it is still ours."""
         self._listed_at.pop(deployment, None)
         with store_errors("releasing a lease"):
-            await self._client.eval(_RELEASE, 1, self._key(deployment, "lease"), lease.holder, lease.term)
+            await self._client.eval(
+                _RELEASE, 1, self._key(deployment, "lease"), lease.holder, lease.term
+            )
 
     async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
         """Who leads; None while nobody does."""
         with store_errors("reading a lease"):
-            holder, term = await self._client.hmget(self._key(deployment, "lease"), ["holder", "term"])
+            holder, term = await self._client.hmget(
+                self._key(deployment, "lease"), ["holder", "term"]
+            )
         return None if holder is None or term is None else Lease(holder.decode(), int(term))
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
@@ -274,7 +281,9 @@ class RedisDeploymentStore:
     async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
         """(id, created_at) of every stored plan, newest first."""
         with store_errors("reading the order of plans"):
-            rows = await self._client.zrevrange(self._key(deployment, "plan_order"), 0, -1, withscores=True)
+            rows = await self._client.zrevrange(
+                self._key(deployment, "plan_order"), 0, -1, withscores=True
+            )
         return [(PlanId(name.decode()), float(created_at)) for name, created_at in rows]
 
     async def open_plans(self, deployment: DeploymentId) -> Sequence[PlanId]:
@@ -283,7 +292,9 @@ class RedisDeploymentStore:
             names = await self._client.hkeys(self._key(deployment, "plans_open"))
         return sorted(PlanId(name.decode()) for name in names)
 
-    async def fetch_plans(self, deployment: DeploymentId, plan_ids: Sequence[PlanId]) -> Sequence[PlanRecord]:
+    async def fetch_plans(
+        self, deployment: DeploymentId, plan_ids: Sequence[PlanId]
+    ) -> Sequence[PlanRecord]:
         """Those plans in that order, without those that are not stored or cannot be read."""
         if not plan_ids:
             return []
@@ -320,7 +331,9 @@ class RedisDeploymentStore:
         values = (name, json.dumps(body))
         replicas = 0 if name in _WRITTEN_ANEW else self._wait_replicas
         record_name = f"document:{name}"
-        await self._write(deployment, record_name, _STORE_DOCUMENT, ("documents",), term, values, replicas)
+        await self._write(
+            deployment, record_name, _STORE_DOCUMENT, ("documents",), term, values, replicas
+        )
 
     async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
         """Read a named document."""
@@ -341,7 +354,9 @@ class RedisDeploymentStore:
                 _milliseconds(self._decision_age_s),
             )
 
-    async def fetch_decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
+    async def fetch_decisions(
+        self, deployment: DeploymentId, limit: int
+    ) -> Sequence[Mapping[str, Any]]:
         """Decision rows, newest first."""
         if limit < 1:
             return []
@@ -370,7 +385,9 @@ class RedisDeploymentStore:
                 return
             _, copies = await self._eval_and_wait(wanted, _PROBE, [key])
         if copies < wanted:
-            raise Unavailable(f"ping: {copies} of {wanted} replicas have a write after {self._wait_s:g} s")
+            raise Unavailable(
+                f"ping: {copies} of {wanted} replicas have a write after {self._wait_s:g} s"
+            )
 
     async def _write(
         self,
@@ -391,7 +408,9 @@ class RedisDeploymentStore:
             else:
                 newer, copies = await self._client.eval(script, len(keys), *keys, *values), 0
         if newer:
-            raise Conflict(f"{deployment}: term {newer} has taken over from term {term}", Reason.LEASE_LOST)
+            raise Conflict(
+                f"{deployment}: term {newer} has taken over from term {term}", Reason.LEASE_LOST
+            )
         if copies < replicas:
             raise Unavailable(
                 f"writing {names[0]}: {copies} of {replicas} replicas have it after {self._wait_s:g} s"

@@ -64,7 +64,12 @@ class RedisWindowStore:
     """
 
     def __init__(
-        self, client: Client, *, prefix: str = "evenkeel", capacity: int = 512, ttl_s: float = 86_400.0
+        self,
+        client: Client,
+        *,
+        prefix: str = "evenkeel",
+        capacity: int = 512,
+        ttl_s: float = 86_400.0,
     ) -> None:
         if capacity < 1:
             raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
@@ -75,7 +80,9 @@ class RedisWindowStore:
 
     def _keys(self, deployment: DeploymentId, phase: Phase) -> _Keys:
         names = ("window", "window_total", "window_chunks", "window_source")
-        return _Keys(*(deployment_key(self._prefix, deployment, f"{name}:{phase}") for name in names))
+        return _Keys(
+            *(deployment_key(self._prefix, deployment, f"{name}:{phase}") for name in names)
+        )
 
     async def append(self, deployment: DeploymentId, phase: Phase, *parts: LoadWindow) -> None:
         """Add complete steps in consecutive parts, newest last; the last part's source-side sums, if any, replace those stored."""
@@ -111,7 +118,9 @@ class RedisWindowStore:
             return window
         if kept.shape[1:] != window.counts.shape[1:]:
             return window
-        return LoadWindow(window.counts, window.steps, window.epochs, window.tokens, window.compute_s, kept)
+        return LoadWindow(
+            window.counts, window.steps, window.epochs, window.tokens, window.compute_s, kept
+        )
 
     async def forget(self, deployment: DeploymentId) -> None:
         """Drop every window of a deployment."""

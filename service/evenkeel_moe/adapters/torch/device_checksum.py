@@ -13,7 +13,9 @@ __all__ = ["device_checksum"]
 
 _WORDS = 1 << 22
 """Mixed at once: bounds the memory this takes to a few times 32 MiB."""
-_SPREAD = -7046029254386353131  # 0x9E3779B97F4A7C15, 2**64 over the golden ratio, as a signed number
+_SPREAD = (
+    -7046029254386353131
+)  # 0x9E3779B97F4A7C15, 2**64 over the golden ratio, as a signed number
 _MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9, of the splitmix generator
 _LOW = 0xFFFFFFFF
 

@@ -104,7 +104,9 @@ class Communicator:
         if coalesce:
             backend._start_coalescing()
         works = [
-            backend.send([op.tensor], op.peer, tag) if op.sends else backend.recv([op.tensor], op.peer, tag)
+            backend.send([op.tensor], op.peer, tag)
+            if op.sends
+            else backend.recv([op.tensor], op.peer, tag)
             for op in operations
         ]
         return [backend._end_coalescing()] if coalesce else works

@@ -171,7 +171,9 @@ class TorchWeightTransport:
             self._warm(fresh)
         except RuntimeError as error:
             fresh.abort()
-            raise Unavailable(f"transfer communicator {serial}: {error}", Reason.TRANSFER_FAILED) from error
+            raise Unavailable(
+                f"transfer communicator {serial}: {error}", Reason.TRANSFER_FAILED
+            ) from error
         with self._lock:
             self._communicator = fresh
 
@@ -208,9 +210,7 @@ class TorchWeightTransport:
         with self._own_stream():
             try:
                 return self._stage(prepare, cancel, progress, flights)
-            except (
-                Exception
-            ) as error:  # the engine's tensors, or its device: the batches in flight must end all the same
+            except Exception as error:  # the engine's tensors, or its device: the batches in flight must end all the same
                 _log.exception("staging_broke_off", wave=str(prepare.wave))
                 return self._give_up(flights, Reason.TRANSFER_FAILED, f"{error!r:.200}")
 
@@ -218,7 +218,9 @@ class TorchWeightTransport:
         self, prepare: Prepare, cancel: threading.Event, progress: Progress, flights: deque[_Flight]
     ) -> StageOutcome:
         self.clear()
-        total = sum(t.nbytes for t in prepare.body.transfers if self._rank_of(t.dst_slot) == self._rank)
+        total = sum(
+            t.nbytes for t in prepare.body.transfers if self._rank_of(t.dst_slot) == self._rank
+        )
         wrong, done, pace_s = StageOutcome(), 0, 0.0
         batches = enumerate(prepare.body.batches)
         expected = iter(prepare.checksums)
@@ -232,14 +234,18 @@ class TorchWeightTransport:
                         break
                     flights.append(self._begin(prepare, *upcoming))
             except RuntimeError as error:
-                return self._give_up(flights, Reason.TRANSFER_FAILED, f"a batch could not begin: {error}")
+                return self._give_up(
+                    flights, Reason.TRANSFER_FAILED, f"a batch could not begin: {error}"
+                )
             if not flights:
                 return wrong
             failure = self._end(flights, time.monotonic() + prepare.batch_deadline_s + pace_s)
             if failure is not None:
                 return failure
             batch = flights.popleft().batch
-            for transfer, checksum_ in zip(batch, itertools.islice(expected, len(batch)), strict=True):
+            for transfer, checksum_ in zip(
+                batch, itertools.islice(expected, len(batch)), strict=True
+            ):
                 if self._rank_of(transfer.dst_slot) != self._rank:
                     continue
                 done += transfer.nbytes
@@ -309,7 +315,11 @@ class TorchWeightTransport:
             source, target = self._rank_of(transfer.src_slot), self._rank_of(transfer.dst_slot)
             if self._rank not in (source, target):
                 continue
-            here = [] if source != self._rank else self._slot_tensors(transfer.layer, transfer.src_slot)
+            here = (
+                []
+                if source != self._rank
+                else self._slot_tensors(transfer.layer, transfer.src_slot)
+            )
             there = [] if target != self._rank else self._make_room(transfer)
             if source == target:
                 for tensor, value in zip(there, here, strict=True):
@@ -384,7 +394,10 @@ class TorchWeightTransport:
             target = (self._rank + distance) % communicator.size
             source = (self._rank - distance) % communicator.size
             out = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            pair = [Operation(torch.empty_like(out), source, sends=False), Operation(out, target, sends=True)]
+            pair = [
+                Operation(torch.empty_like(out), source, sends=False),
+                Operation(out, target, sends=True),
+            ]
             for work in communicator.start_exchange(pair, distance):
                 work.wait()
 

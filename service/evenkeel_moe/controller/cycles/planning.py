@@ -23,7 +23,14 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
 )
 from evenkeel_moe.controller.cycles.evaluation_budget import Effort
 from evenkeel_moe.controller.cycles.recommendation import WhatIf
-from evenkeel_moe.errors import Conflict, EvenkeelError, InfeasiblePlan, InvalidInput, Reason, Unavailable
+from evenkeel_moe.errors import (
+    Conflict,
+    EvenkeelError,
+    InfeasiblePlan,
+    InvalidInput,
+    Reason,
+    Unavailable,
+)
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanRecord
@@ -126,7 +133,11 @@ class Planning:
         self._measure_pace()
         policy = deployment.control.policy
         base = Base(
-            deployment.deployment, action.generation, action.weights_version, action.epoch, action.placement
+            deployment.deployment,
+            action.generation,
+            action.weights_version,
+            action.epoch,
+            action.placement,
         )
         inputs = self.inputs(base, policy.policy, policy.limits, tuple(Phase))
         result = await self._effort.run(deployment.outside.planner, inputs)
@@ -183,7 +194,9 @@ class Planning:
         starts = request is None or not request.dry_run
         records = control.book.records.values()
         failed_plans, failed_at = plan_failures(records)
-        ended_at = max((at for at in (last_plan_ended(records), failed_at) if at is not None), default=None)
+        ended_at = max(
+            (at for at in (last_plan_ended(records), failed_at) if at is not None), default=None
+        )
         return CycleInputs(
             load=load,
             shape=shape,
@@ -194,7 +207,9 @@ class Planning:
             staging_bytes=control.membership.staging_bytes(),
             now_unix=deployment.outside.clock.unix(),
             mode=control.policy.mode,
-            ranks_fresh=sum(control.membership.fresh(rank, now) for rank in control.membership.members),
+            ranks_fresh=sum(
+                control.membership.fresh(rank, now) for rank in control.membership.members
+            ),
             newest_step_age_s=math.nan if ingest.newest_at is None else now - ingest.newest_at,
             memory=self._memory,
             manual=request is not None,
@@ -222,9 +237,13 @@ class Planning:
         deployment = self._deployment
         members = deployment.control.membership.members
         sessions = {rank: deployment.sessions.get(members[rank].stream) for rank in sorted(members)}
-        devices = {int(rank): Device(one.hello.node, one.hello.gpu_uuid) for rank, one in members.items()}
+        devices = {
+            int(rank): Device(one.hello.node, one.hello.gpu_uuid) for rank, one in members.items()
+        }
         self._slow.look(deployment.deployment, deployment.balance.speed_factors(), devices)
-        return join_curves([None if session is None else session.curve for session in sessions.values()])
+        return join_curves(
+            [None if session is None else session.curve for session in sessions.values()]
+        )
 
     # --- plans by hand ----------------------------------------------------------------------------
 
@@ -241,7 +260,11 @@ class Planning:
         if fleet is None or generation is None:
             raise Unavailable("the ranks have not told where they stand", control.standing(0.0)[0])
         return Base(
-            self._deployment.deployment, generation, fleet.weights_version, fleet.epoch, fleet.placement
+            self._deployment.deployment,
+            generation,
+            fleet.weights_version,
+            fleet.epoch,
+            fleet.placement,
         )
 
     async def by_hand(self, request: PlanRequest) -> PlanRecord:
@@ -278,7 +301,9 @@ class Planning:
         starts = request.approve or (policy.mode is Mode.AUTO and not request.dry_run)
         return await self._submit(plan, starts, request.requested_by, digest)
 
-    async def rollback(self, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None) -> PlanRecord:
+    async def rollback(
+        self, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None
+    ) -> PlanRecord:
         """Plan and start the way back to an earlier epoch's placement (R16)."""
         deployment, control = self._deployment, self._deployment.control
         digest = _digest({"kind": PlanKind.ROLLBACK.value, "to_epoch": to_epoch})
@@ -370,7 +395,9 @@ def _tighter(one: PlanLimits, other: PlanLimits) -> PlanLimits:
 
 def _refusal(result: CycleResult) -> EvenkeelError:
     """Why no plan came of a request, as the error the caller gets."""
-    numbers = ", ".join(f"{name} {value:.6g}" for name, value in sorted(finite(result.numbers).items()))
+    numbers = ", ".join(
+        f"{name} {value:.6g}" for name, value in sorted(finite(result.numbers).items())
+    )
     words = f"{result.reason}: {result.detail or numbers or 'no numbers'}"
     if result.reason in _INFEASIBLE:
         return InfeasiblePlan(words, result.reason)

@@ -62,7 +62,9 @@ class WhatIf:
             return
         self._scoring = True
         request = ShadowRequest(inputs, split, named)
-        self._deployment.outside.spawn(self._score(request, epoch), f"shadows-{self._deployment.deployment}")
+        self._deployment.outside.spawn(
+            self._score(request, epoch), f"shadows-{self._deployment.deployment}"
+        )
 
     async def _score(self, request: ShadowRequest, epoch: int) -> None:
         deployment = self._deployment
@@ -70,10 +72,14 @@ class WhatIf:
         facts = {"at": request.inputs.now_unix, "epoch": epoch}
         try:
             scores = await deployment.outside.planner.aside.run(score_shadows, request)
-        except Exception as error:  # a policy on trial that breaks its process must not end the controller
+        except (
+            Exception
+        ) as error:  # a policy on trial that breaks its process must not end the controller
             _log.warning("shadows_failed", deployment=deployment.deployment, error=str(error))
             reason = error.reason if isinstance(error, EvenkeelError) else Reason.PLANNER_FAILED
-            scores = tuple(PolicyScore(name, reason, detail=str(error)) for name in request.policies)
+            scores = tuple(
+                PolicyScore(name, reason, detail=str(error)) for name in request.policies
+            )
         finally:
             self._scoring = False
         if generation == deployment.control.generation:

@@ -186,9 +186,17 @@ class ControlHands:
             case ctl.RaiseTerm(at_least):
                 self._links.raise_term(at_least)
             case ctl.WaveHealth(wave, stalled, reason, detail):
-                said = "wave_runs_again" if reason is None else "wave_stalled" if stalled else "wave_paused"
+                said = (
+                    "wave_runs_again"
+                    if reason is None
+                    else "wave_stalled"
+                    if stalled
+                    else "wave_paused"
+                )
                 plan_id = None if wave is None else wave.plan_id
-                _log.warning(said, deployment=self.deployment, plan_id=plan_id, reason=reason, detail=detail)
+                _log.warning(
+                    said, deployment=self.deployment, plan_id=plan_id, reason=reason, detail=detail
+                )
             case ctl.Alert(reason, detail):
                 self._alert(reason, detail)
 
@@ -199,7 +207,9 @@ class ControlHands:
             self._alerted[reason] = said_at, unsaid + 1
             return
         self._alerted[reason] = now, 0
-        _log.error("alert", deployment=self.deployment, reason=reason, detail=detail, left_out=unsaid)
+        _log.error(
+            "alert", deployment=self.deployment, reason=reason, detail=detail, left_out=unsaid
+        )
 
     # --- logs and counters --------------------------------------------------------------------------
 

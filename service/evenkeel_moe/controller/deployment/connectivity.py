@@ -40,7 +40,9 @@ class Reach:
         deployment = self._deployment
         now, lease_s = deployment.outside.clock.monotonic(), deployment.options.timing.rank_lease_s
         membership = deployment.control.membership
-        if not deployment.keeper.leading or any(membership.fresh(rank, now) for rank in membership.members):
+        if not deployment.keeper.leading or any(
+            membership.fresh(rank, now) for rank in membership.members
+        ):
             self._heard_at = now
         return not deployment.options.alone and now - self._heard_at > lease_s
 

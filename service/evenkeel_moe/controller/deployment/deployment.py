@@ -86,14 +86,19 @@ class Outside:
 class Deployment:
     """Everything of one deployment. `run_tasks` must be running for anything to happen."""
 
-    def __init__(self, deployment: DeploymentId, options: DeploymentOptions, outside: Outside) -> None:
+    def __init__(
+        self, deployment: DeploymentId, options: DeploymentOptions, outside: Outside
+    ) -> None:
         self.deployment = deployment
         self.options = options
         self.outside = outside
         clock = outside.clock
         self.unix_offset_s = clock.unix() - clock.monotonic()
         self.control = DeploymentControl(
-            deployment, timing=options.timing, policy=options.policy, unix_offset_s=self.unix_offset_s
+            deployment,
+            timing=options.timing,
+            policy=options.policy,
+            unix_offset_s=self.unix_offset_s,
         )
         self.operator = Operator(self.control)
         self.flow = options.flow
@@ -111,7 +116,9 @@ class Deployment:
             max_pending=options.max_pending,
             stride=options.flow.stride,
             accepted=lambda steps: outside.metrics.reports_received(deployment, steps),
-            rejected=lambda reason, steps: outside.metrics.reports_rejected(deployment, reason, steps),
+            rejected=lambda reason, steps: outside.metrics.reports_rejected(
+                deployment, reason, steps
+            ),
             dropped=lambda rank, steps: outside.metrics.steps_dropped(deployment, rank, steps),
         )
         self.hands = ControlHands(
@@ -166,7 +173,9 @@ class Deployment:
         if forgotten and self.keeper.leading:
             nobody = {"replica_id": "", "address": ""}
             with contextlib.suppress(Unavailable, Conflict):
-                await self.outside.store.store_document(self.deployment, "leader", nobody, self._term)
+                await self.outside.store.store_document(
+                    self.deployment, "leader", nobody, self._term
+                )
                 await self.outside.store.unlist(self.deployment)
         await self.keeper.release()
 
@@ -252,14 +261,20 @@ class Deployment:
         _log.error("store_came_back_empty", deployment=self.deployment, detail=recalled.loss)
         row = recalled.row(self.outside.clock.unix())
         with contextlib.suppress(Unavailable):  # The machine keeps it and tries again.
-            await self.driver.call(lambda _now: (None, self.control.outgoing([ctl.PersistDecision(row)])))
+            await self.driver.call(
+                lambda _now: (None, self.control.outgoing([ctl.PersistDecision(row)]))
+            )
 
     async def _restore(self) -> None:
         """Take back the windows, also where another led meanwhile: what is in memory ends where it began."""
-        known = shape_from_document(await self.outside.store.fetch_document(self.deployment, "shape"))
+        known = shape_from_document(
+            await self.outside.store.fetch_document(self.deployment, "shape")
+        )
         if known is not None:
             steps = await self._restore_windows(*known)
-            _log.info("window_restored", deployment=self.deployment, steps=steps, generation=known[0])
+            _log.info(
+                "window_restored", deployment=self.deployment, steps=steps, generation=known[0]
+            )
         rows = await self.outside.store.fetch_decisions(self.deployment, 100)
         self.hands.decisions.clear()
         self.hands.decisions.extendleft(dict(row) for row in rows)
@@ -303,7 +318,10 @@ class Deployment:
             body = await self.outside.store.fetch_document(self.deployment, "leader") or {}
         except Unavailable:
             body = {}
-        if winner is not None and body.get("replica_id") == winner.holder != self.options.replica_id:
+        if (
+            winner is not None
+            and body.get("replica_id") == winner.holder != self.options.replica_id
+        ):
             return NotLeader(winner.holder, str(body.get("address", "")), self.options.renew_s)
         return NotLeader(winner.holder if winner else "", "", self.options.renew_s)
 
@@ -356,14 +374,18 @@ class Deployment:
         self.shape = self.shape or hello.shape
         session.stream.send(
             Registration(
-                outcome=RegistrationOutcome.OBSERVE_ONLY if observing else RegistrationOutcome.ACCEPTED,
+                outcome=RegistrationOutcome.OBSERVE_ONLY
+                if observing
+                else RegistrationOutcome.ACCEPTED,
                 heartbeat_interval_s=timing.heartbeat_s,
                 lease_s=timing.rank_lease_s,
                 flow=self.flow,
                 reason=Reason.OBSERVE_ONLY if observing else None,
                 detail="the rank does not offer to migrate" if observing else "",
                 leader=self.control.leader,
-                highest_step=self.ingest.highest_step(hello.identity.rank, hello.identity.generation),
+                highest_step=self.ingest.highest_step(
+                    hello.identity.rank, hello.identity.generation
+                ),
             )
         )
         return actions
@@ -394,7 +416,11 @@ class Deployment:
         if session is None:
             return
         _log.warning(
-            "rank_refused", deployment=self.deployment, rank=session.rank, reason=reason, detail=detail
+            "rank_refused",
+            deployment=self.deployment,
+            rank=session.rank,
+            reason=reason,
+            detail=detail,
         )
         if reason is Reason.NOT_LEADER:
             session.stream.close(NotLeader("", "", self.options.renew_s))
@@ -424,7 +450,9 @@ class Deployment:
 
     def begin_cycle(self, action: ctl.RunCycle) -> None:
         """Plan in the background."""
-        self.outside.spawn(self.planning.run_cycle(action), f"cycle-{self.deployment}-{action.cycle}")
+        self.outside.spawn(
+            self.planning.run_cycle(action), f"cycle-{self.deployment}-{action.cycle}"
+        )
 
     # --- what follows the machine's state -----------------------------------------------------------
 
@@ -434,7 +462,9 @@ class Deployment:
         offset = clock.unix() - clock.monotonic()
         if abs(offset - self.unix_offset_s) > _CLOCK_STEP_S:
             _log.warning(
-                "clock_stepped", deployment=self.deployment, seconds=round(offset - self.unix_offset_s, 3)
+                "clock_stepped",
+                deployment=self.deployment,
+                seconds=round(offset - self.unix_offset_s, 3),
             )
             self.unix_offset_s = offset
             self.control.step_clock(offset)
@@ -481,5 +511,7 @@ class Deployment:
     def malformed(self, session: Session, violation: PeerViolation, steps: tuple[int, ...]) -> None:
         """A report that cannot be right: counted, and answered so that it is not sent again. Its rank lives."""
         identity, now = session.hello.identity, self.outside.clock.monotonic()
-        self.control.membership.heard(identity.rank, identity.incarnation, session.stream.number, now)
+        self.control.membership.heard(
+            identity.rank, identity.incarnation, session.stream.number, now
+        )
         session.stream.send(self.ingest.malformed(EpRank(session.rank), violation, steps))

@@ -88,7 +88,9 @@ class Ingest:
             return
         restored = generation == self._restored
         self.generation, self._restored = generation, None
-        most = _MOST_PENDING_BYTES // (8 * shape.num_layers * max(shape.num_slots, shape.num_logical_experts))
+        most = _MOST_PENDING_BYTES // (
+            8 * shape.num_layers * max(shape.num_slots, shape.num_logical_experts)
+        )
         self._assembler = StepAssembler(shape, max_pending=max(1, min(self._max_pending, most)))
         self._stride_from = 0  # Step numbers begin anew.
         self._assembler.sample(self._stride, 0)
@@ -204,7 +206,9 @@ class Ingest:
         else:
             answer(self._take(report))
 
-    def malformed(self, rank: EpRank, violation: PeerViolation, steps: tuple[int, ...]) -> ReportAck:
+    def malformed(
+        self, rank: EpRank, violation: PeerViolation, steps: tuple[int, ...]
+    ) -> ReportAck:
         """Count a report that cannot be right; its answer lets the rank forget it."""
         self._reject(rank, Rejection(violation.reason, max(1, len(steps)), str(violation)))
         highest = max((step for step in steps if 0 <= step <= MAX_STEP), default=None)
@@ -217,14 +221,15 @@ class Ingest:
         if len(queue) > _MAX_WAITING:
             self._give_up_oldest(report.rank)
         # The rank that has most gives way, so that one with large reports costs the others none of theirs.
-        while self._waiting_bytes.total() > _MOST_WAITING_BYTES and sum(map(len, self._waiting.values())) > 1:
+        while (
+            self._waiting_bytes.total() > _MOST_WAITING_BYTES
+            and sum(map(len, self._waiting.values())) > 1
+        ):
             self._give_up_oldest(max(self._waiting_bytes, key=self._waiting_bytes.__getitem__))
 
     def _give_up_oldest(self, rank: EpRank) -> None:
         queue = self._waiting[rank]
-        detail = (
-            f"rank {rank}: no placement known for {len(queue)} reports of {self._waiting_bytes[rank]} bytes"
-        )
+        detail = f"rank {rank}: no placement known for {len(queue)} reports of {self._waiting_bytes[rank]} bytes"
         report, answer = queue.popleft()
         self._waiting_bytes[rank] -= report.counts.nbytes
         self._count_dropped(report)
@@ -273,8 +278,15 @@ class Ingest:
         first = self.quarantine.rank_steps[rejection.reason] == 0
         self.quarantine.add(rank, rejection)
         self._rejected(rejection.reason, rejection.rank_steps)
-        level = _log.warning if first and rejection.reason is not Reason.DUPLICATE_STEP else _log.debug
-        level("report_rejected", deployment=self.deployment, reason=rejection.reason, detail=rejection.detail)
+        level = (
+            _log.warning if first and rejection.reason is not Reason.DUPLICATE_STEP else _log.debug
+        )
+        level(
+            "report_rejected",
+            deployment=self.deployment,
+            reason=rejection.reason,
+            detail=rejection.detail,
+        )
 
     # --- the copy in the store ----------------------------------------------------------------------
 
@@ -313,4 +325,6 @@ class Ingest:
         if source is None:
             return steps
         self._source_stored_at[phase] = now
-        return LoadWindow(steps.counts, steps.steps, steps.epochs, steps.tokens, steps.compute_s, source)
+        return LoadWindow(
+            steps.counts, steps.steps, steps.epochs, steps.tokens, steps.compute_s, source
+        )

@@ -43,7 +43,9 @@ def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
             "windows": list(policy.schedule.windows),
             "blackouts": list(policy.schedule.blackouts),
         },
-        "thresholds": {setting.name: float(getattr(gates, setting.name)) for setting in fields(gates)},
+        "thresholds": {
+            setting.name: float(getattr(gates, setting.name)) for setting in fields(gates)
+        },
     }
 
 
@@ -56,7 +58,9 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
     document = policy_document(policy)
     unknown = sorted(set(changes) - set(document))
     if unknown:
-        raise InvalidInput(f"unknown policy fields {', '.join(unknown)}; known: {', '.join(document)}")
+        raise InvalidInput(
+            f"unknown policy fields {', '.join(unknown)}; known: {', '.join(document)}"
+        )
     for name, value in changes.items():
         if name in ("limits", "schedule", "thresholds"):
             if not isinstance(value, Mapping):
@@ -84,9 +88,13 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
     for bound, value in document["limits"].items():
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (whole and 0 <= value <= _MOST_OF_A_LIMIT):
-            raise InvalidInput(f"limits.{bound} is {value!r:.40}, must be null or an integer from 0 to 2^62")
+            raise InvalidInput(
+                f"limits.{bound} is {value!r:.40}, must be null or an integer from 0 to 2^62"
+            )
         limits[bound] = value
-    thresholds = {key: _number(f"thresholds.{key}", value) for key, value in document["thresholds"].items()}
+    thresholds = {
+        key: _number(f"thresholds.{key}", value) for key, value in document["thresholds"].items()
+    }
     GateSettings.from_thresholds(thresholds)
     return DeploymentPolicy(
         mode=Mode(mode),
@@ -95,7 +103,9 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
         limits=PlanLimits(**limits),
         cycle_s=_number("cycle_s", document["cycle_s"]),
         proposal_ttl_s=_number("proposal_ttl_s", document["proposal_ttl_s"]),
-        schedule=Schedule(**{name: _spans(name, value) for name, value in document["schedule"].items()}),
+        schedule=Schedule(
+            **{name: _spans(name, value) for name, value in document["schedule"].items()}
+        ),
         thresholds=thresholds,
     )
 
@@ -127,7 +137,9 @@ def _number(what: str, value: Any) -> float:
     raise InvalidInput(f"{what} is {value!r:.40}, must be a finite number")
 
 
-def policy_from_document(body: Mapping[str, Any] | None, default: DeploymentPolicy) -> DeploymentPolicy:
+def policy_from_document(
+    body: Mapping[str, Any] | None, default: DeploymentPolicy
+) -> DeploymentPolicy:
     """The stored policy; the default where none is stored or it can no longer be used."""
     if body is None:
         return default

@@ -181,7 +181,9 @@ class LeaseKeeper:
     async def _keep(self) -> None:
         """Renew until the lease is lost, may be lost, or is to be taken anew."""
         while (lease := self.lease) is not None:
-            await asyncio.sleep(self._renew_s if self.fault is None else min(self._renew_s, _AGAIN_S))
+            await asyncio.sleep(
+                self._renew_s if self.fault is None else min(self._renew_s, _AGAIN_S)
+            )
             if self.lease is None:
                 break
             asked_at = self._clock.monotonic()

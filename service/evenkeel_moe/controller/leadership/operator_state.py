@@ -35,7 +35,13 @@ class Recalled:
     def row(self, unix: float) -> dict[str, Any]:
         """The loss for the decision log."""
         reason = Reason.HELD_AFTER_ROLLBACK if self.orders.held else Reason.RECOVERED
-        return {"at": unix, "reason": reason.value, "plan_id": None, "numbers": {}, "detail": self.loss}
+        return {
+            "at": unix,
+            "reason": reason.value,
+            "plan_id": None,
+            "numbers": {},
+            "detail": self.loss,
+        }
 
 
 class StandingOrders:

@@ -42,7 +42,8 @@ async def take_over(
     the orders.
     """
     documents = {
-        name: await store.fetch_document(deployment, name) for name in ("leader", "policy", "control")
+        name: await store.fetch_document(deployment, name)
+        for name in ("leader", "policy", "control")
     }
     recalled = orders.recall(documents)
     for name, body in recalled.unstored.items():

@@ -44,7 +44,9 @@ class AuditLog:
         deployment = entry.deployment
         if term is None or deployment is None or self._health.resting:
             return
-        await self._stored.change(deployment, lambda stored: self._with_ours(deployment, stored), term)
+        await self._stored.change(
+            deployment, lambda stored: self._with_ours(deployment, stored), term
+        )
 
     async def rows(self, deployment: DeploymentId, limit: int) -> Sequence[Row]:
         """Rows of one deployment, newest first: the stored ones and those only in memory.
@@ -64,6 +66,8 @@ class AuditLog:
     def here(self, deployment: DeploymentId | None, limit: int) -> Sequence[Row]:
         """Rows in memory, newest first; None: of all deployments."""
         chosen = (
-            row for row in reversed(self._rows) if deployment is None or row["deployment"] == deployment
+            row
+            for row in reversed(self._rows)
+            if deployment is None or row["deployment"] == deployment
         )
         return [row for row, _ in zip(chosen, range(limit), strict=False)]

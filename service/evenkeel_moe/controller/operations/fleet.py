@@ -47,7 +47,9 @@ _LEASE_WAIT_S = 3.0
 class Fleet:
     """`adapters.grpc_server.RankHub` and `ports.Operations` over this replica's deployments."""
 
-    def __init__(self, options: DeploymentOptions, outside: Outside, *, max_deployments: int) -> None:
+    def __init__(
+        self, options: DeploymentOptions, outside: Outside, *, max_deployments: int
+    ) -> None:
         self.members: dict[DeploymentId, Deployment] = {}
         self._options = options
         self._outside = outside
@@ -134,7 +136,9 @@ class Fleet:
 
     def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
         """A first message that is no usable Hello."""
-        _log.warning("hello_refused", peer=stream.peer, reason=violation.reason, detail=str(violation))
+        _log.warning(
+            "hello_refused", peer=stream.peer, reason=violation.reason, detail=str(violation)
+        )
         stream.close(self._refusal(violation.reason, str(violation)))
 
     def _refusal(self, reason: Reason, detail: str) -> Registration:
@@ -162,14 +166,18 @@ class Fleet:
 
     async def led_elsewhere(self) -> Sequence[LedElsewhere]:
         """Deployments that others lead, and those known here that nobody does; without the store only what is known here."""
-        return await self._elsewhere.all([one.deployment for one in self._known_here()], list(self.members))
+        return await self._elsewhere.all(
+            [one.deployment for one in self._known_here()], list(self.members)
+        )
 
     def _known_here(self) -> list[Deployment]:
         return [member for member in self.members.values() if self._tells_of(member)]
 
     def _tells_of(self, member: Deployment) -> bool:
         """Whether what is in memory is so: this replica leads, or it led last, and counts on while nobody can lead."""
-        counts = bool(self._outside.health.fault) and any(s.registered for s in member.sessions.values())
+        counts = bool(self._outside.health.fault) and any(
+            s.registered for s in member.sessions.values()
+        )
         return member.keeper.leading or counts
 
     def _known(self, deployment: DeploymentId) -> Deployment | None:
@@ -199,7 +207,9 @@ class Fleet:
     async def _led_by(self, deployment: DeploymentId) -> LedElsewhere:
         led = await self._elsewhere.leader(deployment)
         if led is None and deployment in self.members and self.members[deployment].sessions:
-            return LedElsewhere(deployment, None, None)  # Its ranks are here: the store was emptied.
+            return LedElsewhere(
+                deployment, None, None
+            )  # Its ranks are here: the store was emptied.
         if led is None:
             raise NotFound(f"no deployment {deployment} is known")
         return led
@@ -283,13 +293,17 @@ class Fleet:
         kept = (await self._telling(deployment)).ingest.quarantine
         return [
             QuarantineRow(
-                reason.value, steps, tuple((int(rank), words) for rank, words in kept.samples(reason))
+                reason.value,
+                steps,
+                tuple((int(rank), words) for rank, words in kept.samples(reason)),
             )
             for reason, steps in sorted(kept.rank_steps.items())
             if steps
         ]
 
-    async def audit(self, deployment: DeploymentId | None, limit: int) -> Sequence[Mapping[str, Any]]:
+    async def audit(
+        self, deployment: DeploymentId | None, limit: int
+    ) -> Sequence[Mapping[str, Any]]:
         """Audit rows, newest first; only those in memory while the store is out of reach."""
         if deployment is None:
             return self._audit.here(None, limit)
@@ -338,11 +352,15 @@ class Fleet:
 
     async def approve(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
         """Start a proposed plan; Conflict(STALE_BASE) when the epoch moved (R16)."""
-        return await self._change_plan(deployment, plan_id, lambda one, now: one.approve(plan_id, by, now))
+        return await self._change_plan(
+            deployment, plan_id, lambda one, now: one.approve(plan_id, by, now)
+        )
 
     async def cancel(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
         """Stop a plan; after the votes it takes effect at the next wave (R16)."""
-        return await self._change_plan(deployment, plan_id, lambda one, now: one.cancel(plan_id, by, now))
+        return await self._change_plan(
+            deployment, plan_id, lambda one, now: one.cancel(plan_id, by, now)
+        )
 
     async def _change_plan(
         self,
@@ -359,7 +377,11 @@ class Fleet:
             raise Conflict(f"plan {plan_id} is {record.phase}") from None
 
     async def rollback(
-        self, deployment: DeploymentId, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None
+        self,
+        deployment: DeploymentId,
+        to_epoch: Epoch | None,
+        by: str,
+        plan_id: PlanId | None = None,
     ) -> PlanRecord:
         """Return to an earlier epoch's placement (None: the one before the last plan) and hold `auto`.
 
@@ -391,7 +413,9 @@ class Fleet:
             await self._seek_lease(known)
         member = await self._durable(deployment)
         if member.sessions:
-            raise Conflict(f"{len(member.sessions)} ranks of {deployment} are connected", Reason.BUSY)
+            raise Conflict(
+                f"{len(member.sessions)} ranks of {deployment} are connected", Reason.BUSY
+            )
         _log.info("forget_asked", deployment=deployment, by=by)
         await self._outside.windows.forget(deployment)
         if self.members.get(deployment) is member and not member.sessions:
@@ -400,7 +424,9 @@ class Fleet:
     async def record(self, entry: AuditEntry) -> None:
         """Write down who asked for what; stored where this replica leads the deployment."""
         member = None if entry.deployment is None else self.members.get(entry.deployment)
-        await self._audit.record(entry, member.term if member is not None and member.keeper.leading else None)
+        await self._audit.record(
+            entry, member.term if member is not None and member.keeper.leading else None
+        )
 
     async def keep_answer(self, deployment: DeploymentId, answer: KeptAnswer) -> None:
         """Store an answer where this replica leads; elsewhere nothing was changed."""
@@ -435,11 +461,15 @@ class Fleet:
                 raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
             # Compared here and not by the caller: another change may be applied before this one's turn comes.
             if base is not None and base != policy_document(member.control.policy):
-                raise Conflict("the policy document has changed since it was read", Reason.STALE_BASE)
+                raise Conflict(
+                    "the policy document has changed since it was read", Reason.STALE_BASE
+                )
             policy = change_policy(member.control.policy, changes)
             gates = GateSettings.from_thresholds(policy.thresholds)
             # Only when asked for: a stored threshold must not stop another change.
-            if "thresholds" in changes and (words := [*never_met(gates, self._options.cycle.plan_steps)]):
+            if "thresholds" in changes and (
+                words := [*never_met(gates, self._options.cycle.plan_steps)]
+            ):
                 raise InvalidInput("; ".join(words))
             member.operator.set_policy(policy)
             _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.adapters.prometheus.metric_families import DeploymentFigures, LayerFigures, PlanFigures
+from evenkeel_moe.adapters.prometheus.metric_families import (
+    DeploymentFigures,
+    LayerFigures,
+    PlanFigures,
+)
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.ids import EpRank, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -100,7 +104,9 @@ class Realised:
         return self._balance / self._balanced_steps if self._balanced_steps else None
 
 
-def live_replicas(placement: Placement, live: NDArray[np.bool_]) -> tuple[tuple[int, int, int], int]:
+def live_replicas(
+    placement: Placement, live: NDArray[np.bool_]
+) -> tuple[tuple[int, int, int], int]:
     """How well experts are covered by ranks that are alive.
 
     Args:
@@ -154,7 +160,9 @@ class Figures:
         if placement is None:
             return DeploymentFigures(newest_at_unix, last_failure=self._failure())
         now, membership = deployment.outside.clock.monotonic(), control.membership
-        live = np.array([membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks)], bool)
+        live = np.array(
+            [membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks)], bool
+        )
         counts, down = self._coverage.live_replicas(placement, live)
         redundant = (placement.phy2log >= 0).sum(axis=1) - placement.num_logical_experts
         return DeploymentFigures(
@@ -167,7 +175,9 @@ class Figures:
             last_failure=self._failure(),
         )
 
-    def _layers(self, placement: Placement, redundant: NDArray[np.int64]) -> tuple[LayerFigures, ...]:
+    def _layers(
+        self, placement: Placement, redundant: NDArray[np.int64]
+    ) -> tuple[LayerFigures, ...]:
         by_layer = self._deployment.balance.by_layer()
         if by_layer is None:
             return ()
@@ -191,7 +201,11 @@ class Figures:
         """(L, R) [tokens] over all windows; None without load."""
         shape = (placement.num_layers, placement.num_logical_experts)
         parts = [part for parts in self._deployment.ingest.parts().values() for part in parts]
-        sums = [part.counts.sum(axis=0, dtype=np.float64) for part in parts if part.counts.shape[1:] == shape]
+        sums = [
+            part.counts.sum(axis=0, dtype=np.float64)
+            for part in parts
+            if part.counts.shape[1:] == shape
+        ]
         if not sums:
             return None
         load = np.sum(sums, axis=0)
@@ -222,4 +236,6 @@ class Figures:
 
     def _newest(self, phase: PlanPhase) -> PlanRecord | None:
         records = self._deployment.control.book.records.values()
-        return max((r for r in records if r.phase is phase), key=lambda r: r.updated_at, default=None)
+        return max(
+            (r for r in records if r.phase is phase), key=lambda r: r.updated_at, default=None
+        )

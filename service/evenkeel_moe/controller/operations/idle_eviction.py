@@ -22,4 +22,6 @@ def gives_way(members: Iterable[Deployment]) -> Deployment | None:
     """The one that makes room, first of those never seen whole; None while all have ranks, or had a moment ago."""
     idle = [member for member in members if member.idle_s() >= _GIVES_WAY_S]
     # What one rank said may be anything; a generation has all of its ranks.
-    return min(idle, key=lambda one: (one.ingest.generation is not None, -one.idle_s()), default=None)
+    return min(
+        idle, key=lambda one: (one.ingest.generation is not None, -one.idle_s()), default=None
+    )

@@ -112,7 +112,9 @@ class LiveView:
                     last_seen_unix=member.last_seen + deployment.unix_offset_s,
                     epoch=session.epoch if session is not None else hello.epoch,
                     state=state.state if state is not None else "unknown",
-                    load_share=float(shares[rank]) if shares is not None and rank < len(shares) else None,
+                    load_share=float(shares[rank])
+                    if shares is not None and rank < len(shares)
+                    else None,
                     seconds_per_token=speed if np.isfinite(speed) else None,
                     free_bytes=session.free_bytes if session is not None else hello.free_bytes,
                     staging_bytes=hello.staging_bytes,

@@ -54,4 +54,6 @@ class StoredRows:
         except (Unavailable, Conflict) as error:
             if isinstance(error, Unavailable):
                 self._health.failed(error)
-            _log.warning("rows_not_stored", document=self._name, deployment=deployment, error=str(error))
+            _log.warning(
+                "rows_not_stored", document=self._name, deployment=deployment, error=str(error)
+            )

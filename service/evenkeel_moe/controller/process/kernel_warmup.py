@@ -7,7 +7,14 @@ import structlog
 
 from evenkeel_moe.adapters.redis.encoding import pack_window
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel_moe.model.load import CountingSide, LoadReport, LoadWindow, Phase, StepMeta, step_table
+from evenkeel_moe.model.load import (
+    CountingSide,
+    LoadReport,
+    LoadWindow,
+    Phase,
+    StepMeta,
+    step_table,
+)
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import metrics

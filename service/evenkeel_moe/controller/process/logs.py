@@ -35,7 +35,11 @@ def configure_logs(level: Level) -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder(), *shared],
+            foreign_pre_chain=[
+                structlog.stdlib.add_logger_name,
+                structlog.stdlib.ExtraAdder(),
+                *shared,
+            ],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
         )
     )

@@ -85,7 +85,10 @@ async def serve(settings: Settings) -> None:
 
 
 async def _serve(
-    settings: Settings, stack: contextlib.AsyncExitStack, stop: asyncio.Event, last_resort: LastResort
+    settings: Settings,
+    stack: contextlib.AsyncExitStack,
+    stop: asyncio.Event,
+    last_resort: LastResort,
 ) -> None:
     with _usable(settings.data_dir):
         settings.data_dir.mkdir(parents=True, exist_ok=True)
@@ -109,7 +112,9 @@ async def _serve(
     url = settings.redis.url if embedded is None else embedded.url
     redis = settings.redis
     login = SentinelLogin(redis.sentinel_username, redis.sentinel_password)
-    client = connect(url, timeout_s=redis.timeout_s, password=redis.password or None, sentinel=login)
+    client = connect(
+        url, timeout_s=redis.timeout_s, password=redis.password or None, sentinel=login
+    )
     stack.push_async_callback(disconnect, client)
     planner = PlannerPool(settings.planner.workers, deadline_s=settings.planner.deadline_s)
     stack.callback(planner.close)
@@ -122,7 +127,9 @@ async def _serve(
             store=RedisDeploymentStore(
                 client, prefix=prefix, wait_replicas=redis.wait_replicas, wait_s=redis.timeout_s / 2
             ),
-            windows=RedisWindowStore(client, prefix=prefix, capacity=window.steps, ttl_s=window.ttl_s),
+            windows=RedisWindowStore(
+                client, prefix=prefix, capacity=window.steps, ttl_s=window.ttl_s
+            ),
             clock=clock,
             metrics=metrics,
             health=health,
@@ -136,7 +143,9 @@ async def _serve(
         spawner.spawn(planner.warm_up(), "planner-warm-up")
         spawner.spawn(EvictionWatch(client, metrics).run(), "eviction-watch")
         spawner.spawn(_take_up(fleet, outside), "take-up")
-        storing = spawner.spawn(_store_windows(fleet, outside, window.store_interval_s), "store-windows")
+        storing = spawner.spawn(
+            _store_windows(fleet, outside, window.store_interval_s), "store-windows"
+        )
         limits = FigureLimits(settings.metrics.worst_layers, settings.metrics.layer_rank_series)
         refresh = _refresh_metrics(fleet, metrics, settings.metrics.refresh_s, limits)
         spawner.spawn(refresh, "refresh-metrics")
@@ -168,7 +177,9 @@ def _spare_collector() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-async def _stop(fleet: Fleet, grpc_server: GrpcServer, rest: RestServer, storing: asyncio.Task[None]) -> None:
+async def _stop(
+    fleet: Fleet, grpc_server: GrpcServer, rest: RestServer, storing: asyncio.Task[None]
+) -> None:
     """Say goodbye in order; whatever the store does not take now is the next leader's to ask the ranks."""
     await rest.stop()
     fleet.say_goodbye()
@@ -284,7 +295,9 @@ async def _refresh_metrics(
         await asyncio.sleep(interval_s)
         figures = {one: figures.get(one) or Figures(one, limits) for one in fleet.members.values()}
         for name, deployment in list(fleet.members.items()):
-            await asyncio.sleep(0)  # Each takes milliseconds: reports and heartbeats are read in between.
+            await asyncio.sleep(
+                0
+            )  # Each takes milliseconds: reports and heartbeats are read in between.
             if fleet.members.get(name) is not deployment:
                 continue
             if not deployment.keeper.leading or deployment.shape is None:
@@ -293,7 +306,9 @@ async def _refresh_metrics(
             view = LiveView(deployment)
             try:
                 metrics.refresh(view.status(), view.balance(), figures[deployment].now())
-            except EvenkeelError as error:  # What one group's ranks say must not end the controller of all.
+            except (
+                EvenkeelError
+            ) as error:  # What one group's ranks say must not end the controller of all.
                 _log.error("figures_failed", deployment=name, error=str(error))
                 metrics.follow(name)
 

@@ -151,7 +151,9 @@ def mean_balancedness(rows: Iterable[StepRow]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def read_new_lines(folder: Path, num_ranks: int, offsets: dict[Path, int]) -> Iterator[Mapping[str, Any]]:
+def read_new_lines(
+    folder: Path, num_ranks: int, offsets: dict[Path, int]
+) -> Iterator[Mapping[str, Any]]:
     """Lines the ranks wrote since the last call; a line still being written waits for the next one.
 
     Mutates: `offsets`, bytes read of each file.

@@ -41,7 +41,9 @@ class DemoOptions:
         if not 1 <= self.nodes <= self.ranks:
             raise InvalidInput(f"{self.ranks} ranks cannot be spread over {self.nodes} nodes")
         if self.steps < 200:
-            raise InvalidInput(f"{self.steps} steps end before the second plan can, take at least 200")
+            raise InvalidInput(
+                f"{self.steps} steps end before the second plan can, take at least 200"
+            )
 
     @property
     def shift_at(self) -> int:

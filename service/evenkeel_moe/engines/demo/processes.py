@@ -65,7 +65,13 @@ class ChildProcess:
     def __init__(self, command: Sequence[str], log: Path) -> None:
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "evenkeel_moe.engines.demo.child", str(os.getpid()), *command],
+                [
+                    sys.executable,
+                    "-m",
+                    "evenkeel_moe.engines.demo.child",
+                    str(os.getpid()),
+                    *command,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -80,7 +86,9 @@ class ChildProcess:
 
     def last_words(self, lines: int = 5) -> str:
         """The end of its log."""
-        return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        return "\n".join(
+            self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+        )
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Ask it to end, then end it and everything left of its group."""

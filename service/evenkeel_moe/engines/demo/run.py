@@ -39,14 +39,14 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     """
     with stop_flag() as stop, ExitStack() as stack:
         folder = _folder(options, stack)
-        console.print(f"starting a controller and {options.ranks} ranks in {folder}", highlight=False)
+        console.print(
+            f"starting a controller and {options.ranks} ranks in {folder}", highlight=False
+        )
         controller = DemoController(options, folder)
         stack.callback(controller.stop)
         if not controller.wait_ready(stop):
             return _interrupted(stop, console) or _no_controller(controller, console)
-        look = (
-            f"evenkeel status {_DEPLOYMENT} --url {controller.rest_url} --token-file {controller.token_file}"
-        )
+        look = f"evenkeel status {_DEPLOYMENT} --url {controller.rest_url} --token-file {controller.token_file}"
         console.print(Text(f"look yourself: {look}", "dim"), soft_wrap=True)
         supervisor = Supervisor(_rank_config(options, folder, controller), max_restarts=0)
         stack.callback(supervisor.stop)
@@ -158,9 +158,17 @@ def _print_plain(console: Console, watch: Watch, elapsed_s: float) -> None:
     console.print(Text(plain_line(watch.snapshot(elapsed_s))), soft_wrap=True)
 
 
-def _conclude(options: DemoOptions, console: Console, summary: Summary, report: FleetReport | None) -> int:
+def _conclude(
+    options: DemoOptions, console: Console, summary: Summary, report: FleetReport | None
+) -> int:
     for line in summary_lines(summary):
-        style = "red" if line.startswith(("FAIL", "found")) else "green" if line.startswith("ok") else ""
+        style = (
+            "red"
+            if line.startswith(("FAIL", "found"))
+            else "green"
+            if line.startswith("ok")
+            else ""
+        )
         console.print(Text(line, style=style), soft_wrap=True)
     if report is None:
         console.print(Text("found rank: they did not end when asked to", style="red"))
@@ -170,7 +178,9 @@ def _conclude(options: DemoOptions, console: Console, summary: Summary, report: 
         console.print(Text(text, style="bold"))
         return 1
     passed = summary.passed and report is not None and report.ok
-    console.print(Text("every promise was kept" if passed else "NOT every promise was kept", style="bold"))
+    console.print(
+        Text("every promise was kept" if passed else "NOT every promise was kept", style="bold")
+    )
     return 0 if passed else 1
 
 
@@ -182,5 +192,7 @@ def _interrupted(stop: StopFlag, console: Console) -> int:
 
 
 def _no_controller(controller: DemoController, console: Console) -> int:
-    console.print(Text(f"the controller is not there; its last words:\n{controller.last_words()}", "red"))
+    console.print(
+        Text(f"the controller is not there; its last words:\n{controller.last_words()}", "red")
+    )
     return 1

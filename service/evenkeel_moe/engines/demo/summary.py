@@ -97,7 +97,11 @@ def plan_figures(fleet: FleetLog, plan: Mapping[str, Any], shift_at: int) -> Pla
     before = [row for row in fleet.rows if before_from <= row.step < first][-COMPARED_STEPS:]
     after = [row for row in fleet.rows if last < row.step < after_to][:COMPARED_STEPS]
     during = [row for row in fleet.rows if row.unix >= plan["created_at"] and row.step <= last]
-    calm = [row for row in fleet.rows if row.unix < plan["created_at"]][-len(during) :] if during else []
+    calm = (
+        [row for row in fleet.rows if row.unix < plan["created_at"]][-len(during) :]
+        if during
+        else []
+    )
     return PlanFigures(
         plan_id=plan["plan_id"],
         reason=plan["planned_because"],
@@ -167,10 +171,13 @@ def summarise(
         restarts: how often the group had to be started again.
     """
     committed = sorted(
-        (plan for plan in plans if plan["phase"] == "committed"), key=lambda plan: plan["created_at"]
+        (plan for plan in plans if plan["phase"] == "committed"),
+        key=lambda plan: plan["created_at"],
     )
     figures = tuple(
-        row for row in (plan_figures(fleet, plan, options.shift_at) for plan in committed) if row is not None
+        row
+        for row in (plan_figures(fleet, plan, options.shift_at) for plan in committed)
+        if row is not None
     )
     checks = _correctness_checks(fleet, restarts)
     if options.fault is None:
@@ -203,9 +210,13 @@ def _balance_check(row: PlanFigures, number: int, *, must_rise: bool) -> Check:
     return Check(f"balancedness {promise} with plan {number + 1}", held, said)
 
 
-def _moved_checks(fleet: FleetLog, figures: Sequence[PlanFigures], options: DemoOptions) -> list[Check]:
+def _moved_checks(
+    fleet: FleetLog, figures: Sequence[PlanFigures], options: DemoOptions
+) -> list[Check]:
     shift_at, checks = options.shift_at, []
-    after_shift = next((number for number, row in enumerate(figures) if row.first_step >= shift_at), 0)
+    after_shift = next(
+        (number for number, row in enumerate(figures) if row.first_step >= shift_at), 0
+    )
     for number, row in enumerate(figures):
         checks.append(_balance_check(row, number, must_rise=number in (0, after_shift)))
     last_swap = max((swap.step for swap in fleet.swaps if swap.step < shift_at), default=-1)
@@ -267,7 +278,11 @@ def _correctness_checks(fleet: FleetLog, restarts: int) -> list[Check]:
         Check(
             "all ranks agree on map and epoch",
             complete and agree and sound,
-            "they do" if complete and agree and sound else missing if not complete else "they do not",
+            "they do"
+            if complete and agree and sound
+            else missing
+            if not complete
+            else "they do not",
         ),
         Check(
             "no rank was lost",
@@ -291,16 +306,15 @@ def summary_lines(summary: Summary) -> list[str]:
     for number, row in enumerate(summary.plans, start=1):
         lines += _plan_lines(number, row)
     lines += [
-        f"{'ok  ' if check.held else 'FAIL'} {check.promise}: {check.detail}" for check in summary.checks
+        f"{'ok  ' if check.held else 'FAIL'} {check.promise}: {check.detail}"
+        for check in summary.checks
     ]
     lines += [f"found {fault}" for fault in summary.faults_found]
     return lines
 
 
 def _plan_lines(number: int, row: PlanFigures) -> list[str]:
-    moved = (
-        f"{count(row.moves, 'expert')}, {si_bytes(row.nbytes)}, in {count(row.waves, 'wave')}, {_steps(row)}"
-    )
+    moved = f"{count(row.moves, 'expert')}, {si_bytes(row.nbytes)}, in {count(row.waves, 'wave')}, {_steps(row)}"
     pace = f"{_ms(row.p99_before_s)} before, {_ms(row.p99_during_s)} during ({row.steps_during} steps each)"
     return [
         f"Plan {number}  {row.plan_id}  because {row.reason}",

@@ -155,7 +155,9 @@ def _plan_block(status: Mapping[str, Any] | None, cells: int) -> RenderableType:
     plan = status.get("active_plan") if status else None
     rows = Table.grid(padding=(0, 1))
     if status is None or plan is None:
-        rows.add_row("plan", Text("none active" if status else "the controller waits for the ranks", "dim"))
+        rows.add_row(
+            "plan", Text("none active" if status else "the controller waits for the ranks", "dim")
+        )
         rows.add_row("copied", Text("-", "dim"))
     else:
         rows.add_row(
@@ -175,13 +177,17 @@ def _plan_block(status: Mapping[str, Any] | None, cells: int) -> RenderableType:
         )
         rows.add_row("copied", bar)
     decision = (status.get("last_decision") if status else None) or {"reason": "-"}
-    numbers = "  ".join(f"{name} {value:.4g}" for name, value in _shown(decision.get("numbers") or {}))
+    numbers = "  ".join(
+        f"{name} {value:.4g}" for name, value in _shown(decision.get("numbers") or {})
+    )
     rows.add_row("decision", Text(str(decision["reason"]), "bold") + Text(f"  {numbers}", "dim"))
     return rows
 
 
 def _shown(numbers: Mapping[str, Any], most: int = 4) -> list[tuple[str, float]]:
-    return [(name, float(value)) for name, value in numbers.items() if isinstance(value, int | float)][:most]
+    return [
+        (name, float(value)) for name, value in numbers.items() if isinstance(value, int | float)
+    ][:most]
 
 
 def _headline(snapshot: Snapshot) -> Text:
@@ -198,7 +204,10 @@ def _headline(snapshot: Snapshot) -> Text:
 
 def _correctness(snapshot: Snapshot) -> Text:
     if snapshot.mismatches:
-        return Text(f"{snapshot.mismatches} outputs differ from the never-migrated model's", style="bold red")
+        return Text(
+            f"{snapshot.mismatches} outputs differ from the never-migrated model's",
+            style="bold red",
+        )
     if snapshot.step is None:
         return Text("every output will be compared with the never-migrated model's", style="dim")
     return Text("every output so far equals the never-migrated model's", style="green")
@@ -233,7 +242,11 @@ def render(snapshot: Snapshot, width: int = 100) -> RenderableType:
         _headline(snapshot),
         _correctness(snapshot),
         middle,
-        Panel(_plan_block(snapshot.status, max(10, width - 50)), title="controller", title_align="left"),
+        Panel(
+            _plan_block(snapshot.status, max(10, width - 50)),
+            title="controller",
+            title_align="left",
+        ),
         Text("\n".join(snapshot.events[-_SHOWN_EVENTS:]), overflow="ellipsis", no_wrap=True),
     )
 
@@ -245,7 +258,9 @@ def plain_line(snapshot: Snapshot) -> str:
     if snapshot.domain:
         parts.append(snapshot.domain)
     parts.append(
-        "balancedness -" if snapshot.balancedness is None else f"balancedness {snapshot.balancedness:.3f}"
+        "balancedness -"
+        if snapshot.balancedness is None
+        else f"balancedness {snapshot.balancedness:.3f}"
     )
     if snapshot.shares is not None:
         parts.append("ranks " + " ".join(f"{mean_share(layers):.0%}" for layers in snapshot.shares))

@@ -42,7 +42,8 @@ class Watch:
             if self._domain:
                 self._marks[len(self.fleet.rows) - 1] = "◆"
                 self._tell(
-                    elapsed_s, f"step {row.step}: the text changes from {self._domain} to {row.domain}"
+                    elapsed_s,
+                    f"step {row.step}: the text changes from {self._domain} to {row.domain}",
                 )
             self._domain = row.domain
 
@@ -75,7 +76,9 @@ class Watch:
             del self._effects[plan_id]
             now = mean_balancedness(after)
             if before is not None and now is not None:
-                self._tell(elapsed_s, f"plan {plan_id} took balancedness from {before:.3f} to {now:.3f}")
+                self._tell(
+                    elapsed_s, f"plan {plan_id} took balancedness from {before:.3f} to {now:.3f}"
+                )
 
     def _tell(self, elapsed_s: float, text: str) -> None:
         self.events.append(f"{elapsed_s:5.1f} s  {text}")

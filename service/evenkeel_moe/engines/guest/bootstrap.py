@@ -91,7 +91,9 @@ def make_guest(
         identity=identity,
         shape=shape,
         node=settings.node,
-        gpu_uuid=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
+        gpu_uuid=str(torch.cuda.get_device_properties(device).uuid)
+        if device.type == "cuda"
+        else "",
         weights_version=settings.weights_version,
         side=side,
         # The engine brings its own room, a layer at a time: a plan is one wave, whatever it moves.
@@ -109,7 +111,9 @@ def make_guest(
         engine,
         connect=connect,
         device=device,
-        link=link if link is not None else GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings)),
+        link=link
+        if link is not None
+        else GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings)),
         stall_after_s=settings.stall_after_s,
     )
     if curve is not None:
@@ -148,7 +152,9 @@ def _meet(settings: GuestSettings, rank: int, size: int, broadcast: Broadcast) -
         try:
             store = _distributed.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
             place = {"host": host, "port": store.port, "generation": str(uuid.uuid4())}
-        except RuntimeError as error:  # the others wait for a word, and would take the engine's next for it
+        except (
+            RuntimeError
+        ) as error:  # the others wait for a word, and would take the engine's next for it
             place = {"error": f"rank 0 cannot open its store at {host}: {str(error)[:300]}"}
         told = json.dumps(place).encode()
     place = json.loads(broadcast(told))

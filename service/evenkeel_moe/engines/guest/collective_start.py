@@ -39,7 +39,9 @@ def roll_call_of(group: Any, timeout_s: float) -> None:
         store = _distributed.distributed_c10d._get_default_store()
         first = _distributed.get_process_group_ranks(group)[0]
     except (AttributeError, RuntimeError, ValueError, KeyError) as error:
-        _log.warning("roll_call_left_out", detail=f"the engine's groups have no store: {error!r:.200}")
+        _log.warning(
+            "roll_call_left_out", detail=f"the engine's groups have no store: {error!r:.200}"
+        )
         return
     name = f"evenkeel/roll-call/{first}/{next(_calls)}"
     roll_call(store, name, group.rank(), group.size(), timeout_s)

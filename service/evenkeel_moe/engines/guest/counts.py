@@ -64,7 +64,11 @@ class StepCounts:
             phy2log: (L, S) the map the step ran under, -1 where a slot is empty; None delivers (L, S) as it is.
         """
         # What is delivered is kept: never the engine's own tensor, which it fills again in the next step.
-        logical = by_slot.to(torch.int64, copy=True) if phy2log is None else self._logical(by_slot, phy2log)
+        logical = (
+            by_slot.to(torch.int64, copy=True)
+            if phy2log is None
+            else self._logical(by_slot, phy2log)
+        )
         if logical.device.type == "cpu":
             self._deliver(note, logical.numpy())
             return
@@ -102,7 +106,9 @@ class StepCounts:
         """(L, E) int64 sums; what fell on an empty slot goes to a column that is cut off."""
         where = phy2log.long()
         where = torch.where(where < 0, torch.full_like(where, self._experts), where)
-        sums = torch.zeros((by_slot.shape[0], self._experts + 1), dtype=torch.int64, device=by_slot.device)
+        sums = torch.zeros(
+            (by_slot.shape[0], self._experts + 1), dtype=torch.int64, device=by_slot.device
+        )
         sums.scatter_add_(1, where, by_slot.long())
         return sums[:, :-1].contiguous()
 

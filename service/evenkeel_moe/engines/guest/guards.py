@@ -49,7 +49,9 @@ def check_signatures(owner: Any, expected: Mapping[str, Sequence[str]]) -> None:
             raise Unsupported(f"{where}.{name} is not there")
         found = list(inspect.signature(part).parameters)
         if found != list(wanted):
-            raise Unsupported(f"{where}.{name} takes ({', '.join(found)}), not ({', '.join(wanted)})")
+            raise Unsupported(
+                f"{where}.{name} takes ({', '.join(found)}), not ({', '.join(wanted)})"
+            )
 
 
 def check_fields(owner: Any, wanted: Sequence[str]) -> None:

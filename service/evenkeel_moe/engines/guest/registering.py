@@ -13,7 +13,9 @@ __all__ = ["register_guest"]
 _log = structlog.get_logger(__name__)
 
 
-def register_guest(engine: str, version_module: str, install: Callable[[GuestSettings, str], None]) -> None:
+def register_guest(
+    engine: str, version_module: str, install: Callable[[GuestSettings, str], None]
+) -> None:
     """Install a plugin if a controller is named. Never raises: a refusal is said, and the engine starts without it.
 
     Args:

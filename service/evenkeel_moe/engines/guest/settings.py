@@ -98,7 +98,9 @@ def load_guest_settings() -> GuestSettings:
         )
         raise InvalidInput("; ".join(faults)) from None
     if not is_deployment_id(settings.deployment):
-        raise InvalidInput(f"EVENKEEL_RANK__DEPLOYMENT: {settings.deployment!r} is no deployment name")
+        raise InvalidInput(
+            f"EVENKEEL_RANK__DEPLOYMENT: {settings.deployment!r} is no deployment name"
+        )
     for address in settings.addresses:
         if _ADDRESS.fullmatch(address) is None:
             raise InvalidInput(
@@ -110,7 +112,9 @@ def load_guest_settings() -> GuestSettings:
             f" {settings.poll_every}"
         )
     if (settings.tls_cert_file is None) != (settings.tls_key_file is None):
-        raise InvalidInput("EVENKEEL_RANK__TLS_CERT_FILE and EVENKEEL_RANK__TLS_KEY_FILE need each other")
+        raise InvalidInput(
+            "EVENKEEL_RANK__TLS_CERT_FILE and EVENKEEL_RANK__TLS_KEY_FILE need each other"
+        )
     if settings.tls_cert_file is not None and settings.tls_ca_file is None:
         raise InvalidInput(
             "EVENKEEL_RANK__TLS_CERT_FILE needs EVENKEEL_RANK__TLS_CA_FILE: without it no TLS is spoken"

@@ -27,9 +27,15 @@ def main(arguments: list[str]) -> None:
     path, rank, parent = arguments
     die_with_parent(int(parent))
     log_json()
-    from evenkeel_moe.engines.reference.rank import run_rank  # torch loads only once we know we may live
+    from evenkeel_moe.engines.reference.rank import (
+        run_rank,
+    )  # torch loads only once we know we may live
 
-    leave(run_rank(RankConfig.from_json(Path(path).read_text(encoding="utf-8")).replace(rank=int(rank))))
+    leave(
+        run_rank(
+            RankConfig.from_json(Path(path).read_text(encoding="utf-8")).replace(rank=int(rank))
+        )
+    )
 
 
 def log_json() -> None:

@@ -63,7 +63,10 @@ def final_check(
 
 
 def inspect_rank(
-    rank: int, router: Router, weights: PooledWeights, originals: Sequence[Sequence[Sequence[Tensor]]]
+    rank: int,
+    router: Router,
+    weights: PooledWeights,
+    originals: Sequence[Sequence[Sequence[Tensor]]],
 ) -> tuple[list[dict[str, int]], list[str]]:
     """What is wrong on this rank right now: (wrong slots, sentences on slots and on table entries)."""
     problems = []
@@ -100,7 +103,9 @@ def _compare_maps(router: Router, communicator: Communicator) -> FinalCheck:
     entries = [router.phy2log.astype(np.int64).reshape(-1)]
     for table in router.tables:
         slots = table.slots.cpu().numpy()
-        entries.append(np.pad(slots, ((0, 0), (0, widest - slots.shape[1])), mode="edge").reshape(-1))
+        entries.append(
+            np.pad(slots, ((0, 0), (0, widest - slots.shape[1])), mode="edge").reshape(-1)
+        )
     maps = communicator.all_gather(_on(communicator, np.concatenate(entries))).cpu()
     votes = [tuple(row) for row in maps.tolist()]
     common = max(votes, key=votes.count)
@@ -132,7 +137,9 @@ def break_something(
         w_in.view(torch.uint8)[row, 4 * column + 3] ^= 0x80
         return f"flipped one byte of expert {expert} in layer {layer} slot {local}"
     if fault is Fault.MAP:
-        other = next(s for s, held in enumerate(router.phy2log[layer]) if held not in (EMPTY, expert))
+        other = next(
+            s for s, held in enumerate(router.phy2log[layer]) if held not in (EMPTY, expert)
+        )
         router.tables[layer].slots[expert] = other
         return f"layer {layer} expert {expert} now leads to slot {other}"
     router.epoch += 1

@@ -84,7 +84,9 @@ class DispatchRule(StrEnum):
         if self is DispatchRule.NEAREST:
             return DispatchModel.NEAREST
         return (
-            DispatchModel.OPTIMAL if self in (DispatchRule.LPLB, DispatchRule.LIBRA) else DispatchModel.EVEN
+            DispatchModel.OPTIMAL
+            if self in (DispatchRule.LPLB, DispatchRule.LIBRA)
+            else DispatchModel.EVEN
         )
 
 
@@ -196,7 +198,9 @@ class RankConfig:
         if not self.trace:
             self.shape  # noqa: B018 - sizes that cannot hold the experts are refused here
         if self.transient_experts < 0:
-            raise InvalidInput(f"transient_experts is {self.transient_experts}, must not be negative")
+            raise InvalidInput(
+                f"transient_experts is {self.transient_experts}, must not be negative"
+            )
         if not 0 <= self.fault_rank < self.num_ranks:
             raise InvalidInput(f"fault_rank {self.fault_rank} is outside 0..{self.num_ranks - 1}")
 

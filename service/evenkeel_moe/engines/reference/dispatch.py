@@ -90,12 +90,16 @@ class SlotDispatch:
         self._rule: ReplicaChoice | None = None
         self._rule_epoch = -1
 
-    def layer(self, layer: int, x: Tensor, chosen: Tensor, token_hash: Tensor, stop: bool) -> LayerOutcome:
+    def layer(
+        self, layer: int, x: Tensor, chosen: Tensor, token_hash: Tensor, stop: bool
+    ) -> LayerOutcome:
         """See `LayerDispatch.layer`."""
         slots = self._slots(layer, chosen, token_hash)
         if self._waterfill is not None:
             shared_rank = self._shared_rank(self._waterfill, layer, slots)
-            slots, _ = expand_topk(slots, torch.ones(slots.shape), shared_rank, self._config.slots_per_rank)
+            slots, _ = expand_topk(
+                slots, torch.ones(slots.shape), shared_rank, self._config.slots_per_rank
+            )
         columns = slots.shape[1]
         result = self._exchange.layer(
             x.repeat_interleave(columns, dim=0),

@@ -83,7 +83,9 @@ class Exchange:
     def _agree(self, sent: Tensor, epoch: int, stop: bool) -> tuple[list[int], list[int], bool]:
         """Exchange the counts; every rank sees the epochs of all and refuses a mismatch (R8)."""
         size = self._communicator.size
-        header = torch.tensor([epoch, int(stop)], dtype=torch.int64, device=sent.device).expand(size, 2)
+        header = torch.tensor([epoch, int(stop)], dtype=torch.int64, device=sent.device).expand(
+            size, 2
+        )
         mine = torch.cat([header, sent[:, None]], dim=1).contiguous()
         theirs = torch.empty_like(mine)
         ones = [1] * size

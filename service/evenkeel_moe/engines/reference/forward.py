@@ -76,7 +76,9 @@ class Forward:
             compute_s += result.compute_s
             stop = result.stop
             x = self._model.next_layer(layer, x, total, result.shared)
-        return StepResult(torch.stack(routed), x, np.stack(counts), np.array(served), compute_s, stop)
+        return StepResult(
+            torch.stack(routed), x, np.stack(counts), np.array(served), compute_s, stop
+        )
 
 
 class Witness:

@@ -37,7 +37,9 @@ class LayerOutcome:
 class LayerDispatch(Protocol):
     """Carries one layer's tokens to their experts and back; every rank calls it for the same layer."""
 
-    def layer(self, layer: int, x: Tensor, chosen: Tensor, token_hash: Tensor, stop: bool) -> LayerOutcome:
+    def layer(
+        self, layer: int, x: Tensor, chosen: Tensor, token_hash: Tensor, stop: bool
+    ) -> LayerOutcome:
         """Run every choice of every row.
 
         Args:

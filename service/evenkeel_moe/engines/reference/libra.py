@@ -94,7 +94,8 @@ class TwoStageDispatch:
         self._last_demand: dict[int, Tensor] = {}
         places = config.transient_experts
         self._buffers = [
-            [tuple(torch.zeros_like(t) for t in model.shared[0]) for _ in range(places)] for _ in range(2)
+            [tuple(torch.zeros_like(t) for t in model.shared[0]) for _ in range(places)]
+            for _ in range(2)
         ]
         self._held = PrefetchBuffers(places)
         self._fetch: _Fetch | None = None
@@ -109,7 +110,9 @@ class TwoStageDispatch:
         self._sharder.shutdown(wait=True)
         self._prefetch.abort()
 
-    def layer(self, layer: int, x: Tensor, chosen: Tensor, token_hash: Tensor, stop: bool) -> LayerOutcome:
+    def layer(
+        self, layer: int, x: Tensor, chosen: Tensor, token_hash: Tensor, stop: bool
+    ) -> LayerOutcome:
         """See `LayerDispatch.layer`; the hash is not used."""
         choice = self._current_choice()
         demand, predicted, any_stop = self._exchange_demand(layer, x, chosen, stop)
@@ -150,7 +153,8 @@ class TwoStageDispatch:
     def _current_choice(self) -> LibraChoice:
         if self._choice is None or self._choice_epoch != self._router.epoch:
             self._choice = LibraChoice(
-                tables_of(self._config, self._router, self._model.device), self._config.transient_experts
+                tables_of(self._config, self._router, self._model.device),
+                self._config.transient_experts,
             )
             self._choice_epoch = self._router.epoch
         return self._choice
@@ -189,7 +193,8 @@ class TwoStageDispatch:
         rank, per_rank = self._config.rank, self._config.slots_per_rank
         row = self._router.phy2log[layer, rank * per_rank : (rank + 1) * per_rank]
         here: dict[int, Sequence[Tensor]] = {
-            expert: self._buffers[layer % 2][place] for place, expert in enumerate(self._held.begin(layer))
+            expert: self._buffers[layer % 2][place]
+            for place, expert in enumerate(self._held.begin(layer))
         }
         for local in np.flatnonzero(row >= 0)[::-1].tolist():
             here[int(row[local])] = self._weights.tensors(layer, local)
@@ -197,7 +202,11 @@ class TwoStageDispatch:
 
     @staticmethod
     def _compute(
-        x: Tensor, chosen: Tensor, mine: Tensor, experts_here: dict[int, Sequence[Tensor]], outputs: Tensor
+        x: Tensor,
+        chosen: Tensor,
+        mine: Tensor,
+        experts_here: dict[int, Sequence[Tensor]],
+        outputs: Tensor,
     ) -> None:
         """Fill outputs (n, k, D) where `mine` (n, k) says so, one expert after the other."""
         for expert in torch.unique(chosen[mine]).tolist():
@@ -226,7 +235,12 @@ class TwoStageDispatch:
         return torch.cat(parts) if parts else everyone.new_empty(0, everyone.shape[2]), rows
 
     def _combine(
-        self, quotas: LayerQuotas, chosen: Tensor, results: Tensor, sent_rows: list[int], outputs: Tensor
+        self,
+        quotas: LayerQuotas,
+        chosen: Tensor,
+        results: Tensor,
+        sent_rows: list[int],
+        outputs: Tensor,
     ) -> None:
         """Send results to their sources, and put this rank's own, as they come back, where they belong."""
         rank_of = self._rank_of(quotas.assign(chosen, self._config.rank))
@@ -245,7 +259,9 @@ class TwoStageDispatch:
         """Owner of resident and transient slots."""
         total = self._router.phy2log.shape[1]
         places = max(1, self._config.transient_experts)
-        return torch.where(slots < total, slots // self._config.slots_per_rank, (slots - total) // places)
+        return torch.where(
+            slots < total, slots // self._config.slots_per_rank, (slots - total) // places
+        )
 
     def _counts(self, layer: int, quotas: LayerQuotas) -> Tensor:
         """(slots_per_rank,) tokens to record: a transient expert's go to the first slot that holds it for good."""
@@ -284,7 +300,9 @@ class TwoStageDispatch:
                     tensors = self._weights.tensors(layer, local)
                     operations += [Operation(t, rank, True) for t in tensors]
                 if rank == config.rank:
-                    operations += [Operation(t, source, False) for t in self._buffers[parity][place]]
+                    operations += [
+                        Operation(t, source, False) for t in self._buffers[parity][place]
+                    ]
         self._batches += 1
         self._fetch = _Fetch(layer, self._prefetch.start_exchange(operations, self._batches))
 

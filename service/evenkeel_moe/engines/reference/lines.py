@@ -23,7 +23,9 @@ class LineWriter:
     def write(self, kind: str, **keys: Any) -> None:
         """Write one line."""
         unix = self._clock.unix()
-        text = json.dumps({"kind": kind, "unix": unix, **self._always, **keys}, separators=(",", ":"))
+        text = json.dumps(
+            {"kind": kind, "unix": unix, **self._always, **keys}, separators=(",", ":")
+        )
         with self._lock:
             if not self._file.closed:
                 self._file.write(text + "\n")

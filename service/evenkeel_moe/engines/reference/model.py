@@ -28,7 +28,9 @@ _LIMIT = 8.0
 _HIDDEN_LIMIT = 31.0
 
 
-def original_expert(seed: int, layer: int, expert: int, d_model: int, d_ffn: int) -> tuple[Tensor, ...]:
+def original_expert(
+    seed: int, layer: int, expert: int, d_model: int, d_ffn: int
+) -> tuple[Tensor, ...]:
     """The tensors of one expert as loaded from the checkpoint; the same on every rank.
 
     Returns:
@@ -101,7 +103,9 @@ class Model:
             InvalidInput: sizes at which the arithmetic would no longer be exact.
         """
         if 16 * _HIDDEN_LIMIT * d_ffn * (top_k + 1) >= 2**24:
-            raise InvalidInput(f"d_ffn {d_ffn} with top_k {top_k} leaves the exact range of float32")
+            raise InvalidInput(
+                f"d_ffn {d_ffn} with top_k {top_k} leaves the exact range of float32"
+            )
         rng = np.random.default_rng((seed, 0))
         embedding = _clustered_embedding(rng, d_model)
         gates = rng.integers(-3, 4, (layers, d_model, experts)).astype(np.float32)
@@ -117,7 +121,9 @@ class Model:
     def embed(self, tokens: Tensor) -> Tensor:
         """(n,) int64 token ids -> (n, D) integers in -8..8."""
         before = torch.roll(tokens, 1)
-        return (self.embedding[tokens] + self.embedding[before] / 4).round_().clamp_(-_LIMIT, _LIMIT)
+        return (
+            (self.embedding[tokens] + self.embedding[before] / 4).round_().clamp_(-_LIMIT, _LIMIT)
+        )
 
     def route(self, layer: int, x: Tensor) -> Tensor:
         """(n, k) int64 - the experts of each row, best first; ties go to the lower expert id."""
@@ -126,7 +132,9 @@ class Model:
         ranked = logits * self.num_experts - torch.arange(self.num_experts, device=x.device)
         return torch.topk(ranked, self.top_k, dim=1).indices
 
-    def next_layer(self, layer: int, x: Tensor, routed: Tensor, shared: Tensor | None = None) -> Tensor:
+    def next_layer(
+        self, layer: int, x: Tensor, routed: Tensor, shared: Tensor | None = None
+    ) -> Tensor:
         """Residual, shared expert and the routed sum, cut back to integers in -8..8.
 
         shared: (n, D) output of the shared expert where another rank computed it.

@@ -107,9 +107,17 @@ class _Rank:
         self.weights = _weights(config, placement, self.device)
         self.router = Router(placement, epoch, self.device)
         self.dispatch = make_dispatch(
-            config, self.model, self.traffic, self.weights, self.router, self._connect, self.communicator
+            config,
+            self.model,
+            self.traffic,
+            self.weights,
+            self.router,
+            self._connect,
+            self.communicator,
         )
-        self.forward = Forward(self.model, self.traffic, self.dispatch, config.rank, config.num_ranks)
+        self.forward = Forward(
+            self.model, self.traffic, self.dispatch, config.rank, config.num_ranks
+        )
         self.witness = Witness(self.model, self.traffic, config.rank)
         self.mismatches = 0
         self.problems: list[str] = []
@@ -197,12 +205,16 @@ class _Rank:
         )
         if config.fault is not None and self._fault_strikes(step):
             self.fault_done = True
-            detail = break_something(config.fault, config.rank, self.router, self.weights, result.counts)
+            detail = break_something(
+                config.fault, config.rank, self.router, self.weights, result.counts
+            )
             self.lines.write("fault", fault=config.fault.value, step=step, detail=detail)
 
     def _diagnose(self, step: int) -> None:
         """At the first wrong row, while the cause is still there: a later swap may wipe it out."""
-        _, self.problems = inspect_rank(self.config.rank, self.router, self.weights, self.witness.experts)
+        _, self.problems = inspect_rank(
+            self.config.rank, self.router, self.weights, self.witness.experts
+        )
         self.lines.write("problem", step=step, problems=self.problems)
 
     def _fault_strikes(self, step: int) -> bool:
@@ -280,7 +292,9 @@ def _device(config: RankConfig) -> torch.device:
 
 def _join(config: RankConfig) -> tuple[Any, str]:
     """The store of this attempt, and the generation the group agreed on through it."""
-    iterator = _distributed.rendezvous(config.rendezvous, rank=config.rank, world_size=config.num_ranks)
+    iterator = _distributed.rendezvous(
+        config.rendezvous, rank=config.rank, world_size=config.num_ranks
+    )
     store, _, _ = next(iterator)
     if config.rank == 0:
         store.set("evenkeel/generation", str(uuid.uuid4()))
@@ -313,4 +327,6 @@ def _traffic(config: RankConfig, model: Model) -> Traffic:
     if not config.trace:
         return TextTraffic(model, config.num_ranks, config.tokens_per_step, config.shift_at)
     ids, counts, top_k = read_trace(config.trace)
-    return RecordedTraffic(config.num_ranks, config.tokens_per_step, top_k, config.seed, ids, counts)
+    return RecordedTraffic(
+        config.num_ranks, config.tokens_per_step, top_k, config.seed, ids, counts
+    )

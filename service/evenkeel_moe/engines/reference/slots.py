@@ -23,7 +23,13 @@ class PooledWeights:
     """
 
     def __init__(
-        self, layers: int, slots_per_rank: int, buffers: int, d_model: int, d_ffn: int, device: torch.device
+        self,
+        layers: int,
+        slots_per_rank: int,
+        buffers: int,
+        d_model: int,
+        d_ffn: int,
+        device: torch.device,
     ) -> None:
         self._w_in = torch.zeros(buffers, d_model, d_ffn, device=device)
         self._w_out = torch.zeros(buffers, d_ffn, d_model, device=device)
@@ -52,7 +58,9 @@ class PooledWeights:
         if len(slots) > len(self._free):
             return False
         for layer, local_slot in slots:
-            assert self._buffer_of[layer, local_slot] == EMPTY, f"slot {layer}, {local_slot} has a buffer"
+            assert self._buffer_of[layer, local_slot] == EMPTY, (
+                f"slot {layer}, {local_slot} has a buffer"
+            )
             self._buffer_of[layer, local_slot] = self._free.pop(0)
         return True
 
@@ -109,7 +117,9 @@ class Router:
         """Everything `install` needs, made off the step's path."""
         return tuple(layers), rows.copy(), [self._table(row) for row in rows], epoch
 
-    def install(self, built: tuple[tuple[int, ...], NDArray[np.int32], list[RouteTable], int]) -> None:
+    def install(
+        self, built: tuple[tuple[int, ...], NDArray[np.int32], list[RouteTable], int]
+    ) -> None:
         """Route by the new rows from the next step on."""
         layers, rows, tables, epoch = built
         for layer, row, table in zip(layers, rows, tables, strict=True):

@@ -61,7 +61,9 @@ def load_placement(path: Path, shape: ModelShape) -> SavedPlacement | None:
         EvenkeelError,
     ):
         return None
-    except RuntimeError:  # a bit of the directory says: encrypted, or packed in a way zipfile does not know
+    except (
+        RuntimeError
+    ):  # a bit of the directory says: encrypted, or packed in a way zipfile does not know
         return None
     return SavedPlacement(placement, epoch, generation)
 
@@ -78,7 +80,11 @@ def agree_on_placement(
         (placement, epoch, warm); `initial` at epoch 0, not warm, when no rank has saved any.
     """
     epoch = saved.epoch if saved is not None else 0
-    epochs = communicator.all_gather(torch.tensor([epoch], device=communicator.device)).reshape(-1).tolist()
+    epochs = (
+        communicator.all_gather(torch.tensor([epoch], device=communicator.device))
+        .reshape(-1)
+        .tolist()
+    )
     newest = max(epochs)
     if newest == 0:
         return initial, 0, False

@@ -115,7 +115,11 @@ class Supervisor:
             self._broken_at = time.monotonic()
             self._write("rank_died", codes=codes)
         ended = all(code is not None for code in codes)
-        if not ended and self._broken_at is not None and time.monotonic() - self._broken_at > self._grace_s:
+        if (
+            not ended
+            and self._broken_at is not None
+            and time.monotonic() - self._broken_at > self._grace_s
+        ):
             self._kill()
             ended = True
         if not ended:
@@ -205,7 +209,9 @@ class Supervisor:
                     problems.append(f"rank {rank} left: {line['reason']}: {line['detail']}")
         unique = tuple(dict.fromkeys(problems))
         ok = not unique and not any(codes) and len(checks) == len(codes)
-        self._report = FleetReport(ok, codes, self._attempt, self._newest_step() + 1, unique, tuple(checks))
+        self._report = FleetReport(
+            ok, codes, self._attempt, self._newest_step() + 1, unique, tuple(checks)
+        )
         self._write("finished", ok=ok, codes=codes, restarts=self._attempt, problems=unique)
         if self._lines is not None:
             self._lines.close()
@@ -225,7 +231,10 @@ class Supervisor:
 
 
 def run_fleet(
-    config: RankConfig, *, max_restarts: int = 3, on_poll: Callable[[Supervisor], None] | None = None
+    config: RankConfig,
+    *,
+    max_restarts: int = 3,
+    on_poll: Callable[[Supervisor], None] | None = None,
 ) -> FleetReport:
     """Run the ranks to their end; SIGINT and SIGTERM stop them cleanly (main thread only).
 
@@ -240,7 +249,9 @@ def run_fleet(
     def on_signal(_signal: int, _frame: FrameType | None) -> None:
         supervisor.request_stop()
 
-    previous = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
+    previous = (
+        {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
+    )
     try:
         supervisor.start()
         while (report := supervisor.poll()) is None:

@@ -54,7 +54,8 @@ def _hashed(text: str) -> NDArray[np.int64]:
     """(n,) int64 - words and punctuation of a text, hashed into the vocabulary."""
     words = [match[0] for match in _WORD.finditer(text)]
     unique = {
-        word: _kind(word) * _IDS_PER_KIND + zlib.crc32(word.encode()) % _IDS_PER_KIND for word in set(words)
+        word: _kind(word) * _IDS_PER_KIND + zlib.crc32(word.encode()) % _IDS_PER_KIND
+        for word in set(words)
     }
     return np.array([unique[word] for word in words], np.int64)
 
@@ -159,7 +160,9 @@ class RecordedTraffic:
         with np.errstate(divide="ignore"):
             keys = np.log(law)[None, :] + rng.gumbel(size=(self.tokens_per_step, len(law)))
         keys[:, law == 0] = np.where(np.arange(int((law == 0).sum())) >= 0, -1e9, 0.0)
-        return torch.from_numpy(np.argsort(-keys, axis=1, kind="stable")[:, : self.top_k].astype(np.int64))
+        return torch.from_numpy(
+            np.argsort(-keys, axis=1, kind="stable")[:, : self.top_k].astype(np.int64)
+        )
 
 
 def read_trace(path: str) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None, int]:
@@ -175,11 +178,15 @@ def read_trace(path: str) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]
         if "ids" in archive.files:
             ids = archive["ids"].astype(np.int64)
             if ids.ndim != 3:
-                raise InvalidInput(f"`ids` of {path} must be (tokens, layers, top_k), got {ids.shape}")
+                raise InvalidInput(
+                    f"`ids` of {path} must be (tokens, layers, top_k), got {ids.shape}"
+                )
             return ids, None, int(ids.shape[2])
         if "T" in archive.files:
             counts = archive["T"].astype(np.float64)
             if counts.ndim != 3 or "topk" not in archive.files:
-                raise InvalidInput(f"`T` of {path} must be (steps, layers, experts) and come with `topk`")
+                raise InvalidInput(
+                    f"`T` of {path} must be (steps, layers, experts) and come with `topk`"
+                )
             return None, counts, int(archive["topk"])
     raise InvalidInput(f"{path} holds neither `ids` nor `T`")

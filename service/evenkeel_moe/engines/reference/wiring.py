@@ -61,7 +61,11 @@ def make_agent(
         link=link,
         on_swap=lambda record, placement: _on_swap(config, generation, lines, record, placement),
         on_progress=lambda wave, done, total: lines.write(
-            "staging", plan_id=wave.plan_id, wave_index=wave.wave_index, bytes_done=done, bytes_total=total
+            "staging",
+            plan_id=wave.plan_id,
+            wave_index=wave.wave_index,
+            bytes_done=done,
+            bytes_total=total,
         ),
     )
 
@@ -77,7 +81,9 @@ def _agent_config(config: RankConfig, generation: str, device: torch.device) -> 
         identity=identity,
         shape=config.shape,
         node=config.node if config.nodes else socket.gethostname(),
-        gpu_uuid=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
+        gpu_uuid=str(torch.cuda.get_device_properties(device).uuid)
+        if device.type == "cuda"
+        else "",
         staging_bytes=config.staging_bytes,
         poll_every=config.poll_every,
         resolve_after=config.poll_latency,

@@ -19,7 +19,13 @@ from evenkeel_moe.engines.guest.collective_start import all_or_none, engine_spar
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, record_step
 from evenkeel_moe.engines.guest.plan_agreement import Orders, gather_rows
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
-from evenkeel_moe.engines.sglang.state import Rows, SglangWeights, counting_side, initial, read_shape
+from evenkeel_moe.engines.sglang.state import (
+    Rows,
+    SglangWeights,
+    counting_side,
+    initial,
+    read_shape,
+)
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import EMPTY, Placement
@@ -108,7 +114,9 @@ class SglangGuest:
                 rank,
                 shape,
                 initial(metadata, self._rows),
-                SglangWeights(self.manager._get_model().routed_experts_weights_of_layer, self._rows),
+                SglangWeights(
+                    self.manager._get_model().routed_experts_weights_of_layer, self._rows
+                ),
                 self,
                 broadcast=self._broadcast,
                 device=torch.device(metadata.physical_to_logical_map.device),
@@ -133,7 +141,9 @@ class SglangGuest:
             )
         config = self.manager._model_config
         shape = read_shape(
-            metadata, by_layer, getattr(config, "hf_text_config", None) or getattr(config, "hf_config", None)
+            metadata,
+            by_layer,
+            getattr(config, "hf_text_config", None) or getattr(config, "hf_config", None),
         )
         self._rows = Rows(tuple(sorted(by_layer)))
         self._side = counting_side(self._engine.recorder()._single_pass_gatherers["primary"])
@@ -181,12 +191,16 @@ class SglangGuest:
                 held = self._engine.metadata().physical_to_logical_map
                 phy2log = held[self._layers_on(held.device)]
                 counts.take(
-                    StepNote(step, agent.epoch, False, self._tokens), by_slot, phy2log.to(by_slot.device)
+                    StepNote(step, agent.epoch, False, self._tokens),
+                    by_slot,
+                    phy2log.to(by_slot.device),
                 )
                 return
             # While layers are switched one after the other, what a slot held is not one epoch's map.
             mixed = agent.move is not None
-            counts.take(StepNote(step, agent.epoch, mixed, self._tokens), by_slot[:, self._local], None)
+            counts.take(
+                StepNote(step, agent.epoch, mixed, self._tokens), by_slot[:, self._local], None
+            )
         except Exception:
             counts.failed(step)
 
@@ -263,7 +277,9 @@ class SglangGuest:
         if np.array_equal(now, agent.placement.phy2log):
             return
         if self.places:
-            agent.take_no_more("SGLang's EPLB moved experts that no plan moved: another writer beside ours")
+            agent.take_no_more(
+                "SGLang's EPLB moved experts that no plan moved: another writer beside ours"
+            )
         agent.engine_rebalanced(now)
 
     # --- HostEngine -----------------------------------------------------------------------------------------
@@ -285,7 +301,11 @@ class SglangGuest:
                 f"{int((new.phy2log == EMPTY).sum())} empty slots: SGLang's maps have none",
             )
         disabled = self.manager._rebalance_disabled_reason
-        return None if disabled is None else (Reason.UNSUPPORTED, f"SGLang's rebalancing is off: {disabled}")
+        return (
+            None
+            if disabled is None
+            else (Reason.UNSUPPORTED, f"SGLang's rebalancing is off: {disabled}")
+        )
 
     def begin(self, move: Move) -> None:
         """Let the manager rebalance at this very pass."""

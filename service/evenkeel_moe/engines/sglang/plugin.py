@@ -77,7 +77,9 @@ _SIGNATURES: Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]] = {
 
 def register() -> None:
     """What SGLang calls. Never raises: a refusal is said, and SGLang starts without Evenkeel."""
-    register_guest("sglang", "sglang.version", lambda settings, version: Plugin(settings, version).install())
+    register_guest(
+        "sglang", "sglang.version", lambda settings, version: Plugin(settings, version).install()
+    )
 
 
 def check_engine(version: str) -> None:
@@ -132,7 +134,9 @@ class Plugin:
             add(f"{manager}._entrypoint", self._around_entrypoint, kinds.AROUND)
             add(f"{manager}._check_rebalance_needed", self._around_check, kinds.AROUND)
             add(f"{_ALGORITHMS}.rebalance_experts", self._around_planner, kinds.AROUND)
-        _log.info("guest_installed", engine="sglang", version=self._version, mode=self.settings.mode)
+        _log.info(
+            "guest_installed", engine="sglang", version=self._version, mode=self.settings.mode
+        )
 
     def guest_of(self, manager: Any) -> SglangGuest:
         """The guest beside a manager, made when first asked for."""
@@ -176,7 +180,9 @@ class Plugin:
         with engine_spared(guest, "on_forward_pass_end"):
             guest.settle()
 
-    def _around_entrypoint(self, original: Callable[[Any], Iterator[None]], manager: Any) -> Iterator[None]:
+    def _around_entrypoint(
+        self, original: Callable[[Any], Iterator[None]], manager: Any
+    ) -> Iterator[None]:
         return self.guest_of(manager).run(lambda: original(manager))
 
     def _around_check(
@@ -206,4 +212,6 @@ class Plugin:
 
 def _cpu_group() -> Any:
     """The Gloo group over all ranks that SGLang keeps beside its device groups."""
-    return importlib.import_module("sglang.srt.distributed.parallel_state").get_world_group().cpu_group
+    return (
+        importlib.import_module("sglang.srt.distributed.parallel_state").get_world_group().cpu_group
+    )

@@ -67,7 +67,9 @@ class SglangWeights:
         """Slots own their memory."""
 
 
-def read_shape(metadata: Any, by_layer: Mapping[int, Sequence[Tensor]], hf_config: Any) -> ModelShape:
+def read_shape(
+    metadata: Any, by_layer: Mapping[int, Sequence[Tensor]], hf_config: Any
+) -> ModelShape:
     """The deployment's shape.
 
     Raises:
@@ -82,7 +84,9 @@ def read_shape(metadata: Any, by_layer: Mapping[int, Sequence[Tensor]], hf_confi
         None,
     )
     if top_k is None:
-        raise InvalidInput(f"{type(hf_config).__name__} does not say how many experts a token takes")
+        raise InvalidInput(
+            f"{type(hf_config).__name__} does not say how many experts a token takes"
+        )
     if not by_layer:
         raise InvalidInput("the model has no routed experts whose weights SGLang can move")
     slots, ranks = int(metadata.num_physical_experts), int(metadata.ep_size)

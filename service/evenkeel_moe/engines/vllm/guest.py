@@ -16,7 +16,13 @@ from evenkeel_moe.engines.guest.collective_start import all_or_none, roll_call_o
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, record_step
 from evenkeel_moe.engines.guest.plan_agreement import Orders, gather_rows
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
-from evenkeel_moe.engines.vllm.state import VllmModelState, VllmState, VllmWeights, read_map, read_shape
+from evenkeel_moe.engines.vllm.state import (
+    VllmModelState,
+    VllmState,
+    VllmWeights,
+    read_map,
+    read_shape,
+)
 from evenkeel_moe.engines.vllm.warm import start_from_file
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.placement import Placement
@@ -90,7 +96,12 @@ class VllmGuest:
         shape = all_or_none("read the model", lambda: read_shape(model_state, size), self._gather)
         if self.settings.placement:
             start_from_file(
-                self.settings.placement, model_state, size, self._engine, group.device_group, self._gather
+                self.settings.placement,
+                model_state,
+                size,
+                self._engine,
+                group.device_group,
+                self._gather,
             )
         self._top_k = shape.top_k
         self._counts = StepCounts(shape.num_logical_experts, self._deliver)
@@ -117,7 +128,9 @@ class VllmGuest:
                 " another plugin replaced the planner"
             )
         elif getattr(self.state.parallel_config, "enable_elastic_ep", False):
-            self.agent.take_no_more("elastic expert parallelism changes the ranks: plans are not given to it")
+            self.agent.take_no_more(
+                "elastic expert parallelism changes the ranks: plans are not given to it"
+            )
         _log.info("guest_started", deployment=self.settings.deployment, rank=rank, shape=str(shape))
 
     # --- around vLLM's step -----------------------------------------------------------------------------
@@ -135,7 +148,9 @@ class VllmGuest:
         model_state, agent = self._model_state, self.agent
         if model_state is None or agent is None or self._counts is None:
             return
-        self._count(StepNote(self._step, agent.epoch, dummy, self._prepared), self._counts, model_state)
+        self._count(
+            StepNote(self._step, agent.epoch, dummy, self._prepared), self._counts, model_state
+        )
         self._prepared = None
         self.orders.step = self._step
         self._step += 1
@@ -210,7 +225,9 @@ class VllmGuest:
             agent.move_finished(now)
         elif not np.array_equal(now, agent.placement.phy2log):
             if self.places:
-                agent.take_no_more("vLLM's EPLB moved experts that no plan moved: another writer beside ours")
+                agent.take_no_more(
+                    "vLLM's EPLB moved experts that no plan moved: another writer beside ours"
+                )
             agent.engine_rebalanced(now)
 
     # --- HostEngine -------------------------------------------------------------------------------------
@@ -248,9 +265,7 @@ class VllmGuest:
         if agent is None or agent.move is None or model_state is None or self._due:
             return None
         if not model_state.rebalanced and model_state.pending_result is None and self._began():
-            return (
-                "vLLM's ranks stopped the rearrangement between two layers (its log says `coordinated stop`)"
-            )
+            return "vLLM's ranks stopped the rearrangement between two layers (its log says `coordinated stop`)"
         return None
 
     def _began(self) -> bool:

@@ -15,7 +15,12 @@ import structlog
 
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import engine_spared
-from evenkeel_moe.engines.guest.guards import Unsupported, check_fields, check_signatures, check_version
+from evenkeel_moe.engines.guest.guards import (
+    Unsupported,
+    check_fields,
+    check_signatures,
+    check_version,
+)
 from evenkeel_moe.engines.guest.registering import register_guest
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm.guest import VllmGuest, is_draft, timed
@@ -141,11 +146,15 @@ class Plugin:
         prepare, should_record = owner.prepare_forward, owner._should_record_current_step
 
         @functools.wraps(add_model)
-        def add_model_and_join(state: Any, model: Any, model_config: Any, model_name: Any = None) -> None:
+        def add_model_and_join(
+            state: Any, model: Any, model_config: Any, model_name: Any = None
+        ) -> None:
             add_model(state, model, model_config, model_name)
             if not is_draft(model_name) and state not in self.guests:
                 link = self._make_link() if self._make_link is not None else None
-                guest = self.guests[state] = VllmGuest(self.settings, state, self._groups, self._engine, link)
+                guest = self.guests[state] = VllmGuest(
+                    self.settings, state, self._groups, self._engine, link
+                )
                 guest.join(state.model_states[model_config.compute_hash()], self._policy)
 
         @functools.wraps(prepare)
@@ -170,12 +179,16 @@ class Plugin:
         @functools.wraps(should_record)
         def record_always(state: Any, log_stats: bool = False) -> bool:
             guest = self.guests.get(state)
-            return (guest is not None and guest.agent is not None) or bool(should_record(state, log_stats))
+            return (guest is not None and guest.agent is not None) or bool(
+                should_record(state, log_stats)
+            )
 
         rearrange = owner.rearrange
 
         @functools.wraps(rearrange)
-        def tell_and_rearrange(state: Any, is_profile: bool = False, *args: Any, **kwargs: Any) -> Any:
+        def tell_and_rearrange(
+            state: Any, is_profile: bool = False, *args: Any, **kwargs: Any
+        ) -> Any:
             guest = self.guests.get(state)
             if guest is not None and not is_profile:
                 guest.rearranging()

@@ -45,7 +45,9 @@ def start_from_file(
     row[ROW.index("base")] = digest_of(current)
     verdict = judge(gather(row))
     if verdict or target is None:
-        _log.warning("warm_start_left_out", path=path, detail=verdict or "no rank has a usable file")
+        _log.warning(
+            "warm_start_left_out", path=path, detail=verdict or "no rank has a usable file"
+        )
         return
     new = torch.from_numpy(target)
     state: Any = model_state
@@ -68,13 +70,18 @@ def _read(
     """(L, S) int64 of the file; None, and a word, where it does not fit."""
     experts = int(model_state.model.num_logical_experts)
     try:
-        file: PlacementFile = read_placement(Path(path), num_ranks=num_ranks, num_logical_experts=experts)
+        file: PlacementFile = read_placement(
+            Path(path), num_ranks=num_ranks, num_logical_experts=experts
+        )
     except (EvenkeelError, OSError) as error:
         _log.error("placement_file_unusable", path=path, detail=str(error)[:300])
         return None
     if file.placement.phy2log.shape != current.shape:
         _log.error(
-            "placement_file_unusable", path=path, have=file.placement.phy2log.shape, want=current.shape
+            "placement_file_unusable",
+            path=path,
+            have=file.placement.phy2log.shape,
+            want=current.shape,
         )
         return None
     return file.placement.phy2log.astype(np.int64)

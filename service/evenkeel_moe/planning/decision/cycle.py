@@ -144,7 +144,8 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
         PLANNER_FAILED, with the words in `detail`; nothing is raised for what data or operators did.
     """
     change = find_change(
-        inputs.load.astype(np.float64), ChangeRules(threshold=max(inputs.settings.change_ratio, 1e-9))
+        inputs.load.astype(np.float64),
+        ChangeRules(threshold=max(inputs.settings.change_ratio, 1e-9)),
     )
     before = _before(inputs, change)
     if not before.passed:
@@ -156,18 +157,29 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
         verdict, judged = judge_target(inputs, target, scored_on)
     except EvenkeelError as error:
         reason = error.reason if error.reason is not Reason.INVALID_INPUT else Reason.PLANNER_FAILED
-        return CycleResult(False, reason, before.memory, before.numbers, detail=str(error), split=split)
+        return CycleResult(
+            False, reason, before.memory, before.numbers, detail=str(error), split=split
+        )
     after = decide_target(inputs, target, verdict)
     numbers = before.numbers | numbers | judged | after.numbers
 
-    def end(passed: bool, reason: Reason, waves: tuple[Wave, ...] = (), detail: str = "") -> CycleResult:
-        return CycleResult(passed, reason, before.memory, numbers, target, waves, detail, verdict, split)
+    def end(
+        passed: bool, reason: Reason, waves: tuple[Wave, ...] = (), detail: str = ""
+    ) -> CycleResult:
+        return CycleResult(
+            passed, reason, before.memory, numbers, target, waves, detail, verdict, split
+        )
 
     if not after.passed:
         return end(False, after.reason)
     try:
         waves = schedule_waves(
-            inputs.current, target, inputs.shape, inputs.topology, inputs.staging_bytes, inputs.limits
+            inputs.current,
+            target,
+            inputs.shape,
+            inputs.topology,
+            inputs.staging_bytes,
+            inputs.limits,
         )
     except EvenkeelError as error:
         return end(False, error.reason, detail=str(error))
@@ -208,7 +220,11 @@ def _before(inputs: CycleInputs, change: Change) -> Decision:
         ),
         inputs.settings,
     )
-    measured = {"balancedness_mean": mean, "balancedness_worst": worst, "window_steps": float(len(load))}
+    measured = {
+        "balancedness_mean": mean,
+        "balancedness_worst": worst,
+        "window_steps": float(len(load)),
+    }
     known = {name: value for name, value in measured.items() if math.isfinite(value)}
     return Decision(decision.passed, decision.reason, decision.numbers | known, decision.memory)
 
@@ -233,7 +249,9 @@ def split_window(inputs: CycleInputs, change: Change) -> Split:
     return Split(begin, steps - later, change)
 
 
-def plan_target(inputs: CycleInputs, load: NDArray[np.uint32]) -> tuple[Placement, dict[str, float]]:
+def plan_target(
+    inputs: CycleInputs, load: NDArray[np.uint32]
+) -> tuple[Placement, dict[str, float]]:
     """What the policy proposes, in the labels nearest to the present placement.
 
     Args:
@@ -249,7 +267,9 @@ def plan_target(inputs: CycleInputs, load: NDArray[np.uint32]) -> tuple[Placemen
         return align_slots(inputs.current, inputs.target), {}
     source = None
     if inputs.source_load is not None:
-        source = origin_shares(inputs.source_load, inputs.shape) * load.sum(axis=0, dtype=np.float64)
+        source = origin_shares(inputs.source_load, inputs.shape) * load.sum(
+            axis=0, dtype=np.float64
+        )
     problem = PlacementProblem(
         load=load.astype(np.float64),
         shape=inputs.shape,
@@ -267,7 +287,9 @@ def plan_target(inputs: CycleInputs, load: NDArray[np.uint32]) -> tuple[Placemen
         allow_duplicates=inputs.allow_duplicates,
     )
     proposal: Proposal = resolve_policy(inputs.policy)(problem)
-    target = relabel(problem, proposal.placement, keep_nodes=proposal.numbers.get("keep_nodes", 0.0) > 0)
+    target = relabel(
+        problem, proposal.placement, keep_nodes=proposal.numbers.get("keep_nodes", 0.0) > 0
+    )
     numbers = {
         "copies_raw": float(count_moves(inputs.current, proposal.placement)),
         "evaluations": float(proposal.evaluations),

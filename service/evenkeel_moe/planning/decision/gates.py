@@ -156,7 +156,10 @@ def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
         return closed
     if inputs.manual:
         return Decision(
-            True, Reason.MANUAL_REQUEST, {"balancedness_mean": inputs.balancedness_mean}, inputs.memory
+            True,
+            Reason.MANUAL_REQUEST,
+            {"balancedness_mean": inputs.balancedness_mean},
+            inputs.memory,
         )
     return _decide_on_balance(inputs, settings)
 
@@ -195,13 +198,22 @@ def _why_no_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | Non
     """The gates of data. A gap in the data breaks a run of consecutive windows: they were not seen."""
     memory = replace(inputs.memory, windows_below=0)
     if inputs.ranks_fresh < inputs.ranks_expected:
-        numbers = {"ranks_fresh": float(inputs.ranks_fresh), "ranks_expected": float(inputs.ranks_expected)}
+        numbers = {
+            "ranks_fresh": float(inputs.ranks_fresh),
+            "ranks_expected": float(inputs.ranks_expected),
+        }
         return Decision(False, Reason.RANKS_MISSING, numbers, memory)
-    numbers = {"window_steps": float(inputs.window_steps), "min_window_steps": settings.min_window_steps}
+    numbers = {
+        "window_steps": float(inputs.window_steps),
+        "min_window_steps": settings.min_window_steps,
+    }
     if inputs.window_steps < settings.min_window_steps or math.isnan(inputs.balancedness_mean):
         return Decision(False, Reason.INSUFFICIENT_DATA, numbers, memory)
     if not inputs.newest_step_age_s <= settings.max_data_age_s:
-        numbers = {"newest_step_age_s": inputs.newest_step_age_s, "max_data_age_s": settings.max_data_age_s}
+        numbers = {
+            "newest_step_age_s": inputs.newest_step_age_s,
+            "max_data_age_s": settings.max_data_age_s,
+        }
         return Decision(False, Reason.STALE_DATA, numbers, memory)
     return None
 
@@ -288,7 +300,9 @@ def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
         return Decision(False, reason, numbers)
     if inputs.mode is Mode.OBSERVE and not inputs.manual:
         return Decision(False, Reason.OBSERVE_MODE, numbers)
-    return Decision(True, Reason.PLAN_STARTED if inputs.mode is Mode.AUTO else Reason.PLAN_PROPOSED, numbers)
+    return Decision(
+        True, Reason.PLAN_STARTED if inputs.mode is Mode.AUTO else Reason.PLAN_PROPOSED, numbers
+    )
 
 
 def _why_not_worth_it(

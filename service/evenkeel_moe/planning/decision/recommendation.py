@@ -71,7 +71,9 @@ def score_shadows(request: ShadowRequest) -> tuple[PolicyScore, ...]:
 
 def _score(inputs: CycleInputs, split: Split, name: str) -> PolicyScore:
     # What the cycle's own policy may evaluate says nothing of another's.
-    asked = replace(inputs, policy=name, target=None, mode=Mode.AUTO, manual=False, max_evaluations=None)
+    asked = replace(
+        inputs, policy=name, target=None, mode=Mode.AUTO, manual=False, max_evaluations=None
+    )
     try:
         target, _ = plan_target(asked, inputs.load[split.begin : split.cut])
         verdict, judged = judge_target(asked, target, inputs.load[split.cut :])
@@ -148,13 +150,23 @@ def _redundancy(inputs: CycleInputs, split: Split, free_bytes: int | None) -> Re
             fits = extra <= free_bytes
         levels.append(
             ReplicaLevel(
-                replicas, verdict.gain, verdict.gain_lower, verdict.gain_upper, marginal, extra, fits
+                replicas,
+                verdict.gain,
+                verdict.gain_lower,
+                verdict.gain_upper,
+                marginal,
+                extra,
+                fits,
             )
         )
     advised = present
     for level in levels:
         step = against(advised, level.replicas_per_layer)
-        if level.replicas_per_layer > advised and level.fits is not False and step.call is Call.RECOMMEND:
+        if (
+            level.replicas_per_layer > advised
+            and level.fits is not False
+            and step.call is Call.RECOMMEND
+        ):
             advised = level.replicas_per_layer if step.gain >= inputs.settings.min_gain else advised
     if advised == present:
         for level in reversed(levels):
@@ -176,7 +188,9 @@ def _times(inputs: CycleInputs, split: Split, replicas: int) -> NDArray[np.float
     )
     model = SplitModel(inputs.dispatch, inputs.topology, inputs.source_load)
     scored = inputs.load[split.cut :]
-    return np.asarray(metrics.step_times(scored, placement, inputs.costs, model).sum(axis=1), np.float64)
+    return np.asarray(
+        metrics.step_times(scored, placement, inputs.costs, model).sum(axis=1), np.float64
+    )
 
 
 def _extra_bytes(inputs: CycleInputs, replicas: int) -> int | None:

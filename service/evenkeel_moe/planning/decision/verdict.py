@@ -203,11 +203,15 @@ def _check(
 ) -> None:
     """Raises what `judge` says."""
     if before.ndim != 1 or before.shape != after.shape:
-        raise ShapeMismatch(f"step times must be two (T,) vectors, got {before.shape} and {after.shape}")
+        raise ShapeMismatch(
+            f"step times must be two (T,) vectors, got {before.shape} and {after.shape}"
+        )
     for name, times in (("before", before), ("after", after)):
         wrong = ~(np.isfinite(times) & (times >= 0))
         if wrong.any():
-            raise InvalidInput(f"{int(wrong.sum())} of {len(times)} times {name} are negative or not finite")
+            raise InvalidInput(
+                f"{int(wrong.sum())} of {len(times)} times {name} are negative or not finite"
+            )
     if not 0 <= copy_cost < math.inf:
         raise InvalidInput(f"copy_cost is {copy_cost}, must be finite and not negative")
     if lifetime_steps < 1:
@@ -217,7 +221,11 @@ def _check(
 
 
 def _bounds(
-    before: NDArray[np.float64], after: NDArray[np.float64], gain: float, rules: VerdictRules, seed: int
+    before: NDArray[np.float64],
+    after: NDArray[np.float64],
+    gain: float,
+    rules: VerdictRules,
+    seed: int,
 ) -> tuple[float, float]:
     """Bounds on the gain of the next window; NaN with fewer than two steps."""
     steps = len(before)
@@ -225,7 +233,9 @@ def _bounds(
         return math.nan, math.nan
     block = max(1, round(math.sqrt(steps)))
     starts = np.random.default_rng(seed).integers(0, steps, (rules.resamples, -(-steps // block)))
-    picked = ((starts[:, :, None] + np.arange(block)) % steps).reshape(rules.resamples, -1)[:, :steps]
+    picked = ((starts[:, :, None] + np.arange(block)) % steps).reshape(rules.resamples, -1)[
+        :, :steps
+    ]
     gains = 1.0 - after[picked].sum(axis=1) / np.maximum(before[picked].sum(axis=1), 1e-300)
     spread = float(gains.var())
     if spread == 0:
@@ -234,10 +244,14 @@ def _bounds(
     ahead = 2.0 * spread + rules.drift * _drift(before, after, gain, rules.parts)
     widen = math.sqrt(ahead / spread)
     lower, upper = np.quantile(gains, (rules.tail, 1.0 - rules.tail))
-    return gain + widen * min(0.0, float(lower) - gain), gain + widen * max(0.0, float(upper) - gain)
+    return gain + widen * min(0.0, float(lower) - gain), gain + widen * max(
+        0.0, float(upper) - gain
+    )
 
 
-def _drift(before: NDArray[np.float64], after: NDArray[np.float64], gain: float, parts: int) -> float:
+def _drift(
+    before: NDArray[np.float64], after: NDArray[np.float64], gain: float, parts: int
+) -> float:
     """Variance of the gain between parts of the window, beyond what single steps scatter."""
     steps = len(before)
     if steps < 2 * parts:

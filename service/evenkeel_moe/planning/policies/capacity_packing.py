@@ -109,7 +109,9 @@ def pack_copies(
     layers, experts = load.shape
     ranks = capacity.shape[1]
     if logcnt.shape != (layers, experts) or len(capacity) != layers:
-        raise ShapeMismatch(f"load is {load.shape}, logcnt {logcnt.shape}, capacity {capacity.shape}")
+        raise ShapeMismatch(
+            f"load is {load.shape}, logcnt {logcnt.shape}, capacity {capacity.shape}"
+        )
     short = np.nonzero(logcnt.sum(axis=1) > capacity.sum(axis=1))[0]
     if len(short):
         layer = int(short[0])

@@ -70,7 +70,9 @@ def rebalance_experts(
         ("ranks", num_ranks, num_nodes, "nodes"),
     ):
         if parts < 1 or count % parts:
-            raise InvalidInput(f"{count} {what} do not divide over {parts} {of}: {count} % {parts} != 0")
+            raise InvalidInput(
+                f"{count} {what} do not divide over {parts} {of}: {count} % {parts} != 0"
+            )
     group_size, ranks_per_node = experts // num_groups, num_ranks // num_nodes
 
     # 1. Pack expert groups into nodes: `order` lists every node's experts one after the other.
@@ -78,7 +80,9 @@ def rebalance_experts(
         per_group = load.reshape(layers, num_groups, group_size).sum(axis=2, dtype=np.float32)
         node, place = balanced_packing(per_group, num_nodes)
         first = (node * (num_groups // num_nodes) + place) * group_size
-        new_id = (first[:, :, None] + np.arange(group_size, dtype=np.int32)).reshape(layers, experts)
+        new_id = (first[:, :, None] + np.arange(group_size, dtype=np.int32)).reshape(
+            layers, experts
+        )
         order = np.empty_like(new_id)
         np.put_along_axis(order, new_id, np.arange(experts, dtype=new_id.dtype)[None], axis=1)
         load = np.take_along_axis(load, order, axis=1)
@@ -95,16 +99,21 @@ def rebalance_experts(
         return rows
     offset = np.arange(num_nodes, dtype=np.int32)[None, :, None] * (experts // num_nodes)
     renamed = np.where(
-        rows.reshape(layers, num_nodes, -1) >= 0, rows.reshape(layers, num_nodes, -1) + offset, EMPTY
+        rows.reshape(layers, num_nodes, -1) >= 0,
+        rows.reshape(layers, num_nodes, -1) + offset,
+        EMPTY,
     )
     renamed = renamed.reshape(layers, num_slots)
-    return np.where(renamed >= 0, np.take_along_axis(order, np.maximum(renamed, 0), axis=1), EMPTY).astype(
-        np.int32
-    )
+    return np.where(
+        renamed >= 0, np.take_along_axis(order, np.maximum(renamed, 0), axis=1), EMPTY
+    ).astype(np.int32)
 
 
 def _pack_replicas(
-    logical: NDArray[np.int32], per_copy: NDArray[np.float32], num_ranks: int, allow_duplicates: bool
+    logical: NDArray[np.int32],
+    per_copy: NDArray[np.float32],
+    num_ranks: int,
+    allow_duplicates: bool,
 ) -> NDArray[np.int32]:
     """(X, s) replicas in any order -> (X, s) phy2log with every rank's replicas side by side."""
     held = np.maximum(logical, 0)
@@ -117,7 +126,10 @@ def _pack_replicas(
 
 
 def _without_duplicates(
-    rows: NDArray[np.int32], per_copy: NDArray[np.float32], copies: NDArray[np.int32], num_ranks: int
+    rows: NDArray[np.int32],
+    per_copy: NDArray[np.float32],
+    copies: NDArray[np.int32],
+    num_ranks: int,
 ) -> NDArray[np.int32]:
     """The same map with no expert twice on a rank; copies bounded by `num_ranks` before."""
     repaired = rows.copy()
@@ -127,7 +139,10 @@ def _without_duplicates(
 
 @kernel
 def _repair(
-    rows: NDArray[np.int32], per_copy: NDArray[np.float64], copies: NDArray[np.int32], num_ranks: int
+    rows: NDArray[np.int32],
+    per_copy: NDArray[np.float64],
+    copies: NDArray[np.int32],
+    num_ranks: int,
 ) -> None:
     """Mutates `rows`: swaps the second copy on a rank against the slot that leaves the lower peak.
 
@@ -250,7 +265,9 @@ def _place(problem: PlacementProblem, num_groups: int, topology: Topology) -> Pl
     by_node = np.argsort(np.array(topology.node_of_rank), kind="stable")
     phy2log = np.full((shape.num_layers, shape.num_ranks, shape.slots_per_rank), EMPTY, np.int32)
     phy2log[:, by_node, :per_rank] = rows.reshape(shape.num_layers, shape.num_ranks, per_rank)
-    return Placement(phy2log.reshape(shape.num_layers, -1), shape.num_ranks, shape.num_logical_experts)
+    return Placement(
+        phy2log.reshape(shape.num_layers, -1), shape.num_ranks, shape.num_logical_experts
+    )
 
 
 def slots_to_fill(problem: PlacementProblem) -> int:

@@ -17,7 +17,11 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.eplb import slots_to_fill
 from evenkeel_moe.planning.problem import bounds, metrics
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal, check_current
+from evenkeel_moe.planning.problem.placement_problem import (
+    PlacementProblem,
+    Proposal,
+    check_current,
+)
 
 __all__ = ["LibraOptions", "plan_libra", "replicate_by_source"]
 
@@ -62,7 +66,9 @@ def replicate_by_source(
         for _ in range(int((capacity - used[rank]) * locality)):
             best = -1
             for expert in range(experts):
-                if not held[expert, rank] and (best < 0 or demand[rank, expert] > demand[rank, best]):
+                if not held[expert, rank] and (
+                    best < 0 or demand[rank, expert] > demand[rank, best]
+                ):
                     best = expert
             if best < 0 or demand[rank, best] <= 0.0:
                 break
@@ -131,7 +137,9 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
     rows = np.full((layers, ranks, shape.slots_per_rank), EMPTY, np.int32)
     for layer in range(layers):
         home = _homes(problem.current, layer, ranks, experts, capacity)
-        held = replicate_by_source(np.ascontiguousarray(demand[:, layer]), home, capacity, options.locality)
+        held = replicate_by_source(
+            np.ascontiguousarray(demand[:, layer]), home, capacity, options.locality
+        )
         for rank in range(ranks):
             on_rank = np.nonzero(held[:, rank])[0]
             rows[layer, rank, : len(on_rank)] = on_rank

@@ -37,7 +37,9 @@ def _replicate(
                 # No load left to divide: the fewest copies first, or one expert would take every slot.
                 best = -1
                 for expert in range(experts):
-                    if per_copy[expert] == 0 and (best < 0 or logcnt[row, expert] < logcnt[row, best]):
+                    if per_copy[expert] == 0 and (
+                        best < 0 or logcnt[row, expert] < logcnt[row, best]
+                    ):
                         best = expert
             logical[row, slot] = best
             logcnt[row, best] += 1

@@ -7,7 +7,11 @@ from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.bounds_branch import BRANCH_EXPERTS, BRANCH_RANKS, branch_bound
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel, PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import (
+    CostCurves,
+    DispatchModel,
+    PlacementProblem,
+)
 
 __all__ = ["bound_times", "hottest_copy", "lower_bound"]
 
@@ -16,7 +20,9 @@ _ROUNDING = 1e-12
 
 
 @kernel
-def _hottest_copy(load: NDArray[np.float64], num_redundant: int, num_ranks: int) -> NDArray[np.float64]:
+def _hottest_copy(
+    load: NDArray[np.float64], num_redundant: int, num_ranks: int
+) -> NDArray[np.float64]:
     steps, layers, experts = load.shape
     out = np.zeros((steps, layers))
     hot = np.empty(experts)
@@ -46,7 +52,9 @@ def _hottest_copy(load: NDArray[np.float64], num_redundant: int, num_ranks: int)
     return out
 
 
-def hottest_copy(load: NDArray[np.generic], num_redundant: int, num_ranks: int) -> NDArray[np.float64]:
+def hottest_copy(
+    load: NDArray[np.generic], num_redundant: int, num_ranks: int
+) -> NDArray[np.float64]:
     """Least possible load of the hottest copy or of the mean rank, if every step chose its own replicas.
 
     Args:

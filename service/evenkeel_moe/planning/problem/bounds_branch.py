@@ -142,7 +142,11 @@ def _before(a: int, b: int, bound: NDArray[np.float64], depth: NDArray[np.int64]
 
 @kernel
 def _rise(
-    heap: NDArray[np.int64], node: int, at: int, bound: NDArray[np.float64], depth: NDArray[np.int64]
+    heap: NDArray[np.int64],
+    node: int,
+    at: int,
+    bound: NDArray[np.float64],
+    depth: NDArray[np.int64],
 ) -> None:
     while at > 0 and _before(node, heap[(at - 1) // 2], bound, depth):
         heap[at] = heap[(at - 1) // 2]
@@ -152,7 +156,11 @@ def _rise(
 
 @kernel
 def _sink(
-    heap: NDArray[np.int64], node: int, size: int, bound: NDArray[np.float64], depth: NDArray[np.int64]
+    heap: NDArray[np.int64],
+    node: int,
+    size: int,
+    bound: NDArray[np.float64],
+    depth: NDArray[np.int64],
 ) -> None:
     at = 0
     while 2 * at + 1 < size:

@@ -287,7 +287,9 @@ def _split_one(
             walk = rank
             while parent[walk] >= 0:
                 moved = phy2log[through[walk]]
-                amount = min(amount, flow[_slot_on_rank(moved, parent[walk], per_rank, first, following)])
+                amount = min(
+                    amount, flow[_slot_on_rank(moved, parent[walk], per_rank, first, following)]
+                )
                 walk = parent[walk]
             used[rank] += amount
             walk = rank

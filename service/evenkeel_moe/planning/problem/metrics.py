@@ -10,7 +10,11 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import kernels
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel, PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import (
+    CostCurves,
+    DispatchModel,
+    PlacementProblem,
+)
 from evenkeel_moe.planning.problem.token_split import (
     EVEN_SPLIT,
     SplitModel,
@@ -61,7 +65,9 @@ def rank_load(
     tokens = check_counts(load, placement)
     if split.dispatch is DispatchModel.OPTIMAL:
         per_slot = slot_load(tokens, placement, split)
-        by_rank = per_slot.reshape(*per_slot.shape[:2], placement.num_ranks, placement.slots_per_rank)
+        by_rank = per_slot.reshape(
+            *per_slot.shape[:2], placement.num_ranks, placement.slots_per_rank
+        )
         return np.asarray(by_rank.sum(axis=3), np.float64)
     return kernels.rank_load_kernel(
         tokens, placement.phy2log.copy(), slot_shares(placement, split), placement.num_ranks
@@ -182,7 +188,9 @@ def step_times(
         InfeasiblePlan: an expert that has load has no replica.
     """
     if split.dispatch is DispatchModel.OPTIMAL:
-        return np.asarray(rank_seconds(rank_load(load, placement, split), costs).max(axis=2), np.float64)
+        return np.asarray(
+            rank_seconds(rank_load(load, placement, split), costs).max(axis=2), np.float64
+        )
     return kernels.step_times_kernel(
         check_load(load, placement),
         placement.phy2log.copy(),
@@ -240,7 +248,10 @@ def fluid_times(
 
 
 def _capacity_at(
-    levels: NDArray[np.float64], tile: float, tile_seconds: NDArray[np.float64], slope: NDArray[np.float64]
+    levels: NDArray[np.float64],
+    tile: float,
+    tile_seconds: NDArray[np.float64],
+    slope: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tokens all ranks take within each level of seconds, and how fast that grows just above it."""
     capacity = np.zeros(len(levels))
@@ -257,7 +268,9 @@ def _capacity_at(
     return capacity, growth
 
 
-def fluid_bound(load: NDArray[np.generic], num_ranks: int, costs: CostCurves | None = None) -> float:
+def fluid_bound(
+    load: NDArray[np.generic], num_ranks: int, costs: CostCurves | None = None
+) -> float:
     """Sum of `fluid_times`: a bound under the predicted time of every placement."""
     return float(fluid_times(load, num_ranks, costs).sum())
 

@@ -109,7 +109,10 @@ class PlacementProblem:
 
     def __post_init__(self) -> None:
         load = self.load
-        if load.ndim != 3 or load.shape[1:] != (self.shape.num_layers, self.shape.num_logical_experts):
+        if load.ndim != 3 or load.shape[1:] != (
+            self.shape.num_layers,
+            self.shape.num_logical_experts,
+        ):
             raise ShapeMismatch(
                 f"load must be (T, {self.shape.num_layers}, {self.shape.num_logical_experts}), got {load.shape}"
             )
@@ -117,7 +120,9 @@ class PlacementProblem:
             raise InvalidInput("the load window holds no step")
         _check_values("load", load, _MOST_TOKENS)
         if self.topology.num_ranks != self.shape.num_ranks:
-            raise ShapeMismatch(f"topology has {self.topology.num_ranks} ranks, shape {self.shape.num_ranks}")
+            raise ShapeMismatch(
+                f"topology has {self.topology.num_ranks} ranks, shape {self.shape.num_ranks}"
+            )
         if self.source_load is not None:
             _check_source(self.source_load, self.shape)
         numbers = {
@@ -140,7 +145,9 @@ def _check_values(name: str, values: NDArray[np.float64], most: float = sys.floa
     if not finite.all():
         raise InvalidInput(f"{name} holds {int((~finite).sum())} values that are not finite")
     if least < 0:
-        raise InvalidInput(f"{name} holds {int((values < 0).sum())} negative values, smallest {least:g}")
+        raise InvalidInput(
+            f"{name} holds {int((values < 0).sum())} negative values, smallest {least:g}"
+        )
     raise InvalidInput(
         f"{name} holds {int((values > most).sum())} values above {most:g}, largest {largest:g}"
     )

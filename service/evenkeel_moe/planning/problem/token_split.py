@@ -54,11 +54,17 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
         ShapeMismatch: the topology or source loads are of another deployment.
     """
     if split.dispatch is DispatchModel.OPTIMAL:
-        raise InvalidInput("optimal dispatch splits every batch anew and has no fixed shares; use slot_load")
+        raise InvalidInput(
+            "optimal dispatch splits every batch anew and has no fixed shares; use slot_load"
+        )
     if split.dispatch is DispatchModel.EVEN:
         # A copy: compiled code would need another version for what cannot be written.
         return placement.even_shares.copy()
-    ranks, layers, experts = placement.num_ranks, placement.num_layers, placement.num_logical_experts
+    ranks, layers, experts = (
+        placement.num_ranks,
+        placement.num_layers,
+        placement.num_logical_experts,
+    )
     topology = split.topology if split.topology is not None else Topology.single_node(ranks)
     if topology.num_ranks != ranks:
         raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, placement {ranks}")
@@ -66,7 +72,9 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
     if source is None:
         source = np.ones((ranks, layers, experts))
     if source.shape != (ranks, layers, experts):
-        raise ShapeMismatch(f"source_load must be ({ranks}, {layers}, {experts}), got {source.shape}")
+        raise ShapeMismatch(
+            f"source_load must be ({ranks}, {layers}, {experts}), got {source.shape}"
+        )
     return kernels.nearest_shares_kernel(
         placement.phy2log.copy(),
         np.array(topology.node_of_rank, np.int64),
@@ -106,7 +114,9 @@ def check_load(load: NDArray[np.generic], placement: Placement) -> NDArray[np.fl
     return np.ascontiguousarray(check_counts(load, placement), np.float64)
 
 
-def check_counts(load: NDArray[np.generic], placement: Placement) -> NDArray[np.float64] | NDArray[np.uint32]:
+def check_counts(
+    load: NDArray[np.generic], placement: Placement
+) -> NDArray[np.float64] | NDArray[np.uint32]:
     """(T, L, E) load, contiguous and held against a placement: a window's uint32 as they are, all else as float64.
 
     Raises:
@@ -119,7 +129,10 @@ def check_counts(load: NDArray[np.generic], placement: Placement) -> NDArray[np.
         tokens = np.ascontiguousarray(load, np.uint32)
     else:
         tokens = np.ascontiguousarray(load, np.float64)
-    if tokens.ndim != 3 or tokens.shape[1:] != (placement.num_layers, placement.num_logical_experts):
+    if tokens.ndim != 3 or tokens.shape[1:] != (
+        placement.num_layers,
+        placement.num_logical_experts,
+    ):
         raise ShapeMismatch(
             f"load must be (T, {placement.num_layers}, {placement.num_logical_experts}), got {tokens.shape}"
         )

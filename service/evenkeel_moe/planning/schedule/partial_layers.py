@@ -13,7 +13,9 @@ from evenkeel_moe.model.placement import EMPTY
 __all__ = ["partial_row", "room_needed", "vacated_rows"]
 
 
-def room_needed(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
+def room_needed(
+    old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int
+) -> NDArray[np.int64]:
     """What each rank needs for one layer to go from `old` to `new`, both (S,).
 
     Returns:
@@ -25,7 +27,9 @@ def room_needed(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) 
     return np.asarray(np.stack([received, opened]).reshape(2, num_ranks, -1).sum(axis=2), np.int64)
 
 
-def partial_row(old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int64]) -> NDArray[np.int32]:
+def partial_row(
+    old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int64]
+) -> NDArray[np.int32]:
     """The next row on the way from `old` to `new`; `old` itself if there is no step that fits.
 
     Args:
@@ -135,7 +139,9 @@ def _units(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> li
     return units
 
 
-def _parked(old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int64]) -> NDArray[np.int32]:
+def _parked(
+    old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int64]
+) -> NDArray[np.int32]:
     """Open one cycle: copy an expert into a redundant slot, and change the slot it leaves; mutates `left`."""
     per_rank = len(old) // left.shape[1]
     row, goal, copies = old.tolist(), new.tolist(), _copies(old, new)
@@ -159,7 +165,10 @@ def _parked(old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int
 
 
 def vacated_rows(
-    rows: NDArray[np.int32], target: NDArray[np.int32], free: NDArray[np.int64], max_layers: int | None
+    rows: NDArray[np.int32],
+    target: NDArray[np.int32],
+    free: NDArray[np.int64],
+    max_layers: int | None,
 ) -> dict[int, NDArray[np.int32]]:
     """Empty one redundant slot on every rank that must fill an empty one and has no pool buffer free.
 

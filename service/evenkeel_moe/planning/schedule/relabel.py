@@ -12,7 +12,11 @@ from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel, PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import (
+    CostCurves,
+    DispatchModel,
+    PlacementProblem,
+)
 
 __all__ = ["align_slots", "count_moves", "fewest_moves", "moves_by_layer", "relabel"]
 
@@ -44,7 +48,9 @@ def _overlap(
 
 
 @kernel
-def _align(target: NDArray[np.int32], current: NDArray[np.int32], num_ranks: int) -> NDArray[np.int32]:
+def _align(
+    target: NDArray[np.int32], current: NDArray[np.int32], num_ranks: int
+) -> NDArray[np.int32]:
     layers, slots = target.shape
     per_rank = slots // num_ranks
     out = np.full((layers, slots), np.int32(EMPTY), np.int32)
@@ -152,7 +158,9 @@ def fewest_moves(
     """
     _check_same(current, target)
     layers, ranks = target.num_layers, target.num_ranks
-    kept = _overlap(target.phy2log.copy(), current.phy2log.copy(), ranks, target.num_logical_experts)
+    kept = _overlap(
+        target.phy2log.copy(), current.phy2log.copy(), ranks, target.num_logical_experts
+    )
     speed = _speed_classes(costs, ranks)
     filled = (target.phy2log.reshape(layers, ranks, -1) >= 0).sum(axis=2)
     rows = np.empty((layers, ranks, target.slots_per_rank), np.int32)

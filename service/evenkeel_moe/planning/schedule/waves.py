@@ -79,7 +79,9 @@ def schedule_waves(
     return tuple(waves)
 
 
-def _check_shapes(base: Placement, target: Placement, shape: ModelShape, topology: Topology) -> None:
+def _check_shapes(
+    base: Placement, target: Placement, shape: ModelShape, topology: Topology
+) -> None:
     want = (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts)
     for name, placement in (("base", base), ("target", target)):
         have = (
@@ -94,12 +96,16 @@ def _check_shapes(base: Placement, target: Placement, shape: ModelShape, topolog
         raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, shape {shape.num_ranks}")
     for placement, what in ((base, "base"), (target, "target")):
         if (placement.logcnt == 0).any():
-            raise InfeasiblePlan(f"{what} leaves an expert without a replica", Reason.EXPERT_WITHOUT_REPLICA)
+            raise InfeasiblePlan(
+                f"{what} leaves an expert without a replica", Reason.EXPERT_WITHOUT_REPLICA
+            )
 
 
 def _check_limits(waves: list[Wave], shape: ModelShape, limits: PlanLimits) -> None:
     per_rank = shape.slots_per_rank
-    moves = sum(t.src_slot // per_rank != t.dst_slot // per_rank for wave in waves for t in wave.transfers)
+    moves = sum(
+        t.src_slot // per_rank != t.dst_slot // per_rank for wave in waves for t in wave.transfers
+    )
     layers = len({layer for wave in waves for layer in wave.layers})
     for what, value, bound in (
         ("copies between ranks", moves, limits.max_moves),
@@ -160,7 +166,8 @@ def _growth(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> N
     """(n,) most buffers that a layer's change takes from any one rank for good."""
     taken = (new >= 0).astype(np.int64) - (old >= 0)
     return np.asarray(
-        taken.reshape(len(old), num_ranks, old.shape[1] // num_ranks).sum(axis=2).max(axis=1), np.int64
+        taken.reshape(len(old), num_ranks, old.shape[1] // num_ranks).sum(axis=2).max(axis=1),
+        np.int64,
     )
 
 
@@ -248,7 +255,9 @@ def _transfers(
             wanted.append((layer, dst, int(new[dst]), same_rank or same_node or sources))
     # Those without a choice first, so that the others can go round them.
     transfers: list[Transfer] = []
-    for layer, dst, expert, sources in sorted(wanted, key=lambda row: (len(row[3]), row[0], row[1])):
+    for layer, dst, expert, sources in sorted(
+        wanted, key=lambda row: (len(row[3]), row[0], row[1])
+    ):
         src = min(sources, key=lambda slot: (sent[slot // per_rank], slot))
         if src // per_rank != dst // per_rank:
             sent[src // per_rank] += 1

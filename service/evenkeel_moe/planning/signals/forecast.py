@@ -137,7 +137,9 @@ def forecast(load: NDArray[np.float64]) -> Forecast | None:
     root = np.linalg.cholesky(errors + _RIDGE * np.trace(errors) / fades * np.eye(fades))
     # The least of a square form grows with the square of its weights' sum, so how firmly that is held to one is all the same.
     firm = np.sqrt(np.trace(errors))
-    weights, _ = nnls(np.vstack([root.T, np.full((1, fades), firm)]), np.append(np.zeros(fades), firm))
+    weights, _ = nnls(
+        np.vstack([root.T, np.full((1, fades), firm)]), np.append(np.zeros(fades), firm)
+    )
     weights /= weights.sum()
     expected = np.tensordot(weights, shares, axes=1) / load.shape[2]
     return Forecast(expected, min(1.0, float(weights @ errors @ weights) / by_mean))

@@ -15,7 +15,12 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanKind, PlanRecord
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.control_messages import ControlAction, FromRank, PersistAction, SendToRank
+from evenkeel_moe.protocol.control_messages import (
+    ControlAction,
+    FromRank,
+    PersistAction,
+    SendToRank,
+)
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.membership import Membership
 from evenkeel_moe.protocol.leader.plan_executor import Migration
@@ -169,7 +174,9 @@ class DeploymentControl:
         if isinstance(event, FromRank):
             kind = type(event.message)
             known = kind is Hello or self.state is ControlState.FOLLOWER
-            if not known and not self.membership.heard(event.rank, event.incarnation, event.stream, now):
+            if not known and not self.membership.heard(
+                event.rank, event.incarnation, event.stream, now
+            ):
                 return []
         return self.outgoing(self._dispatch(kind, event, now), flush=kind is Tick)
 
@@ -238,7 +245,11 @@ class DeploymentControl:
     # --- membership (R1) ----------------------------------------------------------------------------
 
     def _turn_away(self, event: FromRank, _now: float) -> list[ControlAction]:
-        return [ctl.CloseStream(event.rank, event.stream, Reason.NOT_LEADER, "this replica does not lead")]
+        return [
+            ctl.CloseStream(
+                event.rank, event.stream, Reason.NOT_LEADER, "this replica does not lead"
+            )
+        ]
 
     def _hello(self, event: FromRank, now: float) -> list[ControlAction]:
         hello = event.message
@@ -413,7 +424,9 @@ class DeploymentControl:
             present = self.membership.is_fresh(member, now) and identity.generation == generation
             if present and rank in self._lost:
                 self._lost.discard(rank)
-                actions += self._to_wave(ctl.RankConnected(rank, identity.incarnation, member.stream), now)
+                actions += self._to_wave(
+                    ctl.RankConnected(rank, identity.incarnation, member.stream), now
+                )
             elif not present and rank not in self._lost:
                 self._lost.add(rank)
                 actions += self._to_wave(ctl.RankLost(rank), now)
@@ -435,7 +448,9 @@ class DeploymentControl:
     def _cycle_overtaken(self, event: ctl.CycleDecided, now: float) -> list[ControlAction]:
         assert self.cycles is not None
         migrating = self.state is ControlState.MIGRATING
-        return self.cycles.take(event, now, Reason.PLAN_IN_PROGRESS if migrating else Reason.RECOVERING)
+        return self.cycles.take(
+            event, now, Reason.PLAN_IN_PROGRESS if migrating else Reason.RECOVERING
+        )
 
     def _unsaved(self, event: ctl.PersistFailed, _now: float) -> list[ControlAction]:
         """Kept, and tried again with the next write or tick; no wave begins before. What was to go out with them did not."""
@@ -460,7 +475,9 @@ class DeploymentControl:
 
     def document(self) -> ctl.PersistDocument:
         """What operators set besides the policy."""
-        return ctl.PersistDocument("control", {"held": self.held, "frozen_until": self.frozen_until})
+        return ctl.PersistDocument(
+            "control", {"held": self.held, "frozen_until": self.frozen_until}
+        )
 
     def outgoing(self, actions: list[ControlAction], *, flush: bool = False) -> list[ControlAction]:
         """A batch as the shell needs it: what is not stored yet first, and all persists before sends."""

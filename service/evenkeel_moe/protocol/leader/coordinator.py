@@ -42,7 +42,13 @@ from evenkeel_moe.protocol.messages import (
     WaveOutcome,
 )
 from evenkeel_moe.protocol.timing import WaveTiming
-from evenkeel_moe.protocol.transitions import COORDINATOR, IGNORED, ILLEGAL, VIOLATION, CoordinatorState
+from evenkeel_moe.protocol.transitions import (
+    COORDINATOR,
+    IGNORED,
+    ILLEGAL,
+    VIOLATION,
+    CoordinatorState,
+)
 
 __all__ = ["Coordinator", "Peer"]
 
@@ -185,7 +191,9 @@ class Coordinator:
         everywhere, armed ranks too. Else all are prepared or armed: commit.
         """
         answers = list(states)
-        if any(answer.last_wave == self.wave and answer.last_outcome is _SWAPPED for answer in answers):
+        if any(
+            answer.last_wave == self.wave and answer.last_outcome is _SWAPPED for answer in answers
+        ):
             return CoordinatorState.COMMITTED
         if any(self.has_dropped(answer) for answer in answers):
             return CoordinatorState.ABORTING
@@ -222,7 +230,9 @@ class Coordinator:
         if self.pending:
             return []
         assert self.prepare is not None
-        commits = self._enter(CoordinatorState.COMMITTING, Reason.PLAN_STARTED, "all ranks voted yes", now)
+        commits = self._enter(
+            CoordinatorState.COMMITTING, Reason.PLAN_STARTED, "all ranks voted yes", now
+        )
         return [PersistIntent(self.wave, self.prepare.base_epoch), *commits]
 
     def _ack(self, event: FromRank, now: float) -> list[CoordinatorAction]:
@@ -242,8 +252,14 @@ class Coordinator:
 
     def _commit_known(self, detail: str, now: float) -> list[CoordinatorAction]:
         outcome = PersistOutcome(self.wave, True, Reason.COMMITTED)
-        if self.state is CoordinatorState.COMMITTING:  # the other ranks' Commit is on its way already
-            self.state, self.reason, self.detail = CoordinatorState.COMMITTED, Reason.COMMITTED, detail
+        if (
+            self.state is CoordinatorState.COMMITTING
+        ):  # the other ranks' Commit is on its way already
+            self.state, self.reason, self.detail = (
+                CoordinatorState.COMMITTED,
+                Reason.COMMITTED,
+                detail,
+            )
             self._entered_at, self._entered_step = now, self._step
             return [outcome, *self._set_health(None)]
         return [outcome, *self._enter(CoordinatorState.COMMITTED, Reason.COMMITTED, detail, now)]
@@ -294,7 +310,9 @@ class Coordinator:
             return self._commit_known("found committed", now)
         if ruling is CoordinatorState.ABORTING:
             return self._abort(Reason.WAVE_DROPPED, "found on some ranks only", now)
-        return self._enter(CoordinatorState.COMMITTING, Reason.RECOVERED, "found prepared on all ranks", now)
+        return self._enter(
+            CoordinatorState.COMMITTING, Reason.RECOVERED, "found prepared on all ranks", now
+        )
 
     # --- local events -----------------------------------------------------------------------------
 
@@ -345,7 +363,9 @@ class Coordinator:
         if self.is_kept_back():
             # The ranks' time to answer begins when they can be asked.
             self._entered_at, self._entered_step = now, self._step
-            return self._stall(Reason.STORE_UNAVAILABLE, "what its messages rest on is not stored yet", now)
+            return self._stall(
+                Reason.STORE_UNAVAILABLE, "what its messages rest on is not stored yet", now
+            )
         if self.state is CoordinatorState.PREPARING:
             if waited < timing.prepare_deadline_s:
                 return self._set_health(None)
@@ -358,7 +378,9 @@ class Coordinator:
         if self.state is CoordinatorState.COMMITTING:
             if waited < timing.commit_deadline_s or steps < timing.commit_deadline_steps:
                 return self._set_health(None)
-            return self._abort(Reason.GATE_DEADLINE, f"not agreed in {waited:.0f} s and {steps} steps", now)
+            return self._abort(
+                Reason.GATE_DEADLINE, f"not agreed in {waited:.0f} s and {steps} steps", now
+            )
         needs_steps = self.state is not CoordinatorState.RECOVERING
         if waited < timing.stall_after_s or (needs_steps and steps < timing.stall_after_steps):
             return self._set_health(None)
@@ -367,7 +389,9 @@ class Coordinator:
             CoordinatorState.ABORTING: Reason.ABORT_DEADLINE,
             CoordinatorState.COMMITTED: Reason.GATE_DEADLINE,
         }[self.state]
-        return self._stall(reason, f"no answer from ranks {list(self.pending)} in {waited:.0f} s", now)
+        return self._stall(
+            reason, f"no answer from ranks {list(self.pending)} in {waited:.0f} s", now
+        )
 
     def _stall(self, reason: Reason, detail: str, now: float) -> list[CoordinatorAction]:
         if self.gives_up():

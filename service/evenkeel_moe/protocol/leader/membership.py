@@ -88,7 +88,9 @@ class Membership:
             return refusal
         rank = hello.identity.rank
         seated = self.shape is None or rank < self.shape.num_ranks
-        (self.members if seated else self._beyond)[rank] = Member(hello, stream, now, hello.weights_version)
+        (self.members if seated else self._beyond)[rank] = Member(
+            hello, stream, now, hello.weights_version
+        )
         generation = hello.identity.generation
         if generation != self.generation and self.is_complete(generation):
             self.generation = generation
@@ -143,7 +145,9 @@ class Membership:
 
     def is_complete(self, generation: Generation) -> bool:
         """R1: all R ranks are present and their newest lives are of this generation."""
-        lives = [m.hello for m in self.everyone.values() if m.hello.identity.generation == generation]
+        lives = [
+            m.hello for m in self.everyone.values() if m.hello.identity.generation == generation
+        ]
         return len(lives) > 0 and len(lives) == lives[0].shape.num_ranks
 
     def fresh(self, rank: EpRank, now: float) -> bool:
@@ -161,7 +165,11 @@ class Membership:
         for member in self.members.values():
             state = member.state
             # The cheap question first: every answer of every rank asks them all.
-            if state is not None and state.step > furthest and state.identity.generation == self.generation:
+            if (
+                state is not None
+                and state.step > furthest
+                and state.identity.generation == self.generation
+            ):
                 furthest = state.step
         return furthest
 
@@ -177,7 +185,9 @@ class Membership:
     def quorum(self, now: float) -> Quorum:
         """Whether every rank of one generation is fresh and all agree on what a wave rests on."""
         if self.generation is None or self.shape is None:
-            return Quorum(False, Reason.RANKS_MISSING, f"{len(self.members)} ranks said hello so far")
+            return Quorum(
+                False, Reason.RANKS_MISSING, f"{len(self.members)} ranks said hello so far"
+            )
         if not self.is_complete(self.generation):
             return Quorum(False, Reason.RANKS_MISSING, "the group is restarting")
         missing = tuple(rank for rank in sorted(self.members) if not self.fresh(rank, now))
@@ -207,7 +217,9 @@ class Membership:
             detail = f"ranks {list(troubles)} take no wave any more; rank {first}: {troubles[first][:200]}"
             return Quorum(False, Reason.OBSERVE_ONLY, detail)
         watchers = [
-            rank for rank in sorted(self.members) if "migrate" not in self.members[rank].hello.capabilities
+            rank
+            for rank in sorted(self.members)
+            if "migrate" not in self.members[rank].hello.capabilities
         ]
         if watchers:
             return Quorum(False, Reason.OBSERVE_ONLY, f"ranks {watchers} do not offer to migrate")
@@ -234,9 +246,7 @@ class Membership:
             if other.hello.identity.generation != identity.generation or other is known:
                 continue
             if other.hello.shape != shape:
-                detail = (
-                    f"rank {identity.rank} has {shape}, rank {other.hello.identity.rank} {other.hello.shape}"
-                )
+                detail = f"rank {identity.rank} has {shape}, rank {other.hello.identity.rank} {other.hello.shape}"
                 return Registration(False, Reason.SHAPE_DISAGREES, detail)
             if (
                 other.hello.weights_version == hello.weights_version

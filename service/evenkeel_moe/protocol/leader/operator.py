@@ -206,4 +206,6 @@ class Operator:
         opens_at = self.control.policy.schedule.opens_at(unix)
         if opens_at != unix and not thawed:
             assert opens_at is not None
-            raise Conflict(f"the schedule opens in {opens_at - unix:.0f} s", Reason.OUTSIDE_SCHEDULE)
+            raise Conflict(
+                f"the schedule opens in {opens_at - unix:.0f} s", Reason.OUTSIDE_SCHEDULE
+            )

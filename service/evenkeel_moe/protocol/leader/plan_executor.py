@@ -135,14 +135,18 @@ class Migration:
 
     # --- waves ------------------------------------------------------------------------------------
 
-    def begin_wave(self, record: PlanRecord, now: float, *, may_persist: bool) -> list[ControlAction]:
+    def begin_wave(
+        self, record: PlanRecord, now: float, *, may_persist: bool
+    ) -> list[ControlAction]:
         """Send the plan's next wave out, or say why it waits or ends."""
         plan, index, unix = record.plan, record.waves_committed, now + self.unix_offset_s
         quorum = self.membership.quorum(now)
         if not quorum.ok:
             return self.wait(record, quorum.reason, quorum.detail, now)
         if not may_persist:
-            return self.wait(record, Reason.STORE_UNAVAILABLE, "earlier records are not stored yet", now)
+            return self.wait(
+                record, Reason.STORE_UNAVAILABLE, "earlier records are not stored yet", now
+            )
         if self.is_stale(plan, index):
             detail = f"based on epoch {plan.base_epoch} + {index}, the fleet is elsewhere"
             return [self.book.end(record, Reason.STALE_BASE, unix, detail)]
@@ -157,14 +161,25 @@ class Migration:
             return [self.book.end(record, Reason.OBSERVE_ONLY, unix, detail)]
         sums = tuple(fleet.checksums[t.layer * experts + t.logical_expert] for t in body.transfers)
         prepare = Prepare(
-            self.leader, plan.key(index), fleet.epoch, body, sums, self.batch_deadline_s, self.max_bytes_per_s
+            self.leader,
+            plan.key(index),
+            fleet.epoch,
+            body,
+            sums,
+            self.batch_deadline_s,
+            self.max_bytes_per_s,
         )
         self._after = fleet.placement.with_rows(body.layers, body.rows)
         self._waiting = None
         self.staged = {}
         row = f"wave {index} of {len(plan.waves)}: {len(body.transfers)} transfers"
         change = self.book.change(
-            record, "wave_started", unix, phase=PlanPhase.MIGRATING, reason=Reason.PLAN_STARTED, detail=row
+            record,
+            "wave_started",
+            unix,
+            phase=PlanPhase.MIGRATING,
+            reason=Reason.PLAN_STARTED,
+            detail=row,
         )
         return [change, *self._start(prepare.wave, now, prepare=prepare)]
 
@@ -195,7 +210,10 @@ class Migration:
         before = coordinator.state
         answers = coordinator.handle(event, now)
         actions: list[ControlAction] = []
-        if coordinator.state is CoordinatorState.COMMITTED and before is not CoordinatorState.COMMITTED:
+        if (
+            coordinator.state is CoordinatorState.COMMITTED
+            and before is not CoordinatorState.COMMITTED
+        ):
             # Before the outcome: a wave whose outcome is stored is counted by its plan's stored record.
             actions += self._learned_commit(now)
         actions += answers
@@ -251,12 +269,18 @@ class Migration:
             return []
         unix, committed = now + self.unix_offset_s, wave.wave_index + 1
         detail = "found on the ranks"
-        return [self.book.change(record, "wave_committed", unix, waves_committed=committed, detail=detail)]
+        return [
+            self.book.change(
+                record, "wave_committed", unix, waves_committed=committed, detail=detail
+            )
+        ]
 
     def _plan_of(self, wave: WaveKey) -> PlanRecord | None:
         """The record of this very plan; None where its id has another life."""
         record, index = self.book.records.get(wave.plan_id), wave.wave_index
-        known = record is not None and index < len(record.plan.waves) and record.plan.key(index) == wave
+        known = (
+            record is not None and index < len(record.plan.waves) and record.plan.key(index) == wave
+        )
         return record if known else None
 
     def _wave_ended(self, coordinator: Coordinator, now: float) -> list[ControlAction]:
@@ -294,12 +318,18 @@ class Migration:
                 return []
             phase, reason = PlanPhase.MIGRATING, Reason.PLAN_STARTED
             return [self.book.change(record, "resumed", unix, phase=phase, reason=reason)]
-        event, phase = ("stalled", PlanPhase.STALLED) if health.stalled else ("paused", PlanPhase.PAUSED)
+        event, phase = (
+            ("stalled", PlanPhase.STALLED) if health.stalled else ("paused", PlanPhase.PAUSED)
+        )
         return [
-            self.book.change(record, event, unix, phase=phase, reason=health.reason, detail=health.detail)
+            self.book.change(
+                record, event, unix, phase=phase, reason=health.reason, detail=health.detail
+            )
         ]
 
-    def wait(self, record: PlanRecord, reason: Reason, detail: str, now: float) -> list[ControlAction]:
+    def wait(
+        self, record: PlanRecord, reason: Reason, detail: str, now: float
+    ) -> list[ControlAction]:
         """The plan cannot go on yet; after a while a person should know."""
         if self._waiting is None or self._waiting[0] != record.plan.plan_id:
             self._waiting = record.plan.plan_id, now

@@ -27,7 +27,12 @@ _MOST_PROPOSALS = 32
 _ACTIVE = frozenset({PlanPhase.APPROVED, PlanPhase.MIGRATING, PlanPhase.PAUSED, PlanPhase.STALLED})
 
 _MOVED_ON = frozenset(
-    {Reason.STALE_BASE, Reason.GENERATION_CHANGED, Reason.WEIGHTS_VERSION_CHANGED, Reason.LEASE_LOST}
+    {
+        Reason.STALE_BASE,
+        Reason.GENERATION_CHANGED,
+        Reason.WEIGHTS_VERSION_CHANGED,
+        Reason.LEASE_LOST,
+    }
 )
 """Ends that say nothing about whether the fleet can carry plans out."""
 
@@ -39,13 +44,17 @@ def repeated(record: PlanRecord, digest: str | None) -> PlanRecord:
         Conflict: another request did.
     """
     if record.request_digest != digest:
-        raise Conflict(f"plan {record.plan.plan_id} was created by another request", Reason.ID_REUSED)
+        raise Conflict(
+            f"plan {record.plan.plan_id} was created by another request", Reason.ID_REUSED
+        )
     return record
 
 
 def is_failure(record: PlanRecord) -> bool:
     """Whether an automatic plan was refused or failed, and not because the world outran it."""
-    failed = record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _MOVED_ON
+    failed = (
+        record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _MOVED_ON
+    )
     return failed and record.plan.kind is PlanKind.AUTOMATIC
 
 
@@ -61,10 +70,14 @@ def remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
     kept = ended[-_KEPT_TERMINAL:] + [record for record in ended if record.waves_committed][-1:]
     for phase in (PlanPhase.COMMITTED, PlanPhase.CANCELLED, PlanPhase.ABORTED):
         kept += [record for record in by_end if record.phase is phase][-1:]
-    done_at = max((r.updated_at for r in ended if r.phase is PlanPhase.COMMITTED), default=float("-inf"))
+    done_at = max(
+        (r.updated_at for r in ended if r.phase is PlanPhase.COMMITTED), default=float("-inf")
+    )
     failures = [record for record in by_end if record.updated_at > done_at and is_failure(record)]
     names = {record.plan.plan_id for record in kept + failures[-_KEPT_FAILURES:]}
-    return [record for record in records if not record.phase.terminal or record.plan.plan_id in names]
+    return [
+        record for record in records if not record.phase.terminal or record.plan.plan_id in names
+    ]
 
 
 class PlanBook:
@@ -115,13 +128,20 @@ class PlanBook:
         detail: str = "",
     ) -> PersistPlan:
         """Enter a new plan."""
-        row: dict[str, Any] = {"at": unix, "event": "created", "phase": phase.value, "reason": reason.value}
+        row: dict[str, Any] = {
+            "at": unix,
+            "event": "created",
+            "phase": phase.value,
+            "reason": reason.value,
+        }
         if by:
             row["by"] = by
         if detail:
             row["detail"] = detail
         error = detail or reason.value if phase.terminal else None
-        record = PlanRecord(plan, phase, reason, 0, unix, error, request_digest=digest, story=(row,))
+        record = PlanRecord(
+            plan, phase, reason, 0, unix, error, request_digest=digest, story=(row,)
+        )
         self.records[plan.plan_id] = record
         self._forget_old()
         return PersistPlan(record)
@@ -142,7 +162,12 @@ class PlanBook:
         phase = record.phase if phase is None else phase
         reason = record.reason if reason is None else reason
         waves = record.waves_committed if waves_committed is None else waves_committed
-        row: dict[str, Any] = {"at": unix, "event": event, "phase": phase.value, "reason": reason.value}
+        row: dict[str, Any] = {
+            "at": unix,
+            "event": event,
+            "phase": phase.value,
+            "reason": reason.value,
+        }
         if waves_committed is not None:
             row["waves_committed"] = waves
         if detail:
@@ -212,7 +237,9 @@ class PlanBook:
     @staticmethod
     def has_begun(record: PlanRecord) -> bool:
         """Whether a wave of it was ever sent out."""
-        return record.waves_committed > 0 or any(row["event"] == "wave_started" for row in record.story)
+        return record.waves_committed > 0 or any(
+            row["event"] == "wave_started" for row in record.story
+        )
 
     def drop_excess(self, unix: float) -> list[PersistPlan]:
         """End the oldest proposals by hand beyond a few: dry runs are many and each is kept until it expires."""

@@ -9,7 +9,14 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, Wave
 from evenkeel_moe.model.topology import ModelShape
 
-__all__ = ["Refusal", "batch_refusal", "placement_at", "plan_refusal", "pool_refusal", "wave_refusal"]
+__all__ = [
+    "Refusal",
+    "batch_refusal",
+    "placement_at",
+    "plan_refusal",
+    "pool_refusal",
+    "wave_refusal",
+]
 
 Refusal = tuple[Reason, str]
 """Why not, and the same in words with the numbers."""
@@ -47,7 +54,12 @@ def plan_refusal(plan: Plan, shape: ModelShape) -> Refusal | None:
 
 
 def wave_refusal(
-    wave: Wave, before: Placement, shape: ModelShape, staging_bytes: Sequence[int], *, allow_duplicates: bool
+    wave: Wave,
+    before: Placement,
+    shape: ModelShape,
+    staging_bytes: Sequence[int],
+    *,
+    allow_duplicates: bool,
 ) -> Refusal | None:
     """Why a wave is not sound on the placement before it; None if it is.
 
@@ -68,7 +80,10 @@ def wave_refusal(
             held = int(before.phy2log[t.layer, t.src_slot])
             return Reason.NO_SOURCE, f"{t}: the source slot holds expert {held}"
         if after.phy2log[t.layer, t.dst_slot] != t.logical_expert or filled[t.layer, t.dst_slot]:
-            return Reason.INVALID_INPUT, f"{t} fills a slot the rows give to another, or fills it twice"
+            return (
+                Reason.INVALID_INPUT,
+                f"{t} fills a slot the rows give to another, or fills it twice",
+            )
         filled[t.layer, t.dst_slot] = True
         needed[t.dst_slot // shape.slots_per_rank] += t.nbytes
     bare = np.argwhere(changed & ~filled)
@@ -95,7 +110,11 @@ def batch_refusal(wave: Wave, shape: ModelShape) -> Refusal | None:
             src, dst = t.src_slot // shape.slots_per_rank, t.dst_slot // shape.slots_per_rank
             if src == dst:
                 continue
-            if peers.setdefault(src, dst) != dst or peers.setdefault(dst, src) != src or (src, dst) in pairs:
+            if (
+                peers.setdefault(src, dst) != dst
+                or peers.setdefault(dst, src) != src
+                or (src, dst) in pairs
+            ):
                 return Reason.LIMIT_EXCEEDED, f"batch {number}: {t} gives a rank a second peer"
             pairs.add((src, dst))
     return None
@@ -115,20 +134,31 @@ def pool_refusal(wave: Wave, before: Placement, shape: ModelShape) -> Refusal | 
     if not len(over):
         return None
     rank = int(over[0])
-    return Reason.POOL_EXCEEDED, f"rank {rank} must fill {incoming[rank]} buffers, {free[rank]} are free"
+    return (
+        Reason.POOL_EXCEEDED,
+        f"rank {rank} must fill {incoming[rank]} buffers, {free[rank]} are free",
+    )
 
 
 def _form_refusal(wave: Wave, index: int, shape: ModelShape) -> Refusal | None:
     layers = wave.layers
     if wave.index != index:
         return Reason.INVALID_INPUT, f"wave {index} calls itself {wave.index}"
-    if not layers or len(set(layers)) != len(layers) or min(layers) < 0 or max(layers) >= shape.num_layers:
+    if (
+        not layers
+        or len(set(layers)) != len(layers)
+        or min(layers) < 0
+        or max(layers) >= shape.num_layers
+    ):
         return Reason.WRONG_SHAPE, f"wave {index} has layers {layers} of {shape.num_layers}"
     if wave.rows.shape != (len(layers), shape.num_slots):
         want = (len(layers), shape.num_slots)
         return Reason.WRONG_SHAPE, f"wave {index} has rows {wave.rows.shape}, must be {want}"
     if wave.rows.min() < -1 or wave.rows.max() >= shape.num_logical_experts:
-        return Reason.EXPERT_OUT_OF_RANGE, f"wave {index} names experts {wave.rows.min()}..{wave.rows.max()}"
+        return (
+            Reason.EXPERT_OUT_OF_RANGE,
+            f"wave {index} names experts {wave.rows.min()}..{wave.rows.max()}",
+        )
     for t in wave.transfers:
         if (
             t.layer not in layers

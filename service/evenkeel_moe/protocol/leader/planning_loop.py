@@ -6,7 +6,12 @@ from typing import Any
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.plan import Plan, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
-from evenkeel_moe.protocol.control_messages import ControlAction, CycleDecided, PersistDecision, RunCycle
+from evenkeel_moe.protocol.control_messages import (
+    ControlAction,
+    CycleDecided,
+    PersistDecision,
+    RunCycle,
+)
 from evenkeel_moe.protocol.leader.plan_executor import Migration
 
 __all__ = ["Cycles"]
@@ -64,7 +69,9 @@ class Cycles:
         self._number = next(self._numbers)
         self._began = now
         self._asked_under = self.policy
-        return [RunCycle(self._number, fleet.epoch, fleet.placement, generation, fleet.weights_version)]
+        return [
+            RunCycle(self._number, fleet.epoch, fleet.placement, generation, fleet.weights_version)
+        ]
 
     def _gate(self, now: float) -> Reason | None:
         """What an operator or an open plan holds against a new one."""
@@ -91,7 +98,9 @@ class Cycles:
             return Reason.FROZEN
         return None if self.policy.schedule.is_open(unix) else Reason.OUTSIDE_SCHEDULE
 
-    def take(self, event: CycleDecided, now: float, hindrance: Reason | None) -> list[ControlAction]:
+    def take(
+        self, event: CycleDecided, now: float, hindrance: Reason | None
+    ) -> list[ControlAction]:
         """Record what a cycle came to; enter its plan if one came and may be."""
         if event.cycle != self._number or self._began is None:
             return []
@@ -100,10 +109,14 @@ class Cycles:
         if plan is None:
             return [self.decide(event.reason, now, numbers=event.numbers, shadow=event.shadow)]
         if self.policy.mode is Mode.OBSERVE:
-            return [self.decide(Reason.OBSERVE_MODE, now, numbers=event.numbers, shadow=event.shadow)]
+            return [
+                self.decide(Reason.OBSERVE_MODE, now, numbers=event.numbers, shadow=event.shadow)
+            ]
         reason = hindrance or self._gate(now)
         if reason is None and self.policy != self._asked_under:
-            reason = Reason.POLICY_CHANGED  # Its limits, gates or mode may not allow what was planned.
+            reason = (
+                Reason.POLICY_CHANGED
+            )  # Its limits, gates or mode may not allow what was planned.
         if reason is None and (
             migration.is_stale(plan, 0) or plan.generation != migration.membership.generation
         ):
@@ -112,7 +125,9 @@ class Cycles:
             return [self.decide(reason, now, numbers=event.numbers, shadow=event.shadow)]
         refusal, unix = migration.plan_problem(plan), now + migration.unix_offset_s
         if refusal is not None:
-            refused = migration.book.add(plan, PlanPhase.REFUSED, refusal[0], unix, detail=refusal[1])
+            refused = migration.book.add(
+                plan, PlanPhase.REFUSED, refusal[0], unix, detail=refusal[1]
+            )
             return [refused, self.decide(refusal[0], now, plan, event.numbers, event.shadow)]
         auto = self.policy.mode is Mode.AUTO
         phase = PlanPhase.APPROVED if auto else PlanPhase.PROPOSED

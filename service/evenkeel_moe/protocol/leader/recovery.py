@@ -146,7 +146,9 @@ class Recovery:
         migration.weights_moved = False
         if known.get(fleet.epoch) == fleet.placement and max(known) == fleet.epoch:
             return []
-        migration.history = {epoch: placement for epoch, placement in known.items() if epoch < fleet.epoch}
+        migration.history = {
+            epoch: placement for epoch, placement in known.items() if epoch < fleet.epoch
+        }
         migration.history[fleet.epoch] = fleet.placement
         return [PersistEpoch(generation, fleet.epoch, fleet.placement)]
 
@@ -162,7 +164,9 @@ class Recovery:
                 continue
             actions += self._count_swapped(record, unix)
             record = book.get(record.plan.plan_id)
-            ended = book.complete(record, unix) or book.end(record, Reason.GENERATION_CHANGED, unix, detail)
+            ended = book.complete(record, unix) or book.end(
+                record, Reason.GENERATION_CHANGED, unix, detail
+            )
             actions.append(ended)
         return actions
 
@@ -190,7 +194,9 @@ class Recovery:
         for record in book.open:
             if record.phase is PlanPhase.PROPOSED:
                 continue
-            actions += self._reconcile_one(record, record is active, now + self.migration.unix_offset_s)
+            actions += self._reconcile_one(
+                record, record is active, now + self.migration.unix_offset_s
+            )
         return actions
 
     def _reconcile_one(self, record: PlanRecord, newest: bool, unix: float) -> list[ControlAction]:
@@ -205,7 +211,9 @@ class Recovery:
             or not 0 <= waves <= len(plan.waves)
             or placement_at(plan, waves).digest != fleet.placement.digest
         ):
-            return [book.end(record, Reason.STALE_BASE, unix, f"the fleet is at epoch {fleet.epoch}")]
+            return [
+                book.end(record, Reason.STALE_BASE, unix, f"the fleet is at epoch {fleet.epoch}")
+            ]
         actions: list[ControlAction] = []
         if waves != record.waves_committed:
             change = book.change(

@@ -59,14 +59,24 @@ class Survey:
         """What the answers say together."""
         states = dict(sorted(self.answers.items()))
         for reason, what, values in (
-            (Reason.WEIGHTS_VERSION_CHANGED, "weights version", [a.weights_version for a in states.values()]),
+            (
+                Reason.WEIGHTS_VERSION_CHANGED,
+                "weights version",
+                [a.weights_version for a in states.values()],
+            ),
             (Reason.EPOCH_DISAGREES, "epoch", [a.epoch for a in states.values()]),
-            (Reason.EPOCH_DISAGREES, "placement digest", [a.placement_digest for a in states.values()]),
+            (
+                Reason.EPOCH_DISAGREES,
+                "placement digest",
+                [a.placement_digest for a in states.values()],
+            ),
         ):
             if len(set(values)) > 1:
                 return Disagreement(reason, f"{what} of ranks {list(states)}: {values}")
         if len({a.checksums for a in states.values()}) > 1:
-            return Disagreement(Reason.CHECKSUM_MISMATCH, f"ranks {list(states)} registered other weights")
+            return Disagreement(
+                Reason.CHECKSUM_MISMATCH, f"ranks {list(states)} registered other weights"
+            )
         first = states[min(states)]
         assert first.placement is not None
         return Fleet(first.epoch, first.placement, first.weights_version, first.checksums or ())

@@ -87,7 +87,9 @@ class Gate:
         InvalidInput: not 1 <= D <= K, or two participants of one deployment.
     """
 
-    def __init__(self, participants: Sequence[Participant], *, poll_every: int, resolve_after: int) -> None:
+    def __init__(
+        self, participants: Sequence[Participant], *, poll_every: int, resolve_after: int
+    ) -> None:
         if not 1 <= resolve_after <= poll_every:
             raise InvalidInput(f"needs 1 <= D <= K, got D = {resolve_after}, K = {poll_every}")
         self.participants = tuple(participants)
@@ -148,7 +150,9 @@ class Gate:
     @property
     def poll_due(self) -> bool:
         """Whether a poll begins at this call."""
-        return not self.observe_only and not self.left and self._began is None and self.is_poll_call()
+        return (
+            not self.observe_only and not self.left and self._began is None and self.is_poll_call()
+        )
 
     def is_poll_call(self) -> bool:
         """R9: whether anyone holds a wave or not, polls begin at the same calls on all ranks."""
@@ -200,7 +204,9 @@ class Gate:
 
     def _resolve(self, minima: list[int], now: float) -> list[GateAction]:
         if len(minima) != self.vector_length or not minima[1] == -minima[2] == self._digest_number:
-            return self._leave(f"another gate answered: header {minima[:3]} of {len(minima)} entries")
+            return self._leave(
+                f"another gate answered: header {minima[:3]} of {len(minima)} entries"
+            )
         actions = []
         serial = self.agreed_serial(minima)
         if serial > self.transport_serial:

@@ -97,7 +97,9 @@ class Participant:
             message = event.message
             if not self.accepts_leader(message.leader):
                 assert self.leader is not None
-                return [msg.SendToController(msg.TermRefused(self.identity, self.leader), event.stream)]
+                return [
+                    msg.SendToController(msg.TermRefused(self.identity, self.leader), event.stream)
+                ]
             self.leader = message.leader
             self._heard_at = now
             self._stream = event.stream
@@ -153,7 +155,10 @@ class Participant:
         if prepare.wave.generation != self.identity.generation:
             return Reason.GENERATION_CHANGED, f"this group is {self.identity.generation}"
         if self.is_stale(prepare):
-            return Reason.STALE_BASE, f"based on epoch {prepare.base_epoch}, this rank is at {self.epoch}"
+            return (
+                Reason.STALE_BASE,
+                f"based on epoch {prepare.base_epoch}, this rank is at {self.epoch}",
+            )
         if self.is_of_other_weights(prepare):
             return (
                 Reason.WEIGHTS_VERSION_CHANGED,
@@ -190,7 +195,9 @@ class Participant:
             self._ended.add(wave, WaveOutcome.REFUSED)
             return [self._reply(msg.Vote(wave, False, *refusal))]
         placement = self.placement.with_rows(prepare.body.layers, prepare.body.rows)
-        _ = placement.digest  # hashed now: the step that swaps waits for nothing it need not wait for
+        _ = (
+            placement.digest
+        )  # hashed now: the step that swaps waits for nothing it need not wait for
         self.held = HeldWave(
             prepare,
             placement,
@@ -213,7 +220,9 @@ class Participant:
 
     def _busy(self, prepare: msg.Prepare) -> list[ParticipantAction]:
         reason = Reason.TRANSPORT_NOT_DRAINED if self.state is _ABORTED else Reason.BUSY
-        return [self._reply(msg.Vote(prepare.wave, False, reason, f"{self.state} with {self.wave}"))]
+        return [
+            self._reply(msg.Vote(prepare.wave, False, reason, f"{self.state} with {self.wave}"))
+        ]
 
     def _vote_yes(self, event: msg.StagingFinished) -> list[ParticipantAction]:
         self.state = ParticipantState.PREPARED

@@ -16,17 +16,28 @@ def screen(
     """Why this rank cannot take the wave, in words with the numbers; None if it can."""
     body = prepare.body
     layers, slots = body.layers, placement.num_slots
-    if not layers or len(set(layers)) != len(layers) or min(layers) < 0 or max(layers) >= shape.num_layers:
+    if (
+        not layers
+        or len(set(layers)) != len(layers)
+        or min(layers) < 0
+        or max(layers) >= shape.num_layers
+    ):
         return Reason.MALFORMED, f"layers {layers} of {shape.num_layers}"
     if body.rows.shape != (len(layers), slots) or not np.issubdtype(body.rows.dtype, np.integer):
-        return Reason.MALFORMED, f"rows are {body.rows.dtype} {body.rows.shape}, not ({len(layers)}, {slots})"
+        return (
+            Reason.MALFORMED,
+            f"rows are {body.rows.dtype} {body.rows.shape}, not ({len(layers)}, {slots})",
+        )
     try:
         new = placement.with_rows(layers, body.rows)
     except EvenkeelError as error:
         return error.reason, str(error)
     transfers = body.transfers
     if len(prepare.checksums) != len(transfers):
-        return Reason.MALFORMED, f"{len(prepare.checksums)} checksums for {len(transfers)} transfers"
+        return (
+            Reason.MALFORMED,
+            f"{len(prepare.checksums)} checksums for {len(transfers)} transfers",
+        )
     # Lists of the wave's rows: a wave may hold thousands of transfers, and this runs under the rank's lock.
     before = {layer: placement.phy2log[layer].tolist() for layer in layers}
     after = {layer: new.phy2log[layer].tolist() for layer in layers}

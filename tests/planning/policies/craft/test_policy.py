@@ -113,7 +113,9 @@ def test_replay_crosses_blocks_of_steps():
     load = np.random.default_rng(0).integers(0, 50, (150, 1, 6)).astype(float)
     load[70] = 0.0
     placement = Placement.initial(shape)
-    measured = replay_layer(load[:, 0], placement.phy2log, slot_shares(placement).astype(np.float32), 3)
+    measured = replay_layer(
+        load[:, 0], placement.phy2log, slot_shares(placement).astype(np.float32), 3
+    )
     expected = metrics.balancedness_by_layer(metrics.rank_load(load, placement))[0]
     assert measured[0] == pytest.approx(expected, rel=1e-5)
 
@@ -150,7 +152,9 @@ def test_no_layer_gains_more_than_perfect_balance(shape, data):
 @given(shapes(), st.data())
 def test_proposals_are_sound_and_use_no_more_than_the_budget(shape, data):
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
-    options = CraftOptions(data.draw(st.sampled_from(GainWeighting)), data.draw(st.sampled_from(ReplicaRule)))
+    options = CraftOptions(
+        data.draw(st.sampled_from(GainWeighting)), data.draw(st.sampled_from(ReplicaRule))
+    )
     problem = PlacementProblem(load, shape, data.draw(topologies(shape.num_ranks)))
     proposal = plan_craft(problem, options)
     proposal.placement.check(shape)

@@ -8,8 +8,18 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.gem.kernels import initial_mapping, refine_mapping, search_layers
-from evenkeel_moe.planning.policies.gem.policy import GEM_SETUPS, GemOptions, cost_table, gem_setup, plan_gem
+from evenkeel_moe.planning.policies.gem.kernels import (
+    initial_mapping,
+    refine_mapping,
+    search_layers,
+)
+from evenkeel_moe.planning.policies.gem.policy import (
+    GEM_SETUPS,
+    GemOptions,
+    cost_table,
+    gem_setup,
+    plan_gem,
+)
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.placement_problem import CostCurves, PlacementProblem
 from tests.strategies import cost_curves, loads, shapes
@@ -106,7 +116,8 @@ def test_first_mapping_puts_each_expert_where_the_partial_score_grows_least(load
         open_ranks = [
             r
             for r in range(ranks)
-            if (total[0, r] >= 0) and list(rank_of[order[: list(order).index(expert)]]).count(r) < capacity
+            if (total[0, r] >= 0)
+            and list(rank_of[order[: list(order).index(expert)]]).count(r) < capacity
         ]
         grown = {}
         for rank in open_ranks:
@@ -120,11 +131,15 @@ def test_first_mapping_puts_each_expert_where_the_partial_score_grows_least(load
 @given(shapes(), st.data())
 def test_every_expert_gets_one_slot_and_ranks_the_same_number(shape, data):
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
-    problem = PlacementProblem(load, shape, Topology.single_node(shape.num_ranks), max_evaluations=500)
+    problem = PlacementProblem(
+        load, shape, Topology.single_node(shape.num_ranks), max_evaluations=500
+    )
     proposal = plan_gem(problem)
     proposal.placement.check(shape)
     assert (proposal.placement.logcnt == 1).all()
-    held = (proposal.placement.phy2log.reshape(shape.num_layers, shape.num_ranks, -1) >= 0).sum(axis=2)
+    held = (proposal.placement.phy2log.reshape(shape.num_layers, shape.num_ranks, -1) >= 0).sum(
+        axis=2
+    )
     assert held.max() <= -(-shape.num_logical_experts // shape.num_ranks)
     assert proposal.lower_bound is not None
     assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
@@ -193,7 +208,9 @@ def test_its_own_bound_holds_beside_the_one_asked_for(monkeypatch):
 def test_a_slow_rank_gets_less_load():
     load = np.random.default_rng(6).integers(50, 100, (6, 2, 32)).astype(float)
     costs = gem_setup("high", 4, tile_tokens=10, tiles=100)
-    by_rank = metrics.rank_load(load, plan_gem(problem_of(load, 4, costs)).placement).sum(axis=(0, 1))
+    by_rank = metrics.rank_load(load, plan_gem(problem_of(load, 4, costs)).placement).sum(
+        axis=(0, 1)
+    )
     assert by_rank[0] < 0.92 * by_rank[1:].mean()
 
 
@@ -213,4 +230,6 @@ def test_what_it_refuses():
     with pytest.raises(InvalidInput, match="restarts 0"):
         GemOptions(restarts=0)
     shape = ModelShape(1, 3, 2, 2, 1, 100)
-    assert plan_gem(PlacementProblem(np.ones((1, 1, 3)), shape, Topology.single_node(2))).score == 2.0
+    assert (
+        plan_gem(PlacementProblem(np.ones((1, 1, 3)), shape, Topology.single_node(2))).score == 2.0
+    )

@@ -49,7 +49,8 @@ def searches(draw):
 def moved_price(layer, moves):
     """What moves of experts (leave, enter, rank) cost, in copies of the nearest price."""
     return sum(
-        (layer.far[enter, rank] if enter >= 0 else 0.0) - (layer.far[leave, rank] if leave >= 0 else 0.0)
+        (layer.far[enter, rank] if enter >= 0 else 0.0)
+        - (layer.far[leave, rank] if leave >= 0 else 0.0)
         for leave, enter, rank in moves
     )
 
@@ -70,7 +71,9 @@ def every_change(fleet, i, price):
     layer, per_rank = fleet.layers[i], fleet.problem.shape.slots_per_rank
     for slot, old in enumerate(layer.row.tolist()):
         rank = slot // per_rank
-        open_ = fleet._spare(i) > 0 and fleet.rooms[i][rank] > 0 if old < 0 else layer.copies[old] > 1
+        open_ = (
+            fleet._spare(i) > 0 and fleet.rooms[i][rank] > 0 if old < 0 else layer.copies[old] > 1
+        )
         for expert in range(len(layer.copies)):
             if open_ and layer.held[expert, rank] == 0:
                 gain = change_gain(layer, fleet.curves, fleet.split, slot, expert)
@@ -103,7 +106,15 @@ def test_no_change_gains_more_than_the_best_one_found(search):
     for i, layer in enumerate(fleet.layers):
         refresh(layer, fleet.curves)
         slot, expert, gain, _, _ = best_change(
-            layer, fleet.curves, fleet.split, fleet.rooms[i], fleet._spare(i), price, MANY, LEAST, MANY
+            layer,
+            fleet.curves,
+            fleet.split,
+            fleet.rooms[i],
+            fleet._spare(i),
+            price,
+            MANY,
+            LEAST,
+            MANY,
         )
         brute = max([0.0, *every_change(fleet, i, price)])
         if slot >= 0:
@@ -120,7 +131,15 @@ def test_a_descent_ends_and_does_not_rise(search):
     for i, layer in enumerate(fleet.layers):
         before, most = refresh(layer, fleet.curves), 1_000_000
         copies, _, used = descend(
-            layer, fleet.curves, fleet.split, fleet.rooms[i], fleet._spare(i), price, MANY, LEAST, most
+            layer,
+            fleet.curves,
+            fleet.split,
+            fleet.rooms[i],
+            fleet._spare(i),
+            price,
+            MANY,
+            LEAST,
+            most,
         )
         assert used < most
         if price == 0.0 or fleet.problem.cross_node_factor == 1.0:

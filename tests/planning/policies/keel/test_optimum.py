@@ -72,7 +72,9 @@ def test_the_bound_never_passes_the_optimum_and_is_mostly_within_three_hundredth
 def test_branching_ends_at_the_optimum_where_it_has_room(instances):
     for problem, best in instances:
         shape = problem.shape
-        assert branch_bound(problem.load[:, 0], shape.num_ranks, shape.slots_per_rank) == pytest.approx(best)
+        assert branch_bound(
+            problem.load[:, 0], shape.num_ranks, shape.slots_per_rank
+        ) == pytest.approx(best)
 
 
 def test_branching_cut_short_is_still_a_bound_and_no_worse_than_a_perfect_split():

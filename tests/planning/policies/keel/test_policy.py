@@ -169,7 +169,9 @@ def large_and_skewed():
     """Every layer with a few hot experts, under the map that engines start with."""
     rng = np.random.default_rng(0)
     popularity = rng.gamma(0.5, 80.0, (1, LARGE.num_layers, LARGE.num_logical_experts))
-    load = rng.poisson(popularity * rng.uniform(0.7, 1.3, (16, *popularity.shape[1:]))).astype(np.float64)
+    load = rng.poisson(popularity * rng.uniform(0.7, 1.3, (16, *popularity.shape[1:]))).astype(
+        np.float64
+    )
     return PlacementProblem(
         load, LARGE, Topology.single_node(32), current=Placement.initial(LARGE), cost_per_move=0.5
     )

@@ -76,7 +76,9 @@ class CraftOptions:
 
     def __post_init__(self) -> None:
         if not self.min_marginal_gain >= 0:
-            raise InvalidInput(f"min_marginal_gain is {self.min_marginal_gain}, must not be negative")
+            raise InvalidInput(
+                f"min_marginal_gain is {self.min_marginal_gain}, must not be negative"
+            )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -116,7 +118,9 @@ def replica_benefit(load: NDArray[np.float64], topology: Topology, slots_per_ran
             f"{ranks} ranks x {slots_per_rank} slots = {ranks * slots_per_rank} cannot hold {experts} experts",
             Reason.EXPERT_WITHOUT_REPLICA,
         )
-    counts = np.array([2**k for k in range(ranks.bit_length()) if 2**k <= min(ranks, most)], np.int64)
+    counts = np.array(
+        [2**k for k in range(ranks.bit_length()) if 2**k <= min(ranks, most)], np.int64
+    )
     tried = [0, *counts.tolist()]
     total = load.sum(axis=0)
     rows = np.empty((layers, len(tried), ranks * slots_per_rank), np.int32)
@@ -127,12 +131,15 @@ def replica_benefit(load: NDArray[np.float64], topology: Topology, slots_per_ran
         held = np.maximum(rows[:, k], 0)
         share[:, k] = np.where(rows[:, k] >= 0, 1.0 / np.take_along_axis(copies, held, axis=1), 0.0)
     balance = np.stack(
-        [replay_layer(load[:, layer], rows[layer], share[layer], ranks) for layer in range(layers)], axis=1
+        [replay_layer(load[:, layer], rows[layer], share[layer], ranks) for layer in range(layers)],
+        axis=1,
     )
     return Benefit(counts, balance[1:] - balance[0], balance[0])
 
 
-def _copies(total: NDArray[np.float64], replicas: NDArray[np.int64], most: int) -> NDArray[np.int32]:
+def _copies(
+    total: NDArray[np.float64], replicas: NDArray[np.int64], most: int
+) -> NDArray[np.int32]:
     """(L, E) copies of each expert, at most `most`, if layer l gets `replicas[l]` more than one each."""
     layers, experts = total.shape
     logcnt = np.empty((layers, experts), np.int32)
@@ -202,7 +209,9 @@ def factor_by_memory(free_bytes_per_rank: int, bytes_per_expert: int) -> int:
     return free_bytes_per_rank // bytes_per_expert
 
 
-def choose_factor(benefit: Benefit, num_ranks: int, most: int, options: CraftOptions = CraftOptions()) -> int:
+def choose_factor(
+    benefit: Benefit, num_ranks: int, most: int, options: CraftOptions = CraftOptions()
+) -> int:
     """The replication factor R by the rule of the options.
 
     Args:
@@ -220,7 +229,10 @@ def choose_factor(benefit: Benefit, num_ranks: int, most: int, options: CraftOpt
     if factors[-1] != most:
         factors.append(most)
     gains = np.array(
-        [gain_of(benefit, allocate_replicas(benefit, f * num_ranks, options.weighting)) for f in factors]
+        [
+            gain_of(benefit, allocate_replicas(benefit, f * num_ranks, options.weighting))
+            for f in factors
+        ]
     )
     if options.rule is ReplicaRule.MARGINAL_GAIN:
         chosen, before = 0, 0.0
@@ -280,7 +292,10 @@ def plan_craft(problem: PlacementProblem, options: CraftOptions = CraftOptions()
 
 
 def place_replicas(
-    total: NDArray[np.float64], allocation: NDArray[np.int64], topology: Topology, slots_per_rank: int
+    total: NDArray[np.float64],
+    allocation: NDArray[np.int64],
+    topology: Topology,
+    slots_per_rank: int,
 ) -> Placement:
     """Copies by load, interleaved capacity and greedy packing for a given allocation.
 

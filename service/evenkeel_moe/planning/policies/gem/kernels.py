@@ -123,13 +123,19 @@ def _sum_after(
     for t in range(0, whole, 4):
         one += max(table_i[first[t] + incoming[t]], table_j[second[t] - incoming[t]], others[t])
         two += max(
-            table_i[first[t + 1] + incoming[t + 1]], table_j[second[t + 1] - incoming[t + 1]], others[t + 1]
+            table_i[first[t + 1] + incoming[t + 1]],
+            table_j[second[t + 1] - incoming[t + 1]],
+            others[t + 1],
         )
         three += max(
-            table_i[first[t + 2] + incoming[t + 2]], table_j[second[t + 2] - incoming[t + 2]], others[t + 2]
+            table_i[first[t + 2] + incoming[t + 2]],
+            table_j[second[t + 2] - incoming[t + 2]],
+            others[t + 2],
         )
         four += max(
-            table_i[first[t + 3] + incoming[t + 3]], table_j[second[t + 3] - incoming[t + 3]], others[t + 3]
+            table_i[first[t + 3] + incoming[t + 3]],
+            table_j[second[t + 3] - incoming[t + 3]],
+            others[t + 3],
         )
     for t in range(whole, steps):
         one += max(table_i[first[t] + incoming[t]], table_j[second[t] - incoming[t]], others[t])

@@ -14,7 +14,12 @@ __all__ = ["edges"]
 def edges(
     layer: Layer, curves: Curves, split: Split, price: float
 ) -> tuple[
-    NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int64], int
+    NDArray[np.float64],
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.float64],
+    NDArray[np.int64],
+    int,
 ]:
     """The best copy to add to and to drop from every rank of one layer.
 
@@ -55,7 +60,9 @@ def edges(
                 continue
             _, cost = copies_of_change(layer, rank, -1, expert)
             copies = layer.copies[expert]
-            promise = borne[expert] / (copies * (copies + 1)) - layer.slope[expert, rank] / (copies + 1)
+            promise = borne[expert] / (copies * (copies + 1)) - layer.slope[expert, rank] / (
+                copies + 1
+            )
             if promise - price * cost <= add[rank]:
                 continue
             used += 1

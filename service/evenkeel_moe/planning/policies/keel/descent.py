@@ -59,7 +59,15 @@ def descend(
         used += spent
         best = gains[0] if len(gains) else least
         slot, expert, _, more, spent = best_change(
-            layer, curves, split, room, spare - added, price, allowance - copies, best, evaluations - used
+            layer,
+            curves,
+            split,
+            room,
+            spare - added,
+            price,
+            allowance - copies,
+            best,
+            evaluations - used,
         )
         used += spent
         touched[:] = False

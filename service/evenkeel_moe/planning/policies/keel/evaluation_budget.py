@@ -28,7 +28,11 @@ class Evaluations:
     """
 
     def __init__(self, problem: PlacementProblem) -> None:
-        layers, experts, ranks = problem.load.shape[1], problem.load.shape[2], problem.shape.num_ranks
+        layers, experts, ranks = (
+            problem.load.shape[1],
+            problem.load.shape[2],
+            problem.shape.num_ranks,
+        )
         size = experts * ranks * len(problem.load)
         self._pooled = layers * experts * ranks <= _SMALL
         self.share = total = _LEAST_TOTAL
@@ -37,7 +41,9 @@ class Evaluations:
             self.share = max(_LEAST_TOTAL // layers, for_size)
             total = self.share * layers
         self.used = 0
-        self._total = total if problem.max_evaluations is None else min(total, problem.max_evaluations)
+        self._total = (
+            total if problem.max_evaluations is None else min(total, problem.max_evaluations)
+        )
         self._spent = np.zeros(layers, np.int64)
         self._kept = 0
 

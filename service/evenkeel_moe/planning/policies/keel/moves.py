@@ -54,7 +54,9 @@ def shift(
             out[t] += cost * cost - powers[rank, t]
     else:
         for t in range(out.shape[0]):
-            tokens = max(ranks[rank, t] + by_first * load[first, t] + by_second * load[second, t], 0.0)
+            tokens = max(
+                ranks[rank, t] + by_first * load[first, t] + by_second * load[second, t], 0.0
+            )
             out[t] += power(smooth_cost(tokens, rank, curves), curves.doublings) - powers[rank, t]
 
 
@@ -155,7 +157,9 @@ def _reshare(layer: Layer, split: Split, expert: int) -> None:
     """Bring shares and rank loads of one expert in line with who holds it."""
     old = layer.moved[0]
     old[:] = layer.share[expert]
-    expert_shares(layer.held[expert], layer.copies[expert], layer.source[expert], split, layer.share[expert])
+    expert_shares(
+        layer.held[expert], layer.copies[expert], layer.source[expert], split, layer.share[expert]
+    )
     for rank in range(old.shape[0]):
         change = layer.share[expert, rank] - old[rank]
         if change != 0.0:

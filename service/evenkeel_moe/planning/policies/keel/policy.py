@@ -75,7 +75,14 @@ class KeelOptions:
     change: ChangeRules = field(default_factory=ChangeRules)
 
     def __post_init__(self) -> None:
-        for name in ("stickiness", "caution", "few", "few_stickiness", "first_stickiness", "foresight"):
+        for name in (
+            "stickiness",
+            "caution",
+            "few",
+            "few_stickiness",
+            "first_stickiness",
+            "foresight",
+        ):
             if not 0 <= getattr(self, name) < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}, must be in [0, 1)")
 
@@ -128,9 +135,13 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
         with evaluations.keeping(0.5):
             best, price = _search(expected, outlook, options, evaluations)
         # Searched under an even split all the same: another choice among what was found must promise more than chance.
-        plain, _ = _search(replace(expected, dispatch=DispatchModel.EVEN), outlook, options, evaluations)
+        plain, _ = _search(
+            replace(expected, dispatch=DispatchModel.EVEN), outlook, options, evaluations
+        )
         weights = outlook.weights
-        if _time(expected, weights, best) > (1.0 - _WORTH_CHOOSING) * _time(expected, weights, plain):
+        if _time(expected, weights, best) > (1.0 - _WORTH_CHOOSING) * _time(
+            expected, weights, plain
+        ):
             best = plain
     else:
         best, price = _search(expected, outlook, options, evaluations)
@@ -142,12 +153,16 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
         "forecast_error": outlook.forecast_error,
         "price": price,
         "gap": score / bound - 1.0 if bound > 0 else 0.0,
-        "copies": 0.0 if problem.current is None else float(relabel.count_moves(problem.current, best)),
+        "copies": 0.0
+        if problem.current is None
+        else float(relabel.count_moves(problem.current, best)),
     }
     return Proposal(best, score, evaluations.used, bound, numbers)
 
 
-def _look_ahead(problem: PlacementProblem, options: KeelOptions) -> tuple[PlacementProblem, _Outlook, Change]:
+def _look_ahead(
+    problem: PlacementProblem, options: KeelOptions
+) -> tuple[PlacementProblem, _Outlook, Change]:
     """The problem with the loads to plan for, what else its window says of the steps to come, and its newest change."""
     weights, change = step_weights(problem.load, options.change)
     foreseen = forecast(problem.load)
@@ -167,7 +182,9 @@ def _search(
     """(placement, price of a copy in layer times): the better of what is found from here and from EPLB's."""
     weights = outlook.weights
     start = None if problem.current is None else fit_to_budget(problem, problem.current)
-    fleet = Fleet(problem, start if start is not None else cold_start(problem), weights, evaluations)
+    fleet = Fleet(
+        problem, start if start is not None else cold_start(problem), weights, evaluations
+    )
     price = _price(problem, outlook, fleet, options)
     _improve(fleet, price, options)
     best = fleet.placement()
@@ -209,7 +226,10 @@ def _improve(fleet: Fleet, price: float, options: KeelOptions) -> None:
 
 
 def _anew(
-    problem: PlacementProblem, weights: NDArray[np.float64], best: Placement, evaluations: Evaluations
+    problem: PlacementProblem,
+    weights: NDArray[np.float64],
+    best: Placement,
+    evaluations: Evaluations,
 ) -> Placement:
     """`_search` from nothing, with a placement found already: also from the engines' start, and then by the very maximum.
 
@@ -246,7 +266,9 @@ def _shrunk(problem: PlacementProblem) -> PlacementProblem:
     return replace(problem, source_load=even + _TRUST * (problem.source_load - even))
 
 
-def _price(problem: PlacementProblem, outlook: _Outlook, fleet: Fleet, options: KeelOptions) -> float:
+def _price(
+    problem: PlacementProblem, outlook: _Outlook, fleet: Fleet, options: KeelOptions
+) -> float:
     """What a copy must save per step, in layer times."""
     if problem.current is None:
         return 0.0
@@ -259,7 +281,11 @@ def _price(problem: PlacementProblem, outlook: _Outlook, fleet: Fleet, options: 
 
 
 def _total(
-    problem: PlacementProblem, weights: NDArray[np.float64], placement: Placement, price: float, fleet: Fleet
+    problem: PlacementProblem,
+    weights: NDArray[np.float64],
+    placement: Placement,
+    price: float,
+    fleet: Fleet,
 ) -> float:
     """Predicted time of the window plus the price of the copies, both in the unit of the score."""
     score = _time(problem, weights, placement)
@@ -282,4 +308,6 @@ def _rival(problem: PlacementProblem) -> Placement | None:
         proposal = plan_eplb(problem)
     except (InvalidInput, InfeasiblePlan):
         return None
-    return relabel.relabel(problem, proposal.placement, keep_nodes=proposal.numbers["keep_nodes"] > 0)
+    return relabel.relabel(
+        problem, proposal.placement, keep_nodes=proposal.numbers["keep_nodes"] > 0
+    )

@@ -185,7 +185,9 @@ def _open_slots(
                 count += 1
         elif copies[old] > 1:
             others = borne[old] / copies[old] - slope[old, rank] * share[old, rank]
-            drops[count] = slope[old, rank] * share[old, rank] - others * (1.0 / (copies[old] - 1.0))
+            drops[count] = slope[old, rank] * share[old, rank] - others * (
+                1.0 / (copies[old] - 1.0)
+            )
             slots[count] = slot
             count += 1
     return slots[:count], drops[:count]

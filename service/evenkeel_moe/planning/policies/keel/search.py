@@ -23,7 +23,11 @@ from evenkeel_moe.planning.policies.keel.state import (
     refresh,
 )
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel, PlacementProblem, origin_shares
+from evenkeel_moe.planning.problem.placement_problem import (
+    DispatchModel,
+    PlacementProblem,
+    origin_shares,
+)
 
 __all__ = ["Fleet"]
 
@@ -73,7 +77,8 @@ class Fleet:
         self.unit_cost = fluid or 1.0
         self.curves = _scaled_curves(problem, self.unit_tokens, self.unit_cost, sharp)
         self.split = Split(
-            problem.dispatch is DispatchModel.NEAREST, np.array(problem.topology.node_of_rank, np.int64)
+            problem.dispatch is DispatchModel.NEAREST,
+            np.array(problem.topology.node_of_rank, np.int64),
         )
         source = _origin_shares(problem)
         self.layers: list[Layer] = [
@@ -109,7 +114,9 @@ class Fleet:
             return
         with self.evaluations.keeping(_KEPT_FOR_CHOSEN):
             self._descend_levels(every, price)
-        changed = [i for i, layer in enumerate(self.layers) if (layer.row != self.start.phy2log[i]).any()]
+        changed = [
+            i for i, layer in enumerate(self.layers) if (layer.row != self.start.phy2log[i]).any()
+        ]
         if len(changed) <= most:
             return
         gains = {i: self._gain(i, price) for i in changed}
@@ -282,7 +289,9 @@ class Fleet:
         if pool is None:
             self.rooms = [np.full(ranks, _UNLIMITED) for _ in self.layers]
             return
-        filled = np.stack([(layer.row.reshape(ranks, -1) >= 0).sum(axis=1) for layer in self.layers])
+        filled = np.stack(
+            [(layer.row.reshape(ranks, -1) >= 0).sum(axis=1) for layer in self.layers]
+        )
         shared = np.asarray(pool - filled.sum(axis=0), np.int64)
         self.rooms = [shared] * len(self.layers)
 
@@ -303,13 +312,17 @@ class Fleet:
         return allowed
 
 
-def _scaled_curves(problem: PlacementProblem, unit_tokens: float, unit_cost: float, sharp: bool) -> Curves:
+def _scaled_curves(
+    problem: PlacementProblem, unit_tokens: float, unit_cost: float, sharp: bool
+) -> Curves:
     """The problem's cost curves in search units; straight ones without stairs."""
     ranks = problem.shape.num_ranks
     costs = problem.costs
     doublings = SHARP if sharp or unit_tokens >= _MANY_TOKENS else SMOOTH
     if costs is None:
-        return Curves(np.ones(ranks) * unit_tokens / unit_cost, 0.0, np.zeros((ranks, 1)), doublings)
+        return Curves(
+            np.ones(ranks) * unit_tokens / unit_cost, 0.0, np.zeros((ranks, 1)), doublings
+        )
     _, stairs, slope = metrics.cost_arrays(costs, ranks)
     rates = slope * unit_tokens / unit_cost
     straight = np.arange(1, stairs.shape[1] + 1) * costs.tile_tokens * slope[:, None]

@@ -43,7 +43,11 @@ class Budget:
                     f"{layers} layers x {wanted} copies exceed {ranks} ranks x {pool} pooled slots",
                     Reason.POOL_EXCEEDED,
                 )
-            self.total = min(self.total, pool * ranks) if problem.replica_budget is not None else pool * ranks
+            self.total = (
+                min(self.total, pool * ranks)
+                if problem.replica_budget is not None
+                else pool * ranks
+            )
 
     def equal_share(self, layers: int) -> int:
         """Copies every layer can hold alike."""
@@ -87,7 +91,9 @@ def cold_start(problem: PlacementProblem) -> Placement:
     capacity = np.full((layers, ranks), base, np.int64)
     for layer in range(layers):
         capacity[layer, (np.arange(rest) + layer * rest) % ranks] += 1
-    rows = pack_copies(load, logcnt, capacity, shape.slots_per_rank, linear_rates(problem.costs, ranks))
+    rows = pack_copies(
+        load, logcnt, capacity, shape.slots_per_rank, linear_rates(problem.costs, ranks)
+    )
     return Placement(rows, ranks, shape.num_logical_experts)
 
 
@@ -109,7 +115,9 @@ def fit_to_budget(problem: PlacementProblem, current: Placement) -> Placement | 
     per_rank = shape.slots_per_rank
     load = problem.load.sum(axis=0)
     by_rank = rows.reshape(shape.num_layers, shape.num_ranks, per_rank)
-    again = (by_rank[..., :, None] == by_rank[..., None, :]) & np.tri(per_rank, k=-1, dtype=np.bool_)
+    again = (by_rank[..., :, None] == by_rank[..., None, :]) & np.tri(
+        per_rank, k=-1, dtype=np.bool_
+    )
     by_rank[again.any(axis=-1)] = EMPTY
     if budget.pool_per_rank is None:
         filled = (rows >= 0).sum(axis=1)
@@ -138,12 +146,16 @@ def _cheapest(
 def _drop(
     row: NDArray[np.int32], load: NDArray[np.float64], surplus: int, rank: int | None, per_rank: int
 ) -> None:
-    slots = np.arange(len(row)) if rank is None else np.arange(rank * per_rank, (rank + 1) * per_rank)
+    slots = (
+        np.arange(len(row)) if rank is None else np.arange(rank * per_rank, (rank + 1) * per_rank)
+    )
     for _ in range(surplus):
         row[_cheapest(row, load, slots)[1]] = EMPTY
 
 
-def _drop_to_pool(rows: NDArray[np.int32], load: NDArray[np.float64], budget: Budget, per_rank: int) -> None:
+def _drop_to_pool(
+    rows: NDArray[np.int32], load: NDArray[np.float64], budget: Budget, per_rank: int
+) -> None:
     """Empty slots until every rank's pool and the whole budget hold."""
     layers, slots = rows.shape
     ranks = slots // per_rank
@@ -155,7 +167,8 @@ def _drop_to_pool(rows: NDArray[np.int32], load: NDArray[np.float64], budget: Bu
         _, slot, layer = min(choices)
         if slot < 0:
             raise InfeasiblePlan(
-                "a rank's pool is smaller than the experts that have no other copy", Reason.POOL_EXCEEDED
+                "a rank's pool is smaller than the experts that have no other copy",
+                Reason.POOL_EXCEEDED,
             )
         rows[layer, slot] = EMPTY
 

@@ -115,7 +115,9 @@ def smooth_cost(load: float, rank: int, curves: Curves) -> float:
     tiles = curves.stairs.shape[1]
     at = load / curves.tile + 0.5
     if at >= tiles:
-        return float(curves.stairs[rank, tiles - 1] + (at - tiles) * curves.tile * curves.rates[rank])
+        return float(
+            curves.stairs[rank, tiles - 1] + (at - tiles) * curves.tile * curves.rates[rank]
+        )
     if at < 1.0:
         return float(curves.stairs[rank, 0] * (2.0 * at - 1.0))
     low = int(at)
