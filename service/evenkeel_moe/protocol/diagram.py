@@ -30,7 +30,7 @@ def page() -> str:
     parts = [
         "# The machines of the switch",
         "",
-        "Drawn from `service/evenkeel_moe/protocol/tables.py` by `python -m evenkeel_moe.protocol.diagram`; a test holds the two",
+        "Drawn from `service/evenkeel_moe/protocol/transitions.py` by `python -m evenkeel_moe.protocol.diagram`; a test holds the two",
         "together. A cell names the method that takes the event; *ignored* may happen and changes nothing, *illegal* is a",
         "bug of ours and raises, *violation* is what no correct peer sends and alerts. Arrows are what may move a state.",
     ]

@@ -63,7 +63,8 @@ from evenkeel_moe.planning.schedule.relabel import relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 
 def compiled():
-    modules = [importlib.import_module("evenkeel_moe.planning." + m.name) for m in pkgutil.iter_modules(evenkeel_moe.planning.__path__)]
+    found = pkgutil.walk_packages(evenkeel_moe.planning.__path__, "evenkeel_moe.planning.")
+    modules = [importlib.import_module(m.name) for m in found]
     return {k: len(v.signatures) for m in modules for k, v in vars(m).items() if isinstance(v, Dispatcher)}
 
 policies.warm_kernels()
