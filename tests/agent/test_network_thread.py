@@ -3,7 +3,7 @@
 import numpy as np
 import structlog
 
-from evenkeel_moe.agent import network_thread as uplink
+from evenkeel_moe.agent import network_thread
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
@@ -26,10 +26,10 @@ class OnceUnreadable(Recorder):
 
 
 def test_a_report_that_fails_does_not_end_the_reporter(monkeypatch):
-    monkeypatch.setattr(uplink, "_AFTER_MISTAKE_S", 0.01)
+    monkeypatch.setattr(network_thread, "_AFTER_MISTAKE_S", 0.01)
     recorder, link = OnceUnreadable(8, 1, 1), PortLink()
     identity = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 5)
-    thread = uplink.Uplink(link, recorder, identity, CountingSide.DESTINATION)
+    thread = network_thread.NetworkThread(link, recorder, identity, CountingSide.DESTINATION)
     with structlog.testing.capture_logs() as logs:
         thread.start(None)
         try:

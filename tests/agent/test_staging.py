@@ -77,7 +77,7 @@ class Wishes:
     def __init__(self):
         self.serials = []
 
-    def wish_rebuild(self, serial):
+    def request_rebuild(self, serial):
         self.serials.append(serial)
 
 

@@ -380,7 +380,7 @@ class SimRank:
             return
         self.world.note(f"rank {self.rank} aborts communicator {self.comm_serial}")
         self.comm_broken = True
-        self.gate.wish_rebuild(self.comm_serial)
+        self.gate.request_rebuild(self.comm_serial)
         for site in self.sites.values():
             if site.job is not None:
                 site.job.fail("transfer_timeout")

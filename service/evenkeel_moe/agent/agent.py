@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.agent.build import Connect, free_bytes, make_participant, make_transport
 from evenkeel_moe.agent.checksums import agree_on_checksums, agree_on_start, checksums_digest
 from evenkeel_moe.agent.config import AgentConfig
-from evenkeel_moe.agent.network_thread import Uplink
+from evenkeel_moe.agent.network_thread import NetworkThread
 from evenkeel_moe.agent.ports import (
     ExpertWeights,
     GateFailed,
@@ -166,10 +166,10 @@ class Agent:
             else shape.num_logical_experts
         )
         self._recorder = Recorder(config.ring_steps, shape.num_layers, width)
-        self._uplink: Uplink | None = None
+        self._network: NetworkThread | None = None
         if link is not None:
-            self._uplink = Uplink(link, self._recorder, config.identity, config.side)
-            self._uplink.start(self)
+            self._network = NetworkThread(link, self._recorder, config.identity, config.side)
+            self._network.start(self)
 
     # --- the engine's thread ------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Agent:
             self._gate_group, self._config.identity.rank, self.placement, self._weights
         )
         if checksums is None:
-            self.take_no_more(
+            self.disable_migration(
                 f"weights {weights_version} were loaded with replicas that differ, or not for every expert"
             )
         self.feed(WeightsReloaded(weights_version, checksums or ()))
@@ -257,10 +257,10 @@ class Agent:
     def tell_curve(self, curve: CostCurve) -> None:
         """Tell the controller how long a layer takes here by its tokens, now and on every new stream."""
         self._curve = curve
-        if self._uplink is not None:
-            self._uplink.send(curve, None)
+        if self._network is not None:
+            self._network.send(curve, None)
 
-    def take_no_more(self, why: str) -> None:
+    def disable_migration(self, why: str) -> None:
         """Refuse every further wave; telemetry goes on. Said once, and with every heartbeat."""
         if self._trouble:
             return
@@ -270,8 +270,8 @@ class Agent:
 
     def close(self) -> None:
         """End the threads and the transfers. The gate's communicator goes with the process."""
-        if self._uplink is not None:
-            self._uplink.close()
+        if self._network is not None:
+            self._network.close()
         self._worker.close()
 
     def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:
@@ -293,7 +293,7 @@ class Agent:
                 self._leave_by(gate.on_failure(f"the poll could not begin: {error}"))
         for fault in gate.faults:
             _log.error("gate_fault", detail=fault)
-            self.take_no_more(f"the agent failed at the gate: {fault}")
+            self.disable_migration(f"the agent failed at the gate: {fault}")
         gate.faults.clear()
 
     def _wait_poll(self) -> PollResolved | PollFailed:
@@ -365,13 +365,15 @@ class Agent:
                     self._carry_out(action)
             except Exception as error:  # a bug of ours: refuse waves, keep polling
                 _log.exception("participant_failed", story=self._participant.story)
-                self.take_no_more(f"the agent failed at {type(event).__name__}: {error!r:.200}")
+                self.disable_migration(
+                    f"the agent failed at {type(event).__name__}: {error!r:.200}"
+                )
 
     def _carry_out(self, action: ParticipantAction) -> None:
         match action:
             case SendToController(message=message, stream=stream):
-                if self._uplink is not None:
-                    self._uplink.send(message, stream)
+                if self._network is not None:
+                    self._network.send(message, stream)
             case StartStaging(prepare=prepare):
                 new = self._participant.next_placement
                 assert new is not None
@@ -389,10 +391,10 @@ class Agent:
 
     # --- StagingEvents, on the transfer thread ----------------------------------------------------
 
-    def wish_rebuild(self, serial: int) -> None:
+    def request_rebuild(self, serial: int) -> None:
         """The transfer communicator `serial` broke: ask the group for the next at the coming polls (R10)."""
         with self._lock:
-            self._gate.wish_rebuild(serial)
+            self._gate.request_rebuild(serial)
 
     def progress(self, wave: WaveKey, done: int, total: int) -> None:
         """Tell the controller how far staging is, a few times a second."""
@@ -400,8 +402,8 @@ class Agent:
         if done < total and now - self._progress_at < _PROGRESS_INTERVAL_S:
             return
         self._progress_at = now
-        if self._uplink is not None:
-            self._uplink.send(StagingProgress(wave, done, total), None)
+        if self._network is not None:
+            self._network.send(StagingProgress(wave, done, total), None)
         if self._on_progress is not None:
             self._on_progress(wave, done, total)
 
@@ -445,12 +447,12 @@ class Agent:
 
     def received(self, stream: int, message: ToRankLink) -> None:
         """A message of the controller: telemetry's own words stop here, the rest goes to the participant."""
-        assert self._uplink is not None
+        assert self._network is not None
         match message:
             case Registration(flow=flow, highest_step=highest_step):
-                self._uplink.reporter.registered(flow, highest_step)
+                self._network.reporter.registered(flow, highest_step)
                 if self._curve is not None:
-                    self._uplink.send(self._curve, stream)
+                    self._network.send(self._curve, stream)
                 if message.reason is not None:
                     _log.warning(
                         "registered",
@@ -459,9 +461,9 @@ class Agent:
                         detail=message.detail,
                     )
             case ReportAck(highest_step=highest_step):
-                self._uplink.reporter.acknowledged(highest_step)
+                self._network.reporter.acknowledged(highest_step)
             case FlowControl():
-                self._uplink.reporter.paced(message)
+                self._network.reporter.paced(message)
             case NotLeader():
                 return
             case _:
@@ -470,5 +472,5 @@ class Agent:
 
     def lost(self, stream: int) -> None:
         """The stream ended; steps wait in the ring."""
-        assert self._uplink is not None
-        self._uplink.reporter.lost()
+        assert self._network is not None
+        self._network.reporter.lost()

@@ -149,7 +149,7 @@ class GuestAgent(Agent):
             if armed:
                 raise
             self._off = True
-            self.take_no_more(f"the gate failed, and no wave was under way: {error}")
+            self.disable_migration(f"the gate failed, and no wave was under way: {error}")
 
     def layer_switched(self, layer: int, seconds: float = 0.0) -> None:
         """The engine switched one layer of the move; `seconds`: how long the step was held up."""
@@ -176,7 +176,7 @@ class GuestAgent(Agent):
         if len(wrong):
             layers = sorted({int(layer) for layer, _ in wrong})
             reason = self._engine.fault() or "the engine did not say why"
-            self.take_no_more(
+            self.disable_migration(
                 f"the engine ended {move.wave.plan_id} with {len(wrong)} of {move.placement.phy2log.size} slots"
                 f" not as planned, in layers {layers[:8]}: {reason}"
             )
@@ -205,7 +205,7 @@ class GuestAgent(Agent):
                 return
             shape = self._config.shape
             if np.shape(phy2log) != participant.placement.phy2log.shape:
-                self.take_no_more(
+                self.disable_migration(
                     f"the engine went from {participant.placement.phy2log.shape} layers and slots to"
                     f" {np.shape(phy2log)}: restart this group"
                 )
@@ -242,7 +242,7 @@ class GuestAgent(Agent):
         ):
             return
         why = fault or f"no layer for {move.quiet_steps} steps and {quiet_s:.0f} s"
-        self.take_no_more(
+        self.disable_migration(
             f"{move.wave.plan_id} stopped with {len(move.done)} of {len(move.layers)} layers switched: {why}."
             " Every layer is whole and serving goes on; only a restart of the group moves experts again"
         )
@@ -261,7 +261,7 @@ class GuestAgent(Agent):
                 found = checksum(self._weights.tensors(layer, local))
                 expected = checksums[layer * placement.num_logical_experts + expert]
                 if found != expected:
-                    self.take_no_more(
+                    self.disable_migration(
                         f"layer {layer} slot {rank * per_rank + local} holds {found:016x}, expert {expert} was"
                         f" registered as {expected:016x} ({Reason.CHECKSUM_MISMATCH}): restart this group"
                     )

@@ -15,13 +15,13 @@ from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import FromRankLink
 
-__all__ = ["Uplink"]
+__all__ = ["NetworkThread"]
 
 _log = structlog.get_logger(__name__)
 _AFTER_MISTAKE_S = 5.0
 
 
-class Uplink:
+class NetworkThread:
     """Owns the event loop; other threads only `send`."""
 
     def __init__(

@@ -52,7 +52,7 @@ class StagingEvents(Protocol):
         """An event for the participant."""
         ...
 
-    def wish_rebuild(self, serial: int) -> None:
+    def request_rebuild(self, serial: int) -> None:
         """The communicator `serial` is broken."""
         ...
 
@@ -163,7 +163,7 @@ class StagingWorker:
             _log.exception("staging_failed", wave=str(wave))
             outcome = StageOutcome(Reason.TRANSFER_FAILED, repr(error)[:200])
         if self._transport.broken:
-            self._events.wish_rebuild(self._transport.serial)
+            self._events.request_rebuild(self._transport.serial)
         if outcome.reason is None:
             self._events.feed(StagingFinished(wave))
         else:
@@ -218,7 +218,7 @@ class StagingWorker:
         self._forget()
         if self._transport.broken:
             self._undrained = wave
-            self._events.wish_rebuild(self._transport.serial)
+            self._events.request_rebuild(self._transport.serial)
         else:
             self._events.feed(TransportDrained(wave))
 
@@ -236,7 +236,7 @@ class StagingWorker:
                 detail=str(error),
                 exc_info=not isinstance(error, Unavailable),
             )
-            self._events.wish_rebuild(serial)
+            self._events.request_rebuild(serial)
             return
         wave, self._undrained = self._undrained, None
         if wave is not None:

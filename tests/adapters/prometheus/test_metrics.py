@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from evenkeel_moe.adapters.prometheus.metric_families import (
-    DeploymentFigures,
-    LayerFigures,
-    PlanFigures,
+    DeploymentGauges,
+    LayerGauges,
+    PlanGauges,
 )
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.errors import Reason
@@ -17,13 +17,13 @@ from evenkeel_moe.model.topology import ModelShape
 from tests.api.fakes import NOW, make_plan, make_rank, make_status
 
 BALANCE = {Phase.PREFILL: (0.8, 0.6), Phase.DECODE: (None, None)}
-FIGURES = DeploymentFigures(
+FIGURES = DeploymentGauges(
     newest_step_at_unix=NOW,
     live_replicas=(0, 5, 3),
     down_to_one=1,
     redundant=(1, 1.5, 2),
-    layers=(LayerFigures(1, 0.6, 2, (1.2, 0.8)), LayerFigures(0, None, 1)),
-    last_plan=PlanFigures(NOW, 0.2, 0.15, 0.95, 0.93),
+    layers=(LayerGauges(1, 0.6, 2, (1.2, 0.8)), LayerGauges(0, None, 1)),
+    last_plan=PlanGauges(NOW, 0.2, 0.15, 0.95, 0.93),
     last_failure=(NOW, "prepare_deadline"),
 )
 
@@ -183,7 +183,7 @@ def test_series_stay_few_at_72_ranks_61_layers_256_experts(metrics, registry):
     metrics.refresh(
         make_status("wide", shape=shape, ranks=ranks, active_plan=make_plan()),
         dict.fromkeys(Phase, (0.9, 0.8)),
-        replace(FIGURES, layers=tuple(LayerFigures(layer, 0.5, 2) for layer in range(5))),
+        replace(FIGURES, layers=tuple(LayerGauges(layer, 0.5, 2) for layer in range(5))),
     )
     # 72 ranks x 7 series, two counters over the closed list of reasons, 5 layers x 2, 28 buckets, the rest
     # single: nothing grows with the 61 x 256 experts.

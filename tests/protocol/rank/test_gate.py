@@ -146,11 +146,11 @@ def test_digest_depends_on_k_d_and_the_deployments():
 def test_rebuild_is_agreed_by_the_vector():
     """R10: rebuilding the communicator is agreed in the poll vector; one rank's wish is enough."""
     gates = gates_of([participant_of(), participant_of()])
-    gates[1].wish_rebuild(0)
+    gates[1].request_rebuild(0)
     assert steps(gates, 5) == [(5, rank, msg.RebuildTransport(1)) for rank in (0, 1)]
-    gates[0].wish_rebuild(0)
+    gates[0].request_rebuild(0)
     assert steps(gates, 6) == [], "news of a communicator that is already replaced"
-    gates[0].wish_rebuild(1)
+    gates[0].request_rebuild(1)
     assert [action for _, _, action in steps(gates, 6)] == [msg.RebuildTransport(2)] * 2
 
 

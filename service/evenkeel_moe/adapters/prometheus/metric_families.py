@@ -1,6 +1,6 @@
 """The gauges: from the newest view of each deployment to families of series.
 
-A value that is None has no series. Labels are closed lists, ranks, and layers as far as `DeploymentFigures`
+A value that is None has no series. Labels are closed lists, ranks, and layers as far as `DeploymentGauges`
 carries them; nothing here grows with experts.
 """
 
@@ -12,14 +12,14 @@ from prometheus_client.core import GaugeMetricFamily
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.ports import DeploymentStatus, RankStatus
 
-__all__ = ["DeploymentFigures", "LayerFigures", "PhaseBalance", "PlanFigures", "View", "families"]
+__all__ = ["DeploymentGauges", "LayerGauges", "PhaseBalance", "PlanGauges", "View", "families"]
 
 PhaseBalance = Mapping[Phase, tuple[float | None, float | None]]
 """Balancedness (mean, worst layer) of each phase's window; None where the window holds no load."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFigures:
+class LayerGauges:
     """One MoE layer that gets series of its own."""
 
     layer: int
@@ -31,7 +31,7 @@ class LayerFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanFigures:
+class PlanGauges:
     """The newest committed plan: what it promised, and what the steps since then say."""
 
     committed_at_unix: float
@@ -44,7 +44,7 @@ class PlanFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class DeploymentFigures:
+class DeploymentGauges:
     """What gauges tell beyond a `DeploymentStatus`."""
 
     newest_step_at_unix: float | None = None
@@ -55,9 +55,9 @@ class DeploymentFigures:
     """(layer, expert) pairs placed on several ranks of which one is alive."""
     redundant: tuple[int, float, int] | None = None
     """Least, mean and most filled slots a layer has beyond one for each expert."""
-    layers: tuple[LayerFigures, ...] = ()
+    layers: tuple[LayerGauges, ...] = ()
     """The worst layers, worst first."""
-    last_plan: PlanFigures | None = None
+    last_plan: PlanGauges | None = None
     last_failure: tuple[float, str] | None = None
     """When the newest aborted plan ended [Unix s], and its Reason."""
 
@@ -68,7 +68,7 @@ class View:
 
     status: DeploymentStatus
     per_phase: PhaseBalance
-    figures: DeploymentFigures
+    figures: DeploymentGauges
 
 
 def families(views: list[View]) -> Iterable[GaugeMetricFamily]:

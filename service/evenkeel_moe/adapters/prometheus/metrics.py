@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from evenkeel_moe import __version__
 from evenkeel_moe.adapters.prometheus.metric_families import (
-    DeploymentFigures,
+    DeploymentGauges,
     PhaseBalance,
     View,
     families,
@@ -180,7 +180,7 @@ class ControllerMetrics(Collector):
         self,
         status: DeploymentStatus,
         per_phase: PhaseBalance,
-        figures: DeploymentFigures = DeploymentFigures(),  # noqa: B008 - frozen
+        figures: DeploymentGauges = DeploymentGauges(),  # noqa: B008 - frozen
     ) -> None:
         """Replace all gauges of a deployment led here; what is None has no series afterwards."""
         name = status.deployment

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.prometheus.metric_families import (
-    DeploymentFigures,
-    LayerFigures,
-    PlanFigures,
+    DeploymentGauges,
+    LayerGauges,
+    PlanGauges,
 )
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.ids import EpRank, PlanId
@@ -144,7 +144,7 @@ class Coverage:
 
 
 class Figures:
-    """`DeploymentFigures` of one deployment, kept up to date."""
+    """`DeploymentGauges` of one deployment, kept up to date."""
 
     def __init__(self, deployment: "Deployment", limits: FigureLimits) -> None:
         self._deployment = deployment
@@ -152,20 +152,20 @@ class Figures:
         self._realised = Realised()
         self._coverage = Coverage()
 
-    def now(self) -> DeploymentFigures:
+    def now(self) -> DeploymentGauges:
         """What is so now; the deployment's balance must be up to date."""
         deployment, control = self._deployment, self._deployment.control
         newest_at, placement = deployment.ingest.newest_at, control.placement
         newest_at_unix = None if newest_at is None else newest_at + deployment.unix_offset_s
         if placement is None:
-            return DeploymentFigures(newest_at_unix, last_failure=self._failure())
+            return DeploymentGauges(newest_at_unix, last_failure=self._failure())
         now, membership = deployment.outside.clock.monotonic(), control.membership
         live = np.array(
             [membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks)], bool
         )
         counts, down = self._coverage.live_replicas(placement, live)
         redundant = (placement.phy2log >= 0).sum(axis=1) - placement.num_logical_experts
-        return DeploymentFigures(
+        return DeploymentGauges(
             newest_step_at_unix=newest_at_unix,
             live_replicas=counts,
             down_to_one=down,
@@ -177,7 +177,7 @@ class Figures:
 
     def _layers(
         self, placement: Placement, redundant: NDArray[np.int64]
-    ) -> tuple[LayerFigures, ...]:
+    ) -> tuple[LayerGauges, ...]:
         by_layer = self._deployment.balance.by_layer()
         if by_layer is None:
             return ()
@@ -186,7 +186,7 @@ class Figures:
         worst = np.argsort(by_layer, kind="stable")[: max(self._limits.worst_layers, by_rank)]
         loads = self._layer_loads(placement) if by_rank else None
         return tuple(
-            LayerFigures(
+            LayerGauges(
                 int(layer),
                 float(by_layer[layer]) if math.isfinite(by_layer[layer]) else None,
                 int(redundant[layer]),
@@ -211,7 +211,7 @@ class Figures:
         load = np.sum(sums, axis=0)
         return metrics.window_rank_load(load[None], placement, self._deployment.split())
 
-    def _last_plan(self) -> PlanFigures | None:
+    def _last_plan(self) -> PlanGauges | None:
         record = self._newest(PlanPhase.COMMITTED)
         if record is None:
             return None
@@ -220,9 +220,9 @@ class Figures:
             self._realised.update(record, deployment.ingest.parts(), deployment.split())
         except EvenkeelError:
             # The plan is of a group of another shape: nothing of it can be measured here.
-            return PlanFigures(record.updated_at, None, None, None, None)
+            return PlanGauges(record.updated_at, None, None, None, None)
         numbers = record.plan.numbers
-        return PlanFigures(
+        return PlanGauges(
             record.updated_at,
             numbers.get("gain"),
             self._realised.gain,

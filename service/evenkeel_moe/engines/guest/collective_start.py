@@ -120,4 +120,4 @@ def engine_spared(guest: _Guest, hook: str) -> Iterator[None]:
         if agent is None or not agent.trouble:
             _log.exception("hook_failed", hook=hook)
         if agent is not None:
-            agent.take_no_more(f"the plugin failed in {hook}: {error!r:.200}")
+            agent.disable_migration(f"the plugin failed in {hook}: {error!r:.200}")

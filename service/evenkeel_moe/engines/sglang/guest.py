@@ -277,7 +277,7 @@ class SglangGuest:
         if np.array_equal(now, agent.placement.phy2log):
             return
         if self.places:
-            agent.take_no_more(
+            agent.disable_migration(
                 "SGLang's EPLB moved experts that no plan moved: another writer beside ours"
             )
         agent.engine_rebalanced(now)

@@ -123,12 +123,12 @@ class VllmGuest:
         if not self.places:
             self.agent.observe_as_asked()
         elif self.state.policy is not self._policy:
-            self.agent.take_no_more(
+            self.agent.disable_migration(
                 f"vLLM's EPLB plans with {self.state.policy.__name__}, not with the controller's plans:"
                 " another plugin replaced the planner"
             )
         elif getattr(self.state.parallel_config, "enable_elastic_ep", False):
-            self.agent.take_no_more(
+            self.agent.disable_migration(
                 "elastic expert parallelism changes the ranks: plans are not given to it"
             )
         _log.info("guest_started", deployment=self.settings.deployment, rank=rank, shape=str(shape))
@@ -225,7 +225,7 @@ class VllmGuest:
             agent.move_finished(now)
         elif not np.array_equal(now, agent.placement.phy2log):
             if self.places:
-                agent.take_no_more(
+                agent.disable_migration(
                     "vLLM's EPLB moved experts that no plan moved: another writer beside ours"
                 )
             agent.engine_rebalanced(now)

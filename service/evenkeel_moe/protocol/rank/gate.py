@@ -196,7 +196,7 @@ class Gate:
         """R8: unknown is never "not agreed": the rank leaves and the engine restarts the group."""
         return self._leave(detail)
 
-    def wish_rebuild(self, serial: int) -> None:
+    def request_rebuild(self, serial: int) -> None:
         """The communicator `serial` was aborted here: ask all ranks to build the next one (R10)."""
         self._wanted_serial = max(self._wanted_serial, serial + 1)
 
