@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evenkeel_moe.api import create_app
 from evenkeel_moe.api.auth import OPEN_PATHS, needed_role
-from evenkeel_moe.controller.deployment.policy_document import policy_document
+from evenkeel_moe.controller.policy_document import policy_document
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.settings import Settings
 from tests.api.conftest import TOKENS

@@ -18,7 +18,7 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     topology_of,
 )
 from evenkeel_moe.controller.cycles.planning import request_digest
-from evenkeel_moe.controller.deployment.policy_document import (
+from evenkeel_moe.controller.policy_document import (
     change_policy,
     policy_document,
     policy_from_document,

@@ -11,7 +11,7 @@ from evenkeel_moe.adapters.grpc.server import RankStream
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.deployment.deployment import _TICK_S, Outside
-from evenkeel_moe.controller.operations.fleet import Fleet
+from evenkeel_moe.controller.operations.operator_service import Fleet
 from evenkeel_moe.controller.process.serve import _deployment_options
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId

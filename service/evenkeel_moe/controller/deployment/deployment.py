@@ -15,12 +15,12 @@ from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings
 from evenkeel_moe.controller.cycles.planning import Planning
 from evenkeel_moe.controller.deployment.action_executor import ControlHands, StoreHealth
 from evenkeel_moe.controller.deployment.connectivity import Reach
-from evenkeel_moe.controller.deployment.ingest import Ingest
-from evenkeel_moe.controller.deployment.policy_document import shape_document, shape_from_document
-from evenkeel_moe.controller.deployment.session import Session
+from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.controller.leadership.operator_state import Orders, Recalled, StandingOrders
 from evenkeel_moe.controller.leadership.takeover import take_over
+from evenkeel_moe.controller.policy_document import shape_document, shape_from_document
+from evenkeel_moe.controller.ranks.session import Session
 from evenkeel_moe.controller.tasks import end_tasks
 from evenkeel_moe.driver import Driver
 from evenkeel_moe.errors import Conflict, EvenkeelError, PeerViolation, Reason, Unavailable

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evenkeel_moe.controller.deployment.policy_document import policy_document, policy_from_document
+from evenkeel_moe.controller.policy_document import policy_document, policy_from_document
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.policy import DeploymentPolicy
 

@@ -28,13 +28,13 @@ from evenkeel_moe.api.app import create_app
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings
 from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.deployment.deployment import Deployment, DeploymentOptions, Outside
-from evenkeel_moe.controller.operations.fleet import Fleet
+from evenkeel_moe.controller.logs import configure_logs
 from evenkeel_moe.controller.operations.gauges import FigureLimits, Figures
+from evenkeel_moe.controller.operations.operator_service import Fleet
 from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.controller.process.eviction_policy import EvictionWatch
 from evenkeel_moe.controller.process.flow_control import Pacer
 from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
-from evenkeel_moe.controller.process.logs import configure_logs
 from evenkeel_moe.controller.process.tokens import TokenFile
 from evenkeel_moe.controller.tasks import LastResort, Spawner, end_tasks
 from evenkeel_moe.errors import Conflict, EvenkeelError, InvalidInput, Unavailable

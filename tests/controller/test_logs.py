@@ -6,7 +6,7 @@ import logging
 import pytest
 import structlog
 
-from evenkeel_moe.controller.process.logs import LEVELS, configure_logs, log_level, set_log_level
+from evenkeel_moe.controller.logs import LEVELS, configure_logs, log_level, set_log_level
 from evenkeel_moe.errors import InvalidInput
 
 _ours = structlog.get_logger("ours")

@@ -10,8 +10,8 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.deployment.deployment import Outside
-from evenkeel_moe.controller.deployment.policy_document import change_policy
-from evenkeel_moe.controller.operations.fleet import Fleet
+from evenkeel_moe.controller.operations.operator_service import Fleet
+from evenkeel_moe.controller.policy_document import change_policy
 from evenkeel_moe.controller.process.serve import _deployment_options
 from evenkeel_moe.errors import Conflict, InvalidInput, Reason
 from evenkeel_moe.model.ids import DeploymentId

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.controller.deployment.ingest import Ingest
+from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
@@ -332,7 +332,7 @@ def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
     run = Fleet().run(range(4))
     size = run.report(0).counts.nbytes
     monkeypatch.setattr(
-        "evenkeel_moe.controller.deployment.ingest._MOST_WAITING_BYTES", int(3.5 * size)
+        "evenkeel_moe.controller.ingest.ingest._MOST_WAITING_BYTES", int(3.5 * size)
     )
     rig.ingest.begin_generation(GENERATION, SHAPE)
     for rank in (0, 0, 1, 2):
@@ -345,7 +345,7 @@ def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
 
 
 def test_one_report_larger_than_the_bound_still_waits(rig, monkeypatch):
-    monkeypatch.setattr("evenkeel_moe.controller.deployment.ingest._MOST_WAITING_BYTES", 1)
+    monkeypatch.setattr("evenkeel_moe.controller.ingest.ingest._MOST_WAITING_BYTES", 1)
     rig.ingest.begin_generation(GENERATION, SHAPE)
     rig.ingest.take(Fleet().run(range(4)).report(0), rig.answers.append)
     assert rig.answers == []

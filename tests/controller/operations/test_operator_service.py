@@ -15,8 +15,8 @@ from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.cycles.planning import request_digest
 from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.deployment.deployment import Outside
-from evenkeel_moe.controller.operations.fleet import Fleet
 from evenkeel_moe.controller.operations.gauges import FigureLimits
+from evenkeel_moe.controller.operations.operator_service import Fleet
 from evenkeel_moe.controller.process.serve import (
     _deployment_options,
     _refresh_metrics,

@@ -7,15 +7,15 @@ import structlog
 
 from evenkeel_moe.adapters.grpc.server import RankStream
 from evenkeel_moe.controller.deployment.deployment import Deployment, DeploymentOptions, Outside
-from evenkeel_moe.controller.deployment.policy_document import change_policy, policy_document
-from evenkeel_moe.controller.deployment.session import Session
+from evenkeel_moe.controller.deployment.idle_eviction import gives_way, is_over
 from evenkeel_moe.controller.leadership.leader_lookup import Elsewhere
+from evenkeel_moe.controller.logs import log_level, set_log_level
 from evenkeel_moe.controller.operations.answers import AnswerLog
 from evenkeel_moe.controller.operations.audit import AuditLog
-from evenkeel_moe.controller.operations.idle_eviction import gives_way, is_over
 from evenkeel_moe.controller.operations.plan_pages import page_of_plans
 from evenkeel_moe.controller.operations.status import LiveView
-from evenkeel_moe.controller.process.logs import log_level, set_log_level
+from evenkeel_moe.controller.policy_document import change_policy, policy_document
+from evenkeel_moe.controller.ranks.session import Session
 from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.plan import PlanRecord

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import structlog
 
 from evenkeel_moe.adapters.grpc.server import RankStream
-from evenkeel_moe.controller.deployment.session import Session
+from evenkeel_moe.controller.ranks.session import Session
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.wire.link import Heartbeat

@@ -1,0 +1,1 @@
+"""Reports of the ranks, assembled into windows of load."""
