@@ -1,4 +1,4 @@
-# The controller: no torch, no compiler, any user, read-only root. Ranks install `evenkeel[agent]` instead.
+# The controller: no torch, no compiler, any user, read-only root. Ranks install `evenkeel-moe[rank]` instead.
 #
 #   docker build -t evenkeel .
 #   docker run --rm --read-only --user 12345:0 --cap-drop ALL --tmpfs /tmp --tmpfs /data:mode=1777 evenkeel
@@ -8,7 +8,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY service ./service
 # Modules are compiled here: with a read-only root every process would have to do it again. pip itself stays behind.
 RUN python -m venv /opt/evenkeel \
- && /opt/evenkeel/bin/pip install --no-cache-dir -c constraints.txt . \
+ && /opt/evenkeel/bin/pip install --no-cache-dir -c constraints.txt '.[controller]' \
  && /opt/evenkeel/bin/pip uninstall --yes pip setuptools \
  && /opt/evenkeel/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
 

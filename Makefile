@@ -87,7 +87,7 @@ proto-release: proto-breaking
 sbom: .venv/ready
 	rm -rf .cache/sbom build && mkdir -p .cache/sbom
 	$(BIN)/python -m venv .cache/sbom/image && $(BIN)/python -m venv .cache/sbom/tool
-	.cache/sbom/image/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt .
+	.cache/sbom/image/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt '.[controller]'
 	.cache/sbom/image/bin/pip uninstall --quiet --yes pip setuptools
 	.cache/sbom/tool/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) cyclonedx-bom==7.5.0
 	.cache/sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \

@@ -47,7 +47,8 @@ def check(bom: dict[str, Any]) -> int:
             f"it is of {root.get('name')} {root.get('version')}, not {project['name']} {project['version']}"
         )
     found.pop(project["name"], None)
-    wanted = {_plain(re.split(r"[\[<>=;! ]", need)[0]) for need in project["dependencies"]}
+    needs = project["dependencies"] + project["optional-dependencies"]["controller"]
+    wanted = {_plain(re.split(r"[\[<>=;! ]", need)[0]) for need in needs}
     faults += [f"{name} is needed and not in it" for name in sorted(wanted - set(found))]
     for name, one in sorted(found.items()):
         if one.get("version") != versions.get(name):

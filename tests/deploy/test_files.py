@@ -87,7 +87,7 @@ def test_everything_the_image_is_built_from_is_sent_to_the_builder():
 
 def test_no_torch_follows_from_what_the_controller_needs():
     """The closure of the base requirements, as installed here."""
-    wanted, seen = [Requirement("evenkeel")], set()
+    wanted, seen = [Requirement("evenkeel-moe[controller]")], set()
     while wanted:
         need = wanted.pop()
         key = need.name.lower().replace("_", "-")

@@ -28,7 +28,7 @@ def bom() -> dict[str, Any]:
     ]
     return {
         "bomFormat": "CycloneDX",
-        "metadata": {"component": {"name": "evenkeel", "version": __version__}},
+        "metadata": {"component": {"name": "evenkeel-moe", "version": __version__}},
         "components": rows,
     }
 
@@ -59,5 +59,5 @@ def test_another_version_a_missing_package_and_torch_are_named(bom):
 
 def test_a_list_of_something_else_is_no_list(bom):
     bom["metadata"]["component"]["version"] = "9.9"
-    assert "it is of evenkeel 9.9" in faults(bom)
+    assert "it is of evenkeel-moe 9.9" in faults(bom)
     assert "bomFormat is None" in faults({})

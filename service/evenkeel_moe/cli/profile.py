@@ -41,7 +41,7 @@ def profile(
         from evenkeel_moe.agent import profiler
     except ModuleNotFoundError as error:
         raise CliError(
-            f"a profile needs `pip install evenkeel[agent]`: {error}", Exit.USAGE
+            f"a profile needs `pip install 'evenkeel-moe[rank]'`: {error}", Exit.USAGE
         ) from error
     names = (
         [device]

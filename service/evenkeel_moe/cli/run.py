@@ -14,7 +14,12 @@ __all__ = ["add_commands"]
 
 def serve(config: ConfigOption = None) -> None:
     """Run a controller until SIGTERM: gRPC for ranks, REST for operators, metrics for Prometheus."""
-    from evenkeel_moe.controller.process.serve import run as run_controller
+    try:
+        from evenkeel_moe.controller.process.serve import run as run_controller
+    except ModuleNotFoundError as error:
+        raise CliError(
+            f"serve needs `pip install 'evenkeel-moe[controller]'`: {error}", Exit.USAGE
+        ) from error
     from evenkeel_moe.settings_sources import load_settings
 
     run_controller(load_settings(config))
@@ -46,7 +51,7 @@ def rank(
         from evenkeel_moe.engines.reference.rank import run_rank  # loads torch
     except ModuleNotFoundError as error:
         raise CliError(
-            f"a rank needs `pip install evenkeel[agent]`: {error}", Exit.USAGE
+            f"a rank needs `pip install 'evenkeel-moe[rank]'`: {error}", Exit.USAGE
         ) from error
     raise typer.Exit(run_rank(rank_config))
 

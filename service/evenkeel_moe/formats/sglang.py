@@ -117,7 +117,7 @@ def _load(path: Path) -> dict[Any, Any]:
         import torch
     except ImportError as error:
         raise InvalidInput(
-            "reading *.pt files needs torch: install evenkeel[agent], or convert the dump to npz where torch is"
+            "reading *.pt files needs torch: install 'evenkeel-moe[rank]', or convert the dump to npz where torch is"
         ) from error
     try:
         # weights_only: tensors and plain containers, no code of the file runs.
