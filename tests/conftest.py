@@ -1,9 +1,14 @@
-"""What holds for every test: fixed seeds, a clean environment, warnings are errors (pyproject.toml)."""
+"""What holds for every test: fixed seeds, a clean environment, deadlines that scale with load.
+
+Warnings are errors; that is set in pyproject.toml.
+"""
 
 import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.waiting import deadline
 
 # Derandomised: the same examples in every run. No deadline: a first call may compile a kernel.
 settings.register_profile(
@@ -15,6 +20,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("evenkeel")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Scale the time limit of each test like every other deadline."""
+    default = float(config.getini("timeout"))
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        seconds = float(marker.args[0]) if marker is not None else default
+        item.add_marker(pytest.mark.timeout(deadline(seconds)), append=False)
 
 
 @pytest.fixture(autouse=True)
