@@ -17,7 +17,7 @@ from evenkeel_moe.model.topology import ModelShape
 from tests.api.fakes import NOW, make_plan, make_rank, make_status
 
 BALANCE = {Phase.PREFILL: (0.8, 0.6), Phase.DECODE: (None, None)}
-FIGURES = DeploymentGauges(
+GAUGES = DeploymentGauges(
     newest_step_at_unix=NOW,
     live_replicas=(0, 5, 3),
     down_to_one=1,
@@ -60,7 +60,7 @@ def exercise(metrics, deployment="demo"):
     metrics.swap_stall(deployment, 0.001)
     metrics.plan_ended(deployment, "committed", Reason.COMMITTED)
     metrics.store_answered(NOW)
-    metrics.refresh(make_status(deployment, active_plan=make_plan()), BALANCE, FIGURES)
+    metrics.refresh(make_status(deployment, active_plan=make_plan()), BALANCE, GAUGES)
 
 
 def test_counters_add_up(metrics, registry):
@@ -82,7 +82,7 @@ def test_counters_add_up(metrics, registry):
 
 def test_unknown_has_no_series_and_is_never_zero(metrics, registry):
     assert "evenkeel_store_answered_timestamp_seconds" not in names(registry)
-    metrics.refresh(make_status(), {Phase.DECODE: (0.8, 0.6)}, FIGURES)
+    metrics.refresh(make_status(), {Phase.DECODE: (0.8, 0.6)}, GAUGES)
     assert {"evenkeel_balancedness_mean_ratio", "evenkeel_rank_load_share_ratio"} <= names(registry)
     unknown = make_status(
         ranks=(make_rank(0, load_share=None, seconds_per_token=None),),
@@ -183,7 +183,7 @@ def test_series_stay_few_at_72_ranks_61_layers_256_experts(metrics, registry):
     metrics.refresh(
         make_status("wide", shape=shape, ranks=ranks, active_plan=make_plan()),
         dict.fromkeys(Phase, (0.9, 0.8)),
-        replace(FIGURES, layers=tuple(LayerGauges(layer, 0.5, 2) for layer in range(5))),
+        replace(GAUGES, layers=tuple(LayerGauges(layer, 0.5, 2) for layer in range(5))),
     )
     # 72 ranks x 7 series, two counters over the closed list of reasons, 5 layers x 2, 28 buckets, the rest
     # single: nothing grows with the 61 x 256 experts.

@@ -1,14 +1,15 @@
-"""Prometheus: what the controller counted, and the newest state of each deployment.
+"""Prometheus metrics: the events the controller counted, and the newest state of each deployment.
 
-Counters and histograms grow as things happen. Gauges are never set one by one: each `refresh`
-replaces a deployment's whole view, so a rank that left, a plan that ended or a value that became
-unknown has no series any more instead of a stale one or a zero.
+Counters and histograms grow as events happen. Gauges are never set one by one: each `refresh`
+replaces the whole view of a deployment. A rank that left, a plan that ended or a value that became
+unknown then has no series, instead of a stale or a zero one.
 
-Only the replica that leads a deployment tells of it; the others say no more than that they do not.
+Only the replica that leads a deployment exports its gauges. The others export only that they do
+not lead it.
 
-Labels are bounded by what a deployment declares (ranks) and by closed lists (phases, reasons). Layers are
-labels for the few worst only, and by rank only where asked for and under a cap. Experts are never labels;
-the matrices are a REST resource.
+Labels are bounded by what a deployment declares (ranks) and by closed lists (phases, reasons). Only
+the few worst layers are labels; their series by rank are optional and capped. Experts are never
+labels: the matrices are a REST resource.
 """
 
 import platform
@@ -33,87 +34,81 @@ __all__ = ["ControllerMetrics"]
 _WAVE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STALL_BUCKETS_S = (1e-5, 1e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.05, 0.1, 0.5, 1.0)
 
+_COUNTERS = (
+    ("evenkeel_report_steps_total", (), "Steps accepted from rank reports."),
+    (
+        "evenkeel_report_steps_rejected_total",
+        ("reason",),
+        "Steps of rank reports put in quarantine, by reason.",
+    ),
+    (
+        "evenkeel_report_steps_dropped_total",
+        ("rank",),
+        "Steps a rank's recorder dropped before reporting them.",
+    ),
+    (
+        "evenkeel_decisions_total",
+        ("reason",),
+        "Cycles of the control loop, by the reason they ended with.",
+    ),
+    ("evenkeel_moves_total", (), "Expert copies between ranks in committed waves."),
+    (
+        "evenkeel_migrated_bytes_total",
+        (),
+        "Bytes of expert weights copied between ranks in committed waves.",
+    ),
+    ("evenkeel_plans_ended_total", ("phase", "reason"), "Plans that reached a terminal phase."),
+)
+"""Name, labels after `deployment`, help text."""
+
+_HISTOGRAMS = (
+    (
+        "evenkeel_wave_duration_seconds",
+        _WAVE_BUCKETS_S,
+        "Time from the first Prepare of a wave to its commit.",
+    ),
+    (
+        "evenkeel_swap_stall_seconds",
+        _STALL_BUCKETS_S,
+        "Time for which a swap delayed the step, per rank and wave.",
+    ),
+)
+"""Name, upper bounds of the buckets, help text."""
+
 
 class ControllerMetrics(Collector):
-    """Every series of one controller process.
+    """All series of one controller process.
 
-    Calls come from the event loop; the scrape comes from the metrics server's thread and sees the
-    views of one moment, because a refresh replaces the mapping instead of changing it.
+    The event loop calls the methods. The scrape runs on the thread of the metrics server and sees
+    the views of one moment, because a refresh replaces the mapping instead of changing it.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        # The `_created` twin of each counter doubles the series and nothing of ours reads it.
+        # The `_created` twin of each counter doubles the series, and nothing of ours reads it.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._views: Mapping[str, View] = {}
         self._leading: Mapping[str, bool] = {}
         self._answered_at: float | None = None
-        by_deployment = ["deployment"]
-        self._steps = Counter(
-            "evenkeel_report_steps_total",
-            "Steps accepted from rank reports.",
-            by_deployment,
-            registry=registry,
-        )
+        self._counters = {
+            name: Counter(name, text, ["deployment", *labels], registry=registry)
+            for name, labels, text in _COUNTERS
+        }
+        self._histograms = {
+            name: Histogram(name, text, ["deployment"], buckets=bounds, registry=registry)
+            for name, bounds, text in _HISTOGRAMS
+        }
         self._steps_of: dict[str, Counter] = {}
-        """Each deployment's own, as long as it has one."""
-        self._rejected = Counter(
-            "evenkeel_report_steps_rejected_total",
-            "Steps of rank reports put in quarantine, by reason.",
-            ["deployment", "reason"],
-            registry=registry,
-        )
-        self._dropped = Counter(
-            "evenkeel_report_steps_dropped_total",
-            "Steps a rank's recorder dropped before it could report them.",
-            ["deployment", "rank"],
-            registry=registry,
-        )
-        self._decisions = Counter(
-            "evenkeel_decisions_total",
-            "Cycles of the control loop, by the reason they ended with.",
-            ["deployment", "reason"],
-            registry=registry,
-        )
-        self._waves = Histogram(
-            "evenkeel_wave_duration_seconds",
-            "Time from the first Prepare of a wave to its commit.",
-            by_deployment,
-            buckets=_WAVE_BUCKETS_S,
-            registry=registry,
-        )
-        self._stalls = Histogram(
-            "evenkeel_swap_stall_seconds",
-            "Time a swap held up the step, per rank and wave.",
-            by_deployment,
-            buckets=_STALL_BUCKETS_S,
-            registry=registry,
-        )
-        self._moves = Counter(
-            "evenkeel_moves_total",
-            "Expert copies between ranks in committed waves.",
-            by_deployment,
-            registry=registry,
-        )
-        self._bytes = Counter(
-            "evenkeel_migrated_bytes_total",
-            "Bytes of expert weights copied between ranks in committed waves.",
-            by_deployment,
-            registry=registry,
-        )
-        self._plans = Counter(
-            "evenkeel_plans_ended_total",
-            "Plans that reached a terminal phase.",
-            ["deployment", "phase", "reason"],
-            registry=registry,
-        )
+        """Steps accepted from each deployment: looking up a child costs more than counting."""
         self._degraded = Gauge(
             "evenkeel_store_degraded",
-            "1 while the store is out of reach or refuses writes: loads are kept in memory only and nothing is decided.",
+            "1 while the store is out of reach or refuses writes: loads are kept in memory only"
+            " and nothing is decided.",
             registry=registry,
         )
         self._evicts = Gauge(
             "evenkeel_store_may_evict",
-            "1 while the store's maxmemory-policy lets it drop our records when memory is short, 0 with noeviction.",
+            "1 while the store's maxmemory-policy lets it drop our records when memory is short,"
+            " 0 with noeviction.",
             ["policy"],
             registry=registry,
         )
@@ -125,76 +120,83 @@ class ControllerMetrics(Collector):
         ).labels(__version__, platform.python_version()).set(1)
         registry.register(self)
 
-    # --- things that happened -------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def reports_received(self, deployment: str, steps: int) -> None:
         """Count steps accepted from reports."""
         counter = self._steps_of.get(deployment)
-        if counter is None:  # To look one up costs more than to count.
-            counter = self._steps_of[deployment] = self._steps.labels(deployment)
+        if counter is None:
+            counter = self._steps_of[deployment] = self._counters[
+                "evenkeel_report_steps_total"
+            ].labels(deployment)
         counter.inc(steps)
 
     def reports_rejected(self, deployment: str, reason: str, steps: int) -> None:
         """Count steps put in quarantine; `reason` is from the closed list."""
-        self._rejected.labels(deployment, str(reason)).inc(steps)
+        self._count("evenkeel_report_steps_rejected_total", steps, deployment, reason)
 
     def steps_dropped(self, deployment: str, rank: int, steps: int) -> None:
-        """Count steps a rank says it had to drop."""
-        self._dropped.labels(deployment, str(rank)).inc(steps)
+        """Count steps that a rank reports as dropped."""
+        self._count("evenkeel_report_steps_dropped_total", steps, deployment, rank)
 
     def decision(self, deployment: str, reason: str) -> None:
         """Count one finished cycle; `reason` is from the closed list."""
-        self._decisions.labels(deployment, str(reason)).inc()
+        self._count("evenkeel_decisions_total", 1, deployment, reason)
 
     def wave_committed(self, deployment: str, seconds: float, moves: int, nbytes: int) -> None:
         """Count one committed wave: its duration [s], copies between ranks and their bytes."""
-        self._waves.labels(deployment).observe(seconds)
-        self._moves.labels(deployment).inc(moves)
-        self._bytes.labels(deployment).inc(nbytes)
+        self._histograms["evenkeel_wave_duration_seconds"].labels(deployment).observe(seconds)
+        self._count("evenkeel_moves_total", moves, deployment)
+        self._count("evenkeel_migrated_bytes_total", nbytes, deployment)
 
     def swap_stall(self, deployment: str, seconds: float) -> None:
-        """Count how long one rank's step waited for one swap [s]."""
-        self._stalls.labels(deployment).observe(seconds)
+        """Record how long one rank's step waited for one swap [s]."""
+        self._histograms["evenkeel_swap_stall_seconds"].labels(deployment).observe(seconds)
 
     def plan_ended(self, deployment: str, phase: str, reason: str) -> None:
         """Count a plan that reached a terminal phase."""
-        self._plans.labels(deployment, str(phase), str(reason)).inc()
+        self._count("evenkeel_plans_ended_total", 1, deployment, phase, reason)
 
     def store_degraded(self, degraded: bool) -> None:
-        """Say whether the store is out of reach."""
+        """Set whether the store is out of reach."""
         self._degraded.set(1 if degraded else 0)
 
     def store_policies(self, policies: Collection[str]) -> None:
-        """Say by which policies the store makes room; empty: nobody knows."""
+        """Set the store's eviction policies; empty: unknown."""
         self._evicts.clear()
         for policy in policies:
             self._evicts.labels(policy).set(0 if policy == "noeviction" else 1)
 
     def store_answered(self, at_unix: float) -> None:
-        """Say when the store last answered [Unix s]."""
+        """Set the time at which the store last answered [Unix s]."""
         self._answered_at = at_unix
 
-    # --- what is so now -------------------------------------------------------------------------
+    def _count(self, name: str, amount: int, *labels: object) -> None:
+        self._counters[name].labels(*map(str, labels)).inc(amount)
+
+    # --- current state ----------------------------------------------------------------------------
 
     def refresh(
         self,
         status: DeploymentStatus,
         per_phase: PhaseBalance,
-        figures: DeploymentGauges = DeploymentGauges(),  # noqa: B008 - frozen
+        gauges: DeploymentGauges = DeploymentGauges(),  # noqa: B008 - frozen
     ) -> None:
-        """Replace all gauges of a deployment led here; what is None has no series afterwards."""
+        """Replace all gauges of a deployment led here; a value of None removes its series."""
         name = status.deployment
         before = self._views.get(name)
-        self._views = {**self._views, name: View(status, dict(per_phase), figures)}
+        self._views = {**self._views, name: View(status, dict(per_phase), gauges)}
         self._leading = {**self._leading, name: True}
         if before is not None:
-            here = {rank.rank for rank in status.ranks}
+            present = {rank.rank for rank in status.ranks}
             for rank in before.status.ranks:
-                if rank.rank not in here:
-                    self._dropped.remove_by_labels({"deployment": name, "rank": str(rank.rank)})
+                if rank.rank not in present:
+                    self._counters["evenkeel_report_steps_dropped_total"].remove_by_labels(
+                        {"deployment": name, "rank": str(rank.rank)}
+                    )
 
     def follow(self, deployment: str) -> None:
-        """Another replica leads, or none: its state is not ours to tell. What was counted here stays."""
+        """Remove the gauges of a deployment not led here; what this replica counted stays."""
         self._views = {name: view for name, view in self._views.items() if name != deployment}
         self._leading = {**self._leading, deployment: False}
 
@@ -203,22 +205,12 @@ class ControllerMetrics(Collector):
         key = DeploymentId(deployment)
         self._views = {name: view for name, view in self._views.items() if name != key}
         self._leading = {name: leads for name, leads in self._leading.items() if name != key}
-        for metric in (
-            self._steps,
-            self._rejected,
-            self._dropped,
-            self._decisions,
-            self._waves,
-            self._stalls,
-            self._moves,
-            self._bytes,
-            self._plans,
-        ):
+        for metric in (*self._counters.values(), *self._histograms.values()):
             metric.remove_by_labels({"deployment": deployment})
         self._steps_of.pop(deployment, None)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """The gauges; called by the registry at each scrape."""
+        """Yield the gauges; the registry calls it at each scrape."""
         leading = GaugeMetricFamily(
             "evenkeel_leading",
             "1 on the replica that leads a deployment, 0 on others that know it.",
