@@ -38,6 +38,7 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.structure
 	$(MAKE) verify-proto
 
 # Ten minutes of real processes being killed, paused and cut off; prints what it found and fails naming what broke.

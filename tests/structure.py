@@ -1,0 +1,58 @@
+"""Rules of the source tree that no linter knows: `python -m tests.structure`, a step of `make check`.
+
+A class name stands for one thing, a file holds at most 400 lines and a function at most 60.
+"""
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "service" / "evenkeel_moe"
+MOST_FILE_LINES = 400
+MOST_FUNCTION_LINES = 60
+
+
+def modules(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield path and text of every module that is written by hand."""
+    for path in sorted(root.rglob("*.py")):
+        if "v1" not in path.relative_to(root).parts:
+            yield str(path.relative_to(root)), path.read_text(encoding="utf-8")
+
+
+def faults(root: Path) -> list[str]:
+    """Return one line for each rule that a module of `root` breaks."""
+    found: list[str] = []
+    classes: dict[str, list[str]] = defaultdict(list)
+    for name, text in modules(root):
+        lines = text.count("\n")
+        if lines > MOST_FILE_LINES:
+            found.append(f"{name}: {lines} lines, at most {MOST_FILE_LINES}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(f"{name}:{node.lineno}")
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MOST_FUNCTION_LINES:
+                    found.append(
+                        f"{name}:{node.lineno}: {node.name} has {length} lines,"
+                        f" at most {MOST_FUNCTION_LINES}"
+                    )
+    found += [
+        f"class {name} is defined more than once: {', '.join(places)}"
+        for name, places in sorted(classes.items())
+        if len(places) > 1
+    ]
+    return found
+
+
+def main() -> None:
+    """Print every fault; exit with 1 if there is one."""
+    found = faults(SOURCE)
+    print("\n".join(found) or "structure: every rule holds")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
