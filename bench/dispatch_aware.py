@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from bench.dispatch_traces import Recorded, setup_of
 from bench.report import Row
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
 from evenkeel_moe.replay.walk import walk_forward
 
 __all__ = ["aware_rows", "bootstrap_upper"]
@@ -41,7 +41,9 @@ def aware_rows(
             aware = walk_forward("aware", lambda replan: plan_keel(replan.problem), setup)
             even = walk_forward(
                 "even",
-                lambda replan: plan_keel(replace(replan.problem, dispatch=DispatchModel.EVEN)),
+                lambda replan: plan_keel(
+                    replace(replan.problem, objective=Objective(dispatch=DispatchModel.EVEN))
+                ),
                 setup,
             )
             blocks = len(aware.steps)

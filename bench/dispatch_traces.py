@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
 from evenkeel_moe.replay.walk import Setup
 
 __all__ = ["RANKS", "TWO_NODES", "Recorded", "read_all", "setup_of"]
@@ -82,6 +82,6 @@ def setup_of(trace: Recorded, dispatch: DispatchModel, max_evaluations: int) -> 
         window_steps=window,
         horizon_steps=horizon,
         source=trace.source.astype(np.float64),
-        dispatch=dispatch,
+        objective=Objective(dispatch=dispatch),
         max_evaluations=max_evaluations,
     )

@@ -18,6 +18,7 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import rebalance_experts
 from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
 from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
@@ -106,7 +107,7 @@ def front_rows() -> list[Row]:
                 shape,
                 Topology.single_node(ranks),
                 current=old,
-                limits=PlanLimits(max_moves=copies * LAYERS),
+                objective=Objective(limits=PlanLimits(max_moves=copies * LAYERS)),
             )
             plans[str(copies)] = partial(
                 plan_keel, problem, KeelOptions(stickiness=0.0, caution=0.0)

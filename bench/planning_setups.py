@@ -18,6 +18,7 @@ from evenkeel_moe.planning.policies.gem.policy import gem_setup, plan_gem
 from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
 from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.walk import Replan, Setup, Walk, walk_forward
@@ -54,7 +55,7 @@ def speed_rows(traces: list[Trace]) -> Iterator[list[Row]]:
             setup = setup_of(trace, RANKS, SLOTS)
             tokens = float(setup.load.sum(axis=2).mean()) / RANKS
             costs = gem_setup(spread, RANKS, tile_tokens=max(1, int(tokens / 16)), tiles=64)
-            setup = replace(setup, costs=costs)
+            setup = replace(setup, objective=Objective(costs=costs))
             keel, gem = _walk("keel", plan_keel, setup), _walk("gem", plan_gem, setup)
             mine, other = keel.times.sum(axis=1), gem.times.sum(axis=1)
             name = f"gem_{spread}_{trace.name}"

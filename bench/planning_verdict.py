@@ -30,6 +30,7 @@ from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import Call, held_out_steps
 from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import count_moves
 from evenkeel_moe.planning.signals.change_detection import find_change
 
@@ -79,8 +80,7 @@ def _inputs(trace: Recorded, current: Placement, first: int, last: int) -> Cycle
         mode=Mode.OBSERVE,
         ranks_fresh=RANKS,
         newest_step_age_s=0.0,
-        copy_cost=COPY_COST,
-        lifetime_steps=LIFETIME,
+        objective=Objective(copy_cost=COPY_COST, lifetime_steps=LIFETIME),
     )
 
 

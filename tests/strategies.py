@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem.placement_problem import CostCurves
+from evenkeel_moe.planning.problem.objective import CostCurves
 
 LOAD_KINDS = ("zipf", "spikes", "uniform", "equal", "one_hot", "zeros")
 

@@ -18,7 +18,7 @@ from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import held_out_steps
 from evenkeel_moe.planning.policies.registry import resolve_policy
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.objective import DispatchModel
 
 __all__ = [
     "DEFAULT_THRESHOLDS",

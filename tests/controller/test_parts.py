@@ -34,7 +34,7 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports import PlanRequest
 from evenkeel_moe.telemetry.balance import Balance
@@ -213,13 +213,11 @@ def settings(**changes) -> CycleSettings:
     values = {
         "plan_steps": 100,
         "recent_steps": 8,
-        "lifetime_steps": 1000,
         "copy_bytes_per_s": 1e6,
         "copy_cost_tokens": 77.0,
         "rank_speeds": False,
-        "dispatch": DispatchModel.EVEN,
-        "cross_node_factor": 1.0,
         "deadline_s": 60.0,
+        "objective": Objective(),
     }
     return CycleSettings(**{**values, **changes})
 

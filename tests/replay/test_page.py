@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.formats import Trace
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
 from evenkeel_moe.replay.compare import compare
 from evenkeel_moe.replay.page import render_page
 from evenkeel_moe.replay.planners import choose_planners
@@ -32,7 +32,7 @@ def _heat_maps(setup, *policies):
 )
 def test_rank_loads_are_shown_before_and_after_whoever_is_compared(setup, policies, maps):
     speeds = CostCurves.linear(np.array([1.0, 2.0]))
-    setup = replace(setup, costs=speeds, dispatch=DispatchModel.NEAREST)
+    setup = replace(setup, objective=Objective(costs=speeds, dispatch=DispatchModel.NEAREST))
     shown = _heat_maps(setup, *policies)
     assert [title.split(", worst")[0] for title in shown] == maps
     # The walk of the baseline scores the very same loads.

@@ -5,7 +5,8 @@ import numpy as np
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import plan_eplb
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel, Proposal
+from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem.placement_problem import Proposal
 from evenkeel_moe.replay.verdict import behind_verdict
 from evenkeel_moe.replay.walk import Replan, Setup, walk_forward
 
@@ -76,7 +77,7 @@ def test_a_plan_is_told_the_origins_and_the_price_of_the_steps_it_is_made_on():
         np.testing.assert_array_equal(replan.problem.load, want.load)
         np.testing.assert_array_equal(replan.problem.source_load, want.source_load)
         np.testing.assert_array_equal(replan.problem.source_load.sum(axis=0), want.load.sum(axis=0))
-        assert replan.problem.cost_per_move == want.cost_per_move
+        assert replan.problem.objective.cost_per_move == want.objective.cost_per_move
 
 
 def test_a_plan_is_scored_by_the_origins_of_the_steps_that_decide():
@@ -89,7 +90,9 @@ def test_a_plan_is_scored_by_the_origins_of_the_steps_that_decide():
 
     def adopted(before, after):
         source = np.concatenate([before[:18], after[18:]])
-        setup = replace(_setup(load), source=source, dispatch=DispatchModel.NEAREST)
+        setup = replace(
+            _setup(load), source=source, objective=Objective(dispatch=DispatchModel.NEAREST)
+        )
         replan = Replan(
             0, 24, setup.problem(0, 24, Placement.initial(setup.shape)), load[:24], setup
         )

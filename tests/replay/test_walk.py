@@ -6,7 +6,8 @@ import pytest
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.eplb import plan_eplb
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, Proposal
+from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.planning.problem.placement_problem import Proposal
 from evenkeel_moe.replay.figures import summarise
 from evenkeel_moe.replay.walk import Setup, replan_steps, walk_forward
 
@@ -150,7 +151,7 @@ def test_planning_time_is_measured_around_the_planner_alone(setup):
 
 
 def test_slow_ranks_are_scored_by_their_curves(setup):
-    slow = replace(setup, costs=CostCurves.linear(np.array([1.0, 3.0])))
+    slow = replace(setup, objective=Objective(costs=CostCurves.linear(np.array([1.0, 3.0]))))
     stay = walk_forward("stay", lambda replan: None, slow)
     loads = stay.rank_load * np.array([1.0, 3.0])
     np.testing.assert_allclose(stay.times, loads.max(axis=2))
@@ -158,8 +159,8 @@ def test_slow_ranks_are_scored_by_their_curves(setup):
 
 
 def test_the_price_of_a_copy_is_a_share_of_the_layer_time(setup):
-    assert setup.problem(0, 6, None).cost_per_move == 0.0
-    priced = replace(setup, copy_price=0.01).problem(0, 6, None)
+    assert setup.problem(0, 6, None).objective.cost_per_move == 0.0
+    priced = replace(setup, copy_price=0.01).problem(0, 6, None).objective
     assert priced.cost_per_move == pytest.approx(0.01 * setup.load[:6].sum(axis=2).mean() / 2)
     with pytest.raises(InvalidInput, match="copy price is nan"):
         replace(setup, copy_price=float("nan"))

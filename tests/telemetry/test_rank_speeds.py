@@ -12,7 +12,7 @@ from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings, price
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.metrics import rank_seconds
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.telemetry.balance import Balance
 from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks, join_curves, speed_factors
 from evenkeel_moe.wire.link import CostCurve
@@ -143,13 +143,11 @@ def test_measured_curves_are_what_the_planner_scores_with():
     settings = CycleSettings(
         plan_steps=64,
         recent_steps=16,
-        lifetime_steps=1000,
         copy_bytes_per_s=1e9,
         copy_cost_tokens=1.0,
         rank_speeds=True,
-        dispatch=DispatchModel.EVEN,
-        cross_node_factor=1.0,
         deadline_s=60.0,
+        objective=Objective(),
     )
     assert price(np.zeros(0), 1_000_000, settings, joined) == (joined, 1e-3)
     assert price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=False), joined) == (

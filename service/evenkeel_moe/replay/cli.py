@@ -367,7 +367,7 @@ def _setup(
     seed: int,
     allow_duplicates: bool,
 ) -> "Setup":
-    from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+    from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
     from evenkeel_moe.replay.compare import load_of
     from evenkeel_moe.replay.walk import Setup
 
@@ -384,13 +384,15 @@ def _setup(
         window_steps=window,
         horizon_steps=horizon,
         source=source,
-        costs=fleet.costs(),
-        dispatch=model,
+        objective=Objective(
+            costs=fleet.costs(),
+            dispatch=model,
+            cross_node_factor=cross_node_factor,
+            allow_duplicates=allow_duplicates,
+        ),
         copy_price=copy_price,
-        cross_node_factor=cross_node_factor,
         max_evaluations=max_evaluations,
         seed=seed,
-        allow_duplicates=allow_duplicates,
     )
 
 

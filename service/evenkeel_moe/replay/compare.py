@@ -13,7 +13,7 @@ from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.formats.writing import write_file
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
 from evenkeel_moe.replay.budget import BudgetPoint, budget_curve, budgets_to_try
 from evenkeel_moe.replay.figures import Figures, summarise
 from evenkeel_moe.replay.planners import VERDICT, warm_up
@@ -99,7 +99,7 @@ def load_of(trace: Trace, ranks: int) -> tuple[NDArray[np.float64], NDArray[np.f
 
 def origin_notes(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[str, ...]:
     """What is assumed of where tokens start, if anything asks for it and the trace does not say."""
-    asking = ["nearest dispatch"] if setup.dispatch is DispatchModel.NEAREST else []
+    asking = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
     asking += [name for name in policies if name.removesuffix(VERDICT) == "libra"]
     if setup.source is not None or not asking:
         return ()

@@ -58,13 +58,13 @@ def plan_once(
     proposal = planner(Replan(0, steps, problem, setup.load, setup))
     target = current if current is not None else Placement.initial(shape)
     if proposal is not None:
-        proposal.placement.check(shape, allow_duplicates=setup.allow_duplicates)
+        proposal.placement.check(shape, allow_duplicates=setup.objective.allow_duplicates)
         keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
         target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
     load, split = setup.load[first:], setup.split(first, steps)
     numbers = {
         "balancedness_mean": metrics.balancedness_mean(metrics.rank_load(load, target, split)),
-        "time_over_fluid": metrics.time_over_fluid(load, target, setup.costs, split),
+        "time_over_fluid": metrics.time_over_fluid(load, target, setup.objective.costs, split),
         "replicas": float((target.logcnt - 1).sum()),
     }
     if current is not None:

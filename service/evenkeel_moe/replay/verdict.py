@@ -41,7 +41,7 @@ def behind_verdict(planner: Planner) -> Planner:
             problem,
             load=older.load,
             source_load=older.source_load,
-            cost_per_move=older.cost_per_move,
+            objective=older.objective,
         )
         proposal = planner(replace(replan, step=step, problem=part, history=replan.history[:step]))
         if proposal is None:
@@ -49,8 +49,8 @@ def behind_verdict(planner: Planner) -> Planner:
         keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
         target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
         scored, split = problem.load[-later:], replan.setup.split(step, replan.step)
-        old = metrics.step_times(scored, current, problem.costs, split).sum(axis=1)
-        new = metrics.step_times(scored, target, problem.costs, split).sum(axis=1)
+        old = metrics.step_times(scored, current, problem.objective.costs, split).sum(axis=1)
+        new = metrics.step_times(scored, target, problem.objective.costs, split).sum(axis=1)
         least = min(settings.min_held_out_steps, later)
         decision = decide_after(
             AfterInputs(
@@ -61,13 +61,15 @@ def behind_verdict(planner: Planner) -> Planner:
                 verdict=judge(
                     old,
                     new,
-                    copy_cost=problem.cost_per_move * LIFETIME_STEPS * count_moves(current, target),
+                    copy_cost=problem.objective.cost_per_move
+                    * LIFETIME_STEPS
+                    * count_moves(current, target),
                     lifetime_steps=LIFETIME_STEPS,
                     rules=VerdictRules(min_steps=max(2, int(least))),
                     seed=problem.seed,
                 ),
-                limits=problem.limits,
-                allow_duplicates=problem.allow_duplicates,
+                limits=problem.objective.limits,
+                allow_duplicates=problem.objective.allow_duplicates,
             ),
             replace(settings, min_held_out_steps=least),
         )

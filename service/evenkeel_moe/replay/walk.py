@@ -6,22 +6,17 @@ policies see the placement in force, and copies are counted from it.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import (
-    CostCurves,
-    DispatchModel,
-    PlacementProblem,
-    Proposal,
-)
+from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
 
@@ -45,16 +40,13 @@ class Setup:
     """Steps a plan is scored on, and the distance between replans."""
     source: NDArray[np.float64] | None = None
     """(T, R, L, E) [tokens] by source rank, where recorded for as many ranks."""
-    costs: CostCurves | None = None
-    dispatch: DispatchModel = DispatchModel.EVEN
+    objective: Objective = Objective()
+    """`copy_cost` is not read: `copy_price` sets it at each replan."""
     copy_price: float = 0.0
     """What one copy must save per step, as a share of the time a perfectly split layer takes. keel's own
     price, which depends on the slots of a rank and the tokens they see, holds where it is higher."""
-    cross_node_factor: float = 1.0
-    limits: PlanLimits = PlanLimits()
     max_evaluations: int | None = None
     seed: int = 0
-    allow_duplicates: bool = False
 
     def __post_init__(self) -> None:
         want = (self.shape.num_layers, self.shape.num_logical_experts)
@@ -73,30 +65,25 @@ class Setup:
     def problem(self, first: int, last: int, current: Placement | None) -> PlacementProblem:
         """What a policy is asked for the steps first..last-1 of the trace."""
         load = self.load[first:last]
-        cost_per_move = 0.0
+        copy_cost = 0.0
         if self.copy_price:
-            fluid = metrics.fluid_times(load, self.shape.num_ranks, self.costs)
-            cost_per_move = self.copy_price * float(fluid.mean())
+            fluid = metrics.fluid_times(load, self.shape.num_ranks, self.objective.costs)
+            copy_cost = self.copy_price * float(fluid.mean())
         return PlacementProblem(
             load=load,
             shape=self.shape,
             topology=self.topology,
             current=current,
             source_load=self.split(first, last).source_load,
-            costs=self.costs,
-            dispatch=self.dispatch,
-            limits=self.limits,
-            cost_per_move=cost_per_move,
-            cross_node_factor=self.cross_node_factor,
+            objective=replace(self.objective, copy_cost=copy_cost, lifetime_steps=1),
             max_evaluations=self.max_evaluations,
             seed=self.seed,
-            allow_duplicates=self.allow_duplicates,
         )
 
     def split(self, first: int, last: int) -> SplitModel:
         """How tokens of the steps first..last-1 split over replicas."""
         source = None if self.source is None else self.source[first:last].sum(axis=0)
-        return SplitModel(self.dispatch, self.topology, source)
+        return SplitModel(self.objective.dispatch, self.topology, source)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -190,7 +177,9 @@ def walk_forward(
             proposal = planner(Replan(index, step, problem, setup.load[:step], setup))
             plan_s[index] = clock() - begun
             if proposal is not None:
-                proposal.placement.check(setup.shape, allow_duplicates=setup.allow_duplicates)
+                proposal.placement.check(
+                    setup.shape, allow_duplicates=setup.objective.allow_duplicates
+                )
                 keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
                 target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
                 copies[:, index] = (
@@ -216,5 +205,5 @@ def _score(
     last = step + setup.horizon_steps
     load = setup.load[step:last]
     rank_load = metrics.rank_load(load, placement, setup.split(step, last))
-    times = metrics.rank_seconds(rank_load, setup.costs).max(axis=2)
-    return rank_load, times, metrics.fluid_times(load, setup.shape.num_ranks, setup.costs)
+    times = metrics.rank_seconds(rank_load, setup.objective.costs).max(axis=2)
+    return rank_load, times, metrics.fluid_times(load, setup.shape.num_ranks, setup.objective.costs)

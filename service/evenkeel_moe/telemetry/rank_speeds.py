@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from evenkeel_moe.planning.problem.placement_problem import CostCurves
+from evenkeel_moe.planning.problem.objective import CostCurves
 from evenkeel_moe.wire.link import CostCurve
 
 __all__ = ["Device", "SlowRanks", "join_curves", "speed_factors"]

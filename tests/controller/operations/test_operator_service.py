@@ -28,7 +28,7 @@ from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports import PlanRequest
 from evenkeel_moe.settings import Settings
@@ -354,7 +354,8 @@ async def test_without_a_stride_a_new_generation_is_told_nothing_of_it(rig):
 @pytest.mark.parametrize("dispatch", DispatchModel)
 async def test_gauges_split_tokens_by_the_dispatcher_and_nodes_in_force(rig, dispatch):
     fleet, _ = rig
-    options = replace(fleet._options, cycle=replace(fleet._options.cycle, dispatch=dispatch))
+    cycle = replace(fleet._options.cycle, objective=Objective(dispatch=dispatch))
+    options = replace(fleet._options, cycle=cycle)
     fleet.members[ONE].options = options
     member = fleet.members[ONE]
     assert member.split().topology == Topology((0,)), "no rank is known yet"

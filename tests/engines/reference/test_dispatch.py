@@ -15,7 +15,7 @@ from evenkeel_moe.engines.reference.traffic import TextTraffic
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.metrics import rank_load
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.agent.ranks import Group, run_ranks
 

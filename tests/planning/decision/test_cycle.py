@@ -12,6 +12,7 @@ from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Proposal
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 1000)
@@ -48,8 +49,14 @@ def inputs(load, **changes) -> CycleInputs:
 def test_the_policy_is_told_what_it_may_spend(monkeypatch):
     told = []
     monkeypatch.setitem(POLICIES, "spy", lambda problem: told.append(problem) or plan_eplb(problem))
-    run_cycle(inputs(skewed(60), policy="spy", cross_node_factor=3.0, max_evaluations=77))
-    assert [(problem.cross_node_factor, problem.max_evaluations) for problem in told] == [(3.0, 77)]
+    run_cycle(
+        inputs(
+            skewed(60), policy="spy", objective=Objective(cross_node_factor=3.0), max_evaluations=77
+        )
+    )
+    assert [(problem.objective.cross_node_factor, problem.max_evaluations) for problem in told] == [
+        (3.0, 77)
+    ]
 
 
 def test_a_skewed_window_ends_in_waves_that_reach_a_better_target():
@@ -109,11 +116,11 @@ def test_stationary_traffic_is_no_change():
 
 
 def test_the_copies_are_on_the_bill():
-    cheap = run_cycle(inputs(skewed(60), copy_cost=1.0, step_s=0.02))
+    cheap = run_cycle(inputs(skewed(60), objective=Objective(copy_cost=1.0), step_s=0.02))
     assert cheap.verdict is not None
     assert cheap.verdict.copy_cost == cheap.numbers["copies"]
     assert cheap.numbers["payback_s"] == pytest.approx(0.02 * cheap.numbers["payback_steps"])
-    dear = run_cycle(inputs(skewed(60), copy_cost=1e6))
+    dear = run_cycle(inputs(skewed(60), objective=Objective(copy_cost=1e6)))
     assert (dear.passed, dear.reason) == (False, Reason.PAYBACK_TOO_LONG)
 
 

@@ -17,6 +17,7 @@ from evenkeel_moe.planning.decision.recommendation import (
 from evenkeel_moe.planning.decision.verdict import Call
 from evenkeel_moe.planning.policies import registry as policies
 from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.signals.change_detection import Change
 from tests.planning.decision.test_cycle import SHAPE, inputs, skewed
 
@@ -40,7 +41,7 @@ def test_the_recommendation_is_what_a_cycle_would_do_and_moves_nothing():
 
 
 def test_the_words_carry_the_arithmetic():
-    found = ask(skewed(60), copy_cost=2.0, step_s=0.02)
+    found = ask(skewed(60), objective=Objective(copy_cost=2.0), step_s=0.02)
     own = found.policies[0]
     assert own.verdict is not None
     words = " ".join(found.words)

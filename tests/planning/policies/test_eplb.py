@@ -10,6 +10,7 @@ from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb, rebalance_ex
 from evenkeel_moe.planning.policies.packing import balanced_packing
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.problem import bounds, metrics
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.planning import twins
 from tests.strategies import LOAD_KINDS, cost_curves, loads, seeds, shapes, topologies
@@ -83,7 +84,7 @@ def test_proposals_are_sound_for_every_load(kind, data, shape):
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts, kinds=(kind,)))
     topology = data.draw(topologies(shape.num_ranks))
     costs = data.draw(st.none() | cost_curves(shape.num_ranks))
-    problem = PlacementProblem(load, shape, topology, costs=costs)
+    problem = PlacementProblem(load, shape, topology, objective=Objective(costs=costs))
     proposal = plan_eplb(problem)
     proposal.placement.check(shape)
     assert proposal.score == pytest.approx(metrics.score(problem, proposal.placement))

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra, replicate_by_source
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel, PlacementProblem
+from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.strategies import loads, placements, seeds, shapes
 
 
@@ -71,7 +72,7 @@ def test_proposals_are_sound(shape, data):
         source_load=None
         if source is None
         else rng.integers(0, 9, (shape.num_ranks, *load.shape[1:])).astype(float),
-        dispatch=DispatchModel.NEAREST,
+        objective=Objective(dispatch=DispatchModel.NEAREST),
     )
     proposal = plan_libra(problem)
     proposal.placement.check(shape)

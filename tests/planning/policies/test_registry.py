@@ -12,6 +12,7 @@ from evenkeel_moe.model.placement import EMPTY
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb
 from evenkeel_moe.planning.policies.registry import POLICIES, resolve_policy
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
 
@@ -97,7 +98,12 @@ def test_planning_again_on_the_same_load_moves_nothing(name):
         PlacementProblem(load, shape, topology, max_evaluations=20_000)
     ).placement
     again = PlacementProblem(
-        load, shape, topology, current=first, max_evaluations=20_000, cost_per_move=1.0
+        load,
+        shape,
+        topology,
+        current=first,
+        objective=Objective(copy_cost=1.0, lifetime_steps=1),
+        max_evaluations=20_000,
     )
     target = relabel(again, resolve_policy(name)(again).placement)
     assert count_moves(first, target) == 0

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.planning import twins
 from tests.strategies import cost_curves, loads, placements, shapes, topologies

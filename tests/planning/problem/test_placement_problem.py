@@ -10,12 +10,8 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.registry import POLICIES
-from evenkeel_moe.planning.problem.placement_problem import (
-    CostCurves,
-    DispatchModel,
-    PlacementProblem,
-    origin_shares,
-)
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 from tests.strategies import loads, placements, seeds, shapes, topologies
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 100)
@@ -51,7 +47,7 @@ def sources(value):
 )
 def test_source_loads_that_cannot_be_are_refused(name, dispatch, source, words):
     with pytest.raises(InvalidInput, match=words):
-        planned(name, dispatch=dispatch, source_load=source)
+        planned(name, objective=Objective(dispatch=dispatch), source_load=source)
 
 
 @EVERY
@@ -59,24 +55,25 @@ def test_source_loads_that_cannot_be_are_refused(name, dispatch, source, words):
 @pytest.mark.parametrize("size", [(4, 2, 7), (4, 1, 8), (2, 2, 8), (1, 2, 8), (2, 8), (5, 4, 2, 8)])
 def test_source_loads_of_another_deployment_are_refused(name, dispatch, size):
     with pytest.raises(ShapeMismatch, match=r"source_load must be \(4, 2, 8\), got \("):
-        planned(name, dispatch=dispatch, source_load=np.ones(size))
+        planned(name, objective=Objective(dispatch=dispatch), source_load=np.ones(size))
 
 
 @EVERY
 @DISPATCHES
-@pytest.mark.parametrize(
-    "number", ["cost_per_move", "cross_node_factor", "max_evaluations", "seed"]
-)
+@pytest.mark.parametrize("number", ["copy_cost", "cross_node_factor", "max_evaluations", "seed"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1])
 def test_numbers_that_cannot_be_are_refused(name, dispatch, number, value):
     with pytest.raises(InvalidInput, match=f"{number} is {value}, must be finite and not negative"):
-        planned(name, dispatch=dispatch, **{number: value})
+        if number in ("copy_cost", "cross_node_factor"):
+            planned(name, objective=Objective(dispatch=dispatch, **{number: value}))
+        else:
+            planned(name, objective=Objective(dispatch=dispatch), **{number: value})
 
 
 @pytest.mark.parametrize("limit", ["max_moves", "max_bytes", "max_layers"])
 def test_limits_below_zero_are_refused(limit):
     with pytest.raises(InvalidInput, match=f"{limit} is -1, must be finite and not negative"):
-        planned("keel", limits=PlanLimits(**{limit: -1}))
+        planned("keel", objective=Objective(limits=PlanLimits(**{limit: -1})))
 
 
 def test_loads_beyond_what_can_be_counted_are_refused():
@@ -149,7 +146,7 @@ def test_sound_source_loads_get_a_sound_answer_or_a_refusal_of_something_else(na
         data.draw(topologies(shape.num_ranks)),
         current=data.draw(st.none() | placements(shape)),
         source_load=rng.integers(0, 9, size) * 10.0 ** rng.integers(-9, 12, size),
-        dispatch=data.draw(st.sampled_from(DispatchModel)),
+        objective=Objective(dispatch=data.draw(st.sampled_from(DispatchModel))),
         max_evaluations=500,
     )
     try:

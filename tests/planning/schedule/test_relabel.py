@@ -9,11 +9,8 @@ from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import (
-    CostCurves,
-    DispatchModel,
-    PlacementProblem,
-)
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import (
     align_slots,
     count_moves,
@@ -171,8 +168,11 @@ def test_relabel_respects_the_dispatcher():
     crossed = Placement(np.array([[0, 2, 1, 3]]), num_ranks=4, num_logical_experts=4)
     load, nodes = np.ones((1, 1, 4)), Topology((0, 0, 1, 1))
 
-    def moves(keep_nodes=False, **kwargs):
-        problem = PlacementProblem(load, shape, nodes, current=current, **kwargs)
+    def moves(dispatch=DispatchModel.EVEN, keep_nodes=False, **kwargs):
+        objective = Objective(dispatch=dispatch)
+        problem = PlacementProblem(
+            load, shape, nodes, current=current, objective=objective, **kwargs
+        )
         return count_moves(current, relabel(problem, crossed, keep_nodes=keep_nodes))
 
     assert moves() == 0
@@ -192,8 +192,10 @@ def test_relabelling_keeps_the_score(case, data):
         shape,
         data.draw(topologies(shape.num_ranks)),
         current=current,
-        costs=CostCurves.linear(rng.integers(1, 3, shape.num_ranks).astype(float)),
-        dispatch=data.draw(st.sampled_from(DispatchModel)),
+        objective=Objective(
+            costs=CostCurves.linear(rng.integers(1, 3, shape.num_ranks).astype(float)),
+            dispatch=data.draw(st.sampled_from(DispatchModel)),
+        ),
         source_load=data.draw(
             st.sampled_from(
                 [None, np.ones((shape.num_ranks, shape.num_layers, shape.num_logical_experts))]
@@ -201,7 +203,7 @@ def test_relabelling_keeps_the_score(case, data):
         ),
     )
     before = metrics.score(problem, target)
-    if problem.dispatch is not DispatchModel.OPTIMAL:
+    if problem.objective.dispatch is not DispatchModel.OPTIMAL:
         assert metrics.score(problem, relabel(problem, target)) == pytest.approx(before)
 
 

@@ -14,7 +14,8 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, PlacementProblem
+from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import find_change, step_weights
 from evenkeel_moe.planning.signals.forecast import forecast, recentred
 from tests.planning import twins
@@ -172,7 +173,7 @@ def _foreseen_time(problem, placement):
     load = problem.load
     if expected.error < 1 - KeelOptions().foresight:
         load = recentred(load, weights, expected)
-    return float(weights @ metrics.step_times(load, placement, problem.costs).sum(axis=1))
+    return float(weights @ metrics.step_times(load, placement, problem.objective.costs).sum(axis=1))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_a_first_plan_is_this_near_to_one_from_nothing(moves, speeds, within):
     behind = []
     for seed in range(24):
         load = drifting(np.random.default_rng(seed), 64, 0.0, moves, tokens=400)
-        nothing = _problem(load, costs=costs)
+        nothing = _problem(load, objective=Objective(costs=costs))
         first = plan_keel(replace(nothing, current=Placement.initial(nothing.shape)))
         best = _foreseen_time(nothing, plan_keel(nothing).placement)
         assert (first.numbers["forecast_error"] < 0.875) == bool(moves)

@@ -14,7 +14,7 @@ from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.objective import CostCurves, Objective
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.protocol.leader.plan_records import is_failure
 
@@ -39,13 +39,12 @@ class CycleSettings:
 
     plan_steps: int
     recent_steps: int
-    lifetime_steps: int
     copy_bytes_per_s: float
     copy_cost_tokens: float
     rank_speeds: bool
-    dispatch: DispatchModel
-    cross_node_factor: float
     deadline_s: float
+    objective: Objective
+    """Without `costs`, `copy_cost` and `limits`: each cycle fills them in."""
 
 
 @dataclass(frozen=True, slots=True)

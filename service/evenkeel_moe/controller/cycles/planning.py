@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -39,7 +39,7 @@ from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.decision.cycle import CycleInputs, CycleResult
 from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
 from evenkeel_moe.planning.policies.registry import resolve_policy
-from evenkeel_moe.planning.problem.placement_problem import CostCurves
+from evenkeel_moe.planning.problem.objective import CostCurves
 from evenkeel_moe.ports import PlanRequest
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.plan_records import repeated
@@ -221,14 +221,9 @@ class Planning:
             failed_plans=failed_plans,
             steps_since_move=steps_since_move(windows, base.epoch, cycle.plan_steps),
             step_s=self._step_s,
-            limits=limits,
-            costs=costs,
             source_load=source,
-            dispatch=cycle.dispatch,
-            copy_cost=copy_cost,
-            cross_node_factor=cycle.cross_node_factor,
+            objective=replace(cycle.objective, costs=costs, copy_cost=copy_cost, limits=limits),
             max_evaluations=self._effort.most(policy_name),
-            lifetime_steps=cycle.lifetime_steps,
             recent_steps=cycle.recent_steps,
         )
 

@@ -194,7 +194,7 @@ class Deployment:
 
     def split(self) -> SplitModel:
         """How tokens split over replicas, for gauges as for gates."""
-        return SplitModel(self.options.cycle.dispatch, self.planning.topology())
+        return SplitModel(self.options.cycle.objective.dispatch, self.planning.topology())
 
     def idle_s(self) -> float:
         """How long no rank has had a stream here."""

@@ -18,7 +18,7 @@ from evenkeel_moe.model.load import (
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.telemetry.assembly import StepAssembler

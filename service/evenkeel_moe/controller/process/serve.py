@@ -39,6 +39,7 @@ from evenkeel_moe.controller.process.tokens import TokenFile
 from evenkeel_moe.controller.tasks import LastResort, Spawner, end_tasks
 from evenkeel_moe.errors import Conflict, EvenkeelError, InvalidInput, Unavailable
 from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from evenkeel_moe.settings import Settings
 from evenkeel_moe.wire.link import FlowControl
@@ -406,13 +407,15 @@ def _deployment_options(settings: Settings, advertise: str) -> DeploymentOptions
         cycle=CycleSettings(
             plan_steps=settings.window.plan_steps,
             recent_steps=planner.recent_steps,
-            lifetime_steps=planner.lifetime_steps,
             copy_bytes_per_s=planner.copy_bytes_per_s,
             copy_cost_tokens=planner.copy_cost_tokens,
             rank_speeds=planner.rank_speeds,
-            dispatch=planner.dispatch,
-            cross_node_factor=planner.cross_node_factor,
             deadline_s=planner.deadline_s,
+            objective=Objective(
+                dispatch=planner.dispatch,
+                lifetime_steps=planner.lifetime_steps,
+                cross_node_factor=planner.cross_node_factor,
+            ),
         ),
         window_steps=settings.window.steps,
         max_pending=ingest.max_pending_steps,

@@ -42,7 +42,7 @@ from typing import Any
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel
+from evenkeel_moe.planning.problem.objective import DispatchModel
 
 __all__ = ["DispatchRule", "ExitCode", "Fault", "RankConfig"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanLimits, Wave
+from evenkeel_moe.model.plan import Wave
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision.gates import (
@@ -27,9 +27,8 @@ from evenkeel_moe.planning.decision.gates import (
 from evenkeel_moe.planning.decision.verdict import Verdict, VerdictRules, held_out_steps, judge
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import (
-    CostCurves,
-    DispatchModel,
     PlacementProblem,
     Proposal,
     origin_shares,
@@ -92,22 +91,13 @@ class CycleInputs:
     steps_since_move: int | None = None
     """Newest steps of the window that ran under the present placement: a change of traffic among older ones has been
     answered. None where that is not known; any change then counts."""
-    limits: PlanLimits = PlanLimits()
-    allow_duplicates: bool = False
+    objective: Objective = Objective()
     replica_budget: int | None = None
-    dispatch: DispatchModel = DispatchModel.EVEN
-    costs: CostCurves | None = None
     source_load: NDArray[np.float64] | None = None
     """(R, L, E) [tokens] source-side sums of about the whole window, the later steps included: a cycle takes from them
     only which share of an expert's tokens starts on which rank. None where ranks do not tell."""
-    copy_cost: float = 0.0
-    """Price of one copy between ranks in score units: seconds with curves, else tokens."""
-    cross_node_factor: float = 1.0
-    """Price of a copy that no rank of the node could send, over that of others."""
     max_evaluations: int | None = None
     """Candidates the policy may look at; None leaves it to the policy."""
-    lifetime_steps: int = 1000
-    """Steps a placement is expected to last: what a copy's price is spread over."""
     recent_steps: int = 32
     """Steps since a change of traffic that are enough to plan on."""
     step_s: float | None = None
@@ -179,7 +169,7 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
             inputs.shape,
             inputs.topology,
             inputs.staging_bytes,
-            inputs.limits,
+            inputs.objective.limits,
         )
     except EvenkeelError as error:
         return end(False, error.reason, detail=str(error))
@@ -263,7 +253,7 @@ def plan_target(
         InvalidInput, InfeasiblePlan: the policy is unknown or cannot answer.
     """
     if inputs.target is not None:
-        inputs.target.check(inputs.shape, allow_duplicates=inputs.allow_duplicates)
+        inputs.target.check(inputs.shape, allow_duplicates=inputs.objective.allow_duplicates)
         return align_slots(inputs.current, inputs.target), {}
     source = None
     if inputs.source_load is not None:
@@ -277,14 +267,9 @@ def plan_target(
         current=inputs.current,
         replica_budget=inputs.replica_budget,
         source_load=source,
-        costs=inputs.costs,
-        dispatch=inputs.dispatch,
-        limits=inputs.limits,
-        cost_per_move=inputs.copy_cost / inputs.lifetime_steps,
-        cross_node_factor=inputs.cross_node_factor,
+        objective=inputs.objective,
         max_evaluations=inputs.max_evaluations,
         seed=inputs.seed,
-        allow_duplicates=inputs.allow_duplicates,
     )
     proposal: Proposal = resolve_policy(inputs.policy)(problem)
     target = relabel(
@@ -312,10 +297,10 @@ def judge_target(
         return None, {}
     split = _split_model(inputs)
     verdict = judge(
-        metrics.step_times(scored_on, inputs.current, inputs.costs, split).sum(axis=1),
-        metrics.step_times(scored_on, target, inputs.costs, split).sum(axis=1),
-        copy_cost=inputs.copy_cost * count_moves(inputs.current, target),
-        lifetime_steps=inputs.lifetime_steps,
+        metrics.step_times(scored_on, inputs.current, inputs.objective.costs, split).sum(axis=1),
+        metrics.step_times(scored_on, target, inputs.objective.costs, split).sum(axis=1),
+        copy_cost=inputs.objective.copy_cost * count_moves(inputs.current, target),
+        lifetime_steps=inputs.objective.lifetime_steps,
         step_s=inputs.step_s,
         rules=VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps))),
         seed=inputs.seed,
@@ -333,8 +318,8 @@ def decide_target(inputs: CycleInputs, target: Placement, verdict: Verdict | Non
             base=inputs.current,
             target=target,
             verdict=verdict,
-            limits=inputs.limits,
-            allow_duplicates=inputs.allow_duplicates,
+            limits=inputs.objective.limits,
+            allow_duplicates=inputs.objective.allow_duplicates,
             manual=inputs.manual,
         ),
         inputs.settings,
@@ -342,4 +327,4 @@ def decide_target(inputs: CycleInputs, target: Placement, verdict: Verdict | Non
 
 
 def _split_model(inputs: CycleInputs) -> SplitModel:
-    return SplitModel(inputs.dispatch, inputs.topology, inputs.source_load)
+    return SplitModel(inputs.objective.dispatch, inputs.topology, inputs.source_load)

@@ -138,7 +138,9 @@ def _redundancy(inputs: CycleInputs, split: Split, free_bytes: int | None) -> Re
     rules = VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps)))
 
     def against(base: int, other: int) -> Verdict:
-        return judge(times[base], times[other], lifetime_steps=inputs.lifetime_steps, rules=rules)
+        return judge(
+            times[base], times[other], lifetime_steps=inputs.objective.lifetime_steps, rules=rules
+        )
 
     levels = []
     for below, replicas in zip([None, *tried], tried, strict=False):
@@ -186,10 +188,10 @@ def _times(inputs: CycleInputs, split: Split, replicas: int) -> NDArray[np.float
         inputs.topology,
         -(-copies // shape.num_ranks),
     )
-    model = SplitModel(inputs.dispatch, inputs.topology, inputs.source_load)
+    model = SplitModel(inputs.objective.dispatch, inputs.topology, inputs.source_load)
     scored = inputs.load[split.cut :]
     return np.asarray(
-        metrics.step_times(scored, placement, inputs.costs, model).sum(axis=1), np.float64
+        metrics.step_times(scored, placement, inputs.objective.costs, model).sum(axis=1), np.float64
     )
 
 
@@ -279,7 +281,7 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         return [f"{own.policy} has no plan: {own.reason}{': ' if own.detail else ''}{own.detail}."]
     if own.copies == 0:
         return [f"{own.policy} would leave every expert where it is."]
-    unit = "s" if cycle.costs is not None else "tokens"
+    unit = "s" if cycle.objective.costs is not None else "tokens"
     each = verdict.copy_cost / own.copies
     paid = (
         f"is paid back after {verdict.payback_steps:.0f} steps"

@@ -259,7 +259,7 @@ def _place(problem: PlacementProblem, num_groups: int, topology: Topology) -> Pl
         num_groups,
         topology.num_nodes,
         shape.num_ranks,
-        allow_duplicates=problem.allow_duplicates,
+        allow_duplicates=problem.objective.allow_duplicates,
     )
     # The rule numbers ranks node by node; the topology may number them otherwise.
     by_node = np.argsort(np.array(topology.node_of_rank), kind="stable")

@@ -15,12 +15,8 @@ from evenkeel_moe.planning.policies.gem.policy import plan_gem
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.policies.libra import plan_libra
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import (
-    CostCurves,
-    DispatchModel,
-    PlacementProblem,
-    Policy,
-)
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
@@ -68,8 +64,7 @@ def warm_kernels() -> None:
             shape,
             Topology((0, 0, 1, 1)),
             current=Placement.initial(shape),
-            costs=costs,
-            dispatch=dispatch,
+            objective=Objective(costs=costs, dispatch=dispatch),
             max_evaluations=1000,
         )
         for policy in POLICIES.values():

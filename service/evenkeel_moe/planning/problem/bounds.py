@@ -7,11 +7,8 @@ from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.bounds_branch import BRANCH_EXPERTS, BRANCH_RANKS, branch_bound
-from evenkeel_moe.planning.problem.placement_problem import (
-    CostCurves,
-    DispatchModel,
-    PlacementProblem,
-)
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 __all__ = ["bound_times", "hottest_copy", "lower_bound"]
 
@@ -96,11 +93,13 @@ def lower_bound(problem: PlacementProblem) -> float:
     """
     shape = problem.shape
     redundant = shape.num_slots - shape.num_logical_experts
-    by_layer = bound_times(problem.load, shape.num_ranks, redundant, problem.costs).sum(axis=0)
+    by_layer = bound_times(problem.load, shape.num_ranks, redundant, problem.objective.costs).sum(
+        axis=0
+    )
     if (
-        problem.costs is None
-        and problem.dispatch is DispatchModel.EVEN
-        and not problem.allow_duplicates
+        problem.objective.costs is None
+        and problem.objective.dispatch is DispatchModel.EVEN
+        and not problem.objective.allow_duplicates
         and shape.num_logical_experts <= BRANCH_EXPERTS
         and shape.num_ranks <= BRANCH_RANKS
     ):

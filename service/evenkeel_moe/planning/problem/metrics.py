@@ -10,11 +10,8 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import kernels
-from evenkeel_moe.planning.problem.placement_problem import (
-    CostCurves,
-    DispatchModel,
-    PlacementProblem,
-)
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.problem.token_split import (
     EVEN_SPLIT,
     SplitModel,
@@ -212,7 +209,7 @@ def predicted_time(
 
 def score(problem: PlacementProblem, placement: Placement) -> float:
     """`predicted_time` under everything the problem says: load, costs, dispatch."""
-    return predicted_time(problem.load, placement, problem.costs, SplitModel.of(problem))
+    return predicted_time(problem.load, placement, problem.objective.costs, SplitModel.of(problem))
 
 
 def fluid_times(

@@ -14,7 +14,8 @@ from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMisma
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem import kernels
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel, PlacementProblem
+from evenkeel_moe.planning.problem.objective import DispatchModel
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 __all__ = ["EVEN_SPLIT", "SplitModel", "check_counts", "check_load", "slot_load", "slot_shares"]
 
@@ -32,7 +33,7 @@ class SplitModel:
     @classmethod
     def of(cls, problem: PlacementProblem) -> "SplitModel":
         """The split model a problem is scored under."""
-        return cls(problem.dispatch, problem.topology, problem.source_load)
+        return cls(problem.objective.dispatch, problem.topology, problem.source_load)
 
 
 EVEN_SPLIT = SplitModel()

@@ -12,11 +12,8 @@ from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.problem.placement_problem import (
-    CostCurves,
-    DispatchModel,
-    PlacementProblem,
-)
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 __all__ = ["align_slots", "count_moves", "fewest_moves", "moves_by_layer", "relabel"]
 
@@ -225,13 +222,13 @@ def relabel(problem: PlacementProblem, target: Placement, *, keep_nodes: bool = 
     """
     if problem.current is None:
         return target
-    if problem.dispatch is DispatchModel.NEAREST and problem.source_load is not None:
+    if problem.objective.dispatch is DispatchModel.NEAREST and problem.source_load is not None:
         return align_slots(problem.current, target)
-    by_node = keep_nodes or problem.dispatch is DispatchModel.NEAREST
+    by_node = keep_nodes or problem.objective.dispatch is DispatchModel.NEAREST
     return fewest_moves(
         problem.current,
         target,
         topology=problem.topology if by_node else None,
-        costs=problem.costs,
+        costs=problem.objective.costs,
         pooled=problem.shape.pooled,
     )

@@ -21,14 +21,17 @@ from evenkeel_moe.planning.policies.gem.policy import (
     plan_gem,
 )
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, PlacementProblem
+from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.strategies import cost_curves, loads, shapes
 
 
 def problem_of(load, ranks, costs=None, **fields):
     _, layers, experts = load.shape
     shape = ModelShape(layers, experts, ranks, -(-experts // ranks), 1, 100)
-    return PlacementProblem(load, shape, Topology.single_node(ranks), costs=costs, **fields)
+    return PlacementProblem(
+        load, shape, Topology.single_node(ranks), objective=Objective(costs=costs), **fields
+    )
 
 
 def plain_refine(load, rank_of, costs, least_drop):

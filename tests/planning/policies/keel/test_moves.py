@@ -14,7 +14,8 @@ from evenkeel_moe.planning.policies.keel.search import Fleet
 from evenkeel_moe.planning.policies.keel.starts import fit_to_budget
 from evenkeel_moe.planning.policies.keel.state import SHARP, SMOOTH, refresh
 from evenkeel_moe.planning.policies.keel.swaps import best_exchanges
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel, PlacementProblem
+from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import step_weights
 from tests.strategies import cost_curves, loads, placements, shapes, topologies
 
@@ -31,9 +32,11 @@ def searches(draw):
         shape,
         draw(topologies(shape.num_ranks)),
         current=draw(placements(shape)),
-        costs=draw(st.none() | cost_curves(shape.num_ranks)),
-        dispatch=draw(st.sampled_from((DispatchModel.EVEN, DispatchModel.NEAREST))),
-        cross_node_factor=draw(st.sampled_from((1.0, 3.0))),
+        objective=Objective(
+            costs=draw(st.none() | cost_curves(shape.num_ranks)),
+            dispatch=draw(st.sampled_from((DispatchModel.EVEN, DispatchModel.NEAREST))),
+            cross_node_factor=draw(st.sampled_from((1.0, 3.0))),
+        ),
     )
     fitted = fit_to_budget(problem, start)
     fleet = Fleet(
@@ -142,5 +145,5 @@ def test_a_descent_ends_and_does_not_rise(search):
             most,
         )
         assert used < most
-        if price == 0.0 or fleet.problem.cross_node_factor == 1.0:
+        if price == 0.0 or fleet.problem.objective.cross_node_factor == 1.0:
             assert refresh(layer, fleet.curves) + price * copies <= before + LEAST

@@ -12,24 +12,31 @@ from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.evaluation_budget import Evaluations
 from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import DispatchModel, PlacementProblem
+from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule import relabel
 from tests.strategies import cost_curves, loads, placements, shapes, topologies
 
 
 @st.composite
-def problems(draw, /, **fixed):
+def problems(draw, dispatches=tuple(DispatchModel), /, **fixed):
     shape = draw(shapes())
     fields = {
         "load": draw(loads(shape.num_layers, shape.num_logical_experts)),
         "shape": shape,
         "topology": draw(topologies(shape.num_ranks)),
         "current": draw(st.none() | placements(shape)),
-        "costs": draw(st.none() | cost_curves(shape.num_ranks)),
-        "dispatch": draw(st.sampled_from(DispatchModel)),
+        "objective": Objective(
+            costs=draw(st.none() | cost_curves(shape.num_ranks)),
+            dispatch=draw(st.sampled_from(dispatches)),
+        ),
         "max_evaluations": 3000,
     }
     return PlacementProblem(**(fields | fixed))
+
+
+def with_objective(problem, **changes):
+    return replace(problem, objective=replace(problem.objective, **changes))
 
 
 @given(problems())
@@ -50,8 +57,10 @@ def test_limits_hold(problem, moves, layers):
         problem.shape,
         problem.topology,
         current=problem.current,
-        dispatch=problem.dispatch,
-        limits=PlanLimits(max_moves=moves, max_layers=layers),
+        objective=Objective(
+            dispatch=problem.objective.dispatch,
+            limits=PlanLimits(max_moves=moves, max_layers=layers),
+        ),
         max_evaluations=3000,
     )
     placement = plan_keel(limited).placement
@@ -59,11 +68,11 @@ def test_limits_hold(problem, moves, layers):
     assert (relabel.moves_by_layer(problem.current, placement) > 0).sum() <= layers
 
 
-@given(problems(dispatch=DispatchModel.NEAREST), st.integers(0, 4))
+@given(problems((DispatchModel.NEAREST,)), st.integers(0, 4))
 def test_a_limit_on_moves_holds_where_a_plan_is_refined(problem, moves):
     if problem.current is None:
         return
-    limited = replace(problem, limits=PlanLimits(max_moves=moves))
+    limited = with_objective(problem, limits=PlanLimits(max_moves=moves))
     proposal = plan_keel(limited)
     proposal.placement.check(problem.shape)
     assert relabel.count_moves(problem.current, proposal.placement) <= moves
@@ -81,15 +90,15 @@ def test_refining_for_nearest_dispatch_pays_where_tokens_start_unevenly():
             Topology((0, 0, 1, 1)),
             current=Placement.initial(shape),
             source_load=rng.lognormal(0.0, 1.5, (4, 2, 12)),
-            dispatch=DispatchModel.NEAREST,
+            objective=Objective(dispatch=DispatchModel.NEAREST),
         )
-        for_even = plan_keel(replace(problem, dispatch=DispatchModel.EVEN)).placement
+        for_even = plan_keel(with_objective(problem, dispatch=DispatchModel.EVEN)).placement
         ratios.append(plan_keel(problem).score / metrics.score(problem, for_even))
     # Not on each: origins are drawn towards even ones, because a window has few requests.
     assert np.mean(ratios) < 0.97
 
 
-@given(problems(current=None, dispatch=DispatchModel.EVEN))
+@given(problems((DispatchModel.EVEN,), current=None))
 def test_from_nothing_it_is_never_worse_than_eplb(problem):
     assert plan_keel(problem).score <= plan_eplb(problem).score * (1 + 1e-9)
 
@@ -102,8 +111,7 @@ def test_replaying_the_evaluations_used_gives_the_same_bytes(problem):
         problem.shape,
         problem.topology,
         current=problem.current,
-        costs=problem.costs,
-        dispatch=problem.dispatch,
+        objective=problem.objective,
         max_evaluations=first.evaluations,
     )
     assert plan_keel(again).placement.digest == first.placement.digest
@@ -124,9 +132,9 @@ def test_a_plan_for_an_optimal_split_is_the_even_ones_or_half_a_percent_better()
             shape,
             Topology.single_node(4),
             current=Placement.initial(shape),
-            dispatch=DispatchModel.OPTIMAL,
+            objective=Objective(dispatch=DispatchModel.OPTIMAL),
         )
-        for_even = plan_keel(replace(problem, dispatch=DispatchModel.EVEN)).placement
+        for_even = plan_keel(with_objective(problem, dispatch=DispatchModel.EVEN)).placement
         proposal = plan_keel(problem)
         if proposal.placement.digest == for_even.digest:
             same += 1
@@ -173,7 +181,11 @@ def large_and_skewed():
         np.float64
     )
     return PlacementProblem(
-        load, LARGE, Topology.single_node(32), current=Placement.initial(LARGE), cost_per_move=0.5
+        load,
+        LARGE,
+        Topology.single_node(32),
+        current=Placement.initial(LARGE),
+        objective=Objective(copy_cost=0.5, lifetime_steps=1),
     )
 
 
@@ -187,7 +199,7 @@ def test_a_large_model_is_searched_to_its_last_layer():
 
 
 def test_the_layers_of_a_large_model_that_may_change_are_searched_after_they_were_chosen():
-    problem = replace(large_and_skewed(), limits=PlanLimits(max_layers=5))
+    problem = with_objective(large_and_skewed(), limits=PlanLimits(max_layers=5))
     keel = plan_keel(problem)
     assert (relabel.moves_by_layer(problem.current, keel.placement) > 0).sum() == 5
     least = metrics.score(problem, problem.current)

@@ -15,7 +15,8 @@ from evenkeel_moe.planning.policies.gem.kernels import search_layers
 from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
 from evenkeel_moe.planning.policies.keel.starts import budget_of
 from evenkeel_moe.planning.problem import bounds, metrics
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, PlacementProblem, Proposal
+from evenkeel_moe.planning.problem.objective import CostCurves
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
 __all__ = ["GEM_SETUPS", "GemOptions", "cost_table", "gem_setup", "plan_gem"]
 
@@ -74,7 +75,7 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     rng = np.random.default_rng(problem.seed)
     noise = 1.0 + rng.uniform(-options.noise, options.noise, (options.restarts, layers, experts))
     noise[0] = 1.0
-    load, table = cost_table(problem.load, ranks, problem.costs)
+    load, table = cost_table(problem.load, ranks, problem.objective.costs)
     most = _MOST_WORK // max(1, len(problem.load))
     if problem.max_evaluations is not None:
         most = min(most, problem.max_evaluations)

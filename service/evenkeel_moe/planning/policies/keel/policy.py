@@ -19,8 +19,8 @@ from evenkeel_moe.planning.policies.keel.evaluation_budget import Evaluations
 from evenkeel_moe.planning.policies.keel.search import Fleet
 from evenkeel_moe.planning.policies.keel.starts import cold_start, fit_to_budget, linear_rates
 from evenkeel_moe.planning.problem import bounds, metrics
+from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.placement_problem import (
-    DispatchModel,
     PlacementProblem,
     Proposal,
     check_current,
@@ -121,23 +121,22 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = KeelOptions()) -
     check_current(problem)
     expected, outlook, change = _look_ahead(problem, options)
     evaluations = Evaluations(problem)
-    if problem.dispatch is DispatchModel.NEAREST and problem.limits.max_layers is None:
+    objective = problem.objective
+    even = replace(expected, objective=replace(objective, dispatch=DispatchModel.EVEN))
+    if objective.dispatch is DispatchModel.NEAREST and objective.limits.max_layers is None:
         # An even split knows less and so follows less noise; what nearest dispatch adds is refined from there. (A limit on
         # layers would count from there, too.)
-        even = replace(expected, dispatch=DispatchModel.EVEN)
         with evaluations.keeping(_KEPT_FOR_REFINING):
             best, price = _search(even, outlook, options, evaluations)
         fleet = Fleet(_shrunk(expected), best, outlook.weights, evaluations)
         fleet.search(price)
         fleet.undo_small(price, _WORTH_REFINING)
         best = fleet.placement()
-    elif problem.dispatch is DispatchModel.OPTIMAL and problem.limits.max_layers is None:
+    elif objective.dispatch is DispatchModel.OPTIMAL and objective.limits.max_layers is None:
         with evaluations.keeping(0.5):
             best, price = _search(expected, outlook, options, evaluations)
         # Searched under an even split all the same: another choice among what was found must promise more than chance.
-        plain, _ = _search(
-            replace(expected, dispatch=DispatchModel.EVEN), outlook, options, evaluations
-        )
+        plain, _ = _search(even, outlook, options, evaluations)
         weights = outlook.weights
         if _time(expected, weights, best) > (1.0 - _WORTH_CHOOSING) * _time(
             expected, weights, plain
@@ -199,7 +198,7 @@ def _search(
         best = min((rival, second.placement()), key=total)
     if problem.current is None:
         return _anew(problem, weights, best, evaluations), 0.0
-    if _unplanned(problem.current) and problem.limits == PlanLimits():
+    if _unplanned(problem.current) and problem.objective.limits == PlanLimits():
         fresh, _ = _search(replace(problem, current=None), outlook, options, evaluations)
         fresh = relabel.relabel(problem, fresh)
         if total(fresh) < (1.0 - _worth_starting_afresh(problem, outlook)) * total(best):
@@ -209,7 +208,7 @@ def _search(
 
 def _worth_starting_afresh(problem: PlacementProblem, outlook: _Outlook) -> float:
     """Share of the window's time that a plan from nothing must save beyond one from the engines' start."""
-    speeds = linear_rates(problem.costs, problem.shape.num_ranks)
+    speeds = linear_rates(problem.objective.costs, problem.shape.num_ranks)
     if speeds.max() > (1.0 + _ALIKE) * speeds.min():
         return 0.0
     return _WORTH_STARTING_AFRESH_IN_MOTION if outlook.moves else _WORTH_STARTING_AFRESH
@@ -219,9 +218,9 @@ def _improve(fleet: Fleet, price: float, options: KeelOptions) -> None:
     """Search at the price, then for a few copies at less."""
     problem = fleet.problem
     fleet.search(price)
-    if price > 0.0 and problem.limits.max_layers is None:
+    if price > 0.0 and problem.objective.limits.max_layers is None:
         least = options.few_stickiness / problem.shape.slots_per_rank
-        least = max(min(least, price), fleet.price_of(problem.cost_per_move))
+        least = max(min(least, price), fleet.price_of(problem.objective.cost_per_move))
         fleet.search_few(options.few, least, price)
 
 
@@ -254,7 +253,9 @@ def _better(
 
 def _time(problem: PlacementProblem, weights: NDArray[np.float64], placement: Placement) -> float:
     """Predicted time of the window, in the unit of the score; its steps weighed as in the search that found the placement."""
-    times = metrics.step_times(problem.load, placement, problem.costs, SplitModel.of(problem))
+    times = metrics.step_times(
+        problem.load, placement, problem.objective.costs, SplitModel.of(problem)
+    )
     return float(weights @ times.sum(axis=1)) * len(weights)
 
 
@@ -277,7 +278,7 @@ def _price(
         per_rank = problem.shape.slots_per_rank
         seen = fleet.unit_tokens * len(problem.load) / per_rank / outlook.noise
         price = (options.stickiness + min(options.caution / seen**0.5, _MOST_CAUTION)) / per_rank
-    return max(price, fleet.price_of(problem.cost_per_move))
+    return max(price, fleet.price_of(problem.objective.cost_per_move))
 
 
 def _total(
@@ -302,7 +303,7 @@ def _unplanned(placement: Placement) -> bool:
 
 def _rival(problem: PlacementProblem) -> Placement | None:
     """EPLB's placement with the fewest moves; None where it cannot plan or knows nothing of the limits."""
-    if problem.limits != PlanLimits():
+    if problem.objective.limits != PlanLimits():
         return None
     try:
         proposal = plan_eplb(problem)

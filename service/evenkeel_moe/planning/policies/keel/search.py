@@ -23,11 +23,8 @@ from evenkeel_moe.planning.policies.keel.state import (
     refresh,
 )
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.placement_problem import (
-    DispatchModel,
-    PlacementProblem,
-    origin_shares,
-)
+from evenkeel_moe.planning.problem.objective import DispatchModel
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 
 __all__ = ["Fleet"]
 
@@ -73,11 +70,13 @@ class Fleet:
         steps, num_layers, _ = problem.load.shape
         ranks = problem.shape.num_ranks
         self.unit_tokens = float(problem.load.sum()) / (steps * num_layers * ranks) or 1.0
-        fluid = metrics.fluid_bound(problem.load, ranks, problem.costs) / (steps * num_layers)
+        fluid = metrics.fluid_bound(problem.load, ranks, problem.objective.costs) / (
+            steps * num_layers
+        )
         self.unit_cost = fluid or 1.0
         self.curves = _scaled_curves(problem, self.unit_tokens, self.unit_cost, sharp)
         self.split = Split(
-            problem.dispatch is DispatchModel.NEAREST,
+            problem.objective.dispatch is DispatchModel.NEAREST,
             np.array(problem.topology.node_of_rank, np.int64),
         )
         source = _origin_shares(problem)
@@ -89,7 +88,7 @@ class Fleet:
                 start.phy2log[layer],
                 None if problem.current is None else problem.current.phy2log[layer],
                 self.split,
-                problem.cross_node_factor,
+                problem.objective.cross_node_factor,
             )
             for layer in range(num_layers)
         ]
@@ -108,7 +107,7 @@ class Fleet:
 
     def search(self, price: float) -> None:
         """Improve every layer until no move gains more than its price, within limits and what may be evaluated."""
-        every, most = range(len(self.layers)), self.problem.limits.max_layers
+        every, most = range(len(self.layers)), self.problem.objective.limits.max_layers
         if most is None or most >= len(every):
             self._descend_levels(every, price)
             return
@@ -301,7 +300,7 @@ class Fleet:
         return self.budget.total - self._filled
 
     def _allowance(self) -> int:
-        limits, shape = self.problem.limits, self.problem.shape
+        limits, shape = self.problem.objective.limits, self.problem.shape
         allowed = self._most
         if self.problem.current is None:
             return allowed
@@ -317,7 +316,7 @@ def _scaled_curves(
 ) -> Curves:
     """The problem's cost curves in search units; straight ones without stairs."""
     ranks = problem.shape.num_ranks
-    costs = problem.costs
+    costs = problem.objective.costs
     doublings = SHARP if sharp or unit_tokens >= _MANY_TOKENS else SMOOTH
     if costs is None:
         return Curves(

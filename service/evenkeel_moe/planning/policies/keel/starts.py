@@ -7,7 +7,8 @@ from evenkeel_moe.errors import InfeasiblePlan, Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
 from evenkeel_moe.planning.policies.replication import replicate_experts
-from evenkeel_moe.planning.problem.placement_problem import CostCurves, PlacementProblem
+from evenkeel_moe.planning.problem.objective import CostCurves
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 __all__ = ["Budget", "budget_of", "cold_start", "fit_to_budget", "linear_rates"]
 
@@ -92,7 +93,7 @@ def cold_start(problem: PlacementProblem) -> Placement:
     for layer in range(layers):
         capacity[layer, (np.arange(rest) + layer * rest) % ranks] += 1
     rows = pack_copies(
-        load, logcnt, capacity, shape.slots_per_rank, linear_rates(problem.costs, ranks)
+        load, logcnt, capacity, shape.slots_per_rank, linear_rates(problem.objective.costs, ranks)
     )
     return Placement(rows, ranks, shape.num_logical_experts)
 
