@@ -6,6 +6,7 @@ import pytest
 
 from evenkeel_moe.errors import IllegalEvent, Reason
 from evenkeel_moe.model.ids import Epoch, EpRank
+from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import diagram
 from evenkeel_moe.protocol import messages as msg
@@ -62,6 +63,8 @@ LOCAL_TO_RANK = {
     msg.SwapFailed: msg.SwapFailed(KEY, "half way"),
     msg.ReloadRequested: msg.ReloadRequested(),
     msg.WeightsReloaded: msg.WeightsReloaded(2),
+    msg.MigrationDisabled: msg.MigrationDisabled(),
+    msg.EngineRebalanced: msg.EngineRebalanced(BASE.with_rows((0,), wave_of().rows)),
 }
 
 
@@ -157,10 +160,16 @@ TO_CONTROL = {
     msg.RankState: from_rank(0, state_of(0)),
     msg.TermRefused: from_rank(0, msg.TermRefused(hello_of(0).identity, msg.Leader("b", 4))),
     msg.StagingProgress: from_rank(0, msg.StagingProgress(KEY, 1, 2)),
+    ctl.RankHeard: ctl.RankHeard(EpRank(0), 1, 10),
+    ctl.RankTroubled: ctl.RankTroubled(EpRank(0), 10, "no more waves"),
     ctl.StreamClosed: ctl.StreamClosed(EpRank(0), 10),
     ctl.CycleDecided: ctl.CycleDecided(1, Reason.NO_CHANGE),
     ctl.PersistFailed: ctl.PersistFailed((ctl.PersistDecision({"reason": "x"}),)),
     ctl.CancelWave: ctl.CancelWave(Reason.CANCELLED),
+    ctl.PolicySet: ctl.PolicySet(DeploymentPolicy(), {}),
+    ctl.PlansFrozen: ctl.PlansFrozen(60.0),
+    ctl.AutomaticPlansResumed: ctl.AutomaticPlansResumed(),
+    ctl.ClockStepped: ctl.ClockStepped(5.0),
     msg.Tick: msg.Tick(),
 }
 

@@ -219,7 +219,7 @@ def test_a_rollback_undoes_the_newest_plan_of_this_generation():
 def test_a_plan_made_under_a_policy_that_was_changed_meanwhile_is_not_entered(policy):
     group = Group()
     cycle = group.next_cycle()
-    group.operator.set_policy(policy)
+    group.operator.set_policy(policy, {}, group.now)
     group.decided(cycle, automatic())
     assert group.control.book.records == {}
     assert group.control.cycles.last["reason"] == Reason.POLICY_CHANGED
@@ -231,7 +231,7 @@ def test_a_shorter_cycle_counts_from_when_it_is_set():
     group = Group(replace(AUTO, mode=Mode.OBSERVE, cycle_s=86_400.0))
     group.run(100)
     assert not group.cycles
-    group.operator.set_policy(replace(AUTO, mode=Mode.OBSERVE, cycle_s=2.0))
+    group.operator.set_policy(replace(AUTO, mode=Mode.OBSERVE, cycle_s=2.0), {}, group.now)
     group.run(1)
     assert len(group.cycles) == 1
 

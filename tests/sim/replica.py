@@ -270,7 +270,8 @@ class Seat:
                     self.carry(self.operator.freeze(world.rng.choice((0, 1)), now))
                 case "mode":
                     mode = world.rng.choice((Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
-                    self.operator.set_policy(DeploymentPolicy(mode=mode, cycle_s=world.cycle_s))
+                    policy = DeploymentPolicy(mode=mode, cycle_s=world.cycle_s)
+                    self.carry(self.operator.set_policy(policy, {}, now))
             world.note(f"operator: {wish} {plan_id}")
         except EvenkeelError as error:
             world.note(f"operator: {wish} refused, {error.reason}")

@@ -220,7 +220,11 @@ def advance_proof(world: FleetWorld, deployment, fresh: dict) -> bool:
             return False
         del fresh[deployment]
     try:
-        seat.operator.set_policy(DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5))
+        seat.carry(
+            seat.operator.set_policy(
+                DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5), {}, world.now
+            )
+        )
         seat.carry(seat.operator.freeze(0, world.now))
         record = seat.submit(PlanKind.MANUAL, True, sound=True)
     except EvenkeelError:

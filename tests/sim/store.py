@@ -121,7 +121,7 @@ class SimStore:
             case ctl.PersistPlan(record=record):
                 checks.plan(deployment, record, shelf.plans.get(record.plan.plan_id), rightful)
                 shelf.plans[record.plan.plan_id] = record
-            case ctl.PersistDocument(body=body):
+            case ctl.PersistDocument(name="control", body=body):
                 shelf.control = dict(body)
 
     def load(self, deployment) -> ctl.StoredRecords:

@@ -47,6 +47,7 @@ from evenkeel_moe.protocol.messages import (
     FromController,
     Hello,
     LeaveGroup,
+    MigrationDisabled,
     ParticipantAction,
     PermitReload,
     RebuildTransport,
@@ -265,7 +266,8 @@ class Agent:
         if self._trouble:
             return
         self._trouble = why
-        self._participant.observe_only = True
+        # Called with and without the lock: this event sets a flag and moves nothing.
+        self._participant.handle(MigrationDisabled(), time.monotonic())
         _log.error("placement_off", deployment=self._config.identity.deployment, detail=why)
 
     def close(self) -> None:

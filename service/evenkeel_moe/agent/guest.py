@@ -28,10 +28,16 @@ from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.ports import ExpertWeights, GateFailed, RankLink, WeightTransport
 from evenkeel_moe.agent.staging import ReadyWave
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import WaveKey
-from evenkeel_moe.protocol.messages import ParticipantState, Prepare, Swap, SwapFinished
+from evenkeel_moe.protocol.messages import (
+    EngineRebalanced,
+    MigrationDisabled,
+    ParticipantState,
+    Prepare,
+    Swap,
+    SwapFinished,
+)
 
 __all__ = ["GuestAgent", "HostEngine", "Move"]
 
@@ -135,12 +141,11 @@ class GuestAgent(Agent):
         """
         move = self._move
         if move is not None:
-            self._gate.calls += 1
-            self._participant.step = self._gate.calls
+            self._gate.rest()
             self._watch(move)
             return
         if self._off:
-            self._gate.calls += 1
+            self._gate.rest()
             return
         armed = self._participant.must_wait_for_poll()
         try:
@@ -210,14 +215,14 @@ class GuestAgent(Agent):
                     f" {np.shape(phy2log)}: restart this group"
                 )
                 return
-            participant.placement = Placement(
+            placement = Placement(
                 np.asarray(phy2log, np.int32), shape.num_ranks, shape.num_logical_experts
             )
-            participant.epoch = Epoch(participant.epoch + 1)
+            participant.handle(EngineRebalanced(placement), time.monotonic())
 
     def observe_as_asked(self) -> None:
         """Refuse every wave because the engine was configured so: no trouble."""
-        self._participant.observe_only = True
+        self._participant.handle(MigrationDisabled(), time.monotonic())
 
     # --- what the gate wants ------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanRecord, WaveKey
+from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol.messages import ControllerMessage, Leader, QueryState, RankMessage
 
 # --- events -----------------------------------------------------------------------------------
@@ -40,6 +41,55 @@ class StreamClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class RankHeard:
+    """A rank sent telemetry, which only the shell reads: the rank is alive (R1)."""
+
+    rank: EpRank
+    incarnation: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTroubled:
+    """A rank reported on this stream that it refuses every wave."""
+
+    rank: EpRank
+    stream: int
+    trouble: str
+    """The rank's explanation; empty if the rank takes waves again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySet:
+    """An operator replaced the policy."""
+
+    policy: DeploymentPolicy
+    document: Mapping[str, Any]
+    """The policy as it is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlansFrozen:
+    """An operator froze the deployment, or ended a freeze."""
+
+    until: float
+    """Unix seconds until which no plan begins; 0 ends the freeze."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutomaticPlansResumed:
+    """An operator lets automatic plans begin again after a rollback (R16)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockStepped:
+    """The Unix clock was set, or ran on while the monotonic clock stood still."""
+
+    unix_offset_s: float
+    """Unix seconds minus monotonic seconds."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredRecords:
     """What the store held when the lease was won. A flushed store is all defaults (R15)."""
 
@@ -48,6 +98,10 @@ class StoredRecords:
     held: bool = False
     frozen_until: float = 0.0
     """Unix seconds."""
+    policy: DeploymentPolicy | None = None
+    """The policy operators set last; None if the machine keeps the one it has."""
+    loss: Mapping[str, Any] | None = None
+    """A row for the decision log that reports what the store lost; None if it lost nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,6 +286,21 @@ class WeightsReloaded:
 
 
 @dataclass(frozen=True, slots=True)
+class MigrationDisabled:
+    """The rank must refuse every further wave; a wave it already holds goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRebalanced:
+    """The engine changed its placement by itself, on every rank between the same two steps.
+
+    The epoch rises by one, so that no plan for the earlier placement is taken (R3).
+    """
+
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
 class PollPassed:
     """The poll showed every rank armed for the same wave: all swap at this boundary."""
 

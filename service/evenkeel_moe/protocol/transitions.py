@@ -9,14 +9,20 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from evenkeel_moe.protocol.control_messages import (
+    AutomaticPlansResumed,
     CancelWave,
+    ClockStepped,
     CycleDecided,
     FleetProgress,
     LeaseAcquired,
     LeaseLost,
     PersistFailed,
+    PlansFrozen,
+    PolicySet,
     RankConnected,
+    RankHeard,
     RankLost,
+    RankTroubled,
     StreamClosed,
 )
 from evenkeel_moe.protocol.messages import (
@@ -24,7 +30,9 @@ from evenkeel_moe.protocol.messages import (
     AbortAnswer,
     Ack,
     Commit,
+    EngineRebalanced,
     Hello,
+    MigrationDisabled,
     ParticipantState,
     PollDropped,
     PollNotPassed,
@@ -128,6 +136,8 @@ PARTICIPANT = _table((_P.IDLE, _P.STAGING, _P.PREPARED, _P.ARMED, _P.SWAPPING, _
     SwapFailed:       (ILLEGAL,       ILLEGAL,           ILLEGAL,           ILLEGAL,            "_swap_failed",    ILLEGAL),
     ReloadRequested:  ("_permit",     "_reload_drops",   "_reload_drops",   "_reload_armed",    "_reload_later",   "_permit"),
     WeightsReloaded:  ("_reloaded",   "_reloaded_drops", "_reloaded_drops", "_reloaded_armed",  "_reloaded_torn",  "_reloaded"),
+    MigrationDisabled: ("_disable",     "_disable",        "_disable",        "_disable",         "_disable",       "_disable"),
+    EngineRebalanced: ("_follow_engine", ILLEGAL,          ILLEGAL,           ILLEGAL,            ILLEGAL,           ILLEGAL),
 })
 
 PARTICIPANT_OTHER_WAVE: Mapping[type, str] = {
@@ -164,10 +174,16 @@ CONTROL = _table((_C.FOLLOWER, _C.WAITING_FOR_RANKS, _C.RECOVERING, _C.READY, _C
     RankState:        (IGNORED,        "_note",           "_survey_answer",   "_check",         "_check"),
     TermRefused:      (IGNORED,        "_refused",        "_refused",         "_refused",       "_refused"),
     StagingProgress:  (IGNORED,        IGNORED,           IGNORED,            IGNORED,          "_staged"),
+    RankHeard:        (IGNORED,        "_heard",          "_heard",           "_heard",         "_heard"),
+    RankTroubled:     (IGNORED,        "_troubled",       "_troubled",        "_troubled",      "_troubled"),
     StreamClosed:     (IGNORED,        "_closed",         "_closed",          "_closed",        "_closed"),
     CycleDecided:     (IGNORED,        "_cycle_overtaken", "_cycle_overtaken", "_cycle_decided", "_cycle_overtaken"),
     PersistFailed:    (IGNORED,        "_unsaved",        "_unsaved",         "_unsaved",       "_unsaved"),
     CancelWave:       (ILLEGAL,        ILLEGAL,           ILLEGAL,            ILLEGAL,          "_to_wave"),
+    PolicySet:        (ILLEGAL,        "_set_policy",     "_set_policy",      "_set_policy",    "_set_policy"),
+    PlansFrozen:      (ILLEGAL,        "_freeze",         "_freeze",          "_freeze",        "_freeze"),
+    AutomaticPlansResumed: (ILLEGAL,   "_resume",         "_resume",          "_resume",        "_resume"),
+    ClockStepped:     ("_step_clock",  "_step_clock",     "_step_clock",      "_step_clock",    "_step_clock"),
     Tick:             (IGNORED,        "_tick_waiting",   "_tick_recovering", "_tick_ready",    "_tick_migrating"),
 })
 # fmt: on

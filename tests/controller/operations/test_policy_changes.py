@@ -98,8 +98,8 @@ async def test_a_gate_that_no_window_can_pass_is_refused(fleet, thresholds, word
 
 async def test_a_stored_gate_that_no_window_can_pass_stops_no_other_change(fleet):
     """It was stored by a replica of longer windows."""
-    operator = fleet.members[DEMO].operator
-    operator.set_policy(DeploymentPolicy(mode=Mode.AUTO, thresholds={"min_held_out_steps": 200}))
+    policy = DeploymentPolicy(mode=Mode.AUTO, thresholds={"min_held_out_steps": 200})
+    fleet.members[DEMO].operator.set_policy(policy, {}, 0.0)
     assert (await fleet.set_policy(DEMO, {"mode": "observe"}, "me"))["mode"] == "observe"
 
 

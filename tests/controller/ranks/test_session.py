@@ -17,8 +17,9 @@ NOW = 0.5
 async def test_a_heartbeat_with_trouble_takes_the_rank_out_of_migration_and_one_without_takes_it_back():
     """No plan is made for a group of which one rank would refuse it."""
     control = control_of(ControlState.READY)
-    outside = SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: NOW))
-    deployment = SimpleNamespace(deployment=DEPLOYMENT, control=control, outside=outside)
+    deployment = SimpleNamespace(
+        deployment=DEPLOYMENT, tell=lambda event: control.handle(event, NOW)
+    )
     session = Session(deployment, hello_of(1), RankStream(11, "peer", capacity=4))
     assert control.standing(NOW)[0] is Reason.RECOVERED
     with structlog.testing.capture_logs() as logs:
@@ -29,7 +30,7 @@ async def test_a_heartbeat_with_trouble_takes_the_rank_out_of_migration_and_one_
             "ranks [1] take no wave any more; rank 1: its replicas differ",
         )
         # The lease was lost and won again: members anew, by the same Hellos on the same streams.
-        control = deployment.control = control_of(ControlState.READY)
+        control = control_of(ControlState.READY)
         assert control.standing(NOW)[0] is Reason.RECOVERED
         session.received(Heartbeat(1, 2, 3, "its replicas differ"))
         assert control.standing(NOW)[0] is Reason.OBSERVE_ONLY

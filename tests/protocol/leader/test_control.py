@@ -292,7 +292,7 @@ def test_plan_that_a_new_leader_cannot_go_on_with_says_why(state, heard, reason)
     for t in range(1, 15):
         for rank in heard:
             control.handle(from_rank(rank, hello_of(rank)), float(t))
-            control.membership.heard(rank, 1, 10 + rank, float(t))
+            control.handle(ctl.RankHeard(rank, 1, 10 + rank), float(t))
         said = of_kind(control.handle(msg.Tick(), float(t)), ctl.WaveHealth)
         assert [health.reason for health in said] == ([reason] if t == 11 else [])
     assert (control.state, record(control).phase, record(control).reason) == (

@@ -132,7 +132,7 @@ def test_outside_its_schedule_no_plan_begins_and_none_by_hand():
         Operator(control).approve(waiting.plan.plan_id, "me", 10.0)
     assert caught.value.reason is Reason.OUTSIDE_SCHEDULE
     assert record(control).phase is PlanPhase.PROPOSED
-    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=only_from(unix - 60)))
+    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=only_from(unix - 60)), {}, 10.0)
     started, _ = Operator(control).approve(waiting.plan.plan_id, "me", 10.0)
     assert (started.phase, control.state) == (PlanPhase.MIGRATING, S.MIGRATING)
 
@@ -141,7 +141,9 @@ def test_a_plan_of_a_cycle_that_ends_after_closing_time_is_not_begun():
     unix = control_of(S.READY).unix_offset_s + 10.0
     control = fresh(dataclasses.replace(AUTO, schedule=only_from(unix - 60)))
     cycle = only(control.handle(msg.Tick(), 10.0), ctl.RunCycle)
-    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=only_from(unix + 7200)))
+    Operator(control).set_policy(
+        dataclasses.replace(AUTO, schedule=only_from(unix + 7200)), {}, 10.0
+    )
     actions = control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan_of()), 10.5)
     assert only(actions, ctl.PersistDecision).row["reason"] == Reason.OUTSIDE_SCHEDULE
 
@@ -149,7 +151,7 @@ def test_a_plan_of_a_cycle_that_ends_after_closing_time_is_not_begun():
 def test_a_rollback_may_begin_at_any_time():
     control = fresh(AUTO)
     closed = only_from(control.unix_offset_s + 7200)
-    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=closed))
+    Operator(control).set_policy(dataclasses.replace(AUTO, schedule=closed), {}, 10.0)
     back, _ = Operator(control).submit(plan_of(kind=PlanKind.ROLLBACK), 10.0, approve=True)
     assert not back.phase.terminal and back.phase is not PlanPhase.PROPOSED
 

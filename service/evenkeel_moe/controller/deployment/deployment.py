@@ -17,8 +17,8 @@ from evenkeel_moe.controller.deployment.action_executor import ControlHands, Sto
 from evenkeel_moe.controller.deployment.connectivity import Reach
 from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.leadership.leases import LeaseKeeper
-from evenkeel_moe.controller.leadership.operator_state import Orders, Recalled, StandingOrders
-from evenkeel_moe.controller.leadership.takeover import take_over
+from evenkeel_moe.controller.leadership.operator_state import Orders, StandingOrders
+from evenkeel_moe.controller.leadership.takeover import Taken, take_over
 from evenkeel_moe.controller.policy_document import shape_document, shape_from_document
 from evenkeel_moe.controller.ranks.session import Session
 from evenkeel_moe.controller.tasks import end_tasks
@@ -249,21 +249,27 @@ class Deployment:
         leader = {"replica_id": me, "address": self.options.advertise}
         await store.store_document(deployment, "leader", leader, lease.term)
         self._term = lease.term
-        self.operator.set_policy(taken.recalled.orders.policy)
-        self.driver.post(ctl.LeaseAcquired(Leader(me, lease.term), taken.records))
+        self.driver.post(ctl.LeaseAcquired(Leader(me, lease.term), self._stored(taken)))
         for session in self.sessions.values():
             if session.registered:
                 self.driver.post(session.event(session.hello))
-        if taken.recalled.loss:
-            self.outside.spawn(self._tell_loss(taken.recalled), f"loss-{deployment}")
 
-    async def _tell_loss(self, recalled: Recalled) -> None:
+    def _stored(self, taken: Taken) -> ctl.StoredRecords:
+        """The records the machine begins to lead with; a loss of the store is logged."""
+        recalled = taken.recalled
+        if not recalled.loss:
+            return taken.records
         _log.error("store_came_back_empty", deployment=self.deployment, detail=recalled.loss)
-        row = recalled.row(self.outside.clock.unix())
-        with contextlib.suppress(Unavailable):  # The machine keeps it and tries again.
-            await self.driver.call(
-                lambda _now: (None, self.control.outgoing([ctl.PersistDecision(row)]))
-            )
+        return replace(taken.records, loss=recalled.row(self.outside.clock.unix()))
+
+    def tell(self, event: ctl.RankHeard | ctl.RankTroubled | ctl.ClockStepped) -> None:
+        """Give the machine an event that leads to no action, at once.
+
+        The driver's queue waits while a batch is being stored: a rank that is heard meanwhile must not be
+        taken for lost, nor a clock for right that was set.
+        """
+        actions = self.control.handle(event, self.outside.clock.monotonic())
+        assert not actions
 
     async def _restore(self) -> None:
         """Take back the windows, also where another led meanwhile: what is in memory ends where it began."""
@@ -467,7 +473,7 @@ class Deployment:
                 seconds=round(offset - self.unix_offset_s, 3),
             )
             self.unix_offset_s = offset
-            self.control.step_clock(offset)
+            self.tell(ctl.ClockStepped(offset))
 
     def _follow_machine(self) -> None:
         """After every batch: telemetry needs the generation and the map the machine settled on."""
@@ -510,8 +516,5 @@ class Deployment:
 
     def malformed(self, session: Session, violation: PeerViolation, steps: tuple[int, ...]) -> None:
         """A report that cannot be right: counted, and answered so that it is not sent again. Its rank lives."""
-        identity, now = session.hello.identity, self.outside.clock.monotonic()
-        self.control.membership.heard(
-            identity.rank, identity.incarnation, session.stream.number, now
-        )
+        session.tell_heard()
         session.stream.send(self.ingest.malformed(EpRank(session.rank), violation, steps))

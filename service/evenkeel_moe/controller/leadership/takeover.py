@@ -57,7 +57,8 @@ async def take_over(
     epochs = await store.fetch_epochs(deployment)
     # One map was never changed by a plan, and there may be a thousand proposals nobody approved.
     plans = await _fetch_plans(store, deployment, search=len(epochs) > 1)
-    records = StoredRecords(plans, epochs, recalled.orders.held, recalled.orders.frozen_until)
+    valid = recalled.orders
+    records = StoredRecords(plans, epochs, valid.held, valid.frozen_until, valid.policy)
     leader = documents["leader"]
     return Taken(recalled, records, None if leader is None else str(leader.get("replica_id", "")))
 

@@ -31,7 +31,7 @@ from evenkeel_moe.ports import (
     PlanRequest,
     QuarantineRow,
 )
-from evenkeel_moe.protocol.control_messages import ControlAction, PersistDocument
+from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.settings import never_met
@@ -456,7 +456,7 @@ class Fleet:
         """Change mode, policy name, limits or gate settings; returns the whole policy document."""
         member = await self._durable(deployment)
 
-        def change(_now: float) -> tuple[Mapping[str, Any], list[ControlAction]]:
+        def change(now: float) -> tuple[Mapping[str, Any], list[ControlAction]]:
             if member.control.leader is None:
                 raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
             # Compared here and not by the caller: another change may be applied before this one's turn comes.
@@ -471,9 +471,9 @@ class Fleet:
                 words := [*never_met(gates, self._options.cycle.plan_steps)]
             ):
                 raise InvalidInput("; ".join(words))
-            member.operator.set_policy(policy)
-            _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)
             document = policy_document(policy)
-            return document, member.control.outgoing([PersistDocument("policy", document)])
+            actions = member.operator.set_policy(policy, document, now)
+            _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)
+            return document, actions
 
         return await member.driver.call(change)

@@ -52,9 +52,7 @@ class Session:
         """Telemetry stops here; the rest is the machine's. Both say that the rank lives."""
         deployment = self._deployment
         if isinstance(message, _TELEMETRY):
-            now = deployment.outside.clock.monotonic()
-            incarnation = self.hello.identity.incarnation
-            deployment.control.membership.heard(self.rank, incarnation, self.stream.number, now)
+            self.tell_heard()
             if isinstance(message, LoadReport):
                 deployment.ingest.take(message, self.stream.send)
             elif isinstance(message, CostCurve):
@@ -82,9 +80,14 @@ class Session:
             )
         self.tell_trouble()
 
+    def tell_heard(self) -> None:
+        """Tell the machine that the rank is alive."""
+        incarnation = self.hello.identity.incarnation
+        self._deployment.tell(ctl.RankHeard(self.rank, incarnation, self.stream.number))
+
     def tell_trouble(self) -> None:
-        """Have the machine know what keeps the rank from waves."""
-        self._deployment.control.membership.troubled(self.rank, self.stream.number, self.trouble)
+        """Tell the machine what keeps the rank from waves."""
+        self._deployment.tell(ctl.RankTroubled(self.rank, self.stream.number, self.trouble))
 
     def malformed(self, violation: PeerViolation, steps: tuple[int, ...]) -> None:
         """A report that cannot be right."""

@@ -44,6 +44,10 @@ from evenkeel_moe.protocol.transitions import CONTROL, IGNORED, ILLEGAL, VIOLATI
 __all__ = ["DeploymentControl"]
 
 
+_FLUSHING = (Tick, ctl.AutomaticPlansResumed)
+"""Events after which writes that failed earlier are tried again, even if there is nothing new to write."""
+
+
 class DeploymentControl:
     """One deployment on one controller replica.
 
@@ -67,7 +71,7 @@ class DeploymentControl:
         self.timing = timing or ControlTiming()
         self.unix_offset_s = unix_offset_s
         self.policy = policy or DeploymentPolicy()
-        """What operators set; replaced by `Operator.set_policy`."""
+        """The policy operators set last."""
         self._cycle_numbers = count(1)
         self._become_follower()
 
@@ -152,13 +156,7 @@ class DeploymentControl:
                 quorum = self.membership.quorum(now)
                 return quorum.reason, quorum.detail
 
-    # --- the one door ---------------------------------------------------------------------------------
-
-    def step_clock(self, unix_offset_s: float) -> None:
-        """The Unix clock was set, or went on while the monotonic one stood still."""
-        self.unix_offset_s = unix_offset_s
-        if self.migration is not None:
-            self.migration.unix_offset_s = unix_offset_s
+    # --- events -------------------------------------------------------------------------------------
 
     def handle(self, event: object, now: float) -> list[ControlAction]:
         """Take one event and return what the shell must do, persists first.
@@ -178,7 +176,7 @@ class DeploymentControl:
                 event.rank, event.incarnation, event.stream, now
             ):
                 return []
-        return self.outgoing(self._dispatch(kind, event, now), flush=kind is Tick)
+        return self.outgoing(self._dispatch(kind, event, now), flush=kind in _FLUSHING)
 
     def _dispatch(self, kind: type, event: object, now: float) -> list[ControlAction]:
         cell = CONTROL.get((self.state, kind), ILLEGAL)
@@ -195,6 +193,7 @@ class DeploymentControl:
 
     def _lead(self, event: ctl.LeaseAcquired, now: float) -> list[ControlAction]:
         self.leader = event.leader
+        self.policy = event.stored.policy or self.policy
         self.book.load(event.stored.plans)
         timing = self.timing
         self.migration = self.migration_type(
@@ -219,7 +218,8 @@ class DeploymentControl:
         )
         self.cycles.held, self.cycles.frozen_until = event.stored.held, event.stored.frozen_until
         self.state = ControlState.WAITING_FOR_RANKS
-        return []
+        loss = event.stored.loss
+        return [] if loss is None else [ctl.PersistDecision(loss)]
 
     def _follow(self, _event: object, _now: float) -> list[ControlAction]:
         """R13: stop sending and drop everything; the next leader asks the ranks."""
@@ -270,6 +270,14 @@ class DeploymentControl:
         if question is not None:
             return [question]
         return self._to_wave(ctl.RankConnected(event.rank, event.incarnation, event.stream), now)
+
+    def _heard(self, event: ctl.RankHeard, now: float) -> list[ControlAction]:
+        self.membership.heard(event.rank, event.incarnation, event.stream, now)
+        return []
+
+    def _troubled(self, event: ctl.RankTroubled, _now: float) -> list[ControlAction]:
+        self.membership.troubled(event.rank, event.stream, event.trouble)
+        return []
 
     def _closed(self, event: ctl.StreamClosed, _now: float) -> list[ControlAction]:
         self.membership.closed(event.rank, event.stream)
@@ -378,7 +386,32 @@ class DeploymentControl:
         self.state = ControlState.READY
         return self.carry_on(now)
 
+    # --- what operators set -------------------------------------------------------------------------
+
+    def _set_policy(self, event: ctl.PolicySet, _now: float) -> list[ControlAction]:
+        assert self.cycles is not None
+        self.policy = self.cycles.policy = event.policy
+        return [ctl.PersistDocument("policy", event.document)]
+
+    def _freeze(self, event: ctl.PlansFrozen, _now: float) -> list[ControlAction]:
+        assert self.cycles is not None
+        self.cycles.frozen_until = event.until
+        return [self.document()]
+
+    def _resume(self, _event: object, _now: float) -> list[ControlAction]:
+        assert self.cycles is not None
+        if not self.cycles.held:
+            return []  # Asked again, perhaps because the first answer was lost.
+        self.cycles.held = False
+        return [self.document()]
+
     # --- time ---------------------------------------------------------------------------------------
+
+    def _step_clock(self, event: ctl.ClockStepped, _now: float) -> list[ControlAction]:
+        self.unix_offset_s = event.unix_offset_s
+        if self.migration is not None:
+            self.migration.unix_offset_s = event.unix_offset_s
+        return []
 
     def _tick_waiting(self, _event: object, now: float) -> list[ControlAction]:
         actions = [*self._housekeeping(now), *self._note_waiting(now)]

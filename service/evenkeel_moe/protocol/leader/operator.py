@@ -4,12 +4,21 @@ Every method either raises and has changed nothing, or returns what the shell mu
 `DeploymentControl.handle` does. A call that returned may be repeated.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.model.policy import DeploymentPolicy
-from evenkeel_moe.protocol.control_messages import CancelWave, ControlAction
+from evenkeel_moe.protocol.control_messages import (
+    AutomaticPlansResumed,
+    CancelWave,
+    ControlAction,
+    PlansFrozen,
+    PolicySet,
+)
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.plan_executor import Migration
 from evenkeel_moe.protocol.leader.planning_loop import Cycles
@@ -157,27 +166,22 @@ class Operator:
         return earlier[-1]
 
     def resume(self, now: float) -> list[ControlAction]:
-        """Let automatic plans run again after a rollback."""
-        del now
-        _, cycles = self._leading()
-        if not cycles.held:
-            return self.control.outgoing(
-                [], flush=True
-            )  # Asked again, perhaps before the store had the first.
-        cycles.held = False
-        return self.control.outgoing([self.control.document()])
+        """Let automatic plans begin again after a rollback."""
+        self._leading()
+        return self.control.handle(AutomaticPlansResumed(), now)
 
     def freeze(self, seconds: float, now: float) -> list[ControlAction]:
-        """Begin no plan for that long; 0 thaws. A plan under way goes on."""
-        _, cycles = self._leading()
-        cycles.frozen_until = now + self.control.unix_offset_s + seconds if seconds > 0 else 0.0
-        return self.control.outgoing([self.control.document()])
+        """Begin no plan for that many seconds; 0 ends the freeze. A plan that has begun goes on."""
+        self._leading()
+        until = now + self.control.unix_offset_s + seconds if seconds > 0 else 0.0
+        return self.control.handle(PlansFrozen(until), now)
 
-    def set_policy(self, policy: DeploymentPolicy) -> None:
-        """Use this policy from the next cycle on; the shell stores its document."""
-        self.control.policy = policy
-        if self.control.cycles is not None:
-            self.control.cycles.policy = policy
+    def set_policy(
+        self, policy: DeploymentPolicy, document: Mapping[str, Any], now: float
+    ) -> list[ControlAction]:
+        """Use this policy from the next cycle on; `document` is the policy as it is stored."""
+        self._leading()
+        return self.control.handle(PolicySet(policy, document), now)
 
     # --- small parts ----------------------------------------------------------------------------
 

@@ -142,6 +142,12 @@ class Gate:
         self.calls += 1
         return self.calls >= self.next_due
 
+    def rest(self) -> None:
+        """Count one step boundary at which the engine does not let the gate poll."""
+        self.calls += 1
+        for participant in self.participants:
+            participant.step = self.calls
+
     @property
     def resolve_due(self) -> bool:
         """Whether the result of the poll in flight is to be used at this call."""

@@ -396,6 +396,16 @@ class Participant:
             return self._refuse(reason, detail, WaveOutcome.DROPPED)
         return self._give_up(WaveOutcome.DROPPED)
 
+    # --- what the engine decides ------------------------------------------------------------------
+
+    def _disable(self, _event: msg.MigrationDisabled) -> list[ParticipantAction]:
+        self.observe_only = True
+        return []
+
+    def _follow_engine(self, event: msg.EngineRebalanced) -> list[ParticipantAction]:
+        self.placement, self.epoch = event.placement, Epoch(self.epoch + 1)
+        return []
+
     # --- small parts ----------------------------------------------------------------------------
 
     def _dispatch(self, event: msg.ControllerMessage | object) -> list[ParticipantAction]:
