@@ -1,1 +1,1 @@
-"""The reference engine, and adapters to engines."""
+"""The reference engine, the demo, and plugins for serving engines."""

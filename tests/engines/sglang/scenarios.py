@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.engines.sglang.plugin import Plugin, register
+from evenkeel_moe.engines.sglang.plugin import SglangPlugin, register
 from evenkeel_moe.formats import PlacementFile, PlacementFormat, render_placement
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
@@ -41,7 +41,7 @@ class Rank(DrivenRank):
             self.links.append(PortLink())
             return self.links[-1]
 
-        self.plugin = Plugin(settings, engine.VERSION, make_link)
+        self.plugin = SglangPlugin(settings, engine.VERSION, make_link)
         self.plugin.install()
         modules.hooks.HookRegistry.apply_hooks()
         location, record = modules.expert_location, modules.expert_distribution
@@ -162,7 +162,7 @@ def start_fails(rank, size):
     """Rank 0 cannot open the store that the ranks meet at; SGLang's group carries SGLang's words all the same."""
     one = Rank(rank, size, host="no.such.host.invalid", group_timeout_s=5.0)
     told: list[Any] = [None] * size
-    dist.all_gather_object(told, rank, group=one.guest._engine.cpu_group())
+    dist.all_gather_object(told, rank, group=one.guest._access.cpu_group())
     one.steps(20)
     return {"agent": one.agent is not None, "told": told, "steps": one.taken}
 
@@ -194,7 +194,9 @@ def refusals(rank, size):
 
     def attempt(name, version=engine.VERSION):
         try:
-            Plugin(GuestSettings(controllers="x:1", mode="place"), version, PortLink).install()
+            SglangPlugin(
+                GuestSettings(controllers="x:1", mode="place"), version, PortLink
+            ).install()
             found[name] = "installed"
         except Unsupported as error:
             found[name] = str(error)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from evenkeel_moe.agent.guest import Move
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.engines.vllm.plugin import Plugin, register
+from evenkeel_moe.engines.vllm.plugin import VllmPlugin, register
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
 from evenkeel_moe.protocol.messages import Vote
@@ -137,13 +137,13 @@ def disagree(rank, size, *, how):
         bigger = np.concatenate([new.phy2log, new.phy2log[:1]])
         move.placement = Placement(bigger, size, new.num_logical_experts)
     if not (how == "missing" and rank == 1):
-        one.guest.orders.move = move
+        one.guest.agreement.move = move
     if how == "step" and rank == 1:
-        one.guest.orders.step += 1
+        one.guest.agreement.step += 1
     if how == "target" and rank == 1:
         move.placement = one.target(seed=9)
     one.state.rearrange()
-    one.guest.orders.move = None
+    one.guest.agreement.move = None
     seen = {**one.seen(), "target": new.phy2log}
     one.steps(5)
     return {**seen, "after": one.taken}
@@ -198,7 +198,7 @@ def refusals(rank, size):
 
     def attempt(name, version=engine.VERSION):
         try:
-            Plugin(settings, version, PortLink).install()
+            VllmPlugin(settings, version, PortLink).install()
             found[name] = "installed"
         except Unsupported as error:
             found[name] = str(error)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.engines.vllm.plugin import Plugin
+from evenkeel_moe.engines.vllm.plugin import VllmPlugin
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol.messages import Ack, StagingProgress
 from tests.agent.fleet import PortLink
@@ -50,7 +50,7 @@ class Rank(DrivenRank):
             "stall_after_s": 60.0,
         }
         self.hot = False
-        self.plugin = Plugin(toy_settings(**{**values, **changes}), engine.VERSION, make_link)
+        self.plugin = VllmPlugin(toy_settings(**{**values, **changes}), engine.VERSION, make_link)
         if plugged:
             self.plugin.install()
         if before is not None:
@@ -107,7 +107,7 @@ class Rank(DrivenRank):
             "placement": self.agent.placement.phy2log,
             "wrong": self.model.wrong_slots(self.rank, self.model_state.physical_to_logical_map),
             "trouble": self.agent.trouble,
-            "refused": self.guest.orders.refused,
+            "refused": self.guest.agreement.refused,
             "steps": self.taken,
         }
 
@@ -252,7 +252,7 @@ def vectors(rank, size):
     engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.group.WORLD)
     engine.GROUPS.eplb = engine.GROUPS.ep
     original = modules.policies.EPLB_POLICIES["default"]
-    Plugin(GuestSettings(controllers="x:1", mode="place"), engine.VERSION, PortLink).install()
+    VllmPlugin(GuestSettings(controllers="x:1", mode="place"), engine.VERSION, PortLink).install()
     policy = modules.policies.EPLB_POLICIES["default"]
     readme = torch.tensor(README_LOAD)
     other = {

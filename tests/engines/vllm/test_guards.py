@@ -11,12 +11,12 @@ SCENARIOS, FAULTS = "tests.engines.vllm.scenarios", "tests.engines.vllm.faults"
 
 def test_an_unknown_vllm_is_refused_with_the_reason_and_left_as_it_was():
     (found,) = ranks.once(FAULTS, "refusals", size=1)
-    assert found["version"] == "vllm is 0.34.0; this plugin knows 0.33.0"
+    assert found["version"] == "vllm is 0.34.0; this plugin supports 0.33.0"
     assert (
         found["signature"]
         == "EplbState.step takes (self, dummy), not (self, is_dummy, is_profile, log_stats)"
     )
-    assert "_commit_eplb_maps is not there" in found["missing"]
+    assert "_commit_eplb_maps is missing" in found["missing"]
     assert "not one policy called default" in found["policies"]
     assert "EplbModelState has no physical_to_logical_map" in found["fields"]
     assert not any("BUT CHANGED" in words for words in found.values())

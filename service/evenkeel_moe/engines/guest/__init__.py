@@ -1,1 +1,1 @@
-"""What the plugins of other engines share: settings, guards, the agreed plan, counting, and the agent's start."""
+"""Code shared by the plugins for serving engines; each plugin runs as a guest in its engine."""

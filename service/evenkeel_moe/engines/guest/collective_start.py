@@ -1,7 +1,8 @@
-"""What the ranks of an engine do alike or not at all, and what an error of ours must never do: end the engine.
+"""Starts the guests of all ranks or of none, and keeps plugin errors away from the engine.
 
-A start that fails on one rank and not on the others would leave them in collectives that never meet: the others would
-hold their balancer back, or wait for a rank that knows nothing of it. So after each part of it the ranks compare.
+If a start failed on one rank only, the other ranks would enter collectives that never complete:
+they would hold their balancer back, or wait for a rank that has no guest. So the ranks compare
+their results after each part of the start.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from evenkeel_moe.agent.ports import GateFailed
 from evenkeel_moe.engines.guest.plan_agreement import Gather
 from evenkeel_moe.errors import Unavailable
 
-__all__ = ["all_or_none", "engine_spared", "roll_call", "roll_call_of"]
+__all__ = ["all_or_none", "protect_engine", "require_plugin_in_group", "require_plugin_on_all"]
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -33,30 +34,30 @@ class _Guest(Protocol):
     def agent(self) -> GuestAgent | None: ...
 
 
-def roll_call_of(group: Any, timeout_s: float) -> None:
-    """See `roll_call`: the ranks of one of the engine's groups, over the store of the engine's default group."""
+def require_plugin_in_group(group: Any, timeout_s: float) -> None:
+    """Call `require_plugin_on_all` for a process group, over the store of the default group."""
     try:
         store = _distributed.distributed_c10d._get_default_store()
         first = _distributed.get_process_group_ranks(group)[0]
     except (AttributeError, RuntimeError, ValueError, KeyError) as error:
-        _log.warning(
-            "roll_call_left_out", detail=f"the engine's groups have no store: {error!r:.200}"
-        )
+        detail = f"the engine's groups have no store: {error!r:.200}"
+        _log.warning("roll_call_left_out", detail=detail)
         return
     name = f"evenkeel/roll-call/{first}/{next(_calls)}"
-    roll_call(store, name, group.rank(), group.size(), timeout_s)
+    require_plugin_on_all(store, name, group.rank(), group.size(), timeout_s)
 
 
-def roll_call(store: Any, name: str, rank: int, size: int, timeout_s: float) -> None:
-    """Find out whether the plugin is on every rank, before the first collective: one that has none never comes to it.
+def require_plugin_on_all(store: Any, name: str, rank: int, size: int, timeout_s: float) -> None:
+    """Check that every rank runs the plugin, before the first collective.
 
-    The first rank that decides writes the verdict, in one step of the store; all others read it.
+    A rank without the plugin would never enter that collective. The first rank that decides writes
+    the verdict with one atomic operation of the store; all other ranks read it.
 
     Raises:
-        Unavailable: somebody is missing; the same on every rank that asked.
+        Unavailable: a rank is missing. Every rank that called gets the same error.
     """
-    mine, verdict = f"{name}/{rank}", f"{name}/verdict"
-    store.set(mine, "here")
+    verdict = f"{name}/verdict"
+    store.set(f"{name}/{rank}", "here")
     try:
         if rank == 0:
             store.wait([f"{name}/{other}" for other in range(size)], timedelta(seconds=timeout_s))
@@ -66,27 +67,27 @@ def roll_call(store: Any, name: str, rank: int, size: int, timeout_s: float) -> 
     except RuntimeError:
         store.compare_set(verdict, "", "missing")
     if store.get(verdict) != b"all":
-        here = [other for other in range(size) if store.check([f"{name}/{other}"])]
-        missing = [other for other in range(size) if other not in here] or [rank]
+        missing = [other for other in range(size) if not store.check([f"{name}/{other}"])] or [rank]
         raise Unavailable(
-            f"no plugin came on ranks {missing[:8]} of {size} within {timeout_s:g} s: it must be on all of them"
+            f"the plugin did not start on ranks {missing[:8]} of {size} within {timeout_s:g} s:"
+            " it must run on all of them"
         )
 
 
 def all_or_none(
     what: str, work: Callable[[], _T], gather: Gather, undo: Callable[[_T], None] | None = None
 ) -> _T:
-    """Do a part of the start on every rank; collective, also where it fails.
+    """Run one part of the start on every rank; collective, also if it fails.
 
     Args:
         what: the part, in words.
-        work: may fail, on any rank, before or after its own collectives.
-        gather: see `Orders.answer`.
-        undo: takes back what was done here when another rank failed.
+        work: may fail on any rank, before or after its own collectives.
+        gather: see `plan_agreement.Gather`.
+        undo: reverts the work of this rank if another rank failed.
 
     Raises:
-        Unavailable: another rank failed; its log says why.
-        Exception: what `work` raised here.
+        Unavailable: another rank failed; its log has the reason.
+        Exception: the error of `work` on this rank.
     """
     answer: _T | None = None
     failure: Exception | None = None
@@ -100,16 +101,18 @@ def all_or_none(
     if failed:
         if undo is not None:
             undo(answer)  # type: ignore[arg-type]
-        raise Unavailable(f"ranks {failed[:8]} could not {what}: their logs say why")
+        raise Unavailable(f"ranks {failed[:8]} could not {what}: see their logs")
     return answer  # type: ignore[return-value]
 
 
 @contextmanager
-def engine_spared(guest: _Guest, hook: str) -> Iterator[None]:
-    """Around what a plugin does inside an engine's call: an error costs this rank's further plans, not the engine.
+def protect_engine(guest: _Guest, hook: str) -> Iterator[None]:
+    """Keep errors of plugin code inside an engine function away from the engine.
+
+    After an error this rank takes no more plans; the engine goes on.
 
     Raises:
-        GateFailed: the one error that must end it; see `GuestAgent.step_boundary`.
+        GateFailed: the one error that must end the engine; see `GuestAgent.step_boundary`.
     """
     try:
         yield

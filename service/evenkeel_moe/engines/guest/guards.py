@@ -1,7 +1,8 @@
-"""What a plugin checks before it changes anything: the engine's version and the form of every part it uses.
+"""Checks of the engine before a plugin changes anything: its version, and each part the plugin
+uses.
 
-Nothing is patched on a guess. A part that is missing, or takes other arguments than the version this was written
-for, refuses the whole plugin with the difference in words; the engine then serves without it.
+If a part is missing or takes other arguments than in the versions the plugin was written for, the
+whole plugin is refused with a message that names the difference. The engine then runs without it.
 """
 
 import inspect
@@ -15,30 +16,30 @@ __all__ = ["Unsupported", "check_fields", "check_signatures", "check_version"]
 
 
 class Unsupported(InvalidInput):
-    """The engine is not one this plugin knows."""
+    """The plugin does not support this engine."""
 
     default_reason = Reason.UNSUPPORTED
 
 
 def check_version(engine: str, found: str, known: Sequence[str]) -> None:
-    """Refuse every version but those read and tested.
+    """Refuse every version that was not tested.
 
     Raises:
-        Unsupported: another version; names both.
+        Unsupported: another version; the message names both.
     """
     if found not in known:
-        raise Unsupported(f"{engine} is {found}; this plugin knows {', '.join(known)}")
+        raise Unsupported(f"{engine} is {found}; this plugin supports {', '.join(known)}")
 
 
 def check_signatures(owner: Any, expected: Mapping[str, Sequence[str]]) -> None:
-    """Hold the named callables of a module or class against the parameters they must take.
+    """Compare the parameters of named callables with the expected ones.
 
     Args:
         owner: module or class.
         expected: name -> parameter names in order.
 
     Raises:
-        Unsupported: one is missing or takes other parameters.
+        Unsupported: a callable is missing or takes other parameters.
     """
     where = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", repr(owner))
     for name, wanted in expected.items():
@@ -46,7 +47,7 @@ def check_signatures(owner: Any, expected: Mapping[str, Sequence[str]]) -> None:
         if isinstance(part, classmethod | staticmethod):
             part = part.__func__
         if not callable(part):
-            raise Unsupported(f"{where}.{name} is not there")
+            raise Unsupported(f"{where}.{name} is missing")
         found = list(inspect.signature(part).parameters)
         if found != list(wanted):
             raise Unsupported(
@@ -55,10 +56,10 @@ def check_signatures(owner: Any, expected: Mapping[str, Sequence[str]]) -> None:
 
 
 def check_fields(owner: Any, wanted: Sequence[str]) -> None:
-    """Hold a dataclass against the fields that are read.
+    """Check that a dataclass has the fields that the plugin reads.
 
     Raises:
-        Unsupported: no dataclass, or a field is missing.
+        Unsupported: not a dataclass, or a field is missing.
     """
     have = {item.name for item in fields(owner)} if is_dataclass(owner) else set()
     missing = [name for name in wanted if name not in have]

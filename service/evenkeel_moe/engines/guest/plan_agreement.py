@@ -1,8 +1,9 @@
-"""The plan between the gate and the engine's planner: asked for on every rank, answered alike on all of them.
+"""Agreement of the ranks on a plan, before the engine's planner returns it.
 
-An engine calls its planner once per rank and trusts that all answers are equal; where they are not, its copies
-wait for each other for ever. So before a plan is given to the engine the ranks compare what they hold: one
-gathered row each, judged by one pure function. Anything but full agreement keeps the old map, everywhere.
+An engine calls its planner once per rank and relies on equal answers: if they differ, its copies
+wait for each other forever. So the ranks first compare what they hold. Each rank contributes one
+row, and one pure function judges the gathered rows. Any difference keeps the old map on every
+rank.
 """
 
 import hashlib
@@ -18,106 +19,100 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.agent.guest import Move
 
-__all__ = ["ROW", "Orders", "digest_of", "gather_rows", "judge"]
+__all__ = ["ROW", "Gather", "PlanAgreement", "find_disagreement", "gather_rows", "map_digest"]
 
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 
 ROW = ("layout", "ordered", "plan", "target", "base", "step")
-"""What each rank says: a number for this layout, whether it holds a plan, digests, and its step."""
+"""Columns of a rank's row: the version of this layout, 1 if the rank holds a plan, the digests of
+the plan, of the target map and of the map in use, and the rank's step."""
 _LAYOUT = int.from_bytes(hashlib.blake2b(repr(ROW).encode(), digest_size=7).digest(), "big")
+_DIFFERENCES = {
+    "layout": "another version of this plugin",
+    "step": "another step",
+    "ordered": "no plan where others have one",
+    "plan": "another plan",
+    "target": "another target map",
+    "base": "another map now",
+}
+"""Column -> what its odd ranks have; checked in this order."""
 
 Gather = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""(len(ROW),) int64 of this rank -> (R, len(ROW)) of all; collective, over a CPU group of the engine's."""
+"""(len(ROW),) int64 row of this rank -> (R, len(ROW)) rows of all ranks. Collective over a CPU
+group of the engine."""
 
 
 @dataclass(slots=True)
-class Orders:
-    """One rank's plan for the engine, if there is one."""
+class PlanAgreement:
+    """The plan that one rank holds for the engine, if any."""
 
     move: Move | None = None
     """Set by the gate, on every rank at the same step."""
     step: int = 0
-    """Of the engine, counted alike on all ranks."""
+    """Step of the engine; the same on all ranks."""
     refused: str = ""
-    """Why the last plan was not given to the engine; empty when it was."""
+    """Why the last plan was not given to the engine; empty if it was given."""
 
-    def answer(self, current: NDArray[np.int64], gather: Gather) -> NDArray[np.int64]:
-        """The map the engine shall go to.
+    def agree(self, current: NDArray[np.int64], gather: Gather) -> NDArray[np.int64]:
+        """Return the map the engine must go to; collective.
 
         Args:
-            current: (L, S) the engine's own map as it handed it in.
+            current: (L, S) map in use, as the engine passed it.
             gather: see `Gather`.
 
         Returns:
-            (L, S) int64, the same on every rank: the plan's, or `current`.
+            (L, S) int64, the same on every rank: the plan's map, or `current`.
         """
         move = self.move
-        row = np.array(
-            [
-                _LAYOUT,
-                int(move is not None),
-                0 if move is None else move.wave.fingerprint,
-                0 if move is None else digest_of(move.placement.phy2log),
-                digest_of(current),
-                self.step,
-            ],
-            np.int64,
-        )
-        table = gather(row)
-        verdict = judge(table)
-        if move is None and verdict == "":
-            verdict = "no rank holds a plan"
-        if move is not None and verdict == "" and move.placement.phy2log.shape != current.shape:
+        fingerprint = 0 if move is None else move.wave.fingerprint
+        target = 0 if move is None else map_digest(move.placement.phy2log)
+        row = [_LAYOUT, int(move is not None), fingerprint, target, map_digest(current), self.step]
+        table = gather(np.array(row, np.int64))
+        problem = find_disagreement(table)
+        if move is None:
+            problem = problem or "no rank holds a plan"
+        elif not problem and move.placement.phy2log.shape != current.shape:
             shape = move.placement.phy2log.shape
-            verdict = f"the plan is for {shape} layers and slots, the engine has {current.shape}"
-        if verdict == "" and move is not None:
+            problem = f"the plan is for {shape} layers and slots, the engine has {current.shape}"
+        if move is not None and not problem:
             self.refused = ""
             return move.placement.phy2log.astype(np.int64)
         if move is not None or table[:, ROW.index("ordered")].any():
-            self.refused = verdict
-            _log.error("plan_not_given", detail=verdict)
+            self.refused = problem
+            _log.error("plan_not_given", detail=problem)
         return current
 
 
-def judge(table: NDArray[np.int64]) -> str:
-    """What stands against going on, in words with the ranks; empty when all ranks said the same.
+def find_disagreement(table: NDArray[np.int64]) -> str:
+    """Return the first difference between the ranks in words; empty if all rows are equal.
 
     Args:
-        table: (R, len(ROW)) int64, a row per rank.
+        table: (R, len(ROW)) int64, one row per rank.
     """
-    words = {
-        "layout": "another version of this plugin",
-        "step": "another step",
-        "ordered": "no plan where others have one",
-        "plan": "another plan",
-        "target": "another target map",
-        "base": "another map now",
-    }
-    for name, what in words.items():
+    for name, difference in _DIFFERENCES.items():
         column = table[:, ROW.index(name)]
         values, counts = np.unique(column, return_counts=True)
-        if len(values) > 1:
-            usual = values[counts.argmax()]
-            if name == "ordered":
-                usual = 1
-            odd = np.flatnonzero(column != usual).tolist()
-            told = {rank: int(column[rank]) for rank in odd[:4]} if name == "step" else odd[:8]
-            return f"ranks {told} of {len(table)} have {what}" + (
-                f", the others {int(usual)}" if name == "step" else ""
-            )
+        if len(values) == 1:
+            continue
+        usual = 1 if name == "ordered" else int(values[counts.argmax()])
+        odd = np.flatnonzero(column != usual).tolist()
+        if name == "step":
+            steps = {rank: int(column[rank]) for rank in odd[:4]}
+            return f"ranks {steps} of {len(table)} have {difference}, the others {usual}"
+        return f"ranks {odd[:8]} of {len(table)} have {difference}"
     return ""
 
 
-def digest_of(phy2log: NDArray[np.generic]) -> int:
-    """60 bits over a map's shape and contents."""
+def map_digest(phy2log: NDArray[np.generic]) -> int:
+    """Return 60 bits that identify the shape and the content of a map."""
     values = np.ascontiguousarray(phy2log, np.int64)
     seed = repr(values.shape).encode()
     return int(hashlib.blake2b(seed + values.tobytes(), digest_size=15).hexdigest()[:15], 16)
 
 
 def gather_rows(row: NDArray[np.int64], group: Any) -> NDArray[np.int64]:
-    """(R, n) every rank's row, in rank order; collective over a CPU group of the engine's."""
+    """Return (R, n): the row of every rank. Collective over a CPU group of the engine."""
     mine = torch.from_numpy(row)
     rows = [torch.empty_like(mine) for _ in range(group.size())]
     _distributed.all_gather(rows, mine, group=group)

@@ -1,6 +1,8 @@
-"""What a plugin reads from the engine's environment, once, when the engine loads it.
+"""The settings of a plugin, read from the engine's environment once, when the engine loads the
+plugin.
 
-`EVENKEEL_RANK__CONTROLLERS` alone switches the plugin on; without it the engine runs as if it were not installed.
+Only `EVENKEEL_RANK__CONTROLLERS` switches the plugin on. Without it the engine runs as if the
+plugin were not installed.
 """
 
 import re
@@ -18,68 +20,74 @@ from evenkeel_moe.wire.values import is_deployment_id
 
 __all__ = ["GuestMode", "GuestSettings", "load_guest_settings"]
 
+_PREFIX = "EVENKEEL_RANK__"
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
-"""Up to a day: "inf" is a number that no wait takes."""
+"""At most one day, because "inf" is a valid float that no wait accepts."""
 _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/]+):[0-9]{1,5}")
 
 
 class GuestMode(StrEnum):
-    """How far the controller reaches into the engine."""
+    """How much the controller controls in the engine."""
 
     OBSERVE = "observe"
-    """Loads are reported; the engine's own balancer is left as it is configured."""
+    """Report loads only; the engine's own balancer runs as configured."""
     PLACE = "place"
-    """The engine's balancer moves experts to the controller's plans, and only to them."""
+    """The engine's balancer moves experts only as the controller plans."""
 
 
 class GuestSettings(BaseSettings):
-    """One rank's plugin, from `EVENKEEL_RANK__*`."""
+    """Settings of one rank's plugin, from `EVENKEEL_RANK__*`."""
 
-    # An empty variable is one that was not set: a pod's template can clear a variable, but rarely leave it out.
+    # An empty variable counts as not set: a pod template can clear a variable but rarely remove it.
     model_config = SettingsConfigDict(
-        env_prefix="EVENKEEL_RANK__", frozen=True, extra="ignore", env_ignore_empty=True
+        env_prefix=_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True
     )
 
     controllers: str = ""
     """host:port of every controller replica, separated by commas; empty switches the plugin off."""
     deployment: str = "default"
-    """Name of the deployment: one EP group serving one model. Lower case letters, digits, `._-`."""
+    """Name of the deployment: one EP group that serves one model. Lower case letters, digits,
+    `._-`."""
     mode: GuestMode = GuestMode.OBSERVE
     phase: Phase = Phase.MIXED
-    """What this engine serves; with disaggregated prefill and decode each side has its own deployment and phase."""
+    """The phase this engine serves. With disaggregated prefill and decode, each side is a
+    deployment of its own."""
     node: str = Field(default_factory=socket.gethostname)
     """Name of the rank's fast-link domain."""
     host: str = ""
-    """Address by which the other ranks reach rank 0's small store; empty takes the machine's name, which
-    must then be known to the others."""
+    """Address at which the other ranks reach the store of rank 0; empty takes the host name,
+    which the other machines must then be able to resolve."""
     interface: str = ""
-    """Network interface of the gate's Gloo group; empty takes the one the machine's name leads to."""
+    """Network interface of the gate's Gloo group; empty takes the one of the host name."""
     poll_every: Annotated[int, Field(ge=2, le=1_000_000)] = 16
-    """Steps between two polls of the gate; a plan waits so long for its start."""
+    """Steps between two polls of the gate; a plan waits up to this long before it starts."""
     resolve_after: Annotated[int, Field(ge=1)] = 8
-    """Steps until a poll's result is used; below the poll's time the step waits for the network."""
+    """Steps until the result of a poll is used. If the poll takes longer, the step waits for it."""
     group_timeout_s: _Seconds = 300.0
-    """How long the ranks wait for each other at the start: longer than the slowest takes to load more than the fastest,
-    and shorter than NCCL's ten minutes, after which ranks without the plugin would end for want of the others."""
+    """How long the ranks wait for each other at the start. It must exceed the difference in load
+    time between the slowest and the fastest rank. It must be shorter than NCCL's ten minutes,
+    after which ranks without the plugin would give up waiting for the others."""
     gate_timeout_s: _Seconds = 20.0
     stall_after_s: _Seconds = 30.0
-    """Seconds without a layer being switched after which a move is said to have stopped."""
+    """Seconds without a switched layer after which a move counts as stalled."""
     placement: str = ""
-    """File written by `evenkeel export` that vLLM starts from; empty starts as vLLM does. SGLang has an
-    option of its own, `--init-expert-location`. A file that does not fit, or not on every rank, is left out."""
+    """A file of `evenkeel export` with the placement that vLLM starts from; empty starts as vLLM
+    does. SGLang has its own option, `--init-expert-location`. A file that does not fit, or that
+    some rank does not have, is ignored."""
     curves: str = ""
     """Folder of curves that `evenkeel profile` wrote on this machine; empty plans without them."""
     weights_version: Annotated[int, Field(ge=1, lt=2**63)] = 1
     tls_ca_file: Path | None = None
-    """PEM of the CA that signed the controllers' certificates; with it only TLS is spoken. This and the two below are read
-    for each connection, so new files serve from the next one on: at the latest after the controllers' longest age of one."""
+    """PEM file of the CA that signed the controllers' certificates; setting it switches TLS on. The
+    three TLS files are read for every new connection. So renewed files are used at the latest
+    when the controllers end a connection because of its age."""
     tls_cert_file: Path | None = None
-    """PEM chain of this rank, where the controllers ask for one."""
+    """PEM chain of this rank, if the controllers require one."""
     tls_key_file: Path | None = None
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The controllers, one by one."""
+        """The addresses in `controllers`."""
         return tuple(part.strip() for part in self.controllers.split(",") if part.strip())
 
 
@@ -87,36 +95,36 @@ def load_guest_settings() -> GuestSettings:
     """Read the environment.
 
     Raises:
-        InvalidInput: a value that cannot be; the message names the variable.
+        InvalidInput: an invalid value; the message names the variable.
     """
     try:
         settings = GuestSettings()
     except ValidationError as error:
         faults = (
-            f"EVENKEEL_RANK__{'__'.join(str(part).upper() for part in fault['loc'])}: {fault['msg']}"
+            f"{_PREFIX}{'__'.join(str(part).upper() for part in fault['loc'])}: {fault['msg']}"
             for fault in error.errors(include_url=False, include_input=False, include_context=False)
         )
         raise InvalidInput("; ".join(faults)) from None
+    fault = _find_fault(settings)
+    if fault:
+        raise InvalidInput(_PREFIX + fault)
+    return settings
+
+
+def _find_fault(settings: GuestSettings) -> str:
+    """Return the first fault, starting with a variable's name; empty if there is none."""
     if not is_deployment_id(settings.deployment):
-        raise InvalidInput(
-            f"EVENKEEL_RANK__DEPLOYMENT: {settings.deployment!r} is no deployment name"
-        )
+        return f"DEPLOYMENT: {settings.deployment!r} is not a valid deployment name"
     for address in settings.addresses:
         if _ADDRESS.fullmatch(address) is None:
-            raise InvalidInput(
-                f"EVENKEEL_RANK__CONTROLLERS: {address!r} is not host:port; IPv6 addresses stand in brackets"
-            )
+            return f"CONTROLLERS: {address!r} is not host:port; IPv6 addresses need brackets"
     if settings.resolve_after > settings.poll_every:
-        raise InvalidInput(
-            f"EVENKEEL_RANK__RESOLVE_AFTER {settings.resolve_after} exceeds EVENKEEL_RANK__POLL_EVERY"
+        return (
+            f"RESOLVE_AFTER {settings.resolve_after} exceeds {_PREFIX}POLL_EVERY"
             f" {settings.poll_every}"
         )
     if (settings.tls_cert_file is None) != (settings.tls_key_file is None):
-        raise InvalidInput(
-            "EVENKEEL_RANK__TLS_CERT_FILE and EVENKEEL_RANK__TLS_KEY_FILE need each other"
-        )
+        return f"TLS_CERT_FILE and {_PREFIX}TLS_KEY_FILE must be set together"
     if settings.tls_cert_file is not None and settings.tls_ca_file is None:
-        raise InvalidInput(
-            "EVENKEEL_RANK__TLS_CERT_FILE needs EVENKEEL_RANK__TLS_CA_FILE: without it no TLS is spoken"
-        )
-    return settings
+        return f"TLS_CERT_FILE needs {_PREFIX}TLS_CA_FILE, which switches TLS on"
+    return ""

@@ -1,1 +1,1 @@
-"""Evenkeel beside SGLang: a plugin that reports loads and gives SGLang's own EPLB manager the controller's plans."""
+"""The SGLang plugin: reports loads, and gives SGLang's own EPLB manager the controller's plans."""

@@ -1,26 +1,19 @@
-"""Entry point `sglang.srt.plugins`: checks what it finds, then registers hooks with SGLang's own registry.
+"""Entry point `sglang.srt.plugins`: checks SGLang, then registers hooks with SGLang's own registry.
 
-SGLang calls `register` once in every process. Nothing happens without `EVENKEEL_RANK__CONTROLLERS`, and nothing is
-hooked unless the version and every signature are known.
+SGLang calls `register` once in every process. Nothing happens without `EVENKEEL_RANK__CONTROLLERS`,
+and nothing is hooked unless the version and every signature are known.
 """
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import structlog
-
-from evenkeel_moe.agent.ports import RankLink
-from evenkeel_moe.engines.guest.collective_start import engine_spared
+from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.guards import check_signatures, check_version
-from evenkeel_moe.engines.guest.registering import register_guest
-from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
-from evenkeel_moe.engines.sglang.guest import Engine, SglangGuest, timed
+from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
+from evenkeel_moe.engines.sglang.guest import SglangAccess, SglangGuest
 
-__all__ = ["KNOWN_VERSIONS", "Plugin", "check_engine", "register"]
-
-_log = structlog.get_logger(__name__)
+__all__ = ["KNOWN_VERSIONS", "SglangPlugin", "check_engine", "register"]
 
 KNOWN_VERSIONS = ("0.5.23",)
 _EPLB = "sglang.srt.eplb"
@@ -73,20 +66,23 @@ _SIGNATURES: Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]] = {
         }
     },
 }
+"""Module -> class, or empty for the module -> its functions -> their parameters."""
 
 
 def register() -> None:
-    """What SGLang calls. Never raises: a refusal is said, and SGLang starts without Evenkeel."""
+    """Install the plugin; called by SGLang. Never raises: a refusal is logged."""
     register_guest(
-        "sglang", "sglang.version", lambda settings, version: Plugin(settings, version).install()
+        "sglang",
+        "sglang.version",
+        lambda settings, version: SglangPlugin(settings, version).install(),
     )
 
 
 def check_engine(version: str) -> None:
-    """Hold SGLang against what this plugin was written for.
+    """Compare SGLang with the version that this plugin was written for.
 
     Raises:
-        Unsupported: another version, or a part that looks otherwise.
+        Unsupported: another version, or a part that differs.
     """
     check_version("sglang", version, KNOWN_VERSIONS)
     for module, owners in _SIGNATURES.items():
@@ -95,25 +91,11 @@ def check_engine(version: str) -> None:
             check_signatures(getattr(loaded, owner) if owner else loaded, wanted)
 
 
-class Plugin:
-    """The hooks and the guests behind them, for one process.
-
-    Args:
-        settings: read once.
-        version: SGLang's.
-        make_link: makes a rank's link, instead of gRPC.
-    """
-
-    def __init__(
-        self, settings: GuestSettings, version: str, make_link: Callable[[], RankLink] | None = None
-    ) -> None:
-        self.settings = settings
-        self.guests: WeakKeyDictionary[Any, SglangGuest] = WeakKeyDictionary()
-        self._version = version
-        self._make_link = make_link
+class SglangPlugin(EnginePlugin[SglangGuest]):
+    """The hooks, and the guest of each `EPLBManager` of the process."""
 
     def install(self) -> None:
-        """Check, then register; SGLang applies the hooks when all plugins are loaded.
+        """Check SGLang, then register the hooks; SGLang applies them once all plugins are loaded.
 
         Raises:
             Unsupported: nothing was registered.
@@ -122,62 +104,55 @@ class Plugin:
         hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
         kinds, add = hooks.HookType, hooks.HookRegistry.register
         manager = f"{_MANAGER}.EPLBManager"
+        recorder = f"{_RECORDER}._ExpertDistributionRecorderReal"
         add(f"{_RECORDER}._Accumulator.append", self._counted, kinds.BEFORE)
-        add(
-            f"{_RECORDER}._ExpertDistributionRecorderReal._on_forward_pass_start",
-            self._pass_began,
-            kinds.BEFORE,
-        )
+        add(f"{recorder}._on_forward_pass_start", self._pass_began, kinds.BEFORE)
         add(f"{manager}.on_forward_pass_end", self._around_pass_end, kinds.AROUND)
         add(f"{_UPDATER}.ExpertLocationUpdater.update", self._around_update, kinds.AROUND)
-        if self.settings.mode is GuestMode.PLACE:
+        if self._places:
             add(f"{manager}._entrypoint", self._around_entrypoint, kinds.AROUND)
             add(f"{manager}._check_rebalance_needed", self._around_check, kinds.AROUND)
             add(f"{_ALGORITHMS}.rebalance_experts", self._around_planner, kinds.AROUND)
-        _log.info(
-            "guest_installed", engine="sglang", version=self._version, mode=self.settings.mode
-        )
+        self._report_installed("sglang")
 
     def guest_of(self, manager: Any) -> SglangGuest:
-        """The guest beside a manager, made when first asked for."""
+        """Return the guest of a manager; the first call makes it."""
         guest = self.guests.get(manager)
         if guest is None:
             location = importlib.import_module(_LOCATION)
             recorder = importlib.import_module(_RECORDER)
-            engine = Engine(
+            access = SglangAccess(
                 metadata=location.get_global_expert_location_metadata,
                 recorder=recorder.get_global_expert_distribution_recorder,
                 cpu_group=_cpu_group,
             )
-            link = self._make_link() if self._make_link is not None else None
-            guest = self.guests[manager] = SglangGuest(self.settings, manager, engine, link)
+            guest = SglangGuest(self.settings, manager, access, self._new_link())
+            self.guests[manager] = guest
         return guest
 
-    # --- hooks; SGLang passes the original first to those that go around -----------------------------------
+    # --- hooks; SGLang passes the original as the first argument of an AROUND hook
+    # ------------------
 
     def _counted(self, *args: Any, **kwargs: Any) -> None:
-        """Before `_Accumulator.append(self, forward_pass_id, gatherer_key, single_pass_data, outputs)`."""
+        """Before `append(self, forward_pass_id, gatherer_key, single_pass_data, outputs)`."""
         key = kwargs.get("gatherer_key", args[2] if len(args) > 2 else None)
         data = kwargs.get("single_pass_data", args[3] if len(args) > 3 else None)
-        if key != "primary" or data is None:
-            return
-        for guest in list(self.guests.values()):
-            with engine_spared(guest, "_Accumulator.append"):
-                guest.counted(data["global_physical_count"])
+        if key == "primary" and data is not None:
+            self._notify(
+                "_Accumulator.append", lambda guest: guest.counted(data["global_physical_count"])
+            )
 
     def _pass_began(self, *args: Any, **kwargs: Any) -> None:
         """Before `_on_forward_pass_start(self, forward_batch)`."""
         batch = kwargs.get("forward_batch", args[1] if len(args) > 1 else None)
-        for guest in list(self.guests.values()):
-            with engine_spared(guest, "_on_forward_pass_start"):
-                guest.pass_began(batch)
+        self._notify("_on_forward_pass_start", lambda guest: guest.pass_began(batch))
 
     def _around_pass_end(self, original: Callable[[Any], None], manager: Any) -> None:
         guest = self.guest_of(manager)
-        with engine_spared(guest, "on_forward_pass_end"):
+        with protect_engine(guest, "on_forward_pass_end"):
             guest.boundary()
         original(manager)
-        with engine_spared(guest, "on_forward_pass_end"):
+        with protect_engine(guest, "on_forward_pass_end"):
             guest.settle()
 
     def _around_entrypoint(
@@ -188,7 +163,7 @@ class Plugin:
     def _around_check(
         self, original: Callable[..., bool], manager: Any, average_utilization_rate_over_window: Any
     ) -> bool:
-        if self.guest_of(manager).ordered:
+        if self.guest_of(manager).has_plan:
             return True
         return original(manager, average_utilization_rate_over_window)
 
@@ -204,14 +179,14 @@ class Plugin:
     def _around_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer, seconds = timed(lambda: original(*args, **kwargs))
         layers = kwargs.get("update_layer_ids", args[3] if len(args) > 3 else [])
-        for guest in list(self.guests.values()):
-            with engine_spared(guest, "ExpertLocationUpdater.update"):
-                guest.switched([int(layer) for layer in layers], seconds)
+        self._notify(
+            "ExpertLocationUpdater.update",
+            lambda guest: guest.switched([int(layer) for layer in layers], seconds),
+        )
         return answer
 
 
 def _cpu_group() -> Any:
-    """The Gloo group over all ranks that SGLang keeps beside its device groups."""
-    return (
-        importlib.import_module("sglang.srt.distributed.parallel_state").get_world_group().cpu_group
-    )
+    """Return the Gloo group over all ranks that SGLang keeps next to its device groups."""
+    state = importlib.import_module("sglang.srt.distributed.parallel_state")
+    return state.get_world_group().cpu_group

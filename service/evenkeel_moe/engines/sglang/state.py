@@ -1,4 +1,5 @@
-"""What this plugin reads of SGLang, by attribute and once: layers, slots, weights, and what the recorder counts."""
+"""The parts of SGLang that the plugin reads: layers, slots, weights, and what the recorder
+counts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,30 +10,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 
-__all__ = ["Rows", "SglangWeights", "counting_side", "initial", "read_shape"]
+__all__ = ["MoeRows", "SglangWeights", "counting_side", "initial_placement", "read_shape"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """SGLang's maps have a row for every hidden layer; ours only for MoE layers."""
+class MoeRows:
+    """Converts SGLang's maps, with a row per hidden layer, to ours, with a row per MoE layer."""
 
     layer_ids: tuple[int, ...]
-    """(L,) hidden layer of each MoE layer, rising."""
+    """(L,) hidden layer of each MoE layer, ascending."""
 
     def moe(self, hidden: NDArray[np.generic]) -> NDArray[np.int64]:
-        """(hidden layers, S) -> (L, S)."""
+        """Return the MoE layers: (hidden layers, S) -> (L, S)."""
         return np.asarray(hidden[list(self.layer_ids)], np.int64)
 
     def hidden(self, moe: NDArray[np.generic], before: NDArray[np.generic]) -> NDArray[np.int64]:
-        """(L, S) -> (hidden layers, S): rows of dense layers stay as they were.
+        """Return `before` with new MoE layers: (L, S) -> (hidden layers, S).
 
         Raises:
-            ShapeMismatch: other sizes.
+            ShapeMismatch: the sizes differ.
         """
         if moe.shape != (len(self.layer_ids), before.shape[1]):
             raise ShapeMismatch(
@@ -44,36 +46,28 @@ class Rows:
         return rows
 
 
-class SglangWeights:
-    """ExpertWeights over `model.routed_experts_weights_of_layer`; never written here."""
+class SglangWeights(OwnedSlots):
+    """ExpertWeights over `model.routed_experts_weights_of_layer`; read only."""
 
-    def __init__(self, by_layer: Mapping[int, Sequence[Tensor]], rows: Rows) -> None:
+    def __init__(self, by_layer: Mapping[int, Sequence[Tensor]], rows: MoeRows) -> None:
         self._tensors = [list(by_layer[layer]) for layer in rows.layer_ids]
 
     def tensors(self, layer: int, local_slot: int) -> Sequence[Tensor]:
-        """Every tensor of the expert in a slot; numbers of one byte as bytes."""
+        """Return all tensors of the expert in a slot; one-byte types, such as float8, as uint8."""
         found = []
         for tensor in self._tensors[layer]:
             row = tensor[local_slot]
             found.append(row.view(torch.uint8) if row.element_size() == 1 else row)
         return found
 
-    def reserve(self, slots: Sequence[tuple[int, int]]) -> bool:
-        """Slots own their memory."""
-        del slots
-        return True
-
-    def release(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Slots own their memory."""
-
 
 def read_shape(
     metadata: Any, by_layer: Mapping[int, Sequence[Tensor]], hf_config: Any
 ) -> ModelShape:
-    """The deployment's shape.
+    """Return the deployment's shape.
 
     Raises:
-        InvalidInput: sizes that do not fit together, or a model that does not say how many experts a token takes.
+        InvalidInput: the sizes do not fit together, or the model has no top-k.
     """
     top_k = next(
         (
@@ -85,7 +79,7 @@ def read_shape(
     )
     if top_k is None:
         raise InvalidInput(
-            f"{type(hf_config).__name__} does not say how many experts a token takes"
+            f"{type(hf_config).__name__} does not tell how many experts a token uses"
         )
     if not by_layer:
         raise InvalidInput("the model has no routed experts whose weights SGLang can move")
@@ -103,13 +97,13 @@ def read_shape(
 
 
 def counting_side(gatherer: Any) -> CountingSide:
-    """What the recorder's gatherer counts: the tokens this rank routed to all slots, or those its slots received."""
+    """Return SOURCE if the recorder counts routed tokens, DESTINATION if received ones."""
     everywhere = getattr(gatherer, "_enable_global_physical_experts", False)
     return CountingSide.SOURCE if everywhere else CountingSide.DESTINATION
 
 
-def initial(metadata: Any, rows: Rows) -> Placement:
-    """What SGLang starts on."""
+def initial_placement(metadata: Any, rows: MoeRows) -> Placement:
+    """Return the placement SGLang starts with."""
     hidden = metadata.physical_to_logical_map_cpu.numpy()
     return Placement(
         rows.moe(hidden).astype(np.int32), int(metadata.ep_size), int(metadata.num_logical_experts)

@@ -1,6 +1,6 @@
-"""One rank of vLLM and its guest: counts out, plans in, and a watch over what vLLM does with them."""
+"""One rank's guest in vLLM: reports counts, delivers plans, and watches how vLLM carries them
+out."""
 
-import time
 from typing import Any
 
 import numpy as np
@@ -9,13 +9,13 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.guest import GuestAgent, Move
+from evenkeel_moe.agent.guest import GuestAgent
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
-from evenkeel_moe.engines.guest.collective_start import all_or_none, roll_call_of
+from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, record_step
-from evenkeel_moe.engines.guest.plan_agreement import Orders, gather_rows
-from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel_moe.engines.guest.engine_guest import EngineGuest
+from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
     VllmState,
@@ -28,22 +28,24 @@ from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Prepare
 
-__all__ = ["VllmGuest", "is_draft", "timed"]
+__all__ = ["VllmGuest", "is_draft"]
 
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 
 
-class VllmGuest:
-    """Beside one `EplbState`; balances its target model, the drafter's map is left alone.
+class VllmGuest(EngineGuest):
+    """The guest of one `EplbState`. It balances the target model and ignores a draft model.
 
     Args:
-        settings: the plugin's.
-        state: vLLM's.
+        settings: the plugin's settings.
+        state: vLLM's `EplbState`.
         groups: module with `get_ep_group` and `get_eplb_group`.
         engine: vLLM's `eplb_state` module.
-        link: instead of gRPC to the controllers.
+        link: used instead of gRPC to the controllers.
     """
+
+    engine_name = "vLLM"
 
     def __init__(
         self,
@@ -53,46 +55,32 @@ class VllmGuest:
         engine: Any,
         link: RankLink | None = None,
     ) -> None:
-        self.settings = settings
+        super().__init__(settings, link)
         self.state = state
-        self.orders = Orders()
-        self.agent: GuestAgent | None = None
         self._groups = groups
         self._engine = engine
-        self._link = link
         self._model_state: VllmModelState | None = None
         self._policy: Any = None
-        self._counts: StepCounts | None = None
-        self._step = 0
-        self._top_k = 1
         self._prepared: int | None = None
-        self._told_factor = False
-        self._due = False
+        self._warned_of_counts = False
 
-    @property
-    def places(self) -> bool:
-        """Whether vLLM's balancer is to follow the controller."""
-        return self.settings.mode is GuestMode.PLACE
-
-    # --- start ------------------------------------------------------------------------------------------
+    # --- start ------------------------------------------------------------------------------------
 
     def join(self, model_state: VllmModelState, policy: Any) -> None:
-        """The target model is registered: start the agent. Collective; what fails leaves vLLM without one.
+        """Start the agent for the target model. Collective; after a failure vLLM runs without it.
 
         Args:
             model_state: of the target model.
-            policy: the planner class that must be in force for plans to be given; None in observe mode.
+            policy: the planner class that vLLM must use so that plans reach it; None in observe
+                mode.
         """
         self._model_state, self._policy = model_state, policy
-        try:
-            self._start(model_state)
-        except Exception as error:  # vLLM serves with or without us
-            _log.exception("guest_not_started", detail=str(error)[:300])
+        self._try_to_start(lambda: self._start(model_state))
 
     def _start(self, model_state: VllmModelState) -> None:
         group = self._groups.get_ep_group()
         size, rank = int(group.world_size), int(group.rank_in_group)
-        roll_call_of(group.cpu_group, self.settings.group_timeout_s)
+        require_plugin_in_group(group.cpu_group, self.settings.group_timeout_s)
         shape = all_or_none("read the model", lambda: read_shape(model_state, size), self._gather)
         if self.settings.placement:
             start_from_file(
@@ -103,8 +91,6 @@ class VllmGuest:
                 group.device_group,
                 self._gather,
             )
-        self._top_k = shape.top_k
-        self._counts = StepCounts(shape.num_logical_experts, self._deliver)
 
         def make() -> GuestAgent:
             return make_guest(
@@ -119,28 +105,27 @@ class VllmGuest:
                 link=self._link,
             )
 
-        self.agent = all_or_none("start an agent", make, self._gather, GuestAgent.close)
-        if not self.places:
-            self.agent.observe_as_asked()
-        elif self.state.policy is not self._policy:
-            self.agent.disable_migration(
-                f"vLLM's EPLB plans with {self.state.policy.__name__}, not with the controller's plans:"
-                " another plugin replaced the planner"
+        agent = self._start_agent(shape, make)
+        if self.places and self.state.policy is not self._policy:
+            agent.disable_migration(
+                f"vLLM's EPLB plans with {self.state.policy.__name__}, not with the controller's"
+                " plans: another plugin replaced the planner"
             )
-        elif getattr(self.state.parallel_config, "enable_elastic_ep", False):
-            self.agent.disable_migration(
-                "elastic expert parallelism changes the ranks: plans are not given to it"
+        elif self.places and getattr(self.state.parallel_config, "enable_elastic_ep", False):
+            agent.disable_migration(
+                "vLLM runs with elastic expert parallelism, which changes the ranks:"
+                " plans are not supported"
             )
         _log.info("guest_started", deployment=self.settings.deployment, rank=rank, shape=str(shape))
 
-    # --- around vLLM's step -----------------------------------------------------------------------------
+    # --- around vLLM's step -----------------------------------------------------------------------
 
     def prepared(self, num_tokens: int) -> None:
-        """vLLM says how many real tokens the coming forward pass has."""
+        """Note how many real tokens the next forward pass has."""
         self._prepared = num_tokens
 
     def before_step(self, *, dummy: bool) -> None:
-        """After the forward pass, before vLLM looks at its balancer: count, then stand at the boundary.
+        """Count the step and run the step boundary: after the forward pass, before vLLM's balancer.
 
         Raises:
             GateFailed: see `GuestAgent.step_boundary`.
@@ -148,20 +133,19 @@ class VllmGuest:
         model_state, agent = self._model_state, self.agent
         if model_state is None or agent is None or self._counts is None:
             return
-        self._count(
-            StepNote(self._step, agent.epoch, dummy, self._prepared), self._counts, model_state
-        )
+        note = StepNote(self._step, agent.epoch, dummy, self._prepared)
+        self._count(note, self._counts, model_state)
         self._prepared = None
-        self.orders.step = self._step
+        self.agreement.step = self._step
         self._step += 1
         try:
             agent.step_boundary()
-        finally:  # a rank that left the trigger alone would rearrange without the others
+        finally:  # A rank that skipped the trigger would rearrange without the others.
             if self.places:
                 self._set_trigger()
 
     def _count(self, note: StepNote, counts: StepCounts, model_state: VllmModelState) -> None:
-        """What fails here costs the telemetry of this rank, never the step, and never the gate's rhythm (R9)."""
+        """Count one step; an error costs telemetry, never the step or a poll of the gate (R9)."""
         try:
             counts.pick_up()
             counts.take(note, model_state.expert_load_pass, model_state.physical_to_logical_map)
@@ -169,25 +153,28 @@ class VllmGuest:
             counts.failed(note.step)
 
     def _set_trigger(self) -> None:
-        """vLLM rearranges when its counter reaches the interval: at our step, and at no other."""
+        """Make vLLM's counter reach its interval at the agreed step, and only then."""
         state = self.state
         if self._due:
             state.expert_rearrangement_step = state.expert_rearrangement_step_interval
         elif state.expert_rearrangement_step + 1 >= state.expert_rearrangement_step_interval:
             state.expert_rearrangement_step = 0
 
-    # --- what vLLM's balancer does ----------------------------------------------------------------------
+    # --- called by vLLM's balancer ----------------------------------------------------------------
 
     def plan(self, current: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The map to go to, agreed over the EPLB CPU group; called by vLLM once per rank, on any thread."""
-        return self.orders.answer(current, self._gather)
+        """Return the map to go to, agreed over the EPLB CPU group.
+
+        vLLM calls it once per rank, on any thread.
+        """
+        return self.agreement.agree(current, self._gather)
 
     def rearranging(self) -> None:
-        """vLLM begins a rearrangement."""
+        """Note that vLLM begins a rearrangement."""
         self._due = False
 
     def concerns(self, layers: int, slots: int) -> bool:
-        """Whether a map of this size is the target model's, and a guest is there to answer for it."""
+        """Return True if the agent runs and a map of this size is the target model's."""
         model_state = self._model_state
         return (
             self.agent is not None
@@ -196,140 +183,112 @@ class VllmGuest:
         )
 
     def layer_committed(self, model_state: Any, layer: int, seconds: float) -> None:
-        """vLLM's asynchronous mode switched one layer, on every rank at this step."""
-        mine = self._model_state
-        if mine is None or model_state is not mine or self.agent is None:
+        """Asynchronous mode: vLLM switched one layer, on every rank at this step."""
+        target = self._model_state
+        if target is None or model_state is not target or self.agent is None:
             return
-        if self.agent.move is not None and self.orders.move is not None:
+        if self.agent.move is not None and self.agreement.move is not None:
             self.agent.layer_switched(layer, seconds)
-        if layer == int(mine.model.num_moe_layers) - 1:
-            self._ended()
+        if layer == int(target.model.num_moe_layers) - 1:
+            self._rearrangement_ended(self.agent, target)
 
     def all_committed(self, model_state: Any, seconds: float) -> None:
-        """vLLM's synchronous mode switched every layer at once."""
-        if model_state is not self._model_state or self.agent is None:
+        """Synchronous mode: vLLM switched all layers at once."""
+        target = self._model_state
+        if target is None or model_state is not target or self.agent is None:
             return
         move = self.agent.move
         for layer in move.layers if move is not None else ():
             self.agent.layer_switched(layer, seconds)
-        self._ended()
+        self._rearrangement_ended(self.agent, target)
 
-    def _ended(self) -> None:
-        """A rearrangement is through: ours, or one that nobody here asked for."""
-        agent, model_state = self.agent, self._model_state
-        assert agent is not None
-        assert model_state is not None
+    def _rearrangement_ended(self, agent: GuestAgent, model_state: VllmModelState) -> None:
         now = read_map(model_state)
         if agent.move is not None:
-            self.orders.move = None
+            self.agreement.move = None
             agent.move_finished(now)
-        elif not np.array_equal(now, agent.placement.phy2log):
-            if self.places:
-                agent.disable_migration(
-                    "vLLM's EPLB moved experts that no plan moved: another writer beside ours"
-                )
-            agent.engine_rebalanced(now)
+        else:
+            self._follow(agent, now)
 
-    # --- HostEngine -------------------------------------------------------------------------------------
+    # --- HostEngine -------------------------------------------------------------------------------
 
     def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
-        """vLLM takes any map of its own shape, empty slots included."""
+        """Return why vLLM cannot go to `new`; it accepts empty slots."""
         del prepare
         model_state = self._model_state
         if model_state is None or self.state.policy is not self._policy:
             return Reason.UNSUPPORTED, f"vLLM plans with {self.state.policy.__name__}"
-        have = tuple(model_state.physical_to_logical_map.shape)
-        if new.phy2log.shape != have:
-            return (
-                Reason.WRONG_SHAPE,
-                f"the plan is for {new.phy2log.shape} layers and slots, vLLM has {have}",
-            )
-        if self.state.is_async and not self._worker_lives():
+        wrong = self._shape_refusal(new, tuple(model_state.physical_to_logical_map.shape))
+        if wrong is None and self._worker_ended():
             return Reason.UNSUPPORTED, "vLLM's asynchronous EPLB worker has ended"
-        return None
-
-    def begin(self, move: Move) -> None:
-        """Let vLLM rearrange at this very step; its planner will ask for the plan."""
-        self.orders.move, self._due = move, True
-        self.orders.refused = ""
+        return wrong
 
     def fault(self) -> str | None:
-        """The known ways in which vLLM's balancer stops without a word."""
-        if self.orders.refused:
-            return f"the ranks did not agree on the plan: {self.orders.refused}"
-        if not self.state.is_async:
-            return None
-        if not self._worker_lives():
-            return "vLLM's asynchronous EPLB worker has ended (its log says `async loop error`); it is not restarted"
+        """Return what stopped vLLM's balancer, for the causes that vLLM itself does not report."""
+        if (disagreement := self._disagreement()) is not None or not self.state.is_async:
+            return disagreement
+        if self._worker_ended():
+            return (
+                "vLLM's asynchronous EPLB worker has ended (vLLM logs `async loop error`);"
+                " vLLM does not restart it"
+            )
         agent, model_state = self.agent, self._model_state
         if agent is None or agent.move is None or model_state is None or self._due:
             return None
-        if not model_state.rebalanced and model_state.pending_result is None and self._began():
-            return "vLLM's ranks stopped the rearrangement between two layers (its log says `coordinated stop`)"
+        idle = not model_state.rebalanced and model_state.pending_result is None
+        # The first step after the request is too early to judge.
+        if idle and agent.move.quiet_steps > 1:
+            return (
+                "vLLM's ranks stopped the rearrangement between two layers"
+                " (vLLM logs `coordinated stop`)"
+            )
         return None
 
-    def _began(self) -> bool:
-        """Whether vLLM took up the rearrangement we asked for."""
-        agent = self.agent
-        return agent is not None and agent.move is not None and agent.move.quiet_steps > 1
-
-    def _worker_lives(self) -> bool:
+    def _worker_ended(self) -> bool:
         worker = self.state.async_worker
-        return worker is None or bool(worker.is_alive())
+        return self.state.is_async and worker is not None and not worker.is_alive()
 
-    # --- small parts ------------------------------------------------------------------------------------
+    # --- EngineGuest ------------------------------------------------------------------------------
 
     def _deliver(self, note: StepNote, counts: NDArray[np.int64]) -> None:
         agent = self.agent
         if agent is None:
             return
-        routed = int(counts[0].sum())
-        tokens = routed // self._top_k
-        if (
-            note.prepared_tokens
-            and not note.dummy
-            and not self._told_factor
-            and tokens != note.prepared_tokens
-        ):
-            self._told_factor = True
+        tokens = int(counts[0].sum()) // self._top_k
+        if not self._warned_of_counts and _differs(note, tokens):
+            self._warned_of_counts = True
             _log.warning(
                 "tokens_counted_otherwise",
                 step=note.step,
                 prepared=note.prepared_tokens,
                 counted=tokens,
-                detail="this all-to-all routes a token on several ranks; shares stay right, totals are multiples",
+                detail="this all-to-all routes a token on several ranks:"
+                " the shares are correct, the totals are multiples",
             )
         record_step(agent, note, counts, tokens, self.settings.phase)
 
-    def _gather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        return gather_rows(row, self._groups.get_eplb_group().cpu_group)
+    def _plan_group(self) -> Any:
+        return self._groups.get_eplb_group().cpu_group
 
-    def _broadcast(self, told: bytes | None) -> bytes:
-        """Rank 0's bytes, by two sums: sums are what every kind of vLLM's groups can do."""
+    def _broadcast(self, message: bytes | None) -> bytes:
+        """Return rank 0's bytes, by two sums, because every kind of vLLM group can sum."""
         group = self._groups.get_ep_group().cpu_group
-        size = torch.tensor([0 if told is None else len(told)], dtype=torch.int64)
+        size = torch.tensor([0 if message is None else len(message)], dtype=torch.int64)
         _distributed.all_reduce(size, group=group)
         words = torch.zeros(int(size.item()), dtype=torch.int32)
-        if told is not None:
-            words += torch.tensor(list(told), dtype=torch.int32)
+        if message is not None:
+            words += torch.tensor(list(message), dtype=torch.int32)
         _distributed.all_reduce(words, group=group)
         return bytes(words.tolist())
 
-    def close(self) -> None:
-        """End the agent's threads."""
-        if self.agent is not None:
-            self.agent.close()
 
-
-def timed(work: Any, *args: Any, **kwargs: Any) -> float:
-    """Seconds that a call took."""
-    began = time.perf_counter()
-    work(*args, **kwargs)
-    return time.perf_counter() - began
+def _differs(note: StepNote, tokens: int) -> bool:
+    """Return True if vLLM prepared another number of tokens than were counted."""
+    return bool(note.prepared_tokens) and not note.dummy and tokens != note.prepared_tokens
 
 
 def is_draft(model_name: str | None) -> bool:
-    """Whether `add_model` was given a drafter."""
+    """Return True if `add_model` got a draft model."""
     if model_name is not None and not isinstance(model_name, str):
         raise InvalidInput(f"model_name is {type(model_name).__name__}")
     return model_name is not None and model_name.endswith("(draft)")

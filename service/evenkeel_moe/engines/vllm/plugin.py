@@ -1,7 +1,8 @@
-"""Entry point `vllm.general_plugins`: checks what it finds, then wraps a handful of vLLM's functions.
+"""Entry point `vllm.general_plugins`: checks vLLM, then wraps a few of its functions.
 
-vLLM calls `register` in every process it starts, some of them several times. Nothing happens without
-`EVENKEEL_RANK__CONTROLLERS`, and nothing is wrapped unless the version and every signature are known.
+vLLM calls `register` in every process it starts, in some of them several times. Nothing happens
+without `EVENKEEL_RANK__CONTROLLERS`, and nothing is wrapped unless the version and every signature
+are known.
 """
 
 import functools
@@ -9,32 +10,27 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
-
-import structlog
 
 from evenkeel_moe.agent.ports import RankLink
-from evenkeel_moe.engines.guest.collective_start import engine_spared
+from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.guards import (
     Unsupported,
     check_fields,
     check_signatures,
     check_version,
 )
-from evenkeel_moe.engines.guest.registering import register_guest
-from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
-from evenkeel_moe.engines.vllm.guest import VllmGuest, is_draft, timed
+from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
+from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.vllm.guest import VllmGuest, is_draft
 from evenkeel_moe.engines.vllm.policy import make_policy
 
-__all__ = ["KNOWN_VERSIONS", "Plugin", "check_engine", "register"]
-
-_log = structlog.get_logger(__name__)
+__all__ = ["KNOWN_VERSIONS", "VllmPlugin", "check_engine", "register"]
 
 KNOWN_VERSIONS = ("0.33.0",)
 _STATE = "vllm.distributed.eplb.eplb_state"
 _POLICIES = "vllm.distributed.eplb.policy"
 _GROUPS = "vllm.distributed.parallel_state"
-_DONE = "_evenkeel_plugin"
+_INSTALLED = "_evenkeel_plugin"
 
 _SIGNATURES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "EplbState": {
@@ -59,6 +55,7 @@ _SIGNATURES: Mapping[str, Mapping[str, Sequence[str]]] = {
         ),
     },
 }
+"""Class, or empty for the module -> its functions -> their parameters."""
 _PLANNER = (
     "cls",
     "weight",
@@ -79,15 +76,17 @@ _FIELDS = (
 
 
 def register() -> None:
-    """What vLLM calls. Never raises: a refusal is said, and vLLM starts without Evenkeel."""
-    register_guest("vllm", "vllm", lambda settings, version: Plugin(settings, version).install())
+    """Install the plugin; called by vLLM. Never raises: a refusal is logged."""
+    register_guest(
+        "vllm", "vllm", lambda settings, version: VllmPlugin(settings, version).install()
+    )
 
 
 def check_engine(version: str, state: ModuleType, policies: ModuleType) -> None:
-    """Hold vLLM against what this plugin was written for.
+    """Compare vLLM with the version that this plugin was written for.
 
     Raises:
-        Unsupported: another version, or a part that looks otherwise.
+        Unsupported: another version, or a part that differs.
     """
     check_version("vllm", version, KNOWN_VERSIONS)
     for owner, wanted in _SIGNATURES.items():
@@ -101,49 +100,40 @@ def check_engine(version: str, state: ModuleType, policies: ModuleType) -> None:
         raise Unsupported("eplb_state no longer shares EPLB_POLICIES with the policy package")
 
 
-class Plugin:
-    """The wrapped functions and the guests behind them, for one process.
-
-    Args:
-        settings: read once.
-        version: vLLM's.
-        make_link: rank -> link, instead of gRPC.
-    """
+class VllmPlugin(EnginePlugin[VllmGuest]):
+    """The wrapped functions of vLLM, and the guest of each `EplbState` of the process."""
 
     def __init__(
         self, settings: GuestSettings, version: str, make_link: Callable[[], RankLink] | None = None
     ) -> None:
-        self.settings = settings
-        self.guests: WeakKeyDictionary[Any, VllmGuest] = WeakKeyDictionary()
-        self._version = version
-        self._make_link = make_link
+        super().__init__(settings, version, make_link)
         self._policy: Any = None
         self._groups: Any = None
         self._engine: Any = None
 
     def install(self) -> None:
-        """Check, then wrap; a second call in the same process does nothing.
+        """Check vLLM, then wrap it; a second call in the same process does nothing.
 
         Raises:
             Unsupported: nothing was changed.
         """
         state = importlib.import_module(_STATE)
-        if getattr(state, _DONE, None) is not None:
+        if getattr(state, _INSTALLED, None) is not None:
             return
         policies = importlib.import_module(_POLICIES)
         check_engine(self._version, state, policies)
         self._groups, self._engine = importlib.import_module(_GROUPS), state
-        self._wrap_state(state.EplbState)
+        self._wrap_start(state.EplbState)
+        self._wrap_step(state.EplbState)
         self._wrap_commits(state)
-        if self.settings.mode is GuestMode.PLACE:
+        if self._places:
             self._policy = make_policy(policies.EPLB_POLICIES["default"], self.guests)
             policies.EPLB_POLICIES["default"] = self._policy
-        setattr(state, _DONE, self)
-        _log.info("guest_installed", engine="vllm", version=self._version, mode=self.settings.mode)
+        setattr(state, _INSTALLED, self)
+        self._report_installed("vllm")
 
-    def _wrap_state(self, owner: Any) -> None:
-        add_model, step = owner.add_model, owner.step
-        prepare, should_record = owner.prepare_forward, owner._should_record_current_step
+    def _wrap_start(self, owner: Any) -> None:
+        add_model, should_record = owner.add_model, owner._should_record_current_step
 
         @functools.wraps(add_model)
         def add_model_and_join(
@@ -151,11 +141,22 @@ class Plugin:
         ) -> None:
             add_model(state, model, model_config, model_name)
             if not is_draft(model_name) and state not in self.guests:
-                link = self._make_link() if self._make_link is not None else None
                 guest = self.guests[state] = VllmGuest(
-                    self.settings, state, self._groups, self._engine, link
+                    self.settings, state, self._groups, self._engine, self._new_link()
                 )
                 guest.join(state.model_states[model_config.compute_hash()], self._policy)
+
+        @functools.wraps(should_record)
+        def record_always(state: Any, log_stats: bool = False) -> bool:
+            guest = self.guests.get(state)
+            return (guest is not None and guest.agent is not None) or bool(
+                should_record(state, log_stats)
+            )
+
+        owner.add_model, owner._should_record_current_step = add_model_and_join, record_always
+
+    def _wrap_step(self, owner: Any) -> None:
+        prepare, step, rearrange = owner.prepare_forward, owner.step, owner.rearrange
 
         @functools.wraps(prepare)
         def prepare_and_note(
@@ -172,21 +173,12 @@ class Plugin:
         ) -> None:
             guest = self.guests.get(state)
             if guest is not None and not is_profile:
-                with engine_spared(guest, "EplbState.step"):
+                with protect_engine(guest, "EplbState.step"):
                     guest.before_step(dummy=is_dummy)
             step(state, is_dummy, is_profile, log_stats)
 
-        @functools.wraps(should_record)
-        def record_always(state: Any, log_stats: bool = False) -> bool:
-            guest = self.guests.get(state)
-            return (guest is not None and guest.agent is not None) or bool(
-                should_record(state, log_stats)
-            )
-
-        rearrange = owner.rearrange
-
         @functools.wraps(rearrange)
-        def tell_and_rearrange(
+        def note_and_rearrange(
             state: Any, is_profile: bool = False, *args: Any, **kwargs: Any
         ) -> Any:
             guest = self.guests.get(state)
@@ -194,26 +186,26 @@ class Plugin:
                 guest.rearranging()
             return rearrange(state, is_profile, *args, **kwargs)
 
-        owner.add_model, owner.prepare_forward = add_model_and_join, prepare_and_note
-        owner.rearrange = tell_and_rearrange
-        owner.step, owner._should_record_current_step = count_and_step, record_always
+        owner.prepare_forward, owner.step = prepare_and_note, count_and_step
+        owner.rearrange = note_and_rearrange
 
     def _wrap_commits(self, module: Any) -> None:
         move, commit = module._move_to_workspace, module._commit_eplb_maps
 
         @functools.wraps(move)
-        def move_and_tell(model_state: Any, ep_rank: int) -> None:
+        def move_and_report(model_state: Any, ep_rank: int) -> None:
             layer = int(model_state.pending_result.layer_idx)
-            seconds = timed(move, model_state=model_state, ep_rank=ep_rank)
-            for guest in list(self.guests.values()):
-                with engine_spared(guest, "_move_to_workspace"):
-                    guest.layer_committed(model_state, layer, seconds)
+            _, seconds = timed(lambda: move(model_state=model_state, ep_rank=ep_rank))
+            self._notify(
+                "_move_to_workspace",
+                lambda guest: guest.layer_committed(model_state, layer, seconds),
+            )
 
         @functools.wraps(commit)
-        def commit_and_tell(model_state: Any, new_physical_to_logical_map: Any) -> None:
-            seconds = timed(commit, model_state, new_physical_to_logical_map)
-            for guest in list(self.guests.values()):
-                with engine_spared(guest, "_commit_eplb_maps"):
-                    guest.all_committed(model_state, seconds)
+        def commit_and_report(model_state: Any, new_physical_to_logical_map: Any) -> None:
+            _, seconds = timed(lambda: commit(model_state, new_physical_to_logical_map))
+            self._notify(
+                "_commit_eplb_maps", lambda guest: guest.all_committed(model_state, seconds)
+            )
 
-        module._move_to_workspace, module._commit_eplb_maps = move_and_tell, commit_and_tell
+        module._move_to_workspace, module._commit_eplb_maps = move_and_report, commit_and_report

@@ -1,4 +1,5 @@
-"""What this plugin reads of vLLM's EPLB state, as Protocols: the engine itself is never imported by name here."""
+"""The parts of vLLM's EPLB state that the plugin reads, as Protocols; vLLM itself is not
+imported."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.topology import ModelShape
 
@@ -14,14 +16,14 @@ __all__ = ["VllmModelState", "VllmState", "VllmWeights", "read_map", "read_shape
 
 
 class VllmModelState(Protocol):
-    """`EplbModelState`: one model's maps, counts and weights."""
+    """`EplbModelState`: the maps, counts and weights of one model."""
 
     physical_to_logical_map: Tensor
     """(L, S) int64."""
     expert_load_pass: Tensor
-    """(L, S) int32 tokens this rank routed to each slot in this step, padding left out."""
+    """(L, S) int32 tokens this rank routed to each slot in this step, without padding."""
     rebalanced: bool
-    """A rearrangement is under way."""
+    """True while a rearrangement runs."""
     pending_result: Any
     model: Any
     model_name: str
@@ -41,35 +43,27 @@ class VllmState(Protocol):
     expert_load_window_size: int
 
 
-class VllmWeights:
-    """ExpertWeights over `model.expert_weights`: a row of each of the layer's tensors; never written here."""
+class VllmWeights(OwnedSlots):
+    """ExpertWeights over `model.expert_weights`, whose tensors have one row per slot; read only."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def tensors(self, layer: int, local_slot: int) -> Sequence[Tensor]:
-        """Every tensor of the expert in a slot: weights, and scales where the format has them."""
+        """Return all tensors of the expert in a slot, also the scales."""
         return [tensor[local_slot] for tensor in self._model.expert_weights[layer]]
-
-    def reserve(self, slots: Sequence[tuple[int, int]]) -> bool:
-        """Slots own their memory."""
-        del slots
-        return True
-
-    def release(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Slots own their memory."""
 
 
 def read_map(state: VllmModelState) -> NDArray[np.int64]:
-    """(L, S) int64 the map in use; waits for the device."""
+    """Return the (L, S) int64 map in use; waits for the device."""
     return np.asarray(state.physical_to_logical_map.cpu().numpy(), np.int64)
 
 
 def read_shape(state: VllmModelState, num_ranks: int) -> ModelShape:
-    """The deployment's shape, from the model itself.
+    """Return the deployment's shape, read from the model.
 
     Raises:
-        InvalidInput: sizes that do not fit together, or a model that does not say how many experts a token takes.
+        InvalidInput: the sizes do not fit together, or the model has no top-k.
     """
     model = state.model
     slots = int(model.num_physical_experts)
@@ -88,11 +82,11 @@ def read_shape(state: VllmModelState, num_ranks: int) -> ModelShape:
 
 
 def _top_k(model: Any) -> int:
-    """From the first MoE layer, under the names that vLLM's runner and its configuration use."""
+    """Return the experts per token of the first MoE layer, under any of vLLM's names for it."""
     layer = next(iter(model.moe_layers))
     for owner in (layer, getattr(layer, "moe_config", None), getattr(layer, "router", None)):
         for name in ("top_k", "experts_per_token", "num_experts_per_tok"):
             value = getattr(owner, name, None)
             if isinstance(value, int) and value > 0:
                 return value
-    raise InvalidInput(f"{type(layer).__name__} does not say how many experts a token takes")
+    raise InvalidInput(f"{type(layer).__name__} does not tell how many experts a token uses")

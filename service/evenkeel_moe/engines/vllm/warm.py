@@ -1,6 +1,8 @@
-"""Warm start: vLLM has no file for it, so its own copies and its own commit run once, before it serves."""
+"""Warm start: moves vLLM's experts to the placement of a file before vLLM serves.
 
-from collections.abc import Callable
+vLLM cannot start from a file, so the plugin runs vLLM's own copies and commit once.
+"""
+
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,10 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from evenkeel_moe.engines.guest.plan_agreement import ROW, digest_of, judge
+from evenkeel_moe.engines.guest.plan_agreement import ROW, Gather, find_disagreement, map_digest
 from evenkeel_moe.engines.vllm.state import VllmModelState, read_map
 from evenkeel_moe.errors import EvenkeelError
-from evenkeel_moe.formats import PlacementFile, read_placement
+from evenkeel_moe.formats import read_placement
 
 __all__ = ["start_from_file"]
 
@@ -25,9 +27,9 @@ def start_from_file(
     num_ranks: int,
     engine: Any,
     ep_group: Any,
-    gather: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    gather: Gather,
 ) -> None:
-    """Move the experts to where a placement file has them; collective, while the model is being loaded.
+    """Move the experts to the placement of a file; collective, while vLLM loads the model.
 
     Args:
         path: neutral file; the same contents on every rank.
@@ -35,19 +37,18 @@ def start_from_file(
         num_ranks: R.
         engine: vLLM's `eplb_state` module.
         ep_group: device group of the EP ranks.
-        gather: see `Orders.answer`.
+        gather: see `plan_agreement.Gather`.
     """
     current = read_map(model_state)
     target = _read(path, model_state, num_ranks, current)
     row = np.zeros(len(ROW), np.int64)
     row[ROW.index("ordered")] = int(target is not None)
-    row[ROW.index("target")] = 0 if target is None else digest_of(target)
-    row[ROW.index("base")] = digest_of(current)
-    verdict = judge(gather(row))
-    if verdict or target is None:
-        _log.warning(
-            "warm_start_left_out", path=path, detail=verdict or "no rank has a usable file"
-        )
+    row[ROW.index("target")] = 0 if target is None else map_digest(target)
+    row[ROW.index("base")] = map_digest(current)
+    problem = find_disagreement(gather(row))
+    if problem or target is None:
+        detail = problem or "no rank has a usable file"
+        _log.warning("warm_start_left_out", path=path, detail=detail)
         return
     new = torch.from_numpy(target)
     state: Any = model_state
@@ -67,21 +68,15 @@ def start_from_file(
 def _read(
     path: str, model_state: VllmModelState, num_ranks: int, current: NDArray[np.int64]
 ) -> NDArray[np.int64] | None:
-    """(L, S) int64 of the file; None, and a word, where it does not fit."""
+    """Return the (L, S) int64 map of the file; None, with a log line, if it does not fit."""
     experts = int(model_state.model.num_logical_experts)
     try:
-        file: PlacementFile = read_placement(
-            Path(path), num_ranks=num_ranks, num_logical_experts=experts
-        )
+        file = read_placement(Path(path), num_ranks=num_ranks, num_logical_experts=experts)
     except (EvenkeelError, OSError) as error:
         _log.error("placement_file_unusable", path=path, detail=str(error)[:300])
         return None
-    if file.placement.phy2log.shape != current.shape:
-        _log.error(
-            "placement_file_unusable",
-            path=path,
-            have=file.placement.phy2log.shape,
-            want=current.shape,
-        )
+    phy2log = file.placement.phy2log
+    if phy2log.shape != current.shape:
+        _log.error("placement_file_unusable", path=path, have=phy2log.shape, want=current.shape)
         return None
-    return file.placement.phy2log.astype(np.int64)
+    return phy2log.astype(np.int64)

@@ -1,0 +1,115 @@
+"""The parts of a rank's guest that do not depend on the engine.
+
+A guest counts the tokens of each step, and gives the engine's own balancer the controller's plans.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from evenkeel_moe.agent.guest import GuestAgent, Move
+from evenkeel_moe.agent.ports import RankLink
+from evenkeel_moe.engines.guest.collective_start import all_or_none
+from evenkeel_moe.engines.guest.counts import StepCounts, StepNote
+from evenkeel_moe.engines.guest.plan_agreement import PlanAgreement, gather_rows
+from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+
+__all__ = ["EngineGuest"]
+
+_log = structlog.get_logger(__name__)
+
+
+class EngineGuest(ABC):
+    """One rank's guest. Subclasses are the `HostEngine` of its agent.
+
+    Args:
+        settings: the plugin's settings.
+        link: used instead of gRPC to the controllers.
+    """
+
+    engine_name: str
+    """The engine's name in messages."""
+
+    def __init__(self, settings: GuestSettings, link: RankLink | None = None) -> None:
+        self.settings = settings
+        self.agreement = PlanAgreement()
+        self.agent: GuestAgent | None = None
+        """None until the guest has started, and for good if it could not start."""
+        self._link = link
+        self._counts: StepCounts | None = None
+        self._top_k = 1
+        self._step = 0
+        self._due = False
+        """The engine must start a rebalance at the current step."""
+
+    @property
+    def places(self) -> bool:
+        """True if the engine's balancer must follow the controller."""
+        return self.settings.mode is GuestMode.PLACE
+
+    def begin(self, move: Move) -> None:
+        """Let the engine rebalance at this step; its planner then asks for the plan."""
+        self.agreement.move, self.agreement.refused, self._due = move, "", True
+
+    def close(self) -> None:
+        """Stop the agent's threads."""
+        if self.agent is not None:
+            self.agent.close()
+
+    @abstractmethod
+    def _plan_group(self) -> Any:
+        """Return the engine's CPU group over which the ranks agree."""
+
+    @abstractmethod
+    def _deliver(self, note: StepNote, counts: NDArray[np.int64]) -> None:
+        """Record the counts of one step."""
+
+    def _gather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        return gather_rows(row, self._plan_group())
+
+    def _try_to_start(self, start: Callable[[], None]) -> None:
+        """Run `start`; if it fails, the engine serves without a guest."""
+        try:
+            start()
+        except Exception as error:
+            _log.exception("guest_not_started", detail=str(error)[:300])
+
+    def _start_agent(self, shape: ModelShape, make: Callable[[], GuestAgent]) -> GuestAgent:
+        """Start the agent on all ranks or on none; collective."""
+        self._top_k = shape.top_k
+        self._counts = StepCounts(shape.num_logical_experts, self._deliver)
+        self.agent = all_or_none("start an agent", make, self._gather, GuestAgent.close)
+        if not self.places:
+            self.agent.observe_as_asked()
+        return self.agent
+
+    def _follow(self, agent: GuestAgent, phy2log: NDArray[np.int64]) -> None:
+        """Follow a map that the engine changed without a plan; in place mode, refuse new plans."""
+        if np.array_equal(phy2log, agent.placement.phy2log):
+            return
+        if self.places:
+            agent.disable_migration(
+                f"{self.engine_name}'s EPLB moved experts without a plan:"
+                " something else also controls the placement"
+            )
+        agent.engine_rebalanced(phy2log)
+
+    def _shape_refusal(self, new: Placement, have: tuple[int, ...]) -> tuple[Reason, str] | None:
+        """Return the refusal of a plan whose map is not (layers, slots) `have`."""
+        wanted = new.phy2log.shape
+        if wanted == have:
+            return None
+        detail = f"the plan is for {wanted} layers and slots, {self.engine_name} has {have}"
+        return Reason.WRONG_SHAPE, detail
+
+    def _disagreement(self) -> str | None:
+        """Return why the ranks refused the last plan; None if they did not."""
+        refused = self.agreement.refused
+        return f"the ranks did not agree on the plan: {refused}" if refused else None

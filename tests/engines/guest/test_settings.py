@@ -1,0 +1,69 @@
+"""Plugin settings from the environment."""
+
+from pathlib import Path
+
+import pytest
+
+from evenkeel_moe.engines.guest.settings import GuestMode, load_guest_settings
+from evenkeel_moe.errors import InvalidInput
+
+
+def test_the_environment_is_read_once_and_checked(monkeypatch):
+    assert load_guest_settings().addresses == ()
+    monkeypatch.setenv("EVENKEEL_RANK__CONTROLLERS", "a:1, [fd00::2]:2,")
+    monkeypatch.setenv("EVENKEEL_RANK__MODE", "place")
+    settings = load_guest_settings()
+    assert settings.addresses == ("a:1", "[fd00::2]:2")
+    assert settings.mode is GuestMode.PLACE
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("MODE", "move", "EVENKEEL_RANK__MODE"),
+        ("DEPLOYMENT", "Not One", "is not a valid deployment name"),
+        ("POLL_EVERY", "1", "EVENKEEL_RANK__POLL_EVERY"),
+        ("RESOLVE_AFTER", "40", "exceeds EVENKEEL_RANK__POLL_EVERY"),
+        ("GATE_TIMEOUT_S", "inf", "EVENKEEL_RANK__GATE_TIMEOUT_S"),
+        ("GROUP_TIMEOUT_S", "1e300", "EVENKEEL_RANK__GROUP_TIMEOUT_S"),
+        ("WEIGHTS_VERSION", str(2**64), "EVENKEEL_RANK__WEIGHTS_VERSION"),
+        ("CONTROLLERS", "a:1,controller", "'controller' is not host:port"),
+        ("CONTROLLERS", "http://controller:50051", "is not host:port"),
+        ("CONTROLLERS", "fd00::2:50051", "IPv6 addresses need brackets"),
+        (
+            "TLS_KEY_FILE",
+            "/key",
+            "TLS_CERT_FILE and EVENKEEL_RANK__TLS_KEY_FILE must be set together",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(monkeypatch, name, value, words):
+    monkeypatch.setenv(f"EVENKEEL_RANK__{name}", value)
+    with pytest.raises(InvalidInput, match=words):
+        load_guest_settings()
+
+
+def test_a_certificate_without_a_ca_is_refused(monkeypatch):
+    monkeypatch.setenv("EVENKEEL_RANK__TLS_CERT_FILE", "/cert")
+    monkeypatch.setenv("EVENKEEL_RANK__TLS_KEY_FILE", "/key")
+    with pytest.raises(InvalidInput, match="needs EVENKEEL_RANK__TLS_CA_FILE"):
+        load_guest_settings()
+    monkeypatch.setenv("EVENKEEL_RANK__TLS_CA_FILE", "/ca")
+    assert load_guest_settings().tls_ca_file == Path("/ca")
+
+
+def test_an_empty_variable_is_one_that_was_not_set(monkeypatch):
+    for name in (
+        "CONTROLLERS",
+        "DEPLOYMENT",
+        "POLL_EVERY",
+        "TLS_CA_FILE",
+        "TLS_CERT_FILE",
+        "TLS_KEY_FILE",
+    ):
+        monkeypatch.setenv(f"EVENKEEL_RANK__{name}", "")
+    settings = load_guest_settings()
+    assert settings.tls_ca_file is None, (
+        "a path of no letters would ask for TLS, with a folder as the CA"
+    )
+    assert (settings.addresses, settings.deployment, settings.poll_every) == ((), "default", 16)
