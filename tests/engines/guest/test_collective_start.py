@@ -8,38 +8,39 @@ import torch
 
 from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_on_all
 from evenkeel_moe.errors import Unavailable
-from tests.waiting import deadline
+from tests.waiting import deadline, wait_until
 
 
 def test_a_rank_without_the_plugin_is_missed_before_any_collective():
     store = torch.distributed.HashStore()
-    all_there = [
-        threading.Thread(target=require_plugin_on_all, args=(store, "a", rank, 3, 20.0))
-        for rank in (1, 2)
-    ]
-    for thread in all_there:
+    patience_s = deadline(20.0)
+
+    def ask(name, rank, timeout_s):
+        require_plugin_on_all(store, name, rank, 3, timeout_s)
+
+    others = [threading.Thread(target=ask, args=("a", rank, patience_s)) for rank in (1, 2)]
+    for thread in others:
         thread.start()
-    require_plugin_on_all(store, "a", 0, 3, 20.0)
-    for thread in all_there:
-        thread.join(20)
+    ask("a", 0, patience_s)
+    for thread in others:
+        thread.join(patience_s)
     errors = {}
 
-    def asks(rank):
+    def ask_in_vain(rank):
         try:
-            require_plugin_on_all(store, "b", rank, 3, 0.2)
+            ask("b", rank, 0.2)
         except Unavailable as error:
             errors[rank] = str(error)
 
-    late = threading.Thread(target=asks, args=(2,))
+    late = threading.Thread(target=ask_in_vain, args=(2,))
     late.start()
-    asks(0)
-    late.join(20)
-    assert errors == dict.fromkeys(
-        (0, 2),
-        "the plugin did not start on ranks [1] of 3 within 0.2 s: it must run on all of them",
-    )
-    asks(1)
-    assert 1 in errors, "one that comes when the others have gone on does not begin alone"
+    wait_until(lambda: store.check(["b/2"]))
+    ask_in_vain(0)
+    late.join(patience_s)
+    message = "the plugin did not start on ranks [1] of 3 within 0.2 s: it must run on all of them"
+    assert errors == {0: message, 2: message}
+    ask_in_vain(1)
+    assert 1 in errors, "a rank that comes after the others gave up does not start alone"
 
 
 def test_a_start_that_fails_anywhere_fails_everywhere_and_is_taken_back():
@@ -60,6 +61,6 @@ def test_a_start_that_fails_anywhere_fails_everywhere_and_is_taken_back():
     with pytest.raises(RuntimeError, match="no more threads"):
         all_or_none("begin", fails, lambda row: among(0)(rows.append(row) or row), undone.append)
     assert [row.tolist() for row in rows] == [[1]], (
-        "the others wait for a word also of a rank that failed"
+        "a rank that failed takes part in the comparison too"
     )
     assert undone == [7]
