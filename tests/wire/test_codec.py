@@ -195,7 +195,7 @@ def test_a_rank_state_is_held_against_the_shape():
     assert refusal(wire).reason is Reason.EXPERT_OUT_OF_RANGE
     wire = make_state()
     wire.rank_state.state = 0
-    assert "participant state 0" in str(refusal(wire))
+    assert "state 0 is unknown" in str(refusal(wire))
 
 
 def test_a_no_needs_a_known_reason():
@@ -203,7 +203,7 @@ def test_a_no_needs_a_known_reason():
     wire = agent_pb2.RankMessage(vote=agent_pb2.Vote(wave=key, reason="mood"))
     assert "'mood' is not a known reason" in str(refusal(wire))
     wire = agent_pb2.RankMessage(abort_answer=agent_pb2.AbortAnswer(wave=key))
-    assert "wave outcome 0" in str(refusal(wire))
+    assert "outcome 0 is unknown" in str(refusal(wire))
 
 
 def prepare():

@@ -1,328 +1,192 @@
-"""What ranks say: messages of the machines, heartbeats and load reports, to wire and back."""
+"""Codec of the messages that ranks send: protocol messages, heartbeats, cost curves and load reports."""
 
 from itertools import pairwise
+from typing import Any
 
 from evenkeel_moe.errors import PeerViolation, Reason
-from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import LoadReport
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2 as pb
-from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat
-from evenkeel_moe.wire.reports import decode_report, encode_report
-from evenkeel_moe.wire.values import (
-    MAX_TERM,
-    check_count,
+from evenkeel_moe.wire.fields import (
+    FieldCodec,
+    MessageCodec,
     check_seconds,
     check_text,
-    decode_identity,
-    decode_key,
-    decode_leader,
-    decode_placement,
-    decode_reason,
-    decode_shape,
-    encode_identity,
-    encode_key,
-    encode_leader,
-    encode_placement,
-    encode_shape,
+    count,
+    enum,
+    read_reason,
+    text,
 )
+from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat
+from evenkeel_moe.wire.reports import decode_report, encode_report
+from evenkeel_moe.wire.values import MAX_TERM, message_codec
 
 __all__ = ["decode_rank_message", "encode_rank_message"]
 
 _MAX_TILES = 4096
 _MAX_TILE_TOKENS = 1 << 20
-_STATES = {
-    m.ParticipantState.IDLE: pb.PARTICIPANT_STATE_IDLE,
-    m.ParticipantState.STAGING: pb.PARTICIPANT_STATE_STAGING,
-    m.ParticipantState.PREPARED: pb.PARTICIPANT_STATE_PREPARED,
-    m.ParticipantState.ARMED: pb.PARTICIPANT_STATE_ARMED,
-    m.ParticipantState.SWAPPING: pb.PARTICIPANT_STATE_SWAPPING,
-    m.ParticipantState.ABORTED: pb.PARTICIPANT_STATE_ABORTED,
-}
-_STATES_BACK = {number: state for state, number in _STATES.items()}
+_MAX_CAPABILITIES = 64
 _OUTCOMES = {
     m.WaveOutcome.SWAPPED: pb.WAVE_OUTCOME_SWAPPED,
     m.WaveOutcome.REFUSED: pb.WAVE_OUTCOME_REFUSED,
     m.WaveOutcome.DROPPED: pb.WAVE_OUTCOME_DROPPED,
 }
-_OUTCOMES_BACK = {number: outcome for outcome, number in _OUTCOMES.items()}
+_OUTCOME = enum(_OUTCOMES)
+_STATE = enum(
+    {
+        m.ParticipantState.IDLE: pb.PARTICIPANT_STATE_IDLE,
+        m.ParticipantState.STAGING: pb.PARTICIPANT_STATE_STAGING,
+        m.ParticipantState.PREPARED: pb.PARTICIPANT_STATE_PREPARED,
+        m.ParticipantState.ARMED: pb.PARTICIPANT_STATE_ARMED,
+        m.ParticipantState.SWAPPING: pb.PARTICIPANT_STATE_SWAPPING,
+        m.ParticipantState.ABORTED: pb.PARTICIPANT_STATE_ABORTED,
+    }
+)
+
+# --- rules of single fields -----------------------------------------------------------------
+
+
+def _read_capabilities(message: pb.Hello, name: str) -> frozenset[str]:
+    names = message.capabilities
+    if len(names) > _MAX_CAPABILITIES:
+        raise PeerViolation(
+            f"hello has {len(names)} capabilities, at most {_MAX_CAPABILITIES} are allowed"
+        )
+    return frozenset(check_text("capability", name, 64) for name in names)
+
+
+def _read_tiles(message: pb.CostCurve, name: str) -> tuple[float, ...]:
+    return tuple(check_seconds(name, value) for value in message.tile_seconds)
+
+
+def _read_vote_reason(message: pb.Vote, name: str) -> Reason:
+    return Reason.COMMITTED if message.yes else read_reason(message, name)
+
+
+def _read_last_outcome(message: pb.RankState, name: str) -> m.WaveOutcome | None:
+    outcome: m.WaveOutcome | None = None
+    if message.HasField("last_wave"):
+        outcome = _OUTCOME.read(message, name)
+    return outcome
+
+
+def _write_last_outcome(outcome: m.WaveOutcome | None) -> int:
+    return pb.WAVE_OUTCOME_UNSPECIFIED if outcome is None else _OUTCOMES[outcome]
+
+
+# --- rules of whole messages ----------------------------------------------------------------
+
+
+def _check_hello(hello: m.Hello) -> None:
+    rank, num_ranks = hello.identity.rank, hello.shape.num_ranks
+    if rank >= num_ranks:
+        raise PeerViolation(f"rank {rank} of {num_ranks} ranks", Reason.WRONG_SHAPE)
+
+
+def _check_curve(curve: CostCurve) -> None:
+    """Refuse a curve that a planner cannot use as it is."""
+    tiles = curve.tile_seconds
+    if not 1 <= len(tiles) <= _MAX_TILES or not 1 <= curve.tile_tokens <= _MAX_TILE_TOKENS:
+        raise PeerViolation(
+            f"a cost curve of {len(tiles)} tiles of {curve.tile_tokens} tokens;"
+            f" at most {_MAX_TILES} tiles of {_MAX_TILE_TOKENS} are taken"
+        )
+    if any(later < earlier for earlier, later in pairwise(tiles)):
+        raise PeerViolation("tile_seconds fall with the number of tokens")
+
+
+# --- messages -------------------------------------------------------------------------------
+
+_DIGEST = text(64)
+_LABEL = text(256)
+_CODECS: dict[str, MessageCodec[Any, Any]] = {
+    "hello": message_codec(
+        m.Hello,
+        pb.Hello,
+        check=_check_hello,
+        node=_LABEL,
+        gpu_uuid=_LABEL,
+        placement_digest=_DIGEST,
+        checksums_digest=_LABEL,
+        gate_digest=_LABEL,
+        capabilities=FieldCodec(_read_capabilities, sorted),
+        highest_term=count(MAX_TERM),
+    ),
+    "heartbeat": message_codec(Heartbeat, pb.Heartbeat, trouble=text(cut=True)),
+    "cost_curve": message_codec(
+        CostCurve, pb.CostCurve, check=_check_curve, tile_seconds=FieldCodec(_read_tiles)
+    ),
+    "vote": message_codec(
+        m.Vote, pb.Vote, reason=FieldCodec(_read_vote_reason), detail=text(cut=True)
+    ),
+    "ack": message_codec(m.Ack, pb.Ack, placement_digest=_DIGEST),
+    "abort_answer": message_codec(m.AbortAnswer, pb.AbortAnswer, outcome=_OUTCOME),
+    "rank_state": message_codec(
+        m.RankState,
+        pb.RankState,
+        state=_STATE,
+        placement_digest=_DIGEST,
+        last_outcome=FieldCodec(_read_last_outcome, _write_last_outcome),
+        highest_term=count(MAX_TERM),
+    ),
+    "term_refused": message_codec(m.TermRefused, pb.TermRefused),
+    "staging_progress": message_codec(m.StagingProgress, pb.StagingProgress),
+}
+_BODIES = {codec.model: body for body, codec in _CODECS.items()}
 
 
 def encode_rank_message(message: FromRankLink) -> pb.RankMessage:
-    """What a rank says, to wire."""
-    match message:
-        case LoadReport():
-            return pb.RankMessage(load_report=encode_report(message))
-        case Heartbeat():
-            return pb.RankMessage(
-                heartbeat=pb.Heartbeat(
-                    step=message.step,
-                    free_bytes=message.free_bytes,
-                    staging_bytes=message.staging_bytes,
-                    trouble=message.trouble[:4096],
-                )
-            )
-        case CostCurve():
-            return pb.RankMessage(
-                cost_curve=pb.CostCurve(
-                    tile_tokens=message.tile_tokens,
-                    tile_seconds=message.tile_seconds,
-                    slope_s_per_token=message.slope_s_per_token,
-                )
-            )
-        case m.Hello():
-            return pb.RankMessage(hello=_encode_hello(message))
-        case m.Vote():
-            return pb.RankMessage(
-                vote=pb.Vote(
-                    wave=encode_key(message.wave),
-                    yes=message.yes,
-                    reason="" if message.yes else message.reason,
-                    detail=message.detail[:4096],
-                )
-            )
-        case m.Ack():
-            return pb.RankMessage(
-                ack=pb.Ack(
-                    wave=encode_key(message.wave),
-                    epoch=message.epoch,
-                    placement_digest=message.placement_digest,
-                    swap_s=message.swap_s,
-                )
-            )
-        case m.AbortAnswer():
-            return pb.RankMessage(
-                abort_answer=pb.AbortAnswer(
-                    wave=encode_key(message.wave),
-                    epoch=message.epoch,
-                    outcome=_OUTCOMES[message.outcome],
-                    drained=message.drained,
-                )
-            )
-        case m.RankState():
-            return pb.RankMessage(rank_state=_encode_rank_state(message))
-        case m.TermRefused():
-            return pb.RankMessage(
-                term_refused=pb.TermRefused(
-                    identity=encode_identity(message.identity), leader=encode_leader(message.leader)
-                )
-            )
-        case m.StagingProgress():
-            return pb.RankMessage(
-                staging_progress=pb.StagingProgress(
-                    wave=encode_key(message.wave),
-                    bytes_done=message.bytes_done,
-                    bytes_total=message.bytes_total,
-                )
-            )
+    """Return the wire form of a rank's message."""
+    if isinstance(message, LoadReport):
+        return pb.RankMessage(load_report=encode_report(message))
+    body = _BODIES[type(message)]
+    wire = _CODECS[body].encode(message)
+    if isinstance(message, m.Vote) and message.yes:
+        wire.reason = ""
+    return pb.RankMessage(**{body: wire})
 
 
 def decode_rank_message(message: pb.RankMessage, hello: m.Hello | None) -> FromRankLink:
-    """What a rank said.
+    """Return a rank's message.
 
     Args:
-        message: as it came.
-        hello: the stream's Hello; None while none came, and then only a Hello will do.
+        message: as received.
+        hello: the stream's Hello; None before it, and then only a Hello is allowed.
 
     Raises:
-        PeerViolation: malformed, or another order than Hello first and once.
+        PeerViolation: malformed, or a stream that does not start with exactly one Hello.
     """
     body = message.WhichOneof("body")
     if (hello is None) != (body == "hello"):
         raise PeerViolation(
             f"got {body or 'nothing'}: a stream starts with one hello and has no second"
         )
-    if hello is None:
-        return _decode_hello(message.hello)
-    match body:
-        case "load_report":
-            return decode_report(message.load_report, hello.identity, hello.shape)
-        case "heartbeat":
-            beat = message.heartbeat
-            return Heartbeat(
-                check_count("step", beat.step),
-                check_count("free_bytes", beat.free_bytes),
-                check_count("staging_bytes", beat.staging_bytes),
-                check_text("trouble", beat.trouble),
-            )
-        case "cost_curve":
-            return _decode_curve(message.cost_curve)
-        case "vote":
-            return _decode_vote(message.vote)
-        case "ack":
-            return m.Ack(
-                decode_key(message.ack.wave),
-                Epoch(check_count("epoch", message.ack.epoch)),
-                check_text("placement_digest", message.ack.placement_digest, 64),
-                check_seconds("swap_s", message.ack.swap_s),
-            )
-        case "abort_answer":
-            answer = message.abort_answer
-            return m.AbortAnswer(
-                decode_key(answer.wave),
-                Epoch(check_count("epoch", answer.epoch)),
-                _decode_outcome(answer.outcome),
-                answer.drained,
-            )
-        case "rank_state":
-            return _decode_rank_state(message.rank_state, hello)
-        case "term_refused":
-            identity = decode_identity(message.term_refused.identity)
-            _check_identity(identity, hello)
-            return m.TermRefused(identity, decode_leader(message.term_refused.leader))
-        case "staging_progress":
-            progress = message.staging_progress
-            return m.StagingProgress(
-                decode_key(progress.wave),
-                check_count("bytes_done", progress.bytes_done),
-                check_count("bytes_total", progress.bytes_total),
-            )
-        case _:
-            raise PeerViolation("message without a body this version knows")
+    if body == "load_report" and hello is not None:
+        return decode_report(message.load_report, hello.identity, hello.shape)
+    if body is None or body not in _CODECS:
+        raise PeerViolation("message without a body this version knows")
+    decoded: FromRankLink = _CODECS[body].decode(getattr(message, body))
+    if hello is not None:
+        _check_against_hello(decoded, hello)
+    return decoded
 
 
-def _encode_hello(hello: m.Hello) -> pb.Hello:
-    return pb.Hello(
-        identity=encode_identity(hello.identity),
-        shape=encode_shape(hello.shape),
-        node=hello.node,
-        gpu_uuid=hello.gpu_uuid,
-        epoch=hello.epoch,
-        placement_digest=hello.placement_digest,
-        weights_version=hello.weights_version,
-        checksums_digest=hello.checksums_digest,
-        free_bytes=hello.free_bytes,
-        staging_bytes=hello.staging_bytes,
-        gate_digest=hello.gate_digest,
-        capabilities=sorted(hello.capabilities),
-        highest_term=hello.highest_term,
-    )
+def _check_against_hello(message: FromRankLink, hello: m.Hello) -> None:
+    if isinstance(message, m.TermRefused | m.RankState) and message.identity != hello.identity:
+        raise PeerViolation(f"message of {message.identity} on the stream of {hello.identity}")
+    if isinstance(message, m.RankState):
+        _check_rank_state(message, hello.shape)
 
 
-def _decode_hello(message: pb.Hello) -> m.Hello:
-    identity = decode_identity(message.identity)
-    shape = decode_shape(message.shape)
-    if identity.rank >= shape.num_ranks:
-        raise PeerViolation(f"rank {identity.rank} of {shape.num_ranks} ranks", Reason.WRONG_SHAPE)
-    if len(message.capabilities) > 64:
+def _check_rank_state(state: m.RankState, shape: ModelShape) -> None:
+    want = shape.num_layers * shape.num_logical_experts
+    if state.checksums is not None and len(state.checksums) != want:
         raise PeerViolation(
-            f"hello has {len(message.capabilities)} capabilities, at most 64 are allowed"
+            f"{len(state.checksums)} checksums, layers x experts = {want}", Reason.BAD_LENGTH
         )
-    return m.Hello(
-        identity=identity,
-        shape=shape,
-        node=check_text("node", message.node, 256),
-        gpu_uuid=check_text("gpu_uuid", message.gpu_uuid, 256),
-        epoch=Epoch(check_count("epoch", message.epoch)),
-        placement_digest=check_text("placement_digest", message.placement_digest, 64),
-        weights_version=check_count("weights_version", message.weights_version),
-        checksums_digest=check_text("checksums_digest", message.checksums_digest, 256),
-        free_bytes=check_count("free_bytes", message.free_bytes),
-        staging_bytes=check_count("staging_bytes", message.staging_bytes),
-        gate_digest=check_text("gate_digest", message.gate_digest, 256),
-        capabilities=frozenset(check_text("capability", text, 64) for text in message.capabilities),
-        highest_term=check_count("highest_term", message.highest_term, MAX_TERM),
-    )
-
-
-def _decode_vote(message: pb.Vote) -> m.Vote:
-    wave = decode_key(message.wave)
-    detail = check_text("vote detail", message.detail)
-    if message.yes:
-        return m.Vote(wave, True, detail=detail)
-    return m.Vote(wave, False, decode_reason("vote reason", message.reason), detail)
-
-
-def _encode_rank_state(state: m.RankState) -> pb.RankState:
-    return pb.RankState(
-        identity=encode_identity(state.identity),
-        state=_STATES[state.state],
-        wave=None if state.wave is None else encode_key(state.wave),
-        epoch=state.epoch,
-        placement_digest=state.placement_digest,
-        weights_version=state.weights_version,
-        drained=state.drained,
-        last_wave=None if state.last_wave is None else encode_key(state.last_wave),
-        last_outcome=(
-            pb.WAVE_OUTCOME_UNSPECIFIED
-            if state.last_outcome is None
-            else _OUTCOMES[state.last_outcome]
-        ),
-        placement=None if state.placement is None else encode_placement(state.placement),
-        checksums=state.checksums or (),
-        highest_term=state.highest_term,
-        step=state.step,
-        query=state.query,
-    )
-
-
-def _decode_rank_state(message: pb.RankState, hello: m.Hello) -> m.RankState:
-    identity = decode_identity(message.identity)
-    _check_identity(identity, hello)
-    state = _STATES_BACK.get(message.state)
-    if state is None:
-        raise PeerViolation(f"participant state {message.state} is unknown")
-    checksums = tuple(message.checksums)
-    want = hello.shape.num_layers * hello.shape.num_logical_experts
-    if checksums and len(checksums) != want:
+    if state.placement is not None and state.placement.sizes != shape.sizes:
         raise PeerViolation(
-            f"{len(checksums)} checksums, layers x experts = {want}", Reason.BAD_LENGTH
+            f"map is (L, S, R, E) = {state.placement.sizes}, hello said {shape.sizes}",
+            Reason.WRONG_SHAPE,
         )
-    placement = decode_placement(message.placement) if message.HasField("placement") else None
-    if placement is not None:
-        have = (
-            placement.num_layers,
-            placement.num_slots,
-            placement.num_ranks,
-            placement.num_logical_experts,
-        )
-        shape = hello.shape
-        declared = (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts)
-        if have != declared:
-            raise PeerViolation(
-                f"map is (L, S, R, E) = {have}, hello said {declared}", Reason.WRONG_SHAPE
-            )
-    ended = message.HasField("last_wave")
-    return m.RankState(
-        identity=identity,
-        state=state,
-        wave=decode_key(message.wave) if message.HasField("wave") else None,
-        epoch=Epoch(check_count("epoch", message.epoch)),
-        placement_digest=check_text("placement_digest", message.placement_digest, 64),
-        weights_version=check_count("weights_version", message.weights_version),
-        drained=message.drained,
-        last_wave=decode_key(message.last_wave) if ended else None,
-        last_outcome=_decode_outcome(message.last_outcome) if ended else None,
-        placement=placement,
-        checksums=checksums or None,
-        highest_term=check_count("highest_term", message.highest_term, MAX_TERM),
-        step=check_count("step", message.step),
-        query=check_count("query", message.query),
-    )
-
-
-def _check_identity(identity: m.RankIdentity, hello: m.Hello) -> None:
-    if identity != hello.identity:
-        raise PeerViolation(f"message of {identity} on the stream of {hello.identity}")
-
-
-def _decode_outcome(number: int) -> m.WaveOutcome:
-    outcome = _OUTCOMES_BACK.get(number)  # type: ignore[call-overload]
-    if outcome is None:
-        raise PeerViolation(f"wave outcome {number} is unknown")
-    return m.WaveOutcome(outcome)
-
-
-def _decode_curve(curve: pb.CostCurve) -> CostCurve:
-    """Stairs that rise, finite: a planner takes them as they are."""
-    tiles = tuple(check_seconds("tile_seconds", value) for value in curve.tile_seconds)
-    if not 1 <= len(tiles) <= _MAX_TILES or not 1 <= curve.tile_tokens <= _MAX_TILE_TOKENS:
-        raise PeerViolation(
-            f"a cost curve of {len(tiles)} tiles of {curve.tile_tokens} tokens; at most {_MAX_TILES} tiles of"
-            f" {_MAX_TILE_TOKENS} are taken"
-        )
-    if any(later < earlier for earlier, later in pairwise(tiles)):
-        raise PeerViolation("tile_seconds fall with the number of tokens")
-    return CostCurve(
-        curve.tile_tokens, tiles, check_seconds("slope_s_per_token", curve.slope_s_per_token)
-    )

@@ -1,13 +1,10 @@
-"""Load reports: steps and counts as packed little-endian arrays, so that a report costs microseconds."""
-
-import math
+"""Codec of load reports. Steps and counts are packed little-endian arrays: a report costs microseconds."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, PeerViolation, Reason
 from evenkeel_moe.model.load import (
-    MAX_STEP,
     MAX_TOKENS,
     PHASE_CODE,
     STEP,
@@ -18,12 +15,12 @@ from evenkeel_moe.model.load import (
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.v1 import telemetry_pb2 as pb
-from evenkeel_moe.wire.values import check_count
+from evenkeel_moe.wire.fields import check_count
 
 __all__ = ["MAX_REPORT_STEPS", "decode_report", "encode_report", "steps_said"]
 
 MAX_REPORT_STEPS = 4096
-# A phase's code is its number on the wire.
+# `STEP` holds the phase as its number on the wire.
 assert all(pb.Phase.Value(f"PHASE_{phase.name}") == code for phase, code in PHASE_CODE.items())
 _STEP = STEP.newbyteorder("<")
 _SIDES = {
@@ -34,10 +31,10 @@ _SIDES_BACK = {number: side for side, number in _SIDES.items()}
 
 
 def encode_report(report: LoadReport) -> pb.LoadReport:
-    """LoadReport to wire. The identity is not sent: it is the stream's.
+    """Return the wire form of a report. The identity is not sent: the stream's Hello has it.
 
     Raises:
-        InvalidInput: a count outside 0..2**31-1 would not survive the wire.
+        InvalidInput: a count is outside 0..2**31-1 and would be changed by its 32 bits.
     """
     counts = report.counts
     if counts.size and (counts.min() < 0 or counts.max() > MAX_TOKENS):
@@ -53,7 +50,7 @@ def encode_report(report: LoadReport) -> pb.LoadReport:
 
 
 def decode_report(message: pb.LoadReport, identity: RankIdentity, shape: ModelShape) -> LoadReport:
-    """LoadReport from wire, held against the shape the rank declared.
+    """Return a report, checked against the shape that the rank declared.
 
     Raises:
         PeerViolation: BAD_LENGTH, NEGATIVE_COUNT, NOT_FINITE or MALFORMED, with the numbers.
@@ -61,7 +58,7 @@ def decode_report(message: pb.LoadReport, identity: RankIdentity, shape: ModelSh
     side = _SIDES_BACK.get(message.side)
     if side is None:
         raise PeerViolation(f"counting side {message.side} is unknown")
-    steps = _decode_steps(message)
+    steps = _decode_steps(message.step_table)
     counts = _decode_counts(message.counts, len(steps), side, shape)
     return LoadReport(
         deployment=identity.deployment,
@@ -76,9 +73,7 @@ def decode_report(message: pb.LoadReport, identity: RankIdentity, shape: ModelSh
 
 
 def steps_said(message: pb.LoadReport) -> list[int]:
-    """Numbers of the steps in a report that was refused, as far as it can be read."""
-    if not message.step_table:
-        return [meta.step for meta in message.steps]
+    """Return the step numbers of a report that was refused, as far as they can be read."""
     whole_rows = message.step_table[: len(message.step_table) // STEP.itemsize * STEP.itemsize]
     return [int(step) for step in np.frombuffer(whole_rows, _STEP)["step"]]
 
@@ -86,7 +81,7 @@ def steps_said(message: pb.LoadReport) -> list[int]:
 def _decode_counts(
     data: bytes, num_steps: int, side: CountingSide, shape: ModelShape
 ) -> NDArray[np.int32]:
-    """A view of the message's bytes: the assembler copies it once, to where it belongs."""
+    """Return a view of the message's bytes. The assembler makes the only copy."""
     width = shape.slots_per_rank if side is CountingSide.DESTINATION else shape.num_logical_experts
     want = 4 * num_steps * shape.num_layers * width
     if len(data) != want:
@@ -104,11 +99,8 @@ def _decode_counts(
     return counts.reshape(num_steps, shape.num_layers, width)
 
 
-def _decode_steps(message: pb.LoadReport) -> StepTable:
-    data = message.step_table
+def _decode_steps(data: bytes) -> StepTable:
     num_steps, rest = divmod(len(data), STEP.itemsize)
-    if message.steps and not data:
-        num_steps = len(message.steps)
     if num_steps > MAX_REPORT_STEPS:
         raise PeerViolation(
             f"report holds {num_steps} steps, at most {MAX_REPORT_STEPS} are allowed"
@@ -118,30 +110,9 @@ def _decode_steps(message: pb.LoadReport) -> StepTable:
             f"step table has {len(data)} bytes, {num_steps} rows of {STEP.itemsize} and {rest} more",
             Reason.BAD_LENGTH,
         )
-    # Here, for agents load this module too, and must not load a compiler.
+    # Imported here because agents load this module too and must not load the compiler.
     from evenkeel_moe.wire.step_checks import check_steps
 
-    steps: StepTable = np.frombuffer(data, _STEP) if data else _decode_rows(message)
+    steps: StepTable = np.frombuffer(data, _STEP)
     check_steps(steps)
-    return steps
-
-
-def _decode_rows(message: pb.LoadReport) -> StepTable:
-    """Steps as earlier agents said them, or none."""
-    rows = []
-    for meta in message.steps:
-        if meta.HasField("compute_s") and not 0 <= meta.compute_s < math.inf:
-            raise PeerViolation(
-                f"step {meta.step} has compute_s {meta.compute_s}", Reason.NOT_FINITE
-            )
-        if max(meta.step, meta.epoch, meta.tokens) > MAX_STEP:
-            numbers = f"{meta.step}, epoch {meta.epoch} and {meta.tokens} tokens"
-            raise PeerViolation(f"step {numbers}: at most {MAX_STEP} each")
-        seconds = meta.compute_s if meta.HasField("compute_s") else math.nan
-        phase = meta.phase & 0xFFFFFFFF  # An enum may be negative; that is no phase either way.
-        rows.append((meta.step, meta.epoch, meta.tokens, seconds, phase, meta.dummy))
-    steps: StepTable = np.array(rows, STEP)
-    steps.flags.writeable = (
-        False  # Like a table's view of the message: another type would be compiled anew.
-    )
     return steps

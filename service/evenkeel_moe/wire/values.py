@@ -1,173 +1,72 @@
-"""The values both directions share: checks, shapes, maps, waves."""
+"""Codecs of the values inside messages of both directions: identities, keys, shapes, placements, waves."""
 
-import math
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, PeerViolation, Reason
-from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Leader, RankIdentity
 from evenkeel_moe.v1 import common_pb2 as pb
+from evenkeel_moe.wire.fields import MessageCodec, count, nested, text
 
-__all__ = [
-    "MAX_CELLS",
-    "MAX_TERM",
-    "check_count",
-    "check_seconds",
-    "check_text",
-    "decode_identity",
-    "decode_key",
-    "decode_leader",
-    "decode_placement",
-    "decode_reason",
-    "decode_shape",
-    "decode_wave",
-    "encode_identity",
-    "encode_key",
-    "encode_leader",
-    "encode_placement",
-    "encode_shape",
-    "encode_wave",
-    "is_deployment_id",
-]
+__all__ = ["MAX_CELLS", "MAX_TERM", "is_deployment_id", "message_codec"]
 
 MAX_CELLS = 1 << 26
-"""Most (layer, slot) or (layer, expert) cells a deployment may have: no peer makes us allocate more."""
-_MAX_TEXT = 4096
-_MAX_INT = (1 << 63) - 1
+"""Largest number of (layer, slot) or (layer, expert) cells of a deployment. It bounds what a peer
+can make us allocate."""
 MAX_TERM = 1 << 52
-"""The store's scripts count terms as doubles: above 2**53 the next term would be the same one."""
+"""The store's scripts count terms as doubles: above 2**53 adding 1 would give the same term."""
 _ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
 
 
-def is_deployment_id(text: str) -> bool:
-    """Whether text is `[a-z0-9][a-z0-9._-]{0,62}`: safe in keys, labels and paths."""
-    return 1 <= len(text) <= 63 and text[0] not in "._-" and _ID_CHARS.issuperset(text)
+def is_deployment_id(name: str) -> bool:
+    """Return True if a name matches `[a-z0-9][a-z0-9._-]{0,62}`: safe in keys, labels and paths."""
+    return 1 <= len(name) <= 63 and name[0] not in "._-" and _ID_CHARS.issuperset(name)
 
 
-def check_text(what: str, text: str, most: int = _MAX_TEXT, *, empty: bool = True) -> str:
-    """The text if it is not too long, and not empty where that is no answer."""
-    if len(text) > most:
-        raise PeerViolation(f"{what} has {len(text)} characters, at most {most} are allowed")
-    if not text and not empty:
-        raise PeerViolation(f"{what} is empty")
-    return text
+# --- identities and keys --------------------------------------------------------------------
 
 
-def check_count(what: str, value: int, most: int = _MAX_INT) -> int:
-    """The value if it fits; unsigned fields reach 2**64 and every store and array of ours is signed."""
-    if not 0 <= value <= most:
-        raise PeerViolation(f"{what} is {value}, at most {most} is allowed")
-    return value
+def _check_identity(identity: RankIdentity) -> None:
+    name = identity.deployment
+    if not is_deployment_id(name):
+        raise PeerViolation(f"deployment {name[:80]!r} is not [a-z0-9][a-z0-9._-]{{0,62}}")
 
 
-def check_seconds(what: str, value: float, *, above_zero: bool = False) -> float:
-    """The value if it is a finite, not negative duration."""
-    if not math.isfinite(value):
-        raise PeerViolation(f"{what} is {value}", Reason.NOT_FINITE)
-    if value < 0 or (above_zero and value == 0):
-        raise PeerViolation(
-            f"{what} is {value}, must {'be above' if above_zero else 'not be below'} 0"
-        )
-    return value
-
-
-def decode_reason(what: str, text: str) -> Reason:
-    """A Reason from its wire name."""
-    try:
-        return Reason(text)
-    except ValueError:
-        raise PeerViolation(f"{what} {text[:80]!r} is not a known reason") from None
-
-
-def encode_leader(leader: Leader) -> pb.Leader:
-    """Leader to wire."""
-    return pb.Leader(leader_id=leader.leader_id, term=leader.term)
-
-
-def decode_leader(message: pb.Leader) -> Leader:
-    """Leader from wire."""
-    if message.term < 1:
+def _check_leader(leader: Leader) -> None:
+    if leader.term < 1:
         raise PeerViolation("leader term is 0, terms start at 1")
-    return Leader(
-        check_text("leader id", message.leader_id, 256, empty=False),
-        check_count("term", message.term, MAX_TERM),
-    )
 
 
-def encode_identity(identity: RankIdentity) -> pb.RankIdentity:
-    """RankIdentity to wire."""
-    return pb.RankIdentity(
-        deployment=identity.deployment,
-        rank=identity.rank,
-        generation=identity.generation,
-        incarnation=identity.incarnation,
-    )
+_NAME = text(128, empty=False)
+_LEADER = MessageCodec(
+    Leader, pb.Leader, check=_check_leader, leader_id=text(256, empty=False), term=count(MAX_TERM)
+)
+_IDENTITY = MessageCodec(RankIdentity, pb.RankIdentity, check=_check_identity, generation=_NAME)
+_WAVE_KEY = MessageCodec(WaveKey, pb.WaveKey, generation=_NAME, plan_id=_NAME)
+
+# --- shapes and placements ------------------------------------------------------------------
+
+_SHAPE = MessageCodec(ModelShape, pb.ModelShape, invalid=Reason.WRONG_SHAPE)
 
 
-def decode_identity(message: pb.RankIdentity) -> RankIdentity:
-    """RankIdentity from wire."""
-    if not is_deployment_id(message.deployment):
-        raise PeerViolation(
-            f"deployment {message.deployment[:80]!r} is not [a-z0-9][a-z0-9._-]{{0,62}}"
-        )
-    return RankIdentity(
-        DeploymentId(message.deployment),
-        EpRank(message.rank),
-        Generation(check_text("generation", message.generation, 128, empty=False)),
-        check_count("incarnation", message.incarnation),
-    )
-
-
-def encode_shape(shape: ModelShape) -> pb.ModelShape:
-    """ModelShape to wire."""
-    return pb.ModelShape(
-        num_layers=shape.num_layers,
-        num_logical_experts=shape.num_logical_experts,
-        num_ranks=shape.num_ranks,
-        slots_per_rank=shape.slots_per_rank,
-        top_k=shape.top_k,
-        bytes_per_expert=shape.bytes_per_expert,
-        num_expert_groups=shape.num_expert_groups,
-        pool_slots_per_rank=shape.pool_slots_per_rank,
-    )
-
-
-def decode_shape(message: pb.ModelShape) -> ModelShape:
-    """ModelShape from wire, bounded by MAX_CELLS."""
-    slots = message.num_ranks * message.slots_per_rank
-    cells = message.num_layers * max(slots, message.num_logical_experts)
+def _decode_shape(message: pb.ModelShape) -> ModelShape:
+    width = max(message.num_ranks * message.slots_per_rank, message.num_logical_experts)
+    cells = message.num_layers * width
     if cells > MAX_CELLS:
         raise PeerViolation(
-            f"{message.num_layers} layers x {max(slots, message.num_logical_experts)} slots or experts ="
-            f" {cells} cells, at most {MAX_CELLS} are allowed",
+            f"{message.num_layers} layers x {width} slots or experts = {cells} cells,"
+            f" at most {MAX_CELLS} are allowed",
             Reason.WRONG_SHAPE,
         )
-    try:
-        return ModelShape(
-            num_layers=message.num_layers,
-            num_logical_experts=message.num_logical_experts,
-            num_ranks=message.num_ranks,
-            slots_per_rank=message.slots_per_rank,
-            top_k=message.top_k,
-            bytes_per_expert=check_count("bytes_per_expert", message.bytes_per_expert),
-            num_expert_groups=message.num_expert_groups,
-            pool_slots_per_rank=(
-                message.pool_slots_per_rank if message.HasField("pool_slots_per_rank") else None
-            ),
-        )
-    except PeerViolation:
-        raise
-    except EvenkeelError as error:
-        raise PeerViolation(str(error), Reason.WRONG_SHAPE) from None
+    return _SHAPE.decode(message)
 
 
-def encode_placement(placement: Placement) -> pb.PlacementMap:
-    """Placement to wire."""
+def _encode_placement(placement: Placement) -> pb.PlacementMap:
     return pb.PlacementMap(
         num_layers=placement.num_layers,
         num_slots=placement.num_slots,
@@ -177,8 +76,7 @@ def encode_placement(placement: Placement) -> pb.PlacementMap:
     )
 
 
-def decode_placement(message: pb.PlacementMap) -> Placement:
-    """Placement from wire."""
+def _decode_placement(message: pb.PlacementMap) -> Placement:
     rows = _decode_rows("map", message.physical_to_logical, message.num_layers, message.num_slots)
     try:
         return Placement(rows, message.num_ranks, message.num_logical_experts)
@@ -199,75 +97,47 @@ def _decode_rows(what: str, data: bytes, rows: int, slots: int) -> NDArray[np.in
     return np.frombuffer(data, "<i4").reshape(rows, slots).astype(np.int32)
 
 
-def encode_key(key: WaveKey) -> pb.WaveKey:
-    """WaveKey to wire."""
-    return pb.WaveKey(
-        generation=key.generation,
-        plan_id=key.plan_id,
-        wave_index=key.wave_index,
-        weights_version=key.weights_version,
-        base_epoch=key.base_epoch,
-    )
+# --- waves ----------------------------------------------------------------------------------
+
+_TRANSFER = MessageCodec(Transfer, pb.Transfer)
 
 
-def decode_key(message: pb.WaveKey) -> WaveKey:
-    """WaveKey from wire."""
-    return WaveKey(
-        Generation(check_text("generation", message.generation, 128, empty=False)),
-        PlanId(check_text("plan id", message.plan_id, 128, empty=False)),
-        message.wave_index,
-        check_count("weights version", message.weights_version),
-        Epoch(check_count("plan's base epoch", message.base_epoch)),
-    )
-
-
-def encode_wave(wave: Wave) -> pb.Wave:
-    """Wave to wire."""
+def _encode_wave(wave: Wave) -> pb.Wave:
     return pb.Wave(
         index=wave.index,
         layers=wave.layers,
         num_slots=int(wave.rows.shape[1]),
         rows=wave.rows.astype("<i4").tobytes(),
-        batches=[
-            pb.Batch(
-                transfers=[
-                    pb.Transfer(
-                        layer=t.layer,
-                        logical_expert=t.logical_expert,
-                        src_slot=t.src_slot,
-                        dst_slot=t.dst_slot,
-                        nbytes=t.nbytes,
-                    )
-                    for t in batch
-                ]
-            )
-            for batch in wave.batches
-        ],
+        batches=[pb.Batch(transfers=map(_TRANSFER.encode, batch)) for batch in wave.batches],
     )
 
 
-def decode_wave(message: pb.Wave) -> Wave:
-    """Wave from wire; whether it fits the deployment is for the rank to screen."""
+def _decode_wave(message: pb.Wave) -> Wave:
+    """Return the wave. The rank itself checks that it fits the deployment."""
     rows = _decode_rows("wave", message.rows, len(message.layers), message.num_slots)
     layers = tuple(message.layers)
     if len(set(layers)) != len(layers):
         raise PeerViolation(f"wave {message.index} names a layer twice: {layers}")
-    batches = tuple(
-        tuple(_decode_transfer(t, message.num_slots) for t in batch.transfers)
-        for batch in message.batches
-    )
-    return Wave(message.index, layers, rows, batches)
+    batches = tuple(tuple(map(_TRANSFER.decode, batch.transfers)) for batch in message.batches)
+    wave = Wave(message.index, layers, rows, batches)
+    for copy in wave.transfers:
+        if max(copy.src_slot, copy.dst_slot) >= message.num_slots:
+            raise PeerViolation(
+                f"transfer from slot {copy.src_slot} to {copy.dst_slot},"
+                f" there are {message.num_slots} slots"
+            )
+    return wave
 
 
-def _decode_transfer(message: pb.Transfer, num_slots: int) -> Transfer:
-    if message.src_slot >= num_slots or message.dst_slot >= num_slots:
-        raise PeerViolation(
-            f"transfer from slot {message.src_slot} to {message.dst_slot}, there are {num_slots} slots"
-        )
-    return Transfer(
-        message.layer,
-        message.logical_expert,
-        message.src_slot,
-        message.dst_slot,
-        check_count("nbytes", message.nbytes),
-    )
+message_codec = partial(
+    MessageCodec,
+    types={
+        Leader: nested(_LEADER.decode, _LEADER.encode),
+        RankIdentity: nested(_IDENTITY.decode, _IDENTITY.encode),
+        WaveKey: nested(_WAVE_KEY.decode, _WAVE_KEY.encode),
+        ModelShape: nested(_decode_shape, _SHAPE.encode),
+        Placement: nested(_decode_placement, _encode_placement),
+        Wave: nested(_decode_wave, _encode_wave),
+    },
+)
+"""A `MessageCodec` that knows the values above."""

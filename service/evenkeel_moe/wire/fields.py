@@ -1,0 +1,229 @@
+"""Message codecs for both directions, built from the fields of the model's dataclasses.
+
+The type of a field says how it is coded and checked, unless the message's codec gives another rule for it.
+Encoding takes our own values and trusts them. Decoding checks every field, because a remote party sent it:
+a value that cannot be right raises PeerViolation with the numbers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Any, Generic, NewType, TypeVar, get_args, get_type_hints
+
+from google.protobuf.message import Message
+
+from evenkeel_moe.errors import EvenkeelError, PeerViolation, Reason
+
+__all__ = [
+    "FieldCodec",
+    "MessageCodec",
+    "check_count",
+    "check_seconds",
+    "check_text",
+    "count",
+    "enum",
+    "nested",
+    "read_reason",
+    "seconds",
+    "text",
+]
+
+_MAX_TEXT = 4096
+_MAX_INT = (1 << 63) - 1
+
+ModelT = TypeVar("ModelT")
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FieldCodec:
+    """The codec of one field."""
+
+    read: Callable[[Any, str], Any]
+    """Takes the message received and the field's name. Returns the checked value for the model."""
+    write: Callable[[Any], Any] | None = None
+    """Takes the model's value and returns the value to send; None if both are the same."""
+
+
+# --- checks ---------------------------------------------------------------------------------
+
+
+def check_text(what: str, value: str, most: int = _MAX_TEXT, *, empty: bool = True) -> str:
+    """Return the text. Refuse one that is too long, or empty if `empty` is false."""
+    if len(value) > most:
+        raise PeerViolation(f"{what} has {len(value)} characters, at most {most} are allowed")
+    if not value and not empty:
+        raise PeerViolation(f"{what} is empty")
+    return value
+
+
+def check_count(what: str, value: int, most: int = _MAX_INT) -> int:
+    """Return the number. Refuse one above `most`: unsigned fields reach 2**64, our stores do not."""
+    if not 0 <= value <= most:
+        raise PeerViolation(f"{what} is {value}, at most {most} is allowed")
+    return value
+
+
+def check_seconds(what: str, value: float, *, above_zero: bool = False) -> float:
+    """Return the duration. Refuse one that is negative or not finite."""
+    if not math.isfinite(value):
+        raise PeerViolation(f"{what} is {value}", Reason.NOT_FINITE)
+    if value < 0 or (above_zero and value == 0):
+        raise PeerViolation(
+            f"{what} is {value}, must {'be above' if above_zero else 'not be below'} 0"
+        )
+    return value
+
+
+# --- fields ---------------------------------------------------------------------------------
+
+
+def text(most: int = _MAX_TEXT, *, empty: bool = True, cut: bool = False) -> FieldCodec:
+    """A string of at most `most` characters. With `cut` a longer one is shortened before sending."""
+
+    def read(message: Message, name: str) -> str:
+        return check_text(name, getattr(message, name), most, empty=empty)
+
+    return FieldCodec(read, (lambda value: value[:most]) if cut else None)
+
+
+def count(most: int = _MAX_INT) -> FieldCodec:
+    """A number from 0 to `most`."""
+    return FieldCodec(lambda message, name: check_count(name, getattr(message, name), most))
+
+
+def seconds(*, above_zero: bool = False) -> FieldCodec:
+    """A finite duration, not negative."""
+
+    def read(message: Message, name: str) -> float:
+        return check_seconds(name, getattr(message, name), above_zero=above_zero)
+
+    return FieldCodec(read)
+
+
+def enum(numbers: Mapping[Any, int]) -> FieldCodec:
+    """An enum, from its numbers on the wire. A number without a value is refused."""
+    values = {number: value for value, number in numbers.items()}
+
+    def read(message: Message, name: str) -> Any:
+        number = getattr(message, name)
+        if number not in values:
+            raise PeerViolation(f"{name} {number} is unknown")
+        return values[number]
+
+    return FieldCodec(read, numbers.__getitem__)
+
+
+def nested(decode: Callable[[Any], Any], encode: Callable[[Any], Any]) -> FieldCodec:
+    """A message inside the message."""
+    return FieldCodec(lambda message, name: decode(getattr(message, name)), encode)
+
+
+def read_reason(message: Message, name: str) -> Reason:
+    """Return the Reason that a field names."""
+    value: str = getattr(message, name)
+    try:
+        return Reason(value)
+    except ValueError:
+        raise PeerViolation(f"{name} {value[:80]!r} is not a known reason") from None
+
+
+def _optional(field: FieldCodec) -> FieldCodec:
+    """A field that is not set when the model has None."""
+    write = field.write
+    return FieldCodec(
+        lambda message, name: field.read(message, name) if message.HasField(name) else None,
+        None if write is None else lambda value: None if value is None else write(value),
+    )
+
+
+_CODEC_OF_TYPE: dict[Any, FieldCodec] = {
+    bool: FieldCodec(getattr),
+    int: count(),
+    float: seconds(),
+    str: text(),
+    tuple[int, ...]: FieldCodec(lambda message, name: tuple(getattr(message, name))),
+    tuple[int, ...] | None: FieldCodec(
+        lambda message, name: tuple(getattr(message, name)) or None, lambda values: values or ()
+    ),
+    Reason: FieldCodec(read_reason),
+    Reason | None: FieldCodec(
+        lambda message, name: read_reason(message, name) if getattr(message, name) else None,
+        lambda reason: reason or "",
+    ),
+}
+
+
+def _codec_of_type(hint: Any, codecs: Mapping[Any, FieldCodec]) -> FieldCodec:
+    while isinstance(hint, NewType):
+        hint = hint.__supertype__
+    if hint not in codecs and isinstance(hint, UnionType):
+        of, none = get_args(hint)
+        assert none is type(None), hint
+        return _optional(_codec_of_type(of, codecs))
+    return codecs[hint]
+
+
+# --- messages -------------------------------------------------------------------------------
+
+
+class MessageCodec(Generic[ModelT, MessageT]):
+    """The codec of one message.
+
+    Args:
+        model: dataclass of the model; its fields have the names they have in protobuf.
+        message: generated protobuf class.
+        check: refuses what no single field shows; called with the decoded value.
+        invalid: reason to refuse values that `model` does not take; None gives the model's reason.
+        types: codecs of fields of types that are messages themselves.
+        fields: codecs of the fields that their type alone does not describe.
+    """
+
+    def __init__(
+        self,
+        model: type[ModelT],
+        message: type[MessageT],
+        /,
+        *,
+        check: Callable[[ModelT], None] | None = None,
+        invalid: Reason | None = None,
+        types: Mapping[Any, FieldCodec] | None = None,
+        **fields: FieldCodec,
+    ) -> None:
+        hints = get_type_hints(model)
+        assert fields.keys() <= hints.keys() <= set(message.DESCRIPTOR.fields_by_name), model
+        by_type = {**_CODEC_OF_TYPE, **(types or {})}
+        codecs = {
+            name: fields.get(name) or _codec_of_type(hint, by_type) for name, hint in hints.items()
+        }
+        self.model = model
+        self._message = message
+        self._check = check
+        self._invalid = invalid
+        self._reads = tuple((name, codec.read) for name, codec in codecs.items())
+        self._writes = tuple((name, codec.write) for name, codec in codecs.items())
+
+    def encode(self, value: ModelT) -> MessageT:
+        """Return the message for a value."""
+        return self._message(
+            **{
+                name: getattr(value, name) if write is None else write(getattr(value, name))
+                for name, write in self._writes
+            }
+        )
+
+    def decode(self, message: MessageT) -> ModelT:
+        """Return the value in a message.
+
+        Raises:
+            PeerViolation: a field, or the value as a whole, cannot be right.
+        """
+        values = {name: read(message, name) for name, read in self._reads}
+        try:
+            value = self.model(**values)
+        except EvenkeelError as error:
+            raise PeerViolation(str(error), self._invalid or error.reason) from None
+        if self._check is not None:
+            self._check(value)
+        return value
