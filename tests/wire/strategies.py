@@ -1,4 +1,4 @@
-"""Any message either side may say."""
+"""Strategies for every message of either side."""
 
 import numpy as np
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The check of the protocol against what was released catches what would break a rank of that version."""
+"""The check against the released protocol finds changes that would break ranks of that version."""
 
 import shutil
 import subprocess

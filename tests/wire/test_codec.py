@@ -1,4 +1,4 @@
-"""Every message survives the wire; whatever else arrives is a PeerViolation with the numbers."""
+"""Every message keeps its content on the wire; other input is a PeerViolation with the numbers."""
 
 import dataclasses
 from typing import Any
@@ -212,7 +212,7 @@ def prepare():
 
 
 def test_a_term_the_store_cannot_count_on_from_is_refused():
-    """One rank could otherwise raise the stored term to where adding one changes nothing, and end all fencing."""
+    """A rank could otherwise raise the stored term so far that adding 1 no longer changes it."""
     hello = encode_rank_message(HELLO)
     hello.hello.highest_term = MAX_TERM
     decode_rank_message(hello, None)

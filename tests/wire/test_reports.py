@@ -1,4 +1,4 @@
-"""Load reports keep their steps and counts on the wire; impossible ones are refused with the numbers."""
+"""Load reports keep steps and counts on the wire; impossible ones are refused with the numbers."""
 
 import dataclasses
 
@@ -71,8 +71,8 @@ def test_a_step_table_cut_off_in_a_row_is_refused_with_the_arithmetic():
     assert error.reason is Reason.BAD_LENGTH and "79 bytes, 1 rows of 40 and 39 more" in str(error)
 
 
-def test_what_a_refused_report_says_of_its_steps_can_still_be_read():
-    """The answer lets the rank forget them."""
+def test_the_step_numbers_of_a_refused_report_can_still_be_read():
+    """The answer names them, so that the rank drops them."""
     wire = make_steps(1, step=-5)
     assert steps_said(wire.load_report) == [7, -5]
     wire.load_report.step_table = wire.load_report.step_table[:-1]

@@ -1,4 +1,4 @@
-"""Headers of the W3C Trace Context, sound and not."""
+"""Valid and invalid headers of the W3C Trace Context."""
 
 import pytest
 

@@ -1,1 +1,1 @@
-"""Model <-> protobuf, both ways, pure. What cannot be right is a PeerViolation, never a crash."""
+"""Codecs between the model and protobuf, without I/O."""

@@ -1,7 +1,7 @@
-"""The two doors of the rank link: every message of a stream, either way.
+"""Encodes and decodes every message of a rank's stream, in both directions.
 
-Encoding takes our own values and trusts them. Decoding takes what a remote party sent: a message that
-cannot be right raises PeerViolation with the numbers, and nothing else ever escapes.
+Encoding trusts our own values. Decoding takes what a remote party sent: a message that
+cannot be right raises PeerViolation with the numbers, and no other error.
 """
 
 from evenkeel_moe.wire.from_rank import decode_rank_message, encode_rank_message

@@ -1,8 +1,8 @@
 """Message codecs for both directions, built from the fields of the model's dataclasses.
 
-The type of a field says how it is coded and checked, unless the message's codec gives another rule for it.
-Encoding takes our own values and trusts them. Decoding checks every field, because a remote party sent it:
-a value that cannot be right raises PeerViolation with the numbers.
+The type of a field says how it is coded and checked, unless the message's codec gives another rule.
+Encoding trusts our own values. Decoding checks every field, because a remote party sent it: a value
+that cannot be right raises PeerViolation with the numbers.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def check_text(what: str, value: str, most: int = _MAX_TEXT, *, empty: bool = Tr
 
 
 def check_count(what: str, value: int, most: int = _MAX_INT) -> int:
-    """Return the number. Refuse one above `most`: unsigned fields reach 2**64, our stores do not."""
+    """Return the number. Refuse one above `most`: the wire reaches 2**64, our stores do not."""
     if not 0 <= value <= most:
         raise PeerViolation(f"{what} is {value}, at most {most} is allowed")
     return value
@@ -80,7 +80,7 @@ def check_seconds(what: str, value: float, *, above_zero: bool = False) -> float
 
 
 def text(most: int = _MAX_TEXT, *, empty: bool = True, cut: bool = False) -> FieldCodec:
-    """A string of at most `most` characters. With `cut` a longer one is shortened before sending."""
+    """A string of at most `most` characters; with `cut` a longer one is shortened when sent."""
 
     def read(message: Message, name: str) -> str:
         return check_text(name, getattr(message, name), most, empty=empty)

@@ -1,4 +1,4 @@
-"""Codec of the messages that ranks send: protocol messages, heartbeats, cost curves and load reports."""
+"""Codec of the messages that ranks send: protocol messages, heartbeats, curves and load reports."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the link itself says: words of the stream that no machine hears."""
+"""Messages of a rank's stream that are not part of the placement protocol: liveness, load, pace."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,66 +22,69 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sent by a rank every `heartbeat_interval_s`, also when no step runs; more rarely while other messages are sent."""
+    """Sent by a rank every `heartbeat_interval_s`, also when no step runs.
+
+    A rank that sends other messages sends it more rarely.
+    """
 
     step: int
     """Steps run so far in this generation."""
     free_bytes: int
     staging_bytes: int
     trouble: str = ""
-    """Why the rank takes no wave any more; empty while all is well."""
+    """The reason, in words, that the rank takes no more waves; empty if it takes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Seconds of one MoE layer on one rank by the tokens it carries: one row of `planning.problem.CostCurves`."""
+    """Time of one MoE layer on one rank by its tokens: a row of `planning.problem.CostCurves`."""
 
     tile_tokens: int
-    """Tokens per tile: the width of one stair."""
+    """Tokens per tile."""
     tile_seconds: tuple[float, ...]
-    """(K,) seconds at 1..K tiles, not falling."""
+    """(K,) seconds at 1..K tiles, never falling."""
     slope_s_per_token: float
-    """Beyond K tiles."""
+    """Seconds per token beyond K tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowControl:
-    """How often and how densely a rank reports; a later one replaces an earlier one."""
+    """Tells a rank when to report, and which steps. It replaces the one sent before."""
 
     report_interval_s: float
     """Seconds between reports."""
     stride: int = 1
     """Only steps with step % stride == 0 are reported (R18)."""
     from_step: int = 0
-    """The stride holds from this step on."""
+    """First step that the stride applies to."""
     max_steps_per_report: int = 256
 
 
 class RegistrationOutcome(StrEnum):
-    """Answer to a Hello."""
+    """Result of a Hello."""
 
     ACCEPTED = "accepted"
     OBSERVE_ONLY = "observe_only"
-    """Loads count; no wave will be sent to the group."""
+    """Loads are used; the group gets no waves."""
     REFUSED = "refused"
-    """The stream ends; the rank serves on and may try again later."""
+    """The stream ends; the rank goes on serving and may try again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """First message to a rank."""
+    """Answer to a Hello: the first message to a rank."""
 
     outcome: RegistrationOutcome
     heartbeat_interval_s: float
     lease_s: float
-    """Silence after which either side takes the other as gone."""
+    """Silence after which each side considers the other one gone."""
     flow: FlowControl
     reason: Reason | None = None
-    """Why not accepted; None when accepted."""
+    """The reason not to accept; None if accepted."""
     detail: str = ""
     leader: Leader | None = None
     highest_step: int | None = None
-    """Highest step already taken in from this incarnation; None before the first."""
+    """Highest step already received from this incarnation; None before the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class ReportAck:
     rejected_steps: int = 0
     """Steps of the report that were not used."""
     reason: Reason | None = None
-    """Why; None when none was rejected."""
+    """The reason not to use them; None if all were used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class NotLeader:
 
     leader_id: str
     address: str
-    """host:port of its gRPC server; empty while no one leads."""
+    """host:port of its gRPC server; empty while there is no leader."""
     retry_after_s: float
 
 

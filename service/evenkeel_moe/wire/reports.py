@@ -1,4 +1,4 @@
-"""Codec of load reports. Steps and counts are packed little-endian arrays: a report costs microseconds."""
+"""Codec of load reports. Packed arrays of steps and counts keep a report down to microseconds."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +86,8 @@ def _decode_counts(
     want = 4 * num_steps * shape.num_layers * width
     if len(data) != want:
         raise PeerViolation(
-            f"counts have {len(data)} bytes, {num_steps} steps x {shape.num_layers} layers x {width} x 4 = {want}",
+            f"counts have {len(data)} bytes,"
+            f" {num_steps} steps x {shape.num_layers} layers x {width} x 4 = {want}",
             Reason.BAD_LENGTH,
         )
     counts = np.frombuffer(data, "<i4")
@@ -107,7 +108,8 @@ def _decode_steps(data: bytes) -> StepTable:
         )
     if rest:
         raise PeerViolation(
-            f"step table has {len(data)} bytes, {num_steps} rows of {STEP.itemsize} and {rest} more",
+            f"step table has {len(data)} bytes,"
+            f" {num_steps} rows of {STEP.itemsize} and {rest} more",
             Reason.BAD_LENGTH,
         )
     # Imported here because agents load this module too and must not load the compiler.

@@ -1,4 +1,4 @@
-"""Whether a report's steps can be what they say. For the controller only: it loads the compiler."""
+"""Checks the steps of a load report. Only for the controller, because it loads the compiler."""
 
 import math
 
@@ -14,7 +14,7 @@ _ORDER, _EPOCH, _TOKENS, _COMPUTE_S, _PHASE, _DUMMY = range(1, 7)
 
 @kernel
 def first_fault(steps: StepTable) -> tuple[int, int]:
-    """The first row that says what cannot be, and what that is; 0 where all can be right."""
+    """Return the index of the first invalid row and its fault; fault 0 if all rows are valid."""
     before = -1
     for i in range(len(steps)):
         one = steps[i]
@@ -35,10 +35,10 @@ def first_fault(steps: StepTable) -> tuple[int, int]:
 
 
 def check_steps(steps: StepTable) -> None:
-    """Hold a table against what steps can be.
+    """Check every row of a step table.
 
     Raises:
-        PeerViolation: NOT_FINITE or MALFORMED, with the numbers of the first row at fault.
+        PeerViolation: NOT_FINITE or MALFORMED, with the numbers of the first invalid row.
     """
     row, fault = first_fault(steps)
     if not fault:

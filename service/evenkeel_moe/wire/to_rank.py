@@ -1,4 +1,4 @@
-"""Codec of the messages that the controller sends: answers of the link and orders of the protocol."""
+"""Codec of the messages that the controller sends: protocol messages and answers to ranks."""
 
 from typing import Any
 

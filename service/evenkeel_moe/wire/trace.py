@@ -1,6 +1,6 @@
-"""W3C Trace Context: which trace a call belongs to.
+"""Reads the trace that a call belongs to from its W3C `traceparent` header.
 
-Source: W3C Recommendation Trace Context (level 1), header `traceparent`: version, trace id, parent id, flags in hex.
+Source: W3C Recommendation Trace Context (level 1): version, trace id, parent id and flags, in hex.
 """
 
 import re
@@ -14,7 +14,7 @@ _TRACEPARENT = re.compile(
 
 
 def read_trace_id(traceparent: str | None) -> str | None:
-    """The trace id, 32 hex digits; None where there is none or the header cannot be used."""
+    """Return the trace id, 32 hex digits; None without a usable header."""
     found = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent.strip())
     if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"]):
         return None
@@ -24,5 +24,5 @@ def read_trace_id(traceparent: str | None) -> str | None:
 
 
 def trace_id_or_new(traceparent: str | None) -> str:
-    """The caller's trace id, or one made up for a caller that gave none."""
+    """Return the caller's trace id, or a new one if the caller gave none."""
     return read_trace_id(traceparent) or secrets.token_hex(16)

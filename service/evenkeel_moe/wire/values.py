@@ -1,4 +1,4 @@
-"""Codecs of the values inside messages of both directions: identities, keys, shapes, placements, waves."""
+"""Codecs of the values that messages contain: identities, keys, shapes, placements, waves."""
 
 from functools import partial
 
