@@ -1,4 +1,4 @@
-"""A real controller for the engines' ranks."""
+"""A real controller for the ranks of the engines."""
 
 import json
 
@@ -17,7 +17,7 @@ THRESHOLDS = {
 
 @pytest.fixture
 def controller(tmp_path):
-    """`evenkeel serve` on free ports, quick to call a wave stalled."""
+    """Start `evenkeel serve` on free ports, with short deadlines for a stalled wave."""
     served = Served(
         tmp_path,
         WINDOW__STEPS=128,

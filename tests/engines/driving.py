@@ -1,6 +1,8 @@
-"""What the toy ranks of every engine have in common: steps, plans as a controller sends them, what was said."""
+"""The parts that the toy ranks of all engines share: steps, a controller's messages, and
+answers."""
 
 import queue
+import threading
 import time
 from typing import Any
 
@@ -14,12 +16,13 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.protocol.messages import Ack, Commit, Leader, Prepare, StagingProgress, Vote
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
+from tests.waiting import deadline
 
 LEADER = Leader("tester", 1)
 
 
 def toy_settings(**changes) -> GuestSettings:
-    """Of a plugin on this machine that polls the gate often."""
+    """Return settings of a plugin on this machine that polls the gate often."""
     values = {
         "controllers": "127.0.0.1:1",
         "deployment": "toy",
@@ -33,30 +36,32 @@ def toy_settings(**changes) -> GuestSettings:
 
 
 class DrivenRank:
-    """One rank of a toy engine whose plugin is told what a controller would say."""
+    """One rank of a toy engine; the test sends what a controller would send."""
 
     agent: Any
     link: Any
     lockstep: Any
-    """A group of all ranks, apart from the engine's own."""
+    """A group of all ranks that the engine does not use."""
 
     def step(self) -> None:
-        """One forward pass as the engine runs it."""
-        raise AssertionError("an engine's rank knows how")
+        """Run one forward pass as the engine does."""
+        raise NotImplementedError
 
-    def steps(self, count, pause_s=0.0):
+    def steps(self, count, compute_s=0.0):
+        """Run steps, each followed by `compute_s` in which other threads can work."""
         for _ in range(count):
             self.step()
-            time.sleep(pause_s)
+            if compute_s:
+                threading.Event().wait(compute_s)
 
     def register(self):
-        """The controller takes the rank, and wants its reports often."""
-        assert self.link.ready.wait(20)
+        """Accept the rank as the controller does, and ask for frequent reports."""
+        assert self.link.ready.wait(deadline(20))
         flow = FlowControl(report_interval_s=0.02)
         self.link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 30.0, flow))
 
     def target(self, seed=1):
-        """Another map of the same shape: every layer's slots shuffled, the same on every rank."""
+        """Return a map with the slots of each layer shuffled; the same on every rank."""
         rng = np.random.default_rng(seed)
         old = self.agent.placement
         rows = np.stack([rng.permutation(row) for row in old.phy2log])
@@ -89,7 +94,7 @@ class DrivenRank:
         return Prepare(**{**values, **changes})
 
     def order(self, new, plan="plan-1"):
-        """Prepare and Commit as a controller sends them; the gate does the rest at one of the next steps."""
+        """Send Prepare, and Commit after a yes; the gate starts the move some steps later."""
         prepare = self.prepare(new, plan)
         self.link.say(prepare)
         vote = self.link.expect(Vote)
@@ -99,10 +104,10 @@ class DrivenRank:
         return vote
 
     def sent(self, kind, enough, limit_s=30.0):
-        """What the rank said of a kind, waited for until it is enough."""
+        """Return the rank's messages of a kind, once `enough(messages)` is true."""
         found: list[Any] = []
-        deadline = time.monotonic() + limit_s
-        while not enough(found) and time.monotonic() < deadline:
+        end = time.monotonic() + deadline(limit_s)
+        while not enough(found) and time.monotonic() < end:
             try:
                 _, message = self.link.sent.get(timeout=0.2)
             except queue.Empty:
@@ -117,7 +122,7 @@ def steps_of(reports):
 
 
 def is_told(said):
-    """The last layer's progress and the Ack."""
+    """Return True if the Ack and the last layer's progress are among the messages."""
     whole = any(
         isinstance(one, StagingProgress) and one.bytes_done == one.bytes_total for one in said
     )
@@ -125,7 +130,7 @@ def is_told(said):
 
 
 def expert_rows(layer: int, expert: int) -> list[torch.Tensor]:
-    """What an expert's tensors hold: two matrices, one of a single byte a number, and a scale."""
+    """Return an expert's tensors: a float matrix, one-byte values, and a scale."""
     seed = torch.Generator().manual_seed(1000 * layer + expert)
     return [
         torch.randn(6, 4, generator=seed),

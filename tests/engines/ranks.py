@@ -1,4 +1,5 @@
-"""Ranks of a toy vLLM as processes over Gloo; each runs a scenario by name and sends back what it saw."""
+"""Ranks of a toy engine as processes over Gloo; each runs a scenario by name and returns a
+result."""
 
 import faulthandler
 import importlib
@@ -10,12 +11,15 @@ import time
 import traceback
 from typing import Any
 
+from evenkeel_moe.adapters.processes.child_process import die_with_parent
+from tests.waiting import deadline
+
 TIMEOUT_S = 240.0
 _seen: dict[Any, list[Any]] = {}
 
 
 def once(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
-    """As `run`, and the same answer for every test that asks for the same."""
+    """Do what `run` does, once for all tests that ask for the same."""
     key = (module, scenario, size, *sorted(options.items()))
     if key not in _seen:
         _seen[key] = run(module, scenario, size, **options)
@@ -29,13 +33,15 @@ def free_port() -> int:
 
 
 def run(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
-    """What each rank's scenario returned, by rank; the first rank's error fails the test."""
+    """Return each rank's result, by rank; an error of any rank fails the test."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     port = free_port()
     ranks = [
         context.Process(
-            target=_child, args=(module, scenario, rank, size, port, options, answers), daemon=True
+            target=_child,
+            args=(os.getpid(), module, scenario, rank, size, port, options, answers),
+            daemon=True,
         )
         for rank in range(size)
     ]
@@ -43,7 +49,8 @@ def run(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
         process.start()
     found: dict[int, Any] = {}
     errors: list[str] = []
-    deadline = time.monotonic() + TIMEOUT_S
+    limit_s = deadline(TIMEOUT_S)
+    end = time.monotonic() + limit_s
     try:
         while len(found) < size and not errors:
             try:
@@ -53,16 +60,14 @@ def run(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
                 assert all(ranks[rank].is_alive() for rank in silent), (
                     f"ranks {silent} ended without an answer"
                 )
-                assert time.monotonic() < deadline, (
-                    f"ranks {silent} hang; their stacks are on stderr"
-                )
+                assert time.monotonic() < end, f"ranks {silent} hang; their stacks are on stderr"
                 continue
             found[rank] = answer
             if error:
                 errors.append(f"rank {rank}: {error}")
     finally:
         for process in ranks:
-            process.join(5)
+            process.join(deadline(5))
             if process.is_alive():
                 process.kill()
                 process.join(5)
@@ -70,13 +75,14 @@ def run(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
     return [found[rank] for rank in range(size)]
 
 
-def _child(module, scenario, rank, size, port, options, answers):
+def _child(parent, module, scenario, rank, size, port, options, answers):
+    die_with_parent(parent)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(0.9 * TIMEOUT_S)
+    faulthandler.dump_traceback_later(0.9 * deadline(TIMEOUT_S))
     try:
         dist.init_process_group(
             "gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}"
@@ -87,5 +93,5 @@ def _child(module, scenario, rank, size, port, options, answers):
         answers.put((rank, None, traceback.format_exc()))
     answers.close()
     answers.join_thread()
-    # Daemon threads of the engine and of the agent may wait in collectives that never come.
+    # Daemon threads of the engine and of the agent may wait in collectives that never complete.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""From a plan of one engine, by `evenkeel export` on the live deployment, to the next start of any."""
+"""Export the placement of a live deployment, and start both engines from it."""
 
 import subprocess
 import sys
@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from tests.engines import ranks
+from tests.waiting import deadline
 
 pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.timeout(300)]
 VLLM, SGLANG = "tests.engines.vllm.scenarios", "tests.engines.sglang.scenarios"
 
 
 def test_engines_restart_where_a_live_deployment_stands(controller, tmp_path):
-    """vLLM's ranks are moved by the controller's own plan; both engines start with what it exports."""
+    """The controller's plan moves vLLM's experts; then both engines start from the exported map."""
     moved = ranks.run(VLLM, "controlled", controllers=controller.grpc_address, mode="place")
     now = moved[0]["map"]
     assert not np.array_equal(now, moved[0]["before"]), "a plan was carried out"
@@ -28,7 +29,7 @@ def test_engines_restart_where_a_live_deployment_stands(controller, tmp_path):
 
 
 def export(controller, path, form, *options):
-    """The command as an operator gives it."""
+    """Run `evenkeel export` as an operator does."""
     command = [
         sys.executable,
         "-m",
@@ -49,6 +50,6 @@ def export(controller, path, form, *options):
         str(controller.folder / "tokens"),
     ]
     done = subprocess.run(
-        [*command, *where], capture_output=True, text=True, timeout=60, check=False
+        [*command, *where], capture_output=True, text=True, timeout=deadline(60), check=False
     )
     assert done.returncode == 0, done.stderr

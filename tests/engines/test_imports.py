@@ -1,9 +1,11 @@
-"""What an engine loads with the agent."""
+"""The modules that a plugin brings into an engine process."""
 
 import subprocess
 import sys
 
 import pytest
+
+from tests.waiting import deadline
 
 
 @pytest.mark.parametrize(
@@ -16,7 +18,9 @@ import pytest
     ],
 )
 def test_an_engine_process_loads_no_compiler(module):
-    """It costs 60 MB in every rank, and without a folder to write its cache to it ends the import."""
+    """numba costs 60 MB per rank, and its import fails without a writable cache folder."""
     code = f"import sys, {module}; assert 'numba' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline(120)
+    )
     assert done.returncode == 0, done.stderr

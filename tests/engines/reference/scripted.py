@@ -1,12 +1,12 @@
 """A rank process whose link is a script instead of gRPC: waves are driven by hand, at the port.
 
-`python -m tests.engines.reference.scripted CONFIG RANK PARENT`, started by the real supervisor. The script
-is read from `script.json` in the run folder::
+`python -m tests.engines.reference.scripted CONFIG RANK PARENT`, started by the real supervisor.
+The script is read from `script.json` in the run folder::
 
     {"seed": 7, "plans": 2, "uneven": true, "abort": [0], "stop_after": 1}
 
-Every rank derives the same targets and waves from the seed, sends itself Prepare, and Commit after its
-own yes; the gate alone makes the ranks swap together.
+Every rank derives the same targets and waves from the seed, sends itself Prepare, and Commit
+after its own yes; the gate alone makes the ranks swap together.
 """
 
 import asyncio

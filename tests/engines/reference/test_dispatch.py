@@ -1,4 +1,5 @@
-"""Every dispatch rule between real ranks: the undistributed model's bits, every token once, moved maps followed."""
+"""Every dispatch rule between real ranks: the undistributed model's bits, every token once, moved
+maps followed."""
 
 import numpy as np
 import pytest
@@ -142,7 +143,8 @@ def test_outputs_are_the_undistributed_models_and_every_token_is_computed_once(r
         assert served.tolist() == [RANKS * TOKENS * (2 + 1)] * LAYERS
         recorded = np.stack([result.counts for result in results], axis=1)
         assert (recorded.sum(axis=(1, 2)) == RANKS * TOKENS * 2).all()
-        # What is recorded is recorded for slots that hold an expert, and adds up to the demand of each.
+        # What is recorded is recorded for slots that hold an expert, and adds up to the demand of
+        # each.
         phy2log = maps[step >= STEPS].phy2log
         flat = recorded.reshape(LAYERS, -1)
         assert (flat[phy2log < 0] == 0).all()

@@ -1,4 +1,5 @@
-"""Rank processes and a controller over gRPC on loopback: the agent's threads, streams and codec together."""
+"""Rank processes and a controller over gRPC on loopback: the agent's threads, streams and codec
+together."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,8 @@
 """SGLang's real EPLB modules on a machine without a GPU and without SGLang.
 
-Real, from the wheel: `srt/eplb` (manager, recorder, location, updater, algorithms) and `srt/plugins/hook_registry`. Stood in
-for: the runtime context (its configuration), elastic EP (switched off), environment, metrics, model loading.
+Real, from the wheel: `srt/eplb` (manager, recorder, location, updater, algorithms) and
+`srt/plugins/hook_registry`. Stand-ins: the runtime context (its configuration), elastic EP
+(switched off), environment, metrics, model loading.
 """
 
 import contextlib
@@ -189,7 +190,7 @@ class ModelConfig:
 
 
 class Model:
-    """`routed_experts_weights_of_layer` for the MoE layers, with weights that say whose they are."""
+    """`routed_experts_weights_of_layer` of the MoE layers; the weights tell the expert."""
 
     def __init__(self, metadata: Any, rank: int):
         self.per_rank = metadata.num_local_physical_experts

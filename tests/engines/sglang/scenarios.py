@@ -1,4 +1,4 @@
-"""What ranks of a toy SGLang go through; every function runs once in each rank's process."""
+"""Scenarios of a toy SGLang; each function runs once in each rank's process."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +70,7 @@ class Rank(DrivenRank):
             self.register()
 
     def step(self):
-        """One forward pass as ModelRunner runs it; padding tokens are routed to -1."""
+        """Run a forward pass as ModelRunner does; padding tokens are routed to -1."""
         generator = torch.Generator().manual_seed(100 * self.taken + self.rank)
         self.chosen = torch.rand(TOKENS, engine.EXPERTS, generator=generator).topk(2).indices
         batch = SimpleNamespace(num_token_non_padded_cpu=TOKENS)
@@ -100,7 +100,7 @@ class Rank(DrivenRank):
 
 
 def place(rank, size, *, chunk):
-    """A plan arrives, is voted on, committed, and carried out by SGLang's manager."""
+    """A plan is voted on, committed, and carried out by SGLang's manager."""
     one = Rank(rank, size, chunk=chunk)
     one.steps(4)
     before, new = one.map(), one.target()
@@ -120,7 +120,7 @@ def place(rank, size, *, chunk):
 
 
 def observe(rank, size):
-    """Nothing but counts."""
+    """Observe mode: only counts."""
     one = Rank(rank, size, mode="observe")
     one.steps(5)
     want = torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy()
@@ -139,7 +139,7 @@ def observe(rank, size):
 
 
 def own_balancer(rank, size):
-    """SGLang's own planner rebalances while we watch."""
+    """SGLang's own planner rebalances in observe mode."""
     one = Rank(rank, size, mode="observe", interval=6)
     before = one.map()
     one.steps(10)
@@ -147,7 +147,7 @@ def own_balancer(rank, size):
 
 
 def disabled(rank, size):
-    """SGLang switched its rebalancing off between the vote and the step."""
+    """SGLang switches its rebalancing off between the vote and the step."""
     one = Rank(rank, size)
     one.steps(4)
     new = one.target()
@@ -159,7 +159,7 @@ def disabled(rank, size):
 
 
 def start_fails(rank, size):
-    """Rank 0 cannot open the store that the ranks meet at; SGLang's group carries SGLang's words all the same."""
+    """Rank 0 cannot open the store; SGLang's group still works for SGLang."""
     one = Rank(rank, size, host="no.such.host.invalid", group_timeout_s=5.0)
     told: list[Any] = [None] * size
     dist.all_gather_object(told, rank, group=one.guest._access.cpu_group())
@@ -168,7 +168,7 @@ def start_fails(rank, size):
 
 
 def warm(rank, size):
-    """A placement file written by our formats starts the engine where the file says."""
+    """SGLang starts from a placement file that our formats wrote."""
     rng = np.random.default_rng(3)
     row = np.array([0, 1, 2, 3, 4, 5, 0, 1])
     rows = np.stack([rng.permutation(row) for _ in engine.MOE_LAYERS]).astype(np.int32)
@@ -179,12 +179,12 @@ def warm(rank, size):
 
 
 def starts_with(rank, size, *, text):
-    """A file from elsewhere, as `--init-expert-location` is given it."""
+    """SGLang starts from a given text of `--init-expert-location`."""
     return Rank(rank, size, init=text).seen()
 
 
 def refusals(rank, size):
-    """Every way in which SGLang may not be the one this plugin knows; and the entry point's switch."""
+    """Change SGLang in every way that the plugin must refuse; then switch the entry point on."""
     del size
     import os
 

@@ -1,4 +1,4 @@
-"""The plugin against SGLang's own EPLB: real manager, recorder, location, updater and hook registry."""
+"""The plugin in SGLang's own EPLB: real manager, recorder, location, updater, hook registry."""
 
 import numpy as np
 import pytest

@@ -1,8 +1,9 @@
 """vLLM's real EPLB modules on a machine without a GPU and without vLLM.
 
-Real, from the wheel: all of `vllm/distributed/eplb`. Stood in for, because importing them would pull the engine in: configuration,
-process groups (real Gloo groups behind vLLM's names), logging, platform, and the protocols for type hints. CPU torch has
-neither events nor streams, so both are inert here.
+All of `vllm/distributed/eplb` is real, from the wheel. Modules whose import would load the engine
+are stand-ins: configuration, process groups (real Gloo groups under vLLM's names), logging,
+platform, and the protocols for type hints. CPU torch has neither events nor streams, so both do
+nothing here.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ EPLB = "vllm.distributed.eplb"
 
 
 class InertEvent:
-    """torch.Event on a machine without an accelerator: what it waits for has always happened."""
+    """torch.Event on a machine without an accelerator: it has always passed."""
 
     def __init__(self, **_: Any):
         pass
@@ -55,7 +56,7 @@ class _Logger(logging.Logger):
 
 
 class Groups:
-    """`vllm.distributed.parallel_state` for one process: groups are set when the process has them."""
+    """The groups of `vllm.distributed.parallel_state` in this process."""
 
     def __init__(self):
         self.ep: Any = None
@@ -147,7 +148,7 @@ def _stand_ins() -> None:
 
 
 class Config:
-    """ParallelConfig with what EPLB reads of it."""
+    """The part of ParallelConfig that EPLB reads."""
 
     def __init__(self, *, use_async: bool, step_interval: int = 1000, window_size: int = 8):
         self.eplb_config = SimpleNamespace(
@@ -174,7 +175,7 @@ class ModelConfig:
 
 
 class Model:
-    """MixtureOfExperts as vLLM asks it of a model, with weights that say whose they are."""
+    """A MixtureOfExperts for vLLM; the weights of an expert tell which expert it is."""
 
     def __init__(
         self, modules: Any, rank: int, ranks: int, *, layers=3, experts=6, redundant=2, top_k=2
@@ -206,7 +207,7 @@ class Model:
             )
 
     def forward(self, chosen: torch.Tensor) -> None:
-        """The router's half of a forward pass: (tokens, k) experts to slots, counted as vLLM's kernel counts."""
+        """Route (tokens, k) experts to slots, and count them as vLLM's kernel does."""
         for layer in self.moe_layers:
             state = layer.eplb_state
             unpadded = int(state.num_unpadded_tokens_tensors[0])
@@ -220,7 +221,7 @@ class Model:
                 )
 
     def wrong_slots(self, rank: int, phy2log: torch.Tensor) -> list[tuple[int, int]]:
-        """(layer, local slot) whose bytes are not those of the expert the map puts there."""
+        """Return each (layer, local slot) whose bytes are not those of the map's expert."""
         wrong = []
         for layer, tensors in enumerate(self.expert_weights):
             for local in range(self.num_local_physical_experts):
@@ -234,7 +235,7 @@ class Model:
 
 
 def start_worker(modules: Any, state: Any, fail: threading.Event | None = None) -> None:
-    """The asynchronous worker's own loop on a thread, as vLLM starts it where there is a device."""
+    """Run vLLM's asynchronous worker on a thread, as vLLM does on a machine with a device."""
 
     def run():
         try:

@@ -1,4 +1,4 @@
-"""What ranks of a toy vLLM go through when something is wrong, and what the plugin refuses."""
+"""Scenarios of a toy vLLM with faults, and what the plugin refuses."""
 
 import os
 import time
@@ -33,7 +33,7 @@ def fail_second_layer(one):
 
 
 def worker_dies(rank, size):
-    """vLLM's worker of rank 1 raises in the second layer: vLLM itself goes on without a word."""
+    """The worker of rank 1 raises in the second layer, which vLLM itself does not report."""
     one = Rank(rank, size, use_async=True, stall_after_s=0.5)
     if rank == 1:
         fail_second_layer(one)
@@ -53,7 +53,7 @@ def worker_dies(rank, size):
 
 
 def never_consumed(rank, size):
-    """The result of a layer is published and never taken: the stop of which vLLM says nothing."""
+    """The result of a layer is published and never taken, which vLLM does not report."""
     one = Rank(rank, size, use_async=True, stall_after_s=0.5)
     one.steps(4)
     one.order(one.target())
@@ -65,7 +65,7 @@ def never_consumed(rank, size):
 
 
 def start_fails(rank, size, *, how):
-    """The guest cannot start on one rank; the engine's groups carry the engine's words all the same."""
+    """The guest cannot start on one rank; the engine's groups still work for the engine."""
     changes = {
         "model": {"top_k": None} if rank == 1 else {},
         "store": {"host": "no.such.host.invalid"},
@@ -90,7 +90,7 @@ def start_fails(rank, size, *, how):
 
 
 def plugin_missing(rank, size):
-    """One rank has no plugin at all: vLLM balances by itself on all of them, as if none had one."""
+    """One rank has no plugin: vLLM balances by itself on all ranks, as without the plugin."""
     config = Config(use_async=False, step_interval=12)
     one = Rank(rank, size, use_async=False, config=config, group_timeout_s=3.0, plugged=rank == 0)
     before = one.map()
@@ -105,7 +105,7 @@ def plugin_missing(rank, size):
 
 
 def hook_fails(rank, size):
-    """Something of vLLM's is not what the plugin takes it for, in the middle of a move, on one rank."""
+    """In the middle of a move, an object of vLLM on one rank is not what the plugin expects."""
     one = Rank(rank, size, use_async=True, stall_after_s=0.5)
     one.steps(4)
     one.order(one.target())
@@ -127,7 +127,7 @@ def resized(rank, size, *, slots):
 
 
 def disagree(rank, size, *, how):
-    """Straight into the planner with ranks that hold different things."""
+    """Call the planner while the ranks hold different things."""
     one = Rank(rank, size, use_async=False)
     one.steps(3)
     new = one.target()
@@ -162,7 +162,7 @@ def wrong_shape(rank, size):
 
 
 def away(rank, size):
-    """Many more steps than the recorder keeps, and no controller: the engine neither waits nor fails."""
+    """No controller for more steps than the recorder keeps: the engine neither waits nor fails."""
     one = Rank(rank, size, use_async=False)
     one.link.listener.lost(1)
     began = time.monotonic()
@@ -171,7 +171,7 @@ def away(rank, size):
 
 
 def controlled_until_it_stalls(rank, size, *, controllers, seen):
-    """As `controlled`, and vLLM's worker of rank 1 dies in the middle of it; steps go on until `seen` is there."""
+    """Like `controlled`, but rank 1's worker dies; steps go on until the file `seen` exists."""
     config = Config(use_async=True, step_interval=100_000)
     changes = {
         "controllers": controllers,
@@ -188,7 +188,7 @@ def controlled_until_it_stalls(rank, size, *, controllers, seen):
 
 
 def refusals(rank, size):
-    """Every way in which vLLM may not be the one this plugin knows; nothing may be changed then."""
+    """Change vLLM in every way that the plugin must refuse; nothing may be wrapped then."""
     del rank, size
     modules = engine.load()
     state, policies = modules.state, modules.policies
@@ -233,7 +233,7 @@ def refusals(rank, size):
 
 
 def environment(rank, size):
-    """`register` as vLLM calls it: off without controllers, and silent about nothing else."""
+    """Call `register` as vLLM does: without controllers, with wrong settings, and twice."""
     del rank, size
     modules = engine.load()
     step = modules.state.EplbState.step

@@ -1,4 +1,4 @@
-"""What ranks of a toy vLLM go through when all is well; every function runs once in each rank's process."""
+"""Scenarios of a toy vLLM without faults; each function runs once in each rank's process."""
 
 import threading
 import time
@@ -16,12 +16,13 @@ from tests.agent.fleet import PortLink
 from tests.engines.driving import DrivenRank, is_told, steps_of, toy_settings
 from tests.engines.vllm import engine
 from tests.engines.vllm.engine import Config, Model, ModelConfig
+from tests.waiting import deadline
 
 TOKENS = 12
 
 
 class Rank(DrivenRank):
-    """One rank of the toy engine with the plugin beside it, unless `plugged` is false."""
+    """One rank of the toy engine, with the plugin unless `plugged` is false."""
 
     def __init__(
         self,
@@ -72,12 +73,12 @@ class Rank(DrivenRank):
             self.register()
 
     def step(self, dummy=False):
-        """One forward pass, its all-to-all, and vLLM's balancer after it."""
+        """Run a forward pass, its all-to-all, and then vLLM's balancer."""
         generator = torch.Generator().manual_seed(100 * self.taken + self.rank)
         padded = TOKENS + 5
         scores = torch.rand(padded, self.model.num_logical_experts, generator=generator)
         if self.hot:
-            # Experts 2 and 3 lie on rank 0, have no replica, and take most of the tokens.
+            # Experts 2 and 3 are on rank 0, have no replica, and get most of the tokens.
             scores[:, 2:4] += 0.6
         self.chosen = scores.topk(2).indices
         if not dummy:
@@ -88,11 +89,11 @@ class Rank(DrivenRank):
         self.taken += 1
 
     def until(self, done, limit_s=60.0):
-        """Step until `done()` holds on every rank; all ranks stop at the same step."""
-        deadline = time.monotonic() + limit_s
+        """Step until `done()` is true on every rank; all ranks stop at the same step."""
+        end = time.monotonic() + deadline(limit_s)
         while True:
             self.steps(8, 0.002)
-            here = torch.tensor([int(bool(done())), int(time.monotonic() < deadline)])
+            here = torch.tensor([int(bool(done())), int(time.monotonic() < end)])
             dist.all_reduce(here, op=dist.ReduceOp.MIN, group=self.lockstep)
             if here[0] or not here[1]:
                 return
@@ -113,7 +114,7 @@ class Rank(DrivenRank):
 
 
 def place(rank, size, *, use_async):
-    """A plan arrives, is voted on, committed, and carried out by vLLM; then a second one."""
+    """A plan is voted on, committed, and carried out by vLLM; then a second one."""
     one = Rank(rank, size, use_async=use_async)
     one.steps(6)
     before = one.map()
@@ -142,7 +143,7 @@ def place(rank, size, *, use_async):
 
 
 def observe(rank, size):
-    """Nothing but counts: a step, a dummy step, and what arrived."""
+    """Observe mode: steps, a dummy step, and the reports of them."""
     one = Rank(rank, size, use_async=True, mode="observe")
     one.steps(4)
     chosen = one.chosen[:TOKENS].reshape(-1)
@@ -169,7 +170,7 @@ def observe(rank, size):
 
 
 def own_balancer(rank, size, *, mode):
-    """vLLM's own planner moves experts while we watch (observe), or behind our back (place)."""
+    """vLLM's own planner moves experts: expected in observe mode, unexpected in place mode."""
 
     def before(one):
         if mode == "place":
@@ -187,7 +188,7 @@ def own_balancer(rank, size, *, mode):
     )
     vote = one.order(one.target()) if mode == "place" else None
     before_map = one.map()
-    # In place mode our hold on the trigger is in force; the other planner calls rearrange by itself.
+    # In place mode the guest holds the trigger back, so the other plugin calls rearrange itself.
     one.steps(8)
     if mode == "place":
         one.state.rearrange()
@@ -196,7 +197,7 @@ def own_balancer(rank, size, *, mode):
 
 
 def controlled(rank, size, *, controllers, mode):
-    """A real controller over gRPC: it sees the loads, plans by itself, and vLLM carries the plan out."""
+    """A real controller over gRPC sees the loads and plans; vLLM carries the plan out."""
     config = Config(use_async=True, step_interval=100_000)
     one = Rank(
         rank,
@@ -209,10 +210,10 @@ def controlled(rank, size, *, controllers, mode):
     )
     one.hot = True
     before = one.map()
-    deadline, after = time.monotonic() + 60, 0
-    while after < 40 and time.monotonic() < deadline:
+    end, after = time.monotonic() + deadline(60), 0
+    while after < 40 and time.monotonic() < end:
         one.steps(8, 0.004)
-        here = torch.tensor([one.agent.epoch, int(time.monotonic() >= deadline)])
+        here = torch.tensor([one.agent.epoch, int(time.monotonic() >= end)])
         dist.all_reduce(here, op=dist.ReduceOp.MIN, group=one.lockstep)
         after += 8 if here[0] > 0 or (mode == "observe" and one.taken > 400) else 0
         if here[1]:
@@ -221,7 +222,7 @@ def controlled(rank, size, *, controllers, mode):
 
 
 def warm(rank, size, *, path):
-    """A file of `evenkeel export` starts vLLM where it says; one that does not fit is left out."""
+    """vLLM starts from a file of `evenkeel export`; then a plan follows."""
     one = Rank(rank, size, use_async=True, placement=path)
     one.steps(6)
     new = one.target()
@@ -246,7 +247,7 @@ README_MAP = [
 
 
 def vectors(rank, size):
-    """The planner's published vectors, asked of whatever stands in vLLM's registry after the plugin."""
+    """Ask the planner in vLLM's registry for the published vectors, with the plugin installed."""
     del rank, size
     modules = engine.load()
     engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Ranks of vLLM's own EPLB under a real controller: loads over gRPC, its own plan, vLLM's copies."""
+"""Ranks of vLLM's own EPLB under a real controller: loads over gRPC, a plan, vLLM's copies."""
 
 import threading
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.engines import ranks
+from tests.waiting import deadline
 
 pytestmark = [pytest.mark.engines, pytest.mark.integration]
 SCENARIOS, FAULTS = "tests.engines.vllm.scenarios", "tests.engines.vllm.faults"
@@ -59,9 +60,9 @@ def test_a_move_that_vllm_stopped_without_a_word_is_seen_at_the_controller(contr
         troubled = {rank["rank"] for rank in ranks_of(controller.http) if rank["trouble"]}
     finally:
         seen.touch()
-        fleet.join(200)
+        fleet.join(deadline(200))
     assert plan["reason"] == "abort_deadline" and plan["waves_committed"] == 0
-    assert troubled == {0, 1}, "both say so with every heartbeat"
+    assert troubled == {0, 1}, "both report it with every heartbeat"
     assert [rank["wrong"] for rank in found] == [[], []] and min(
         rank["served"] for rank in found
     ) > 0

@@ -1,4 +1,4 @@
-"""What the plugin refuses, and vLLM's planner vectors through the planner that stands in its place."""
+"""What the plugin refuses; and vLLM's test vectors, asked of the planner that replaces vLLM's."""
 
 import pytest
 

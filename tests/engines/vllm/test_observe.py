@@ -1,4 +1,4 @@
-"""What the plugin reports of vLLM when it only watches."""
+"""Reports of the plugin in observe mode."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The plugin against vLLM's own EPLB: real state, real planner hook, real worker, real copies over Gloo."""
+"""The plugin in vLLM's own EPLB: real state, planner hook and worker, real copies over Gloo."""
 
 import numpy as np
 import pytest
@@ -33,10 +33,10 @@ def test_layers_are_reported_one_by_one():
 def test_a_worker_that_died_is_named_and_serving_goes_on():
     first, second = ranks.once(FAULTS, "worker_dies")
     assert "asynchronous EPLB worker has ended" in second["trouble"]
-    assert "layers switched" in first["trouble"], "the other ranks notice that nothing moves"
+    assert "layers switched" in first["trouble"], "the other ranks see that nothing moves"
     for seen in (first, second):
         assert seen["further"] == 20
-        assert seen["beat"] == seen["trouble"], "every heartbeat says so"
+        assert seen["beat"] == seen["trouble"], "every heartbeat reports it"
         assert seen["epoch"] == 0
         assert seen["wrong"] == [], (
             "each layer is whole: the first as planned, the others as they were"

@@ -1,4 +1,4 @@
-"""Warm start: vLLM begins on the placement of a file, by its own copies, before it serves."""
+"""Warm start: vLLM moves to the placement of a file before it serves."""
 
 import numpy as np
 import pytest
