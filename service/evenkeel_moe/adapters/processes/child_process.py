@@ -12,9 +12,9 @@ _PR_SET_PDEATHSIG = 1
 
 _LAUNCH = f"""
 import ctypes, os, sys
-ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, int(sys.argv[2]))
 if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
+    os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -30,12 +30,18 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def dying_with_parent(command: Sequence[str]) -> list[str]:
-    """The command, to be started by this process, such that it does not outlive it. Linux only.
+def dying_with_parent(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+    """Return a command line that runs `command` and signals it when this process ends. Linux only.
 
-    A launcher asks the kernel and becomes the command. Doing it between fork and exec instead would run
+    The signal comes when the thread that started the command ends, however it ends. A small launcher
+    asks the kernel for it and then becomes the command. To ask between fork and exec would instead run
     Python in a copy of a process whose other threads, those of gRPC, are gone with their locks held.
+
+    Args:
+        command: an absolute path and its arguments.
+        number: the signal; SIGTERM lets the command clean up.
     """
     if sys.platform != "linux":
         return list(command)
-    return [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command]
+    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCH]
+    return [*launcher, str(os.getpid()), str(int(number)), *command]
