@@ -244,7 +244,7 @@ def control_of(
         control.handle(from_rank(rank, hello_of(rank)), 0.0)
     if state is ControlState.RECOVERING:
         return control
-    answer_survey(control)
+    answer_queries(control)
     if state is ControlState.MIGRATING:
         Operator(control).submit(plan_of(), 0.0, approve=True)
     assert control.state is state
@@ -256,7 +256,7 @@ CONTROL_TIMING = ControlTiming(
 )
 
 
-def answer_survey(control: DeploymentControl, now: float = 0.0, **changes) -> list:
+def answer_queries(control: DeploymentControl, now: float = 0.0, **changes) -> list:
     """Both ranks answer the newest query alike."""
     actions: list = []
     recovery = control.recovery
@@ -296,4 +296,4 @@ def abort_answers(control, index=0, now=0.0):
 
 
 def record(control, plan_id="p"):
-    return control.book.get(PlanId(plan_id))
+    return control.records.get(PlanId(plan_id))

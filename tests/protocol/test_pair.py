@@ -63,7 +63,7 @@ class Pair:
         """Abort the wave as its leader does when the gate's deadline passes."""
         now += TIMING.commit_deadline_s
         steps = TIMING.commit_deadline_steps + self.gates[0].calls
-        self.to_ranks(self.wave.handle(ctl.FleetProgress(steps), now), now)
+        self.to_ranks(self.wave.handle(ctl.GroupProgress(steps), now), now)
         self.tick(now)
 
     def from_rank(self, rank, actions, now=0.0):

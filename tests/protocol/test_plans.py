@@ -19,7 +19,7 @@ from tests.protocol.rigs import (
     BASE,
     abort_answers,
     ack,
-    answer_survey,
+    answer_queries,
     both,
     control_of,
     from_rank,
@@ -84,7 +84,7 @@ def test_persists_come_before_sends():
 def test_prepare_carries_the_checksums_registered_at_load():
     """R4: expected checksums are the ranks' own, not the sender's word."""
     control = control_of(S.RECOVERING)
-    answer_survey(control, checksums=tuple(range(100, 108)))
+    answer_queries(control, checksums=tuple(range(100, 108)))
     _, actions = Operator(control).submit(plan_of(), 0.0, approve=True)
     prepare = [m for m in sent(actions) if isinstance(m, msg.Prepare)][0]
     transfer = prepare.body.transfers[0]
@@ -189,7 +189,7 @@ def test_wave_too_large_for_a_ranks_staging_ends_the_plan():
     control = control_of(S.WAITING_FOR_RANKS)
     for rank in (0, 1):
         control.handle(from_rank(rank, hello_of(rank, staging_bytes=5)), 0.0)
-    answer_survey(control)
+    answer_queries(control)
     ended, actions = Operator(control).submit(plan_of(), 0.0, approve=True)
     assert (ended.phase, ended.reason) == (PlanPhase.REFUSED, Reason.STAGING_TOO_SMALL)
     assert sent(actions) == [] and control.state is S.READY
@@ -238,7 +238,7 @@ def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
     assert only(control.handle(msg.Tick(), 20.0), ctl.RunCycle).epoch == 1
 
 
-def test_reload_ends_the_plan_and_is_surveyed():
+def test_reload_ends_the_plan_and_is_asked_about():
     """R4: a reload ends plans of the old version as WEIGHTS_VERSION_CHANGED."""
     control = control_of(S.MIGRATING)
     control.handle(msg.Tick(), 1.0)
@@ -254,8 +254,8 @@ def test_reload_ends_the_plan_and_is_surveyed():
     control.handle(msg.Tick(), 2.5)
     control.handle(from_rank(0, state_of(0, query=control.recovery.query, weights_version=2)), 2.5)
     assert control.state is S.RECOVERING
-    answer_survey(control, now=2.5, weights_version=2)
-    assert control.state is S.READY and control.fleet.weights_version == 2
+    answer_queries(control, now=2.5, weights_version=2)
+    assert control.state is S.READY and control.group.weights_version == 2
 
 
 # --- stalls and the store -------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_failed_writes_are_kept_and_no_wave_begins_before_they_are_stored():
     operator = Operator(control)
     proposed, actions = operator.submit(plan_of(), 0.0)
     control.handle(ctl.PersistFailed(tuple(of_kind(actions, ctl.PersistPlan))), 0.0)
-    control.book.change(proposed, "cancel_requested", 0.0)
+    control.records.change(proposed, "cancel_requested", 0.0)
     retried = control.handle(msg.Tick(), 0.1)
     again = [a for a in retried if isinstance(a, ctl.PersistPlan)]
     assert [a.record for a in again] == [proposed], "the version that failed"
@@ -379,10 +379,12 @@ def test_a_plan_that_counts_a_wave_is_stored_before_the_waves_outcome():
     """Also when the plan went on before the store came back: it may be lost again after any write."""
     control = control_of()
     submitted, _ = Operator(control).submit(plan_of(), 0.0)
-    counted = control.book.change(submitted, "wave_committed", 0.0, waves_committed=1)
+    counted = control.records.change(submitted, "wave_committed", 0.0, waves_committed=1)
     outcome = ctl.PersistOutcome(submitted.plan.key(0), True, Reason.COMMITTED)
     control.handle(ctl.PersistFailed((counted, outcome)), 0.0)
-    control.handle(ctl.PersistFailed((control.book.change(counted.record, "resumed", 0.1),)), 0.1)
+    control.handle(
+        ctl.PersistFailed((control.records.change(counted.record, "resumed", 0.1),)), 0.1
+    )
     retried = control.handle(msg.Tick(), 0.2)
     kept = [
         action for action in retried if isinstance(action, ctl.PersistPlan | ctl.PersistOutcome)

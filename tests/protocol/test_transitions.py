@@ -115,7 +115,7 @@ TO_COORDINATOR = {
     msg.RankState: from_rank(0, state_of(0, query=9)),
     ctl.RankConnected: ctl.RankConnected(EpRank(0), 1, 20),
     ctl.RankLost: ctl.RankLost(EpRank(0)),
-    ctl.FleetProgress: ctl.FleetProgress(5),
+    ctl.GroupProgress: ctl.GroupProgress(5),
     ctl.CancelWave: ctl.CancelWave(Reason.CANCELLED),
     msg.Tick: msg.Tick(),
 }

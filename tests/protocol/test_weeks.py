@@ -13,7 +13,7 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.protocol.leader.state_query import Fleet
+from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.protocol.rigs import BASE, DEPLOYMENT, LEADER, SHAPE, plan_of
 
@@ -99,7 +99,7 @@ def test_a_rank_of_a_larger_group_has_no_say_in_the_registered_one():
     assert membership.staging_bytes() == (1000, 1000)
     record, _ = group.operator.submit(plan_of(), group.now, approve=True)
     assert record.phase is PlanPhase.MIGRATING
-    assert set(group.control.migration.coordinator.peers) == {0, 1}
+    assert set(group.control.executor.coordinator.peers) == {0, 1}
 
 
 def test_a_rank_of_a_larger_group_that_left_holds_nothing_up():
@@ -144,7 +144,7 @@ def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
     group.run(5)
     cycle = group.next_cycle()
     group.decided(cycle, replace(automatic(), weights_version=2))
-    record = group.control.book.records["a"]
+    record = group.control.records.by_id["a"]
     assert (record.phase, record.reason) == (PlanPhase.REFUSED, Reason.OBSERVE_ONLY)
     group.run(10)
 
@@ -154,36 +154,36 @@ def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
 
 def test_as_many_placements_are_remembered_as_the_store_keeps():
     group = Group()
-    migration = group.control.migration
+    executor = group.control.executor
     for number in range(200):
         record, _ = group.operator.submit(
-            plan_of(1, f"p{number}", base_epoch=number, base=migration.fleet.placement), group.now
+            plan_of(1, f"p{number}", base_epoch=number, base=executor.group.placement), group.now
         )
-        migration.coordinator = None
-        group.control.book.change(record, "approved", group.now, phase=PlanPhase.APPROVED)
+        executor.coordinator = None
+        group.control.records.change(record, "approved", group.now, phase=PlanPhase.APPROVED)
         group.control.carry_on(group.now)
-        migration._learned_commit(group.now)
-        migration.coordinator = None
-        done = group.control.book.get(record.plan.plan_id)
-        group.control.book.complete(done, group.now)
-    assert sorted(migration.history) == list(range(137, 201))
+        executor._learned_commit(group.now)
+        executor.coordinator = None
+        done = group.control.records.get(record.plan.plan_id)
+        group.control.records.complete(done, group.now)
+    assert sorted(executor.history) == list(range(137, 201))
 
 
 def test_ended_plans_a_leader_loads_are_forgotten_beyond_a_few():
     group = Group()
-    book = group.control.book
+    book = group.control.records
     for number in range(100):
         book.add(plan_of(1, f"p{number}"), PlanPhase.REFUSED, Reason.STALE_BASE, float(number))
-    kept = len(book.records)
-    book.load([*book.records.values(), *(r for r in Group().control.book.records.values())])
-    assert len(book.records) == kept == 16
+    kept = len(book.by_id)
+    book.load([*book.by_id.values(), *(r for r in Group().control.records.by_id.values())])
+    assert len(book.by_id) == kept == 16
 
 
 def test_dry_runs_do_not_pile_up():
     group = Group()
     for number in range(40):
         group.operator.submit(plan_of(1, f"p{number}"), group.now)
-    book = group.control.book
+    book = group.control.records
     assert [record.plan.plan_id for record in book.open] == [
         f"p{number}" for number in range(8, 40)
     ]
@@ -193,14 +193,14 @@ def test_dry_runs_do_not_pile_up():
 
 def test_a_rollback_undoes_the_newest_plan_of_this_generation():
     group = Group()
-    book, migration = group.control.book, group.control.migration
+    book, executor = group.control.records, group.control.executor
     before = replace(plan_of(2, "before", 1), generation=Generation("g0"))
     for plan, waves in ((plan_of(2, "older", 1), 2), (plan_of(1, "newest", 2), 1), (before, 2)):
         book.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
         book.change(book.get(plan.plan_id), "wave_committed", 0.0, waves_committed=waves)
-    fleet = migration.fleet
-    migration.fleet = Fleet(Epoch(3), fleet.placement, 1, fleet.checksums)
-    migration.history = {Epoch(epoch): BASE for epoch in range(4)}
+    fleet = executor.group
+    executor.group = GroupState(Epoch(3), fleet.placement, 1, fleet.checksums)
+    executor.history = {Epoch(epoch): BASE for epoch in range(4)}
     assert group.operator.rollback_target(None)[0] == 2
 
 
@@ -221,10 +221,10 @@ def test_a_plan_made_under_a_policy_that_was_changed_meanwhile_is_not_entered(po
     cycle = group.next_cycle()
     group.operator.set_policy(policy, {}, group.now)
     group.decided(cycle, automatic())
-    assert group.control.book.records == {}
-    assert group.control.cycles.last["reason"] == Reason.POLICY_CHANGED
+    assert group.control.records.by_id == {}
+    assert group.control.planning_loop.last["reason"] == Reason.POLICY_CHANGED
     group.decided(group.next_cycle(), automatic("b"))
-    assert "b" in group.control.book.records
+    assert "b" in group.control.records.by_id
 
 
 def test_a_shorter_cycle_counts_from_when_it_is_set():
@@ -244,8 +244,8 @@ def test_a_plan_that_has_not_begun_waits_out_a_freeze():
     assert record.phase is PlanPhase.APPROVED
     group.operator.freeze(3600, group.now)
     group.run(200)
-    waiting = group.control.book.get(PlanId("w"))
+    waiting = group.control.records.get(PlanId("w"))
     assert (waiting.phase, waiting.reason) == (PlanPhase.STALLED, Reason.FROZEN)
     group.operator.freeze(0, group.now)
     group.run(2)
-    assert group.control.book.get(PlanId("w")).phase is PlanPhase.MIGRATING
+    assert group.control.records.get(PlanId("w")).phase is PlanPhase.MIGRATING

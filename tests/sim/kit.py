@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.membership import Membership
-from evenkeel_moe.protocol.leader.plan_executor import Migration
+from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.recovery import Recovery
 from evenkeel_moe.protocol.rank.gate import Gate
 from evenkeel_moe.protocol.rank.participant import Participant
@@ -46,7 +46,7 @@ class Kit:
     gate: type[Gate] = Gate
     control: type[DeploymentControl] = DeploymentControl
     coordinator: type[Coordinator] = Coordinator
-    migration: type[Migration] = Migration
+    executor: type[PlanExecutor] = PlanExecutor
     recovery: type[Recovery] = Recovery
     membership: type[Membership] = Membership
 
@@ -57,9 +57,9 @@ class Kit:
             participant = recorded(participant, "participant", pairs)
             coordinator = recorded(coordinator, "coordinator", pairs)
             control = recorded(control, "control", pairs)
-        migration = type("Migration", (self.migration,), {"coordinator_type": coordinator})
+        executor = type("PlanExecutor", (self.executor,), {"coordinator_type": coordinator})
         parts = {
-            "migration_type": migration,
+            "executor_type": executor,
             "recovery_type": self.recovery,
             "membership_type": self.membership,
         }

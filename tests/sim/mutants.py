@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.membership import Membership
-from evenkeel_moe.protocol.leader.plan_executor import Migration
+from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
+from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.leader.recovery import Recovery
-from evenkeel_moe.protocol.leader.state_query import Fleet
 from evenkeel_moe.protocol.messages import (
     ParticipantState,
     PollNotPassed,
@@ -128,7 +128,7 @@ class RebuildsAlone(Gate):
         return self._wanted_serial
 
 
-class FillsFreedBuffers(Migration):
+class FillsFreedBuffers(PlanExecutor):
     def pool_problem(self, plan, index):
         return None
 
@@ -144,14 +144,14 @@ class RemembersItsLastTerm(DeploymentControl):
     kept: dict = {}
 
     def _follow(self, event, now):
-        kept = dict(self.book.records)
+        kept = dict(self.records.by_id)
         actions = super()._follow(event, now)
         self.kept = kept
         return actions
 
     def _lead(self, event, now):
         actions = super()._lead(event, now)
-        self.book.records.update(self.kept)
+        self.records.by_id.update(self.kept)
         return actions
 
 
@@ -162,19 +162,19 @@ class StalledIsOver(Coordinator):
 
 class TrustsTheStore(Recovery):
     def word_of_ranks(self, fleet):
-        history = self.migration.history
+        history = self.executor.history
         if not history:
             return fleet
         newest = max(history)
-        return Fleet(newest, history[newest], fleet.weights_version, fleet.checksums)
+        return GroupState(newest, history[newest], fleet.weights_version, fleet.checksums)
 
 
-class TakesStalePlans(Migration):
+class TakesStalePlans(PlanExecutor):
     def is_stale(self, plan, waves_committed):
         return False
 
 
-class TakesUnsoundPlans(Migration):
+class TakesUnsoundPlans(PlanExecutor):
     def plan_problem(self, plan):
         return None
 
@@ -197,16 +197,14 @@ MUTANTS = (
     Mutant("R9", "R9", "polls only while a wave is held", Kit(gate=PollsWhenBusy)),
     Mutant("R9b", "R9", "polls although K differs", Kit(gate=AgreesWithAnyone)),
     Mutant("R10", "R10", "rebuilds its communicator alone", Kit(gate=RebuildsAlone)),
-    Mutant("R11", "R11", "fills buffers the wave frees", Kit(migration=FillsFreedBuffers)),
+    Mutant("R11", "R11", "fills buffers the wave frees", Kit(executor=FillsFreedBuffers)),
     Mutant("R12", "R12", "never aborts a wave it finds", Kit(coordinator=NeverAbortsFoundWaves)),
     Mutant(
         "R13", "R13", "keeps its plans when the lease is lost", Kit(control=RemembersItsLastTerm)
     ),
     Mutant("R14", "R14", "ends a stalled wave", Kit(coordinator=StalledIsOver)),
     Mutant("R15", "R15", "takes the placement from the store", Kit(recovery=TrustsTheStore)),
-    Mutant("R16", "R16", "begins a plan on a stale base", Kit(migration=TakesStalePlans)),
-    Mutant(
-        "R17", "R17", "begins a plan that breaks an invariant", Kit(migration=TakesUnsoundPlans)
-    ),
+    Mutant("R16", "R16", "begins a plan on a stale base", Kit(executor=TakesStalePlans)),
+    Mutant("R17", "R17", "begins a plan that breaks an invariant", Kit(executor=TakesUnsoundPlans)),
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

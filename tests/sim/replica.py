@@ -250,7 +250,7 @@ class Seat:
     def by_hand(self, wish: str) -> None:
         """An operator's wish; refusals are answers."""
         world, control, now = self.world, self.control, self.world.now
-        open_plans = [record.plan.plan_id for record in control.book.open]
+        open_plans = [record.plan.plan_id for record in control.records.open]
         plan_id = world.rng.choice(open_plans) if open_plans else PlanId("none")
         before = self.standing()
         try:
@@ -279,9 +279,9 @@ class Seat:
 
     def submit(self, kind, approve: bool, target=None, sound: bool = False):
         control, world = self.control, self.world
-        if control.fleet is None or control.generation is None:
+        if control.group is None or control.generation is None:
             return None
-        fleet = control.fleet
+        fleet = control.group
         view = (control.generation, fleet.epoch, fleet.placement, fleet.weights_version)
         plan = world.make_plan(self.deployment, view, kind, target, sound)
         for _ in range(30 if sound else 0):

@@ -212,7 +212,7 @@ def advance_proof(world: FleetWorld, deployment, fresh: dict) -> bool:
     if seat is None:
         return False
     if deployment in fresh:
-        record = seat.control.book.records.get(fresh[deployment])
+        record = seat.control.records.by_id.get(fresh[deployment])
         if record is not None and record.phase is PlanPhase.COMMITTED:
             check_records(world, deployment, seat)
             return True
@@ -259,7 +259,9 @@ def describe_standstill(world: FleetWorld, deployments) -> str:
         active = control.active_plan
         plan = f"plan {active.plan.plan_id} {active.phase} {active.reason}" if active else "no plan"
         wave = f"wave {control.coordinator.state}" if control.coordinator else "no wave"
-        parts.append(f"{deployment}: {control.state} {control.standing(world.now)}, {plan}, {wave}")
+        parts.append(
+            f"{deployment}: {control.state} {control.state_reason(world.now)}, {plan}, {wave}"
+        )
         parts += [
             f"rank {r.rank} {r.sites[deployment].participant.state} epoch {r.sites[deployment].epoch}"
             for r in world.fleet.ranks

@@ -182,7 +182,7 @@ class Script:
             policy="script",
             reason=Reason.MANUAL_REQUEST,
             generation=control.generation,
-            weights_version=control.fleet.weights_version,
+            weights_version=control.group.weights_version,
             base_epoch=Epoch(control.epoch),
             base=base,
             target=target,
@@ -270,7 +270,7 @@ class Script:
         if seat is not None:
             control = seat.control
             plans = ", ".join(
-                f"{r.plan.plan_id} {r.phase} {r.reason}" for r in control.book.records.values()
+                f"{r.plan.plan_id} {r.phase} {r.reason}" for r in control.records.by_id.values()
             )
             where = f"term {seat.leader.term} epoch {control.epoch}"
             lines.append(f"{seat.replica.name} {control.state} {where}: {plans or 'no plans'}")

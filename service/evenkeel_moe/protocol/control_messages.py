@@ -161,7 +161,7 @@ class RankLost:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetProgress:
+class GroupProgress:
     """Steps the fleet has taken, dummy steps included (R14)."""
 
     step: int

@@ -154,7 +154,7 @@ class Rig:
             control = self.member.control
             return (
                 control.state is ControlState.READY
-                and not control._unstored
+                and not control._write_retry
                 and not self.health.resting
             )
 
@@ -266,7 +266,7 @@ async def test_a_repetition_is_not_accepted_before_the_store_has_what_was_asked_
     rig.store.failing = 10_000
     with pytest.raises(Unavailable):
         await rollback(rig)
-    assert BACK in rig.member.control.book.records
+    assert BACK in rig.member.control.records.by_id
     with pytest.raises(Unavailable):
         await rig.once_the_store_is_asked_again(lambda: rollback(rig))
     rig.store.failing = 0

@@ -15,12 +15,12 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.leader.plan_records import PlanBook
+from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.settings import Settings
 from tests.contracts.memory_store import MemoryStore
-from tests.protocol.rigs import answer_survey, control_of, key_of, plan_of, prepare_of
+from tests.protocol.rigs import answer_queries, control_of, key_of, plan_of, prepare_of
 
 DEMO = DeploymentId("demo")
 HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
@@ -88,13 +88,13 @@ async def test_a_waves_map_is_learned_once_however_many_ranks_it_goes_to(monkeyp
 async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
     """Same layers, slots and ranks: only the experts tell that the map is of another model."""
     control = control_of(ControlState.RECOVERING)
-    answer_survey(control, epoch=Epoch(3))
+    answer_queries(control, epoch=Epoch(3))
     committed = control.placement
-    assert committed is not None and control.migration is not None
+    assert committed is not None and control.executor is not None
     other = Placement(
         committed.phy2log.copy(), committed.num_ranks, committed.num_logical_experts + 1
     )
-    control.migration.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
+    control.executor.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
     deployment = make_deployment(MemoryStore(SystemClock()))
     deployment.control = control
     deployment._follow_machine()
@@ -138,7 +138,7 @@ async def test_a_plan_is_told_once_however_often_it_is_stored_and_not_held_for_i
     _, deployment, _ = await leading()
     told = []
     deployment.hands._tell_plan = told.append  # type: ignore[method-assign]
-    book = PlanBook()
+    book = PlanRecords()
     action = book.add(plan_of(), PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0.0)
     for again in (action, ctl.PersistPlan(action.record)):
         await deployment.hands.persist([again])

@@ -132,7 +132,7 @@ async def hold(replica):
     """As a rollback leaves it."""
 
     def change(_now):
-        replica.member.control.cycles.held = True
+        replica.member.control.planning_loop.held = True
         return None, replica.member.control.outgoing([replica.member.control.document()])
 
     await replica.member.driver.call(change)
@@ -388,7 +388,7 @@ async def test_a_ranks_trouble_outlives_a_lease_lost_and_won_again():
         sessions[1].received(Heartbeat(1, 2, 3, "its replicas differ"))
         await one.lose(store, seen=False)
         await until(lambda: one.member.control.state == "ready")
-        reason, detail = one.member.control.standing(one.member.outside.clock.monotonic())
+        reason, detail = one.member.control.state_reason(one.member.outside.clock.monotonic())
         assert (reason, "its replicas differ" in detail) == (Reason.OBSERVE_ONLY, True)
 
 

@@ -107,7 +107,7 @@ async def test_what_is_stored_is_answered_from_the_store(led_before):
     async with two_replicas(led_before) as (one, two, store):
         plan = plan_of(PlanPhase.PROPOSED)
         if led_before:  # Of the time it led: another has ended the plan since.
-            two.member.control.book.records[PlanId("p")] = plan
+            two.member.control.records.by_id[PlanId("p")] = plan
         await store.store_plan(plan_of(PlanPhase.EXPIRED), one.member.term)
         await store.append_decision(DEMO, {"at": 1.0, "reason": "no_change"})
         assert (await two.fleet.plan(DEMO, PlanId("p"))).phase is PlanPhase.EXPIRED

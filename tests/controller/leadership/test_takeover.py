@@ -12,7 +12,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy
-from evenkeel_moe.protocol.leader.plan_records import PlanBook
+from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import BASE, DEMO, TARGET, make_record
 
@@ -48,10 +48,10 @@ def store():
     return CountingStore()
 
 
-async def book_of(store):
+async def records_of(store):
     """As the machine of a new leader has it."""
     taken = await take_over(store, DEMO, 0, StandingOrders("a", DeploymentPolicy()))
-    book = PlanBook()
+    book = PlanRecords()
     book.load(taken.records.plans)
     return book
 
@@ -63,11 +63,11 @@ async def test_the_last_plan_that_was_carried_out_is_found_behind_many_newer_one
     await store.dry_runs(10, 70)
     await store.plan("fault", 90.0, PlanPhase.ABORTED, Reason.RANK_LOST)
     await store.dry_runs(100, 70)
-    book = await book_of(store)
-    assert {PlanId("ran"), PlanId("fault")} <= book.records.keys()
-    assert PlanId("fault-before") not in book.records
-    assert last_plan_ended(book.records.values()) == 90.0
-    assert plan_failures(book.records.values()) == (1, 90.0)
+    book = await records_of(store)
+    assert {PlanId("ran"), PlanId("fault")} <= book.by_id.keys()
+    assert PlanId("fault-before") not in book.by_id
+    assert last_plan_ended(book.by_id.values()) == 90.0
+    assert plan_failures(book.by_id.values()) == (1, 90.0)
     assert max(store.read) <= 48, "a plan of a large model is large"
 
 
@@ -76,19 +76,19 @@ async def test_the_search_ends_where_it_found_one(store):
     await store.dry_runs(0, 200)
     await store.plan("ran", 210.0, PlanPhase.COMMITTED, Reason.COMMITTED, waves=1)
     await store.dry_runs(220, 60)
-    assert PlanId("ran") in (await book_of(store)).records
+    assert PlanId("ran") in (await records_of(store)).by_id
     assert store.read == [48, 48]
 
 
 async def test_the_search_ends_also_where_there_is_none(store):
     await store.epochs(BASE, TARGET)
     await store.dry_runs(0, 900)
-    await book_of(store)
+    await records_of(store)
     assert store.read == [48] * 5
 
 
 async def test_where_no_map_was_ever_changed_nothing_is_searched_for(store):
     await store.epochs(BASE)
     await store.dry_runs(0, 200)
-    await book_of(store)
+    await records_of(store)
     assert store.read == [48]

@@ -107,7 +107,7 @@ async def test_an_id_is_taken_also_by_a_plan_that_is_only_in_the_store(rig):
     record = make_record("old", request_digest=request_digest(request))
     record = replace(record, plan=replace(record.plan, deployment=ONE))
     await member.outside.store.store_plan(record, member.term)
-    assert member.control.book.records == {}
+    assert member.control.records.by_id == {}
     assert await fleet.create_plan(ONE, request) == record
     with pytest.raises(Conflict, match="plan old was created by another request") as caught:
         await fleet.create_plan(ONE, replace(request, policy="eplb"))
@@ -121,14 +121,14 @@ async def test_records_go_by_the_clock_as_it_is_set(rig, step_s):
     fleet, clock = rig
     member = fleet.members[ONE]
     # The machine hears of its lease with the next event; then it has a migration that carries times of its own.
-    await until(lambda: member.control.migration is not None)
+    await until(lambda: member.control.executor is not None)
     before = member.unix_offset_s
     clock.ahead_s = step_s
     await until(lambda: member.unix_offset_s != before)
     for offset in (
         member.unix_offset_s,
         member.control.unix_offset_s,
-        member.control.migration.unix_offset_s,
+        member.control.executor.unix_offset_s,
     ):
         assert offset == pytest.approx(clock.unix() - clock.monotonic(), abs=1.0)
 
@@ -195,7 +195,7 @@ async def test_a_page_of_plans_has_no_holes_while_the_store_is_out_of_reach(rig,
         record = replace(record, plan=replace(record.plan, deployment=ONE))
         await store.store_plan(record, 1)
         if number > 3:
-            member.control.book.records[record.plan.plan_id] = record
+            member.control.records.by_id[record.plan.plan_id] = record
     fleet._outside = replace(fleet._outside, store=store)
 
     async def page(after=None):

@@ -21,19 +21,19 @@ async def test_a_heartbeat_with_trouble_takes_the_rank_out_of_migration_and_one_
         deployment=DEPLOYMENT, tell=lambda event: control.handle(event, NOW)
     )
     session = Session(deployment, hello_of(1), RankStream(11, "peer", capacity=4))
-    assert control.standing(NOW)[0] is Reason.RECOVERED
+    assert control.state_reason(NOW)[0] is Reason.RECOVERED
     with structlog.testing.capture_logs() as logs:
         for _ in range(2):
             session.received(Heartbeat(1, 2, 3, "its replicas differ"))
-        assert control.standing(NOW) == (
+        assert control.state_reason(NOW) == (
             Reason.OBSERVE_ONLY,
             "ranks [1] take no wave any more; rank 1: its replicas differ",
         )
         # The lease was lost and won again: members anew, by the same Hellos on the same streams.
         control = control_of(ControlState.READY)
-        assert control.standing(NOW)[0] is Reason.RECOVERED
+        assert control.state_reason(NOW)[0] is Reason.RECOVERED
         session.received(Heartbeat(1, 2, 3, "its replicas differ"))
-        assert control.standing(NOW)[0] is Reason.OBSERVE_ONLY
+        assert control.state_reason(NOW)[0] is Reason.OBSERVE_ONLY
         session.received(Heartbeat(1, 2, 3))
-        assert control.standing(NOW)[0] is Reason.RECOVERED
+        assert control.state_reason(NOW)[0] is Reason.RECOVERED
     assert [log["detail"] for log in logs] == ["its replicas differ", "over"]

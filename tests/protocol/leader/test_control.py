@@ -19,7 +19,7 @@ from tests.protocol.rigs import (
     BASE,
     LEADER,
     ack,
-    answer_survey,
+    answer_queries,
     both,
     control_of,
     from_rank,
@@ -63,7 +63,7 @@ def test_records_follow_the_ranks_not_the_store():
     """R12, R15: the store is a hint: history above the ranks' epoch belongs to a life that is gone."""
     stored = ctl.StoredRecords(epochs={Epoch(0): BASE, Epoch(1): AFTER_ONE, Epoch(7): AFTER_TWO})
     control = control_of(S.RECOVERING, stored)
-    actions = answer_survey(control, epoch=1, placement=AFTER_ONE)
+    actions = answer_queries(control, epoch=1, placement=AFTER_ONE)
     assert only(actions, ctl.PersistEpoch).epoch == 1
     assert control.history == {0: BASE, 1: AFTER_ONE}
 
@@ -80,10 +80,10 @@ def test_ranks_that_disagree_keep_the_leader_asking():
     control.handle(from_rank(0, state_of(0, query=1)), 0.0)
     actions = control.handle(from_rank(1, state_of(1, query=1, epoch=3)), 0.0)
     assert only(actions, ctl.Alert).reason is Reason.EPOCH_DISAGREES
-    assert control.standing(0.0)[0] is Reason.EPOCH_DISAGREES
+    assert control.state_reason(0.0)[0] is Reason.EPOCH_DISAGREES
     again = control.handle(msg.Tick(), 1.0)
     assert len([m for m in sent(again) if m.want_placement]) == 2
-    answer_survey(control, now=1.0)
+    answer_queries(control, now=1.0)
     assert control.state is S.READY
 
 
@@ -224,7 +224,7 @@ def test_found_wave_is_ended_before_anything_else():
     assert control.coordinator.state is C.COMMITTING
     ack(control, AFTER_ONE, 1)
     assert control.coordinator.done and control.state is S.RECOVERING
-    actions = answer_survey(control, epoch=1, placement=AFTER_ONE)
+    actions = answer_queries(control, epoch=1, placement=AFTER_ONE)
     assert control.state is S.READY and only(actions, ctl.PersistEpoch).epoch == 1
 
 
@@ -237,7 +237,7 @@ def stored_plan(**changes):
 
 def test_new_leader_goes_on_with_a_plan_that_the_ranks_are_in_the_middle_of():
     control = control_of(S.RECOVERING, stored_plan())
-    actions = answer_survey(control, epoch=1, placement=AFTER_ONE)
+    actions = answer_queries(control, epoch=1, placement=AFTER_ONE)
     assert control.state is S.MIGRATING and record(control).waves_committed == 1
     assert {m.wave for m in sent(actions) if isinstance(m, msg.Prepare)} == {key_of(index=1)}
 
@@ -302,7 +302,7 @@ def test_plan_that_a_new_leader_cannot_go_on_with_says_why(state, heard, reason)
     )
     if state is S.WAITING_FOR_RANKS:
         control.handle(from_rank(1, hello_of(1)), 15.0)
-    answer_survey(control, 15.0)
+    answer_queries(control, 15.0)
     assert (control.state, record(control).phase) == (S.MIGRATING, PlanPhase.MIGRATING)
 
 
@@ -331,7 +331,7 @@ def test_plan_that_waited_for_ranks_goes_on_with_its_found_wave():
 
 def test_new_leader_ends_a_plan_that_the_ranks_completed():
     control = control_of(S.RECOVERING, stored_plan())
-    answer_survey(control, epoch=2, placement=AFTER_TWO)
+    answer_queries(control, epoch=2, placement=AFTER_TWO)
     assert (control.state, record(control).phase, record(control).waves_committed) == (
         S.READY,
         "committed",
@@ -341,7 +341,7 @@ def test_new_leader_ends_a_plan_that_the_ranks_completed():
 
 def test_new_leader_ends_a_plan_whose_base_is_gone():
     control = control_of(S.RECOVERING, stored_plan())
-    answer_survey(control, epoch=1, placement=AFTER_TWO)
+    answer_queries(control, epoch=1, placement=AFTER_TWO)
     assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, Reason.STALE_BASE)
 
 
@@ -351,7 +351,7 @@ def test_new_leader_honours_a_cancel_its_predecessor_took():
     Operator(control).cancel(PlanId("p"), "me", 0.0)
     stored = ctl.StoredRecords(plans=(record(control),))
     control = control_of(S.RECOVERING, stored)
-    answer_survey(control, epoch=1, placement=AFTER_ONE)
+    answer_queries(control, epoch=1, placement=AFTER_ONE)
     assert record(control).phase is PlanPhase.CANCELLED
 
 

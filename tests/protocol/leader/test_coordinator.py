@@ -153,7 +153,7 @@ def test_cancel_after_the_votes_changes_nothing():
 
 
 def progress(wave, step, now):
-    wave.handle(ctl.FleetProgress(step), now)
+    wave.handle(ctl.GroupProgress(step), now)
     return wave.handle(msg.Tick(), now)
 
 
@@ -250,7 +250,7 @@ def test_unreachable_rank_stalls_and_never_ends_the_wave(state):
     health = only(wave.handle(ctl.RankLost(1), 1.0), ctl.WaveHealth)
     assert (health.stalled, health.reason) == (True, Reason.RANK_LOST)
     for t in range(2, 5000, 7):
-        wave.handle(ctl.FleetProgress(t), float(t))
+        wave.handle(ctl.GroupProgress(t), float(t))
         wave.handle(msg.Tick(), float(t))
     assert wave.state is state and wave.health is not None
     again = wave.handle(ctl.RankConnected(1, 1, 60), 5001.0)

@@ -9,7 +9,7 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.protocol.leader.plan_records import PlanBook
+from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.rigs import AFTER_ONE, AFTER_TWO, BASE, ack, control_of, plan_of, vote
 
@@ -27,7 +27,7 @@ def enter(book, name, phase, reason=Reason.EXPIRED, *, waves=0, kind=PlanKind.AU
     )
 
 
-class Book(PlanBook):
+class Book(PlanRecords):
     """One that notes what was entered."""
 
     def __init__(self):
@@ -39,7 +39,7 @@ class Book(PlanBook):
             enter(self, f"dry{len(self.seen)}", P.EXPIRED, kind=PlanKind.MANUAL)
 
     def kept(self):
-        return [str(name) for name in self.records if not name.startswith("dry")]
+        return [str(name) for name in self.by_id if not name.startswith("dry")]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_what_later_decisions_rest_on_outlives_newer_plans(book):
     wanted = ["carried-out", "partly", "stopped", "failed", "refused", "outrun"]
     book.crowd()
     assert book.kept() == wanted
-    assert len(book.records) <= 16 + 1 + len(wanted), "and no more than a few of the others"
+    assert len(book.by_id) <= 16 + 1 + len(wanted), "and no more than a few of the others"
 
 
 def test_failures_are_kept_back_to_the_last_plan_that_was_carried_out_and_not_without_end(book):
@@ -80,14 +80,14 @@ def test_plans_that_have_not_ended_are_kept_whatever_came_after(book):
 
 def test_a_book_loaded_knows_the_same_as_one_that_was_kept(book):
     enter(book, "carried-out", P.COMMITTED, Reason.COMMITTED, waves=2)
-    records = dict(book.records)
+    records = dict(book.by_id)
     for number in range(40):
         enter(book, f"dry{number}", P.EXPIRED)
-        records |= book.records
-    loaded = PlanBook()
+        records |= book.by_id
+    loaded = PlanRecords()
     loaded.load(reversed(records.values()))
-    assert PlanId("carried-out") in loaded.records
-    assert len(loaded.records) == 17
+    assert PlanId("carried-out") in loaded.by_id
+    assert len(loaded.by_id) == 17
 
 
 def test_rollback_undoes_the_whole_last_plan_however_many_dry_runs_came_after():

@@ -14,7 +14,7 @@ from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.rigs import (
     BASE,
-    answer_survey,
+    answer_queries,
     both,
     control_of,
     from_rank,
@@ -68,7 +68,7 @@ def test_observe_mode_moves_nothing():
     control = fresh(dataclasses.replace(AUTO, mode=Mode.OBSERVE))
     actions = decide(control, plan_of(kind=PlanKind.AUTOMATIC))
     assert only(actions, ctl.PersistDecision).row["reason"] == Reason.OBSERVE_MODE
-    assert control.book.records == {}
+    assert control.records.by_id == {}
 
 
 def test_cycle_without_a_plan_is_recorded_with_its_reason():
@@ -104,7 +104,7 @@ def test_plan_of_a_cycle_of_an_earlier_term_is_not_begun():
     control.handle(ctl.LeaseLost(), 10.1)
     control.handle(ctl.LeaseAcquired(msg.Leader("a", 2)), 10.2)
     both(control, hello_of, 10.3)
-    answer_survey(control, 10.4)
+    answer_queries(control, 10.4)
     both(control, lambda rank: state_of(rank), 20.0)
     asked = only(control.handle(msg.Tick(), 20.3), ctl.RunCycle)
     assert control.handle(ctl.CycleDecided(late.cycle, Reason.PLAN_STARTED, plan_of()), 20.4) == []

@@ -192,7 +192,7 @@ class Planning:
         speeds = deployment.balance.paces()
         costs, copy_cost = price(speeds, shape.bytes_per_expert, cycle, curves)
         starts = request is None or not request.dry_run
-        records = control.book.records.values()
+        records = control.records.by_id.values()
         failed_plans, failed_at = plan_failures(records)
         ended_at = max(
             (at for at in (last_plan_ended(records), failed_at) if at is not None), default=None
@@ -249,11 +249,13 @@ class Planning:
             Unavailable: this replica does not lead, or the ranks have not told.
         """
         control = self._deployment.control
-        fleet, generation = control.fleet, control.generation
+        fleet, generation = control.group, control.generation
         if control.leader is None:
             raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
         if fleet is None or generation is None:
-            raise Unavailable("the ranks have not told where they stand", control.standing(0.0)[0])
+            raise Unavailable(
+                "the ranks have not told where they stand", control.state_reason(0.0)[0]
+            )
         return Base(
             self._deployment.deployment,
             generation,
@@ -340,7 +342,7 @@ class Planning:
         deployment, control = self._deployment, self._deployment.control
 
         def look(_now: float) -> tuple[PlanRecord | None, list[ctl.ControlAction]]:
-            known = control.book.same_request(plan_id, digest)
+            known = control.records.same_request(plan_id, digest)
             # The first call may have failed for the store's sake: what it left to write is written before this is answered.
             return known, control.outgoing([], flush=known is not None)
 

@@ -129,7 +129,7 @@ class Deployment:
             outside.metrics,
             self,
             lambda plan_id: next(
-                (r for r in self.control.book.records.values() if r.plan.plan_id == plan_id), None
+                (r for r in self.control.records.by_id.values() if r.plan.plan_id == plan_id), None
             ),
         )
         self.driver: Driver[ctl.ControlAction] = Driver(

@@ -235,7 +235,7 @@ class Figures:
         return None if record is None else (record.updated_at, str(record.reason))
 
     def _newest(self, phase: PlanPhase) -> PlanRecord | None:
-        records = self._deployment.control.book.records.values()
+        records = self._deployment.control.records.by_id.values()
         return max(
             (r for r in records if r.phase is phase), key=lambda r: r.updated_at, default=None
         )

@@ -218,7 +218,7 @@ class Fleet:
         """Plans in memory; none where this replica does not lead: what it remembers has gone on without it."""
         member = self._known(deployment)
         if member is not None:
-            return member.control.book.records
+            return member.control.records.by_id
         await self._led_by(deployment)
         return {}
 

@@ -63,13 +63,13 @@ class LiveView:
         self._refresh()
         now = deployment.outside.clock.monotonic()
         mean, worst = deployment.balance.summary()
-        staged = control.migration.staged.values() if control.migration is not None else ()
+        staged = control.executor.staged.values() if control.executor is not None else ()
         winner, decisions = deployment.keeper.winner, deployment.hands.decisions
         frozen_until = control.frozen_until
         return DeploymentStatus(
             deployment=deployment.deployment,
             state=control.state,
-            reason=control.standing(now)[0],
+            reason=control.state_reason(now)[0],
             mode=control.policy.mode,
             policy=control.policy.policy,
             leader=winner.holder if winner is not None and deployment.keeper.leading else "",

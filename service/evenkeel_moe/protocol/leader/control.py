@@ -23,12 +23,12 @@ from evenkeel_moe.protocol.control_messages import (
 )
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.membership import Membership
-from evenkeel_moe.protocol.leader.plan_executor import Migration
-from evenkeel_moe.protocol.leader.plan_records import PlanBook
-from evenkeel_moe.protocol.leader.planning_loop import Cycles
+from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
+from evenkeel_moe.protocol.leader.plan_records import PlanRecords
+from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
+from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.leader.recovery import Recovery
-from evenkeel_moe.protocol.leader.state_query import Fleet
-from evenkeel_moe.protocol.leader.write_retry import Unstored
+from evenkeel_moe.protocol.leader.write_retry import WriteRetry
 from evenkeel_moe.protocol.messages import (
     Hello,
     Leader,
@@ -55,7 +55,7 @@ class DeploymentControl:
         unix_offset_s: Unix seconds less the monotonic `now` of `handle`; records carry Unix time.
     """
 
-    migration_type = Migration
+    executor_type = PlanExecutor
     recovery_type = Recovery
     membership_type = Membership
 
@@ -80,34 +80,34 @@ class DeploymentControl:
         self.leader: Leader | None = None
         """This replica with its term; None unless leading."""
         self.membership = self.membership_type(self.deployment, lease_s=self.timing.rank_lease_s)
-        self.book = PlanBook()
+        self.records = PlanRecords()
         """Plan records; empty unless leading."""
-        self.migration: Migration | None = None
+        self.executor: PlanExecutor | None = None
         self.recovery: Recovery | None = None
-        self.cycles: Cycles | None = None
+        self.planning_loop: PlanningLoop | None = None
         """These three are None exactly in FOLLOWER."""
         self._asked_at = float("-inf")
         self._lost: set[EpRank] = set()
-        self._unstored = Unstored()
+        self._write_retry = WriteRetry()
         self._sends: tuple[SendToRank, ...] = ()
         """Of the newest batch with writes what goes out only if all are stored."""
 
     # --- reading ------------------------------------------------------------------------------------
 
     @property
-    def fleet(self) -> Fleet | None:
+    def group(self) -> GroupState | None:
         """Epoch, placement, weights version and checksums the ranks agree on; None before they told."""
-        return self.migration.fleet if self.migration is not None else None
+        return self.executor.group if self.executor is not None else None
 
     @property
     def epoch(self) -> Epoch | None:
         """The committed epoch; None before the ranks told it."""
-        return self.fleet.epoch if self.fleet is not None else None
+        return self.group.epoch if self.group is not None else None
 
     @property
     def placement(self) -> Placement | None:
         """The committed placement; None before the ranks told it."""
-        return self.fleet.placement if self.fleet is not None else None
+        return self.group.placement if self.group is not None else None
 
     @property
     def generation(self) -> Generation | None:
@@ -117,29 +117,29 @@ class DeploymentControl:
     @property
     def history(self) -> dict[Epoch, Placement]:
         """Recorded placements by epoch up to the committed one; short after a flushed store (R15)."""
-        return self.migration.history if self.migration is not None else {}
+        return self.executor.history if self.executor is not None else {}
 
     @property
     def coordinator(self) -> Coordinator | None:
         """The newest wave's machine, ended or not."""
-        return self.migration.coordinator if self.migration is not None else None
+        return self.executor.coordinator if self.executor is not None else None
 
     @property
     def active_plan(self) -> PlanRecord | None:
         """The accepted plan that has not ended."""
-        return self.book.active
+        return self.records.active
 
     @property
     def held(self) -> bool:
         """Whether automatic plans wait for `resume` after a rollback (R16)."""
-        return self.cycles is not None and self.cycles.held
+        return self.planning_loop is not None and self.planning_loop.held
 
     @property
     def frozen_until(self) -> float:
         """Unix seconds until which no plan begins; 0 when not frozen."""
-        return self.cycles.frozen_until if self.cycles is not None else 0.0
+        return self.planning_loop.frozen_until if self.planning_loop is not None else 0.0
 
-    def standing(self, now: float) -> tuple[Reason, str]:
+    def state_reason(self, now: float) -> tuple[Reason, str]:
         """Why the machine is in its state, for people."""
         match self.state:
             case ControlState.FOLLOWER:
@@ -149,8 +149,8 @@ class DeploymentControl:
                 if disagreement is not None:
                     return disagreement.reason, disagreement.detail
                 return Reason.RECOVERING, "asking all ranks where they stand"
-            case ControlState.MIGRATING if self.book.active is not None:
-                record = self.book.active
+            case ControlState.MIGRATING if self.records.active is not None:
+                record = self.records.active
                 return record.reason, f"plan {record.plan.plan_id} is {record.phase}"
             case _:
                 quorum = self.membership.quorum(now)
@@ -194,29 +194,32 @@ class DeploymentControl:
     def _lead(self, event: ctl.LeaseAcquired, now: float) -> list[ControlAction]:
         self.leader = event.leader
         self.policy = event.stored.policy or self.policy
-        self.book.load(event.stored.plans)
+        self.records.load(event.stored.plans)
         timing = self.timing
-        self.migration = self.migration_type(
+        self.executor = self.executor_type(
             event.leader,
             self.membership,
-            self.book,
+            self.records,
             timing.wave,
             batch_deadline_s=timing.batch_deadline_s,
             max_bytes_per_s=timing.max_bytes_per_s,
             unix_offset_s=self.unix_offset_s,
         )
-        self.migration.history = dict(event.stored.epochs)
+        self.executor.history = dict(event.stored.epochs)
         self.recovery = self.recovery_type(
-            self.migration, again_s=timing.ask_again_s, deadline_s=timing.recovery_deadline_s
+            self.executor, again_s=timing.ask_again_s, deadline_s=timing.recovery_deadline_s
         )
-        self.cycles = Cycles(
-            self.migration,
+        self.planning_loop = PlanningLoop(
+            self.executor,
             self.policy,
             since=now,
             deadline_s=timing.cycle_deadline_s,
             numbers=self._cycle_numbers,
         )
-        self.cycles.held, self.cycles.frozen_until = event.stored.held, event.stored.frozen_until
+        self.planning_loop.held, self.planning_loop.frozen_until = (
+            event.stored.held,
+            event.stored.frozen_until,
+        )
         self.state = ControlState.WAITING_FOR_RANKS
         loss = event.stored.loss
         return [] if loss is None else [ctl.PersistDecision(loss)]
@@ -291,9 +294,9 @@ class DeploymentControl:
         self.membership.report(state)
         if state.identity.generation != self.generation:
             return []  # A life of a group that is still gathering.
-        return self._to_wave(ctl.FleetProgress(self.membership.step()), now)
+        return self._to_wave(ctl.GroupProgress(self.membership.step()), now)
 
-    def _survey_answer(self, event: FromRank, now: float) -> list[ControlAction]:
+    def _query_answer(self, event: FromRank, now: float) -> list[ControlAction]:
         state = event.message
         assert isinstance(state, RankState) and self.recovery is not None
         actions = [*self._note(event, now), *self._to_wave(event, now)]
@@ -303,21 +306,21 @@ class DeploymentControl:
 
     def _check(self, event: FromRank, now: float) -> list[ControlAction]:
         """A heartbeat's answer: does the rank still stand where the records say?"""
-        state, migration, recovery, fleet = event.message, self.migration, self.recovery, self.fleet
-        assert isinstance(state, RankState) and migration and recovery and fleet
+        state, executor, recovery, group = event.message, self.executor, self.recovery, self.group
+        assert isinstance(state, RankState) and executor and recovery and group
         actions = [*self._note(event, now), *self._to_wave(event, now)]
         if state.identity.generation != self.generation:
             return actions
-        if state.weights_version != fleet.weights_version and not migration.weights_moved:
-            migration.weights_moved = True
+        if state.weights_version != group.weights_version and not executor.weights_moved:
+            executor.weights_moved = True
             actions += self._to_wave(ctl.CancelWave(Reason.WEIGHTS_VERSION_CHANGED), now)
-        at_rest = not migration.running and state.query >= recovery.settled_query
+        at_rest = not executor.running and state.query >= recovery.settled_query
         elsewhere = (
-            state.epoch != fleet.epoch
+            state.epoch != group.epoch
             or state.wave is not None
-            or state.placement_digest != fleet.placement.digest
+            or state.placement_digest != group.placement.digest
         )
-        if at_rest and (elsewhere or migration.weights_moved):
+        if at_rest and (elsewhere or executor.weights_moved):
             actions += self._recover_anew(now)
         return actions
 
@@ -327,21 +330,21 @@ class DeploymentControl:
         return self.recovery.begin(now)
 
     def _staged(self, event: FromRank, _now: float) -> list[ControlAction]:
-        assert isinstance(event.message, StagingProgress) and self.migration is not None
-        self.migration.progress(event.rank, event.message)
+        assert isinstance(event.message, StagingProgress) and self.executor is not None
+        self.executor.progress(event.rank, event.message)
         return []
 
     # --- waves --------------------------------------------------------------------------------------
 
     def _to_wave(self, event: object, now: float) -> list[ControlAction]:
         """Give the wave an event; late ones of an ended wave find its machine ended."""
-        migration, recovery = self.migration, self.recovery
-        assert migration is not None and recovery is not None
-        was_running = migration.running
+        executor, recovery = self.executor, self.recovery
+        assert executor is not None and recovery is not None
+        was_running = executor.running
         if isinstance(event, ctl.CancelWave) and not was_running:
             return []
-        actions = migration.take(event, now)
-        if was_running and not migration.running:
+        actions = executor.take(event, now)
+        if was_running and not executor.running:
             recovery.settled_query = recovery.query + 1
             actions += self._next_wave(now)
         return actions
@@ -355,28 +358,28 @@ class DeploymentControl:
 
     def carry_on(self, now: float) -> list[ControlAction]:
         """Begin the active plan's next wave if none runs; READY when there is no active plan."""
-        migration, record = self.migration, self.book.active
+        executor, record = self.executor, self.records.active
         if self.state not in (ControlState.READY, ControlState.MIGRATING):
             return []
-        assert migration is not None
-        if migration.running:
+        assert executor is not None
+        if executor.running:
             return []
         actions: list[ControlAction] = []
-        if record is not None and not migration.weights_moved:
+        if record is not None and not executor.weights_moved:
             closed = self._may_not_begin(record, now)
             if closed is None:
-                actions = migration.begin_wave(record, now, may_persist=not self._unstored)
+                actions = executor.begin_wave(record, now, may_persist=not self._write_retry)
             else:
-                actions = migration.wait(record, closed, "accepted before, and not begun yet", now)
-        self.state = ControlState.READY if self.book.active is None else ControlState.MIGRATING
+                actions = executor.wait(record, closed, "accepted before, and not begun yet", now)
+        self.state = ControlState.READY if self.records.active is None else ControlState.MIGRATING
         return actions
 
     def _may_not_begin(self, record: PlanRecord, now: float) -> Reason | None:
         """A freeze and the schedule hold what has not begun, but for a rollback; a plan under way goes on."""
-        assert self.cycles is not None
-        if record.plan.kind is PlanKind.ROLLBACK or self.book.has_begun(record):
+        assert self.planning_loop is not None
+        if record.plan.kind is PlanKind.ROLLBACK or self.records.has_begun(record):
             return None
-        return self.cycles.closed(now)
+        return self.planning_loop.closed(now)
 
     def _settle(self, now: float) -> list[ControlAction]:
         """Leave RECOVERING when the recovery is over."""
@@ -389,28 +392,28 @@ class DeploymentControl:
     # --- what operators set -------------------------------------------------------------------------
 
     def _set_policy(self, event: ctl.PolicySet, _now: float) -> list[ControlAction]:
-        assert self.cycles is not None
-        self.policy = self.cycles.policy = event.policy
+        assert self.planning_loop is not None
+        self.policy = self.planning_loop.policy = event.policy
         return [ctl.PersistDocument("policy", event.document)]
 
     def _freeze(self, event: ctl.PlansFrozen, _now: float) -> list[ControlAction]:
-        assert self.cycles is not None
-        self.cycles.frozen_until = event.until
+        assert self.planning_loop is not None
+        self.planning_loop.frozen_until = event.until
         return [self.document()]
 
     def _resume(self, _event: object, _now: float) -> list[ControlAction]:
-        assert self.cycles is not None
-        if not self.cycles.held:
+        assert self.planning_loop is not None
+        if not self.planning_loop.held:
             return []  # Asked again, perhaps because the first answer was lost.
-        self.cycles.held = False
+        self.planning_loop.held = False
         return [self.document()]
 
     # --- time ---------------------------------------------------------------------------------------
 
     def _step_clock(self, event: ctl.ClockStepped, _now: float) -> list[ControlAction]:
         self.unix_offset_s = event.unix_offset_s
-        if self.migration is not None:
-            self.migration.unix_offset_s = event.unix_offset_s
+        if self.executor is not None:
+            self.executor.unix_offset_s = event.unix_offset_s
         return []
 
     def _tick_waiting(self, _event: object, now: float) -> list[ControlAction]:
@@ -425,28 +428,28 @@ class DeploymentControl:
 
     def _note_waiting(self, now: float) -> list[ControlAction]:
         """R14: a plan that waits for the ranks to be asked says so; where a wave was found, the wave does."""
-        migration, recovery, record = self.migration, self.recovery, self.book.active
-        assert migration is not None and recovery is not None
-        if record is None or migration.running:
+        executor, recovery, record = self.executor, self.recovery, self.records.active
+        assert executor is not None and recovery is not None
+        if record is None or executor.running:
             return []
         obstacle = recovery.obstacle(now)
-        return migration.wait(record, obstacle.reason, obstacle.detail, now)
+        return executor.wait(record, obstacle.reason, obstacle.detail, now)
 
     def _tick_ready(self, event: object, now: float) -> list[ControlAction]:
         return self._tick_migrating(event, now)
 
     def _tick_migrating(self, event: object, now: float) -> list[ControlAction]:
-        migration = self.migration
-        assert migration is not None
+        executor = self.executor
+        assert executor is not None
         actions = [*self._housekeeping(now), *self._to_wave(event, now)]
         unix = now + self.unix_offset_s
-        actions += self.book.sweep(lambda record: migration.is_stale(record.plan, 0), unix)
+        actions += self.records.sweep(lambda record: executor.is_stale(record.plan, 0), unix)
         actions += self.carry_on(now)
-        hindrance = Reason.STORE_UNAVAILABLE if self._unstored else None
+        hindrance = Reason.STORE_UNAVAILABLE if self._write_retry else None
         return [*actions, *self._tick_cycles(now, hindrance)]
 
     def _tick_cycles(self, now: float, hindrance: Reason | None) -> list[ControlAction]:
-        return self.cycles.tick(now, hindrance) if self.cycles is not None else []
+        return self.planning_loop.tick(now, hindrance) if self.planning_loop is not None else []
 
     def _housekeeping(self, now: float) -> list[ControlAction]:
         """Keep heartbeats going, notice who went and came back."""
@@ -473,22 +476,22 @@ class DeploymentControl:
         return actions
 
     def _cycle_decided(self, event: ctl.CycleDecided, now: float) -> list[ControlAction]:
-        assert self.cycles is not None
-        hindrance = Reason.STORE_UNAVAILABLE if self._unstored else None
-        actions = self.cycles.take(event, now, hindrance)
+        assert self.planning_loop is not None
+        hindrance = Reason.STORE_UNAVAILABLE if self._write_retry else None
+        actions = self.planning_loop.take(event, now, hindrance)
         return [*actions, *self.carry_on(now)]
 
     def _cycle_overtaken(self, event: ctl.CycleDecided, now: float) -> list[ControlAction]:
-        assert self.cycles is not None
+        assert self.planning_loop is not None
         migrating = self.state is ControlState.MIGRATING
-        return self.cycles.take(
+        return self.planning_loop.take(
             event, now, Reason.PLAN_IN_PROGRESS if migrating else Reason.RECOVERING
         )
 
     def _unsaved(self, event: ctl.PersistFailed, _now: float) -> list[ControlAction]:
         """Kept, and tried again with the next write or tick; no wave begins before. What was to go out with them did not."""
         current = (self._current(action) for action in event.failed)
-        self._unstored.keep(action for action in current if action is not None)
+        self._write_retry.keep(action for action in current if action is not None)
         if self.coordinator is not None:
             self.coordinator.not_sent(self._sends)
         self._sends = ()
@@ -498,7 +501,7 @@ class DeploymentControl:
         """What to write in place of a write that failed, perhaps a while ago; None if it is outdated."""
         if isinstance(action, ctl.PersistPlan):
             plan_id = action.record.plan.plan_id
-            return ctl.PersistPlan(self.book.records.get(plan_id, action.record))
+            return ctl.PersistPlan(self.records.by_id.get(plan_id, action.record))
         if isinstance(action, ctl.PersistEpoch):
             here = action.generation == self.generation and action.epoch == self.epoch
             return action if here else None
@@ -515,8 +518,8 @@ class DeploymentControl:
     def outgoing(self, actions: list[ControlAction], *, flush: bool = False) -> list[ControlAction]:
         """A batch as the shell needs it: what is not stored yet first, and all persists before sends."""
         persists = [action for action in actions if isinstance(action, PersistAction)]
-        if not persists and not (flush and self._unstored):
+        if not persists and not (flush and self._write_retry):
             return actions
         others = [action for action in actions if not isinstance(action, PersistAction)]
         self._sends = tuple(a for a in others if isinstance(a, SendToRank) and a.decides)
-        return [*self._unstored.release(persists), *others]
+        return [*self._write_retry.release(persists), *others]

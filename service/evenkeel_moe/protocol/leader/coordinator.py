@@ -18,8 +18,8 @@ from evenkeel_moe.protocol.control_messages import (
     Alert,
     CancelWave,
     CoordinatorAction,
-    FleetProgress,
     FromRank,
+    GroupProgress,
     PersistIntent,
     PersistOutcome,
     RankConnected,
@@ -117,7 +117,7 @@ class Coordinator:
     # --- doors ----------------------------------------------------------------------------------
 
     def start(self, now: float, step: int) -> list[CoordinatorAction]:
-        """Ask all ranks: Prepare, or the recovery's query. `step`: the fleet's, as last heard."""
+        """Ask all ranks: Prepare, or the recovery's query. `step`: the group's, as last heard."""
         self._step, self._stepped_at = step, now
         return self._enter(self.state, self.reason, "", now)
 
@@ -148,7 +148,7 @@ class Coordinator:
             return [Alert(Reason.MALFORMED, f"{self.wave} is {self.state}, yet {event}")]
         if cell is ILLEGAL:
             raise IllegalEvent("coordinator", self.state, event, self.story)
-        if kind is not FleetProgress:
+        if kind is not GroupProgress:
             self._story.append((self.state, kind.__name__))
         actions: list[CoordinatorAction] = getattr(self, cell)(event, now)
         return actions
@@ -215,7 +215,7 @@ class Coordinator:
         return any(not peer.answered and not peer.times_asked for peer in self.peers.values())
 
     def is_idle(self, now: float) -> bool:
-        """R14: the fleet takes no steps, so nothing can be expected of its gate."""
+        """R14: the group takes no steps, so nothing can be expected of its gate."""
         return now - self._stepped_at >= self.timing.idle_after_s
 
     # --- answers --------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Coordinator:
         self.peers[event.rank].lost = True
         return self._watch(now)
 
-    def _progress(self, event: FleetProgress, now: float) -> list[CoordinatorAction]:
+    def _progress(self, event: GroupProgress, now: float) -> list[CoordinatorAction]:
         if event.step > self._step:
             self._step, self._stepped_at = event.step, now
         return []
@@ -353,7 +353,7 @@ class Coordinator:
     # --- watchdogs (R14) ----------------------------------------------------------------------------
 
     def _watch(self, now: float) -> list[CoordinatorAction]:
-        """Every state has a deadline; what it leads to depends on whether the fleet can answer at all."""
+        """Every state has a deadline; what it leads to depends on whether the group can answer at all."""
         timing, waited = self.timing, now - self._entered_at
         if not self.pending:
             return []

@@ -160,7 +160,7 @@ class Membership:
         return now - member.last_seen < self.lease_s
 
     def step(self) -> int:
-        """Steps the fleet has taken in this generation, as far as told; dummy steps included."""
+        """Steps the group has taken in this generation, as far as told; dummy steps included."""
         furthest = 0
         for member in self.members.values():
             state = member.state

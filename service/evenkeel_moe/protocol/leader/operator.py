@@ -20,8 +20,8 @@ from evenkeel_moe.protocol.control_messages import (
     PolicySet,
 )
 from evenkeel_moe.protocol.leader.control import DeploymentControl
-from evenkeel_moe.protocol.leader.plan_executor import Migration
-from evenkeel_moe.protocol.leader.planning_loop import Cycles
+from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
+from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.transitions import ControlState
 
 __all__ = ["Operator"]
@@ -58,16 +58,16 @@ class Operator:
             Conflict: ID_REUSED, STALE_BASE, and with `approve` PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
             InfeasiblePlan: the plan breaks an invariant (R17).
         """
-        migration, cycles = self._ready()
-        book = self.control.book
-        known = book.same_request(plan.plan_id, request_digest)
+        executor, planning_loop = self._ready()
+        records = self.control.records
+        known = records.same_request(plan.plan_id, request_digest)
         if known is not None:
             return known, []
         if plan.generation != self.control.generation:
             raise Conflict(f"planned for {plan.generation}", Reason.GENERATION_CHANGED)
-        if migration.is_stale(plan, 0):
+        if executor.is_stale(plan, 0):
             raise Conflict(f"planned on epoch {plan.base_epoch}", Reason.STALE_BASE)
-        refusal = migration.plan_problem(plan)
+        refusal = executor.plan_problem(plan)
         if refusal is not None:
             raise InfeasiblePlan(refusal[1], refusal[0])
         rollback = plan.kind is PlanKind.ROLLBACK
@@ -76,14 +76,14 @@ class Operator:
         phase = PlanPhase.APPROVED if approve else PlanPhase.PROPOSED
         unix = now + self.control.unix_offset_s
         actions: list[ControlAction] = [
-            book.add(plan, phase, plan.reason, unix, digest=request_digest, by=by)
+            records.add(plan, phase, plan.reason, unix, digest=request_digest, by=by)
         ]
-        actions += book.drop_excess(unix)
-        if rollback and not cycles.held:
-            cycles.held = True
+        actions += records.drop_excess(unix)
+        if rollback and not planning_loop.held:
+            planning_loop.held = True
             actions.append(self.control.document())
         actions += self.control.carry_on(now)
-        return book.get(plan.plan_id), self.control.outgoing(actions)
+        return records.get(plan.plan_id), self.control.outgoing(actions)
 
     def approve(self, plan_id: PlanId, by: str, now: float) -> Answer:
         """Begin a proposed plan.
@@ -92,23 +92,23 @@ class Operator:
             NotFound: no such plan. Conflict: STALE_BASE when the epoch moved (R16), EXPIRED,
             WRONG_PHASE, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
         """
-        migration, _ = self._ready()
-        book = self.control.book
-        record = book.get(plan_id)
+        executor, _ = self._ready()
+        records = self.control.records
+        record = records.get(plan_id)
         unix = now + self.control.unix_offset_s
         plan = record.plan
         if record.phase.terminal and record.reason in (Reason.STALE_BASE, Reason.EXPIRED):
             raise Conflict(f"plan {plan_id} ended: {record.error}", record.reason)
         if record.phase is not PlanPhase.PROPOSED:
             raise Conflict(f"plan {plan_id} is {record.phase}")
-        if migration.is_stale(plan, 0):
+        if executor.is_stale(plan, 0):
             raise Conflict(f"plan {plan_id} was made on epoch {plan.base_epoch}", Reason.STALE_BASE)
         if plan.expires_at is not None and unix >= plan.expires_at:
             raise Conflict(f"plan {plan_id} ran out at {plan.expires_at:.0f}", Reason.EXPIRED)
         self._check_free(now, thawed=plan.kind is PlanKind.ROLLBACK)
-        change = book.change(record, "approved", unix, phase=PlanPhase.APPROVED, by=by)
+        change = records.change(record, "approved", unix, phase=PlanPhase.APPROVED, by=by)
         actions = [change, *self.control.carry_on(now)]
-        return book.get(plan_id), self.control.outgoing(actions)
+        return records.get(plan_id), self.control.outgoing(actions)
 
     def cancel(self, plan_id: PlanId, by: str, now: float) -> Answer:
         """Stop a plan: at once before the votes are in, else before its next wave (R16).
@@ -117,23 +117,23 @@ class Operator:
             NotFound: no such plan. Conflict: WRONG_PHASE when it has ended.
         """
         self._leading()
-        book = self.control.book
-        record = book.get(plan_id)
+        records = self.control.records
+        record = records.get(plan_id)
         if record.phase.terminal:
             raise Conflict(f"plan {plan_id} is {record.phase}")
         unix = now + self.control.unix_offset_s
-        if book.cancel_requested(record):
+        if records.cancel_requested(record):
             return record, self.control.outgoing([], flush=True)
-        actions: list[ControlAction] = [book.change(record, "cancel_requested", unix, by=by)]
-        record = book.get(plan_id)
-        migration = self.control.migration
-        assert migration is not None
-        if migration.runs(record):
+        actions: list[ControlAction] = [records.change(record, "cancel_requested", unix, by=by)]
+        record = records.get(plan_id)
+        executor = self.control.executor
+        assert executor is not None
+        if executor.runs(record):
             actions += self.control.handle(CancelWave(Reason.CANCELLED), now)
         elif record.phase is PlanPhase.PROPOSED or self.control.state in _SETTLED:
-            actions.append(book.end(record, Reason.CANCELLED, unix))
+            actions.append(records.end(record, Reason.CANCELLED, unix))
             actions += self.control.carry_on(now)
-        return book.get(plan_id), self.control.outgoing(actions)
+        return records.get(plan_id), self.control.outgoing(actions)
 
     def rollback_target(self, to_epoch: Epoch | None) -> tuple[Epoch, Placement]:
         """The placement a rollback leads to; None is the one before the plan that led to the current epoch.
@@ -156,10 +156,10 @@ class Operator:
 
     def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
         """Of the recorded epochs, the base of the plan that led to the current one; else the newest."""
-        migration = self.control.migration
-        for record in reversed(self.control.book.records.values()):
+        executor = self.control.executor
+        for record in reversed(self.control.records.by_id.values()):
             base, waves = record.plan.base_epoch, record.waves_committed
-            if migration is None or migration.is_of_other_generation(record.plan):
+            if executor is None or executor.is_of_other_generation(record.plan):
                 continue  # Epochs are counted anew after a cold start.
             if waves and base + waves == self.control.epoch and base in earlier:
                 return base
@@ -185,13 +185,13 @@ class Operator:
 
     # --- small parts ----------------------------------------------------------------------------
 
-    def _leading(self) -> tuple[Migration, Cycles]:
+    def _leading(self) -> tuple[PlanExecutor, PlanningLoop]:
         control = self.control
-        if control.migration is None or control.cycles is None:
+        if control.executor is None or control.planning_loop is None:
             raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
-        return control.migration, control.cycles
+        return control.executor, control.planning_loop
 
-    def _ready(self) -> tuple[Migration, Cycles]:
+    def _ready(self) -> tuple[PlanExecutor, PlanningLoop]:
         leading = self._leading()
         if self.control.state is ControlState.WAITING_FOR_RANKS:
             raise Unavailable("the ranks have not all connected", Reason.RANKS_MISSING)
@@ -200,13 +200,15 @@ class Operator:
         return leading
 
     def _check_free(self, now: float, *, thawed: bool) -> None:
-        active = self.control.book.active
+        active = self.control.records.active
         if active is not None:
             raise Conflict(f"plan {active.plan.plan_id} is {active.phase}", Reason.PLAN_IN_PROGRESS)
-        _, cycles = self._leading()
+        _, planning_loop = self._leading()
         unix = now + self.control.unix_offset_s
-        if unix < cycles.frozen_until and not thawed:
-            raise Conflict(f"frozen for {cycles.frozen_until - unix:.0f} s more", Reason.FROZEN)
+        if unix < planning_loop.frozen_until and not thawed:
+            raise Conflict(
+                f"frozen for {planning_loop.frozen_until - unix:.0f} s more", Reason.FROZEN
+            )
         opens_at = self.control.policy.schedule.opens_at(unix)
         if opens_at != unix and not thawed:
             assert opens_at is not None

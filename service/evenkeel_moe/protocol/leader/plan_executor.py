@@ -1,4 +1,4 @@
-"""Carries the active plan over the fleet, wave after wave, and ends waves found on it.
+"""Carries the active plan over the group, wave after wave, and ends waves found on it.
 
 Not a machine of its own: `control` feeds it and reads back what it left behind. One coordinator at
 a time; it is kept when it has ended, so that late answers find it.
@@ -19,7 +19,7 @@ from evenkeel_moe.protocol.control_messages import (
 )
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.membership import Membership
-from evenkeel_moe.protocol.leader.plan_records import PlanBook
+from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.leader.plan_validation import (
     Refusal,
     placement_at,
@@ -27,7 +27,7 @@ from evenkeel_moe.protocol.leader.plan_validation import (
     pool_refusal,
     wave_refusal,
 )
-from evenkeel_moe.protocol.leader.state_query import Fleet
+from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.messages import Leader, Prepare, StagingProgress
 from evenkeel_moe.protocol.timing import WaveTiming
 from evenkeel_moe.protocol.transitions import CoordinatorState
@@ -35,13 +35,13 @@ from evenkeel_moe.protocol.transitions import CoordinatorState
 if TYPE_CHECKING:
     from evenkeel_moe.model.placement import Placement
 
-__all__ = ["Migration"]
+__all__ = ["PlanExecutor"]
 
 _EPOCHS_KEPT = 64
 """Placements of earlier epochs in memory, as many as the store keeps."""
 
 
-class Migration:
+class PlanExecutor:
     """The active plan's progress.
 
     Args:
@@ -55,7 +55,7 @@ class Migration:
         self,
         leader: Leader,
         membership: Membership,
-        book: PlanBook,
+        records: PlanRecords,
         timing: WaveTiming,
         *,
         batch_deadline_s: float,
@@ -64,20 +64,20 @@ class Migration:
     ) -> None:
         self.leader = leader
         self.membership = membership
-        self.book = book
+        self.records = records
         self.timing = timing
         self.batch_deadline_s = batch_deadline_s
         self.max_bytes_per_s = max_bytes_per_s
         self.unix_offset_s = unix_offset_s
-        self.fleet: Fleet | None = None
+        self.group: GroupState | None = None
         """Where the group is; None until all ranks said so."""
         self.history: dict[Epoch, Placement] = {}
-        """Placements by epoch up to the fleet's, as many as are known (R15)."""
+        """Placements by epoch up to the group's, as many as are known (R15)."""
         self.coordinator: Coordinator | None = None
         self.staged: dict[EpRank, tuple[int, int]] = {}
         """(bytes done, bytes total) of the running wave, by rank."""
         self.weights_moved = False
-        """Some rank reports other weights than the fleet's: nothing may begin before a survey (R4)."""
+        """Some rank reports other weights than the group's: nothing may begin before a round (R4)."""
         self.found_gone: set[WaveKey] = set()
         """Waves a recovery aborted: their plan cannot go on."""
         self._after: Placement | None = None
@@ -97,12 +97,12 @@ class Migration:
     # --- predicates: one rule each ----------------------------------------------------------------
 
     def is_stale(self, plan: Plan, waves_committed: int) -> bool:
-        """R16: the fleet is not where the plan's next wave begins."""
-        fleet = self.fleet
+        """R16: the group is not where the plan's next wave begins."""
+        group = self.group
         return (
-            fleet is None
-            or fleet.epoch != plan.base_epoch + waves_committed
-            or fleet.placement != placement_at(plan, waves_committed)
+            group is None
+            or group.epoch != plan.base_epoch + waves_committed
+            or group.placement != placement_at(plan, waves_committed)
         )
 
     def is_of_other_generation(self, plan: Plan) -> bool:
@@ -148,32 +148,32 @@ class Migration:
                 record, Reason.STORE_UNAVAILABLE, "earlier records are not stored yet", now
             )
         if self.is_stale(plan, index):
-            detail = f"based on epoch {plan.base_epoch} + {index}, the fleet is elsewhere"
-            return [self.book.end(record, Reason.STALE_BASE, unix, detail)]
+            detail = f"based on epoch {plan.base_epoch} + {index}, the group is elsewhere"
+            return [self.records.end(record, Reason.STALE_BASE, unix, detail)]
         refusal = self.wave_problem(plan, index) or self.pool_problem(plan, index)
         if refusal is not None:
-            return [self.book.end(record, refusal[0], unix, f"wave {index}: {refusal[1]}")]
-        assert self.fleet is not None
-        body, fleet = plan.waves[index], self.fleet
-        experts = fleet.placement.num_logical_experts
-        if len(fleet.checksums) != fleet.placement.num_layers * experts:
+            return [self.records.end(record, refusal[0], unix, f"wave {index}: {refusal[1]}")]
+        assert self.group is not None
+        body, group = plan.waves[index], self.group
+        experts = group.placement.num_logical_experts
+        if len(group.checksums) != group.placement.num_layers * experts:
             detail = "the ranks registered no checksums to copy by: after a reload their replicas differed"
-            return [self.book.end(record, Reason.OBSERVE_ONLY, unix, detail)]
-        sums = tuple(fleet.checksums[t.layer * experts + t.logical_expert] for t in body.transfers)
+            return [self.records.end(record, Reason.OBSERVE_ONLY, unix, detail)]
+        sums = tuple(group.checksums[t.layer * experts + t.logical_expert] for t in body.transfers)
         prepare = Prepare(
             self.leader,
             plan.key(index),
-            fleet.epoch,
+            group.epoch,
             body,
             sums,
             self.batch_deadline_s,
             self.max_bytes_per_s,
         )
-        self._after = fleet.placement.with_rows(body.layers, body.rows)
+        self._after = group.placement.with_rows(body.layers, body.rows)
         self._waiting = None
         self.staged = {}
         row = f"wave {index} of {len(plan.waves)}: {len(body.transfers)} transfers"
-        change = self.book.change(
+        change = self.records.change(
             record,
             "wave_started",
             unix,
@@ -234,32 +234,34 @@ class Migration:
         """The record of the plan the coordinator's wave belongs to; None for a found wave."""
         if self._after is None or self.coordinator is None:
             return None
-        return self.book.records.get(self.coordinator.wave.plan_id)
+        return self.records.by_id.get(self.coordinator.wave.plan_id)
 
     def _learned_commit(self, now: float) -> list[ControlAction]:
         """One rank is at the new epoch: all are, or will be when they reach the same boundary (R3)."""
         if self._after is None:
             return self._count_found(now)
-        record, fleet, after = self._record(), self.fleet, self._after
-        if record is None or fleet is None:
+        record, group, after = self._record(), self.group, self._after
+        if record is None or group is None:
             return []
-        self.fleet = Fleet(Epoch(fleet.epoch + 1), after, fleet.weights_version, fleet.checksums)
-        self.history[self.fleet.epoch] = after
+        self.group = GroupState(
+            Epoch(group.epoch + 1), after, group.weights_version, group.checksums
+        )
+        self.history[self.group.epoch] = after
         for epoch in sorted(self.history)[:-_EPOCHS_KEPT]:
             del self.history[epoch]
-        change = self.book.change(
+        change = self.records.change(
             record,
             "wave_committed",
             now + self.unix_offset_s,
             waves_committed=record.waves_committed + 1,
-            detail=f"epoch {self.fleet.epoch}",
+            detail=f"epoch {self.group.epoch}",
         )
-        return [PersistEpoch(record.plan.generation, self.fleet.epoch, after), change]
+        return [PersistEpoch(record.plan.generation, self.group.epoch, after), change]
 
     def _count_found(self, now: float) -> list[ControlAction]:
         """A wave found on the ranks is committed: its plan says so at once, whatever becomes of the ranks.
 
-        Epoch and map follow from the next survey; if the group restarts before it, this is the last that is
+        Epoch and map follow from the next round; if the group restarts before it, this is the last that is
         heard of the wave.
         """
         assert self.coordinator is not None
@@ -270,14 +272,14 @@ class Migration:
         unix, committed = now + self.unix_offset_s, wave.wave_index + 1
         detail = "found on the ranks"
         return [
-            self.book.change(
+            self.records.change(
                 record, "wave_committed", unix, waves_committed=committed, detail=detail
             )
         ]
 
     def _plan_of(self, wave: WaveKey) -> PlanRecord | None:
         """The record of this very plan; None where its id has another life."""
-        record, index = self.book.records.get(wave.plan_id), wave.wave_index
+        record, index = self.records.by_id.get(wave.plan_id), wave.wave_index
         known = (
             record is not None and index < len(record.plan.waves) and record.plan.key(index) == wave
         )
@@ -291,18 +293,18 @@ class Migration:
                 self.found_gone.add(coordinator.wave)
             return []
         if coordinator.state is CoordinatorState.ABORTED:
-            return [self.book.end(record, coordinator.reason, unix, coordinator.detail)]
+            return [self.records.end(record, coordinator.reason, unix, coordinator.detail)]
         return self.settle(record, unix)
 
     def settle(self, record: PlanRecord, unix: float) -> list[ControlAction]:
         """Between waves: end the plan if it is complete, cancelled or its weights are gone."""
-        completed = self.book.complete(record, unix)
+        completed = self.records.complete(record, unix)
         if completed is not None:
             return [completed]
-        if self.book.cancel_requested(record):
-            return [self.book.end(record, Reason.CANCELLED, unix, "between two waves")]
+        if self.records.cancel_requested(record):
+            return [self.records.end(record, Reason.CANCELLED, unix, "between two waves")]
         if self.weights_moved:
-            return [self.book.end(record, Reason.WEIGHTS_VERSION_CHANGED, unix)]
+            return [self.records.end(record, Reason.WEIGHTS_VERSION_CHANGED, unix)]
         return []
 
     # --- waiting ------------------------------------------------------------------------------------
@@ -310,19 +312,19 @@ class Migration:
     def _note_health(self, health: WaveHealth, now: float) -> list[PersistPlan]:
         """A plan says what its wave waits for, also a wave that was found on the ranks (R14)."""
         record = self._plan_of(health.wave) if health.wave is not None else None
-        if record is None or record is not self.book.active:
+        if record is None or record is not self.records.active:
             return []
         unix = now + self.unix_offset_s
         if health.reason is None:
             if record.phase is PlanPhase.MIGRATING:
                 return []
             phase, reason = PlanPhase.MIGRATING, Reason.PLAN_STARTED
-            return [self.book.change(record, "resumed", unix, phase=phase, reason=reason)]
+            return [self.records.change(record, "resumed", unix, phase=phase, reason=reason)]
         event, phase = (
             ("stalled", PlanPhase.STALLED) if health.stalled else ("paused", PlanPhase.PAUSED)
         )
         return [
-            self.book.change(
+            self.records.change(
                 record, event, unix, phase=phase, reason=health.reason, detail=health.detail
             )
         ]
@@ -338,7 +340,7 @@ class Migration:
         if record.phase is PlanPhase.STALLED and record.reason is reason:
             return []
         unix = now + self.unix_offset_s
-        change = self.book.change(
+        change = self.records.change(
             record, "stalled", unix, phase=PlanPhase.STALLED, reason=reason, detail=detail
         )
         return [change, WaveHealth(record.plan.key(record.waves_committed), True, reason, detail)]

@@ -13,7 +13,7 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.protocol.control_messages import PersistPlan
 
-__all__ = ["PlanBook", "is_failure", "remembered", "repeated"]
+__all__ = ["PlanRecords", "is_failure", "remembered", "repeated"]
 
 _KEPT_TERMINAL = 16
 """Newest ended plans kept in memory; the store keeps more. One of a large model may have thousands of transfers, megabytes."""
@@ -34,7 +34,7 @@ _MOVED_ON = frozenset(
         Reason.LEASE_LOST,
     }
 )
-"""Ends that say nothing about whether the fleet can carry plans out."""
+"""Ends that say nothing about whether the group can carry plans out."""
 
 
 def repeated(record: PlanRecord, digest: str | None) -> PlanRecord:
@@ -80,15 +80,15 @@ def remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
     ]
 
 
-class PlanBook:
+class PlanRecords:
     """Records by plan id, oldest first: all that have not ended, and of the others those in `remembered`."""
 
     def __init__(self) -> None:
-        self.records: dict[PlanId, PlanRecord] = {}
+        self.by_id: dict[PlanId, PlanRecord] = {}
 
     def load(self, records: Iterable[PlanRecord]) -> None:
         """Replace everything by what the store held."""
-        self.records = {r.plan.plan_id: r for r in sorted(records, key=lambda r: r.plan.created_at)}
+        self.by_id = {r.plan.plan_id: r for r in sorted(records, key=lambda r: r.plan.created_at)}
         self._forget_old()
 
     def get(self, plan_id: PlanId) -> PlanRecord:
@@ -97,23 +97,23 @@ class PlanBook:
         Raises:
             NotFound: no such plan in memory.
         """
-        if plan_id not in self.records:
+        if plan_id not in self.by_id:
             raise NotFound(f"no plan {plan_id}")
-        return self.records[plan_id]
+        return self.by_id[plan_id]
 
     @property
     def active(self) -> PlanRecord | None:
         """The accepted plan that has not ended; there is at most one."""
-        return next((r for r in reversed(self.records.values()) if r.phase in _ACTIVE), None)
+        return next((r for r in reversed(self.by_id.values()) if r.phase in _ACTIVE), None)
 
     @property
     def open(self) -> tuple[PlanRecord, ...]:
         """Records that have not ended, oldest first."""
-        return tuple(r for r in self.records.values() if not r.phase.terminal)
+        return tuple(r for r in self.by_id.values() if not r.phase.terminal)
 
     def proposal(self) -> PlanRecord | None:
         """The newest automatic proposal that waits for approval."""
-        waiting = (r for r in reversed(self.records.values()) if r.phase is PlanPhase.PROPOSED)
+        waiting = (r for r in reversed(self.by_id.values()) if r.phase is PlanPhase.PROPOSED)
         return next((r for r in waiting if r.plan.kind is PlanKind.AUTOMATIC), None)
 
     def add(
@@ -142,7 +142,7 @@ class PlanBook:
         record = PlanRecord(
             plan, phase, reason, 0, unix, error, request_digest=digest, story=(row,)
         )
-        self.records[plan.plan_id] = record
+        self.by_id[plan.plan_id] = record
         self._forget_old()
         return PersistPlan(record)
 
@@ -185,7 +185,7 @@ class PlanBook:
             approved_by=by if event == "approved" else record.approved_by,
             story=(*record.story, row),
         )
-        self.records[record.plan.plan_id] = new
+        self.by_id[record.plan.plan_id] = new
         return PersistPlan(new)
 
     def end(self, record: PlanRecord, reason: Reason, unix: float, detail: str = "") -> PersistPlan:
@@ -226,7 +226,7 @@ class PlanBook:
         Raises:
             Conflict: the id names a plan another request created.
         """
-        record = self.records.get(plan_id)
+        record = self.by_id.get(plan_id)
         return None if record is None else repeated(record, digest)
 
     @staticmethod
@@ -261,4 +261,4 @@ class PlanBook:
         ]
 
     def _forget_old(self) -> None:
-        self.records = {record.plan.plan_id: record for record in remembered(self.records.values())}
+        self.by_id = {record.plan.plan_id: record for record in remembered(self.by_id.values())}

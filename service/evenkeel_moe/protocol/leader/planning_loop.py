@@ -12,12 +12,12 @@ from evenkeel_moe.protocol.control_messages import (
     PersistDecision,
     RunCycle,
 )
-from evenkeel_moe.protocol.leader.plan_executor import Migration
+from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 
-__all__ = ["Cycles"]
+__all__ = ["PlanningLoop"]
 
 
-class Cycles:
+class PlanningLoop:
     """When to look, and what becomes of what the planner answers.
 
     Args:
@@ -28,14 +28,14 @@ class Cycles:
 
     def __init__(
         self,
-        migration: Migration,
+        executor: PlanExecutor,
         policy: DeploymentPolicy,
         *,
         since: float,
         deadline_s: float,
         numbers: Iterator[int],
     ) -> None:
-        self.migration = migration
+        self.executor = executor
         self.policy = policy
         self.deadline_s = deadline_s
         self.held = False
@@ -63,37 +63,37 @@ class Cycles:
         reason = hindrance or self._gate(now)
         if reason is not None:
             return [self.decide(reason, now)]
-        migration = self.migration
-        fleet, generation = migration.fleet, migration.membership.generation
-        assert fleet is not None and generation is not None
+        executor = self.executor
+        group, generation = executor.group, executor.membership.generation
+        assert group is not None and generation is not None
         self._number = next(self._numbers)
         self._began = now
         self._asked_under = self.policy
         return [
-            RunCycle(self._number, fleet.epoch, fleet.placement, generation, fleet.weights_version)
+            RunCycle(self._number, group.epoch, group.placement, generation, group.weights_version)
         ]
 
     def _gate(self, now: float) -> Reason | None:
         """What an operator or an open plan holds against a new one."""
-        migration = self.migration
+        executor = self.executor
         closed = self.closed(now)
         if closed is not None:
             return closed
         if self.policy.mode is Mode.AUTO and self.held:
             return Reason.HELD_AFTER_ROLLBACK
-        if migration.book.active is not None:
+        if executor.records.active is not None:
             return Reason.PLAN_IN_PROGRESS
         # A proposal left from `propose` mode must not hold up `auto`: the next plan makes it stale.
-        if self.policy.mode is Mode.PROPOSE and migration.book.proposal() is not None:
+        if self.policy.mode is Mode.PROPOSE and executor.records.proposal() is not None:
             return Reason.PLAN_PROPOSED
-        quorum = migration.membership.quorum(now)
+        quorum = executor.membership.quorum(now)
         if not quorum.ok and self.policy.mode is not Mode.OBSERVE:
             return quorum.reason
         return None
 
     def closed(self, now: float) -> Reason | None:
         """Whether no plan may begin now, by a freeze or the schedule."""
-        unix = now + self.migration.unix_offset_s
+        unix = now + self.executor.unix_offset_s
         if unix < self.frozen_until:
             return Reason.FROZEN
         return None if self.policy.schedule.is_open(unix) else Reason.OUTSIDE_SCHEDULE
@@ -105,7 +105,7 @@ class Cycles:
         if event.cycle != self._number or self._began is None:
             return []
         self._began = None
-        plan, migration = event.plan, self.migration
+        plan, executor = event.plan, self.executor
         if plan is None:
             return [self.decide(event.reason, now, numbers=event.numbers, shadow=event.shadow)]
         if self.policy.mode is Mode.OBSERVE:
@@ -118,21 +118,21 @@ class Cycles:
                 Reason.POLICY_CHANGED
             )  # Its limits, gates or mode may not allow what was planned.
         if reason is None and (
-            migration.is_stale(plan, 0) or plan.generation != migration.membership.generation
+            executor.is_stale(plan, 0) or plan.generation != executor.membership.generation
         ):
             reason = Reason.STALE_BASE
         if reason is not None:
             return [self.decide(reason, now, numbers=event.numbers, shadow=event.shadow)]
-        refusal, unix = migration.plan_problem(plan), now + migration.unix_offset_s
+        refusal, unix = executor.plan_problem(plan), now + executor.unix_offset_s
         if refusal is not None:
-            refused = migration.book.add(
+            refused = executor.records.add(
                 plan, PlanPhase.REFUSED, refusal[0], unix, detail=refusal[1]
             )
             return [refused, self.decide(refusal[0], now, plan, event.numbers, event.shadow)]
         auto = self.policy.mode is Mode.AUTO
         phase = PlanPhase.APPROVED if auto else PlanPhase.PROPOSED
         decided = Reason.PLAN_STARTED if auto else Reason.PLAN_PROPOSED
-        entered = migration.book.add(plan, phase, plan.reason, unix, by="auto" if auto else "")
+        entered = executor.records.add(plan, phase, plan.reason, unix, by="auto" if auto else "")
         return [entered, self.decide(decided, now, plan, event.numbers, event.shadow)]
 
     def decide(
@@ -145,7 +145,7 @@ class Cycles:
     ) -> PersistDecision:
         """One row of the decision log; `shadow` only where there are shadow policies."""
         self.last = {
-            "at": now + self.migration.unix_offset_s,
+            "at": now + self.executor.unix_offset_s,
             "reason": reason.value,
             "plan_id": plan.plan_id if plan is not None else None,
             "numbers": dict(numbers or {}),

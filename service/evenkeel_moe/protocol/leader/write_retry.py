@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import PersistAction
 
-__all__ = ["Unstored"]
+__all__ = ["WriteRetry"]
 
 _MAX_DECISIONS = 100
 """Decision rows kept for a store that is away; no more than a person would read."""
 
 
-class Unstored:
+class WriteRetry:
     """Failed writes in order; of every record only its newest version."""
 
     def __init__(self) -> None:

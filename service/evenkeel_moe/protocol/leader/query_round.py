@@ -8,11 +8,11 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol.messages import RankState
 
-__all__ = ["Disagreement", "Fleet", "Survey"]
+__all__ = ["Disagreement", "GroupState", "QueryRound"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Fleet:
+class GroupState:
     """What all ranks agree on."""
 
     epoch: Epoch
@@ -23,14 +23,14 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Why the ranks' answers do not make one fleet."""
+    """Why the ranks' answers do not make one group."""
 
     reason: Reason
     detail: str
 
 
 @dataclass(slots=True)
-class Survey:
+class QueryRound:
     """Answers to one query, asked of all R ranks."""
 
     query: int
@@ -55,7 +55,7 @@ class Survey:
         """A wave some rank still holds."""
         return next((a.wave for _, a in sorted(self.answers.items()) if a.wave is not None), None)
 
-    def fleet(self) -> Fleet | Disagreement:
+    def group(self) -> GroupState | Disagreement:
         """What the answers say together."""
         states = dict(sorted(self.answers.items()))
         for reason, what, values in (
@@ -79,4 +79,6 @@ class Survey:
             )
         first = states[min(states)]
         assert first.placement is not None
-        return Fleet(first.epoch, first.placement, first.weights_version, first.checksums or ())
+        return GroupState(
+            first.epoch, first.placement, first.weights_version, first.checksums or ()
+        )
