@@ -257,7 +257,7 @@ def test_a_reload_that_leaves_no_checksums_is_said_with_every_heartbeat():
             assert agent.observe_only and agent.trouble == agent.heartbeat().trouble
             assert (
                 agent.trouble
-                == "weights 2 were loaded with replicas that differ, or not for every expert"
+                == "after loading weights 2, replicas of an expert differ or an expert is missing"
             )
 
 
@@ -288,7 +288,7 @@ def test_a_device_that_cannot_tell_its_free_memory_costs_no_heartbeat(monkeypatc
     with Fleet(OLD, steps=False) as fleet:
         agent = fleet.agents[0]
         before = agent.heartbeat().free_bytes
-        monkeypatch.setattr("evenkeel_moe.agent.agent.free_bytes", silent)
+        monkeypatch.setattr("evenkeel_moe.agent.memory.free_bytes", silent)
         assert agent.heartbeat().free_bytes == before > 0
         assert agent.trouble == ""
 

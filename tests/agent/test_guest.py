@@ -305,7 +305,7 @@ def test_an_armed_rank_that_cannot_know_leaves():
         with pytest.raises(GateFailed):
             for _ in range(8):
                 if agent._participant.must_wait_for_poll():
-                    agent._poll = (agent._poll[0], _Failed())
+                    agent._polls._poll = (agent._polls._poll[0], _Failed())
                 agent.step_boundary()
 
 

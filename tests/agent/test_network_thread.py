@@ -26,7 +26,7 @@ class OnceUnreadable(Recorder):
 
 
 def test_a_report_that_fails_does_not_end_the_reporter(monkeypatch):
-    monkeypatch.setattr(network_thread, "_AFTER_MISTAKE_S", 0.01)
+    monkeypatch.setattr(network_thread, "_RESTART_AFTER_S", 0.01)
     recorder, link = OnceUnreadable(8, 1, 1), PortLink()
     identity = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 5)
     thread = network_thread.NetworkThread(link, recorder, identity, CountingSide.DESTINATION)

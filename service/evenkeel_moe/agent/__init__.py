@@ -1,7 +1,8 @@
-"""What runs inside an inference rank: recorder, staging, swap, and the stream to the controller.
+"""The part of Evenkeel inside a rank: recorder, staging, swap, and the stream to the controller.
 
-The names below are the public interface for engine authors, numbered by `API_VERSION`; docs/engines.md explains it and
-examples/qwen3moe uses nothing else. A name that goes or takes other arguments raises the number.
+The names below are the public interface for engine authors, numbered by `API_VERSION`.
+docs/engines.md explains it, and examples/qwen3moe uses nothing else. Removing a name or changing
+its arguments raises the number.
 """
 
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink

@@ -1,6 +1,5 @@
-"""Puts an agent's parts together from its configuration."""
+"""Builds the parts of an agent from its configuration."""
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -8,13 +7,15 @@ import torch
 
 from evenkeel_moe.adapters.torch.groups import TRANSFER, Communicator
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
+from evenkeel_moe.agent.checksums import checksums_digest
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.ports import ExpertWeights
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.protocol.rank.participant import Participant
 
-__all__ = ["Connect", "free_bytes", "make_participant", "make_transport"]
+__all__ = ["Connect", "make_hello", "make_participant", "make_transport"]
 
 Connect = Callable[[str, torch.device], Communicator]
 """(name, device) -> a communicator over all ranks of the EP group; collective, each name once."""
@@ -23,7 +24,7 @@ Connect = Callable[[str, torch.device], Communicator]
 def make_participant(
     config: AgentConfig, placement: Placement, epoch: int, checksums: tuple[int, ...] | None
 ) -> Participant:
-    """The machine of one deployment; without checksums it observes only."""
+    """Return the protocol machine of one deployment; without checksums it only observes."""
     return Participant(
         config.identity,
         config.shape,
@@ -44,7 +45,7 @@ def make_transport(
     connect: Connect,
     device: torch.device,
 ) -> TorchWeightTransport:
-    """Staging memory and a transport that is not connected yet."""
+    """Allocate the staging memory and return a transport that is not connected yet."""
     rank, per_rank = config.identity.rank, placement.slots_per_rank
     held = np.argwhere(placement.phy2log[:, rank * per_rank : (rank + 1) * per_rank] >= 0)
     layer, local = held[0].tolist() if len(held) else (0, 0)
@@ -61,8 +62,22 @@ def make_transport(
     )
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory left where the weights lie."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def make_hello(
+    config: AgentConfig, participant: Participant, gate_digest: str, free_bytes: int
+) -> Hello:
+    """Return everything the controller must know of this rank, as of now."""
+    return Hello(
+        identity=participant.identity,
+        shape=config.shape,
+        node=config.node,
+        gpu_uuid=config.gpu_uuid,
+        epoch=participant.epoch,
+        placement_digest=participant.placement.digest,
+        weights_version=participant.weights_version,
+        checksums_digest=checksums_digest(participant.checksums),
+        free_bytes=free_bytes,
+        staging_bytes=config.staging_bytes,
+        gate_digest=gate_digest,
+        capabilities=frozenset() if participant.observe_only else frozenset({"migrate"}),
+        highest_term=participant.leader.term if participant.leader is not None else 0,
+    )

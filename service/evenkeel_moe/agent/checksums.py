@@ -1,4 +1,4 @@
-"""What all ranks must agree on before the first step: who they are and what every expert hashes to (R1, R4)."""
+"""Compares the configuration and the expert weights of all ranks before the first step (R1, R4)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ _log = structlog.get_logger(__name__)
 def agree_on_start(
     group: Communicator, config: AgentConfig, placement: Placement, epoch: int
 ) -> None:
-    """Compare generation, placement, epoch, weights version and shape over the group; collective.
+    """Compare generation, deployment, placement, epoch, weights version and shape; collective.
 
     Raises:
-        PeerViolation: the ranks would serve different things, or one generation from different starts.
+        PeerViolation: the ranks disagree on one of them.
     """
     facts = {
         "generation": config.identity.generation,
@@ -49,13 +49,13 @@ def agree_on_start(
 def agree_on_checksums(
     group: Communicator, rank: int, placement: Placement, weights: ExpertWeights
 ) -> tuple[int, ...] | None:
-    """Hash every expert this rank holds and gather the whole table; collective.
+    """Hash every expert this rank holds and gather the table of all ranks; collective.
 
     Returns:
-        Unsigned 64-bit checksums, layer-major (L * E); None when two replicas of an expert differ or an
-        expert is nowhere: such a group may serve but must not copy.
+        Unsigned 64-bit checksums, layer-major (L * E). None when two replicas of an expert differ
+        or no rank holds it: such a group may serve but must not copy.
     """
-    table, held = _own(rank, placement, weights)
+    table, held = _hash_held(rank, placement, weights)
     tables = group.all_gather(torch.from_numpy(table.view(np.int64))).numpy().view(np.uint64)
     holders = group.all_gather(torch.from_numpy(held)).numpy()
     first = holders.argmax(axis=0)
@@ -75,14 +75,18 @@ def agree_on_checksums(
 
 
 def checksums_digest(checksums: Sequence[int]) -> str:
-    """32 hex digits over the table; equal digests mean equal weights everywhere."""
+    """Return 32 hex digits over the table; equal digests mean equal weights on every rank."""
     return hashlib.blake2b(np.array(checksums, np.uint64).tobytes(), digest_size=16).hexdigest()
 
 
-def _own(
+def _hash_held(
     rank: int, placement: Placement, weights: ExpertWeights
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-    """(L, E) checksums of the experts this rank holds, and 1 where it holds one, _TWO_KINDS where copies differ."""
+    """Return two (L, E) tables: the checksum of each expert that this rank holds, and the kind.
+
+    The kind is 0 where the rank does not hold the expert, 1 where it does, and _TWO_KINDS where its
+    copies differ.
+    """
     layers, experts = placement.num_layers, placement.num_logical_experts
     table, held = np.zeros((layers, experts), np.uint64), np.zeros((layers, experts), np.uint8)
     mine = placement.phy2log.reshape(layers, placement.num_ranks, -1)[:, rank]

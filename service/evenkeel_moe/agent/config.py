@@ -1,4 +1,4 @@
-"""What an agent must know of its rank; plain values, handed in by the engine."""
+"""The configuration of an agent: plain values, passed in by the engine."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,10 @@ __all__ = ["AgentConfig"]
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """One rank's agent. K, D and the timeouts must be equal on all ranks of the group."""
+    """Configuration of one rank's agent.
+
+    `poll_every`, `resolve_after` and the timeouts must be equal on all ranks of the group.
+    """
 
     identity: RankIdentity
     shape: ModelShape
@@ -20,19 +23,27 @@ class AgentConfig:
     gpu_uuid: str = ""
     """Empty on CPU."""
     weights_version: int = 1
-    """Of the weights loaded at the start; raised by every reload."""
+    """Version of the weights loaded at the start; every reload raises it."""
     side: CountingSide = CountingSide.DESTINATION
-    """What `record` is given: (L, slots_per_rank) counts, or (L, E) for SOURCE."""
+    """Shape of the counts that `record` takes: (L, slots_per_rank), or (L, E) for SOURCE."""
     staging_bytes: int = 256 << 20
-    """Allocated at the start, on the device; bounds what one wave may bring to this rank."""
+    """Memory allocated on the device at the start; limits what one wave may bring to this rank."""
     poll_every: int = 8
-    """K: calls of step_boundary between polls. A plan's wave waits for up to K + D steps; a poll costs tens of
-    microseconds of the step that begins it."""
+    """K: calls of `step_boundary` between polls. A wave waits for up to K + D steps. A poll costs
+    the step that begins it tens of microseconds."""
     resolve_after: int = 4
-    """D: calls until a poll's result is used. At least the poll's time over a step's, or steps wait for it."""
+    """D: calls from the start of a poll until its result is used. Choose at least the duration of a
+    poll divided by that of a step, or steps wait for the poll."""
     gate_timeout_s: float = 20.0
     """A poll that takes longer is an error, and an error in the gate restarts the group (R8)."""
     drop_after_s: float = 30.0
-    """Silence of every leader after which the group drops a wave it holds (R6)."""
+    """Time without any message from a leader after which the group drops a wave it holds (R6)."""
     ring_steps: int = 1024
     """Steps kept while the controller is out of reach; older ones are dropped and counted."""
+
+    @property
+    def counts_per_layer(self) -> int:
+        """The number of counts that `record` takes for one layer."""
+        if self.side is CountingSide.DESTINATION:
+            return self.shape.slots_per_rank
+        return self.shape.num_logical_experts

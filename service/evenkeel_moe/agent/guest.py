@@ -1,13 +1,14 @@
 """The agent of an engine that copies its experts itself: a guest beside the engine's own balancer.
 
-The protocol is the same up to the commit point: Prepare is checked and voted on, Commit arms, the gate agrees on
-the step. What then follows is the engine's: the agent hands it the agreed map, the engine copies and switches layer
-by layer with machinery of its own, and tells the agent of each layer. So there is one writer of the map, and
-every layer is whole at every step, but the wave as a whole takes many steps; until its last layer the rank stays
-at the old epoch, and no gate is polled. An engine that stops half way is said to have stopped: `trouble`.
+The protocol is the same up to the commit point: Prepare is checked and voted on, Commit arms the
+rank, and the gate agrees on the step. From there on the engine acts: the agent hands it the agreed
+map, and the engine copies and switches layer by layer and tells the agent of each layer. So the map
+has a single writer, and every layer is whole at every step. The wave as a whole takes many steps.
+Until its last layer the rank stays at the old epoch, and the gate is not polled. If the engine
+stops half way, the rank reports it as `trouble`.
 
-The engine outlives its guest: nothing here ends the process, but for one case (R8): this rank was armed for a wave and
-cannot know whether the others began it.
+The engine outlives its guest. Nothing here ends the process, with one exception (R8): this rank was
+armed for a wave and cannot know whether the others began it.
 """
 
 import threading
@@ -36,7 +37,6 @@ from evenkeel_moe.protocol.messages import (
     ParticipantState,
     Prepare,
     Swap,
-    SwapFinished,
 )
 
 __all__ = ["GuestAgent", "HostEngine", "Move"]
@@ -45,49 +45,57 @@ _log = structlog.get_logger(__name__)
 
 
 class HostEngine(Protocol):
-    """What a guest asks of its engine."""
+    """The engine, as its guest sees it."""
 
     def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
-        """Why the engine cannot go to `new`, before anything is agreed; on the agent's transfer thread."""
+        """Return why the engine cannot move to `new`; None if it can.
+
+        Called on the agent's transfer thread, before anything is agreed.
+        """
         ...
 
     def begin(self, move: "Move") -> None:
-        """Every rank agreed on this step: copy and switch; on the engine's thread, must not fail."""
+        """Start to copy and switch: every rank agreed on this step.
+
+        Called on the engine's thread; must not fail.
+        """
         ...
 
     def fault(self) -> str | None:
-        """What is known to be broken in the engine's own balancer; asked at each step of a move."""
+        """Return a known fault of the engine's own balancer; asked at each step of a move."""
         ...
 
 
 @dataclass(slots=True)
 class Move:
-    """A wave in the engine's hands."""
+    """A wave that the engine carries out."""
 
     wave: WaveKey
     placement: Placement
-    """The map when it is done."""
+    """The map after the move."""
     layers: tuple[int, ...]
-    """Layers that change."""
+    """The layers that change."""
     ready: ReadyWave
-    began_s: float
     done: set[int] = field(default_factory=set)
-    """Layers switched so far."""
+    """The layers switched so far."""
     longest_s: float = 0.0
-    """Longest that one layer's switch held up a step."""
+    """The longest time for which the switch of one layer delayed a step."""
     quiet_since_s: float = 0.0
+    """Time of the last switch of a layer [monotonic s]."""
     quiet_steps: int = 0
-    """Steps since the last layer was switched."""
+    """Steps since the last switch of a layer."""
 
 
 class GuestAgent(Agent):
-    """One deployment's agent on one rank of an engine that copies weights itself. Collective to make.
+    """The agent of one deployment on one rank of an engine that copies weights itself.
+
+    The constructor is collective over the EP group.
 
     Args:
         engine: the engine's balancer.
-        stall_after_s: seconds, and stall_after_steps: steps, both of which must pass without a layer being
-            switched before a move is said to have stopped. Too short calls a slow copy a stop.
-        The others are those of `Agent`.
+        stall_after_s, stall_after_steps: seconds and steps; a move has stopped when both pass
+            without a layer being switched. If they are too short, a slow copy counts as stopped.
+        config, placement, epoch, weights, connect, device, link, on_swap: see `Agent`.
     """
 
     def __init__(
@@ -115,7 +123,7 @@ class GuestAgent(Agent):
             placement,
             epoch,
             weights,
-            _HandOver(),
+            _NoMaps(),
             connect=connect,
             device=device,
             link=link,
@@ -125,19 +133,20 @@ class GuestAgent(Agent):
     def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:
         return _NoCopies(self._engine, lambda: self._participant.next_placement)
 
-    # --- what the engine tells ----------------------------------------------------------------------
+    # --- called by the engine ---------------------------------------------------------------------
 
     @property
     def move(self) -> Move | None:
-        """The wave in the engine's hands."""
+        """The wave that the engine carries out; None between waves."""
         return self._move
 
     def step_boundary(self) -> None:
-        """Between two forward passes; while the engine moves layers the gate rests, alike on all ranks.
+        """Poll the gate when a poll is due; during a move no rank polls. Call between steps.
 
         Raises:
-            GateFailed: this rank was armed in a poll whose outcome is unknown (R8). Any other failure of
-                the gate cannot have passed a wave: it costs the placement, not the engine.
+            GateFailed: this rank was armed in a poll whose outcome is unknown (R8). Any other
+                failure of the gate cannot have passed a wave: it disables migration, and the engine
+                goes on.
         """
         move = self._move
         if move is not None:
@@ -157,7 +166,7 @@ class GuestAgent(Agent):
             self.disable_migration(f"the gate failed, and no wave was under way: {error}")
 
     def layer_switched(self, layer: int, seconds: float = 0.0) -> None:
-        """The engine switched one layer of the move; `seconds`: how long the step was held up."""
+        """Note that the engine switched a layer, which delayed the step by `seconds`."""
         move = self._move
         if move is None:
             return
@@ -165,14 +174,17 @@ class GuestAgent(Agent):
         move.longest_s = max(move.longest_s, seconds)
         move.done.add(layer)
         total = len(move.layers)
-        done = sum(one in move.done for one in move.layers)
+        done = len(move.done.intersection(move.layers))
         nbytes = self._config.shape.bytes_per_expert
         self._worker.later(lambda: self.progress(move.wave, done * nbytes, total * nbytes))
 
     def move_finished(self, phy2log: NDArray[np.int64]) -> None:
-        """The engine says it is done; phy2log: (L, S) the map it now routes by.
+        """Finish the move, or stop if the engine did not reach the agreed map.
 
-        Anything but the agreed map is a stop: the rank stays with the wave and says so.
+        After a stop the rank keeps the wave and reports the trouble.
+
+        Args:
+            phy2log: (L, S) the map the engine now routes by.
         """
         move = self._move
         if move is None:
@@ -181,38 +193,33 @@ class GuestAgent(Agent):
         if len(wrong):
             layers = sorted({int(layer) for layer, _ in wrong})
             reason = self._engine.fault() or "the engine did not say why"
+            slots = move.placement.phy2log.size
             self.disable_migration(
-                f"the engine ended {move.wave.plan_id} with {len(wrong)} of {move.placement.phy2log.size} slots"
-                f" not as planned, in layers {layers[:8]}: {reason}"
+                f"the engine ended {move.wave.plan_id} with {len(wrong)} of {slots} slots not as"
+                f" planned, in layers {layers[:8]}: {reason}"
             )
             return
+        self._worker.later(lambda: self._verify(move.placement, move.layers))
         with self._lock:
             self._move = None
-            answers = self._participant.handle(
-                SwapFinished(move.wave, move.ready.digest, move.longest_s), time.monotonic()
-            )
-        record = SwapRecord(
-            move.wave, self.epoch, self._recorder.last_step, move.layers, move.longest_s, 0
-        )
-        placement = self._participant.placement
-        self._worker.later(lambda: self._verify(placement, move.layers))
-        self._worker.later(lambda: self._after_swap(record, placement, answers))
+            self._finish_swap(move.wave, move.ready.digest, move.layers, move.longest_s, 0)
 
     def engine_rebalanced(self, phy2log: NDArray[np.int64]) -> None:
-        """The engine changed the map by itself, on every rank at this step: follow it.
+        """Follow a change of the map that the engine made itself, on every rank at this step.
 
-        The epoch rises by one, so that no plan for the old map is taken, and the controller asks anew. A map of
-        another size is another deployment: it is not followed, and no plan is taken any more.
+        The epoch rises by one, so that plans for the old map are refused and the controller asks
+        for the new one. A map of another size belongs to another deployment: it is not followed,
+        and migration is disabled.
         """
         with self._lock:
             participant = self._participant
             if participant.state is not ParticipantState.IDLE:
                 return
             shape = self._config.shape
-            if np.shape(phy2log) != participant.placement.phy2log.shape:
+            known, found = participant.placement.phy2log.shape, np.shape(phy2log)
+            if found != known:
                 self.disable_migration(
-                    f"the engine went from {participant.placement.phy2log.shape} layers and slots to"
-                    f" {np.shape(phy2log)}: restart this group"
+                    f"the engine went from {known} layers and slots to {found}: restart this group"
                 )
                 return
             placement = Placement(
@@ -221,20 +228,19 @@ class GuestAgent(Agent):
             participant.handle(EngineRebalanced(placement), time.monotonic())
 
     def observe_as_asked(self) -> None:
-        """Refuse every wave because the engine was configured so: no trouble."""
+        """Refuse every wave because the engine is configured so; this is no trouble."""
         self._participant.handle(MigrationDisabled(), time.monotonic())
 
-    # --- what the gate wants ------------------------------------------------------------------------
+    # --- called by the gate -----------------------------------------------------------------------
 
     def _swap(self, action: Swap) -> None:
-        """The commit point was passed: the wave is the engine's from here."""
+        """Hand the wave to the engine: the commit point has passed."""
         placement, prepare = self._participant.next_placement, self._participant.prepare
         assert placement is not None
         assert prepare is not None
-        now = time.monotonic()
         ready = self._worker.swap(action.wave)
         self._move = Move(
-            action.wave, placement, prepare.body.layers, ready, now, quiet_since_s=now
+            action.wave, placement, prepare.body.layers, ready, quiet_since_s=time.monotonic()
         )
         self._engine.begin(self._move)
 
@@ -248,12 +254,13 @@ class GuestAgent(Agent):
             return
         why = fault or f"no layer for {move.quiet_steps} steps and {quiet_s:.0f} s"
         self.disable_migration(
-            f"{move.wave.plan_id} stopped with {len(move.done)} of {len(move.layers)} layers switched: {why}."
-            " Every layer is whole and serving goes on; only a restart of the group moves experts again"
+            f"{move.wave.plan_id} stopped with {len(move.done)} of {len(move.layers)} layers"
+            f" switched: {why}. Every layer is whole and serving goes on; only a restart of the"
+            " group moves experts again"
         )
 
     def _verify(self, placement: Placement, layers: Sequence[int]) -> None:
-        """Hash what the engine copied here and compare with what was registered at load (R4)."""
+        """Compare the checksums of the copied experts with those registered at load (R4)."""
         per_rank, rank = placement.slots_per_rank, self._config.identity.rank
         checksums = self._participant.checksums
         if not checksums:
@@ -267,14 +274,15 @@ class GuestAgent(Agent):
                 expected = checksums[layer * placement.num_logical_experts + expert]
                 if found != expected:
                     self.disable_migration(
-                        f"layer {layer} slot {rank * per_rank + local} holds {found:016x}, expert {expert} was"
-                        f" registered as {expected:016x} ({Reason.CHECKSUM_MISMATCH}): restart this group"
+                        f"layer {layer} slot {rank * per_rank + local} holds {found:016x}, expert"
+                        f" {expert} was registered as {expected:016x}"
+                        f" ({Reason.CHECKSUM_MISMATCH}): restart this group"
                     )
                     return
 
 
-class _HandOver:
-    """A MapInstaller with nothing to install: the engine's tables are the engine's."""
+class _NoMaps:
+    """A MapInstaller that installs nothing: the engine updates its own tables."""
 
     def build(self, layers: Sequence[int], rows: NDArray[np.int32], epoch: int) -> None:
         del layers, rows, epoch
@@ -284,7 +292,7 @@ class _HandOver:
 
 
 class _NoCopies:
-    """A WeightTransport that moves nothing: staging is asking the engine whether it can."""
+    """A WeightTransport that copies nothing: staging asks the engine whether it can move."""
 
     serial = 0
     broken = False
@@ -301,7 +309,7 @@ class _NoCopies:
         del progress
         new = self._wanted()
         if new is None or cancel.is_set():
-            return StageOutcome(Reason.CANCELLED, "the wave was given up")
+            return StageOutcome(Reason.CANCELLED, "the wave was cancelled")
         refusal = self._engine.refusal(prepare, new)
         return StageOutcome() if refusal is None else StageOutcome(*refusal)
 
@@ -312,7 +320,7 @@ class _NoCopies:
         """Nothing is in flight."""
 
     def fence(self) -> None:
-        """No copy of ours follows."""
+        """Nothing to order: the agent copies nothing."""
 
     def clear(self) -> None:
         """Nothing is staged."""

@@ -1,4 +1,7 @@
-"""The agent's network thread: an event loop that runs the link and the reporter, and dies alone."""
+"""The agent's network thread: an event loop that runs the link and the reporter.
+
+An error in either must never end the engine.
+"""
 
 import asyncio
 import contextlib
@@ -12,23 +15,32 @@ from evenkeel_moe.agent.ports import LinkListener, RankLink
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.reporter import Reporter
 from evenkeel_moe.model.load import CountingSide
-from evenkeel_moe.protocol.messages import RankIdentity
-from evenkeel_moe.wire.link import FromRankLink
+from evenkeel_moe.protocol.messages import ControllerMessage, RankIdentity
+from evenkeel_moe.wire.link import (
+    CostCurve,
+    FlowControl,
+    FromRankLink,
+    NotLeader,
+    Registration,
+    ReportAck,
+    ToRankLink,
+)
 
 __all__ = ["NetworkThread"]
 
 _log = structlog.get_logger(__name__)
-_AFTER_MISTAKE_S = 5.0
+_RESTART_AFTER_S = 5.0
 
 
 class NetworkThread:
-    """Owns the event loop; other threads only `send`."""
+    """Owns the event loop. Other threads only call `send` and `tell_curve`."""
 
     def __init__(
         self, link: RankLink, recorder: Recorder, identity: RankIdentity, side: CountingSide
     ) -> None:
         self._link = link
         self.reporter = Reporter(recorder, identity, side, link)
+        self._curve: CostCurve | None = None
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
 
@@ -40,34 +52,64 @@ class NetworkThread:
         self._thread.start()
 
     def send(self, message: FromRankLink, stream: int | None) -> None:
-        """Queue a message from any thread; dropped unless its stream is the open one."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: we are leaving
+        """Queue a message from any thread; it is dropped unless its stream is the open one."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the agent is shutting down
             self._loop.call_soon_threadsafe(self._link.send, message, stream)
+
+    def tell_curve(self, curve: CostCurve) -> None:
+        """Send a cost curve now, and again on each new stream."""
+        self._curve = curve
+        self.send(curve, None)
+
+    def take_telemetry(self, stream: int, message: ToRankLink) -> ControllerMessage | None:
+        """Handle a message about reports; return every other message to the caller."""
+        match message:
+            case Registration():
+                self._registered(stream, message)
+            case ReportAck(highest_step=highest_step):
+                self.reporter.acknowledged(highest_step)
+            case FlowControl():
+                self.reporter.paced(message)
+            case NotLeader():
+                pass  # the link itself follows the redirect
+            case _:
+                return message
+        return None
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the loop and its thread."""
         if self._thread is None:
             self._loop.close()
             return
-        with contextlib.suppress(RuntimeError):  # it ended by itself
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
 
-    async def _keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """A mistake of ours costs what is in hand, not all that follows."""
+    def _registered(self, stream: int, answer: Registration) -> None:
+        self.reporter.registered(answer.flow, answer.highest_step)
+        if self._curve is not None:
+            self.send(self._curve, stream)
+        if answer.reason is not None:
+            _log.warning(
+                "registered", outcome=answer.outcome, reason=answer.reason, detail=answer.detail
+            )
+
+    async def _keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a task for ever; start it again after an error, which costs only what it held."""
         while True:
             try:
                 await work()
             except Exception:
                 _log.exception(f"{name}_failed")
-            await asyncio.sleep(_AFTER_MISTAKE_S)
+            await asyncio.sleep(_RESTART_AFTER_S)
 
     def _run(self, listener: LinkListener) -> None:
         loop = self._loop
         asyncio.set_event_loop(loop)
+        works = {"link": lambda: self._link.run(listener), "reporter": self.reporter.run}
         tasks = [
-            loop.create_task(self._keep("link", lambda: self._link.run(listener)), name="link"),
-            loop.create_task(self._keep("reporter", self.reporter.run), name="reporter"),
+            loop.create_task(self._keep_running(name, work), name=name)
+            for name, work in works.items()
         ]
         for task in tasks:
             task.add_done_callback(_log_end)
@@ -81,6 +123,6 @@ class NetworkThread:
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
-    """An eternal task that ends is an error, and never one the engine should die of."""
+    """Log the end of a task that should run for ever; the engine goes on."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("agent_task_ended", task=task.get_name(), exc_info=error)

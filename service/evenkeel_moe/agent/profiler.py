@@ -1,9 +1,12 @@
-"""Seconds of one MoE layer on this device by the tokens it carries: GEM's profile (its step 2), in minutes.
+"""Measures the seconds of one MoE layer on this device by the tokens it carries, in minutes.
 
-Latency climbs in stairs as wide as a tile of the kernel and only there, so up to a dense limit it is measured once per
-tile, at its upper end. Beyond, a tile adds little to the whole: samples grow sparse and the curve is drawn through them.
-Rounds over all points alternate in order, so that a clock that drops while measuring bends no single point; each point
-is the median of its rounds, so that a neighbour's hiccup counts for nothing.
+This is the profile of GEM (its step 2). Latency rises in stairs as wide as a tile of the kernel, so
+up to a dense limit it is measured once per tile, at the tile's upper end. Beyond the limit a tile
+adds little to the whole: samples become sparse, and the curve is interpolated between them.
+
+Rounds over all points alternate in direction, so that a clock frequency that drops during the
+measurement distorts no single point. Each point is the median of its rounds, so that outliers do
+not count.
 """
 
 import json
@@ -55,11 +58,11 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured."""
+    """The result of a measurement."""
 
     tile_tokens: int
     tokens: tuple[int, ...]
-    """Counts that were measured, rising."""
+    """The counts that were measured, rising."""
     seconds: tuple[float, ...]
     """Median over the rounds at each count."""
     rounds: int
@@ -69,16 +72,16 @@ class Profile:
 def token_counts(
     tile_tokens: int, dense_tokens: int, max_tokens: int, sparse_factor: float = 1.2
 ) -> list[int]:
-    """Where to measure: every tile's end up to the dense limit, then ends of tiles that grow apart.
+    """Return the token counts to measure: the ends of tiles, dense at first, then sparse.
 
     Args:
         tile_tokens: tokens of a tile.
-        dense_tokens: up to here every tile.
+        dense_tokens: up to this count every tile is measured.
         max_tokens: the most tokens a rank carries in a layer.
-        sparse_factor: each sparse count is at least this many times the one before.
+        sparse_factor: each sparse count is at least this many times the previous one.
 
     Returns:
-        Rising counts; the last is the first tile's end at or beyond `max_tokens`.
+        Rising counts; the last is the first end of a tile at or beyond `max_tokens`.
     """
     if not 1 <= tile_tokens <= max_tokens or sparse_factor <= 1.0:
         raise InvalidInput(
@@ -110,13 +113,14 @@ def measure(
     """Time a layer at each count.
 
     Args:
-        run: computes the layer on so many tokens, or starts to.
+        run: computes the layer on a number of tokens, or starts the computation.
         tokens: counts, rising.
         tile_tokens: tokens of a tile.
-        budget_s: no round begins after so many seconds; the first two are run in any case, the first to warm up.
-        rounds: at most so many count.
-        settle: returns when what `run` started is done.
-        clock: seconds.
+        budget_s: no round begins after this many seconds. A warm-up round and one that counts are
+            run in any case.
+        rounds: the most rounds that count.
+        settle: waits for the computation that `run` started.
+        clock: returns seconds.
     """
     began = clock()
     _round(run, tokens, settle, clock)
@@ -146,7 +150,7 @@ def _round(
 
 
 def curve_of(profile: Profile) -> CostCurve:
-    """The curve a planner takes: a value per tile, never falling, with straight lines between sparse samples."""
+    """Return the planner's curve: a value per tile, never falling, linear between samples."""
     tokens = np.array(profile.tokens, np.float64)
     seconds = np.maximum.accumulate(np.array(profile.seconds, np.float64))
     ends = np.arange(1, int(tokens[-1]) // profile.tile_tokens + 1) * float(profile.tile_tokens)
@@ -155,7 +159,7 @@ def curve_of(profile: Profile) -> CostCurve:
 
 
 def _slope(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
-    """Seconds per token at the upper end: a line through the upper half, never falling."""
+    """Return the seconds per token at the upper end: the slope of the upper half, at least 0."""
     upper = tokens >= tokens[-1] / 2
     if upper.sum() < 2:
         return float(seconds[-1] / tokens[-1])
@@ -163,9 +167,10 @@ def _slope(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
 
 
 def moe_layer(shape: ExpertShape, device: torch.device) -> Callable[[int], None]:
-    """A gated FFN per expert with random weights, tokens spread evenly: what torch itself makes of the layer.
+    """Return a MoE layer in plain torch: a gated FFN per expert, tokens spread evenly.
 
-    An engine's fused kernel has other stairs; what carries over is how this device compares with others.
+    The weights are random. An engine's fused kernel has other stairs, so only the comparison of
+    this device with others carries over.
     """
     dtype: torch.dtype = getattr(torch, shape.dtype)
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -191,7 +196,7 @@ def moe_layer(shape: ExpertShape, device: torch.device) -> Callable[[int], None]
 
 
 def save_curve(folder: Path, gpu_uuid: str, profile: Profile, about: dict[str, Any]) -> Path:
-    """Write the curve of one device; the file is named by the device. Returns its path."""
+    """Write the curve of one device to a file named after the device, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     curve = curve_of(profile)
     path = _path(folder, gpu_uuid)
@@ -208,10 +213,10 @@ def save_curve(folder: Path, gpu_uuid: str, profile: Profile, about: dict[str, A
 
 
 def load_curve(folder: Path, gpu_uuid: str) -> CostCurve | None:
-    """The curve of one device; None when it was never measured.
+    """Read the curve of one device; None when it was never measured.
 
     Raises:
-        InvalidInput: a file that is no curve, or another device's.
+        InvalidInput: the file holds no curve, or the curve of another device.
     """
     path = _path(folder, gpu_uuid)
     try:
@@ -224,7 +229,9 @@ def load_curve(folder: Path, gpu_uuid: str) -> CostCurve | None:
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
     if content.get("gpu_uuid") != gpu_uuid:
-        raise InvalidInput(f"{path} is of {content.get('gpu_uuid')!r}, not of {gpu_uuid!r}")
+        raise InvalidInput(
+            f"{path} holds the curve of {content.get('gpu_uuid')!r}, not of {gpu_uuid!r}"
+        )
     return found
 
 

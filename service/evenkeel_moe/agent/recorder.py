@@ -1,4 +1,7 @@
-"""Step loads on their way out: a bounded queue that never makes the engine wait and copies nothing on its thread."""
+"""A bounded queue of step loads on their way to the controller.
+
+It never blocks the engine and copies nothing on the engine's thread.
+"""
 
 import math
 from contextlib import suppress
@@ -16,44 +19,46 @@ __all__ = ["Recorded", "Recorder"]
 _log = structlog.get_logger(__name__)
 
 _Row = tuple[int, NDArray[np.int64], int, int, Phase, bool, float | None]
-"""Step, counts, and the other fields of a StepMeta."""
+"""Step, counts, epoch, tokens, phase, dummy, compute_s."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recorded:
-    """A run of steps taken out of the queue."""
+    """Steps taken out of the queue."""
 
     steps: StepTable
     counts: NDArray[np.int64]
     """(n, L, W) [tokens]."""
     dropped_steps: int
-    """Steps lost since the take before: they made room for newer ones, or their counts had another shape, or a number is none."""
+    """Steps lost since the previous take: replaced by newer ones, or refused as invalid."""
 
 
 class Recorder:
-    """One writer, the engine's thread; one reader, the agent's. No lock between them.
+    """A queue with one writer, the engine's thread, one reader, the agent's, and no lock.
 
-    After a forward pass the caches hold the model's weights, and every line of memory that `record` touches is waited
-    for. So it only appends the engine's array as it is; what is to be checked and copied is left to the reader's thread.
+    After a forward pass the caches hold the model's weights, so every cache line that `record`
+    touches is a miss. It therefore only appends the engine's array as it is. The reader's thread
+    checks and copies it.
 
     Args:
-        capacity: steps kept; the oldest make room.
+        capacity: steps kept; beyond this the oldest are dropped.
         layers: L.
-        width: counts of one layer: slots per rank, or E.
+        width: W, counts of one layer: slots per rank, or E.
     """
 
-    __slots__ = ("_capacity", "_newest", "_overwritten", "_refused", "_rows", "_said", "_shape")
+    __slots__ = ("_capacity", "_newest", "_overwritten", "_refused", "_reported", "_rows", "_shape")
 
     def __init__(self, capacity: int, layers: int, width: int) -> None:
-        # The writer appends at the end and, where it is full, drops the first; the reader takes the first. Each is atomic,
-        # looking how many there are before is not. A list, for its append costs the least with cold caches.
+        # The writer appends at the end and drops the first when the queue is full; the reader takes
+        # the first. Each of these is atomic; reading the length before is not. A list, because its
+        # append costs the least with cold caches.
         self._rows: list[_Row] = []
         self._capacity = capacity
         self._shape = (layers, width)
         self._newest = -1
         self._overwritten = 0
         self._refused = 0
-        self._said = 0
+        self._reported = 0
 
     def record(
         self,
@@ -65,42 +70,41 @@ class Recorder:
         dummy: bool = False,
         compute_s: float | None = None,
     ) -> None:
-        """Note one step; counts: (L, W) [tokens], kept, and made read-only when they are taken."""
+        """Queue one step; counts: (L, W) [tokens], kept, and made read-only when taken."""
         self._rows.append((step, counts, epoch, tokens, phase, dummy, compute_s))
         if len(self._rows) > self._capacity:
-            with suppress(IndexError):  # the reader took them all meanwhile
+            with suppress(IndexError):  # the reader has taken them all meanwhile
                 del self._rows[0]
                 self._overwritten += 1
 
     @property
     def last_step(self) -> int:
-        """Newest step recorded, -1 before the first."""
+        """The newest step recorded; -1 before the first."""
         try:
             return int(self._rows[-1][0])
-        except (
-            Exception
-        ):  # no step, or none that is a number: a swap asks, and must not fail for it
+        except Exception:  # the queue is empty, or the step is no number: a swap must not fail
             return self._newest
 
     @property
     def waiting(self) -> int:
-        """Steps recorded and not taken, at most the capacity."""
+        """The number of steps recorded and not taken, at most the capacity."""
         return len(self._rows)
 
     @property
     def dropped_total(self) -> int:
-        """Steps lost since the start."""
+        """The number of steps lost since the start."""
         return self._overwritten + self._refused
 
     def take(self, max_steps: int, stride: int = 1, from_step: int = 0) -> Recorded | None:
-        """The oldest steps not yet taken, None when there are none.
+        """Take the oldest steps out of the queue; None when there are none.
 
         Args:
-            max_steps: at most so many.
-            stride: from `from_step` on only steps with step % stride == 0; the others are passed over.
-            from_step: where the stride begins.
+            max_steps: the most steps to take.
+            stride: from `from_step` on, keep only the steps with step % stride == 0.
+            from_step: the first step the stride applies to.
         """
-        self._newest = self.last_step  # Before the rows go: it must not fall back meanwhile.
+        # Before the rows are removed, so that `last_step` never falls.
+        self._newest = self.last_step
         rows: list[_Row] = []
         with suppress(IndexError):
             while len(rows) < max_steps:
@@ -111,10 +115,10 @@ class Recorder:
             if (meta := self._usable(row)) is not None
             and (meta.step < from_step or meta.step % stride == 0)
         ]
-        lost = self.dropped_total - self._said
+        lost = self.dropped_total - self._reported
         if not kept and not lost:
             return None
-        self._said += lost
+        self._reported += lost
         counts = np.empty((len(kept), *self._shape), np.int64)
         for into, (_, one) in zip(counts, kept, strict=True):
             one.flags.writeable = False
@@ -122,21 +126,24 @@ class Recorder:
         return Recorded(step_table(meta for meta, _ in kept), counts, lost)
 
     def _usable(self, row: _Row) -> StepMeta | None:
-        """What a report says of a step; None where none can carry it: statistics must not end the engine, nor their
-        reporter, so it is counted, and said the 1st, 2nd, 4th, ... time."""
+        """Return the metadata of a valid step; None for a step that no report can carry.
+
+        Invalid statistics must end neither the engine nor the reporter. They are counted, and
+        logged the 1st, 2nd, 4th, ... time.
+        """
         counts = row[1]
-        with suppress(Exception):  # whatever an engine hands in that is no number
+        with suppress(Exception):  # the engine passed something that is no number
             meta = _meta(row)
-            if _can_be(meta) and isinstance(counts, np.ndarray) and counts.shape == self._shape:
+            if _is_valid(meta) and isinstance(counts, np.ndarray) and counts.shape == self._shape:
                 return meta
         self._refused += 1
         if self._refused & (self._refused - 1) == 0:
             step, _, epoch, tokens, _, _, compute_s = row
             _log.error(
                 "step_refused",
-                step=_said(step),
-                epoch=_said(epoch),
-                tokens=_said(tokens),
+                step=_loggable(step),
+                epoch=_loggable(epoch),
+                tokens=_loggable(tokens),
                 compute_s=str(compute_s),
                 counts=type(counts).__name__,
                 shape=getattr(counts, "shape", None),
@@ -146,8 +153,8 @@ class Recorder:
         return None
 
 
-def _can_be(meta: StepMeta) -> bool:
-    """Whether the controller takes it: one step of which it does not would cost its whole report."""
+def _is_valid(meta: StepMeta) -> bool:
+    """Return True if the controller accepts the step; one refused step costs its whole report."""
     seconds = meta.compute_s
     return (
         0 <= meta.step <= MAX_STEP
@@ -157,8 +164,8 @@ def _can_be(meta: StepMeta) -> bool:
     )
 
 
-def _said(number: Any) -> object:
-    """A number for the log, which takes neither numpy's nor NaN."""
+def _loggable(number: Any) -> object:
+    """Return a plain int, or else a short text: the log takes no numpy number and no NaN."""
     try:
         return int(number)
     except Exception:
@@ -166,7 +173,7 @@ def _said(number: Any) -> object:
 
 
 def _meta(row: _Row) -> StepMeta:
-    """Engines hand in numpy's and torch's numbers too: made plain here, off their thread."""
+    """Convert numpy's and torch's numbers to Python's, here rather than on the engine's thread."""
     step, _, epoch, tokens, phase, dummy, compute_s = row
     seconds = None if compute_s is None else float(compute_s)
     return StepMeta(int(step), int(epoch), Phase(phase), int(tokens), bool(dummy), seconds)

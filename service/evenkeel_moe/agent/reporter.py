@@ -1,4 +1,4 @@
-"""Load reports from the ring to the controller, kept until they are acknowledged."""
+"""Sends load reports from the recorder to the controller, and keeps them until acknowledged."""
 
 import asyncio
 from collections import deque
@@ -12,11 +12,12 @@ from evenkeel_moe.wire.link import FlowControl
 __all__ = ["Reporter"]
 
 _MAX_UNACKNOWLEDGED = 16
-"""Reports sent and not acknowledged; beyond, steps wait in the ring and the oldest are dropped there."""
+"""Reports sent and not acknowledged. Beyond this, steps wait in the recorder, which drops the
+oldest."""
 
 
 class Reporter:
-    """Takes recorded steps at the pace the controller asks for; lives on the link's event loop."""
+    """Sends recorded steps at the pace the controller asks for; runs on the link's event loop."""
 
     def __init__(
         self, recorder: Recorder, identity: RankIdentity, side: CountingSide, link: RankLink
@@ -36,14 +37,15 @@ class Reporter:
             self.report()
             self._wake.clear()
             try:
-                # Not `wait_for`: before Python 3.12 it forgets a cancellation that comes together with the wake.
+                # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives together
+                # with the event.
                 async with asyncio.timeout(self._flow.report_interval_s):
                     await self._wake.wait()
             except TimeoutError:
                 continue
 
     def report(self) -> None:
-        """Send what waits in the ring, as far as the controller keeps up."""
+        """Send the steps that wait in the recorder, as far as the controller keeps up."""
         while self._registered and len(self._unacknowledged) < _MAX_UNACKNOWLEDGED:
             flow = self._flow
             taken = self._recorder.take(flow.max_steps_per_report, flow.stride, flow.from_step)
@@ -64,7 +66,7 @@ class Reporter:
             self._link.send(report)
 
     def registered(self, flow: FlowControl, highest_step: int | None) -> None:
-        """A stream is open: send again what the controller does not have."""
+        """Start reporting on a new stream; send again what the controller does not have."""
         self._flow = flow
         self._registered = True
         self.acknowledged(highest_step)
@@ -73,17 +75,17 @@ class Reporter:
         self._wake.set()
 
     def lost(self) -> None:
-        """No stream: steps wait in the ring."""
+        """Stop reporting: there is no stream, and steps wait in the recorder."""
         self._registered = False
 
     def acknowledged(self, highest_step: int | None) -> None:
-        """The controller has every step up to `highest_step`; None says nothing."""
+        """Forget the reports up to `highest_step`; None acknowledges nothing."""
         if highest_step is None:
             return
         while self._unacknowledged and self._unacknowledged[0].steps["step"][-1] <= highest_step:
             self._unacknowledged.popleft()
 
     def paced(self, flow: FlowControl) -> None:
-        """The controller wants another rate or stride."""
+        """Take over the report interval and stride the controller asks for."""
         self._flow = flow
         self._wake.set()

@@ -1,4 +1,7 @@
-"""The agent's transfer thread: stages waves, drains them, rebuilds the communicator. One job at a time."""
+"""The agent's transfer thread: it stages waves, drains them and rebuilds the communicator.
+
+It runs one job at a time.
+"""
 
 import queue
 import threading
@@ -26,43 +29,46 @@ __all__ = ["ReadyWave", "StagingEvents", "StagingWorker"]
 
 _log = structlog.get_logger(__name__)
 
+_Slots = tuple[tuple[int, int], ...]
+"""(layer, local slot) pairs."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReadyWave:
-    """A staged and verified wave: everything a swap needs, nothing left that can fail."""
+    """A staged and verified wave: everything a swap needs; nothing that is left can fail."""
 
     wave: WaveKey
     staged: dict[tuple[int, int], tuple[Tensor, ...]]
-    """(layer, local slot) -> tensors that go there."""
+    """(layer, local slot) -> tensors to copy there."""
     tables: Any
-    """What `MapInstaller.build` made."""
-    filled: tuple[tuple[int, int], ...]
+    """The result of `MapInstaller.build`."""
+    filled: _Slots
     """Slots of this rank that were empty before; their memory is reserved."""
-    emptied: tuple[tuple[int, int], ...]
+    emptied: _Slots
     """Slots of this rank that hold nothing afterwards."""
     digest: str
-    """Of the placement after the swap."""
+    """Digest of the placement after the swap."""
     received_bytes: int
 
 
 class StagingEvents(Protocol):
-    """Where results go; called on the transfer thread."""
+    """Receives the results of the transfer thread, and is called on it."""
 
     def feed(self, event: StagingFinished | StagingFailed | TransportDrained) -> None:
-        """An event for the participant."""
+        """Pass an event to the participant."""
         ...
 
     def request_rebuild(self, serial: int) -> None:
-        """The communicator `serial` is broken."""
+        """Ask the group to replace the communicator `serial`, which is broken."""
         ...
 
     def progress(self, wave: WaveKey, done: int, total: int) -> None:
-        """Bytes staged so far."""
+        """Report the bytes staged so far."""
         ...
 
 
 class StagingWorker:
-    """Owns the transport; the engine's and the network's threads only queue jobs here."""
+    """Owns the transport. The engine's and the network's threads only queue jobs here."""
 
     def __init__(
         self,
@@ -77,22 +83,26 @@ class StagingWorker:
         self._weights = weights
         self._maps = maps
         self._events = events
-        # Short whatever a peer does: a wave has two jobs, and the next begins only after the second.
+        # The queue stays short whatever a peer does: a wave has two jobs, and the next wave begins
+        # only after the second.
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._agreed = 0
-        """Newest communicator the group agreed to build."""
+        """Newest communicator that the group agreed to build."""
         self._cancels: dict[WaveKey, threading.Event] = {}
-        self._reserved: tuple[tuple[int, int], ...] = ()
+        self._reserved: _Slots = ()
         self._ready: ReadyWave | None = None
         self._undrained: WaveKey | None = None
         self._thread = threading.Thread(target=self._run, name="evenkeel-transfer", daemon=True)
 
     def start(self) -> None:
-        """Begin working; the transport must be connected."""
+        """Start the thread; the transport must be connected."""
         self._thread.start()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Break what is in flight and end the thread; one that still waits for a deadline goes with the process."""
+        """Abort what is in flight and end the thread.
+
+        A thread that still waits for a deadline ends with the process.
+        """
         for cancel in list(self._cancels.values()):
             cancel.set()
         self._jobs.put(None)
@@ -103,32 +113,40 @@ class StagingWorker:
     # --- jobs, queued from any thread -------------------------------------------------------------
 
     def stage(self, prepare: Prepare, old: Placement, new: Placement) -> None:
-        """Stage a wave; ends in StagingFinished or StagingFailed."""
+        """Stage a wave; the result is StagingFinished or StagingFailed."""
         cancel = threading.Event()
         self._cancels[prepare.wave] = cancel
         self._jobs.put(lambda: self._stage(prepare, old, new, cancel))
 
     def cancel(self, wave: WaveKey) -> None:
-        """Give a wave up; ends in TransportDrained once no operation of it is in flight and transfers work."""
+        """Cancel a wave.
+
+        The result is TransportDrained, once no operation of the wave is in flight and the transport
+        works.
+        """
         cancel = self._cancels.get(wave)
         if cancel is not None:
             cancel.set()
         self._jobs.put(lambda: self._drain(wave))
 
     def rebuild(self, serial: int) -> None:
-        """Connect anew: the whole group agreed, so operations still in flight can never end well."""
+        """Connect again. The whole group agreed, so no operation in flight can still succeed."""
         self._agreed = serial
         self._transport.abort()
         self._jobs.put(lambda: self._rebuild(serial))
 
     def later(self, job: Callable[[], None]) -> None:
-        """Run something slow off the engine's thread, after what is queued."""
+        """Run something slow on this thread, after the jobs in the queue."""
         self._jobs.put(job)
 
-    # --- at the boundary, on the engine's thread ---------------------------------------------------
+    # --- at the boundary, on the engine's thread --------------------------------------------------
 
     def swap(self, wave: WaveKey) -> ReadyWave:
-        """Staging to slots, tables installed, emptied memory given back; the wave must be ready."""
+        """Copy staging to the slots, install the tables and release emptied memory.
+
+        Raises:
+            RuntimeError: the wave is not staged here.
+        """
         ready = self._ready
         if ready is None or ready.wave != wave:
             raise RuntimeError(f"{wave} is not staged here")
@@ -144,13 +162,13 @@ class StagingWorker:
         self._cancels.pop(wave, None)
         return ready
 
-    # --- on the transfer thread ---------------------------------------------------------------------
+    # --- on the transfer thread -------------------------------------------------------------------
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:  # the thread must live: without it no wave ends
+            except Exception:  # without this thread no wave would ever end
                 _log.exception("transfer_job_failed")
 
     def _stage(
@@ -159,7 +177,7 @@ class StagingWorker:
         wave = prepare.wave
         try:
             outcome = self._try_stage(prepare, old, new, cancel)
-        except Exception as error:  # whatever the engine's hooks raise, the rank votes no
+        except Exception as error:  # an error in the engine's callbacks makes this rank vote no
             _log.exception("staging_failed", wave=str(wave))
             outcome = StageOutcome(Reason.TRANSFER_FAILED, repr(error)[:200])
         if self._transport.broken:
@@ -186,26 +204,25 @@ class StagingWorker:
         )
         if outcome.ok:
             staged = dict(self._transport.staged)
-            received = sum(
-                t.numel() * t.element_size() for tensors in staged.values() for t in tensors
-            )
+            received = sum(tensor.nbytes for tensors in staged.values() for tensor in tensors)
             self._ready = ReadyWave(prepare.wave, staged, tables, filled, emptied, digest, received)
         return outcome
 
     def _changes(
         self, layers: Sequence[int], old: Placement, new: Placement
-    ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    ) -> tuple[_Slots, _Slots]:
+        """Return the slots of this rank that the wave fills, and those it empties."""
+        chosen = list(layers)
         mine = slice(self._rank * old.slots_per_rank, (self._rank + 1) * old.slots_per_rank)
-        filled, emptied = [], []
-        for layer in layers:
-            before, after = old.phy2log[layer, mine], new.phy2log[layer, mine]
-            filled += [
-                (layer, int(s)) for s in np.flatnonzero((before == EMPTY) & (after != EMPTY))
-            ]
-            emptied += [
-                (layer, int(s)) for s in np.flatnonzero((before != EMPTY) & (after == EMPTY))
-            ]
-        return tuple(filled), tuple(emptied)
+        before, after = (
+            placement.phy2log[chosen, mine] == EMPTY  # (changed layers, slots_per_rank)
+            for placement in (old, new)
+        )
+        filled, emptied = (
+            tuple((chosen[row], int(slot)) for row, slot in np.argwhere(changed))
+            for changed in (before & ~after, ~before & after)
+        )
+        return filled, emptied
 
     def _forget(self) -> None:
         self._ready = None
@@ -224,18 +241,21 @@ class StagingWorker:
 
     def _rebuild(self, serial: int) -> None:
         if serial < self._agreed:
-            return  # The others gave it up while this thread was busy: to wait for them would make it late for the newest too.
+            # The others gave this communicator up while this thread was busy. Waiting for them
+            # would make this rank late for the newest one too.
+            return
         if self._transport.serial >= serial and not self._transport.broken:
             return
         try:
             self._transport.rebuild(serial)
-        except Exception as error:  # without another wish no rank would ever be asked to come again
+        except Exception as error:
             _log.warning(
                 "transport_rebuild_failed",
                 serial=serial,
                 detail=str(error),
                 exc_info=not isinstance(error, Unavailable),
             )
+            # Without another request, no rank would ever be asked to connect again.
             self._events.request_rebuild(serial)
             return
         wave, self._undrained = self._undrained, None

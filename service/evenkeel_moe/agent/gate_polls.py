@@ -1,0 +1,52 @@
+"""Runs the gate's reductions over the EP group, on a communicator of their own."""
+
+from datetime import timedelta
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from evenkeel_moe.adapters.torch.groups import Communicator, Work
+from evenkeel_moe.protocol.rank.gate import Gate, PollFailed, PollResolved
+
+__all__ = ["GatePolls"]
+
+
+class GatePolls:
+    """Polls of one gate; at most one is in flight.
+
+    Args:
+        group: communicator of the gate; nothing else uses it.
+        timeout_s: a poll that takes longer fails.
+    """
+
+    def __init__(self, group: Communicator, timeout_s: float) -> None:
+        self._group = group
+        self._timeout = timedelta(seconds=timeout_s)
+        self._poll: tuple[torch.Tensor, Work] | None = None
+
+    def settle(self, gate: Gate) -> None:
+        """Compare the gates of all ranks before the first poll; collective."""
+        agreement = torch.from_numpy(gate.agreement())
+        self._group.start_all_reduce_min(agreement).wait()
+        gate.settle(agreement.numpy())
+
+    def begin(self, vector: NDArray[np.int64]) -> None:
+        """Start the reduction of a poll.
+
+        Raises:
+            RuntimeError: the reduction cannot start.
+        """
+        value = torch.from_numpy(vector)
+        self._poll = value, self._group.start_all_reduce_min(value)
+
+    def wait(self) -> PollResolved | PollFailed:
+        """Return the result of the poll in flight."""
+        assert self._poll is not None
+        value, work = self._poll
+        self._poll = None
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            return PollFailed(str(error)[:300])
+        return PollResolved(value.numpy())
