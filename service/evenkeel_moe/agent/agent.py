@@ -9,8 +9,7 @@ including dummy passes, and `close` at the end::
     agent.step_boundary()          # raises GateFailed: leave the group, restart the process
 
 Three threads use an agent: the engine's thread, the network thread (an event loop) and the transfer
-thread. One lock guards the participant and the gate. Actions run while it is held; none of them
-blocks.
+thread. One lock guards the participant and the gate. No action that runs under it blocks.
 """
 
 import threading
@@ -145,9 +144,8 @@ class Agent:
         self._worker = StagingWorker(config.identity.rank, transport, weights, maps, self)
         self._worker.start()
 
-        self._recorder = Recorder(
-            config.ring_steps, config.shape.num_layers, config.counts_per_layer
-        )
+        shape = config.shape.num_layers, config.counts_per_layer
+        self._recorder = Recorder(config.ring_steps, *shape)
         self._network: NetworkThread | None = None
         if link is not None:
             self._network = NetworkThread(link, self._recorder, config.identity, config.side)
@@ -175,7 +173,7 @@ class Agent:
 
     @property
     def trouble(self) -> str:
-        """The fault that disabled migration on this rank; empty while there is none."""
+        """The fault that disabled migration on this rank; empty without one."""
         return self._trouble
 
     @property
@@ -287,9 +285,9 @@ class Agent:
 
     def _swap(self, action: Swap) -> None:
         """Swap the staged wave. The commit point has passed: this rank swaps or leaves (R8)."""
-        began = time.perf_counter()
         prepare = self._participant.prepare
         layers = prepare.body.layers if prepare is not None else ()
+        began = time.perf_counter()
         try:
             ready = self._worker.swap(action.wave)
         except Exception as error:  # the content of the slots is unknown now
@@ -304,8 +302,8 @@ class Agent:
     ) -> None:
         """Move to the new epoch, and queue what follows a swap on the transfer thread."""
         answers = self._participant.handle(SwapFinished(wave, digest, seconds), time.monotonic())
-        step = self._recorder.last_step
-        record = SwapRecord(wave, self.epoch, step, layers, seconds, received)
+        newest = self._recorder.last_step
+        record = SwapRecord(wave, self.epoch, newest, layers, seconds, received)
         placement = self._participant.placement
         self._worker.later(lambda: self._after_swap(record, placement, answers))
 
@@ -381,13 +379,13 @@ class Agent:
     def hello(self) -> Hello:
         """Return the first message of a stream."""
         with self._lock:
-            free_bytes = self._memory.read()
-            return make_hello(self._config, self._participant, self._gate.digest, free_bytes)
+            memory = self._memory.read()
+            return make_hello(self._config, self._participant, self._gate.digest, memory)
 
     def heartbeat(self) -> Heartbeat:
         """Return the steps run, the free memory and the trouble of this rank."""
-        free_bytes = self._memory.read()
-        return Heartbeat(self._gate.calls, free_bytes, self._config.staging_bytes, self._trouble)
+        memory = self._memory.read()
+        return Heartbeat(self._gate.calls, memory, self._config.staging_bytes, self._trouble)
 
     def received(self, stream: int, message: ToRankLink) -> None:
         """Pass messages about reports to the reporter, and all others to the participant."""
