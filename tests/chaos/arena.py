@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor, _read_lines
@@ -317,7 +318,9 @@ class Arena:
                     *(str(fault.seconds), str(fault.seed + number)),
                 ]
                 self._rude.append(
-                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                    subprocess.Popen(
+                        dying_with_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    )
                 )
 
     # --- the end -----------------------------------------------------------------------------------

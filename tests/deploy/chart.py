@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from tests.waiting import deadline
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "evenkeel"
 HELM = Path(sys.executable).parent / "helm"
@@ -32,7 +34,7 @@ class Answer:
 
 def helm(*words: object) -> Answer:
     done = subprocess.run(
-        [HELM, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
+        [HELM, *map(str, words)], capture_output=True, text=True, timeout=deadline(60), check=False
     )
     return Answer(done.returncode, done.stdout, done.stderr)
 

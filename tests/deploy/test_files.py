@@ -18,6 +18,7 @@ from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.settings_sources import load_settings
 from tests.deploy.chart import CHART, ROOT, values_of
 from tests.deploy.test_rules import promtool
+from tests.waiting import deadline
 
 pytestmark = pytest.mark.deploy
 EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.yaml"))
@@ -284,7 +285,7 @@ def test_the_project_takes_the_tools_these_tests_run():
 def test_the_tokens_that_are_suggested_are_one_for_each_role(name, tmp_path):
     (line,) = re.findall(r"^[# ]*(\(umask 077; .*\))$", (ROOT / name).read_text(), re.M)
     (tmp_path / "deploy" / "compose").mkdir(parents=True)
-    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, timeout=30)
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, timeout=deadline(30))
     (file,) = [path for path in tmp_path.rglob("tokens") if path.is_file()]
     assert file.stat().st_mode & 0o077 == 0
     assert [token.role for token in TokenSet.parse(file.read_text()).tokens] == [

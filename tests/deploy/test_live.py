@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.wire.link import NotLeader, RegistrationOutcome
 from tests.deploy.chart import ROOT
@@ -21,7 +22,7 @@ from tests.deploy.live import DEPLOYMENT, controller_with_a_past, live_through_e
 from tests.deploy.queries import TARGET_LABELS, annotation_queries, panel_queries, rule_queries
 from tests.deploy.test_rules import promtool
 from tests.integration.controller_rig import Controller, Group, Rank
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.integration, pytest.mark.timeout(300)]
 PARTS = {"_bucket", "_sum", "_count"}
@@ -154,17 +155,19 @@ class Prometheus:
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
         self.log = (folder / "log").open("w")
         self.process = subprocess.Popen(
-            [
-                binary,
-                f"--config.file={folder / 'prometheus.yaml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{self.port}",
-            ],
+            dying_with_parent(
+                [
+                    binary,
+                    f"--config.file={folder / 'prometheus.yaml'}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{self.port}",
+                ]
+            ),
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
         self.http = httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=20
+            base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=deadline(20)
         )
 
     async def __aenter__(self) -> "Prometheus":

@@ -10,6 +10,7 @@ import yaml
 
 from deploy.generate import generated, rules
 from tests.deploy.chart import ROOT, rendered
+from tests.waiting import deadline
 
 pytestmark = pytest.mark.deploy
 RULES = ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml"
@@ -31,7 +32,7 @@ def promtool(*words: object, stdin: str = "") -> subprocess.CompletedProcess[str
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=deadline(60),
         check=False,
     )
 

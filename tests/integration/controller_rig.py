@@ -14,6 +14,7 @@ import grpc
 import httpx
 import numpy as np
 
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel_moe.model.placement import Placement
@@ -22,7 +23,7 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 SHAPE = ModelShape(
     num_layers=3,
@@ -75,9 +76,7 @@ class Controller:
         self.log.clear()
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("EVENKEEL_")}
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            _MAIN,
+            *dying_with_parent([sys.executable, "-c", _MAIN]),
             env=inherited | self.environment,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -94,7 +93,7 @@ class Controller:
         self.http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{self.ports['rest']}",
             headers={"Authorization": f"Bearer {token}"},
-            timeout=20,
+            timeout=deadline(20),
             trust_env=False,
         )
 

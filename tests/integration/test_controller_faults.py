@@ -16,7 +16,7 @@ from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
 from tests.integration.controller_rig import Controller, Group, Rank, damaged
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 pytestmark = pytest.mark.integration
 
@@ -265,7 +265,7 @@ async def test_a_flushed_store_costs_the_history_and_nothing_else(tmp_path, shar
         await group.serve(64)
         await until(lambda: _steps(controller, 64))
         term = (await controller.status())["term"]
-        client = connect(shared_store.url, timeout_s=2)
+        client = connect(shared_store.url, timeout_s=deadline(2))
         await client.flushall()
         await disconnect(client)
         await until(lambda: _term(controller, term + 1))

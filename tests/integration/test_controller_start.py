@@ -10,6 +10,7 @@ import pytest
 
 from evenkeel_moe.controller.process.serve import _advertised
 from evenkeel_moe.settings_sources import load_settings
+from tests.waiting import deadline
 
 AS_GRPC_LOADS = """
 import os, sys
@@ -22,6 +23,7 @@ class Witness:
 sys.meta_path.insert(0, Witness())
 import evenkeel_moe.cli, evenkeel_moe.controller
 import asyncio, grpc
+from tests.waiting import deadline
 
 async def listen():
     server = grpc.aio.server()
@@ -44,7 +46,7 @@ def test_grpc_is_told_its_loop_before_it_is_loaded_unless_an_operator_told_it(ow
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=deadline(60),
     )
     assert done.stdout.split() == [own or "-event_engine_listener"], done.stderr
     assert "Unknown experiment" not in done.stderr
@@ -86,7 +88,7 @@ def test_what_is_in_the_way_of_a_start_is_one_line(tmp_path, what, words):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=deadline(60),
         )
     # gRPC's own C library writes lines of its own.
     told = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: ")]

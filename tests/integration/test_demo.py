@@ -10,12 +10,20 @@ import time
 import psutil
 import pytest
 
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
+from tests.waiting import deadline
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 
 def start_demo(tmp_path, *options):
     return psutil.Popen(
-        [sys.executable, "-m", "evenkeel_moe", "demo", "--plain", *options],
+        dying_with_parent(
+            [
+                *(sys.executable, "-m", "evenkeel_moe", "demo", "--plain"),
+                *("--timeout-s", str(deadline(170)), *options),
+            ]
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -29,20 +37,20 @@ def family(process):
 
 
 def assert_all_gone(processes):
-    _, alive = psutil.wait_procs(processes.values(), timeout=10)
+    _, alive = psutil.wait_procs(processes.values(), timeout=deadline(10))
     assert [child.cmdline() for child in alive] == []
 
 
-def finish(demo, seconds=200):
+def finish(demo):
     """(exit code, output) of a demo, and that nothing it started outlives it."""
     processes: dict[int, psutil.Process] = {}
     lines = []
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     for line in demo.stdout:
         processes |= family(demo)
         lines.append(line)
-        assert time.monotonic() < deadline, "".join(lines[-40:])
-    code = demo.wait(20)
+        assert time.monotonic() - began < deadline(200), "".join(lines[-40:])
+    code = demo.wait(deadline(20))
     demo.stdout.close()
     assert len(processes) >= 5
     assert_all_gone(processes)
@@ -82,7 +90,7 @@ def test_a_stopped_demo_leaves_no_process(tmp_path, number, seen):
     assert len(processes) >= 6
     demo.send_signal(number)
     rest = demo.stdout.read()
-    assert demo.wait(30) == 128 + number
+    assert demo.wait(deadline(30)) == 128 + number
     demo.stdout.close()
     assert "stopped" in rest
     assert_all_gone(processes)

@@ -17,7 +17,7 @@ from evenkeel_moe.wire.codec import encode_rank_message
 from tests.adapters.serving import Listener
 from tests.chaos import rude
 from tests.integration.controller_rig import Controller, Group, Rank
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -150,7 +150,7 @@ def _flood(address) -> grpc.Call:
     messages = [encode_rank_message(Group("flooder").ranks[0].hello())]
     messages += [encode_rank_message(link.Heartbeat(1, 2, 3))] * 1000
     with grpc.insecure_channel(address) as channel:
-        call = agent_pb2_grpc.RankLinkStub(channel).Attach(iter(messages), timeout=20)
+        call = agent_pb2_grpc.RankLinkStub(channel).Attach(iter(messages), timeout=deadline(20))
         try:
             for _ in call:
                 pass

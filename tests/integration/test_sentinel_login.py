@@ -16,7 +16,7 @@ from tests.chaos.processes import Child
 from tests.chaos.proxy import Proxy
 from tests.contracts.test_stores import DEMO
 from tests.integration.controller_rig import Controller, Group
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -51,7 +51,7 @@ class Node(Child):
 
 async def works(url: str, **options) -> None:
     """A write and a read through a URL."""
-    client = connect(url, timeout_s=2, **options)
+    client = connect(url, timeout_s=deadline(2), **options)
     store = RedisDeploymentStore(client)
     try:
         await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)

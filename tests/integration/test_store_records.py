@@ -16,7 +16,7 @@ from evenkeel_moe.wire.codec import encode_rank_message
 from tests.contracts.conftest import valkey
 from tests.contracts.test_stores import DEMO, every_plan, make_record
 from tests.integration.controller_rig import Controller, Group
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 __all__ = ["valkey"]
 
@@ -200,7 +200,7 @@ async def _gone(controller, name):
 
 
 async def test_records_of_a_deployment_expire_after_its_last_leader(valkey):
-    client = connect(valkey.url, timeout_s=2)
+    client = connect(valkey.url, timeout_s=deadline(2))
     store = RedisDeploymentStore(client, record_age_s=3.0)
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
     await store.store_plan(make_record(), lease.term)

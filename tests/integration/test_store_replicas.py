@@ -13,7 +13,7 @@ from evenkeel_moe.model.ids import Epoch
 from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record
 from tests.integration.controller_rig import Controller, Group
 from tests.integration.store_server import Server
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -28,7 +28,7 @@ async def pair(tmp_path):
         for one in (primary, replica):
             one.start()
             await one.answering(one.url)
-        admin = connect(primary.url, timeout_s=2)
+        admin = connect(primary.url, timeout_s=deadline(2))
 
         async def caught_up() -> bool:
             await admin.set("probe", 1)
@@ -44,7 +44,10 @@ async def pair(tmp_path):
 
 async def test_what_was_acknowledged_is_on_the_replica_that_takes_over(pair):
     primary, replica = pair
-    client, other = connect(primary.url, timeout_s=2), connect(replica.url, timeout_s=2)
+    client, other = (
+        connect(primary.url, timeout_s=deadline(2)),
+        connect(replica.url, timeout_s=deadline(2)),
+    )
     store = RedisDeploymentStore(client, wait_replicas=1, wait_s=0.3)
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
 

@@ -22,7 +22,7 @@ from tests.chaos.proxy import Proxy
 from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, make_window
 from tests.integration.controller_rig import Controller, Group
 from tests.integration.store_server import Server
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -123,7 +123,7 @@ async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, server, ce
     await front.start()
     try:
         url = f"rediss://{front.address}?ssl_ca_certs={certificates / 'ca.pem'}"
-        client = connect(url, timeout_s=2)
+        client = connect(url, timeout_s=deadline(2))
         await do_everything(client)
         await disconnect(client)
         for wrong, why in (
@@ -134,7 +134,7 @@ async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, server, ce
             (f"rediss://{front.address}", "CERTIFICATE_VERIFY"),
             (f"redis://{front.address}", "store"),
         ):
-            client = connect(wrong, timeout_s=2)
+            client = connect(wrong, timeout_s=deadline(2))
             with pytest.raises(Unavailable, match=why):
                 await RedisDeploymentStore(client).ping()
             await disconnect(client)
@@ -161,11 +161,11 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
     tmp_path, server
 ):
     one = await server()
-    admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=2)
+    admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=deadline(2))
     words = documented_acl()
     await admin.execute_command("ACL", *(word.replace("SECRET", "s3cret") for word in words))
     url = f"redis://evenkeel:s3cret@127.0.0.1:{one.port}"
-    client = connect(url, timeout_s=2)
+    client = connect(url, timeout_s=deadline(2))
     await do_everything(client)
     # Nothing it was granted is unused: without any one command, something fails.
     granted = [word for word in words if word.startswith("+")]
@@ -243,7 +243,7 @@ async def _exports(controller, name):
 
 async def test_a_policy_that_may_not_be_read_is_said_to_be_unknown(tmp_path, server):
     one = await server()
-    admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=2)
+    admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=deadline(2))
     words = [word.replace("SECRET", "s3cret") for word in documented_acl() if word != "+info"]
     await admin.execute_command("ACL", *words)
     url = f"redis://evenkeel:s3cret@127.0.0.1:{one.port}"
@@ -265,7 +265,7 @@ async def test_a_full_store_is_unavailable_and_nothing_is_decided_until_it_has_r
 ):
     one = await server()
     url = f"redis://127.0.0.1:{one.port}"
-    admin = connect(url, timeout_s=2)
+    admin = connect(url, timeout_s=deadline(2))
     settings = {"REDIS__URL": url, "PLANNER__MODE": "auto", "PLANNER__THRESHOLDS__COOLDOWN_S": "0"}
     async with Controller(tmp_path / "data", **settings) as controller, Group() as group:
         group.popularity = np.full_like(group.popularity, 1 / 8)
@@ -298,7 +298,7 @@ async def test_a_store_that_cannot_write_to_its_disk_is_unavailable_until_it_can
     """It refuses every write (MISCONF) and answers reads: neither may pass for a store that is well."""
     one = await server("--save", "3600 1", "--appendonly", "no")
     (tmp_path / "store" / "dump.rdb").mkdir()  # In the way of the snapshot.
-    client = connect(one.url, timeout_s=2)
+    client = connect(one.url, timeout_s=deadline(2))
     store = RedisDeploymentStore(client)
     await store.store_plan(make_record(), 1)
     await client.bgsave()
@@ -342,8 +342,8 @@ async def test_a_store_that_turned_read_only_is_left_and_followed(tmp_path, serv
     await other.answering(f"redis://127.0.0.1:{other.port}")
     front = Proxy(one.port)
     await front.start()
-    old = connect(f"redis://127.0.0.1:{one.port}", timeout_s=2)
-    client = connect(f"redis://{front.address}", timeout_s=2)
+    old = connect(f"redis://127.0.0.1:{one.port}", timeout_s=deadline(2))
+    client = connect(f"redis://{front.address}", timeout_s=deadline(2))
     try:
         store = RedisDeploymentStore(client)
         await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)
@@ -372,7 +372,9 @@ async def test_slow_answers_are_waited_for_up_to_the_timeout_and_no_longer(tmp_p
         await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)
         front.delay_s = 4.0
         with pytest.raises(Unavailable, match=r"[Tt]ime"):
-            await asyncio.wait_for(store.store_document(DEMO, "policy", {"mode": "observe"}, 1), 60)
+            await asyncio.wait_for(
+                store.store_document(DEMO, "policy", {"mode": "observe"}, 1), deadline(60)
+            )
         front.heal()
         # The late answer to the write that was given up is not taken for another's.
         for number in range(20):
@@ -388,7 +390,7 @@ async def test_a_failover_by_sentinel_is_followed(tmp_path):
     ports = free_ports(3)
     nodes = [StoreNode("a", tmp_path, ports[0]), StoreNode("b", tmp_path, ports[1])]
     sentinel = Sentinel(tmp_path, ports[2])
-    client = connect(sentinel.url, timeout_s=2)
+    client = connect(sentinel.url, timeout_s=deadline(2))
     store = RedisDeploymentStore(client)
 
     async def stored(name: str) -> bool:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import httpx
 
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.demo.fleet import read_new_lines
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.supervisor import Supervisor
+from tests.waiting import deadline
 
 DEPLOYMENT = "fleet"
 THRESHOLDS = {"min_window_steps": 48, "cooldown_s": 2, "consecutive_windows": 2}
@@ -53,7 +55,7 @@ class Served:
         self.http = httpx.Client(
             base_url=f"http://127.0.0.1:{rest_port}",
             headers={"Authorization": f"Bearer {token}"},
-            timeout=5.0,
+            timeout=deadline(5.0),
             trust_env=False,
         )
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,7 +68,7 @@ class Served:
     def start(self) -> None:
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "evenkeel_moe", "serve"],
+                dying_with_parent([sys.executable, "-m", "evenkeel_moe", "serve"]),
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -93,7 +95,7 @@ class Served:
             return 0
         self._process.terminate()
         try:
-            return self._process.wait(20)
+            return self._process.wait(deadline(20))
         except subprocess.TimeoutExpired:
             self.kill()
             raise
@@ -121,14 +123,15 @@ class Served:
 
     def wait(self, condition, timeout_s: float, what: str):
         """Poll until the condition holds, and return what it returned."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while time.monotonic() - began < deadline(timeout_s):
             found = condition()
             if found:
                 return found
             signal.sigtimedwait([], 0.05)
+        waited = time.monotonic() - began
         raise AssertionError(
-            f"waited {timeout_s} s for {what}; status {self.status()}\nlog: {self.log()[-3000:]}"
+            f"waited {waited:.1f} s for {what}; status {self.status()}\nlog: {self.log()[-3000:]}"
         )
 
 
@@ -166,7 +169,7 @@ class Fleet:
     def finish(self):
         """Ask the ranks to end, and return their report with the final checks."""
         self.supervisor.request_stop()
-        deadline = time.monotonic() + 60
+        began = time.monotonic()
         while time.monotonic() < deadline:
             report = self.supervisor.poll()
             if report is not None:
