@@ -170,7 +170,7 @@ class Fleet:
         """Ask the ranks to end, and return their report with the final checks."""
         self.supervisor.request_stop()
         began = time.monotonic()
-        while time.monotonic() < deadline:
+        while time.monotonic() - began < deadline(60):
             report = self.supervisor.poll()
             if report is not None:
                 return report
