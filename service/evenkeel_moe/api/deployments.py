@@ -23,10 +23,11 @@ from evenkeel_moe.api.convert import (
     elsewhere_out,
     phase_load,
     placement_out,
-    plain,
     recommendation_out,
 )
+from evenkeel_moe.api.insight_schemas import RecommendationOut
 from evenkeel_moe.api.problems import problem_response
+from evenkeel_moe.api.schema_base import plain
 from evenkeel_moe.api.schemas import (
     DecisionPage,
     DeploymentOut,
@@ -35,7 +36,6 @@ from evenkeel_moe.api.schemas import (
     LoadOut,
     PlacementOut,
     ProblemOut,
-    RecommendationOut,
 )
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.load import Phase

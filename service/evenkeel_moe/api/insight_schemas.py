@@ -1,8 +1,10 @@
-"""Answer bodies of the routes that look closer: heat maps, quarantine, audit."""
+"""Response bodies of the routes for analysis: recommendations, heat maps, quarantine, audit."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, Field
+
+from evenkeel_moe.api.schema_base import PLAIN, Number, RequestBody, ResponseBody, TextOrNull
 
 __all__ = [
     "AuditPage",
@@ -12,61 +14,168 @@ __all__ = [
     "QuarantineOut",
     "QuarantineRowOut",
     "QuarantineSampleOut",
+    "RecommendationOut",
 ]
 
 Cells = list[list[float | None]]
 
+# --- recommendations ------------------------------------------------------------------------
 
-class HeatMapOut(BaseModel):
-    """Load by layer as shares of the layer's mean: 1 is balanced; null is unknown, never zero."""
+
+class VerdictOut(ResponseBody):
+    """The verdict of later steps on a plan. Shares are of predicted MoE time; null is unknown."""
+
+    call: str
+    """recommend, not_now or insufficient_evidence."""
+    steps: int
+    """Number of later steps it is based on."""
+    gain: Number
+    """Share saved, without the cost of the copies."""
+    gain_lower: Number
+    """Lower bound of the gain in the next window."""
+    gain_upper: Number
+    """Upper bound of the gain in the next window."""
+    copy_cost_share: Number = Field(validation_alias=AliasChoices("copy_cost_share", "cost"))
+    """Cost of the copies as a share of the time of the expected lifetime."""
+    net_gain: Number
+    """gain minus copy_cost_share."""
+    saved_per_step: Number
+    """In seconds if the ranks' speeds are used, else in tokens."""
+    copy_cost: float
+    """Cost of all copies, in the same unit."""
+    lifetime_steps: int
+    payback_steps: Number
+    """Null if nothing is saved."""
+    payback_s: Number
+    """Null also if the duration of a step is unknown."""
+
+
+class PolicyScoreOut(ResponseBody):
+    """The plan that one policy would have made on the same steps."""
+
+    policy: str
+    reason: str
+    """plan_started if every gate would have opened; else the gate that closed, or the error."""
+    copies: int | None
+    nbytes: int | None
+    balancedness_expected: Number
+    verdict: VerdictOut | None
+    """Null if the policy could not plan."""
+    detail: TextOrNull
+
+
+class ReplicaLevelOut(ResponseBody):
+    """One number of replicas, the same in every layer."""
+
+    replicas_per_layer: int
+    gain: Number
+    """Share of predicted MoE time saved compared with the present number."""
+    gain_lower: Number
+    gain_upper: Number
+    marginal_gain: Number
+    """Share saved compared with the level below, per replica and layer."""
+    extra_bytes_per_rank: int | None
+    """Memory that the fullest rank would need in addition."""
+    fits: bool | None
+    """Null if free memory or the size of an expert is unknown."""
+
+
+class RedundancyOut(ResponseBody):
+    """Comparison of more and fewer replicas per layer."""
+
+    present: int
+    advised: int
+    levels: list[ReplicaLevelOut]
+
+
+class RecommendationOut(ResponseBody):
+    """The recommended action and its figures. Nothing is moved or started to find it."""
+
+    deployment: str
+    at: float
+    """Unix seconds when it was computed."""
+    generation: str
+    epoch: int
+    policy: str
+    call: str
+    """recommend, not_now or insufficient_evidence: the verdict on the deployment's own policy."""
+    reason: str
+    """The reason with which a cycle in auto mode would have ended."""
+    words: list[str]
+    """The arithmetic, in sentences."""
+    newest_step: int | None
+    window_steps: int
+    planned_on_steps: int
+    scored_on_steps: int
+    """The newest steps of the window; no plan was made on them."""
+    steps_since_change: int | None
+    """Null if traffic did not change within the window."""
+    verdict: VerdictOut | None
+    policies: list[PolicyScoreOut]
+    """The deployment's own policy first."""
+    redundancy: RedundancyOut | None
+    free_bytes: int | None
+    """Free memory of the rank that has the least."""
+    shadow: Annotated[dict[str, dict[str, Any]], PLAIN]
+    """Newest score of each shadow policy."""
+
+
+# --- load -----------------------------------------------------------------------------------
+
+
+class HeatMapOut(ResponseBody):
+    """Load by layer as a multiple of the layer's mean: 1 is balanced; null is unknown, never zero."""
 
     deployment: str
     epoch: int | None
-    """Null before the ranks told it."""
+    """Null before the ranks reported it."""
     phase: str | None
-    """Null: all phases, every step counted alike."""
+    """Null is all phases, with the same weight for every step."""
     steps: int
-    """Of the window; 0 leaves every matrix null."""
+    """Steps of the window; without any, every matrix is null."""
     newest_step: int | None
     num_layers: int | None
-    """Of the model."""
+    """Layers of the model."""
     first_layer: int
     """Layer of the first row."""
     next_layer: int | None
-    """Ask with this `first_layer` for the rows that did not fit; null when these are the last."""
+    """`first_layer` of the request for the rows that did not fit; null if these are the last."""
     tokens_per_layer: list[float] | None
-    """(rows) mean per step, an expert's token counted for each expert it went to."""
+    """(rows) mean per step; a token counts once for each expert it was routed to."""
     experts: Cells | None
     """(rows, experts); null in a layer without load."""
     ranks: Cells | None
     """(rows, ranks) under the committed placement; null before it is known."""
 
 
-class QuarantineSampleOut(BaseModel):
-    """Words of one rejection."""
+# --- quarantine, audit, log -----------------------------------------------------------------
+
+
+class QuarantineSampleOut(ResponseBody):
+    """One rejection."""
 
     rank: int
     detail: str
 
 
-class QuarantineRowOut(BaseModel):
-    """What was rejected for one reason."""
+class QuarantineRowOut(ResponseBody):
+    """The rejections for one reason."""
 
     reason: str
     rank_steps: int
-    """One for each rank's report of one step, since the deployment came to this replica or was last cleared."""
+    """One for each rank and step, since this replica took the deployment or the count was cleared."""
     samples: list[QuarantineSampleOut]
     """The newest few, newest last."""
 
 
-class QuarantineOut(BaseModel):
-    """What was rejected of the ranks' reports, by reason."""
+class QuarantineOut(ResponseBody):
+    """The rejected parts of the ranks' reports, by reason."""
 
     deployment: str
     items: list[QuarantineRowOut]
 
 
-class AuditRowOut(BaseModel):
+class AuditRowOut(ResponseBody):
     """One request for a change."""
 
     at: float
@@ -79,20 +188,20 @@ class AuditRowOut(BaseModel):
     method: str
     path: str
     status: int
-    """HTTP status of the answer."""
+    """HTTP status of the response."""
     idempotency_key: str | None
     trace_id: str | None = None
-    """As in `traceparent` and in the log; null in rows of older versions."""
+    """The trace in `traceparent` and in the log; null in rows of older versions."""
 
 
-class AuditPage(BaseModel):
+class AuditPage(ResponseBody):
     """Audit rows, newest first."""
 
     items: list[AuditRowOut]
     next_page_token: str | None
 
 
-class LogLevelBody(BaseModel, extra="forbid"):
-    """How much one replica says."""
+class LogLevelBody(RequestBody):
+    """The log level of one replica."""
 
     level: Literal["debug", "info", "warning", "error"]

@@ -17,7 +17,8 @@ from evenkeel_moe.api.context import (
     page_token_of,
     read_page_token,
 )
-from evenkeel_moe.api.convert import plain, plan_out, plan_request, plan_summary
+from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
+from evenkeel_moe.api.schema_base import plain
 from evenkeel_moe.api.schemas import PlanIn, PlanOut, PlanPage, ProblemOut, RollbackIn, StoryOut
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord

@@ -1,10 +1,22 @@
-"""Bodies of requests and answers. The only place where REST names its fields."""
+"""Bodies of requests and responses: the only place that names REST fields.
 
-from typing import Annotated, Any
+A response body reads its fields from the attributes of the value it shows (`model_validate`), so that
+`convert` states only what differs. The docstrings here are the descriptions in docs/openapi.json.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated
+
+from pydantic import Field
 
 from evenkeel_moe.api.context import PLAN_ID_PATTERN
+from evenkeel_moe.api.schema_base import (
+    PLAIN,
+    JsonObject,
+    Number,
+    RequestBody,
+    ResponseBody,
+    TextOrNull,
+)
 from evenkeel_moe.model.load import Phase
 
 __all__ = [
@@ -19,35 +31,18 @@ __all__ = [
     "PlanOut",
     "PlanPage",
     "PlanSummary",
-    "PolicyScoreOut",
     "ProblemOut",
-    "RankOut",
-    "RecommendationOut",
-    "RedundancyOut",
-    "ReplicaLevelOut",
     "RollbackIn",
     "StoryOut",
-    "VerdictOut",
 ]
+
 
 Matrix = list[list[float]]
 SlotRow = list[Annotated[int, Field(ge=-1, le=2**31 - 1)]]
 
 
-class _In(BaseModel):
-    """A request body: an unknown field is an error, not a wish that goes unheard."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Out(BaseModel):
-    """An answer's body; numbers that are not finite are null."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-
-class ProblemOut(_Out):
-    """RFC 9457 problem details."""
+class ProblemOut(ResponseBody):
+    """Problem details (RFC 9457)."""
 
     type: str
     title: str
@@ -55,15 +50,18 @@ class ProblemOut(_Out):
     detail: str
     instance: str
     reason: str | None = None
-    """From the closed list of reasons."""
+    """One of the closed list of reasons."""
     leader: str | None = None
-    """With `not_leader`: id of the replica that leads; null while nobody does."""
+    """With `not_leader`: id of the replica that leads; null while no replica leads."""
     leader_address: str | None = None
-    """Where ranks reach it, host:port; null where it is not known."""
+    """host:port where ranks reach the leader; null if unknown."""
 
 
-class ShapeOut(_Out):
-    """Sizes the ranks declared."""
+# --- deployments ----------------------------------------------------------------------------
+
+
+class ShapeOut(ResponseBody):
+    """The sizes that the ranks declared."""
 
     num_layers: int
     num_logical_experts: int
@@ -75,27 +73,31 @@ class ShapeOut(_Out):
     pool_slots_per_rank: int | None
 
 
-class RankOut(_Out):
+class RankOut(ResponseBody):
     """One rank."""
 
     rank: int
     node: str
     gpu_uuid: str
     fresh: bool
+    """True while the rank's heartbeat lease is valid."""
     last_seen_unix: float
     epoch: int
     state: str
+    """State of the wave the rank holds."""
     load_share: float | None
+    """Share of the window's tokens; 1/ranks is balanced. Null without data."""
     seconds_per_token: float | None
+    """Median seconds of MoE computation per token, before the collective. Null if not measured."""
     free_bytes: int
     staging_bytes: int
     slowness: float | None
-    """Its pace over the median rank's; above 1 is slower. Null while it is not known."""
+    """Seconds per token divided by the median rank's; above 1 is slower. Null if unknown."""
     trouble: str
-    """Why the rank takes no wave any more; empty while all is well."""
+    """Why the rank takes no more waves; empty if it takes them."""
 
 
-class PlanSummary(_Out):
+class PlanSummary(ResponseBody):
     """A plan without its maps."""
 
     plan_id: str
@@ -104,25 +106,88 @@ class PlanSummary(_Out):
     policy: str
     phase: str
     reason: str
-    """Why it is in this phase."""
+    """Why the plan is in this phase."""
     planned_because: str
-    """Why it was planned."""
+    """Why the plan was made."""
     error: str | None
     base_epoch: int
     waves: int
     waves_committed: int
     moves: int
-    """Copies between ranks."""
+    """Number of copies between ranks."""
     nbytes: int
-    """Bytes between ranks."""
+    """Bytes copied between ranks."""
     created_at: float
     updated_at: float
     expires_at: float | None
     approved_by: str | None
-    numbers: dict[str, float | None]
+    numbers: Annotated[dict[str, float | None], PLAIN]
 
 
-class WaveOut(_Out):
+class DeploymentOut(ResponseBody):
+    """One deployment; null means unknown, never zero.
+
+    In a list, a deployment that another replica leads has only its name and its leader.
+    """
+
+    deployment: str
+    state: str
+    reason: str
+    mode: str | None
+    policy: str | None
+    leader: TextOrNull
+    """Id of the replica that leads; null while no replica leads."""
+    leader_address: str | None
+    """host:port where ranks reach the leader."""
+    term: int | None
+    generation: str | None
+    epoch: int | None
+    shape: ShapeOut | None
+    ranks: list[RankOut] | None
+    step: int | None
+    """Newest complete step."""
+    window_steps: int | None
+    """Complete steps in the fullest window."""
+    balancedness_mean: Number
+    """Mean over the window's steps and layers."""
+    balancedness_worst: Number
+    """Mean over the window's steps, of the worst layer."""
+    active_plan: PlanSummary | None
+    staging_bytes_done: int | None
+    staging_bytes_total: int | None
+    last_decision: JsonObject | None
+    frozen_until_unix: float | None
+    held: bool | None
+    """True after a rollback, until `resume`: no automatic plans."""
+
+
+class DeploymentPage(ResponseBody):
+    """Deployments by name."""
+
+    items: list[DeploymentOut]
+    next_page_token: str | None
+
+
+# --- placements and plans -------------------------------------------------------------------
+
+
+class PlacementOut(ResponseBody):
+    """A placement and the maps that follow from it."""
+
+    epoch: int | None
+    """Null for a target that has no epoch yet."""
+    digest: str
+    num_ranks: int
+    slots_per_rank: int
+    physical_to_logical: list[list[int]]
+    """(layers, slots) logical expert of each slot, -1 if empty; rank = slot // slots_per_rank."""
+    logical_to_physical: list[list[list[int]]]
+    """(layers, experts) slots of each expert."""
+    replica_count: list[list[int]]
+    """(layers, experts)."""
+
+
+class WaveOut(ResponseBody):
     """One wave: whole layers that change on the same step."""
 
     index: int
@@ -131,85 +196,36 @@ class WaveOut(_Out):
     nbytes: int
 
 
-class PlacementOut(_Out):
-    """A placement and what follows from it."""
-
-    epoch: int | None
-    """None for a target that no epoch carries yet."""
-    digest: str
-    num_ranks: int
-    slots_per_rank: int
-    physical_to_logical: list[list[int]]
-    """(layers, slots) logical expert of each slot, -1 where empty; rank = slot // slots_per_rank."""
-    logical_to_physical: list[list[list[int]]]
-    """(layers, experts) the slots of each expert."""
-    replica_count: list[list[int]]
-    """(layers, experts)."""
-
-
 class PlanOut(PlanSummary):
-    """A plan with everything in it."""
+    """A plan with its target, waves and story."""
 
     generation: str
     weights_version: int
     target: PlacementOut
     wave_list: list[WaveOut]
-    story: list[dict[str, Any]]
+    story: list[JsonObject]
 
 
-class StoryOut(_Out):
-    """What happened to a plan, in order."""
+class StoryOut(ResponseBody):
+    """The events of a plan, in order."""
 
     plan_id: str
     phase: str
     reason: str
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
 
 
-class PlanPage(_Out):
+class PlanPage(ResponseBody):
     """Plans, newest first."""
 
     items: list[PlanSummary]
     next_page_token: str | None
 
 
-class DeploymentOut(_Out):
-    """One deployment; null is unknown, never zero. In a list, of one that another replica leads, all is null but who leads."""
-
-    deployment: str
-    state: str
-    reason: str
-    mode: str | None
-    policy: str | None
-    leader: str | None
-    """Id of the replica that leads; null while nobody does."""
-    leader_address: str | None
-    """Where ranks reach it, host:port."""
-    term: int | None
-    generation: str | None
-    epoch: int | None
-    shape: ShapeOut | None
-    ranks: list[RankOut] | None
-    step: int | None
-    window_steps: int | None
-    balancedness_mean: float | None
-    balancedness_worst: float | None
-    active_plan: PlanSummary | None
-    staging_bytes_done: int | None
-    staging_bytes_total: int | None
-    last_decision: dict[str, Any] | None
-    frozen_until_unix: float | None
-    held: bool | None
+# --- load and decisions ---------------------------------------------------------------------
 
 
-class DeploymentPage(_Out):
-    """Deployments by name."""
-
-    items: list[DeploymentOut]
-    next_page_token: str | None
-
-
-class PhaseLoad(_Out):
+class PhaseLoad(ResponseBody):
     """The window of one phase under the committed placement; tokens are means per step."""
 
     steps: int
@@ -219,177 +235,76 @@ class PhaseLoad(_Out):
     """(layers, experts)."""
     tokens_per_rank: Matrix | None
     """(layers, ranks); null before the placement is known."""
-    balancedness_by_layer: list[float | None] | None
-    """Averaged over the window's steps; null where a layer had no load."""
+    balancedness_by_layer: Annotated[list[float | None] | None, PLAIN]
+    """Mean over the window's steps; null for a layer without load."""
 
 
-class LoadOut(_Out):
-    """Load matrices per phase; null where the phase has no step."""
+class LoadOut(ResponseBody):
+    """Load matrices by phase; null for a phase without steps."""
 
     deployment: str
     epoch: int | None
-    """Null before the ranks told it."""
+    """Null before the ranks reported it."""
     phases: dict[Phase, PhaseLoad | None]
 
 
-class DecisionPage(_Out):
+class DecisionPage(ResponseBody):
     """Decisions of the control loop, newest first."""
 
-    items: list[dict[str, Any]]
+    items: list[JsonObject]
     next_page_token: str | None
 
 
-class VerdictOut(_Out):
-    """What later steps say of a plan; shares are of predicted MoE time, null is unknown."""
-
-    call: str
-    """recommend, not_now or insufficient_evidence."""
-    steps: int
-    """Later steps it was judged on."""
-    gain: float | None
-    """Share saved, copies not counted."""
-    gain_lower: float | None
-    gain_upper: float | None
-    """Between which the gain of the next window lies."""
-    copy_cost_share: float | None
-    """The copies as a share of the time of the expected lifetime."""
-    net_gain: float | None
-    """gain less copy_cost_share."""
-    saved_per_step: float | None
-    """Seconds where ranks' speeds are used, else tokens."""
-    copy_cost: float
-    """All copies, in the same unit."""
-    lifetime_steps: int
-    payback_steps: float | None
-    """Null where nothing is saved."""
-    payback_s: float | None
-    """Null also where nobody knows how long a step takes."""
+# --- requests -------------------------------------------------------------------------------
 
 
-class PolicyScoreOut(_Out):
-    """What one policy would have done on the same steps."""
-
-    policy: str
-    reason: str
-    """plan_started where it would have passed every gate; else the gate that closed, or the error."""
-    copies: int | None
-    nbytes: int | None
-    balancedness_expected: float | None
-    verdict: VerdictOut | None
-    """Null where it could not plan."""
-    detail: str | None
-
-
-class ReplicaLevelOut(_Out):
-    """One number of replicas, the same in every layer."""
-
-    replicas_per_layer: int
-    gain: float | None
-    """Share of predicted MoE time saved against the present number."""
-    gain_lower: float | None
-    gain_upper: float | None
-    marginal_gain: float | None
-    """Share saved against the level below, per replica and layer."""
-    extra_bytes_per_rank: int | None
-    """Memory of the fullest rank beyond the present number."""
-    fits: bool | None
-    """Null where free memory or the size of an expert is not known."""
-
-
-class RedundancyOut(_Out):
-    """Would more or fewer replicas per layer pay."""
-
-    present: int
-    advised: int
-    levels: list[ReplicaLevelOut]
-
-
-class RecommendationOut(_Out):
-    """What would pay now, and the figures it rests on. Nothing was moved or started to find out."""
-
-    deployment: str
-    at: float
-    """Unix seconds at which it was worked out."""
-    generation: str
-    epoch: int
-    policy: str
-    call: str
-    """recommend, not_now or insufficient_evidence: the verdict on the deployment's own policy."""
-    reason: str
-    """What a cycle in auto mode would have ended with."""
-    words: list[str]
-    """The arithmetic, a sentence each."""
-    newest_step: int | None
-    window_steps: int
-    planned_on_steps: int
-    scored_on_steps: int
-    """The newest of the window; no plan has seen them."""
-    steps_since_change: int | None
-    """Null where traffic did not change inside the window."""
-    verdict: VerdictOut | None
-    policies: list[PolicyScoreOut]
-    """The deployment's own first."""
-    redundancy: RedundancyOut | None
-    free_bytes: int | None
-    """Of the rank with the least free memory."""
-    shadow: dict[str, dict[str, Any]]
-    """What each shadow policy scored after the last cycle that planned."""
-
-
-class LimitsIn(_In):
+class LimitsIn(RequestBody):
     """Bounds on one plan; null is no bound."""
 
-    max_moves: int | None = Field(default=None, ge=0, le=2**31, description="Copies between ranks.")
-    max_bytes: int | None = Field(default=None, ge=0, le=2**62, description="Bytes between ranks.")
-    max_layers: int | None = Field(
-        default=None, ge=0, le=2**31, description="Layers that may change."
-    )
+    max_moves: int | None = Field(default=None, ge=0, le=2**31)
+    """Copies between ranks."""
+    max_bytes: int | None = Field(default=None, ge=0, le=2**62)
+    """Bytes copied between ranks."""
+    max_layers: int | None = Field(default=None, ge=0, le=2**31)
+    """Layers that may change."""
 
 
-class TargetIn(_In):
+class TargetIn(RequestBody):
     """An explicit placement."""
 
-    physical_to_logical: list[SlotRow] = Field(
-        min_length=1, description="(layers, slots) logical expert of each slot, -1 where empty."
-    )
+    physical_to_logical: list[SlotRow] = Field(min_length=1)
+    """(layers, slots) logical expert of each slot, -1 if empty."""
 
 
-class PlanIn(_In):
-    """A plan by hand."""
+class PlanIn(RequestBody):
+    """A manual plan."""
 
-    plan_id: str | None = Field(
-        default=None,
-        pattern=PLAN_ID_PATTERN,
-        description="Chosen by the client, so that repeating the call gives the same plan.",
-    )
-    policy: str | None = Field(
-        default=None, max_length=64, description="Null uses the deployment's policy."
-    )
+    plan_id: str | None = Field(default=None, pattern=PLAN_ID_PATTERN)
+    """Chosen by the client, so that a repeated call gives the same plan."""
+    policy: str | None = Field(default=None, max_length=64)
+    """Null uses the deployment's policy."""
     limits: LimitsIn = LimitsIn()
-    phases: list[Phase] = Field(
-        default=[], description="Windows to plan on; empty weighs all by tokens."
-    )
-    dry_run: bool = Field(
-        default=False, description="Only plan; approving the plan later starts this very plan."
-    )
-    approve: bool = Field(default=False, description="Start at once, also in propose mode.")
-    target: TargetIn | None = Field(default=None, description="A placement instead of a policy.")
+    phases: list[Phase] = []
+    """Windows to plan on; empty uses all, weighted by their tokens."""
+    dry_run: bool = False
+    """Only plan. Approving the plan later starts this very plan."""
+    approve: bool = False
+    """Start at once, even in propose mode."""
+    target: TargetIn | None = None
+    """A placement to reach, instead of a policy."""
 
 
-class RollbackIn(_In):
-    """Where to return to."""
+class RollbackIn(RequestBody):
+    """The epoch to return to."""
 
-    plan_id: str | None = Field(
-        default=None,
-        pattern=PLAN_ID_PATTERN,
-        description="Chosen by the client, so that repeating the call is not another rollback.",
-    )
-    to_epoch: int | None = Field(
-        default=None, ge=0, le=2**53, description="Null is the placement before the last plan."
-    )
+    plan_id: str | None = Field(default=None, pattern=PLAN_ID_PATTERN)
+    """Chosen by the client, so that a repeated call is not a second rollback."""
+    to_epoch: int | None = Field(default=None, ge=0, le=2**53)
+    """Null is the placement before the last plan."""
 
 
-class FreezeIn(_In):
-    """How long no new plan may start."""
+class FreezeIn(RequestBody):
+    """The time during which no new plan may start."""
 
-    seconds: float = Field(ge=0, le=7 * 86400, allow_inf_nan=False, description="0 thaws.")
+    seconds: float = Field(ge=0, le=7 * 86400, allow_inf_nan=False)
+    """0 ends the freeze."""

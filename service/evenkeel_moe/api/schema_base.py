@@ -1,0 +1,57 @@
+"""Base classes and field types of request and response bodies."""
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+__all__ = [
+    "PLAIN",
+    "JsonObject",
+    "Number",
+    "RequestBody",
+    "ResponseBody",
+    "TextOrNull",
+    "plain",
+]
+
+
+def plain(value: Any) -> Any:
+    """Return the JSON form of a value: numpy scalars become numbers, and NaN and infinity null."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+PLAIN = BeforeValidator(plain)
+"""Applies `plain` to a field."""
+Number = Annotated[float | None, PLAIN]
+"""Null if the number is not finite."""
+JsonObject = Annotated[dict[str, Any], PLAIN]
+TextOrNull = Annotated[str | None, BeforeValidator(lambda text: text or None)]
+"""Null if the text is empty."""
+
+
+class RequestBody(BaseModel):
+    """A request body. An unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class ResponseBody(BaseModel):
+    """A response body."""
+
+    model_config = ConfigDict(from_attributes=True, use_attribute_docstrings=True)
