@@ -6,9 +6,9 @@ Sections are frozen dataclasses of plain values; the rest of the program takes t
 
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -33,8 +33,11 @@ __all__ = [
     "Settings",
     "WindowSettings",
     "contradictions",
+    "from_sections",
     "never_met",
 ]
+
+T = TypeVar("T")
 
 _STRICT = ConfigDict(extra="forbid")
 DEFAULT_THRESHOLDS: Mapping[str, float] = {
@@ -273,6 +276,15 @@ class Settings:
     migration: MigrationSettings = MigrationSettings()
     ingest: IngestSettings = IngestSettings()
     leader: LeaderSettings = Field(default_factory=LeaderSettings)
+
+
+def from_sections(kind: type[T], *sections: Any, **others: Any) -> T:
+    """Build a dataclass from the settings that have the names of its fields, and from other values."""
+    found = {
+        one.name: getattr(section, one.name) for section in sections for one in fields(section)
+    }
+    taken = {one.name for one in fields(kind)} & found.keys()  # type: ignore[arg-type]
+    return kind(**{**{name: found[name] for name in taken}, **others})
 
 
 def never_met(gates: GateSettings, plan_steps: int) -> Iterator[str]:

@@ -41,7 +41,7 @@ from evenkeel_moe.errors import Conflict, EvenkeelError, InvalidInput, Unavailab
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
-from evenkeel_moe.settings import Settings
+from evenkeel_moe.settings import Settings, from_sections
 from evenkeel_moe.wire.link import FlowControl
 
 __all__ = ["run", "serve"]
@@ -346,24 +346,7 @@ def _tokens(settings: Settings) -> TokenFile:
 
 
 def _server_options(settings: Settings) -> ServerOptions:
-    grpc = settings.grpc
-    return ServerOptions(
-        host=grpc.host,
-        port=grpc.port,
-        max_message_bytes=grpc.max_message_bytes,
-        send_queue=grpc.send_queue,
-        max_streams=grpc.max_streams,
-        max_messages_per_s=grpc.max_messages_per_s,
-        keepalive_s=grpc.keepalive_s,
-        keepalive_timeout_s=grpc.keepalive_timeout_s,
-        max_connection_age_s=grpc.max_connection_age_s,
-        max_connection_age_grace_s=grpc.max_connection_age_grace_s,
-        tls_cert_file=grpc.tls_cert_file,
-        tls_key_file=grpc.tls_key_file,
-        tls_client_ca_file=grpc.tls_client_ca_file,
-        tls_require_identity=grpc.tls_require_identity,
-        reflection=grpc.reflection,
-    )
+    return from_sections(ServerOptions, settings.grpc)
 
 
 def _advertised(settings: Settings, port: int) -> str:
@@ -377,52 +360,23 @@ def _advertised(settings: Settings, port: int) -> str:
 
 def _deployment_options(settings: Settings, advertise: str) -> DeploymentOptions:
     planner, ingest, migration = settings.planner, settings.ingest, settings.migration
-    timing = ControlTiming(
-        heartbeat_s=ingest.heartbeat_s,
-        rank_lease_s=ingest.rank_lease_s,
-        cycle_deadline_s=2 * planner.deadline_s,
-        batch_deadline_s=migration.batch_deadline_s,
-        max_bytes_per_s=migration.max_bytes_per_s,
-        wave=WaveTiming(
-            prepare_deadline_s=migration.prepare_deadline_s,
-            commit_deadline_s=migration.commit_deadline_s,
-            commit_deadline_steps=migration.commit_deadline_steps,
-            stall_after_s=migration.stall_after_s,
-        ),
-    )
-    return DeploymentOptions(
-        replica_id=settings.leader.replica_id,
+    return from_sections(
+        DeploymentOptions,
+        settings.leader,
         advertise=advertise,
         alone=settings.leader.replicas == 1,
-        lease_s=settings.leader.lease_s,
-        renew_s=settings.leader.renew_s,
-        timing=timing,
-        policy=DeploymentPolicy(
-            mode=planner.mode,
-            policy=planner.policy,
-            cycle_s=planner.cycle_s,
-            proposal_ttl_s=planner.proposal_ttl_s,
-            thresholds=dict(planner.thresholds),
+        timing=from_sections(
+            ControlTiming,
+            ingest,
+            migration,
+            cycle_deadline_s=2 * planner.deadline_s,
+            wave=from_sections(WaveTiming, migration),
         ),
-        cycle=CycleSettings(
-            plan_steps=settings.window.plan_steps,
-            recent_steps=planner.recent_steps,
-            copy_bytes_per_s=planner.copy_bytes_per_s,
-            copy_cost_tokens=planner.copy_cost_tokens,
-            rank_speeds=planner.rank_speeds,
-            deadline_s=planner.deadline_s,
-            objective=Objective(
-                dispatch=planner.dispatch,
-                lifetime_steps=planner.lifetime_steps,
-                cross_node_factor=planner.cross_node_factor,
-            ),
+        policy=from_sections(DeploymentPolicy, planner),
+        cycle=from_sections(
+            CycleSettings, settings.window, planner, objective=from_sections(Objective, planner)
         ),
         window_steps=settings.window.steps,
         max_pending=ingest.max_pending_steps,
-        flow=FlowControl(
-            report_interval_s=ingest.report_interval_s,
-            stride=ingest.stride,
-            from_step=0,
-            max_steps_per_report=ingest.max_steps_per_report,
-        ),
+        flow=from_sections(FlowControl, ingest),
     )
