@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from evenkeel_moe.adapters.torch.device_checksum import device_checksum
+from evenkeel_moe.adapters.torch.checksum import device_checksum
 from evenkeel_moe.adapters.torch.groups import Communicator, Operation, Work
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.plan import Transfer

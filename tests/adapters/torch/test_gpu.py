@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel_moe.adapters.torch.device_checksum import device_checksum
+from evenkeel_moe.adapters.torch.checksum import device_checksum
 from evenkeel_moe.adapters.torch.groups import make_communicator
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport, is_over
 from evenkeel_moe.agent.profiler import ExpertShape, curve_of, measure, moe_layer, token_counts

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel_moe.adapters.torch import device_checksum as module
-from evenkeel_moe.adapters.torch.device_checksum import device_checksum
+from evenkeel_moe.adapters.torch import checksum as module
+from evenkeel_moe.adapters.torch.checksum import device_checksum
 
 WRAP = 2**64
 SPREAD, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
