@@ -7,8 +7,8 @@ import numpy as np
 import torch
 import torch.distributed
 
+from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.adapters.torch.groups import make_communicator
-from evenkeel_moe.adapters.torch.transport import checksum
 from evenkeel_moe.model.ids import Epoch, Generation, PlanId
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey

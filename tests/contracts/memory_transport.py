@@ -4,7 +4,8 @@ import queue
 import threading
 import time
 
-from evenkeel_moe.adapters.torch.transport import StageOutcome, checksum
+from evenkeel_moe.adapters.torch.checksum import checksum
+from evenkeel_moe.adapters.torch.transport import StageOutcome
 from evenkeel_moe.errors import Reason, Unavailable
 
 

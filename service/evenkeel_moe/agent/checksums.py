@@ -8,8 +8,8 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
+from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.adapters.torch.groups import Communicator
-from evenkeel_moe.adapters.torch.transport import checksum
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.ports import ExpertWeights
 from evenkeel_moe.errors import PeerViolation, Reason

@@ -22,7 +22,8 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome, checksum
+from evenkeel_moe.adapters.torch.checksum import checksum
+from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome
 from evenkeel_moe.agent.agent import Agent, SwapRecord
 from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.config import AgentConfig

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel_moe.adapters.torch.transport import TorchWeightTransport, checksum, is_over
+from evenkeel_moe.adapters.torch.checksum import checksum
+from evenkeel_moe.adapters.torch.transport import TorchWeightTransport, is_over
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.placement import Placement

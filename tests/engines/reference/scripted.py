@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from evenkeel_moe.adapters.torch.transport import checksum
+from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.engines.reference.__main__ import die_with_parent, leave, log_json
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.model import original_expert

@@ -1,37 +1,54 @@
-"""A checksum that runs where the weights lie: hashing an expert on the host first would copy it there.
+"""Checksums of expert weights, on the host or on the GPU that holds them.
 
-Words of eight bytes are mixed with their position, one by one, and summed modulo 2**64: a sum has no order, so a device may
-take it in any. Every operation wraps alike on CPU and GPU, so both give the same number for the same bytes.
+The GPU's own checksum exists because hashing an expert on the host would first copy it there. It
+mixes words of eight bytes with their positions and sums them modulo 2**64. A sum has no order, so a
+device may add in any order. All operations wrap alike on CPU and GPU, so both give the same number
+for the same bytes.
 """
 
 from collections.abc import Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 
-__all__ = ["device_checksum"]
+__all__ = ["checksum", "device_checksum", "flat_bytes"]
 
 _WORDS = 1 << 22
-"""Mixed at once: bounds the memory this takes to a few times 32 MiB."""
-_SPREAD = (
-    -7046029254386353131
-)  # 0x9E3779B97F4A7C15, 2**64 over the golden ratio, as a signed number
-_MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9, of the splitmix generator
+"""Words mixed at once; limits the memory this takes to a few times 32 MiB."""
+_SPREAD = -7046029254386353131
+"""0x9E3779B97F4A7C15, 2**64 over the golden ratio, as a signed number."""
+_MIX = -4658895280553007687
+"""0xBF58476D1CE4E5B9, of the splitmix generator, as a signed number."""
 _LOW = 0xFFFFFFFF
 
 
+def checksum(tensors: Sequence[Tensor]) -> int:
+    """Return 64 bits over the bytes of all tensors of an expert, in order.
+
+    It is xxh3 on the host and `device_checksum` on a GPU. The ranks of a group compare their
+    numbers, so all their weights must be on GPUs, or all on hosts.
+    """
+    if tensors and tensors[0].device.type == "cuda":
+        return device_checksum(tensors)
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(flat_bytes(tensor).cpu().numpy().data)
+    return int(digest.intdigest())
+
+
 def device_checksum(tensors: Sequence[Tensor]) -> int:
-    """Unsigned 64 bits over the bytes of all tensors of an expert, in order; one small copy to the host.
+    """Return 64 bits over the bytes of all tensors of an expert; copies only these to the host.
 
     Args:
-        tensors: contiguous or not, of any number type, on one device.
+        tensors: contiguous or not, of any dtype, on one device.
     """
     device = tensors[0].device
     total = torch.zeros((), dtype=torch.int64, device=device)
     position = 1
     for tensor in tensors:
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        # The length closes each tensor, so that bytes cannot move from one to the next unnoticed.
+        flat = flat_bytes(tensor.detach())
+        # The length is part of the sum, so that bytes cannot move to the next tensor unnoticed.
         total += _mixed(torch.full((1,), flat.numel(), dtype=torch.int64, device=device), position)
         position += 1
         for first in range(0, flat.numel(), 8 * _WORDS):
@@ -41,15 +58,20 @@ def device_checksum(tensors: Sequence[Tensor]) -> int:
     return int(total.item()) % 2**64
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a flat byte view: backends differ in the dtypes they support, but all take bytes."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def _words(part: Tensor) -> Tensor:
-    """(n,) int64 of the bytes, the last word filled up with zeros."""
+    """Return the bytes as (n,) int64; zeros fill up the last word."""
     padded = torch.zeros(-(-part.numel() // 8) * 8, dtype=torch.uint8, device=part.device)
     padded[: part.numel()] = part
     return padded.view(torch.int64)
 
 
 def _mixed(words: Tensor, position: int) -> Tensor:
-    """Sum of the words, each mixed with its position."""
+    """Return the sum of the words, each mixed with its position."""
     where = torch.arange(position, position + words.numel(), dtype=torch.int64, device=words.device)
     value = (words ^ (where * _SPREAD)) * _MIX
     value ^= (value >> 32) & _LOW

@@ -1,8 +1,8 @@
-"""Process groups of their own: made from a store, waited for with a deadline, aborted, never global.
+"""Communicators outside the registry of `torch.distributed`, with deadlines, that can be aborted.
 
 The engine, the gate and the weight transport each use a communicator that the others cannot block
-(R9, R10). They are made directly from the store, outside the registry of `torch.distributed`, so that
-one can be aborted and made again from any thread.
+(R9, R10). They are created directly from the store, so that any thread can abort one and create it
+again.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from evenkeel_moe.errors import Unavailable
 __all__ = ["TRANSFER", "Communicator", "Operation", "Work", "make_communicator"]
 
 TRANSFER = "transfer-"
-"""Names of communicators that copy weights beside serving begin with it."""
+"""Prefix of the names of communicators that copy weights while the engine serves."""
 _TRANSFER_CTAS = 8
-"""Blocks NCCL may hold on a GPU for such copies: the engine's cooperative kernels wait for all multiprocessors they ask
-for, and copies that held them would wait for the engine in turn."""
+"""Thread blocks NCCL may occupy on a GPU for such copies. The engine's cooperative kernels wait for
+all multiprocessors they ask for; copies that occupied them would wait for the engine in turn."""
 
 # The stubs of torch lack most of what its backends offer.
 dist: Any = torch.distributed
@@ -32,11 +32,11 @@ class Work(Protocol):
     """An operation in flight."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
-        """Return once it is done; raises RuntimeError when it failed or the time is over."""
+        """Return once it is done; raise RuntimeError if it failed or the timeout passed."""
         ...
 
     def is_completed(self) -> bool:
-        """Whether it is done or failed."""
+        """Return True if it is done or failed."""
         ...
 
 
@@ -45,7 +45,7 @@ class Operation:
     """One half of a copy between two ranks."""
 
     tensor: Tensor
-    """What is sent, or where what arrives goes; contiguous."""
+    """The data to send, or the memory to receive into; contiguous."""
     peer: int
     sends: bool
 
@@ -53,8 +53,8 @@ class Operation:
 class Communicator:
     """One Gloo or NCCL communicator over all ranks.
 
-    Operations raise RuntimeError when a peer is gone or a deadline passed; the communicator is then
-    of no more use and should be aborted.
+    Operations raise RuntimeError when a peer is gone or a deadline passed. The communicator is then
+    unusable and should be aborted.
     """
 
     def __init__(self, backend: Any, rank: int, size: int, device: torch.device) -> None:
@@ -62,42 +62,42 @@ class Communicator:
         self.rank = rank
         self.size = size
         self.device = device
-        """Where tensors must lie."""
+        """Device of the tensors."""
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> None:
-        """Rows of `sent` to each rank in turn, rows of each rank in turn into `received`; waits."""
+        """Send rows of `sent` to each rank in turn and receive those of each rank; blocks."""
         work = self._live().alltoall_base(
             received, sent, list(received_rows), list(sent_rows), dist.AllToAllOptions()
         )
         work.wait()
 
     def all_gather(self, value: Tensor) -> Tensor:
-        """(R, *value.shape) - the tensor of every rank; waits."""
+        """Return (R, *value.shape), the tensors of all ranks; blocks."""
         gathered = [torch.empty_like(value) for _ in range(self.size)]
         self._live().allgather([gathered], [value]).wait()
         return torch.stack(gathered)
 
     def start_all_reduce_min(self, value: Tensor) -> Work:
-        """Begin replacing `value` by its minimum over the ranks."""
+        """Start to replace `value` by its minimum over the ranks."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         work: Work = self._live().allreduce([value], options)
         return work
 
     def broadcast(self, value: Tensor, source: int) -> None:
-        """Replace `value` by that of the source rank; waits."""
+        """Replace `value` by that of the source rank; blocks."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._live().broadcast([value], options).wait()
 
     def start_exchange(self, operations: Sequence[Operation], tag: int) -> list[Work]:
-        """Begin a batch of point-to-point operations; the peers post their halves in the same order.
+        """Start a batch of point-to-point operations; peers post their halves in the same order.
 
         Args:
             operations: sends and receives.
-            tag: keeps batches apart on Gloo; NCCL goes by order alone.
+            tag: distinguishes batches on Gloo; NCCL matches by order alone.
         """
         backend = self._live()
         coalesce = self.device.type == "cuda"
@@ -112,11 +112,11 @@ class Communicator:
         return [backend._end_coalescing()] if coalesce else works
 
     def abort(self) -> None:
-        """Break the communicator, from any thread; later operations raise RuntimeError.
+        """Abort the communicator, from any thread; later operations raise RuntimeError.
 
-        Operations in flight here end at once on NCCL, and on Gloo, which cannot interrupt them, at
-        their own deadline; with the last of them the connections close, which ends those of the peers.
-        Not for a communicator with a collective in flight: giving it up would wait for that.
+        Operations in flight here end at once on NCCL. Gloo cannot interrupt them; there they end at
+        their own deadline. The connections close with the last of them, which ends the operations
+        of the peers. Do not abort while a collective is in flight: the abort would wait for it.
         """
         backend, self._backend = self._backend, None
         if backend is not None:
@@ -139,7 +139,7 @@ def make_communicator(
     timeout_s: float,
     interface: str = "lo",
 ) -> Communicator:
-    """Connect all ranks; every rank calls this with the same name, which is used once per store.
+    """Connect all ranks. Every rank calls this with the same name, used once per store.
 
     Args:
         store: shared by the ranks of one generation.
@@ -147,11 +147,11 @@ def make_communicator(
         rank: this rank.
         size: R.
         device: CPU for Gloo, a GPU for NCCL.
-        timeout_s: deadline of an operation that is given none.
-        interface: network interface of Gloo; empty takes the one this host's name leads to.
+        timeout_s: deadline of operations without one of their own.
+        interface: network interface of Gloo; empty selects the one this host's name resolves to.
 
     Raises:
-        Unavailable: not all ranks came in time.
+        Unavailable: not all ranks connected in time.
     """
     scoped = dist.PrefixStore(f"evenkeel/{name}", store)
     timeout = timedelta(seconds=timeout_s)
@@ -161,13 +161,15 @@ def make_communicator(
             nccl._timeout = timeout
             if name.startswith(TRANSFER):
                 nccl.config.max_ctas = _TRANSFER_CTAS
-            return Communicator(dist.ProcessGroupNCCL(scoped, rank, size, nccl), rank, size, device)
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._timeout = timeout
-        if interface:
-            gloo._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+            backend = dist.ProcessGroupNCCL(scoped, rank, size, nccl)
         else:
-            gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
-        return Communicator(dist.ProcessGroupGloo(scoped, rank, size, gloo), rank, size, device)
+            gloo = dist.ProcessGroupGloo._Options()
+            gloo._timeout = timeout
+            if interface:
+                gloo._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+            else:
+                gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
+            backend = dist.ProcessGroupGloo(scoped, rank, size, gloo)
     except RuntimeError as error:
         raise Unavailable(f"communicator {name} of {size} ranks: {error}") from error
+    return Communicator(backend, rank, size, device)

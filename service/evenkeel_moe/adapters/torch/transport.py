@@ -1,8 +1,8 @@
 """Copies experts between ranks into staging memory, on a communicator of its own.
 
-Every rank runs the same global list of batches in the same order; in a batch it has at most one peer
-(R10). What arrives stays in staging, which no router reaches (R11), and is hashed here, by the
-receiver, against the checksum registered when the model was loaded (R4).
+Every rank runs the same global list of batches in the same order. In a batch it has at most one
+peer (R10). Received experts stay in staging, which no router reaches (R11). The receiver compares
+their checksums with those registered when the model was loaded (R4).
 """
 
 import itertools
@@ -17,46 +17,31 @@ from typing import Any, Protocol
 
 import structlog
 import torch
-import xxhash
 from torch import Tensor
 
-from evenkeel_moe.adapters.torch.checksum import device_checksum
+from evenkeel_moe.adapters.torch.checksum import checksum, flat_bytes
 from evenkeel_moe.adapters.torch.groups import Communicator, Operation, Work
+from evenkeel_moe.adapters.torch.staging_memory import StagingMemory
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.plan import Transfer
 from evenkeel_moe.protocol.messages import Prepare
 
-__all__ = ["DeviceEvent", "Progress", "StageOutcome", "TorchWeightTransport", "checksum", "is_over"]
+__all__ = ["DeviceEvent", "Progress", "StageOutcome", "TorchWeightTransport", "is_over"]
 
 _log = structlog.get_logger(__name__)
 _MAX_OPS = 32
 """Point-to-point operations of one chunk."""
 _AHEAD_OPS = 128
-"""On the host a further batch is posted while fewer are in flight, so that no rank waits for Python between two batches;
-on a GPU one batch at a time, for there a stream runs them in turn."""
-_ALIGN = 256
-"""Staged tensors begin at multiples of this many bytes, as allocators give them."""
+"""On the host another batch is posted while fewer operations are in flight, so that no rank waits
+for Python between two batches. On a GPU one batch runs at a time: a stream runs them in order."""
 _CHUNKS_PER_BATCH = 4096
-"""Room in the tag for the chunks of one batch."""
+"""Tags reserved for the chunks of one batch."""
 _ABORT_WAIT = timedelta(seconds=5)
-_LOOK_S = 0.0002
-"""Between two looks at a device's mark."""
+_POLL_INTERVAL_S = 0.0002
+"""Time between two queries of a device event."""
 
 Progress = Callable[[int, int], None]
-"""(bytes staged so far, bytes to stage on this rank)."""
-
-
-def checksum(tensors: Sequence[Tensor]) -> int:
-    """64 bits over the bytes of all tensors of an expert, in order: xxh3 on the host, our own on a GPU.
-
-    The ranks of a group compare their numbers, so their weights must all lie on GPUs or all on hosts.
-    """
-    if tensors and tensors[0].device.type == "cuda":
-        return device_checksum(tensors)
-    digest = xxhash.xxh3_64()
-    for tensor in tensors:
-        digest.update(_bytes_of(tensor).cpu().numpy().data)
-    return int(digest.intdigest())
+"""Called with (bytes staged so far, bytes to stage on this rank)."""
 
 
 @dataclass(slots=True)
@@ -66,56 +51,62 @@ class _Flight:
     index: int
     batch: Sequence[Transfer]
     chunks: Iterator[list[Operation]]
-    """Those not posted yet."""
+    """The chunks not posted yet."""
     tag: int
-    """Of the next chunk."""
+    """Tag of the next chunk."""
     works: list[Work] = field(default_factory=list)
-    """Of the chunk posted last; empty when this rank has no part in the batch, or it is done."""
+    """Operations of the chunk posted last; empty when the batch is done or needs none here."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageOutcome:
-    """How staging a wave ended on this rank."""
+    """The result of staging a wave on this rank."""
 
     reason: Reason | None = None
-    """Why it failed; None when everything arrived and matches."""
+    """Why staging failed; None when everything arrived and matches."""
     detail: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether every transfer to this rank is staged and verified."""
+        """True if every transfer to this rank is staged and verified."""
         return self.reason is None
 
 
 class DeviceEvent(Protocol):
-    """A mark in a device's stream, as torch.cuda.Event."""
+    """An event in a device's stream, such as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether everything before it is done; RuntimeError when some of it failed."""
+        """Return True if all work before the event is done; RuntimeError if some of it failed."""
         ...
 
 
 def is_over(event: DeviceEvent, deadline: float) -> bool:
-    """Wait for a mark without giving the thread to the driver for ever; False at the deadline [monotonic s]."""
+    """Wait for an event until the deadline [monotonic s]; return True if it is over.
+
+    It polls, because a wait in the driver could block the thread for ever.
+    """
     while not event.query():
         if time.monotonic() >= deadline:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
     return True
 
 
 class TorchWeightTransport:
-    """The transfer communicator of one rank and its staging memory. One thread uses it, `cancel` apart.
+    """The transfer communicator of one rank and its staging memory.
+
+    One thread uses it. Other threads may only call `abort` and `fence` and set `cancel`.
 
     Args:
         rank: this rank.
-        slots_per_rank: slot -> rank.
+        slots_per_rank: slots of one rank; rank = slot // slots_per_rank.
         staging_bytes: room for received experts, allocated once.
-        tensors_of: (layer, local slot) -> every tensor of the expert there; destination slots included.
-        tensors_per_expert: how many that are.
+        tensors_of: (layer, local slot) -> all tensors of the expert there, also for slots that a
+            wave fills.
+        tensors_per_expert: number of tensors of an expert.
         min_expert_bytes: bytes of the smallest expert.
-        connect: serial -> a communicator over all ranks, made anew; collective.
-        device: where staging lies.
+        connect: serial -> a new communicator over all ranks; collective.
+        device: device of the weights and of staging.
     """
 
     def __init__(
@@ -135,33 +126,29 @@ class TorchWeightTransport:
         self._tensors_of = tensors_of
         self._connect = connect
         self._device = device
-        experts = -(-staging_bytes // max(1, min_expert_bytes))
-        padding = experts * tensors_per_expert * _ALIGN
-        self._arena = torch.zeros(staging_bytes + padding, dtype=torch.uint8, device=device)
-        self._used = 0
-        self._staged: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._memory = StagingMemory(staging_bytes, tensors_per_expert, min_expert_bytes, device)
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
         self._fence: Any = None
         self.fence()
         self.serial = -1
-        """Number of the communicator in use, or of the one that broke."""
+        """The number of the communicator in use, or of the one that broke."""
 
     @property
     def broken(self) -> bool:
-        """The communicator was aborted; nothing can be staged until `rebuild`."""
+        """True if the communicator was aborted; nothing can be staged until `rebuild`."""
         return self._communicator is None
 
     @property
     def staged(self) -> dict[tuple[int, int], tuple[Tensor, ...]]:
-        """(layer, local slot) -> staged tensors of the wave, in this rank's slots."""
-        return self._staged
+        """(layer, local slot) -> tensors that the wave staged for this rank's slots."""
+        return self._memory.staged
 
     def rebuild(self, serial: int) -> None:
-        """Connect all ranks anew and warm every connection; collective.
+        """Connect all ranks again and warm up every connection; collective.
 
         Raises:
-            Unavailable: not all ranks came in time, or one went away; `broken` stays true.
+            Unavailable: not all ranks connected in time, or one left; `broken` stays true.
         """
         self.abort()
         self.serial = serial
@@ -178,16 +165,20 @@ class TorchWeightTransport:
             self._communicator = fresh
 
     def abort(self) -> None:
-        """Break the communicator, from any thread: operations in flight end with an error, at their deadline at the latest."""
+        """Abort the communicator, from any thread.
+
+        Operations in flight end with an error, at their deadline at the latest.
+        """
         with self._lock:
             communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.abort()
 
     def fence(self) -> None:
-        """Engine's thread: the next wave's copies come after all this thread gave its device so far.
+        """Order the next wave's copies after the work the engine's thread has queued so far.
 
-        They read the slots a swap wrote, and overwrite the memory it read. On the host nothing is pending.
+        Called on the engine's thread. The copies read the slots that a swap wrote, and overwrite
+        the staging memory that it read. On the host no work is pending.
         """
         if self._device.type == "cuda":
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -195,22 +186,22 @@ class TorchWeightTransport:
             self._fence = event
 
     def clear(self) -> None:
-        """Forget what is staged; the memory serves the next wave."""
-        self._staged = {}
-        self._used = 0
+        """Drop the staged tensors; the memory serves the next wave."""
+        self._memory.clear()
 
     def stage(self, prepare: Prepare, cancel: threading.Event, progress: Progress) -> StageOutcome:
-        """Run every batch of the wave; on return no operation of it is in flight here.
+        """Run all batches of the wave; on return none of its operations is in flight here.
 
-        A wrong checksum or a cancellation does not stop the batches, for the peers wait for their
-        halves; a cancelled wave only runs without throttle. A batch past its deadline, a peer that
-        went away, or tensors that the engine does not give abort the communicator.
+        A wrong checksum or a cancellation does not stop the batches, because the peers wait for
+        their halves. A cancelled wave only runs without throttle. The communicator is aborted when
+        a batch passes its deadline, a peer leaves, or the engine fails to return tensors.
         """
         flights: deque[_Flight] = deque()
         with self._own_stream():
             try:
                 return self._stage(prepare, cancel, progress, flights)
-            except Exception as error:  # the engine's tensors, or its device: the batches in flight must end all the same
+            except Exception as error:
+                # The engine or its device failed. The batches in flight must end all the same.
                 _log.exception("staging_broke_off", wave=str(prepare.wave))
                 return self._give_up(flights, Reason.TRANSFER_FAILED, f"{error!r:.200}")
 
@@ -258,7 +249,7 @@ class TorchWeightTransport:
     # --- one batch ------------------------------------------------------------------------------
 
     def _begin(self, prepare: Prepare, index: int, batch: Sequence[Transfer]) -> _Flight:
-        """Post a batch's first chunk."""
+        """Post the first chunk of a batch."""
         flight = _Flight(
             index, batch, self._chunks(batch), prepare.wave.fingerprint + index * _CHUNKS_PER_BATCH
         )
@@ -266,7 +257,7 @@ class TorchWeightTransport:
         return flight
 
     def _post(self, flight: _Flight) -> bool:
-        """Post a batch's next chunk; False when all were."""
+        """Post the next chunk of a batch; return False if none is left."""
         communicator = self._communicator
         if communicator is None:
             raise RuntimeError("the communicator is down")
@@ -279,7 +270,7 @@ class TorchWeightTransport:
         return True
 
     def _end(self, flights: Sequence[_Flight], deadline: float) -> StageOutcome | None:
-        """See the oldest of the batches in flight through; None when it is done."""
+        """Finish the oldest batch in flight; return None, or the failure that ends staging."""
         flight = flights[0]
         try:
             posted = bool(flight.works)
@@ -301,7 +292,7 @@ class TorchWeightTransport:
         return None
 
     def _give_up(self, flights: Sequence[_Flight], reason: Reason, detail: str) -> StageOutcome:
-        """Abort the communicator and see every operation end, so that no late byte lands in staging."""
+        """Abort the communicator and wait for all operations, so that no late byte hits staging."""
         self.abort()
         for work in itertools.chain.from_iterable(flight.works for flight in flights):
             with suppress(RuntimeError):
@@ -309,57 +300,49 @@ class TorchWeightTransport:
         return StageOutcome(reason, detail)
 
     def _chunks(self, batch: Sequence[Transfer]) -> Iterator[list[Operation]]:
-        """Both ranks of a pair cut the same list at the same places; copies inside the rank are done on the way."""
+        """Yield the operations of this rank in chunks, and copy between its own slots meanwhile.
+
+        Both ranks of a pair divide the same list at the same places.
+        """
         pending: list[Operation] = []
         for transfer in batch:
             source, target = self._rank_of(transfer.src_slot), self._rank_of(transfer.dst_slot)
             if self._rank not in (source, target):
                 continue
-            here = (
-                []
-                if source != self._rank
-                else self._slot_tensors(transfer.layer, transfer.src_slot)
-            )
-            there = [] if target != self._rank else self._make_room(transfer)
+            here: Sequence[Tensor] = ()
+            if source == self._rank:
+                here = self._tensors_of(transfer.layer, self._local(transfer.src_slot))
+            there: Sequence[Tensor] = ()
+            if target == self._rank:
+                slot = self._local(transfer.dst_slot)
+                like = self._tensors_of(transfer.layer, slot)
+                there = self._memory.allocate(transfer.layer, slot, like)
             if source == target:
                 for tensor, value in zip(there, here, strict=True):
                     tensor.copy_(value)
                 continue
-            pending += [Operation(_bytes_of(tensor), target, sends=True) for tensor in here]
-            pending += [Operation(_bytes_of(tensor), source, sends=False) for tensor in there]
+            pending += [Operation(flat_bytes(tensor), target, sends=True) for tensor in here]
+            pending += [Operation(flat_bytes(tensor), source, sends=False) for tensor in there]
             while len(pending) >= _MAX_OPS:
                 yield pending[:_MAX_OPS]
                 pending = pending[_MAX_OPS:]
         if pending:
             yield pending
 
-    def _make_room(self, transfer: Transfer) -> tuple[Tensor, ...]:
-        local_slot = transfer.dst_slot % self._slots_per_rank
-        room = []
-        for like in self._tensors_of(transfer.layer, local_slot):
-            nbytes = like.numel() * like.element_size()
-            piece = self._arena[self._used : self._used + nbytes]
-            self._used += -(-nbytes // _ALIGN) * _ALIGN
-            room.append(piece.view(like.dtype).view(like.shape))
-        self._staged[transfer.layer, local_slot] = tuple(room)
-        return tuple(room)
-
-    def _slot_tensors(self, layer: int, slot: int) -> Sequence[Tensor]:
-        return self._tensors_of(layer, slot % self._slots_per_rank)
-
     def _verify(self, transfer: Transfer, expected: int) -> StageOutcome:
-        found = checksum(self._staged[transfer.layer, transfer.dst_slot % self._slots_per_rank])
+        found = checksum(self._memory.staged[transfer.layer, self._local(transfer.dst_slot)])
         if found == expected:
             return StageOutcome()
         return StageOutcome(
             Reason.CHECKSUM_MISMATCH,
-            f"layer {transfer.layer} expert {transfer.logical_expert} from slot {transfer.src_slot} to slot"
-            f" {transfer.dst_slot}: got {found:016x}, registered {expected:016x}",
+            f"layer {transfer.layer} expert {transfer.logical_expert} from slot"
+            f" {transfer.src_slot} to slot {transfer.dst_slot}: got {found:016x}, registered"
+            f" {expected:016x}",
         )
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """On a GPU: copy beside the engine's stream, after what it was given before `fence`."""
+        """On a GPU, copy on another stream than the engine's, after its work before `fence`."""
         if self._device.type != "cuda":
             yield
             return
@@ -369,7 +352,10 @@ class TorchWeightTransport:
             yield
 
     def _is_copied(self, deadline: float) -> bool:
-        """On a GPU the batch is done only when its stream is; False past the deadline, for no wait of NCCL's ends by itself."""
+        """Wait for the stream of a batch on a GPU; return False if the deadline passes first.
+
+        The deadline is needed because no wait of NCCL ends by itself.
+        """
         if self._device.type != "cuda":
             return True
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -379,7 +365,7 @@ class TorchWeightTransport:
     # --- small parts ----------------------------------------------------------------------------
 
     def _pace_s(self, batch: Sequence[Transfer], max_bytes_per_s: float) -> float:
-        """Seconds the batch should take: by its busiest rank, so that all ranks pause alike."""
+        """Return the seconds a batch should take, by its busiest rank: all ranks pause alike."""
         if max_bytes_per_s <= 0:
             return 0.0
         share: dict[int, int] = {}
@@ -389,7 +375,7 @@ class TorchWeightTransport:
         return max(share.values(), default=0) / max_bytes_per_s
 
     def _warm(self, communicator: Communicator) -> None:
-        """One small message between every two ranks, so that no connection is made under a deadline."""
+        """Exchange a byte between all pairs of ranks, so that no batch has to connect first."""
         for distance in range(1, communicator.size):
             target = (self._rank + distance) % communicator.size
             source = (self._rank - distance) % communicator.size
@@ -404,7 +390,5 @@ class TorchWeightTransport:
     def _rank_of(self, slot: int) -> int:
         return slot // self._slots_per_rank
 
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """A flat byte view: backends differ in the number types they carry, not in bytes."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    def _local(self, slot: int) -> int:
+        return slot % self._slots_per_rank
