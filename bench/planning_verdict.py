@@ -32,7 +32,7 @@ from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import count_moves
-from evenkeel_moe.planning.signals.change_detection import find_change
+from evenkeel_moe.planning.signals.change_detection import detect_change
 
 __all__ = ["verdict_rows"]
 
@@ -89,7 +89,7 @@ def _judge(
 ) -> tuple[Point, Placement]:
     """One point, and the placement a controller that follows the verdict has afterwards."""
     inputs = _inputs(trace, current, first, last)
-    split = split_window(inputs, find_change(inputs.load.astype(np.float64)))
+    split = split_window(inputs, detect_change(inputs.load.astype(np.float64)))
     target, _ = plan_target(inputs, inputs.load[split.begin : split.cut])
     copies = count_moves(current, target)
     if copies == 0:

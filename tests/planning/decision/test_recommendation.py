@@ -9,8 +9,8 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.cycle import run_cycle
 from evenkeel_moe.planning.decision.recommendation import (
+    RecommendationInputs,
     ShadowRequest,
-    WhatIfInputs,
     recommend,
     score_shadows,
 )
@@ -23,7 +23,7 @@ from tests.planning.decision.test_cycle import SHAPE, inputs, skewed
 
 
 def ask(load, compare=("keel",), free_bytes=None, **changes):
-    return recommend(WhatIfInputs(inputs(load, **changes), compare, free_bytes))
+    return recommend(RecommendationInputs(inputs(load, **changes), compare, free_bytes))
 
 
 def test_the_recommendation_is_what_a_cycle_would_do_and_moves_nothing():

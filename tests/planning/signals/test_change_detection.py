@@ -10,7 +10,7 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
-from evenkeel_moe.planning.signals.change_detection import ChangeRules, find_change, step_weights
+from evenkeel_moe.planning.signals.change_detection import ChangeRules, detect_change, step_weights
 from tests.strategies import loads, seeds
 
 
@@ -24,7 +24,7 @@ def traffic(rng, steps, hot):
 @given(seeds, st.integers(30, 70))
 def test_an_abrupt_change_is_found_at_its_step(seed, at):
     rng = np.random.default_rng(seed)
-    change = find_change(np.concatenate([traffic(rng, at, 0), traffic(rng, 100 - at, 5)]))
+    change = detect_change(np.concatenate([traffic(rng, at, 0), traffic(rng, 100 - at, 5)]))
     assert abs(change.first_step - at) <= 1
     assert change.strength > ChangeRules().threshold
 
@@ -32,19 +32,19 @@ def test_an_abrupt_change_is_found_at_its_step(seed, at):
 @given(seeds)
 def test_of_two_changes_the_newer_counts(seed):
     rng = np.random.default_rng(seed)
-    change = find_change(np.concatenate([traffic(rng, 40, hot) for hot in (0, 5, 2)]))
+    change = detect_change(np.concatenate([traffic(rng, 40, hot) for hot in (0, 5, 2)]))
     assert abs(change.first_step - 80) <= 1
 
 
 @given(seeds)
 def test_chance_alone_is_no_change(seed):
-    change = find_change(traffic(np.random.default_rng(seed), 100, 0))
+    change = detect_change(traffic(np.random.default_rng(seed), 100, 0))
     assert change.first_step == 0
     assert change.strength < ChangeRules().threshold
 
 
 def test_too_few_steps_tell_nothing():
-    change = find_change(traffic(np.random.default_rng(0), 5, 0))
+    change = detect_change(traffic(np.random.default_rng(0), 5, 0))
     assert change.first_step == 0 and np.isnan(change.strength)
 
 
@@ -78,7 +78,7 @@ def test_keel_gives_the_spare_slot_to_what_is_hot_since_the_change():
 
 def test_what_it_refuses():
     with pytest.raises(ShapeMismatch, match=r"\(4, 6\)"):
-        find_change(np.ones((4, 6)))
+        detect_change(np.ones((4, 6)))
     for rules in ({"threshold": 0.0}, {"steady": -1.0}, {"half_life_windows": float("nan")}):
         with pytest.raises(InvalidInput, match=next(iter(rules))):
             ChangeRules(**rules)

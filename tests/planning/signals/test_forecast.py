@@ -16,7 +16,7 @@ from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import CostCurves, Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
-from evenkeel_moe.planning.signals.change_detection import find_change, step_weights
+from evenkeel_moe.planning.signals.change_detection import detect_change, step_weights
 from evenkeel_moe.planning.signals.forecast import forecast, recentred
 from tests.planning import twins
 from tests.strategies import loads, seeds
@@ -156,12 +156,12 @@ def test_a_copy_must_save_more_where_tokens_come_by_the_request():
     for load in (one_by_one, by_request):
         planned = plan_keel(_problem(load)).placement
         prices.append(plan_keel(_problem(load, current=planned)).numbers["price"])
-    per_rank, usual = 5, find_change(by_request).usual
+    per_rank, usual = 5, detect_change(by_request).usual
     assert usual > 10
     seen = by_request.sum() / (2 * 4) / per_rank
     assert prices[1] == pytest.approx((0.003 + 0.25 * (usual**0.7 / seen) ** 0.5) / per_rank)
     seen = one_by_one.sum() / (2 * 4) / per_rank
-    noise = max(1.0, find_change(one_by_one).usual) ** 0.7
+    noise = max(1.0, detect_change(one_by_one).usual) ** 0.7
     assert prices[0] == pytest.approx((0.003 + 0.25 * (noise / seen) ** 0.5) / per_rank)
     assert prices[1] > 1.5 * prices[0]
 

@@ -9,11 +9,11 @@ import structlog
 from evenkeel_moe.controller.cycles.cycle_inputs import finite
 from evenkeel_moe.errors import Conflict, EvenkeelError, Reason
 from evenkeel_moe.model.load import Phase
-from evenkeel_moe.planning.decision.cycle import CycleInputs, Split
+from evenkeel_moe.planning.decision.cycle import CycleInputs, WindowSplit
 from evenkeel_moe.planning.decision.recommendation import (
     PolicyScore,
+    RecommendationInputs,
     ShadowRequest,
-    WhatIfInputs,
     recommend,
     score_shadows,
 )
@@ -55,7 +55,7 @@ class WhatIf:
         named = self._deployment.control.policy.shadow_policies
         return {name: self._shadows[name] for name in named if name in self._shadows}
 
-    def score(self, inputs: CycleInputs, split: Split, epoch: int) -> None:
+    def score(self, inputs: CycleInputs, split: WindowSplit, epoch: int) -> None:
         """Score the shadow policies on what a cycle planned on, in the background; skipped while that still runs."""
         named = self._deployment.control.policy.shadow_policies
         if not named or self._scoring:
@@ -114,7 +114,9 @@ class WhatIf:
             )
         inputs = deployment.planning.inputs(base, policy.policy, policy.limits, tuple(Phase))
         newest = [ring.newest_step for ring in deployment.ingest.rings.values()]
-        request = WhatIfInputs(inputs, (_REFERENCE, *policy.shadow_policies), self._free_bytes())
+        request = RecommendationInputs(
+            inputs, (_REFERENCE, *policy.shadow_policies), self._free_bytes()
+        )
         found = await deployment.outside.planner.aside.run(recommend, request)
         advice = Advice(
             deployment=deployment.deployment,

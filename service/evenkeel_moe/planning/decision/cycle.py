@@ -1,7 +1,7 @@
-"""One cycle of planning, start to end: gates, policy, fewest moves, held-out score, gates, waves.
+"""One cycle of planning: gates, policy, fewest moves, score on later steps, gates, waves.
 
-Pure, so that it runs in another process and a recorded cycle can be run again. What it answers is
-what will run: the target that was scored on later steps is, byte for byte, the one in the waves.
+It is pure, so that it runs in another process and a recorded cycle can be run again. Its answer is
+exactly what will run: the target in the waves is, byte for byte, the one scored on later steps.
 """
 
 import math
@@ -28,20 +28,17 @@ from evenkeel_moe.planning.decision.verdict import Verdict, VerdictRules, held_o
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import (
-    PlacementProblem,
-    Proposal,
-    origin_shares,
-)
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import align_slots, count_moves, relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
-from evenkeel_moe.planning.signals.change_detection import Change, ChangeRules, find_change
+from evenkeel_moe.planning.signals.change_detection import Change, ChangeRules, detect_change
 
 __all__ = [
     "CycleInputs",
     "CycleResult",
-    "Split",
+    "WindowSplit",
+    "change_of",
     "decide_target",
     "judge_target",
     "plan_target",
@@ -51,18 +48,18 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """How a window is cut: planned on is load[begin:cut], scored on is load[cut:]."""
+class WindowSplit:
+    """How a window is divided: load[begin:cut] is planned on, load[cut:] is scored on."""
 
     begin: int
     cut: int
     change: Change
-    """What was looked at to choose `begin`."""
+    """The change of traffic by which `begin` was chosen."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CycleInputs:
-    """All a cycle may look at."""
+    """Everything a cycle may look at."""
 
     load: NDArray[np.uint32]
     """(T, L, E) [tokens] complete steps, oldest first; T may be 0."""
@@ -77,67 +74,70 @@ class CycleInputs:
     mode: Mode
     ranks_fresh: int
     newest_step_age_s: float
-    """NaN when no step was ever complete."""
+    """NaN if no step was ever complete."""
     memory: GateMemory = GateMemory()
     manual: bool = False
     target: Placement | None = None
-    """An explicit placement asked for instead of a policy's; judged all the same."""
+    """An explicit placement to use instead of the policy's; it is judged in the same way."""
     plan_in_progress: bool = False
     frozen_until_unix: float = 0.0
     held: bool = False
     last_plan_ended_unix: float | None = None
     failed_plans: int = 0
-    """Automatic plans in a row, up to the last one, that were refused or failed."""
+    """Automatic plans in a row, up to the newest, that were refused or failed."""
     steps_since_move: int | None = None
-    """Newest steps of the window that ran under the present placement: a change of traffic among older ones has been
-    answered. None where that is not known; any change then counts."""
+    """Newest steps of the window that ran under the present placement; a plan has already answered
+    a change of traffic before them. None if unknown: any change then counts."""
     objective: Objective = Objective()
     replica_budget: int | None = None
     source_load: NDArray[np.float64] | None = None
-    """(R, L, E) [tokens] source-side sums of about the whole window, the later steps included: a cycle takes from them
-    only which share of an expert's tokens starts on which rank. None where ranks do not tell."""
+    """(R, L, E) [tokens] sums by source rank over about the whole window, later steps included.
+    A cycle only takes from them which share of the tokens of an expert starts on which rank. None
+    if ranks do not report it."""
     max_evaluations: int | None = None
-    """Candidates the policy may look at; None leaves it to the policy."""
+    """Candidates the policy may evaluate; None leaves it to the policy."""
     recent_steps: int = 32
     """Steps since a change of traffic that are enough to plan on."""
     step_s: float | None = None
-    """Seconds from one step to the next; None where not known."""
+    """Seconds from one step to the next; None if unknown."""
     seed: int = 0
+
+    @property
+    def token_split(self) -> SplitModel:
+        """How tokens split over replicas."""
+        return SplitModel(self.objective.dispatch, self.topology, self.source_load)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CycleResult:
-    """What the cycle decided."""
+    """The outcome of a cycle."""
 
     passed: bool
-    """Whether there is a plan to be stored, proposed or started, as the mode says."""
+    """True if there is a plan to be stored, proposed or started, as the mode says."""
     reason: Reason
-    """Why it ended here; when passed, why it planned: MANUAL_REQUEST, LOAD_CHANGED, ..."""
+    """Why the cycle ended; if it passed, why it planned: MANUAL_REQUEST, LOAD_CHANGED, ..."""
     memory: GateMemory
     numbers: dict[str, float] = field(default_factory=dict)
     target: Placement | None = None
-    """Set whenever a policy answered, also when a later gate closed."""
+    """Set whenever a policy answered, also if a later gate closed."""
     waves: tuple[Wave, ...] = ()
     detail: str = ""
-    """The error in words where one ended the cycle."""
+    """The text of the error that ended the cycle, if any."""
     verdict: Verdict | None = None
-    """What the later steps say; None when the cycle ended before, or there were none."""
-    split: Split | None = None
-    """What was planned and scored on; None when the cycle ended before it planned."""
+    """The verdict of the later steps; None if there were none, or the cycle ended before."""
+    split: WindowSplit | None = None
+    """The steps planned and scored on; None if the cycle ended before it planned."""
 
 
 def run_cycle(inputs: CycleInputs) -> CycleResult:
     """Decide, plan, judge and schedule.
 
     Returns:
-        Always a Reason. Errors of a policy or schedule end the cycle as their own reason or
-        PLANNER_FAILED, with the words in `detail`; nothing is raised for what data or operators did.
+        Always a Reason. Errors of a policy or of the schedule end the cycle with their own reason
+        or PLANNER_FAILED and their text in `detail`. Nothing is raised for bad data or requests.
     """
-    change = find_change(
-        inputs.load.astype(np.float64),
-        ChangeRules(threshold=max(inputs.settings.change_ratio, 1e-9)),
-    )
-    before = _before(inputs, change)
+    change = change_of(inputs)
+    before = _decide_to_plan(inputs, change)
     if not before.passed:
         return CycleResult(False, before.reason, before.memory, before.numbers)
     split = split_window(inputs, change)
@@ -177,13 +177,19 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
     return end(True, before.reason, waves)
 
 
-def _before(inputs: CycleInputs, change: Change) -> Decision:
-    """The gates before planning, with the balance of the window measured."""
+def change_of(inputs: CycleInputs) -> Change:
+    """Return the newest change of traffic in the window, under the threshold of the gates."""
+    threshold = max(inputs.settings.change_ratio, 1e-9)
+    return detect_change(inputs.load.astype(np.float64), ChangeRules(threshold=threshold))
+
+
+def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
+    """Measure the balance of the window and apply the gates before planning."""
     load = inputs.load
     mean = worst = changed = math.nan
     changed_steps = _unanswered_steps(inputs, change)
     if len(load):
-        by_rank = metrics.rank_load(load, inputs.current, _split_model(inputs))
+        by_rank = metrics.rank_load(load, inputs.current, inputs.token_split)
         mean, worst = metrics.balancedness_mean(by_rank), metrics.balancedness_worst(by_rank)
         if changed_steps:
             changed = metrics.balancedness_mean(by_rank[-changed_steps:])
@@ -220,7 +226,7 @@ def _before(inputs: CycleInputs, change: Change) -> Decision:
 
 
 def _unanswered_steps(inputs: CycleInputs, change: Change) -> int:
-    """Steps since a change that no plan has answered; 0 if there is none."""
+    """Return the number of steps since a change that no plan has answered; 0 if there is none."""
     if change.first_step == 0:
         return 0
     steps = len(inputs.load) - change.first_step
@@ -228,26 +234,28 @@ def _unanswered_steps(inputs: CycleInputs, change: Change) -> int:
     return 0 if answered else steps
 
 
-def split_window(inputs: CycleInputs, change: Change) -> Split:
-    """Cut the window: the newest `held_out_steps` are kept for scoring, the others are planned on.
+def split_window(inputs: CycleInputs, change: Change) -> WindowSplit:
+    """Divide the window into steps to plan on and, after them, steps to score on.
 
-    Steps before a change of traffic are left out, once there are `recent_steps` after it.
+    The newest `held_out_steps` are scored on. Steps before a change of traffic are left out once
+    there are `recent_steps` after it.
     """
     steps = len(inputs.load)
     begin = change.first_step if steps - change.first_step >= inputs.recent_steps else 0
     later = held_out_steps(steps - begin, int(inputs.settings.min_held_out_steps))
-    return Split(begin, steps - later, change)
+    return WindowSplit(begin, steps - later, change)
 
 
 def plan_target(
     inputs: CycleInputs, load: NDArray[np.uint32]
 ) -> tuple[Placement, dict[str, float]]:
-    """What the policy proposes, in the labels nearest to the present placement.
+    """Ask the policy for a placement and rename its ranks to be nearest to the present one.
 
     Args:
         inputs: of the cycle.
-        load: (T, L, E) [tokens] the steps to plan on. How much load an expert has comes from them alone; only the
-            origin shares of its tokens come from all of the window, whose sums do not tell steps apart.
+        load: (T, L, E) [tokens] the steps to plan on. They alone say how much load an expert has.
+            Only the origin shares of its tokens come from the whole window, because its sums by
+            source rank do not distinguish steps.
 
     Raises:
         InvalidInput, InfeasiblePlan: the policy is unknown or cannot answer.
@@ -257,9 +265,8 @@ def plan_target(
         return align_slots(inputs.current, inputs.target), {}
     source = None
     if inputs.source_load is not None:
-        source = origin_shares(inputs.source_load, inputs.shape) * load.sum(
-            axis=0, dtype=np.float64
-        )
+        shares = origin_shares(inputs.source_load, inputs.shape)
+        source = shares * load.sum(axis=0, dtype=np.float64)
     problem = PlacementProblem(
         load=load.astype(np.float64),
         shape=inputs.shape,
@@ -271,7 +278,7 @@ def plan_target(
         max_evaluations=inputs.max_evaluations,
         seed=inputs.seed,
     )
-    proposal: Proposal = resolve_policy(inputs.policy)(problem)
+    proposal = resolve_policy(inputs.policy)(problem)
     target = relabel(
         problem, proposal.placement, keep_nodes=proposal.numbers.get("keep_nodes", 0.0) > 0
     )
@@ -288,19 +295,22 @@ def plan_target(
 def judge_target(
     inputs: CycleInputs, target: Placement, scored_on: NDArray[np.uint32]
 ) -> tuple[Verdict | None, dict[str, float]]:
-    """What the later steps say of a target, with named figures; None without later steps.
+    """Judge a target on later steps.
+
+    Returns:
+        The verdict, None without later steps, and named figures.
 
     Raises:
         InfeasiblePlan: the target misses an expert that has load.
     """
     if not len(scored_on):
         return None, {}
-    split = _split_model(inputs)
+    objective, split = inputs.objective, inputs.token_split
     verdict = judge(
-        metrics.step_times(scored_on, inputs.current, inputs.objective.costs, split).sum(axis=1),
-        metrics.step_times(scored_on, target, inputs.objective.costs, split).sum(axis=1),
-        copy_cost=inputs.objective.copy_cost * count_moves(inputs.current, target),
-        lifetime_steps=inputs.objective.lifetime_steps,
+        metrics.step_times(scored_on, inputs.current, objective.costs, split).sum(axis=1),
+        metrics.step_times(scored_on, target, objective.costs, split).sum(axis=1),
+        copy_cost=objective.copy_cost * count_moves(inputs.current, target),
+        lifetime_steps=objective.lifetime_steps,
         step_s=inputs.step_s,
         rules=VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps))),
         seed=inputs.seed,
@@ -310,7 +320,7 @@ def judge_target(
 
 
 def decide_target(inputs: CycleInputs, target: Placement, verdict: Verdict | None) -> Decision:
-    """The gates that follow planning."""
+    """Apply the gates after planning."""
     return decide_after(
         AfterInputs(
             mode=inputs.mode,
@@ -324,7 +334,3 @@ def decide_target(inputs: CycleInputs, target: Placement, verdict: Verdict | Non
         ),
         inputs.settings,
     )
-
-
-def _split_model(inputs: CycleInputs) -> SplitModel:
-    return SplitModel(inputs.objective.dispatch, inputs.topology, inputs.source_load)

@@ -1,8 +1,9 @@
-"""Whether to plan, and whether to act on a plan: pure decisions, each with a Reason and its numbers.
+"""The gates before and after planning: may a cycle plan, and may its plan go ahead.
 
-The gates run in the order written here and the first that closes decides. Nothing is looked up and nothing is
-remembered: the caller passes what it knows, and keeps `Decision.memory` for the next cycle. Unknown is NaN
-or None and closes a gate that needs it; it is never taken for zero.
+Each decision is pure and carries a Reason and its numbers. The gates run in the order written here,
+and the first that closes decides. The caller passes all it knows and keeps `Decision.memory` for
+the next cycle. An unknown value is NaN or None; it closes the gate that needs it and is never taken
+for zero.
 """
 
 import math
@@ -30,33 +31,38 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:
-    """Thresholds of the gates. All are plain numbers, so that operators can set them by name."""
+    """The thresholds of the gates; plain numbers, so that operators can set them by name."""
 
     cooldown_s: float = 120.0
-    """Seconds after the end of a plan before the next; too short plans on loads seen under half-moved maps."""
+    """Seconds between the end of a plan and the next. If it is too short, the next plan rests on
+    loads seen while experts were still moving."""
     retry_s: float = 30.0
-    """Seconds to wait after a plan that was refused or failed, if that is more than `cooldown_s`. Doubles with
-    every further failure: a fleet that cannot carry plans out must not be asked every cycle."""
+    """Seconds to wait after a plan that was refused or failed, if more than `cooldown_s`. Doubles
+    with every further failure, so that a fleet that cannot carry out plans is not asked every
+    cycle."""
     max_retry_s: float = 1800.0
-    """What that wait grows to at most; under `cooldown_s` it does not count."""
+    """Upper bound of that wait; has no effect below `cooldown_s`."""
     min_window_steps: float = 64
-    """Complete steps needed to plan; fewer judge a placement by noise."""
+    """Complete steps needed to plan; with fewer, a placement would be judged by noise."""
     max_data_age_s: float = 30.0
     """Age of the newest complete step beyond which the window says nothing about now."""
     plan_below: float = 0.90
-    """Balancedness (mean over layers) under which windows count towards planning."""
+    """Balancedness (mean over layers) below which windows count towards planning."""
     stop_above: float = 0.93
-    """Balancedness at which planning stops again, >= plan_below; the gap keeps it from flapping."""
+    """Balancedness at which planning stops again, >= plan_below; the distance prevents flapping."""
     consecutive_windows: float = 3
-    """Cycles in a row under `plan_below` before planning starts; 1 reacts to a single odd window."""
+    """Cycles in a row below `plan_below` before planning starts; 1 reacts to a single odd
+    window."""
     change_ratio: float = 6.0
-    """How many times more than neighbouring blocks of the window the loads around a split must differ for the steps
-    after it to count as other traffic (`change.ChangeRules.threshold`); lower takes noise for change."""
+    """The threshold of change detection (`change_detection.ChangeRules.threshold`): a split of the
+    window counts as a change if the loads around it differ this many times more than neighbouring
+    blocks do. A lower value takes noise for change."""
     min_gain: float = 0.002
-    """Least predicted saving of MoE time on later data, as a fraction. The verdict already counts the copies; this is
-    what is not worth the trouble. Set too high, small savings that would add up are all left lying."""
+    """Least predicted saving of MoE time on later data, as a fraction. The verdict already counts
+    the copies; this excludes savings too small to act on. If it is too high, many small savings are
+    lost that would add up."""
     min_held_out_steps: float = 16
-    """Later steps a plan must have been scored on."""
+    """Later steps on which a plan must have been scored."""
     max_payback_steps: float = 20_000
     """Steps after which the saving must have paid for the copies."""
 
@@ -72,7 +78,7 @@ class GateSettings:
 
     @classmethod
     def from_thresholds(cls, thresholds: Mapping[str, float]) -> "GateSettings":
-        """Settings by name, defaults for the rest.
+        """Return the settings given by name, with defaults for the rest.
 
         Raises:
             InvalidInput: an unknown name or a value out of range.
@@ -88,84 +94,81 @@ class GateSettings:
 
 @dataclass(frozen=True, slots=True)
 class GateMemory:
-    """What one cycle tells the next."""
+    """State that one cycle hands to the next."""
 
     windows_below: int = 0
-    """Cycles in a row with balancedness under `plan_below`."""
+    """Cycles in a row with balancedness below `plan_below`."""
     planning: bool = False
-    """Whether planning was switched on and balance has not yet risen to `stop_above`."""
+    """True from the start of planning until balancedness has risen to `stop_above`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One answer. `passed` False: the cycle ends here, for `reason`."""
+    """The answer of the gates. If `passed` is False, the cycle ends here for `reason`."""
 
     passed: bool
     reason: Reason
     numbers: dict[str, float] = field(default_factory=dict)
-    """What the gate compared, also when it passed."""
+    """The values that the gates compared, also if they passed."""
     memory: GateMemory = GateMemory()
-    """To be handed to the next cycle; only `decide_before` changes it."""
+    """State for the next cycle; only `decide_before` changes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeforeInputs:
-    """What the control loop knows before it plans."""
+    """All that the gates before planning look at."""
 
     now_unix: float
     mode: Mode
     ranks_expected: int
     ranks_fresh: int
-    """Ranks whose lease holds; a dead rank makes the load unknown, not smaller."""
+    """Ranks with a valid lease; a dead rank makes the load unknown, not smaller."""
     window_steps: int
     newest_step_age_s: float
-    """NaN when no step was ever complete."""
+    """NaN if no step was ever complete."""
     balancedness_mean: float
     """Of the present placement on the window; NaN without load."""
     change_strength: float = math.nan
-    """`change.Change.strength` of the window; NaN when it is too short to say."""
+    """`change_detection.Change.strength` of the window; NaN if the window is too short."""
     changed_steps: int = 0
-    """Newest steps since traffic changed; 0 when it did not, or when a plan has already answered the change."""
+    """Newest steps since traffic changed; 0 if it did not, or if a plan has already answered the
+    change."""
     enough_changed_steps: int = 0
-    """Steps after a change that can be planned on."""
+    """Steps after a change that are enough to plan on."""
     balancedness_changed: float = math.nan
-    """Of the present placement on the steps since the change; NaN where there are none."""
+    """Of the present placement on the steps since the change; NaN if there are none."""
     manual: bool = False
-    """An operator asks: cooldown, hold and balance do not matter, data and safety do."""
+    """True if an operator asks: cooldown, hold and balance do not matter; data and safety do."""
     plan_in_progress: bool = False
     frozen_until_unix: float = 0.0
     held: bool = False
-    """Automatic plans wait for `resume` after a rollback."""
+    """True after a rollback: automatic plans wait for `resume`."""
     last_plan_ended_unix: float | None = None
-    """None when there was none."""
+    """None if there was none."""
     failed_plans: int = 0
-    """Automatic plans in a row, up to the last one, that were refused or failed."""
+    """Automatic plans in a row, up to the newest, that were refused or failed."""
     memory: GateMemory = GateMemory()
 
 
 def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
-    """Whether a cycle may plan.
+    """Decide whether a cycle may plan.
 
     Returns:
-        Passed with why to plan: MANUAL_REQUEST, LOAD_CHANGED or BALANCE_BELOW_THRESHOLD. Closed with one of
-        PLAN_IN_PROGRESS, FROZEN, HELD_AFTER_ROLLBACK, COOLDOWN, RANKS_MISSING, INSUFFICIENT_DATA, STALE_DATA,
-        WAITING_CONSECUTIVE_WINDOWS, BALANCE_ABOVE_THRESHOLD.
+        Passed, with the cause to plan: MANUAL_REQUEST, LOAD_CHANGED or BALANCE_BELOW_THRESHOLD.
+        Closed, with one of PLAN_IN_PROGRESS, FROZEN, HELD_AFTER_ROLLBACK, COOLDOWN, RANKS_MISSING,
+        INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS, BALANCE_ABOVE_THRESHOLD.
     """
-    closed = _why_not_now(inputs, settings) or _why_no_data(inputs, settings)
+    closed = _closed_by_time(inputs, settings) or _closed_by_data(inputs, settings)
     if closed is not None:
         return closed
     if inputs.manual:
-        return Decision(
-            True,
-            Reason.MANUAL_REQUEST,
-            {"balancedness_mean": inputs.balancedness_mean},
-            inputs.memory,
-        )
+        numbers = {"balancedness_mean": inputs.balancedness_mean}
+        return Decision(True, Reason.MANUAL_REQUEST, numbers, inputs.memory)
     return _decide_on_balance(inputs, settings)
 
 
-def _why_not_now(inputs: BeforeInputs, settings: GateSettings) -> Decision | None:
-    """The gates of time and permission."""
+def _closed_by_time(inputs: BeforeInputs, settings: GateSettings) -> Decision | None:
+    """Apply the gates of time and permission; None if all are open."""
     if inputs.plan_in_progress:
         return Decision(False, Reason.PLAN_IN_PROGRESS, {}, inputs.memory)
     frozen_s = inputs.frozen_until_unix - inputs.now_unix
@@ -187,15 +190,18 @@ def _why_not_now(inputs: BeforeInputs, settings: GateSettings) -> Decision | Non
 
 
 def _wait_s(failed_plans: int, settings: GateSettings) -> float:
-    """Seconds from the end of the last plan to the next: the cooldown, doubled for each failure in a row."""
+    """Return the seconds between the end of the last plan and the next, longer after failures."""
     if failed_plans == 0:
         return settings.cooldown_s
     grown = max(settings.cooldown_s, settings.retry_s) * 2.0 ** min(failed_plans - 1, 60)
     return max(settings.cooldown_s, min(grown, settings.max_retry_s))
 
 
-def _why_no_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | None:
-    """The gates of data. A gap in the data breaks a run of consecutive windows: they were not seen."""
+def _closed_by_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | None:
+    """Apply the gates of data; None if all are open.
+
+    Missing data ends a run of consecutive windows, because the windows in between were not seen.
+    """
     memory = replace(inputs.memory, windows_below=0)
     if inputs.ranks_fresh < inputs.ranks_expected:
         numbers = {
@@ -219,7 +225,7 @@ def _why_no_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | Non
 
 
 def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision:
-    """Change, threshold with hysteresis, and consecutive windows."""
+    """Apply the gates of change, of the threshold with hysteresis, and of consecutive windows."""
     numbers = {"balancedness_mean": inputs.balancedness_mean}
     below = inputs.balancedness_mean < settings.plan_below
     windows_below = inputs.memory.windows_below + 1 if below else 0
@@ -235,7 +241,7 @@ def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision
             "balancedness_changed": inputs.balancedness_changed,
         }
         if inputs.changed_steps < inputs.enough_changed_steps:
-            # A plan on what was before, or on a handful of steps, would only be in the way of the right one.
+            # A plan made on older traffic, or on a few steps, would only delay the right one.
             numbers["enough_changed_steps"] = float(inputs.enough_changed_steps)
             return Decision(False, Reason.INSUFFICIENT_DATA, numbers, memory)
         return Decision(True, Reason.LOAD_CHANGED, numbers, memory)
@@ -255,27 +261,28 @@ def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AfterInputs:
-    """What is known once a policy has answered and the target is relabelled."""
+    """All that the gates after planning look at; the target is relabelled."""
 
     mode: Mode
     shape: ModelShape
     base: Placement
     target: Placement
     verdict: Verdict | None
-    """What the later steps say; None when there were none to score on."""
+    """Of the later steps; None if there were none to score on."""
     limits: PlanLimits = PlanLimits()
     allow_duplicates: bool = False
     manual: bool = False
-    """An operator asks: gain and payback are reported, not required."""
+    """True if an operator asks: gain and payback are reported, but not required."""
 
 
 def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
-    """Whether a plan may go on to where the mode sends it.
+    """Decide whether a plan may be started or proposed, as the mode says.
 
     Returns:
-        Passed with PLAN_STARTED (auto) or PLAN_PROPOSED (propose, and manual requests in observe mode).
-        Closed with the invariant or limit it breaks, NO_CHANGE, INSUFFICIENT_DATA, GAIN_TOO_SMALL,
-        GAIN_UNCERTAIN, PAYBACK_TOO_LONG; with OBSERVE_MODE when all gates are open but nothing may move.
+        Passed, with PLAN_STARTED (auto) or PLAN_PROPOSED (propose, and manual requests in observe
+        mode). Closed, with the invariant or limit the plan breaks, NO_CHANGE, INSUFFICIENT_DATA,
+        GAIN_TOO_SMALL, GAIN_UNCERTAIN or PAYBACK_TOO_LONG; with OBSERVE_MODE if all gates are open
+        but nothing may move.
     """
     moves = moves_by_layer(inputs.base, inputs.target)
     copies = float(moves.sum())
@@ -295,7 +302,7 @@ def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
     ):
         if bound is not None and numbers[name] > bound:
             return Decision(False, Reason.LIMIT_EXCEEDED, numbers | {f"max_{name}": float(bound)})
-    reason = _why_not_worth_it(inputs, settings, numbers)
+    reason = _closed_by_gain(inputs, settings, numbers)
     if reason is not None and not inputs.manual:
         return Decision(False, reason, numbers)
     if inputs.mode is Mode.OBSERVE and not inputs.manual:
@@ -305,13 +312,16 @@ def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
     )
 
 
-def _why_not_worth_it(
+def _closed_by_gain(
     inputs: AfterInputs, settings: GateSettings, numbers: dict[str, float]
 ) -> Reason | None:
-    """The gates of gain and payback. Mutates `numbers`: adds what it compared."""
+    """Apply the gates of gain and payback; None if all are open.
+
+    Mutates: `numbers`, to which it adds the values compared.
+    """
     verdict = inputs.verdict
     if verdict is None or verdict.steps < settings.min_held_out_steps or math.isnan(verdict.gain):
-        numbers |= {"held_out_steps": float(verdict.steps if verdict else 0)}
+        numbers["held_out_steps"] = float(verdict.steps if verdict else 0)
         return Reason.INSUFFICIENT_DATA
     numbers |= verdict.numbers() | {"min_gain": settings.min_gain}
     if verdict.gain < settings.min_gain:

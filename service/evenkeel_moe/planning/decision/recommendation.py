@@ -1,6 +1,7 @@
-"""What would be, without moving anything: policies side by side on one split, and more or fewer replicas.
+"""The recommendation for a deployment: policies and numbers of replicas compared without a move.
 
-Everything is planned on the older part of the window and scored on the newer one, by the functions a cycle uses.
+All are planned on the older part of the window and scored on the newer one, with the functions that
+a cycle uses.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +13,8 @@ from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.cycle import (
     CycleInputs,
-    Split,
+    WindowSplit,
+    change_of,
     decide_target,
     judge_target,
     plan_target,
@@ -21,9 +23,7 @@ from evenkeel_moe.planning.decision.cycle import (
 from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules, judge
 from evenkeel_moe.planning.policies.craft.policy import place_replicas
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import count_moves
-from evenkeel_moe.planning.signals.change_detection import ChangeRules, find_change
 
 __all__ = [
     "PolicyScore",
@@ -31,7 +31,7 @@ __all__ = [
     "Redundancy",
     "ReplicaLevel",
     "ShadowRequest",
-    "WhatIfInputs",
+    "RecommendationInputs",
     "recommend",
     "score_shadows",
 ]
@@ -39,38 +39,39 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PolicyScore:
-    """What one policy would have done."""
+    """The plan one policy would make, as a cycle would judge it."""
 
     policy: str
     reason: Reason
-    """PLAN_STARTED where all gates after planning would open in `auto`; else the gate that closed, or the error."""
+    """PLAN_STARTED if all gates after planning would open in `auto`; else the gate that closed, or
+    the error."""
     copies: int | None = None
-    """Between ranks; None where it could not plan."""
+    """Copies between ranks; None if it could not plan."""
     nbytes: int | None = None
     balancedness_expected: float | None = None
     """Mean over layers on the later steps; None without load."""
     verdict: Verdict | None = None
-    """None where it could not plan or there were no later steps."""
+    """None if it could not plan or there were no later steps."""
     detail: str = ""
-    """Its error in words."""
+    """The text of its error."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ShadowRequest:
-    """Policies to be scored on the split a cycle planned on."""
+    """Policies to be scored on the steps that a cycle planned and scored on."""
 
     inputs: CycleInputs
-    split: Split
+    split: WindowSplit
     policies: tuple[str, ...]
 
 
 def score_shadows(request: ShadowRequest) -> tuple[PolicyScore, ...]:
-    """Score every policy of a request. Raises nothing: a policy that fails says so in its own row."""
+    """Score every policy of a request; the error of a policy is reported in its own row."""
     return tuple(_score(request.inputs, request.split, name) for name in request.policies)
 
 
-def _score(inputs: CycleInputs, split: Split, name: str) -> PolicyScore:
-    # What the cycle's own policy may evaluate says nothing of another's.
+def _score(inputs: CycleInputs, split: WindowSplit, name: str) -> PolicyScore:
+    # The evaluation budget was measured for the cycle's own policy, not for another.
     asked = replace(
         inputs, policy=name, target=None, mode=Mode.AUTO, manual=False, max_evaluations=None
     )
@@ -79,9 +80,7 @@ def _score(inputs: CycleInputs, split: Split, name: str) -> PolicyScore:
         verdict, judged = judge_target(asked, target, inputs.load[split.cut :])
     except EvenkeelError as error:
         return PolicyScore(name, error.reason, detail=str(error))
-    except (
-        Exception
-    ) as error:  # whatever a policy on trial does wrong is its own row, not the end of the others
+    except Exception as error:  # A policy on trial may fail in any way; the others go on.
         return PolicyScore(name, Reason.PLANNER_FAILED, detail=f"{type(error).__name__}: {error}")
     decision = decide_target(asked, target, verdict)
     copies = count_moves(inputs.current, target)
@@ -95,40 +94,41 @@ def _score(inputs: CycleInputs, split: Split, name: str) -> PolicyScore:
     )
 
 
-# --- redundancy ---------------------------------------------------------------------------------------
+# --- redundancy -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLevel:
-    """One number of replicas per layer, the same in every layer."""
+    """The effect of one number of replicas per layer, the same in every layer."""
 
     replicas_per_layer: int
     gain: float
-    """Share of predicted MoE time saved against the present number; negative where more is needed."""
+    """Share of predicted MoE time saved against the present number; negative if it takes more."""
     gain_lower: float
     gain_upper: float
     marginal_gain: float | None
     """Share saved against the level below, per replica and layer; None for the first level."""
     extra_bytes_per_rank: int | None
-    """Memory of the fullest rank beyond the present number, negative where it is freed; None if experts have no
-    size."""
+    """Memory of the fullest rank beyond the present one, negative if some is freed; None if the
+    size of an expert is unknown."""
     fits: bool | None
-    """Whether the rank with the least free memory could hold it; None where nobody knows."""
+    """True if the rank with the least free memory could hold it; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """Would more or fewer replicas pay? All levels are placed by one simple rule, on the same steps."""
+    """Numbers of replicas compared: placed by one simple rule and scored on the same steps."""
 
     present: int
-    """Replicas per layer now, on average where slots are pooled."""
+    """Replicas per layer now; the average if slots are pooled."""
     advised: int
-    """The least number that no larger one surely beats by `min_gain` where memory allows."""
+    """The least number that no larger one, as far as memory allows, beats by `min_gain` for
+    sure."""
     levels: tuple[ReplicaLevel, ...]
 
 
-def _redundancy(inputs: CycleInputs, split: Split, free_bytes: int | None) -> Redundancy:
-    """Replicas in powers of two up to two per rank, and the present number."""
+def _redundancy(inputs: CycleInputs, split: WindowSplit, free_bytes: int | None) -> Redundancy:
+    """Compare powers of two, up to two replicas per rank, and the present number."""
     shape = inputs.shape
     present = shape.num_redundant
     most = min(2 * shape.num_ranks, shape.num_logical_experts * (shape.num_ranks - 1))
@@ -177,8 +177,11 @@ def _redundancy(inputs: CycleInputs, split: Split, free_bytes: int | None) -> Re
     return Redundancy(present, advised, tuple(levels))
 
 
-def _times(inputs: CycleInputs, split: Split, replicas: int) -> NDArray[np.float64]:
-    """(T,) predicted time of the later steps with so many replicas in each layer, placed on the older ones."""
+def _times(inputs: CycleInputs, split: WindowSplit, replicas: int) -> NDArray[np.float64]:
+    """Return the (T,) predicted times of the later steps with this many replicas per layer.
+
+    They are placed by the load of the older steps.
+    """
     shape = inputs.shape
     copies = shape.num_logical_experts + replicas
     planned_on = inputs.load[split.begin : split.cut].sum(axis=0, dtype=np.float64)
@@ -188,68 +191,70 @@ def _times(inputs: CycleInputs, split: Split, replicas: int) -> NDArray[np.float
         inputs.topology,
         -(-copies // shape.num_ranks),
     )
-    model = SplitModel(inputs.objective.dispatch, inputs.topology, inputs.source_load)
-    scored = inputs.load[split.cut :]
-    return np.asarray(
-        metrics.step_times(scored, placement, inputs.objective.costs, model).sum(axis=1), np.float64
+    times = metrics.step_times(
+        inputs.load[split.cut :], placement, inputs.objective.costs, inputs.token_split
     )
+    return np.asarray(times.sum(axis=1), np.float64)
 
 
 def _extra_bytes(inputs: CycleInputs, replicas: int) -> int | None:
-    """Bytes the fullest rank holds more if every layer has so many replicas more."""
+    """Return the additional bytes of the fullest rank if each layer gets this many more
+    replicas."""
     shape = inputs.shape
     if shape.bytes_per_expert == 0:
         return None
     return -(-replicas * shape.num_layers // shape.num_ranks) * shape.bytes_per_expert
 
 
-# --- the recommendation -------------------------------------------------------------------------------
+# --- the recommendation ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class WhatIfInputs:
-    """A cycle's inputs, and what only a what-if asks for."""
+class RecommendationInputs:
+    """The inputs of a cycle, and what only a recommendation needs."""
 
     cycle: CycleInputs
-    """`policy` is the deployment's own."""
+    """Its `policy` is the deployment's own."""
     compare: tuple[str, ...]
-    """Further policies."""
+    """Further policies to compare."""
     free_bytes: int | None
-    """Of the rank with the least free memory; None where not all ranks have told."""
+    """Of the rank with the least free memory; None if some rank has not reported it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What an operator could do, and the figures it rests on."""
+    """Advice to an operator, with the figures it rests on."""
 
     call: Call
     """The verdict on the deployment's own policy."""
     reason: Reason
-    """What a cycle in `auto` would have ended with after planning; INSUFFICIENT_DATA where nothing was planned."""
+    """The reason with which a cycle in `auto` would have ended after planning; INSUFFICIENT_DATA if
+    nothing was planned."""
     words: tuple[str, ...]
-    """The arithmetic, a sentence each."""
+    """The arithmetic, one sentence each."""
     window_steps: int
     planned_on_steps: int
     scored_on_steps: int
     steps_since_change: int | None
-    """None where traffic did not change inside the window, or the window is too short to tell."""
+    """None if traffic did not change inside the window, or the window is too short to tell."""
     policies: tuple[PolicyScore, ...] = ()
-    """The deployment's own first."""
+    """The deployment's own policy first."""
     redundancy: Redundancy | None = None
-    """None where there were no steps to say."""
+    """None if there were too few steps."""
 
 
-def recommend(inputs: WhatIfInputs) -> Recommendation:
-    """Score policies and replica numbers on the window. Moves nothing and starts nothing."""
+def recommend(inputs: RecommendationInputs) -> Recommendation:
+    """Score policies and numbers of replicas on the window, without starting a plan."""
     cycle = inputs.cycle
     steps, least = len(cycle.load), cycle.settings.min_window_steps
-    change = find_change(
-        cycle.load.astype(np.float64), ChangeRules(threshold=max(cycle.settings.change_ratio, 1e-9))
-    )
+    change = change_of(cycle)
     since = steps - change.first_step if change.first_step else None
     if steps < max(least, 2) or not cycle.load.any():
         routed = "" if cycle.load.any() else ", and no token was routed"
-        words = f"The window holds {steps} complete steps, {least:g} are needed{routed}: nothing was planned."
+        words = (
+            f"The window holds {steps} complete steps, {least:g} are needed{routed}:"
+            " nothing was planned."
+        )
         return Recommendation(
             Call.INSUFFICIENT_EVIDENCE, Reason.INSUFFICIENT_DATA, (words,), steps, 0, 0, since
         )
@@ -262,7 +267,10 @@ def recommend(inputs: WhatIfInputs) -> Recommendation:
         call=own.verdict.call if own.verdict is not None else Call.INSUFFICIENT_EVIDENCE,
         reason=own.reason,
         words=(
-            f"Planned on {split.cut - split.begin} steps, scored on the {steps - split.cut} after them.",
+            (
+                f"Planned on {split.cut - split.begin} steps,"
+                f" scored on the {steps - split.cut} after them."
+            ),
             *_plan_words(cycle, own),
             *_replica_words(cycle, redundancy, inputs.free_bytes),
         ),
@@ -276,6 +284,7 @@ def recommend(inputs: WhatIfInputs) -> Recommendation:
 
 
 def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
+    """Return the sentences about the plan of the deployment's own policy."""
     verdict = own.verdict
     if verdict is None or own.copies is None:
         return [f"{own.policy} has no plan: {own.reason}{': ' if own.detail else ''}{own.detail}."]
@@ -291,8 +300,8 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
     )
     return [
         (
-            f"{own.policy} would make {own.copies} copies x {cycle.shape.bytes_per_expert} B = {own.nbytes} B between"
-            f" ranks."
+            f"{own.policy} would make {own.copies} copies x {cycle.shape.bytes_per_expert} B ="
+            f" {own.nbytes} B between ranks."
         ),
         (
             f"It saves {verdict.gain:.2%} of predicted MoE time; the next window lies between"
@@ -300,14 +309,18 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         ),
         (
             f"{own.copies} copies x {each:.3g} {unit} = {verdict.copy_cost:.4g} {unit} against"
-            f" {verdict.saved_per_step:.4g} {unit} saved a step: it {paid}, and is {verdict.cost:.2%} of the time of"
-            f" {verdict.lifetime_steps} steps."
+            f" {verdict.saved_per_step:.4g} {unit} saved a step: it {paid}, and is"
+            f" {verdict.cost:.2%} of the time of {verdict.lifetime_steps} steps."
         ),
-        f"Net gain {verdict.gain:.2%} - {verdict.cost:.2%} = {verdict.net_gain:.2%}: {verdict.call}.",
+        (
+            f"Net gain {verdict.gain:.2%} - {verdict.cost:.2%} = {verdict.net_gain:.2%}:"
+            f" {verdict.call}."
+        ),
     ]
 
 
 def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int | None) -> list[str]:
+    """Return the sentences about the number of replicas."""
     present, advised = redundancy.present, redundancy.advised
     if advised == present:
         return [f"{present} replicas per layer: no other number tried would surely pay."]
@@ -315,8 +328,8 @@ def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int |
     kind = "more" if advised > present else "fewer"
     words = [
         (
-            f"{advised} replicas per layer instead of {present} would change predicted MoE time by {-level.gain:+.2%}"
-            f" (between {-level.gain_upper:+.2%} and {-level.gain_lower:+.2%})."
+            f"{advised} replicas per layer instead of {present} would change predicted MoE time by"
+            f" {-level.gain:+.2%} (between {-level.gain_upper:+.2%} and {-level.gain_lower:+.2%})."
         )
     ]
     if level.extra_bytes_per_rank is not None:
@@ -324,7 +337,7 @@ def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int |
         free = "unknown" if free_bytes is None else f"{free_bytes} B"
         words.append(
             f"{difference} {kind} x {shape.num_layers} layers / {shape.num_ranks} ranks x"
-            f" {shape.bytes_per_expert} B = {abs(level.extra_bytes_per_rank)} B {kind} on a rank; free on the"
-            f" fullest: {free}."
+            f" {shape.bytes_per_expert} B = {abs(level.extra_bytes_per_rank)} B {kind} on a rank;"
+            f" free on the fullest: {free}."
         )
     return words

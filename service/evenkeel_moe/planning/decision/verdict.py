@@ -1,9 +1,9 @@
-"""Whether a plan pays: judged on steps it was not planned on, with the copies it needs on the bill.
+"""Decides whether the gain of a plan, on steps it was not planned on, exceeds the price of copies.
 
-A plan made on window A is scored on the later window B, and the question is about the window after B, which
-nobody has seen. Three uncertainties therefore add up: B is a sample, so its mean is off; the window to come is
-a sample too; and traffic drifts, so what held in B may no longer hold. The interval covers all three, which
-makes it wider than a confidence interval of B's mean.
+A plan made on window A is scored on the later window B, but the question is about the window after
+B, which nobody has seen. Three uncertainties therefore add up: B is a sample, so its mean is off;
+the next window is a sample too; and traffic drifts, so what held in B may no longer hold. The
+interval covers all three, which makes it wider than a confidence interval of the mean of B.
 """
 
 import math
@@ -19,7 +19,7 @@ __all__ = ["Call", "Verdict", "VerdictRules", "held_out_steps", "judge"]
 
 
 class Call(StrEnum):
-    """What the steps say about a plan."""
+    """The conclusion of a verdict."""
 
     RECOMMEND = "recommend"
     """The whole interval of the gain lies above the price of the copies."""
@@ -31,7 +31,7 @@ class Call(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VerdictRules:
-    """How sure a verdict must be."""
+    """The certainty a verdict needs."""
 
     tail: float = 0.03
     """Probability left outside each bound, in (0, 0.5)."""
@@ -40,9 +40,10 @@ class VerdictRules:
     resamples: int = 500
     """Bootstrap draws, at least 100."""
     parts: int = 4
-    """Parts the steps are cut into to see how far the saving drifts, at least 2."""
+    """Parts the steps are cut into to measure the drift of the saving, at least 2."""
     drift: float = 1.0
-    """Weight of the drift seen between parts in the variance of the window to come, >= 0; 0 trusts that there is none."""
+    """Weight, >= 0, of the drift between parts in the variance of the next window; 0 assumes no
+    drift."""
 
     def __post_init__(self) -> None:
         if not 0 < self.tail < 0.5:
@@ -56,7 +57,10 @@ class VerdictRules:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What later steps say about one plan. Shares are of the MoE time under the present placement."""
+    """The result of scoring one plan on later steps.
+
+    Shares are of the MoE time under the present placement.
+    """
 
     call: Call
     steps: int
@@ -67,30 +71,27 @@ class Verdict:
     gain_upper: float
     """Bounds on the gain of the next window of as many steps; NaN with fewer than two steps."""
     saved_per_step: float
-    """Mean saving of a step in score units: seconds with cost curves, else tokens. NaN without steps."""
+    """Mean saving per step in score units: seconds with cost curves, else tokens. NaN without
+    steps."""
     copy_cost: float
-    """All the plan's copies in the same unit, >= 0."""
+    """Price of all copies of the plan in the same unit, >= 0."""
     lifetime_steps: int
     """Steps the placement is expected to last."""
     cost: float
-    """The copies as a share of the time of a lifetime, >= 0; NaN without load."""
+    """The price of the copies as a share of the time of a lifetime, >= 0; NaN without load."""
     payback_steps: float
-    """Steps until the saving has paid for the copies: 0 without copies, inf if nothing is saved, NaN unknown."""
+    """Steps until the saving has paid for the copies: 0 without copies, inf if nothing is saved,
+    NaN if unknown."""
     payback_s: float | None
-    """The same in seconds; None where nobody knows how long a step takes, or it never pays."""
+    """The same in seconds; None if the time of a step is unknown, or it never pays."""
 
     @property
     def net_gain(self) -> float:
-        """Gain less the price of the copies, over the expected lifetime."""
+        """Gain minus the price of the copies, over the expected lifetime."""
         return self.gain - self.cost
 
-    @property
-    def net_saved(self) -> float:
-        """What is left of the saving after a lifetime, in score units."""
-        return self.saved_per_step * self.lifetime_steps - self.copy_cost
-
     def numbers(self) -> dict[str, float]:
-        """What is known of it, by name, for the decision log; what is not finite is left out."""
+        """Return the finite figures by name, for the decision log."""
         known = {
             "gain": self.gain,
             "gain_lower": self.gain_lower,
@@ -105,10 +106,11 @@ class Verdict:
 
 
 def held_out_steps(steps: int, least: int) -> int:
-    """How many of the newest steps of a window are kept to judge a plan made on the others.
+    """Return how many of the newest steps of a window are kept to judge a plan made on the others.
 
-    A sixth, and at least `least` where the window has twice as many; a shorter one gives up a quarter. More would make the
-    verdict surer and the plan worse: a third of windows of 16 steps instead costs up to 3 % of MoE time where traffic changes.
+    It is a sixth of the window, and at least `least` if the window has twice as many steps; a
+    shorter window gives up a quarter. Keeping more would make the verdict surer and the plan worse:
+    a third of windows of 16 steps costs up to 3 % of MoE time where traffic changes.
 
     Args:
         steps: of the window, >= 0.
@@ -135,50 +137,33 @@ def judge(
     """Judge a plan on steps it was not planned on.
 
     Args:
-        before, after: (T,) float64 - predicted MoE time of each later step under the present and under the
-            proposed placement, finite and not negative, oldest first; T may be 0. Score units.
-        copy_cost: price of all the plan's copies in score units, finite and >= 0.
+        before, after: (T,) float64 [score units] - predicted MoE time of each later step under the
+            present and under the proposed placement, finite and not negative, oldest first; T may
+            be 0.
+        copy_cost: price of all copies of the plan [score units], finite and >= 0.
         lifetime_steps: steps the placement is expected to last, >= 1.
-        step_s: seconds from one step of the engine to the next, > 0; None where unknown.
-        rules: how sure to be.
+        step_s: seconds from one step of the engine to the next, > 0; None if unknown.
+        rules: the certainty needed.
         seed: of the bootstrap.
-
-    Returns:
-        The gain 1 - sum(after) / sum(before) between two bounds. They are the quantiles of a bootstrap over
-        circular moving blocks of about sqrt(T) steps (neighbouring steps are alike, so single steps would
-        look more certain than they are), widened from "the mean of these steps" to "the mean of the next".
 
     Raises:
         ShapeMismatch: the arrays are not two vectors of one length.
-        InvalidInput: a time, price, lifetime or step that cannot be.
-
-    Source: circular block bootstrap of Politis and Romano (1992).
+        InvalidInput: a time, price, lifetime or step is out of range.
     """
     _check(before, after, copy_cost, lifetime_steps, step_s)
     steps, total = len(before), float(before.sum())
-    if steps == 0 or total <= 0:
-        unknown = math.nan
-        return Verdict(
-            Call.INSUFFICIENT_EVIDENCE,
-            steps,
-            *(unknown,) * 4,
-            copy_cost,
-            lifetime_steps,
-            unknown,
-            unknown,
-            None,
-        )
-    per_step = total / steps
-    saved = float((before - after).mean())
-    gain, cost = saved / per_step, copy_cost / (lifetime_steps * per_step)
-    lower, upper = _bounds(before, after, gain, rules, seed)
+    gain = saved = lower = upper = cost = payback = math.nan
+    if steps and total > 0:
+        per_step = total / steps
+        saved = float((before - after).mean())
+        gain, cost = saved / per_step, copy_cost / (lifetime_steps * per_step)
+        lower, upper = _bounds(before, after, gain, rules, seed)
+        payback = 0.0 if copy_cost == 0 else copy_cost / saved if saved > 0 else math.inf
     call = Call.INSUFFICIENT_EVIDENCE
-    if steps >= rules.min_steps:
-        if lower > cost:
-            call = Call.RECOMMEND
-        elif upper <= cost:
-            call = Call.NOT_NOW
-    payback = 0.0 if copy_cost == 0 else copy_cost / saved if saved > 0 else math.inf
+    if steps >= rules.min_steps and lower > cost:  # False with a NaN
+        call = Call.RECOMMEND
+    elif steps >= rules.min_steps and upper <= cost:
+        call = Call.NOT_NOW
     return Verdict(
         call=call,
         steps=steps,
@@ -190,7 +175,7 @@ def judge(
         lifetime_steps=lifetime_steps,
         cost=cost,
         payback_steps=payback,
-        payback_s=None if step_s is None or math.isinf(payback) else payback * step_s,
+        payback_s=None if step_s is None or not math.isfinite(payback) else payback * step_s,
     )
 
 
@@ -201,7 +186,7 @@ def _check(
     lifetime_steps: int,
     step_s: float | None,
 ) -> None:
-    """Raises what `judge` says."""
+    """Check the arguments of `judge`; raises the errors named there."""
     if before.ndim != 1 or before.shape != after.shape:
         raise ShapeMismatch(
             f"step times must be two (T,) vectors, got {before.shape} and {after.shape}"
@@ -227,36 +212,43 @@ def _bounds(
     rules: VerdictRules,
     seed: int,
 ) -> tuple[float, float]:
-    """Bounds on the gain of the next window; NaN with fewer than two steps."""
+    """Return bounds on the gain of the next window; NaN with fewer than two steps.
+
+    They are the quantiles of a bootstrap over circular moving blocks of about sqrt(T) steps,
+    widened from "the mean of these steps" to "the mean of the next". Blocks, because neighbouring
+    steps are alike: single steps would look more certain than they are.
+
+    Source: circular block bootstrap of Politis and Romano (1992).
+    """
     steps = len(before)
     if steps < 2:
         return math.nan, math.nan
     block = max(1, round(math.sqrt(steps)))
     starts = np.random.default_rng(seed).integers(0, steps, (rules.resamples, -(-steps // block)))
-    picked = ((starts[:, :, None] + np.arange(block)) % steps).reshape(rules.resamples, -1)[
-        :, :steps
-    ]
+    blocks = (starts[:, :, None] + np.arange(block)) % steps
+    picked = blocks.reshape(rules.resamples, -1)[:, :steps]
     gains = 1.0 - after[picked].sum(axis=1) / np.maximum(before[picked].sum(axis=1), 1e-300)
     spread = float(gains.var())
     if spread == 0:
         return gain, gain
-    # The next window is a sample like this one, and starts from a level that has drifted on.
+    # The next window is a sample like this one, and its level has drifted.
     ahead = 2.0 * spread + rules.drift * _drift(before, after, gain, rules.parts)
     widen = math.sqrt(ahead / spread)
     lower, upper = np.quantile(gains, (rules.tail, 1.0 - rules.tail))
-    return gain + widen * min(0.0, float(lower) - gain), gain + widen * max(
-        0.0, float(upper) - gain
+    return (
+        gain + widen * min(0.0, float(lower) - gain),
+        gain + widen * max(0.0, float(upper) - gain),
     )
 
 
 def _drift(
     before: NDArray[np.float64], after: NDArray[np.float64], gain: float, parts: int
 ) -> float:
-    """Variance of the gain between parts of the window, beyond what single steps scatter."""
+    """Return the variance of the gain between parts of the window beyond that of single steps."""
     steps = len(before)
     if steps < 2 * parts:
         return 0.0
-    # What each step saves more or less than the mean gain says, in shares of the mean step.
+    # The saving of each step beyond the mean gain, as a share of the mean step.
     excess = ((1.0 - gain) * before - after) / before.mean()
     edges = np.linspace(0, steps, parts + 1).round().astype(int)
     means = np.array([excess[a:b].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)])

@@ -1,8 +1,9 @@
-"""Steps for a layer too large for one wave: rows on the way, each a sound placement of its own.
+"""Divides a layer too large for one wave into partial steps, each a valid placement of its own.
 
-Slots change one by one as long as the expert they drop has another replica. What then remains are cycles of
-experts with a single replica: a cycle that fits goes at once, a longer one is opened by parking one of its
-experts in a redundant slot. A rank whose pool is full gives up a redundant copy first.
+A slot changes as long as the expert it drops has another replica. What remains are cycles of
+experts with a single replica: a cycle that fits changes in one step, a longer one is opened by
+parking one of its experts in a redundant slot. A rank whose pool is full gives up a redundant copy
+first.
 """
 
 import numpy as np
@@ -16,11 +17,11 @@ __all__ = ["partial_row", "room_needed", "vacated_rows"]
 def room_needed(
     old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int
 ) -> NDArray[np.int64]:
-    """What each rank needs for one layer to go from `old` to `new`, both (S,).
+    """Return the room each rank needs to change one layer from `old` to `new`, both (S,).
 
     Returns:
-        (2, R) int64 - experts it receives into staging, copies inside the rank included; and slots it fills
-        that were empty, each of which takes a pool buffer.
+        (2, R) int64 - the experts a rank receives into staging, copies inside the rank included;
+        and the empty slots it fills, each of which takes a pool buffer.
     """
     received = (new != old) & (new != EMPTY)
     opened = received & (old == EMPTY)
@@ -30,17 +31,18 @@ def room_needed(
 def partial_row(
     old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """The next row on the way from `old` to `new`; `old` itself if there is no step that fits.
+    """Return the next row on the way from `old` to `new`; `old` itself if no step fits.
 
     Args:
-        old: (S,) experts of one layer's slots now.
-        new: (S,) what they shall hold in the end.
-        left: (2, R) room of each rank in this wave, as in `room_needed`. Mutated: less what this step needs.
+        old: (S,) present experts of the slots of one layer.
+        new: (S,) experts they shall hold in the end.
+        left: (2, R) room of each rank in this wave, as in `room_needed`.
 
     Returns:
-        (S,) int32. Every expert of `old` has a replica in it, and no rank holds an expert twice that did
-        not in `old` and shall not in `new`.
+        (S,) int32. Every expert of `old` has a replica in it, and no rank holds an expert twice
+        unless it does so in `old` or in `new`.
 
+    Mutates: `left`, from which it takes the room of this step.
     Order: slots that only become empty first (they free a buffer and need none), then by slot.
     """
     row = _single_changes(old, new, left)
@@ -50,7 +52,7 @@ def partial_row(
         tried = row.copy()
         tried[unit] = new[unit]
         needed = room_needed(row, tried, left.shape[1])
-        # Two units may each count on the replica that the other drops.
+        # Two units may each rely on the replica that the other drops.
         if (needed <= left).all() and np.isin(old[old >= 0], tried).all():
             left -= needed
             row = tried
@@ -62,7 +64,7 @@ def partial_row(
 def _single_changes(
     old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Change slots to their new expert wherever the old one has another replica; mutates `left`."""
+    """Change every slot whose present expert has another replica; mutates `left`."""
     per_rank = len(old) // left.shape[1]
     row, goal, copies = old.tolist(), new.tolist(), _copies(old, new)
     todo = sorted(np.nonzero(old != new)[0].tolist(), key=lambda slot: (goal[slot] != EMPTY, slot))
@@ -90,14 +92,15 @@ def _single_changes(
 
 
 def _copies(old: NDArray[np.int32], new: NDArray[np.int32]) -> list[int]:
-    """Replicas of each expert in `old`; the last entry counts empty slots, so that EMPTY indexes it."""
+    """Count the replicas of each expert in `old`; the last entry, which EMPTY indexes, counts empty
+    slots."""
     experts = int(max(old.max(), new.max())) + 1
     filled = np.bincount(old[old >= 0], minlength=experts)
     return [*filled.tolist(), int((old == EMPTY).sum())]
 
 
 def _unwanted_twins(row: list[int], goal: list[int], slot: int, per_rank: int) -> list[int]:
-    """Slots on the same rank that hold the slot's new expert now but not in the end."""
+    """Return the slots of the same rank that hold the slot's new expert now but not in the end."""
     expert = goal[slot]
     first = slot // per_rank * per_rank
     if expert == EMPTY or expert not in row[first : first + per_rank]:
@@ -110,7 +113,10 @@ def _unwanted_twins(row: list[int], goal: list[int], slot: int, per_rank: int) -
 
 
 def _units(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> list[list[int]]:
-    """Sets of slots that may change together: no expert loses its last replica, no rank doubles one."""
+    """Return sets of slots that may change together.
+
+    With such a change no expert loses its last replica and no rank comes to hold an expert twice.
+    """
     per_rank = len(old) // num_ranks
     row, goal = old.tolist(), new.tolist()
     changing = np.nonzero(old != new)[0].tolist()
@@ -131,7 +137,7 @@ def _units(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> li
             copies[row[slot]] -= 1
             copies[goal[slot]] += 1
             queue.extend(_unwanted_twins(row, goal, slot, per_rank))
-            # Whatever the unit leaves without a replica must come back through it.
+            # An expert that the unit leaves without a replica must get one from the unit.
             queue.extend(wanted_at[row[s]] for s in unit if row[s] != EMPTY and copies[row[s]] < 1)
         if done.isdisjoint(unit):
             units.append(unit)
@@ -142,7 +148,10 @@ def _units(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> li
 def _parked(
     old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Open one cycle: copy an expert into a redundant slot, and change the slot it leaves; mutates `left`."""
+    """Open one cycle: copy an expert into a redundant slot and change the slot it leaves.
+
+    Mutates: `left`.
+    """
     per_rank = len(old) // left.shape[1]
     row, goal, copies = old.tolist(), new.tolist(), _copies(old, new)
     redundant = [slot for slot in range(len(row)) if row[slot] == EMPTY or copies[row[slot]] > 1]
@@ -152,7 +161,7 @@ def _parked(
         for park in redundant:
             rank = park // per_rank
             there = slice(rank * per_rank, (rank + 1) * per_rank)
-            # The rank must not come to hold the expert twice, now or when its own turn comes.
+            # The rank must not hold the expert twice, neither now nor in the end.
             if park == slot or row[slot] in row[there] or row[slot] in goal[there]:
                 continue
             tried = old.copy()
@@ -170,18 +179,18 @@ def vacated_rows(
     free: NDArray[np.int64],
     max_layers: int | None,
 ) -> dict[int, NDArray[np.int32]]:
-    """Empty one redundant slot on every rank that must fill an empty one and has no pool buffer free.
+    """Empty a redundant slot on every rank that must fill an empty one but has no free pool buffer.
 
     Args:
-        rows: (L, S) experts of all slots now.
-        target: (L, S) what they shall hold in the end.
+        rows: (L, S) present experts of all slots.
+        target: (L, S) experts they shall hold in the end.
         free: (R,) free pool buffers of each rank.
         max_layers: bound on the layers changed.
 
     Returns:
-        Layer -> (S,) new row, empty if there is nothing to give up. Nothing is received.
+        Layer -> (S,) new row; empty if there is nothing to give up. Nothing is received.
 
-    Order: a copy that is to go anyway before one that must come back, then by layer and slot.
+    Order: a copy that the target drops before one that it keeps, then by layer and slot.
     """
     changed: dict[int, NDArray[np.int32]] = {}
     per_rank = rows.shape[1] // len(free)

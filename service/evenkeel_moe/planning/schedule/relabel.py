@@ -1,7 +1,7 @@
-"""Fewest moves: which rank should take which part of a target, and in which local slots.
+"""Renames the ranks of a target, and orders their local slots, so that the fewest experts move.
 
-A policy decides what ranks hold together; which rank that is matters only for speed and topology.
-Renaming the ranks of a target layer by layer keeps every rank load and saves copies.
+A policy decides which experts share a rank; which rank that is matters only for speed and topology.
+Renaming ranks layer by layer keeps every rank load and saves copies.
 """
 
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = ["align_slots", "count_moves", "fewest_moves", "moves_by_layer", "rela
 def _overlap(
     target: NDArray[np.int32], current: NDArray[np.int32], num_ranks: int, num_experts: int
 ) -> NDArray[np.int64]:
+    """Return the (L, R, R) number of experts that a target rank and a current rank both hold."""
     layers, slots = target.shape
     per_rank = slots // num_ranks
     out = np.zeros((layers, num_ranks, num_ranks), np.int64)
@@ -48,6 +49,7 @@ def _overlap(
 def _align(
     target: NDArray[np.int32], current: NDArray[np.int32], num_ranks: int
 ) -> NDArray[np.int32]:
+    """Return the (L, S) target with the local slots of each rank in the order of `align_slots`."""
     layers, slots = target.shape
     per_rank = slots // num_ranks
     out = np.full((layers, slots), np.int32(EMPTY), np.int32)
@@ -67,7 +69,8 @@ def _align(
                         out[layer, slot] = target[layer, wanted]
                         placed[wanted] = True
                         break
-            # Newcomers take the slots of experts that leave first: those have memory, in a pool empty ones do not.
+            # New experts first take the slots of experts that leave: those have memory, whereas the
+            # empty slots of a pool have none.
             for only_left in (True, False):
                 slot = first
                 for wanted in range(first, first + per_rank):
@@ -85,17 +88,16 @@ def _align(
 
 
 def _check_same(current: Placement, target: Placement) -> None:
-    have = (current.num_layers, current.num_slots, current.num_ranks, current.num_logical_experts)
-    want = (target.num_layers, target.num_slots, target.num_ranks, target.num_logical_experts)
-    if have != want:
-        raise ShapeMismatch(f"placements are (L, S, R, E) = {have} and {want}")
+    if current.sizes != target.sizes:
+        raise ShapeMismatch(f"placements are (L, S, R, E) = {current.sizes} and {target.sizes}")
 
 
 def moves_by_layer(current: Placement, target: Placement) -> NDArray[np.int64]:
-    """Copies between ranks each layer needs: experts a rank must receive.
+    """Count the copies between ranks of each layer: the experts that ranks must receive.
 
     Returns:
-        (L,) int64. A second copy of an expert on the same rank costs none: it is copied locally.
+        (L,) int64. A second copy of an expert on the same rank does not count: it is copied
+        locally.
 
     Raises:
         ShapeMismatch: placements of different deployments.
@@ -112,12 +114,12 @@ def moves_by_layer(current: Placement, target: Placement) -> NDArray[np.int64]:
 
 
 def count_moves(current: Placement, target: Placement) -> int:
-    """Copies between ranks over all layers; see `moves_by_layer`."""
+    """Count the copies between ranks over all layers; see `moves_by_layer`."""
     return int(moves_by_layer(current, target).sum())
 
 
 def align_slots(current: Placement, target: Placement) -> Placement:
-    """The target with every expert a rank keeps in its present local slot; ranks stay as they are.
+    """Reorder the local slots of the target so that every expert a rank keeps stays in its slot.
 
     Raises:
         ShapeMismatch: placements of different deployments.
@@ -138,17 +140,18 @@ def fewest_moves(
     """Rename the target's ranks, layer by layer, so that the fewest experts cross between ranks.
 
     Args:
-        current: where the experts are.
-        target: what the ranks should hold.
-        topology: given, the ranks of a node stay together: nodes of equal size may change places, and
-            ranks inside a node. None lets any two ranks change places.
-        costs: given, only ranks with the same curve change places.
-        pooled: only ranks with as many filled slots in the layer change places, so that no rank's pool
-            overflows.
+        current: the present placement.
+        target: the placement to rename.
+        topology: if given, the ranks of a node stay together: nodes of equal size may be exchanged,
+            and ranks inside a node. None allows any two ranks to be exchanged.
+        costs: if given, only ranks with the same curve are exchanged.
+        pooled: if True, only ranks with equally many filled slots in the layer are exchanged, so
+            that no pool overflows.
 
     Returns:
-        A placement whose layers are the target's up to the names of the ranks and the order of their
-        local slots; it never needs more moves than the target. Ties keep the target's names.
+        A placement whose layers are those of the target up to the names of the ranks and the order
+        of their local slots. It never needs more moves than the target. Ties keep the target's
+        names.
 
     Raises:
         ShapeMismatch: placements of different deployments.
@@ -163,18 +166,18 @@ def fewest_moves(
     rows = np.empty((layers, ranks, target.slots_per_rank), np.int32)
     for layer in range(layers):
         classes = speed * (target.slots_per_rank + 1) + (filled[layer] if pooled else 0)
-        # A forbidden exchange must cost more than all others together can win.
+        # A forbidden exchange must cost more than all others together can save.
         gain = np.where(classes[:, None] == classes[None, :], kept[layer].astype(np.float64), -1e9)
-        seat = _assign(gain) if topology is None else _assign_by_node(gain, topology)
-        if gain[np.arange(ranks), seat].sum() <= np.trace(gain):
-            seat = np.arange(ranks)
-        rows[layer, seat] = target.phy2log[layer].reshape(ranks, -1)
+        new_rank = _assign(gain) if topology is None else _assign_by_node(gain, topology)
+        if gain[np.arange(ranks), new_rank].sum() <= np.trace(gain):
+            new_rank = np.arange(ranks)
+        rows[layer, new_rank] = target.phy2log[layer].reshape(ranks, -1)
     renamed = Placement(rows.reshape(layers, -1), ranks, target.num_logical_experts)
     return align_slots(current, renamed)
 
 
 def _speed_classes(costs: CostCurves | None, num_ranks: int) -> NDArray[np.int64]:
-    """(R,) the same number for ranks with the same cost curve."""
+    """Return (R,) class numbers, equal for ranks with the same cost curve."""
     if costs is None:
         return np.zeros(num_ranks, np.int64)
     curves = np.concatenate([costs.tile_seconds, costs.slope_s_per_token[:, None]], axis=1)
@@ -182,12 +185,12 @@ def _speed_classes(costs: CostCurves | None, num_ranks: int) -> NDArray[np.int64
 
 
 def _assign(gain: NDArray[np.float64]) -> NDArray[np.int64]:
-    """(n,) the column of each row in the assignment with the largest sum."""
+    """Return the (n,) column of each row in the assignment with the largest sum."""
     return np.asarray(linear_sum_assignment(gain, maximize=True)[1], np.int64)
 
 
 def _assign_by_node(gain: NDArray[np.float64], topology: Topology) -> NDArray[np.int64]:
-    """Like `_assign`, with whole nodes assigned to nodes of their size and ranks inside them."""
+    """Assign whole nodes to nodes of the same size, and ranks inside them, as in `_assign`."""
     node_of_rank = np.array(topology.node_of_rank)
     members = [np.nonzero(node_of_rank == node)[0] for node in range(topology.num_nodes)]
     best = np.full((len(members), len(members)), -1e12)
@@ -198,22 +201,23 @@ def _assign_by_node(gain: NDArray[np.float64], topology: Topology) -> NDArray[np
                 block = gain[np.ix_(rows, columns)]
                 inner[a, b] = _assign(block)
                 best[a, b] = block[np.arange(len(rows)), inner[a, b]].sum()
-    seat = np.empty(len(node_of_rank), np.int64)
+    new_rank = np.empty(len(node_of_rank), np.int64)
     for a, b in enumerate(_assign(best)):
-        seat[members[a]] = members[b][inner[a, int(b)]]
-    return seat
+        new_rank[members[a]] = members[b][inner[a, int(b)]]
+    return new_rank
 
 
 def relabel(problem: PlacementProblem, target: Placement, *, keep_nodes: bool = False) -> Placement:
-    """`fewest_moves` under what the problem allows, so that the target's score is kept.
+    """Apply `fewest_moves` as far as the objective allows, so that the target keeps its score.
 
-    Nearest dispatch with known sources ties a replica to its rank: only local slots are aligned. With
-    unknown sources it ties replicas to their node. Otherwise any two ranks of equal speed may change places.
+    Under nearest dispatch with known sources a replica is bound to its rank, so only local slots
+    are aligned. With unknown sources it is bound to its node. Otherwise any two ranks of equal
+    speed may be exchanged.
 
     Args:
-        problem: names the current placement, the dispatcher and the curves; without a current placement the
-            target is returned as it is.
-        target: what a policy proposed.
+        problem: gives the current placement and the objective; without a current placement the
+            target is returned unchanged.
+        target: the placement a policy proposed.
         keep_nodes: keep the ranks of a node together; set it for a hierarchical proposal
             (`Proposal.numbers["keep_nodes"]`).
 

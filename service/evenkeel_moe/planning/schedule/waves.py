@@ -1,8 +1,10 @@
-"""From a target to waves: which layers change together, who sends what to whom, in which order.
+"""Schedules the waves of a plan: which layers change together, and which transfers run in which
+order.
 
-Rules R10 and R11 of the switch: within a batch a rank has at most one peer, and every rank runs the same
-list of batches. Every expert received waits in staging; with pooled slots a slot that was empty takes a
-buffer that was free before the wave, and a slot that changes its expert keeps its own.
+Rules R10 and R11 of the switch: within a batch a rank has at most one peer, and every rank runs the
+    same list of batches. Every received expert waits in staging. With pooled slots, a slot that was
+    empty takes a buffer that was free before the wave; a slot that changes its expert keeps its
+    own.
 """
 
 from collections.abc import Sequence
@@ -30,29 +32,30 @@ def schedule_waves(
     limits: PlanLimits | None = None,
     max_layers_per_wave: int | None = None,
 ) -> tuple[Wave, ...]:
-    """Waves that lead from `base` to exactly `target`.
+    """Schedule waves that lead from `base` to exactly `target`.
 
     Args:
         base: the committed placement.
-        target: where to go; relabel it first, nothing is saved here.
+        target: the placement to reach; relabel it first, no moves are saved here.
         shape: sizes, bytes of an expert, pooled or fixed slots.
-        topology: a receiver prefers a source on its own rank, then on its node, then any; among equals the
-            rank that sends least in the wave so far.
-        staging_bytes: receive buffer of every rank, or of each; None means no bound.
+        topology: a receiver prefers a source on its own rank, then on its node, then any; among
+            equal ones the rank that has sent least in the wave so far.
+        staging_bytes: receive buffer of every rank, or one value for all; None means no bound.
         limits: bounds on the whole plan.
         max_layers_per_wave: None means no bound.
 
     Returns:
-        Waves of whole layers, none if nothing changes. A layer appears once, unless it fits no wave as a
-        whole: then it goes in steps, each of which leaves every expert a replica and no rank a duplicate
-        that neither `base` nor `target` has.
+        Waves of whole layers, none if nothing changes. A layer appears once, unless it is too large
+        for a wave: then it changes in steps, each of which leaves every expert a replica and gives
+        no rank a duplicate that neither `base` nor `target` has.
 
     Raises:
         ShapeMismatch: placements or topology of another deployment.
-        InfeasiblePlan: beyond the limits; or staging or pool are too small even for steps.
+        InfeasiblePlan: the plan exceeds the limits, or staging or pool are too small even for
+            steps.
 
-    Order: by layer, with pooled slots those first that leave no rank fuller; transfers of a batch by
-    (layer, destination slot).
+    Order: by layer; with pooled slots first those that leave no rank fuller. Transfers of a batch
+        are ordered by (layer, destination slot).
     """
     _check_shapes(base, target, shape, topology)
     if max_layers_per_wave is not None and max_layers_per_wave < 1:
@@ -68,7 +71,7 @@ def schedule_waves(
         if not chosen:
             chosen = vacated_rows(rows, target.phy2log, room.buffers, max_layers_per_wave)
         if not chosen or len(waves) == most_waves:
-            raise _stuck(rows, target.phy2log, pending, room)
+            raise _no_step_fits(rows, target.phy2log, pending, room)
         layers = tuple(sorted(chosen))
         new_rows = np.stack([chosen[layer] for layer in layers])
         transfers = _transfers(rows, layers, new_rows, shape, topology)
@@ -82,16 +85,11 @@ def schedule_waves(
 def _check_shapes(
     base: Placement, target: Placement, shape: ModelShape, topology: Topology
 ) -> None:
-    want = (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts)
     for name, placement in (("base", base), ("target", target)):
-        have = (
-            placement.num_layers,
-            placement.num_slots,
-            placement.num_ranks,
-            placement.num_logical_experts,
-        )
-        if have != want:
-            raise ShapeMismatch(f"{name} is (L, S, R, E) = {have}, the deployment is {want}")
+        if placement.sizes != shape.sizes:
+            raise ShapeMismatch(
+                f"{name} is (L, S, R, E) = {placement.sizes}, the deployment is {shape.sizes}"
+            )
     if topology.num_ranks != shape.num_ranks:
         raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, shape {shape.num_ranks}")
     for placement, what in ((base, "base"), (target, "target")):
@@ -118,13 +116,13 @@ def _check_limits(waves: list[Wave], shape: ModelShape, limits: PlanLimits) -> N
 
 @dataclass(slots=True)
 class _Room:
-    """What every rank can receive: per wave into staging, and over the plan into free buffers."""
+    """The room of every rank: in staging for each wave, and in free buffers over the whole plan."""
 
     num_ranks: int
     staging: NDArray[np.int64]
-    """(R,) experts that fit a rank's staging; constant."""
+    """(R,) experts that fit into the staging of a rank; constant."""
     buffers: NDArray[np.int64]
-    """(R,) pool buffers free before the wave; a huge number where slots are fixed."""
+    """(R,) pool buffers free before the wave; a huge number if slots are fixed."""
     offered: NDArray[np.int64]
     """(R,) staging in bytes, for the error message."""
 
@@ -143,11 +141,11 @@ class _Room:
         return cls(shape.num_ranks, staging, buffers, offered)
 
     def left(self) -> NDArray[np.int64]:
-        """(2, R) room of each rank in a wave that starts now, as in `room_needed`."""
+        """Return the (2, R) room of each rank in a wave that starts now, as in `room_needed`."""
         return np.stack([self.staging, self.buffers])
 
     def end_wave(self, old: NDArray[np.int32], new: NDArray[np.int32]) -> None:
-        """Count the buffers that the wave filled and those it freed."""
+        """Subtract the buffers that the wave filled and add those it freed."""
         taken = (new >= 0).sum(axis=0) - (old >= 0).sum(axis=0)
         self.buffers = self.buffers - taken.reshape(self.num_ranks, -1).sum(axis=1)
 
@@ -155,7 +153,8 @@ class _Room:
 def _pending_layers(
     rows: NDArray[np.int32], target: NDArray[np.int32], shape: ModelShape
 ) -> NDArray[np.int64]:
-    """Layers still to change. With pooled slots those that leave no rank fuller come first."""
+    """Return the layers still to change; with pooled slots first those that leave no rank
+    fuller."""
     layers = np.nonzero((rows != target).any(axis=1))[0]
     if not shape.pooled:
         return layers
@@ -163,7 +162,7 @@ def _pending_layers(
 
 
 def _growth(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
-    """(n,) most buffers that a layer's change takes from any one rank for good."""
+    """Return the (n,) largest number of buffers that each layer takes from one rank for good."""
     taken = (new >= 0).astype(np.int64) - (old >= 0)
     return np.asarray(
         taken.reshape(len(old), num_ranks, old.shape[1] // num_ranks).sum(axis=2).max(axis=1),
@@ -178,7 +177,7 @@ def _whole_layers(
     room: _Room,
     max_layers: int | None,
 ) -> dict[int, NDArray[np.int32]]:
-    """First fit of whole layers into one wave: layer -> new row."""
+    """Fit whole layers into one wave, first fit; returns layer -> new row."""
     left = room.left()
     chosen: dict[int, NDArray[np.int32]] = {}
     for layer in pending.tolist():
@@ -198,7 +197,7 @@ def _partial_layers(
     room: _Room,
     max_layers: int | None,
 ) -> dict[int, NDArray[np.int32]]:
-    """One wave of steps for layers too large as a whole: in layer order, until the room is used up."""
+    """Fit partial steps of layers into one wave, in layer order, until the room is used up."""
     left = room.left()
     chosen: dict[int, NDArray[np.int32]] = {}
     for layer in pending.tolist():
@@ -212,17 +211,18 @@ def _partial_layers(
     return chosen
 
 
-def _stuck(
+def _no_step_fits(
     rows: NDArray[np.int32], target: NDArray[np.int32], pending: NDArray[np.int64], room: _Room
 ) -> InfeasiblePlan:
+    """Return the error that names the rank with the largest shortage."""
     layer = int(pending[0])
     needed = room_needed(rows[layer], target[layer], room.num_ranks)
     over = needed - room.left()
     pool, rank = divmod(int(over.argmax()), room.num_ranks)
     if pool:
         return InfeasiblePlan(
-            f"layer {layer} fills {needed[1, rank]} empty slots on rank {rank}: {room.buffers[rank]} pool buffers"
-            " are free, and no step of it fits",
+            f"layer {layer} fills {needed[1, rank]} empty slots on rank {rank}:"
+            f" {room.buffers[rank]} pool buffers are free, and no step of it fits",
             Reason.POOL_EXCEEDED,
         )
     return InfeasiblePlan(
@@ -239,7 +239,8 @@ def _transfers(
     shape: ModelShape,
     topology: Topology,
 ) -> list[Transfer]:
-    """One transfer for every slot that needs bytes, its source chosen from the map before the wave."""
+    """Create a transfer for every slot that needs bytes, with a source that held the expert before
+    the wave."""
     per_rank = shape.slots_per_rank
     node = topology.node_of_rank
     sent = [0] * shape.num_ranks
@@ -253,7 +254,7 @@ def _transfers(
             same_rank = [slot for slot in sources if slot // per_rank == rank]
             same_node = [slot for slot in sources if node[slot // per_rank] == node[rank]]
             wanted.append((layer, dst, int(new[dst]), same_rank or same_node or sources))
-    # Those without a choice first, so that the others can go round them.
+    # Transfers with the fewest sources first, so that the others can avoid busy ranks.
     transfers: list[Transfer] = []
     for layer, dst, expert, sources in sorted(
         wanted, key=lambda row: (len(row[3]), row[0], row[1])
@@ -266,7 +267,10 @@ def _transfers(
 
 
 def _batches(transfers: list[Transfer], shape: ModelShape) -> tuple[tuple[Transfer, ...], ...]:
-    """Edge colouring: batches in which a rank meets one peer, sending it and receiving from it at most once."""
+    """Divide transfers into batches by edge colouring.
+
+    Within a batch a rank has one peer, and sends to it and receives from it at most once.
+    """
     per_rank = shape.slots_per_rank
     ordered = sorted(transfers, key=lambda t: (t.layer, t.dst_slot))
     src = np.array([t.src_slot // per_rank for t in ordered], np.int64)
@@ -280,7 +284,8 @@ def _batches(transfers: list[Transfer], shape: ModelShape) -> tuple[tuple[Transf
 
 @kernel
 def _colour(src: NDArray[np.int64], dst: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """(n,) batch of each transfer. Each batch takes pairs whose ranks have most left to do first."""
+    """Return the (n,) batch of each transfer; a batch first takes ranks with the most rounds
+    left."""
     count = src.shape[0]
     batch = np.full(count, -1, np.int64)
     pairs = np.zeros((num_ranks, num_ranks), np.int64)
@@ -289,7 +294,7 @@ def _colour(src: NDArray[np.int64], dst: NDArray[np.int64], num_ranks: int) -> N
             batch[i] = 0
         else:
             pairs[src[i], dst[i]] += 1
-    # Rounds a pair needs: both directions go at once. A rank needs at least the sum over its peers.
+    # Rounds each pair needs, both directions at once. A rank needs at least the sum over its peers.
     rounds = np.maximum(pairs, pairs.T)
     left = rounds.sum(axis=1)
     peer = np.empty(num_ranks, np.int64)
@@ -316,7 +321,7 @@ def _colour(src: NDArray[np.int64], dst: NDArray[np.int64], num_ranks: int) -> N
         for i in range(count):
             if batch[i] < 0 and peer[src[i]] == dst[i]:
                 batch[i] = current
-                # One transfer a direction: close it for the rest of this batch.
+                # One transfer per direction: mark it as used for the rest of this batch.
                 peer[src[i]] = -2 - dst[i]
         for a in range(num_ranks):
             if peer[a] <= -2:

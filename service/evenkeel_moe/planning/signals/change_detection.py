@@ -1,8 +1,9 @@
-"""What part of a window still speaks for the future: recency weights, and splits where traffic changed.
+"""Detects changes of traffic in a window, and weights its steps by how well they predict the next.
 
-A change is looked for by comparing the expert loads before and after every possible split. Steps of one
-workload differ too, because requests live for many steps, so the difference between neighbouring blocks of
-the window is the yardstick: a split counts only if it is several times larger.
+Every split of the window is tried, and the expert loads before and after it are compared. Steps of
+one workload differ too, because requests live for many steps. The difference between neighbouring
+blocks of the window is therefore the unit: a split counts only if its difference is several times
+larger.
 """
 
 from dataclasses import dataclass
@@ -13,25 +14,29 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.jit import kernel
 
-__all__ = ["Change", "ChangeRules", "find_change", "step_weights"]
+__all__ = ["Change", "ChangeRules", "detect_change", "step_weights"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeRules:
-    """How the past is weighed."""
+    """How changes are detected and how steps are weighted."""
 
     half_life_windows: float = 0.5
-    """A step loses half its weight each time this share of the window has passed; inf for equal weights."""
+    """A step loses half its weight each time this share of the window has passed; inf for equal
+    weights."""
     steady_half_life_windows: float = 3.0
-    """The same where no split stands out: all steps then tell of the future alike."""
+    """The same if no split stands out: all steps then predict about equally well."""
     steady: float = 2.0
-    """Largest difference around a split, in differences of neighbouring blocks, that counts as steady."""
+    """Largest difference around a split, in differences of neighbouring blocks, that counts as
+    steady."""
     threshold: float = 6.0
-    """A split counts when the loads around it differ this many times more than neighbouring blocks do."""
+    """A split counts as a change if the loads around it differ this many times more than
+    neighbouring blocks do."""
     old_weight: float = 0.1
-    """What steps before a change keep of their weight: they still steady experts that did not change."""
+    """Share of their weight that steps before a change keep: they still reduce the noise of experts
+    that did not change."""
     shortest: float = 1.0 / 16.0
-    """Shortest part of the window that can be told from the rest; never under 2 steps."""
+    """Shortest part, as a share of the window, that can be told from the rest; at least 2 steps."""
 
     def __post_init__(self) -> None:
         for name in ("half_life_windows", "steady_half_life_windows", "steady", "threshold"):
@@ -39,7 +44,8 @@ class ChangeRules:
                 raise InvalidInput(f"{name} is {getattr(self, name)}, must be positive")
         if not (0 <= self.old_weight <= 1 and 0 < self.shortest <= 0.5):
             raise InvalidInput(
-                f"old_weight {self.old_weight} must be in [0, 1], shortest {self.shortest} in (0, 0.5]"
+                f"old_weight {self.old_weight} must be in [0, 1],"
+                f" shortest {self.shortest} in (0, 0.5]"
             )
 
 
@@ -48,17 +54,20 @@ class Change:
     """The newest change found in a window."""
 
     first_step: int
-    """Index of the first step after it; 0 where the whole window looks alike."""
+    """Index of the first step after it; 0 if the whole window looks alike."""
     strength: float
-    """Largest difference around a split, in differences of neighbouring blocks; NaN if too few steps to tell."""
+    """Largest difference around a split, in differences of neighbouring blocks; NaN if there are
+    too few steps."""
     usual: float = float("nan")
-    """Difference of neighbouring blocks of about sqrt(T) steps, chi-square per degree of freedom: 1 where tokens come one
-    by one by chance, more where they come by the request; NaN if too few steps to tell."""
+    """Difference of neighbouring blocks of about sqrt(T) steps, as chi-square per degree of
+    freedom: 1 if tokens arrive independently, more if they arrive by the request. NaN if there are
+    too few steps."""
 
 
 @kernel
 def _difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Chi-square per degree of freedom that two (L, E) loads have the same shares in every layer."""
+    """Return chi-square per degree of freedom of equal shares of two (L, E) loads in every
+    layer."""
     layers, experts = a.shape
     chi = 0.0
     freedom = 0
@@ -84,7 +93,7 @@ def _difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 @kernel
 def _best_split(load: NDArray[np.float64], shortest: int) -> tuple[float, int]:
-    """(largest difference, first step after it) over the splits of a (T, L, E) window."""
+    """Return the largest difference around any split of a (T, L, E) window, and its first step."""
     steps = load.shape[0]
     before = np.zeros(load.shape[1:])
     after = np.zeros(load.shape[1:])
@@ -104,12 +113,12 @@ def _best_split(load: NDArray[np.float64], shortest: int) -> tuple[float, int]:
     return best, at
 
 
-def find_change(load: NDArray[np.float64], rules: ChangeRules = ChangeRules()) -> Change:
-    """The newest change in a window.
+def detect_change(load: NDArray[np.float64], rules: ChangeRules = ChangeRules()) -> Change:
+    """Find the newest change of traffic in a window.
 
     Args:
         load: (T, L, E) [tokens], oldest first.
-        rules: what counts as one.
+        rules: what counts as a change.
 
     Raises:
         ShapeMismatch: `load` has another number of axes.
@@ -138,12 +147,12 @@ def find_change(load: NDArray[np.float64], rules: ChangeRules = ChangeRules()) -
 def step_weights(
     load: NDArray[np.float64], rules: ChangeRules = ChangeRules()
 ) -> tuple[NDArray[np.float64], Change]:
-    """How much each step of a window says about what comes next.
+    """Weight the steps of a window by how well they predict the next steps.
 
     Returns:
-        (T,) float64 summing to 1, and the change it was cut at.
+        (T,) float64 summing to 1, and the change of traffic that was found.
     """
-    change = find_change(load, rules)
+    change = detect_change(load, rules)
     age = np.arange(len(load))[::-1]
     moving = change.strength > rules.steady
     half_life = rules.half_life_windows if moving else rules.steady_half_life_windows

@@ -1,9 +1,10 @@
-"""What shares of the load experts will have, told from how they moved within the window.
+"""Forecasts the load shares of experts from how they moved within the window.
 
-Where traffic drifts, the mean of a window lags behind it; a mean of few steps does not, but is mostly chance. How
-fast to forget differs between traffics, so the window itself decides: means that fade at different paces are tried at
-every step of its second half on the steps that followed, and weighed so that together they would have erred
-least (Bates and Granger, 1969; weights not negative, which sum to one).
+If traffic drifts, the mean of a window lags behind it; the mean of a few steps does not, but is
+mostly noise. How fast to forget depends on the traffic, so the window itself decides: exponentially
+fading means with several half-lives are tested at every step of its second half on the steps that
+followed, and combined with the weights that would have given the least error (Bates and Granger,
+1969; weights not negative, summing to one).
 """
 
 from dataclasses import dataclass
@@ -18,33 +19,36 @@ from evenkeel_moe.jit import kernel
 __all__ = ["Forecast", "forecast", "recentred"]
 
 _HALF_LIVES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, np.inf)
-"""Share of the window after which a step counts half; the last is the window's mean."""
+"""Shares of the window after which a step counts half; the last gives the mean of the window."""
 _AHEAD = 1 / 8
-"""Share of the window that is foretold at a time, and never under 4 steps: the next steps alone are alike, because requests
-live longer than one."""
+"""Share of the window that is forecast at a time, at least 4 steps. The very next steps alone would
+be too easy, because requests live longer than one step."""
 _RIDGE = 1e-6
-"""Of the mean squared error: keeps means that are all but the same from making the weights a matter of rounding."""
+"""Share of the mean squared error added to the diagonal, so that rounding does not decide the
+weights of nearly equal means."""
 _DUST = 1e-9
-"""Tokens that are none."""
+"""Token counts up to this are rounding errors of zero."""
 _ROUNDING = 1e-18
-"""Mean squared error, in squared mean experts, that is none."""
+"""Mean squared errors up to this, in squared mean experts, are rounding errors of zero."""
 _FARTHEST = 4.0
-"""Times that an expert's load may be raised or lowered: what few tokens tell is no more precise than that."""
+"""Largest factor by which the load of an expert is raised or lowered, because a forecast from few
+tokens is no more precise."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Forecast:
-    """What is expected of the steps after a window."""
+    """The expected load of the steps after a window."""
 
     shares: NDArray[np.float64]
-    """(L, E) of each layer's load, summing to 1 or, where a layer had none, 0."""
+    """(L, E) shares of each layer's load, summing to 1, or to 0 for a layer without load."""
     error: float
-    """Mean squared error within the window over that of the window's mean as known at the same time, in [0, 1]."""
+    """Mean squared error within the window, divided by that of the window's mean as known at the
+    same time; in [0, 1]."""
 
 
 @kernel
 def _to_shares(load: NDArray[np.float64], out: NDArray[np.float64]) -> None:
-    """(L, E) -> each layer over its sum, in mean experts; zero where there is no load."""
+    """Divide each layer of an (L, E) load by its mean over experts; zero without load."""
     layers, experts = load.shape
     for layer in range(layers):
         total = 0.0
@@ -59,12 +63,17 @@ def _to_shares(load: NDArray[np.float64], out: NDArray[np.float64]) -> None:
 def _backtest(
     load: NDArray[np.float64], keeps: NDArray[np.float64], first: int, ahead: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
-    """Fading means of a (T, L, E) window, held against the `ahead` steps after each step from `first` on.
+    """Compare fading means of a window with the `ahead` steps after each step from `first` on.
 
-    keeps: (F,) what a step keeps of its weight from one step to the next.
+    Args:
+        load: (T, L, E) [tokens].
+        keeps: (F,) share of its weight that a step keeps from one step to the next.
+        first: steps known at the first comparison.
+        ahead: steps that are forecast.
 
-    Returns the (F, F) sums of products of errors, the (F, L, E) shares at the end in mean experts, and how often was
-    looked ahead.
+    Returns:
+        (F, F) sums of products of errors, (F, L, E) shares at the end in mean experts, and the
+        number of comparisons.
     """
     steps, layers, experts = load.shape
     fades = keeps.shape[0]
@@ -92,7 +101,7 @@ def _backtest(
             for layer in range(layers):
                 for expert in range(experts):
                     left = coming[layer, expert] - load[known - 1, layer, expert]
-                    # Of counts nothing is left by rounding, of other loads dust.
+                    # With counts the difference is exact; other loads leave rounding errors.
                     left = left if left > _DUST else 0.0
                     coming[layer, expert] = left + load[known + ahead - 1, layer, expert]
         _to_shares(coming, came)
@@ -111,13 +120,14 @@ def _backtest(
 
 
 def forecast(load: NDArray[np.float64]) -> Forecast | None:
-    """What shares experts will have, and how much better than by the window's mean that was foretold within it.
+    """Forecast the shares of experts, with the error relative to that of the window's mean.
 
     Args:
         load: (T, L, E) [tokens], oldest first.
 
     Returns:
-        None where the window is too short to look ahead within it more than once (under 9 steps), or its mean never erred.
+        None if the window is too short for two comparisons (under 9 steps), or its mean had no
+        error.
 
     Raises:
         ShapeMismatch: `load` has another number of axes.
@@ -135,7 +145,8 @@ def forecast(load: NDArray[np.float64]) -> Forecast | None:
         return None
     fades = len(keeps)
     root = np.linalg.cholesky(errors + _RIDGE * np.trace(errors) / fades * np.eye(fades))
-    # The least of a square form grows with the square of its weights' sum, so how firmly that is held to one is all the same.
+    # The minimum of a quadratic form scales with the square of the sum of the weights, so the
+    # factor that holds this sum to one does not change their ratios.
     firm = np.sqrt(np.trace(errors))
     weights, _ = nnls(
         np.vstack([root.T, np.full((1, fades), firm)]), np.append(np.zeros(fades), firm)
@@ -148,10 +159,10 @@ def forecast(load: NDArray[np.float64]) -> Forecast | None:
 def recentred(
     load: NDArray[np.float64], weights: NDArray[np.float64], expected: Forecast
 ) -> NDArray[np.float64]:
-    """The window with every expert's mean moved to where it is expected; what steps do beside that stays.
+    """Scale the window so that the mean of every expert is the forecast; deviations of steps stay.
 
-    Better than to give newest steps most of the weight: what experts do together in a step lasts longer than their
-    means, and takes many steps to see.
+    This is better than giving the newest steps most of the weight: correlations between experts
+        last longer than their means, and many steps are needed to see them.
 
     Args:
         load: (T, L, E) [tokens].
@@ -159,7 +170,8 @@ def recentred(
         expected: the forecast for that window.
 
     Returns:
-        (T, L, E) float64 [tokens]; the weighted load of a layer stays what it is, but for experts that come up after none.
+        (T, L, E) float64 [tokens]; the weighted load of a layer stays the same, except for experts
+        that had no load in the window.
     """
     mean = np.tensordot(weights, load, axes=1)
     moved = expected.shares * mean.sum(axis=1, keepdims=True)
