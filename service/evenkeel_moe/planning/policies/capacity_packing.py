@@ -1,7 +1,7 @@
-"""Packing of expert copies into ranks of unequal capacity, heaviest first into the cheapest rank with room.
+"""Packs expert copies into ranks of unequal capacity: the heaviest first, into the cheapest rank.
 
-Unlike `packing`, copies need not divide over the ranks, ranks may differ in speed, and no rank gets a second
-copy of an expert while any exchange can avoid it.
+Unlike `packing`, copies need not divide over the ranks and ranks may differ in speed. No rank gets a
+second copy of an expert if passing another copy on can avoid it.
 
 Source: CRAFT section 4.2.2, capacity-aware greedy placement.
 """
@@ -12,73 +12,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.jit import kernel
 
-__all__ = ["pack_copies", "pack_layer"]
-
-
-@kernel
-def _exchange_in(
-    expert: int,
-    held: NDArray[np.bool_],
-    room: NDArray[np.int64],
-    first: NDArray[np.int64],
-    row: NDArray[np.int32],
-    used: NDArray[np.int64],
-    total: NDArray[np.float64],
-    weight: NDArray[np.float64],
-) -> bool:
-    """Make room for an expert that every rank with room holds: another rank passes one of its own on."""
-    ranks = room.shape[0]
-    for roomy in range(ranks):
-        if used[roomy] >= room[roomy]:
-            continue
-        for rank in range(ranks):
-            if rank == roomy or held[expert, rank] or room[rank] == 0:
-                continue
-            for local in range(used[rank]):
-                other = row[first[rank] + local]
-                if not held[other, roomy]:
-                    row[first[rank] + local] = expert
-                    row[first[roomy] + used[roomy]] = other
-                    used[roomy] += 1
-                    held[other, rank], held[other, roomy], held[expert, rank] = False, True, True
-                    total[rank] += weight[expert] - weight[other]
-                    total[roomy] += weight[other]
-                    return True
-    return False
-
-
-@kernel
-def pack_layer(
-    per_copy: NDArray[np.float64],
-    copies: NDArray[np.int64],
-    capacity: NDArray[np.int64],
-    rates: NDArray[np.float64],
-    slots_per_rank: int,
-) -> NDArray[np.int32]:
-    """(S,) slots of one layer; see `pack_copies`. per_copy: (E,) load of one copy of each expert."""
-    experts, ranks = per_copy.shape[0], capacity.shape[0]
-    row = np.full(ranks * slots_per_rank, np.int32(-1), np.int32)
-    first = np.arange(ranks) * slots_per_rank
-    used = np.zeros(ranks, np.int64)
-    total = np.zeros(ranks)
-    held = np.zeros((experts, ranks), np.bool_)
-    for expert in np.argsort(-per_copy, kind="mergesort"):
-        for _ in range(copies[expert]):
-            best = -1
-            least = np.inf
-            for rank in range(ranks):
-                cost = (total[rank] + per_copy[expert]) * rates[rank]
-                if used[rank] < capacity[rank] and not held[expert, rank] and cost < least:
-                    least = cost
-                    best = rank
-            if best < 0:
-                _exchange_in(expert, held, capacity, first, row, used, total, per_copy)
-                continue
-            row[first[best] + used[best]] = expert
-            used[best] += 1
-            held[expert, best] = True
-            total[best] += per_copy[expert]
-    return row
+__all__ = ["pack_copies"]
 
 
 def pack_copies(
@@ -88,7 +22,7 @@ def pack_copies(
     slots_per_rank: int,
     rates: NDArray[np.float64] | None = None,
 ) -> NDArray[np.int32]:
-    """Slots of every layer.
+    """Choose the slots of every layer's copies.
 
     Args:
         load: (L, E) [tokens].
@@ -98,7 +32,8 @@ def pack_copies(
         rates: (R,) cost per token of each rank; None for equal ranks.
 
     Returns:
-        (L, S) int32, EMPTY in unused slots. A copy for which no rank is left is not placed, but every expert has one.
+        (L, S) int32, EMPTY in unused slots. A copy for which no rank is left is not placed, but every
+        expert has one.
 
     Raises:
         ShapeMismatch: arrays of different layers or experts.
@@ -116,13 +51,14 @@ def pack_copies(
     if len(short):
         layer = int(short[0])
         raise InfeasiblePlan(
-            f"layer {layer}: {int(logcnt[layer].sum())} copies exceed {int(capacity[layer].sum())} places",
+            f"layer {layer}: {int(logcnt[layer].sum())} copies exceed"
+            f" {int(capacity[layer].sum())} places",
             Reason.POOL_EXCEEDED,
         )
     speed = np.ones(ranks) if rates is None else np.ascontiguousarray(rates, np.float64)
     rows = np.empty((layers, ranks * slots_per_rank), np.int32)
     for layer in range(layers):
-        rows[layer] = pack_layer(
+        rows[layer] = _pack_layer(
             load[layer] / np.maximum(logcnt[layer], 1),
             logcnt[layer].astype(np.int64),
             capacity[layer].astype(np.int64),
@@ -136,3 +72,72 @@ def pack_copies(
                 Reason.EXPERT_WITHOUT_REPLICA,
             )
     return rows
+
+
+@kernel
+def _pack_layer(
+    per_copy: NDArray[np.float64],
+    copies: NDArray[np.int64],
+    capacity: NDArray[np.int64],
+    rates: NDArray[np.float64],
+    slots_per_rank: int,
+) -> NDArray[np.int32]:
+    """Return the (S,) slots of one layer; `per_copy` is the (E,) load of one copy of each expert."""
+    experts, ranks = per_copy.shape[0], capacity.shape[0]
+    row = np.full(ranks * slots_per_rank, np.int32(-1), np.int32)
+    first = np.arange(ranks) * slots_per_rank
+    used = np.zeros(ranks, np.int64)
+    total = np.zeros(ranks)
+    held = np.zeros((experts, ranks), np.bool_)
+    for expert in np.argsort(-per_copy, kind="mergesort"):
+        for _ in range(copies[expert]):
+            best = -1
+            least = np.inf
+            for rank in range(ranks):
+                cost = (total[rank] + per_copy[expert]) * rates[rank]
+                if used[rank] < capacity[rank] and not held[expert, rank] and cost < least:
+                    least = cost
+                    best = rank
+            if best < 0:
+                _make_room(expert, held, capacity, first, row, used, total, per_copy)
+                continue
+            row[first[best] + used[best]] = expert
+            used[best] += 1
+            held[expert, best] = True
+            total[best] += per_copy[expert]
+    return row
+
+
+@kernel
+def _make_room(
+    expert: int,
+    held: NDArray[np.bool_],
+    capacity: NDArray[np.int64],
+    first: NDArray[np.int64],
+    row: NDArray[np.int32],
+    used: NDArray[np.int64],
+    total: NDArray[np.float64],
+    weight: NDArray[np.float64],
+) -> None:
+    """Place an expert that every rank with room holds already.
+
+    Another rank takes it, and passes one of its own copies on to a rank with room. If no rank can, the
+    copy is not placed.
+    """
+    ranks = capacity.shape[0]
+    for roomy in range(ranks):
+        if used[roomy] >= capacity[roomy]:
+            continue
+        for rank in range(ranks):
+            if rank == roomy or held[expert, rank] or capacity[rank] == 0:
+                continue
+            for local in range(used[rank]):
+                other = row[first[rank] + local]
+                if not held[other, roomy]:
+                    row[first[rank] + local] = expert
+                    row[first[roomy] + used[roomy]] = other
+                    used[roomy] += 1
+                    held[other, rank], held[other, roomy], held[expert, rank] = False, True, True
+                    total[rank] += weight[expert] - weight[other]
+                    total[roomy] += weight[other]
+                    return

@@ -1,8 +1,9 @@
-"""The Libra policy: replicas first where tokens start, then where load is left over.
+"""The Libra policy: replicas first where tokens start, then where load remains to be spread.
 
-Every expert keeps a home. Phase 1 gives each rank copies of the remote experts its own tokens want most.
-Phase 2 takes load off the fullest rank by copying its most wanted expert to the emptiest rank, whose own tokens for
-it then stay at home.
+Every expert has a home rank, which computes the tokens of all ranks that hold no copy of it. Phase 1
+gives each rank copies of the remote experts that its own tokens choose most. Phase 2 relieves the rank
+with the most load: it copies one of that rank's experts to a rank with little load, whose own tokens
+for the expert then stay local.
 
 Source: Libra Algorithm 1, on recorded instead of predicted demand.
 """
@@ -14,9 +15,9 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.jit import kernel
-from evenkeel_moe.model.placement import EMPTY, Placement
-from evenkeel_moe.planning.policies.eplb import slots_to_fill
-from evenkeel_moe.planning.problem import bounds, metrics
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
+from evenkeel_moe.planning.policies.slot_budget import equal_slots_per_rank
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
     Proposal,
@@ -38,23 +39,81 @@ class LibraOptions:
             raise InvalidInput(f"locality is {self.locality}, must be in [0, 1]")
 
 
+def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()) -> Proposal:
+    """Plan by Libra.
+
+    Args:
+        problem: `source_load` is the demand; without it every rank is assumed to route the same tokens.
+            Homes follow from the order of experts, or from the current placement. Libra is meant for
+            nearest dispatch; the score is under the problem's own dispatch. Move limits are ignored.
+        options: how the copies divide between the phases.
+
+    Complexity: O(L (R N E + copies (E log E + R))) with N copies a rank.
+
+    Raises:
+        InvalidInput: a replica budget that does not divide over the ranks.
+        InfeasiblePlan: too few slots.
+        ShapeMismatch: the current placement is of another deployment.
+    """
+    check_current(problem)
+    shape = problem.shape
+    ranks, layers, experts = shape.num_ranks, shape.num_layers, shape.num_logical_experts
+    capacity = equal_slots_per_rank(problem)
+    if problem.source_load is None:
+        demand = np.repeat(problem.load.sum(axis=0)[None] / ranks, ranks, axis=0)
+    else:
+        demand = np.asarray(problem.source_load, np.float64)
+    held = np.empty((layers, experts, ranks), np.bool_)
+    for layer in range(layers):
+        home = _homes(problem.current, layer, ranks, experts, capacity)
+        held[layer] = replicate_by_source(
+            np.ascontiguousarray(demand[:, layer]), home, capacity, options.locality
+        )
+    placement = place_on_ranks(held, shape.slots_per_rank)
+    return build_proposal(problem, placement, int(held.sum()) - layers * experts)
+
+
+def _homes(
+    current: Placement | None, layer: int, ranks: int, experts: int, capacity: int
+) -> NDArray[np.int64]:
+    """Return the home rank of every expert of a layer, (E,).
+
+    Experts are dealt out in order, E / R to each rank. An expert that the current placement holds, but
+    not on that rank, has its home on the lowest rank that holds it. The order alone decides if an expert
+    has no copy at present, or if a rank would get more homes than it has slots.
+    """
+    counts = np.full(ranks, experts // ranks)
+    counts[: experts % ranks] += 1
+    ordered = np.repeat(np.arange(ranks), counts)
+    if current is None:
+        return ordered
+    slots = np.arange(current.num_slots)
+    filled = current.phy2log[layer] >= 0
+    held = np.zeros((experts, ranks), np.bool_)
+    held[current.phy2log[layer][filled], slots[filled] // current.slots_per_rank] = True
+    home = np.where(held[np.arange(experts), ordered], ordered, held.argmax(axis=1))
+    full = np.bincount(home, minlength=ranks).max() > capacity
+    return ordered if full or not held.any(axis=1).all() else np.asarray(home, np.int64)
+
+
 @kernel
 def replicate_by_source(
     demand: NDArray[np.float64], home: NDArray[np.int64], capacity: int, locality: float
 ) -> NDArray[np.bool_]:
-    """Algorithm 1 for one layer.
+    """Run Algorithm 1 for one layer.
 
     Args:
-        demand: (R, E) [tokens] each rank's tokens route to each expert.
-        home: (E,) rank that computes what no local copy does.
-        capacity: experts a rank may hold, home ones included.
+        demand: (R, E) [tokens] - tokens that start on each rank and choose each expert.
+        home: (E,) rank that computes the tokens of ranks without a copy.
+        capacity: experts a rank may hold, those it is home to included.
         locality: share of a rank's copies that phase 1 may use.
 
     Returns:
-        (E, R) whether a rank holds an expert.
+        (E, R) - True where a rank holds an expert.
 
-    Order: more tokens first, then the lower expert; among target ranks less load first, then the lower rank. Where
-    line 15 does not hold the next (expert, rank) is tried; the phase ends when none is left.
+    Order: more tokens first, then the lower expert; among target ranks less load first, then the lower
+    rank. Where the condition of the paper's line 15 does not hold, the next (expert, rank) is tried; the
+    phase ends when none is left.
     """
     ranks, experts = demand.shape
     held = np.zeros((experts, ranks), np.bool_)
@@ -74,7 +133,25 @@ def replicate_by_source(
                 break
             held[best, rank] = True
             used[rank] += 1
+    _relieve_fullest_rank(demand, home, capacity, held, used)
+    return held
+
+
+@kernel
+def _relieve_fullest_rank(
+    demand: NDArray[np.float64],
+    home: NDArray[np.int64],
+    capacity: int,
+    held: NDArray[np.bool_],
+    used: NDArray[np.int64],
+) -> None:
+    """Run phase 2 until no rank is above the mean load or no copy helps.
+
+    Mutates `held` (E, R) and `used` (R,), the experts each rank holds.
+    """
+    ranks, experts = demand.shape
     load = np.zeros(ranks)
+    # (E,) tokens that an expert's home computes for other ranks.
     remote = np.zeros(experts)
     for expert in range(experts):
         for rank in range(ranks):
@@ -87,7 +164,7 @@ def replicate_by_source(
     while True:
         source = int(np.argmax(load))
         if load[source] <= target:
-            return held
+            return
         chosen, goal = -1, -1
         for expert in np.argsort(-remote, kind="mergesort"):
             if home[expert] != source or remote[expert] <= 0.0:
@@ -101,70 +178,10 @@ def replicate_by_source(
             if goal >= 0:
                 break
         if goal < 0:
-            return held
+            return
         tokens = demand[goal, chosen]
         held[chosen, goal] = True
         used[goal] += 1
         load[source] -= tokens
         load[goal] += tokens
         remote[chosen] -= tokens
-
-
-def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()) -> Proposal:
-    """Plan by Libra.
-
-    Args:
-        problem: `source_load` is the demand; without it every rank is taken to route the same. Homes are experts in
-            order over the ranks, or where the current placement has them. Meant for nearest dispatch;
-            the score is under the problem's own. Move limits are not looked at.
-        options: the split between the phases.
-
-    Complexity: O(L (R N E + copies (E log E + R))) with N copies a rank.
-
-    Raises:
-        InvalidInput: a replica budget that does not divide over the ranks.
-        InfeasiblePlan: too few slots.
-        ShapeMismatch: the current placement is of another deployment.
-    """
-    check_current(problem)
-    shape = problem.shape
-    ranks, layers, experts = shape.num_ranks, shape.num_layers, shape.num_logical_experts
-    capacity = slots_to_fill(problem)
-    if problem.source_load is None:
-        demand = np.repeat(problem.load.sum(axis=0)[None] / ranks, ranks, axis=0)
-    else:
-        demand = np.asarray(problem.source_load, np.float64)
-    rows = np.full((layers, ranks, shape.slots_per_rank), EMPTY, np.int32)
-    for layer in range(layers):
-        home = _homes(problem.current, layer, ranks, experts, capacity)
-        held = replicate_by_source(
-            np.ascontiguousarray(demand[:, layer]), home, capacity, options.locality
-        )
-        for rank in range(ranks):
-            on_rank = np.nonzero(held[:, rank])[0]
-            rows[layer, rank, : len(on_rank)] = on_rank
-    placement = Placement(rows.reshape(layers, -1), ranks, experts)
-    return Proposal(
-        placement=placement,
-        score=metrics.score(problem, placement),
-        evaluations=int(placement.logcnt.sum()) - layers * experts,
-        lower_bound=bounds.lower_bound(problem),
-    )
-
-
-def _homes(
-    current: Placement | None, layer: int, ranks: int, experts: int, capacity: int
-) -> NDArray[np.int64]:
-    """(E,) home rank of every expert: its place in order, unless the current placement has it only elsewhere."""
-    counts = np.full(ranks, experts // ranks)
-    counts[: experts % ranks] += 1
-    ordered = np.repeat(np.arange(ranks), counts)
-    if current is None:
-        return ordered
-    slots = np.arange(current.num_slots)
-    filled = current.phy2log[layer] >= 0
-    held = np.zeros((experts, ranks), np.bool_)
-    held[current.phy2log[layer][filled], slots[filled] // current.slots_per_rank] = True
-    home = np.where(held[np.arange(experts), ordered], ordered, held.argmax(axis=1))
-    full = np.bincount(home, minlength=ranks).max() > capacity
-    return ordered if full or not held.any(axis=1).all() else np.asarray(home, np.int64)

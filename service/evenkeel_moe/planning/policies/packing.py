@@ -1,7 +1,8 @@
-"""Packing of weighted items into packs of equal count: heaviest first, into the lightest pack with room.
+"""Packs weighted items into packs of equal count: the heaviest item first, into the lightest pack.
 
-Source: deepseek-ai/EPLB eplb.py@d52c72d, packing step. Items are expert groups packed into nodes, or replicas
-packed into ranks.
+Items are expert groups packed into nodes, or replicas packed into ranks.
+
+Source: deepseek-ai/EPLB eplb.py@d52c72d, packing step.
 """
 
 import numpy as np
@@ -13,10 +14,46 @@ from evenkeel_moe.jit import kernel
 __all__ = ["balanced_packing"]
 
 
+def balanced_packing(
+    weight: NDArray[np.float32], num_packs: int, kinds: NDArray[np.int32] | None = None
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Put n items into packs of n / num_packs items each, keeping the heaviest pack light.
+
+    Args:
+        weight: (X, n) float32 - weight of each item, in X independent rows.
+        num_packs: number of packs.
+        kinds: (X, n) int32 - items of one kind do not share a pack while another pack has room; -1 for
+            no kind. None for the rule of the source, which lets them share.
+
+    Returns:
+        pack_index: (X, n) int32 - the pack of each item.
+        position: (X, n) int32 - its place inside the pack, in the order packed.
+
+    Raises:
+        ShapeMismatch: `weight` is not two-dimensional.
+        InvalidInput: the items do not divide over the packs.
+
+    Order: equal weights in item order; equal packs lowest index first. Sums are float32, as in the
+    source.
+    """
+    if weight.ndim != 2:
+        raise ShapeMismatch(f"weight must be (X, n), got {weight.shape}")
+    rows, items = weight.shape
+    if num_packs < 1 or items % num_packs:
+        raise InvalidInput(f"{items} items do not divide over {num_packs} packs")
+    if items == num_packs:
+        # With one item per pack there is nothing to choose: the source keeps the items in order.
+        index = np.broadcast_to(np.arange(items, dtype=np.int32), (rows, items))
+        return index.copy(), np.zeros((rows, items), np.int32)
+    marks = np.empty((0, 0), np.int32) if kinds is None else np.ascontiguousarray(kinds, np.int32)
+    return _pack(np.ascontiguousarray(weight, np.float32), num_packs, marks)
+
+
 @kernel
 def _pack(
     weight: NDArray[np.float32], num_packs: int, kinds: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Pack every row; `kinds` is (0, 0) where kinds do not matter."""
     rows, items = weight.shape
     room = items // num_packs
     pack_index = np.empty((rows, items), np.int32)
@@ -62,37 +99,3 @@ def _pack(
                 for i in range(at, num_open):
                     open_packs[i] = open_packs[i + 1]
     return pack_index, position
-
-
-def balanced_packing(
-    weight: NDArray[np.float32], num_packs: int, kinds: NDArray[np.int32] | None = None
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Put n items into packs of n / num_packs items each, keeping the heaviest pack light.
-
-    Args:
-        weight: (X, n) float32 - weight of each item, in X independent rows.
-        num_packs: how many packs.
-        kinds: (X, n) int32 - items of one kind do not share a pack while another has room, -1 for
-            no kind; None for the rule of the source, which lets them.
-
-    Returns:
-        pack_index: (X, n) int32 - the pack of each item.
-        position: (X, n) int32 - its place inside the pack, in the order packed.
-
-    Raises:
-        ShapeMismatch: `weight` is not two-dimensional.
-        InvalidInput: the items do not divide over the packs.
-
-    Order: equal weights in item order; equal packs lowest index first. Sums are float32, as in the source.
-    """
-    if weight.ndim != 2:
-        raise ShapeMismatch(f"weight must be (X, n), got {weight.shape}")
-    rows, items = weight.shape
-    if num_packs < 1 or items % num_packs:
-        raise InvalidInput(f"{items} items do not divide over {num_packs} packs")
-    if items == num_packs:
-        # One item a pack leaves nothing to choose: the source keeps the items in order.
-        index = np.broadcast_to(np.arange(items, dtype=np.int32), (rows, items))
-        return index.copy(), np.zeros((rows, items), np.int32)
-    marks = np.empty((0, 0), np.int32) if kinds is None else np.ascontiguousarray(kinds, np.int32)
-    return _pack(np.ascontiguousarray(weight, np.float32), num_packs, marks)

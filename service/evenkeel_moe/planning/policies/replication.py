@@ -1,7 +1,7 @@
-"""How many copies each expert gets, from its load alone.
+"""Decides how many copies each expert gets, from its load alone.
 
-Source: deepseek-ai/EPLB eplb.py@d52c72d, replication step: a redundant slot goes to the expert with the most
-load per copy.
+Source: deepseek-ai/EPLB eplb.py@d52c72d, replication step: a redundant slot goes to the expert with the
+most load per copy.
 """
 
 import numpy as np
@@ -14,6 +14,38 @@ from evenkeel_moe.model.placement import EMPTY
 __all__ = ["replicate_experts"]
 
 
+def replicate_experts(
+    weight: NDArray[np.float32], num_slots: int, max_copies: int | None = None
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Give every expert one slot, and each further slot to the expert with the most load per copy.
+
+    Args:
+        weight: (X, n) float32 [tokens] - load of n experts in each of X rows (layers, or layers x nodes).
+        num_slots: slots to fill in every row.
+        max_copies: most copies of one expert; None for no bound.
+
+    Returns:
+        logical: (X, num_slots) int32 - slots 0..n-1 hold expert 0..n-1, then follow the redundant copies
+            in the order they were given; EMPTY once every expert has `max_copies`.
+        logcnt: (X, n) int32 - copies of each expert.
+
+    Raises:
+        ShapeMismatch: `weight` is not two-dimensional.
+        InfeasiblePlan: fewer slots than experts.
+
+    Order: the lower expert id wins a tie; at zero load the expert with the fewest copies.
+    """
+    if weight.ndim != 2:
+        raise ShapeMismatch(f"weight must be (X, n), got {weight.shape}")
+    if num_slots < weight.shape[1]:
+        raise InfeasiblePlan(
+            f"{num_slots} slots cannot hold one copy each of {weight.shape[1]} experts",
+            Reason.EXPERT_WITHOUT_REPLICA,
+        )
+    bound = num_slots if max_copies is None else max_copies
+    return _replicate(np.ascontiguousarray(weight, np.float32), num_slots, bound)
+
+
 @kernel
 def _replicate(
     weight: NDArray[np.float32], num_slots: int, max_copies: int
@@ -21,6 +53,7 @@ def _replicate(
     rows, experts = weight.shape
     logical = np.full((rows, num_slots), np.int32(EMPTY), np.int32)
     logcnt = np.ones((rows, experts), np.int32)
+    # Load per copy; -1 marks an expert that may get no further copy.
     per_copy = np.empty(experts, np.float32)
     for row in range(rows):
         for expert in range(experts):
@@ -34,7 +67,8 @@ def _replicate(
             if per_copy[best] < 0:
                 break
             if per_copy[best] == 0:
-                # No load left to divide: the fewest copies first, or one expert would take every slot.
+                # No load is left to divide. Take the expert with the fewest copies, or one expert
+                # would get every slot.
                 best = -1
                 for expert in range(experts):
                     if per_copy[expert] == 0 and (
@@ -48,35 +82,3 @@ def _replicate(
             else:
                 per_copy[best] = weight[row, best] / np.float32(logcnt[row, best])
     return logical, logcnt
-
-
-def replicate_experts(
-    weight: NDArray[np.float32], num_slots: int, max_copies: int | None = None
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Give every expert one slot and each further slot to the expert with the most load per copy.
-
-    Args:
-        weight: (X, n) float32 [tokens] - load of n experts in each of X rows (layers, or layers x nodes).
-        num_slots: slots to fill in every row.
-        max_copies: most copies of one expert; None for no bound.
-
-    Returns:
-        logical: (X, num_slots) int32 - slots 0..n-1 hold expert 0..n-1, then the redundant copies in the
-            order given; EMPTY where every expert has `max_copies` already.
-        logcnt: (X, n) int32 - copies of each expert.
-
-    Raises:
-        ShapeMismatch: `weight` is not two-dimensional.
-        InfeasiblePlan: fewer slots than experts.
-
-    Order: the lower expert id wins a tie; at zero load the expert with fewest copies.
-    """
-    if weight.ndim != 2:
-        raise ShapeMismatch(f"weight must be (X, n), got {weight.shape}")
-    if num_slots < weight.shape[1]:
-        raise InfeasiblePlan(
-            f"{num_slots} slots cannot hold one copy each of {weight.shape[1]} experts",
-            Reason.EXPERT_WITHOUT_REPLICA,
-        )
-    bound = num_slots if max_copies is None else max_copies
-    return _replicate(np.ascontiguousarray(weight, np.float32), num_slots, bound)

@@ -11,7 +11,6 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
 from evenkeel_moe.planning.policies.craft.kernels import replay_layer
 from evenkeel_moe.planning.policies.craft.policy import (
-    SKEWED,
     Benefit,
     CraftOptions,
     GainWeighting,
@@ -22,7 +21,6 @@ from evenkeel_moe.planning.policies.craft.policy import (
     gain_of,
     plan_craft,
     replica_benefit,
-    skew_by_layer,
 )
 from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
 from evenkeel_moe.planning.problem import metrics
@@ -194,15 +192,6 @@ def test_factor_by_memory_is_free_bytes_over_expert_bytes():
     assert factor_by_memory(1000, 44) == 22
     with pytest.raises(InvalidInput, match="1000 free bytes / 0 bytes"):
         factor_by_memory(1000, 0)
-
-
-def test_skew_is_the_hottest_expert_over_the_mean():
-    load = np.ones((2, 3, 20))
-    load[:, 1, 0] = 41.0
-    load[:, 2] = 0.0
-    skew = skew_by_layer(load)
-    assert skew[0] == 1.0 and np.isnan(skew[2])
-    assert skew[1] == pytest.approx(41 / 3) and skew[1] > SKEWED
 
 
 def test_what_it_refuses():

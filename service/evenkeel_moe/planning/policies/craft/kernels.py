@@ -1,4 +1,4 @@
-"""Numba bodies of CRAFT: replaying a window under many placements, and the knapsack over layers."""
+"""Numba kernels of CRAFT: the replay of a window under many placements, and the knapsack over layers."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +15,16 @@ _BLOCK = 64
 def replay_layer(
     load: NDArray[np.float64], rows: NDArray[np.int32], share: NDArray[np.float32], num_ranks: int
 ) -> NDArray[np.float64]:
-    """Mean balancedness of one layer over the steps that have load, under every placement.
+    """Return the mean balancedness of one layer, over the steps that have load, for each placement.
 
     Args:
         load: (T, E) [tokens]; may be a strided view.
         rows: (K, S) slots of each placement.
-        share: (K, S) share of its expert's tokens each slot takes.
+        share: (K, S) share of its expert's tokens that each slot takes.
         num_ranks: R.
 
     Returns:
-        (K,) float64; 1 where the window has no load, since nothing can then be gained.
+        (K,) float64; 1 where the window has no load, because nothing can be gained then.
     """
     steps, experts = load.shape
     plans, slots = rows.shape
@@ -73,16 +73,16 @@ def replay_layer(
 def knapsack(
     value: NDArray[np.float64], counts: NDArray[np.int64], capacity: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Algorithm 2 for every capacity at once.
+    """Run Algorithm 2 for every capacity at once.
 
     Args:
-        value: (K, L) worth of giving layer l `counts[k]` replicas.
+        value: (K, L) value of giving layer l `counts[k]` replicas.
         counts: (K,) replicas, positive.
         capacity: C.
 
     Returns:
-        best: (C + 1,) most worth with at most c replicas; zero replicas are worth nothing, so it never falls
-            below 0 and never falls with c.
+        best: (C + 1,) highest value with at most c replicas. Zero replicas have the value 0, so it never
+            falls below 0 and never falls with c.
         choice: (L, C + 1) index into `counts` taken for a layer, -1 for none.
 
     Complexity: O(L C K) time, O(L C) space.

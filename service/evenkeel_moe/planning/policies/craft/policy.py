@@ -1,4 +1,4 @@
-"""The CRAFT policy: replicas where replaying the window shows that they help, layer by layer.
+"""The CRAFT policy: replicas in those layers where a replay of the window shows that they help.
 
 Source: CRAFT section 4.2 and Appendix A, Algorithms 1-3.
 """
@@ -15,9 +15,9 @@ from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
 from evenkeel_moe.planning.policies.craft.kernels import knapsack, replay_layer
 from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
-from evenkeel_moe.planning.policies.keel.starts import Budget
+from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.policies.replication import replicate_experts
-from evenkeel_moe.planning.problem import bounds, metrics
+from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
 __all__ = [
@@ -32,42 +32,39 @@ __all__ = [
     "place_replicas",
     "plan_craft",
     "replica_benefit",
-    "skew_by_layer",
 ]
-
-SKEWED = 10.0
-"""Max / mean expert load above which CRAFT calls a layer highly skewed (section 3.3)."""
 
 
 class GainWeighting(StrEnum):
-    """What a layer's choice of r replicas is worth in the knapsack.
+    """The value in the knapsack of giving a layer r replicas.
 
-    The paper's text and its Algorithm 2 differ. Out of sample, 8 ranks, pooled slots, mean balancedness on the
-    next steps (plain / by_replicas) at R = 4 and 8: DeepSeek-V2-Lite prefill in phases 0.792 / 0.783 and 0.798 /
-    0.794, decode in phases 0.770 / 0.767 and 0.773 / 0.770, prefill mixed 0.887 / 0.884 and 0.889 / 0.889; decode
-    mixed within 0.001. On a small model with 6 layers the second is 0.0006 better on average. Plain is the default.
+    The paper's text and its Algorithm 2 differ. Out of sample, 8 ranks, pooled slots, mean balancedness
+    on the next steps (plain / by_replicas) at R = 4 and 8: DeepSeek-V2-Lite prefill in phases
+    0.792 / 0.783 and 0.798 / 0.794, decode in phases 0.770 / 0.767 and 0.773 / 0.770, prefill mixed
+    0.887 / 0.884 and 0.889 / 0.889; decode mixed within 0.001. On a small model with 6 layers
+    by_replicas is 0.0006 better on average. Plain is the default.
     """
 
     PLAIN = "plain"
-    """Its gain in balancedness, as the paper's text says."""
+    """The layer's gain in balancedness, as in the paper's text."""
     BY_REPLICAS = "by_replicas"
-    """r times the gain, as its Algorithm 2 says."""
+    """r times the gain, as in its Algorithm 2."""
 
 
 class ReplicaRule(StrEnum):
-    """How the replication factor R, replicas per rank, is chosen."""
+    """The rule that chooses the replication factor R, replicas per rank."""
 
     MEMORY = "memory"
-    """All that the replica budget or the free slots hold."""
+    """As many as the replica budget or the free slots hold."""
     MARGINAL_GAIN = "marginal_gain"
-    """As long as doubling R gains at least `min_marginal_gain` balancedness per further replica."""
+    """Double R while that gains at least `min_marginal_gain` balancedness per further replica."""
     KNEE = "knee"
     """Where the curve of gain over log2 R is farthest above its chord."""
 
 
 @dataclass(frozen=True, slots=True)
 class CraftOptions:
-    """Choices of CRAFT."""
+    """The choices that the paper leaves open."""
 
     weighting: GainWeighting = GainWeighting.PLAIN
     rule: ReplicaRule = ReplicaRule.MEMORY
@@ -83,7 +80,7 @@ class CraftOptions:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Benefit:
-    """What Algorithm 1 finds."""
+    """The result of Algorithm 1: the gain of each layer from each number of replicas."""
 
     counts: NDArray[np.int64]
     """(K,) replica counts tried: 2^0 .. 2^k up to R, as far as slots allow."""
@@ -93,13 +90,55 @@ class Benefit:
     """(L,) mean balancedness with none."""
 
 
+def plan_craft(problem: PlacementProblem, options: CraftOptions = CraftOptions()) -> Proposal:
+    """Plan by CRAFT: benefit, knapsack, interleaved capacity, greedy packing.
+
+    Args:
+        problem: move limits and the current placement are ignored. Where each layer owns its slots,
+            layers share no memory; the knapsack still leaves out replicas that lose balance.
+        options: weighting of gains and choice of R.
+
+    Returns:
+        numbers: `replicas` used over all layers, `replication_factor`.
+
+    Raises:
+        InfeasiblePlan: too few slots.
+    """
+    shape = problem.shape
+    ranks, layers, experts = shape.num_ranks, shape.num_layers, shape.num_logical_experts
+    budget = SlotBudget.of(problem)
+    if budget.total < layers * experts:
+        raise InfeasiblePlan(
+            f"{budget.total} slots cannot hold {layers} layers x {experts} experts",
+            Reason.EXPERT_WITHOUT_REPLICA,
+        )
+    benefit = replica_benefit(problem.load, problem.topology, shape.slots_per_rank)
+    if budget.pool_per_rank is None:
+        fits = benefit.counts <= budget.per_layer - experts
+        benefit = Benefit(benefit.counts[fits], benefit.gain[fits], benefit.base)
+    replicas = budget.total - layers * experts
+    factor = choose_factor(benefit, ranks, replicas // ranks, options)
+    if options.rule is not ReplicaRule.MEMORY:
+        replicas = min(replicas, factor * ranks)
+    allocation = allocate_replicas(benefit, replicas, options.weighting)
+    total = problem.load.sum(axis=0)
+    placement = place_replicas(total, allocation, problem.topology, shape.slots_per_rank)
+    placed = int(placement.logcnt.sum()) - layers * experts
+    return build_proposal(
+        problem,
+        placement,
+        (len(benefit.counts) + 1) * layers,
+        {"replicas": float(placed), "replication_factor": float(factor)},
+    )
+
+
 def replica_benefit(load: NDArray[np.float64], topology: Topology, slots_per_rank: int) -> Benefit:
     """Replay a window under placements with 0, 1, 2, 4, ... replicas in every layer (Algorithm 1).
 
     Args:
         load: (T, L, E) [tokens].
         topology: the ranks.
-        slots_per_rank: no placement fills more slots of a layer than that on a rank.
+        slots_per_rank: most slots of a layer that a placement fills on a rank.
 
     Returns:
         Gains per layer, each against the layer's own placement without replicas.
@@ -112,20 +151,18 @@ def replica_benefit(load: NDArray[np.float64], topology: Topology, slots_per_ran
         raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
     _, layers, experts = load.shape
     ranks = topology.num_ranks
-    most = min(ranks * slots_per_rank, ranks * experts) - experts
+    slots = ranks * slots_per_rank
+    most = min(slots, ranks * experts) - experts
     if most < 0:
         raise InfeasiblePlan(
-            f"{ranks} ranks x {slots_per_rank} slots = {ranks * slots_per_rank} cannot hold {experts} experts",
+            f"{ranks} ranks x {slots_per_rank} slots = {slots} cannot hold {experts} experts",
             Reason.EXPERT_WITHOUT_REPLICA,
         )
-    counts = np.array(
-        [2**k for k in range(ranks.bit_length()) if 2**k <= min(ranks, most)], np.int64
-    )
-    tried = [0, *counts.tolist()]
+    counts = [2**k for k in range(ranks.bit_length()) if 2**k <= min(ranks, most)]
     total = load.sum(axis=0)
-    rows = np.empty((layers, len(tried), ranks * slots_per_rank), np.int32)
+    rows = np.empty((layers, 1 + len(counts), slots), np.int32)
     share = np.empty(rows.shape, np.float32)
-    for k, replicas in enumerate(tried):
+    for k, replicas in enumerate([0, *counts]):
         placement = place_replicas(total, np.full(layers, replicas), topology, slots_per_rank)
         rows[:, k], copies = placement.phy2log, placement.logcnt
         held = np.maximum(rows[:, k], 0)
@@ -134,31 +171,18 @@ def replica_benefit(load: NDArray[np.float64], topology: Topology, slots_per_ran
         [replay_layer(load[:, layer], rows[layer], share[layer], ranks) for layer in range(layers)],
         axis=1,
     )
-    return Benefit(counts, balance[1:] - balance[0], balance[0])
-
-
-def _copies(
-    total: NDArray[np.float64], replicas: NDArray[np.int64], most: int
-) -> NDArray[np.int32]:
-    """(L, E) copies of each expert, at most `most`, if layer l gets `replicas[l]` more than one each."""
-    layers, experts = total.shape
-    logcnt = np.empty((layers, experts), np.int32)
-    for layer in range(layers):
-        logcnt[layer] = replicate_experts(
-            total[layer : layer + 1].astype(np.float32), experts + int(replicas[layer]), most
-        )[1][0]
-    return logcnt
+    return Benefit(np.array(counts, np.int64), balance[1:] - balance[0], balance[0])
 
 
 def allocate_replicas(
     benefit: Benefit, budget: int, weighting: GainWeighting = GainWeighting.PLAIN
 ) -> NDArray[np.int64]:
-    """Replicas of every layer under a total budget, by the knapsack of Algorithm 2.
+    """Choose the replicas of every layer under a total budget, by the knapsack of Algorithm 2.
 
     Args:
         benefit: gains by layer and count.
         budget: most replicas over all layers; fewer are used where more would lose balance.
-        weighting: what a gain is worth.
+        weighting: the value of a gain.
 
     Returns:
         (L,) int64 - 0 or one of `benefit.counts`.
@@ -172,8 +196,11 @@ def allocate_replicas(
     allocation = np.zeros(layers, np.int64)
     if len(benefit.counts) == 0 or budget == 0:
         return allocation
-    best, choice = knapsack(_worth(benefit, weighting), benefit.counts, budget)
-    # The smallest budget that reaches the most: memory that gains nothing stays free.
+    value = benefit.gain
+    if weighting is GainWeighting.BY_REPLICAS:
+        value = value * benefit.counts[:, None]
+    best, choice = knapsack(value, benefit.counts, budget)
+    # Use the smallest budget that reaches the highest value: memory that gains nothing stays free.
     left = int(np.nonzero(best == best[-1])[0][0])
     for layer in range(layers - 1, -1, -1):
         taken = choice[layer, left]
@@ -183,28 +210,23 @@ def allocate_replicas(
     return allocation
 
 
-def _worth(benefit: Benefit, weighting: GainWeighting) -> NDArray[np.float64]:
-    if weighting is GainWeighting.BY_REPLICAS:
-        return benefit.gain * benefit.counts[:, None]
-    return benefit.gain
-
-
 def gain_of(benefit: Benefit, allocation: NDArray[np.int64]) -> float:
-    """Balancedness an allocation (L,) gains, summed over layers."""
+    """Return the balancedness that an allocation (L,) gains, summed over layers."""
     index = np.searchsorted(benefit.counts, allocation)
     taken = allocation > 0
     return float(benefit.gain[index[taken], np.nonzero(taken)[0]].sum())
 
 
 def factor_by_memory(free_bytes_per_rank: int, bytes_per_expert: int) -> int:
-    """R that fits the free memory of a rank: each of its R replicas, in whatever layer, is one expert.
+    """Return the R that fits the free memory of a rank: each replica is one expert of some layer.
 
     Raises:
         InvalidInput: a negative size, or experts without bytes.
     """
     if free_bytes_per_rank < 0 or bytes_per_expert < 1:
         raise InvalidInput(
-            f"{free_bytes_per_rank} free bytes / {bytes_per_expert} bytes per expert is not a number of replicas"
+            f"{free_bytes_per_rank} free bytes / {bytes_per_expert} bytes per expert is not a"
+            " number of replicas"
         )
     return free_bytes_per_rank // bytes_per_expert
 
@@ -212,7 +234,7 @@ def factor_by_memory(free_bytes_per_rank: int, bytes_per_expert: int) -> int:
 def choose_factor(
     benefit: Benefit, num_ranks: int, most: int, options: CraftOptions = CraftOptions()
 ) -> int:
-    """The replication factor R by the rule of the options.
+    """Choose the replication factor R by the rule of the options.
 
     Args:
         benefit: gains by layer and count.
@@ -248,58 +270,16 @@ def choose_factor(
     return int(factors[int(np.argmax(gains - chord))])
 
 
-def plan_craft(problem: PlacementProblem, options: CraftOptions = CraftOptions()) -> Proposal:
-    """Plan by CRAFT: benefit, knapsack, interleaved capacity, greedy packing.
-
-    Args:
-        problem: move limits and the current placement are not looked at. Layers that own their slots
-            share no memory; the knapsack then still leaves replicas out where they lose balance.
-        options: weighting of gains and choice of R.
-
-    Returns:
-        numbers: `replicas` used over all layers, `replication_factor`.
-
-    Raises:
-        InfeasiblePlan: too few slots.
-    """
-    shape = problem.shape
-    ranks, layers, experts = shape.num_ranks, shape.num_layers, shape.num_logical_experts
-    budget = Budget(problem)
-    if budget.total < layers * experts:
-        raise InfeasiblePlan(
-            f"{budget.total} slots cannot hold {layers} layers x {experts} experts",
-            Reason.EXPERT_WITHOUT_REPLICA,
-        )
-    benefit = replica_benefit(problem.load, problem.topology, shape.slots_per_rank)
-    if budget.pool_per_rank is None:
-        fits = benefit.counts <= budget.per_layer - experts
-        benefit = Benefit(benefit.counts[fits], benefit.gain[fits], benefit.base)
-    replicas = budget.total - layers * experts
-    factor = choose_factor(benefit, ranks, replicas // ranks, options)
-    if options.rule is not ReplicaRule.MEMORY:
-        replicas = min(replicas, factor * ranks)
-    allocation = allocate_replicas(benefit, replicas, options.weighting)
-    total = problem.load.sum(axis=0)
-    placement = place_replicas(total, allocation, problem.topology, shape.slots_per_rank)
-    placed = int(placement.logcnt.sum()) - layers * experts
-    return Proposal(
-        placement=placement,
-        score=metrics.score(problem, placement),
-        evaluations=(len(benefit.counts) + 1) * layers,
-        lower_bound=bounds.lower_bound(problem),
-        numbers={"replicas": float(placed), "replication_factor": float(factor)},
-    )
-
-
 def place_replicas(
     total: NDArray[np.float64],
     allocation: NDArray[np.int64],
     topology: Topology,
     slots_per_rank: int,
 ) -> Placement:
-    """Copies by load, interleaved capacity and greedy packing for a given allocation.
+    """Place a given allocation: copies by load, interleaved capacity, greedy packing.
 
-    No expert gets more copies than there are ranks to hold them: load is divided by copies that exist.
+    No expert gets more copies than there are ranks: load must not be divided by copies that no rank can
+    hold.
 
     Args:
         total: (L, E) [tokens] over the window.
@@ -310,26 +290,10 @@ def place_replicas(
     Raises:
         InfeasiblePlan: more copies than slots.
     """
-    ranks = topology.num_ranks
-    capacity = interleaved_capacity(total.shape[1] + allocation, topology)
-    rows = pack_copies(total, _copies(total, allocation, ranks), capacity, slots_per_rank)
-    return Placement(rows, ranks, total.shape[1])
-
-
-def skew_by_layer(load: NDArray[np.generic]) -> NDArray[np.float64]:
-    """Max / mean expert load of each layer over a window: above `SKEWED` the layer is highly skewed.
-
-    Args:
-        load: (T, L, E) [tokens].
-
-    Returns:
-        (L,) float64 >= 1, NaN for a layer without load.
-
-    Raises:
-        ShapeMismatch: `load` has another number of axes.
-    """
-    if load.ndim != 3:
-        raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
-    total = np.asarray(load, np.float64).sum(axis=0)
-    mean = total.mean(axis=1)
-    return np.where(mean > 0, total.max(axis=1) / np.where(mean > 0, mean, 1.0), np.nan)
+    ranks, experts = topology.num_ranks, total.shape[1]
+    capacity = interleaved_capacity(experts + allocation, topology)
+    copies = np.empty(total.shape, np.int32)
+    for layer, replicas in enumerate(allocation.tolist()):
+        weight = total[layer : layer + 1].astype(np.float32)
+        copies[layer] = replicate_experts(weight, experts + replicas, ranks)[1][0]
+    return Placement(pack_copies(total, copies, capacity, slots_per_rank), ranks, experts)

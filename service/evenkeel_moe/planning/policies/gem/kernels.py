@@ -1,8 +1,18 @@
-"""Numba bodies of GEM: one copy per expert, per-step scores, the same mapping as a plain search would find.
+"""Numba kernels of GEM, which find the mapping that a plain search finds.
 
-What makes it fast and changes nothing: a swap can only help in steps where one of its two ranks is the
-slowest, so those steps are looked at first, and candidates that cannot beat the best so far are dropped. Whatever
-survives is summed in step order, so gains compare exactly as in the plain search.
+Two rules make them fast and change no result. A swap can help only in steps where one of its two ranks
+is the slowest, so swaps of ranks that are seldom the slowest are skipped. Candidates that cannot beat
+the best so far are dropped by a sum in another order; those that may are summed in step order, so that
+gains compare exactly as in the plain search.
+
+Arrays of one layer, with times in seconds, or in tokens where the problem has no cost curves:
+load: (E, T) int64 units of load of each expert in each step.
+rank_of: (E,) rank that holds each expert.
+table: (R, N) time that each rank takes for 0..N-1 units.
+total: (R, T) int64 units of load on each rank.
+cost: (R, T) time of each rank, `table` at `total`.
+top: (3, T) ranks with the largest costs of each step.
+peak: (T,) largest cost of each step. The score is its sum.
 """
 
 import numpy as np
@@ -17,16 +27,61 @@ _SLACK = 1e-12
 
 
 @kernel
+def search_layers(
+    load: NDArray[np.int64],
+    noise: NDArray[np.float64],
+    capacity: NDArray[np.int64],
+    table: NDArray[np.float64],
+    least_drop: float,
+    budget: int,
+) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
+    """Run Algorithm 4 on every layer: keep the best of as many restarts as the budget allows.
+
+    Args:
+        load: (L, E, T) whole units of load.
+        noise: (K, L, E) factors on mean utilisation that set the order of each restart.
+        capacity: (L, R) experts each rank may hold.
+        table: (R, N) seconds of 0..N-1 units of load on each rank.
+        least_drop: share of the score under which refinement stops.
+        budget: no restart begins once this many placements and swaps were evaluated; the first always
+            runs.
+
+    Returns:
+        (L, E) rank of each expert, (L,) score, evaluations.
+    """
+    layers, experts, _ = load.shape
+    ranks = table.shape[0]
+    best = np.zeros((layers, experts), np.int64)
+    scores = np.full(layers, np.inf)
+    mean = np.empty(experts)
+    evaluated = 0
+    for restart in range(noise.shape[0]):
+        for layer in range(layers):
+            if restart > 0 and evaluated >= budget:
+                return best, scores, evaluated
+            for expert in range(experts):
+                mean[expert] = load[layer, expert].sum() * noise[restart, layer, expert]
+            order = np.argsort(-mean, kind="mergesort")
+            rank_of = initial_mapping(load[layer], order, capacity[layer], table)
+            score, swaps = refine_mapping(load[layer], rank_of, table, least_drop)
+            evaluated += swaps + experts * ranks
+            if score < scores[layer]:
+                scores[layer] = score
+                best[layer] = rank_of
+    return best, scores, evaluated
+
+
+@kernel
 def initial_mapping(
     load: NDArray[np.int64],
     order: NDArray[np.int64],
     capacity: NDArray[np.int64],
     table: NDArray[np.float64],
 ) -> NDArray[np.int64]:
-    """Algorithm 2: each expert, in `order` (E,), goes where the partial score grows least.
+    """Run Algorithm 2: each expert, in `order` (E,), goes where the partial score grows least.
 
-    load: (E, T). capacity: (R,) experts each rank may hold. A tie goes to the rank whose own time, summed over steps, stays
-    lowest, then to the lower rank.
+    Returns the rank of each expert. `capacity` (R,) limits the experts of each rank. A tie goes to the
+    rank whose own time, summed over steps, stays lowest, then to the lower rank.
     """
     experts, steps = load.shape
     ranks = table.shape[0]
@@ -58,8 +113,102 @@ def initial_mapping(
 
 
 @kernel
+def refine_mapping(
+    load: NDArray[np.int64],
+    rank_of: NDArray[np.int64],
+    table: NDArray[np.float64],
+    least_drop: float,
+) -> tuple[float, int]:
+    """Run Algorithm 3: make the best swap until it lowers the score by less than `least_drop` of it.
+
+    Mutates `rank_of`. Returns (score, swaps evaluated). Order: the first of equal swaps by (rank, rank,
+    expert, expert).
+    """
+    experts, steps = load.shape
+    ranks = table.shape[0]
+    total = np.zeros((ranks, steps), np.int64)
+    cost = np.zeros((ranks, steps))
+    for expert in range(experts):
+        for t in range(steps):
+            total[rank_of[expert], t] += load[expert, t]
+    for rank in range(ranks):
+        for t in range(steps):
+            cost[rank, t] = table[rank, total[rank, t]]
+    top, peak = np.empty((3, steps), np.int64), np.empty(steps)
+    evaluated = 0
+    while True:
+        _top_three(cost, top)
+        score = 0.0
+        for t in range(steps):
+            peak[t] = cost[top[0, t], t]
+            score += peak[t]
+        best, a, b, swaps = _best_swap(load, rank_of, table, total, cost, top, peak, score)
+        evaluated += swaps
+        if a < 0:
+            return score, evaluated
+        i, j = rank_of[a], rank_of[b]
+        rank_of[a], rank_of[b] = j, i
+        for t in range(steps):
+            move = load[b, t] - load[a, t]
+            total[i, t] += move
+            total[j, t] -= move
+            cost[i, t] = table[i, total[i, t]]
+            cost[j, t] = table[j, total[j, t]]
+        if best < least_drop * score:
+            return score - best, evaluated
+
+
+@kernel
+def _best_swap(
+    load: NDArray[np.int64],
+    rank_of: NDArray[np.int64],
+    table: NDArray[np.float64],
+    total: NDArray[np.int64],
+    cost: NDArray[np.float64],
+    top: NDArray[np.int64],
+    peak: NDArray[np.float64],
+    score: float,
+) -> tuple[float, int, int, int]:
+    """Return (drop of the score, expert, expert, swaps evaluated) of the best swap; -1 for no expert."""
+    experts, steps = load.shape
+    ranks = table.shape[0]
+    members, num_members = np.empty((ranks, experts), np.int64), np.zeros(ranks, np.int64)
+    for expert in range(experts):
+        members[rank_of[expert], num_members[rank_of[expert]]] = expert
+        num_members[rank_of[expert]] += 1
+    others = np.empty(steps)
+    # Loads of the two ranks once expert a has left the first for the second.
+    first, second = np.empty(steps, np.int64), np.empty(steps, np.int64)
+    best, best_a, best_b, evaluated = 0.0, -1, -1, 0
+    rounding = _SLACK * score
+    for i in range(ranks):
+        for j in range(i + 1, ranks):
+            _largest_of_others(cost, top, i, j, others)
+            # The drop if the two ranks took no time at all: no swap of theirs saves more.
+            room = 0.0
+            for t in range(steps):
+                room += peak[t] - others[t]
+            if room <= best - rounding or room <= 0.0:
+                continue
+            for x in range(num_members[i]):
+                a = members[i, x]
+                for t in range(steps):
+                    first[t], second[t] = total[i, t] - load[a, t], total[j, t] + load[a, t]
+                for y in range(num_members[j]):
+                    b = members[j, y]
+                    evaluated += 1
+                    after = _score_after(load[b], first, second, table[i], table[j], others)
+                    if score - after <= best - rounding:
+                        continue
+                    drop = _swap_drop(a, b, i, j, load, total, table, others, peak)
+                    if drop > best:
+                        best, best_a, best_b = drop, a, b
+    return best, best_a, best_b, evaluated
+
+
+@kernel
 def _top_three(cost: NDArray[np.float64], top: NDArray[np.int64]) -> None:
-    """(3, T) ranks with the largest costs of every step, largest first, the lower rank on a tie; -1: none."""
+    """Fill `top`, largest cost first, the lower rank on a tie; -1 where there are fewer ranks."""
     ranks, steps = cost.shape
     for t in range(steps):
         first, second, third = -1, -1, -1
@@ -74,10 +223,10 @@ def _top_three(cost: NDArray[np.float64], top: NDArray[np.int64]) -> None:
 
 
 @kernel
-def _others(
+def _largest_of_others(
     cost: NDArray[np.float64], top: NDArray[np.int64], i: int, j: int, out: NDArray[np.float64]
 ) -> None:
-    """(T,) into `out`: the largest cost of every step over ranks other than i and j."""
+    """Write to `out` (T,) the largest cost of every step over the ranks other than i and j."""
     for t in range(out.shape[0]):
         out[t] = 0.0
         for place in range(3):
@@ -99,7 +248,7 @@ def _swap_drop(
     others: NDArray[np.float64],
     peak: NDArray[np.float64],
 ) -> float:
-    """By how much the score falls if experts a (on rank i) and b (on rank j) change places."""
+    """Return by how much the score falls if expert a on rank i and expert b on rank j change places."""
     drop = 0.0
     for t in range(peak.shape[0]):
         move = load[b, t] - load[a, t]
@@ -108,7 +257,7 @@ def _swap_drop(
 
 
 @inlined
-def _sum_after(
+def _score_after(
     incoming: NDArray[np.int64],
     first: NDArray[np.int64],
     second: NDArray[np.int64],
@@ -116,7 +265,10 @@ def _sum_after(
     table_j: NDArray[np.float64],
     others: NDArray[np.float64],
 ) -> float:
-    """The score after a swap, summed in four strands: without a branch, and no addition waits for the one before."""
+    """Return the score after a swap, summed in four strands.
+
+    There is no branch, and no addition waits for the one before it.
+    """
     steps = others.shape[0]
     one = two = three = four = 0.0
     whole = steps // 4 * 4
@@ -140,122 +292,3 @@ def _sum_after(
     for t in range(whole, steps):
         one += max(table_i[first[t] + incoming[t]], table_j[second[t] - incoming[t]], others[t])
     return (one + two) + (three + four)
-
-
-@kernel
-def refine_mapping(
-    load: NDArray[np.int64],
-    rank_of: NDArray[np.int64],
-    table: NDArray[np.float64],
-    least_drop: float,
-) -> tuple[float, int]:
-    """Algorithm 3: carry out the best swap until it lowers the score by less than `least_drop` of it.
-
-    Mutates `rank_of` (E,). Returns (score, swaps evaluated). Order: the first of equal swaps by (rank, rank,
-    expert, expert).
-    """
-    experts, steps = load.shape
-    ranks = table.shape[0]
-    total = np.zeros((ranks, steps), np.int64)
-    cost = np.zeros((ranks, steps))
-    for expert in range(experts):
-        for t in range(steps):
-            total[rank_of[expert], t] += load[expert, t]
-    for rank in range(ranks):
-        for t in range(steps):
-            cost[rank, t] = table[rank, total[rank, t]]
-    top = np.empty((3, steps), np.int64)
-    peak, others = np.empty(steps), np.empty(steps)
-    first, second = np.empty(steps, np.int64), np.empty(steps, np.int64)
-    members, num_members = np.empty((ranks, experts), np.int64), np.empty(ranks, np.int64)
-    evaluated = 0
-    while True:
-        _top_three(cost, top)
-        score = 0.0
-        for t in range(steps):
-            peak[t] = cost[top[0, t], t]
-            score += peak[t]
-        num_members[:] = 0
-        for expert in range(experts):
-            members[rank_of[expert], num_members[rank_of[expert]]] = expert
-            num_members[rank_of[expert]] += 1
-        best, best_a, best_b = 0.0, -1, -1
-        rounding = _SLACK * score
-        for i in range(ranks):
-            for j in range(i + 1, ranks):
-                _others(cost, top, i, j, others)
-                # What the two could save if they took no time at all.
-                room = 0.0
-                for t in range(steps):
-                    room += peak[t] - others[t]
-                if room <= best - rounding or room <= 0.0:
-                    continue
-                for x in range(num_members[i]):
-                    a = members[i, x]
-                    for t in range(steps):
-                        first[t], second[t] = total[i, t] - load[a, t], total[j, t] + load[a, t]
-                    for y in range(num_members[j]):
-                        b = members[j, y]
-                        evaluated += 1
-                        after = _sum_after(load[b], first, second, table[i], table[j], others)
-                        if score - after <= best - rounding:
-                            continue
-                        drop = _swap_drop(a, b, i, j, load, total, table, others, peak)
-                        if drop > best:
-                            best, best_a, best_b = drop, a, b
-        if best_a < 0:
-            return score, evaluated
-        i, j = rank_of[best_a], rank_of[best_b]
-        rank_of[best_a], rank_of[best_b] = j, i
-        for t in range(steps):
-            move = load[best_b, t] - load[best_a, t]
-            total[i, t] += move
-            total[j, t] -= move
-            cost[i, t] = table[i, total[i, t]]
-            cost[j, t] = table[j, total[j, t]]
-        if best < least_drop * score:
-            return score - best, evaluated
-
-
-@kernel
-def search_layers(
-    load: NDArray[np.int64],
-    noise: NDArray[np.float64],
-    capacity: NDArray[np.int64],
-    table: NDArray[np.float64],
-    least_drop: float,
-    budget: int,
-) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
-    """Algorithm 4 on every layer: the best of as many restarts as the budget of evaluations allows.
-
-    Args:
-        load: (L, E, T) whole units of load.
-        noise: (K, L, E) factors on mean utilisation that set the order of each restart.
-        capacity: (L, R) experts each rank may hold.
-        table: (R, N) seconds of 0..N-1 units of load on each rank.
-        least_drop: share of the score under which refinement stops.
-        budget: no restart begins once this many placements and swaps were evaluated; the first always runs.
-
-    Returns:
-        (L, E) rank of each expert, (L,) score, evaluations.
-    """
-    layers, experts, _ = load.shape
-    ranks = table.shape[0]
-    best = np.zeros((layers, experts), np.int64)
-    scores = np.full(layers, np.inf)
-    mean = np.empty(experts)
-    evaluated = 0
-    for restart in range(noise.shape[0]):
-        for layer in range(layers):
-            if restart > 0 and evaluated >= budget:
-                return best, scores, evaluated
-            for expert in range(experts):
-                mean[expert] = load[layer, expert].sum() * noise[restart, layer, expert]
-            order = np.argsort(-mean, kind="mergesort")
-            rank_of = initial_mapping(load[layer], order, capacity[layer], table)
-            score, swaps = refine_mapping(load[layer], rank_of, table, least_drop)
-            evaluated += swaps + experts * ranks
-            if score < scores[layer]:
-                scores[layer] = score
-                best[layer] = rank_of
-    return best, scores, evaluated

@@ -1,4 +1,4 @@
-"""The GEM policy: one copy per expert, placed by the slowest rank of every step and how fast ranks are.
+"""The GEM policy: one copy per expert, placed by the slowest rank of every step.
 
 Source: GEM section 3.3 and Appendix B, Algorithms 1-4.
 """
@@ -9,30 +9,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
-from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.gem.kernels import search_layers
 from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
-from evenkeel_moe.planning.policies.keel.starts import budget_of
-from evenkeel_moe.planning.problem import bounds, metrics
+from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
+from evenkeel_moe.planning.policies.slot_budget import SlotBudget
+from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import CostCurves
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
 __all__ = ["GEM_SETUPS", "GemOptions", "cost_table", "gem_setup", "plan_gem"]
 
 _MOST_UNITS = 65_536
+"""Most entries of a cost table."""
 _MOST_WORK = 10_000_000_000
-"""Evaluations times steps of a search nobody bounded, some ten seconds of a core: all K restarts of any recorded trace, and
-of 58 layers of 256 experts on 16 steps; on 256 steps of those, four. Every layer's first search runs in any case."""
+"""Bound on evaluations times steps, some ten seconds of a core.
+
+It allows all K restarts of any recorded trace, and of 58 layers of 256 experts on 16 steps; on 256 steps
+of those, four restarts. Every layer's first search runs in any case.
+"""
 
 GEM_SETUPS = {
     "low": (1.0,),
     "moderate": (1.0, 0.921, 0.897, 0.88),
     "high": (0.88,),
 }
-"""Throughput of ranks relative to the fastest. low: equal ranks. high: one rank 12 % slower than the rest.
-moderate: the power caps of the paper's Table 2 (600, 480, 444, 418 W), read off a straight line from 418 W
-(12 % slower, as in its high set-up) to 600 W; the paper's own curve is only drawn."""
+"""Throughput of ranks relative to the fastest, in the paper's set-ups.
+
+low: equal ranks. high: one rank 12 % slower than the rest. moderate: the power caps of the paper's
+Table 2 (600, 480, 444, 418 W), read off a straight line from 418 W (12 % slower, as in its high set-up)
+to 600 W. The paper draws its own curve but gives no figures.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +65,21 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     """Plan by GEM.
 
     Args:
-        problem: every expert gets one slot, the rest stay empty; move limits and the current placement are not
-            looked at. Ranks hold the same number of experts; where they do not divide some hold fewer.
+        problem: every expert gets one slot, the rest stay empty. Move limits and the current placement
+            are ignored. Ranks hold the same number of experts; if experts do not divide over the ranks,
+            some ranks hold one fewer.
         options: the constants of the search.
 
-    Complexity: O(K L E^2 T) at worst; most swaps are dropped after the steps in which their ranks are slowest.
+    Complexity: O(K L E^2 T) at worst; most swaps are skipped because other ranks are the slowest.
 
     Raises:
-        InfeasiblePlan: too few slots, or a replica budget that cannot be (none of it is used).
+        InfeasiblePlan: too few slots, or a replica budget that cannot be met (none of it is used).
         ShapeMismatch: curves for another number of ranks.
     """
     shape = problem.shape
     ranks, experts, layers = shape.num_ranks, shape.num_logical_experts, shape.num_layers
     capacity = _capacity(shape, problem.topology)
-    budget_of(problem)
+    SlotBudget.of(problem)
     rng = np.random.default_rng(problem.seed)
     noise = 1.0 + rng.uniform(-options.noise, options.noise, (options.restarts, layers, experts))
     noise[0] = 1.0
@@ -80,22 +88,21 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     if problem.max_evaluations is not None:
         most = min(most, problem.max_evaluations)
     rank_of, _, evaluations = search_layers(load, noise, capacity, table, options.least_drop, most)
-    placement = Placement(_rows(rank_of, ranks, shape.slots_per_rank), ranks, experts)
-    return Proposal(
-        placement=placement,
-        score=metrics.score(problem, placement),
-        evaluations=evaluations,
-        lower_bound=bounds.lower_bound(problem),
-    )
+    placement = place_on_ranks(rank_of[:, :, None] == np.arange(ranks), shape.slots_per_rank)
+    return build_proposal(problem, placement, evaluations)
 
 
 def _capacity(shape: ModelShape, topology: Topology) -> NDArray[np.int64]:
-    """(L, R) experts each rank may hold; a pool too small for ranks to hold the most of every layer takes turns."""
+    """Return (L, R), the experts that each rank may hold.
+
+    Where a pool is too small for every rank to hold the most experts of every layer, ranks take turns.
+    """
     layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
     most = -(-experts // ranks)
     if most > shape.slots_per_rank:
         raise InfeasiblePlan(
-            f"{experts} experts over {ranks} ranks need {most} slots per rank, there are {shape.slots_per_rank}",
+            f"{experts} experts over {ranks} ranks need {most} slots per rank,"
+            f" there are {shape.slots_per_rank}",
             Reason.EXPERT_WITHOUT_REPLICA,
         )
     pool = shape.pool_slots_per_rank
@@ -107,15 +114,18 @@ def _capacity(shape: ModelShape, topology: Topology) -> NDArray[np.int64]:
 def cost_table(
     load: NDArray[np.float64], num_ranks: int, costs: CostCurves | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Loads in whole units, and what every number of units costs: the search then only looks costs up.
+    """Convert loads to whole units, and tabulate the cost of every number of units.
+
+    The search then only looks costs up.
 
     Args:
-        load: (T, L, E) [tokens]. A unit is one token, or more where a layer's step holds over 65,536 of them.
+        load: (T, L, E) [tokens]. A unit is one token, or more if a step of a layer holds over 65,536.
         num_ranks: R.
-        costs: of the ranks; None for C_r(n) = n.
+        costs: curves of the ranks; None for C_r(n) = n.
 
     Returns:
-        (L, E, T) int64 units and (R, N + 1) float64 seconds of 0..N units, N the most one layer's step holds.
+        (L, E, T) int64 units and (R, N + 1) float64 seconds of 0..N units, N the most in one step of a
+        layer.
     """
     tokens = np.moveaxis(load, 0, 2)
     most = float(tokens.sum(axis=1).max())
@@ -126,23 +136,10 @@ def cost_table(
     return np.ascontiguousarray(units), np.ascontiguousarray(table.T)
 
 
-def _rows(rank_of: NDArray[np.int64], num_ranks: int, slots_per_rank: int) -> NDArray[np.int32]:
-    """(L, S) slots from (L, E) ranks; experts of a rank in rising order."""
-    layers, experts = rank_of.shape
-    rows = np.full((layers, num_ranks, slots_per_rank), EMPTY, np.int32)
-    used = np.zeros((layers, num_ranks), np.int64)
-    every = np.arange(layers)
-    for expert in range(experts):
-        rank = rank_of[:, expert]
-        rows[every, rank, used[every, rank]] = expert
-        used[every, rank] += 1
-    return rows.reshape(layers, -1)
-
-
 def gem_setup(
     name: str, num_ranks: int, *, tile_tokens: int, tiles: int, tile_seconds: float = 1e-5
 ) -> CostCurves:
-    """Cost curves of one of the paper's three set-ups.
+    """Return the cost curves of one of the paper's three set-ups.
 
     Args:
         name: a key of `GEM_SETUPS`.

@@ -11,7 +11,6 @@ from evenkeel_moe.planning.policies.keel.budget_trades import edges
 from evenkeel_moe.planning.policies.keel.descent import descend
 from evenkeel_moe.planning.policies.keel.evaluation_budget import Evaluations
 from evenkeel_moe.planning.policies.keel.moves import apply_change, copies_of_change
-from evenkeel_moe.planning.policies.keel.starts import Budget
 from evenkeel_moe.planning.policies.keel.state import (
     SHARP,
     SMOOTH,
@@ -22,6 +21,7 @@ from evenkeel_moe.planning.policies.keel.state import (
     load_ranks,
     refresh,
 )
+from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
@@ -92,7 +92,7 @@ class Fleet:
             )
             for layer in range(num_layers)
         ]
-        self.budget = Budget(problem)
+        self.budget = SlotBudget.of(problem)
         self._settle()
         self._copies_at_start = [tally.copies for tally in self.tallies]
 

@@ -7,61 +7,11 @@ from evenkeel_moe.errors import InfeasiblePlan, Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
 from evenkeel_moe.planning.policies.replication import replicate_experts
+from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.objective import CostCurves
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["Budget", "budget_of", "cold_start", "fit_to_budget", "linear_rates"]
-
-
-class Budget:
-    """How many slots may be filled: by layer, and with pooled slots by rank over all layers."""
-
-    def __init__(self, problem: PlacementProblem) -> None:
-        shape = problem.shape
-        experts, layers, ranks = shape.num_logical_experts, shape.num_layers, shape.num_ranks
-        most = min(shape.num_slots, experts * ranks)
-        pool = shape.pool_slots_per_rank
-        self.pool_per_rank = pool
-        """Slots of one rank over all layers; None where layers own theirs."""
-        if problem.replica_budget is not None and problem.replica_budget < 0:
-            raise InfeasiblePlan(
-                f"a replica budget of {problem.replica_budget} leaves experts without a slot",
-                Reason.EXPERT_WITHOUT_REPLICA,
-            )
-        wanted = most if problem.replica_budget is None else experts + problem.replica_budget
-        if wanted > shape.num_slots:
-            raise InfeasiblePlan(
-                f"{experts} experts + {problem.replica_budget} redundant = {wanted} copies a layer exceed"
-                f" {ranks} ranks x {shape.slots_per_rank} slots = {shape.num_slots}",
-                Reason.MEMORY_EXCEEDED,
-            )
-        self.per_layer = min(wanted, most)
-        """Copies one layer may hold; with a pool the average, any layer may hold `shape.num_slots`."""
-        self.total = self.per_layer * layers
-        if pool is not None:
-            if problem.replica_budget is not None and wanted * layers > pool * ranks:
-                raise InfeasiblePlan(
-                    f"{layers} layers x {wanted} copies exceed {ranks} ranks x {pool} pooled slots",
-                    Reason.POOL_EXCEEDED,
-                )
-            self.total = (
-                min(self.total, pool * ranks)
-                if problem.replica_budget is not None
-                else pool * ranks
-            )
-
-    def equal_share(self, layers: int) -> int:
-        """Copies every layer can hold alike."""
-        return min(self.per_layer, self.total // layers)
-
-
-def budget_of(problem: PlacementProblem) -> Budget:
-    """The budget of a problem.
-
-    Raises:
-        InfeasiblePlan: more copies asked for than there are slots.
-    """
-    return Budget(problem)
+__all__ = ["cold_start", "fit_to_budget", "linear_rates"]
 
 
 def linear_rates(costs: CostCurves | None, num_ranks: int) -> NDArray[np.float64]:
@@ -81,7 +31,7 @@ def cold_start(problem: PlacementProblem) -> Placement:
         InfeasiblePlan: too few slots.
     """
     shape = problem.shape
-    budget = Budget(problem)
+    budget = SlotBudget.of(problem)
     layers, ranks = shape.num_layers, shape.num_ranks
     load = problem.load.sum(axis=0)
     share = budget.equal_share(layers)
@@ -111,7 +61,7 @@ def fit_to_budget(problem: PlacementProblem, current: Placement) -> Placement | 
     shape = problem.shape
     if (current.logcnt == 0).any():
         return None
-    budget = Budget(problem)
+    budget = SlotBudget.of(problem)
     rows = current.phy2log.copy()
     per_rank = shape.slots_per_rank
     load = problem.load.sum(axis=0)
@@ -155,7 +105,7 @@ def _drop(
 
 
 def _drop_to_pool(
-    rows: NDArray[np.int32], load: NDArray[np.float64], budget: Budget, per_rank: int
+    rows: NDArray[np.int32], load: NDArray[np.float64], budget: SlotBudget, per_rank: int
 ) -> None:
     """Empty slots until every rank's pool and the whole budget hold."""
     layers, slots = rows.shape
