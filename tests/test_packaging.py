@@ -46,8 +46,14 @@ ENGINES = {
         ),
     ),
 }
-OFFERED = {"torch": ("2.13.0", "2.14.0", "2.14.1"), "numba": ("0.65.0", "0.65.1", "0.68.1")}
-OFFERED |= {"fastapi": ("0.136.0", "0.165.0"), "pydantic": ("2.14.3",), "safetensors": ("0.8.0",)}
+OFFERED: dict[str, tuple[str, ...]] = {
+    "torch": ("2.13.0", "2.14.0", "2.14.1"),
+    "numba": ("0.65.0", "0.65.1", "0.68.1"),
+    "fastapi": ("0.136.0", "0.165.0"),
+    "pydantic": ("2.14.3",),
+    "safetensors": ("0.8.0",),
+}
+"""Versions in the folder that pip resolves from; every other package has its pinned one."""
 
 
 def pins() -> dict[str, str]:

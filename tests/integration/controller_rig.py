@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import httpx
@@ -61,7 +61,7 @@ class Controller:
         self.log: list[dict[str, Any]] = []
         self.noise: list[str] = []
 
-    async def __aenter__(self) -> "Controller":
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
@@ -292,7 +292,7 @@ class Group:
         weights = np.random.default_rng(seed).pareto(0.8, (self.shape.num_layers, 8)) + 0.05
         return weights / weights.sum(axis=1, keepdims=True)
 
-    async def __aenter__(self) -> "Group":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

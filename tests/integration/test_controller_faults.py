@@ -10,6 +10,7 @@ import pytest
 
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
@@ -106,7 +107,7 @@ async def test_ranks_that_cannot_be_right_are_told_why_and_harm_nothing(tmp_path
         await stranger.close()
 
         # An older life of a rank that is here.
-        old = m.RankIdentity(group.deployment, stranger.rank, group.generation, 5)
+        old = m.RankIdentity(group.deployment, EpRank(stranger.rank), group.generation, 5)
         answer = await stranger.connect(controller.address, identity=old)
         assert answer.reason is Reason.STALE_INCARNATION
         await stranger.close()
@@ -143,7 +144,8 @@ async def _say_raw(address, data):
         attach = channel.stream_stream("/evenkeel.v1.RankLink/Attach")
         call = attach()
         await call.write(data)
-        answer = await asyncio.wait_for(call.read(), 10)
+        answer = await asyncio.wait_for(call.read(), deadline(10))
+        assert isinstance(answer, bytes)
         return decode_controller_message(agent_pb2.ControllerMessage.FromString(answer))
 
 

@@ -126,7 +126,7 @@ async def test_a_sentinel_with_a_password_is_asked_with_its_own_and_the_store_wi
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
         assert (await controller.http.get("/readyz")).json()["status"] == "ok"
-        said = "\n".join(map(str, controller.log + controller.noise))
+        said = "\n".join(map(str, [*controller.log, *controller.noise]))
         assert SENTINEL not in said
         assert STORE not in said
 
