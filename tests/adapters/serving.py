@@ -1,12 +1,16 @@
-"""A server over a socket, a hub that takes every rank, a rank's link that notes what it hears, and a CA of the test's own."""
+"""Support for tests of gRPC servers: options, hubs that accept every rank, a listener, a test CA."""
 
 import asyncio
 import subprocess
 from pathlib import Path
 
 import grpc
+import numpy as np
 
 from evenkeel_moe.adapters.grpc.server import ServerOptions
+from evenkeel_moe.model.ids import Epoch, Generation, PlanId
+from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
+from evenkeel_moe.protocol.messages import Leader, Prepare
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import decode_controller_message
 from evenkeel_moe.wire.link import (
@@ -17,11 +21,19 @@ from evenkeel_moe.wire.link import (
     RegistrationOutcome,
     ReportAck,
 )
+from tests.waiting import deadline
 from tests.wire.wires import HELLO
 
 
+def make_prepare(index=0, checksum=0):
+    rows = np.array([[0, 1, 2, 0]], np.int32)
+    wave = Wave(index, (1,), rows, ((Transfer(1, 0, 0, 3, 1000),),))
+    key = WaveKey(Generation("g"), PlanId("p"), index, 1, Epoch(6))
+    return Prepare(Leader("a", 1), key, Epoch(0), wave, (checksum,), 5.0)
+
+
 class Hub:
-    """Takes every rank and answers each heartbeat."""
+    """Accepts every rank and answers each heartbeat."""
 
     def __init__(self):
         self.refused = []
@@ -49,7 +61,7 @@ class Hub:
 
 
 class RegisteringHub(Hub):
-    """Registers ranks too, with no heartbeat and no lease within a test."""
+    """Registers ranks too, with a heartbeat and a lease longer than any test."""
 
     async def attach(self, hello, stream):
         stream.send(Registration(RegistrationOutcome.ACCEPTED, 600.0, 600.0, FlowControl(1.0)))
@@ -57,11 +69,12 @@ class RegisteringHub(Hub):
 
 
 class Listener:
-    """A rank beside its link."""
+    """The rank of a link; it records what it receives."""
 
     def __init__(self, hello=HELLO):
         self.got = []
         self.lost_streams = []
+        self.lost_one = asyncio.Event()
         self._hello = hello
 
     def hello(self):
@@ -75,10 +88,11 @@ class Listener:
 
     def lost(self, stream):
         self.lost_streams.append(stream)
+        self.lost_one.set()
 
     @property
     def registrations(self):
-        """Streams on which the rank was taken."""
+        """Streams on which the rank was registered."""
         return [stream for stream, message in self.got if isinstance(message, Registration)]
 
 
@@ -95,17 +109,17 @@ def make_options(**changes) -> ServerOptions:
 
 
 async def ask(channel, *messages):
-    """The answers to some messages on one stream, until the server ends it or all are answered."""
+    """Return the first answer to some messages on one stream, or EOF."""
     call = agent_pb2_grpc.RankLinkStub(channel).Attach()
     for message in messages:
         await call.write(message)
-    answer = await asyncio.wait_for(call.read(), 10)
+    answer = await asyncio.wait_for(call.read(), deadline(10))
     call.cancel()
     return answer if answer is grpc.aio.EOF else decode_controller_message(answer)
 
 
 class Authority:
-    """A CA, and certificates of it for 127.0.0.1, as files of a folder."""
+    """A CA that issues certificates for 127.0.0.1 as files in a folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -122,33 +136,24 @@ class Authority:
         (self.folder / "names").write_text(f"subjectAltName={names}\n")
         request = ("-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
         self._openssl("req", *self._key, *request)
-        signed = (
-            "-CA",
-            "ca.pem",
-            "-CAkey",
-            "ca.key",
-            "-CAcreateserial",
-            "-extfile",
-            "names",
-            "-days",
-            "2",
-        )
-        self._openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
+        authority = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial")
+        files = ("-in", f"{name}.csr", "-out", f"{name}.pem")
+        self._openssl("x509", "-req", *authority, *files, "-extfile", "names", "-days", "2")
 
     def read(self, *names: str) -> list[bytes]:
         return [(self.folder / name).read_bytes() for name in names]
 
     def channel(self, port: int, name: str):
-        """A channel with a certificate of that name."""
+        """Return a channel with the certificate of that name."""
         credentials = grpc.ssl_channel_credentials(
             *self.read("ca.pem", f"{name}.key", f"{name}.pem")
         )
-        # Of its own: a connection shared with another channel would show no handshake.
+        # A connection shared with another channel would make no handshake.
         options = (("grpc.use_local_subchannel_pool", 1),)
         return grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options)
 
     def files(self, name: str, folder: Path | None = None, **changes):
-        """Options of a server with that certificate that wants one of its clients."""
+        """Return options of a server with that certificate that requires one of its clients."""
         folder = folder or self.folder
         return {
             "tls_cert_file": folder / f"{name}.pem",

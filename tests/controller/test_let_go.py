@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel_moe.adapters.grpc.server import RankStream
+from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import NotLeading

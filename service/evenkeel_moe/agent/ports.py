@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenkeel_moe.adapters.grpc.rank_link import LinkListener
 from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome
 from evenkeel_moe.errors import Reason, Unavailable
-from evenkeel_moe.protocol.messages import Hello, Prepare
-from evenkeel_moe.wire.link import FromRankLink, Heartbeat, ToRankLink
+from evenkeel_moe.protocol.messages import Prepare
+from evenkeel_moe.wire.link import FromRankLink
 
 __all__ = [
     "ExpertWeights",
@@ -127,26 +128,6 @@ class WeightTransport(Protocol):
 
     def clear(self) -> None:
         """Drop the staged tensors."""
-        ...
-
-
-class LinkListener(Protocol):
-    """Receives the events of a link, and is called on its event loop."""
-
-    def hello(self) -> Hello:
-        """Return the first message of a stream."""
-        ...
-
-    def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat that is due."""
-        ...
-
-    def received(self, stream: int, message: ToRankLink) -> None:
-        """Handle a message that arrived on a stream."""
-        ...
-
-    def lost(self, stream: int) -> None:
-        """Handle the end of a stream."""
         ...
 
 

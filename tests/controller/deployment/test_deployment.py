@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.grpc.server import RankStream
+from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.deployment.deployment import Outside

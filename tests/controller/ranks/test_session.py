@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import structlog
 
-from evenkeel_moe.adapters.grpc.server import RankStream
+from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.controller.ranks.session import Session
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.protocol.transitions import ControlState

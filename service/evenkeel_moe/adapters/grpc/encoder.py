@@ -1,4 +1,4 @@
-"""What the controller says, as the bytes of the wire."""
+"""Encodes the controller's messages for the wire."""
 
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.wire.codec import encode_controller_message
@@ -8,10 +8,10 @@ __all__ = ["Encoder"]
 
 
 class Encoder:
-    """Messages to bytes.
+    """Encodes messages, and keeps the bytes of the newest Prepare.
 
-    One Prepare goes to every rank of a group, again and again while they copy, and may name thousands of transfers:
-    the bytes of the newest are kept, for that very object.
+    One Prepare goes to every rank of a group, again and again while they copy, and may hold
+    thousands of transfers. Its bytes are reused for that very object.
     """
 
     def __init__(self) -> None:
@@ -19,10 +19,10 @@ class Encoder:
         self._data = b""
 
     def encode(self, message: ToRankLink) -> bytes:
-        """The bytes of a message.
+        """Return the bytes of a message.
 
         Raises:
-            EvenkeelError, ValueError: it cannot be said on the wire.
+            EvenkeelError, ValueError: the message has no encoding.
         """
         if message is self._newest:
             return self._data

@@ -1,4 +1,4 @@
-"""The rank's end of the stream: keeps one open to whichever replica leads, and never gives up."""
+"""The rank's end of the stream: it keeps one open to the leading replica, and never gives up."""
 
 import asyncio
 import random
@@ -24,53 +24,69 @@ from evenkeel_moe.wire.link import (
     ToRankLink,
 )
 
-__all__ = ["GrpcRankLink", "LinkTiming", "LinkTls", "channel_options"]
+__all__ = ["GrpcRankLink", "LinkListener", "LinkTiming", "LinkTls", "channel_options"]
 
 _log = structlog.get_logger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 """A full map with checksums of the largest models is a few megabytes."""
 _QUIET_BEATS = 3
-"""Heartbeats in a row that are left out while other messages say that the rank lives."""
+"""Heartbeats in a row that are skipped while other messages show that the rank is alive."""
 _MAX_OUTBOX = 1024
-"""Messages queued on a stream; 16 are reports, and few others come without the controller having asked."""
+"""Messages queued on a stream. At most 16 are reports, and most others answer the controller."""
 
 
-class _Listener(Protocol):
-    def hello(self) -> Hello: ...
-    def heartbeat(self) -> Heartbeat: ...
-    def received(self, stream: int, message: ToRankLink) -> None: ...
-    def lost(self, stream: int) -> None: ...
+class LinkListener(Protocol):
+    """Receives the events of a link, and is called on its event loop."""
+
+    def hello(self) -> Hello:
+        """Return the first message of a stream."""
+        ...
+
+    def heartbeat(self) -> Heartbeat:
+        """Return a heartbeat that is due."""
+        ...
+
+    def received(self, stream: int, message: ToRankLink) -> None:
+        """Handle a message that arrived on a stream."""
+        ...
+
+    def lost(self, stream: int) -> None:
+        """Handle the end of a stream."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """How patient the link is."""
+    """Timeouts and waits of the link."""
 
     backoff_min_s: float = 0.2
     """Wait after the first failure; doubles with each further one."""
     backoff_max_s: float = 10.0
     keepalive_s: float = 10.0
-    """Silence on the connection after which it is probed; the server must allow probes this often."""
+    """Silence on the connection after which a ping is sent; the server must allow this rate."""
     keepalive_timeout_s: float = 5.0
     connect_timeout_s: float = 10.0
-    """From opening a stream to its Registration."""
+    """Time from opening a stream to its Registration."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTls:
-    """PEM files of a link that speaks TLS. gRPC cannot change a channel's certificate, so they are read for each connection."""
+    """PEM files of a link that uses TLS.
+
+    They are read for each connection, because gRPC cannot change the certificate of a channel.
+    """
 
     ca_file: Path
-    """Of the CA that signed the controllers' certificates."""
+    """The CA that signed the controllers' certificates."""
     cert_file: Path | None = None
-    """This rank's chain, where the controllers want one; with its key."""
+    """This rank's certificate chain, if the controllers require one; needs `key_file`."""
     key_file: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """As the files are now.
+        """Read the files as they are now.
 
         Raises:
-            OSError: one cannot be read.
+            OSError: a file cannot be read.
         """
         pair = [
             None if file is None else file.read_bytes() for file in (self.key_file, self.cert_file)
@@ -79,28 +95,30 @@ class LinkTls:
 
 
 def channel_options(timing: LinkTiming) -> list[tuple[str, int]]:
-    """gRPC's options of a rank's channel."""
+    """Return gRPC's options of a rank's channel."""
     return [
         ("grpc.keepalive_time_ms", int(timing.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(timing.keepalive_timeout_s * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-        # gRPC would measure bandwidth with a ping after every answer, and the controller's transport answers each.
+        # gRPC would measure bandwidth with a ping after every answer, which costs the controller.
         ("grpc.http2.bdp_probe", 0),
-        # Two agents of one process must not share a connection: its loss would be felt twice.
+        # Two agents of one process must not share a connection: both would lose it at once.
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
 
 class GrpcRankLink:
-    """Client of RankLink.Attach. Made on any thread, used on the event loop that runs `run`.
+    """Client of RankLink.Attach. Create it on any thread; use it on the event loop of `run`.
 
     Args:
-        addresses: `host:port` of the controller replicas. A deployment's ranks all begin with the same one, each deployment
-            with its own, so that replicas share the deployments; then they try the others in turn.
-        timing: patience.
-        seed: of the jitter, so that the ranks of a fleet do not come back all at once: give each its own.
+        addresses: `host:port` of the controller replicas. All ranks of a deployment begin with the
+            same address, which depends on the deployment, so that the replicas share the
+            deployments. Then they try the others in turn.
+        timing: timeouts and waits.
+        seed: seed of the jitter. Give each rank its own, so that the ranks of a fleet do not
+            reconnect all at once.
         tls: None connects in clear text.
     """
 
@@ -116,7 +134,7 @@ class GrpcRankLink:
             raise InvalidInput("a link needs at least one controller address")
         self._addresses = tuple(addresses)
         self._tried = 0
-        """Addresses tried, from the deployment's own on."""
+        """Number of addresses tried, from the deployment's first on."""
         self._timing = timing if timing is not None else LinkTiming()
         self._jitter = random.Random(seed)
         self._tls = tls
@@ -124,12 +142,12 @@ class GrpcRankLink:
         self._stream = 0
         self._outbox: asyncio.Queue[FromRankLink] | None = None
         self._full = asyncio.Event()
-        """The outbox of the open stream was full."""
+        """Set when the outbox of the open stream was full."""
         self._spoke = False
-        """Something else was sent since the heartbeat before."""
+        """True if another message was sent since the last heartbeat."""
 
-    async def run(self, listener: _Listener) -> None:
-        """Keep a stream open until cancelled; each has a number of its own, from 1."""
+    async def run(self, listener: LinkListener) -> None:
+        """Keep a stream open until cancelled; streams are numbered from 1."""
         failures = 0
         home = zlib.crc32(listener.hello().identity.deployment.encode())
         while True:
@@ -144,7 +162,7 @@ class GrpcRankLink:
                 _log.warning(
                     "link_violated", address=address, reason=error.reason, detail=str(error)
                 )
-            except Exception as error:  # a mistake of ours costs this stream, not all that follow
+            except Exception as error:  # our own bug may cost this stream, but no later one
                 _log.exception("link_failed", address=address, detail=_brief(error))
             if wait_s is None:
                 failures += 1
@@ -155,7 +173,10 @@ class GrpcRankLink:
             await asyncio.sleep(wait_s * self._jitter.uniform(0.5, 1.0))
 
     def send(self, message: FromRankLink, stream: int | None = None) -> None:
-        """Queue a message; dropped unless `stream` (None: any) is open. A controller too slow to take them is left."""
+        """Queue a message; drop it unless `stream` (None: any) is open.
+
+        A full queue ends the stream: the controller is too slow.
+        """
         if self._outbox is None or stream not in (None, self._stream):
             return
         try:
@@ -169,8 +190,12 @@ class GrpcRankLink:
         self._tried += 1
         return self._addresses[(home + self._tried - 1) % len(self._addresses)]
 
-    async def _attach(self, address: str, listener: _Listener) -> float | None:
-        """One stream, to its end: seconds to wait before the next; None to back off."""
+    async def _attach(self, address: str, listener: LinkListener) -> float | None:
+        """Run one stream to its end.
+
+        Returns:
+            Seconds to wait before the next stream; None to back off.
+        """
         async with self._channel(address) as channel:
             call = agent_pb2_grpc.RankLinkStub(channel).Attach()  # type: ignore[no-untyped-call]
             self._stream += 1
@@ -184,11 +209,11 @@ class GrpcRankLink:
                     and first.outcome is not RegistrationOutcome.REFUSED
                 ):
                     return await self._serve(call, stream, first, listener)
-                return self._turned_away(address, first)
+                return self._refused(address, first)
             finally:
                 call.cancel()
 
-    def _turned_away(self, address: str, answer: ToRankLink | None) -> float | None:
+    def _refused(self, address: str, answer: ToRankLink | None) -> float | None:
         match answer:
             case NotLeader(address=leader, retry_after_s=retry_after_s):
                 self._redirect = leader if leader != address else ""
@@ -198,16 +223,16 @@ class GrpcRankLink:
         return None
 
     async def _serve(
-        self, call: Any, stream: int, registration: Registration, listener: _Listener
+        self, call: Any, stream: int, registration: Registration, listener: LinkListener
     ) -> float | None:
         self._outbox = asyncio.Queue(_MAX_OUTBOX)
         self._spoke = False
         self._full.clear()
-        # First of the tasks to run: the listener hears of the registration before anything is asked of it.
-        listening = asyncio.create_task(
+        # This task runs first: the listener must know of the registration before any call to it.
+        reader = asyncio.create_task(
             self._listen(call, stream, registration, listener), name="link-reader"
         )
-        helpers: list[asyncio.Task[Any]] = [
+        others: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._write(call, self._outbox), name="link-writer"),
             asyncio.create_task(
                 self._beat(registration.heartbeat_interval_s, listener), name="heartbeat"
@@ -215,62 +240,68 @@ class GrpcRankLink:
             asyncio.create_task(self._full.wait(), name="link-overflow"),
         ]
         try:
-            await asyncio.wait([listening, *helpers], return_when=asyncio.FIRST_COMPLETED)
-            for helper in helpers:
-                # One that ended with the call leaves it to the reader to say how that ended.
-                if helper.done() and not call.done():
-                    helper.result()  # Without it the rank would be mute on a stream that seems well.
+            await asyncio.wait([reader, *others], return_when=asyncio.FIRST_COMPLETED)
+            for task in others:
+                # If the call has ended too, the reader reports how it ended.
+                if task.done() and not call.done():
+                    # Without this task the stream would seem healthy while the rank is mute.
+                    task.result()
                     return None
-            return await listening
+            return await reader
         finally:
             self._outbox = None
             listener.lost(stream)
-            for task in (listening, *helpers):
+            for task in (reader, *others):
                 task.cancel()
-            await asyncio.gather(listening, *helpers, return_exceptions=True)
+            await asyncio.gather(reader, *others, return_exceptions=True)
 
     async def _listen(
-        self, call: Any, stream: int, registration: Registration, listener: _Listener
+        self, call: Any, stream: int, registration: Registration, listener: LinkListener
     ) -> float | None:
-        """Hand on what the controller says, to the stream's end."""
+        """Pass the controller's messages to the listener until the stream ends."""
         message: ToRankLink | None = registration
         while message is not None:
             if isinstance(message, NotLeader):
-                # A controller that goes in order: begin anew, so that a roll-out spreads the deployments.
+                # This controller shuts down. Start again at the deployment's first address, so that
+                # a rolling update spreads the deployments over the replicas.
                 self._tried = 0
-                return self._turned_away("", message)
+                return self._refused("", message)
             listener.received(stream, message)
-            message = await self._hear(call, registration.lease_s)
+            message = await self._read_within(call, registration.lease_s)
         return self._timing.backoff_min_s
 
-    async def _hear(self, call: Any, lease_s: float) -> ToRankLink | None:
-        """The next message. A controller says something at least every half of a lease; one that was silent for a
-        whole one is paused or out of reach, whatever the connection says, and another may lead by now."""
+    async def _read_within(self, call: Any, lease_s: float) -> ToRankLink | None:
+        """Return the next message, which must arrive within a lease.
+
+        A controller sends a message at least every half lease. After a silent lease it is paused or
+        out of reach, whatever the state of the connection, and another may lead by now.
+        """
         async with asyncio.timeout(lease_s if lease_s > 0 else None):
             return await _read(call)
 
-    async def _beat(self, interval_s: float, listener: _Listener) -> None:
-        """That the rank lives, what it has free and what troubles it; the first of these others messages may say too."""
-        left_out, told = 0, ""
+    async def _beat(self, interval_s: float, listener: LinkListener) -> None:
+        """Send heartbeats, and skip some while other messages show that the rank is alive.
+
+        A heartbeat with a new trouble is never skipped.
+        """
+        skipped, sent_trouble = 0, ""
         while True:
             beat = listener.heartbeat()
-            if self._spoke and beat.trouble == told and left_out < _QUIET_BEATS:
-                left_out += 1
+            if self._spoke and beat.trouble == sent_trouble and skipped < _QUIET_BEATS:
+                skipped += 1
             else:
                 self.send(beat)
-                left_out, told = 0, beat.trouble
+                skipped, sent_trouble = 0, beat.trouble
             self._spoke = False
             await asyncio.sleep(interval_s)
 
     async def _write(self, call: Any, outbox: asyncio.Queue[FromRankLink]) -> None:
-        """Write what is queued. A message the codec refuses is our own mistake: said, and left out."""
+        """Write the queued messages. One that cannot be encoded is our own bug: log and skip it."""
         while True:
             message = await outbox.get()
             try:
                 encoded = encode_rank_message(message)
-            except (
-                Exception
-            ) as error:  # a report would end the next stream too, where it is sent again
+            except Exception as error:  # a report would end the next stream too: it is sent again
                 _log.error("message_not_sent", kind=type(message).__name__, detail=str(error))
                 continue
             await call.write(encoded)
@@ -285,15 +316,15 @@ class GrpcRankLink:
 
 
 async def _read(call: Any) -> ToRankLink | None:
-    """The next message; None at the end of the stream."""
+    """Return the next message; None at the end of the stream."""
     message = await call.read()
     return None if message is grpc.aio.EOF else decode_controller_message(message)
 
 
 def _asked_to_wait(error: BaseException) -> float | None:
-    """Seconds a server that is full asks for, so that its clients do not make it worse; None when it does not.
+    """Return the wait that an overloaded server asks for [s]; None if it asks for none.
 
-    Twice the hint, for the caller takes half of a wait at least.
+    This is twice the hint, because the caller may wait for only half of it.
     """
     if (
         not isinstance(error, grpc.aio.AioRpcError)

@@ -1,4 +1,4 @@
-"""TLS of the rank link: certificates that may change while it runs, and which ranks a certificate may speak for."""
+"""TLS of the rank link: certificates that may be replaced, and the ranks that they name."""
 
 import re
 import ssl
@@ -26,28 +26,29 @@ _GRANT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Ranks of a deployment that a certificate may speak for."""
+    """Ranks of a deployment that a certificate may represent."""
 
     deployment: str
     first: int = 0
     last: int | None = None
-    """Included; None: every rank from `first` on."""
+    """The last rank, inclusive; None: every rank from `first` on."""
 
     def covers(self, deployment: str, rank: int) -> bool:
-        """Whether a rank is one of them."""
+        """Return True if the rank is one of them."""
         last = rank if self.last is None else self.last
         return deployment == self.deployment and self.first <= rank <= last
 
 
 def read_grants(names: Iterable[str]) -> tuple[Grant, ...] | None:
-    """What a certificate's subject alternative names grant.
+    """Return the ranks that a certificate's subject alternative names grant.
 
-    `evenkeel://DEPLOYMENT/ranks/0-7` grants ranks 0 to 7, `/ranks/3` one rank, `evenkeel://DEPLOYMENT` all of them.
-    Names of other schemes say nothing. A name of this scheme and another form grants nothing, and still makes the
-    certificate one that names its ranks: a misprint must not open every door.
+    `evenkeel://DEPLOYMENT/ranks/0-7` grants ranks 0 to 7, `/ranks/3` one rank, and
+    `evenkeel://DEPLOYMENT` all of them. Names of other schemes are ignored. A name of this scheme
+    in another form grants nothing, but the certificate still counts as one that names its ranks: a
+    typing error must not grant every rank.
 
     Returns:
-        None when no name is of this scheme.
+        None when no name has this scheme.
     """
     ours = [name for name in names if name.startswith(_SCHEME)]
     if not ours:
@@ -68,15 +69,15 @@ def read_grants(names: Iterable[str]) -> tuple[Grant, ...] | None:
 def check_identity(
     auth: Mapping[Any, Sequence[bytes]], identity: RankIdentity, *, required: bool
 ) -> None:
-    """Hold a rank's Hello against the certificate of its connection.
+    """Compare a rank's Hello with the certificate of its connection.
 
     Args:
         auth: gRPC's authentication context of the call; empty without TLS.
-        identity: who the rank says it is.
-        required: turn away a certificate that names no ranks.
+        identity: the identity in the Hello.
+        required: refuse a certificate that names no ranks.
 
     Raises:
-        PeerViolation: IDENTITY_REFUSED, with what the certificate grants.
+        PeerViolation: IDENTITY_REFUSED; the message contains the names of the certificate.
     """
     names = [value.decode("utf-8", "replace") for value in auth.get("peer_uri", ())]
     grants = read_grants(names)
@@ -91,16 +92,18 @@ def check_identity(
     if not any(grant.covers(identity.deployment, identity.rank) for grant in grants):
         named = ", ".join(name for name in names if name.startswith(_SCHEME))
         raise PeerViolation(
-            f"a certificate for {named} cannot speak as rank {identity.rank} of {identity.deployment}",
+            f"a certificate for {named} cannot speak as rank {identity.rank} of"
+            f" {identity.deployment}",
             Reason.IDENTITY_REFUSED,
         )
 
 
 class ServerCertificates:
-    """Credentials of a server that follow their files: each handshake looks whether they have changed.
+    """Credentials of a server; each handshake reads the files again if they have changed.
 
-    Streams that are open stay as they are. Files that cannot be used, for instance half of a pair that is being
-    replaced, leave the certificate in use; it is said once for each state of the files.
+    Open streams keep their certificate. If the files are unusable, for instance while a pair is
+    being replaced, the current certificate stays in use. That is logged once per state of the
+    files.
     """
 
     def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
@@ -108,13 +111,13 @@ class ServerCertificates:
         self._cert_file, self._key_file, self._client_ca_file = cert_file, key_file, client_ca_file
         self._lock = threading.Lock()
         self._seen: object = None
-        """State of the files when they were last read."""
+        """The state of the files when they were last read."""
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port`.
+        """Return the credentials for `add_secure_port`.
 
         Raises:
-            OSError: a file cannot be read, or the key is not the certificate's.
+            OSError: a file cannot be read, or the key does not match the certificate.
         """
         self._seen = self._state()
         return grpc.dynamic_ssl_server_credentials(
@@ -130,7 +133,7 @@ class ServerCertificates:
         )
 
     def _read(self) -> Any:
-        # gRPC takes a key of another certificate without a word and then fails every handshake.
+        # gRPC accepts the key of another certificate silently, and then fails every handshake.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._cert_file, self._key_file)
         ca = None
@@ -141,7 +144,10 @@ class ServerCertificates:
         return grpc.ssl_server_certificate_configuration([pair], ca)
 
     def _changed(self) -> Any:
-        """New credentials, or None to go on with those in use. Called by gRPC's threads at every handshake."""
+        """Return new credentials, or None to keep the current ones.
+
+        gRPC's threads call it at every handshake.
+        """
         with self._lock:
             try:
                 state = self._state()
@@ -150,9 +156,8 @@ class ServerCertificates:
                 self._seen = state
                 fresh = self._read()
                 if self._state() != state:
-                    self._seen = (
-                        None  # Replaced while they were read: the next handshake reads again.
-                    )
+                    # The files were replaced during the read: the next handshake reads again.
+                    self._seen = None
                     return None
             except OSError as error:
                 _log.error("certificate_not_taken", error=str(error), file=str(self._cert_file))

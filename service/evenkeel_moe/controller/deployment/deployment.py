@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from evenkeel_moe.adapters.grpc.server import RankStream
+from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings

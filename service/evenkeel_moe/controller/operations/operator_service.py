@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from evenkeel_moe.adapters.grpc.server import RankStream
+from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.controller.deployment.deployment import Deployment, DeploymentOptions, Outside
 from evenkeel_moe.controller.deployment.idle_eviction import gives_way, is_over
 from evenkeel_moe.controller.leadership.leader_lookup import Elsewhere

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from evenkeel_moe.adapters.grpc.server import RankStream
+from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.errors import PeerViolation
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import LoadReport

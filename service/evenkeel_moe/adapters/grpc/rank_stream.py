@@ -1,0 +1,139 @@
+"""The controller's side of a stream: a bounded send queue, and a limit on received messages."""
+
+import asyncio
+from collections import deque
+
+import structlog
+
+from evenkeel_moe.wire.link import ReportAck, ToRankLink
+
+__all__ = ["MessageRate", "RankStream"]
+
+_log = structlog.get_logger(__name__)
+_ACK_EVERY_S = 4.0
+"""Answers to reports are joined for this long: writing one costs more than reading a report."""
+_ACK_AFTER = 12
+"""The most reports that one answer joins; a rank waits once 16 of them are not answered."""
+_BURST_S = 4.0
+"""Seconds of its rate that a stream may be ahead: after a reconnect, all unacknowledged reports
+arrive again."""
+
+
+class RankStream:
+    """The send queue of one open stream."""
+
+    def __init__(self, number: int, peer: str, *, capacity: int) -> None:
+        self.number = number
+        """Rises during the life of this process."""
+        self.peer = peer
+        self.too_fast = False
+        """True if the stream was ended because the rank sent too many messages."""
+        # Stored, because asking for the running loop is a system call each time.
+        self._loop = asyncio.get_running_loop()
+        self._capacity = capacity
+        self._queue: deque[ToRankLink] = deque()
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._ack: ReportAck | None = None
+        """The answer held back until the next one is due."""
+        self._acked_reports = 0
+        """Reports that `_ack` answers."""
+        self._next_ack_at = 0.0
+        self._ack_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def closed(self) -> bool:
+        """True if nothing more will be sent."""
+        return self._closed
+
+    def send(self, message: ToRankLink) -> None:
+        """Queue a message; drop it if the stream is closed. A full queue closes the stream."""
+        if self._closed:
+            return
+        if isinstance(message, ReportAck):
+            self._acknowledge(message)
+        else:
+            self._enqueue(message)
+
+    def close(self, last: ToRankLink | None = None) -> None:
+        """Send what is queued and one last message, then end the stream."""
+        if not self._closed:
+            self._flush_ack()
+        if last is not None:
+            self.send(last)
+        self._closed = True
+        self._wake.set()
+
+    async def next(self) -> ToRankLink | None:
+        """Wait for the next message to write; None at the end."""
+        while not self._queue:
+            if self._closed:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        return self._queue.popleft()
+
+    def _acknowledge(self, ack: ReportAck) -> None:
+        """Answer a report at once, or together with others when the next answer is due."""
+        self._acked_reports += 1
+        if self._ack is not None:
+            self._ack = _join_acks(self._ack, ack)
+            if self._acked_reports >= _ACK_AFTER:
+                self._flush_ack()
+            return
+        now = self._loop.time()
+        self._ack = ack
+        if ack.reason is not None or now >= self._next_ack_at:
+            self._flush_ack()
+        else:
+            self._ack_timer = self._loop.call_at(self._next_ack_at, self._flush_ack)
+
+    def _flush_ack(self) -> None:
+        ack, self._ack, self._acked_reports = self._ack, None, 0
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
+        if ack is None or self._closed:
+            return
+        self._next_ack_at = self._loop.time() + _ACK_EVERY_S
+        if self._queue and isinstance(last := self._queue[-1], ReportAck):
+            self._queue.pop()
+            ack = _join_acks(last, ack)
+        self._enqueue(ack)
+
+    def _enqueue(self, message: ToRankLink) -> None:
+        if len(self._queue) >= self._capacity:
+            _log.warning(
+                "rank_too_slow", peer=self.peer, stream=self.number, queued=len(self._queue)
+            )
+            self._queue.clear()
+            self.close()
+            return
+        self._queue.append(message)
+        self._wake.set()
+
+
+class MessageRate:
+    """A limit on received messages: `per_s` on average, with a burst of a few seconds."""
+
+    def __init__(self, per_s: float, now: float) -> None:
+        self._per_s = per_s
+        self._left = per_s * _BURST_S
+        self._at = now
+
+    def take(self, now: float) -> bool:
+        """Count one message; return False if it exceeds the rate."""
+        self._left = min(self._per_s * _BURST_S, self._left + (now - self._at) * self._per_s)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+def _join_acks(one: ReportAck, other: ReportAck) -> ReportAck:
+    """Return one answer for two, where the first was not written yet."""
+    highest = other.highest_step if one.highest_step is None else one.highest_step
+    if highest is not None and other.highest_step is not None:
+        highest = max(highest, other.highest_step)
+    return ReportAck(highest, one.rejected_steps + other.rejected_steps, other.reason or one.reason)
