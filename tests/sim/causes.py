@@ -7,6 +7,8 @@ twice, streams break, leases lapse, engines reload and operators cancel, and the
 
 from dataclasses import replace
 
+from tests.sim.faults import clock_stepped
+
 TO_RANKS = frozenset({"Prepare", "Commit", "Abort", "QueryState", "NotLeading"})
 """What controllers say; every other kind of message is a rank's."""
 SOON_S = 0.004
@@ -227,6 +229,32 @@ def reload(moment: str, announced: bool, chance: float = 0.5, within: float = SO
     return arrange
 
 
+def disable(moment: str, chance: float = 0.8, restart_s: float = 0.0):
+    """An agent meets an error and refuses waves; `restart_s`: the group is restarted so much later, 0 for never."""
+
+    def arrange(world) -> None:
+        def strike(context) -> None:
+            world.after(SOON_S * world.rng.random(), context["site"].disable)
+            if restart_s:
+                world.after(restart_s, world.fleet.replace, world.fleet.generation)
+
+        meet(world, moment, chance, strike)
+
+    return arrange
+
+
+def rebalance(moment: str, chance: float = 0.8):
+    """The engine moves experts by itself as soon as no rank holds a wave."""
+
+    def arrange(world) -> None:
+        def strike(context) -> None:
+            world.fleet.rebalancing = where(context).deployment
+
+        meet(world, moment, chance, strike)
+
+    return arrange
+
+
 # --- controllers ----------------------------------------------------------------------------------
 
 
@@ -309,6 +337,19 @@ def follow(world, site, seat) -> None:
     """A rank turns away from a replica, to which its old socket stays open for a while."""
     if not world.calm and site.stream is not None and site.stream.replica is seat.replica:
         site.abandon()
+
+
+def set_clock(moment: str, times: int = 1, chance: float = 0.8):
+    """Somebody sets the controller's Unix clock just then."""
+
+    def arrange(world) -> None:
+        def strike(context) -> None:
+            for _ in range(times):
+                world.after(SOON_S * world.rng.random(), clock_stepped, world, context)
+
+        meet(world, moment, chance, strike)
+
+    return arrange
 
 
 def store_away(moment: str, seconds: float, chance: float = 0.7):

@@ -7,6 +7,7 @@ WRONG_BYTES = "wrong bytes"
 RECORDS_DISAGREE = "records disagree"
 NO_PROGRESS = "no progress"
 UNMATCHED_OPERATION = "unmatched operation"
+WAVE_REFUSED = "wave refused"
 
 
 class Violation(Exception):

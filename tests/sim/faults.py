@@ -1,5 +1,7 @@
 """What goes wrong, when, and at which moment it would hurt most."""
 
+from evenkeel_moe.protocol import control_messages as ctl
+
 MOMENTS = (
     "controller sends Prepare",
     "controller sends Commit",
@@ -225,6 +227,31 @@ def reload(world, _context) -> None:
         world.after(0, world.fleet.begin_reload, deployment, world.rng.random() < 0.7)
 
 
+def rank_disabled(world, context) -> None:
+    """An agent meets an error and refuses waves from then on, until the group is restarted."""
+    if world.calm or not world.fleet.ranks:
+        return
+    rank, fleet = _rank(world, context), world.fleet
+    world.note(f"rank {rank.rank} refuses waves")
+    for site in rank.sites.values():
+        site.disable()
+    world.after(0.5 + 4.0 * world.rng.random(), fleet.replace, fleet.generation)
+
+
+def engine_rebalances(world, _context) -> None:
+    if not world.calm:
+        world.fleet.rebalancing = world.rng.choice(world.deployments)
+
+
+def clock_stepped(world, context) -> None:
+    """Somebody sets a controller's Unix clock."""
+    replica = _replica(world, context)
+    if world.calm or not replica.alive or replica.paused:
+        return
+    for seat in replica.seats.values():
+        seat.feed(ctl.ClockStepped(world.rng.choice((-2.0, -0.3, 0.0, 0.5, 3.0))))
+
+
 def lossy(world, _context) -> None:
     """A while of very bad network."""
     if world.calm:
@@ -297,5 +324,8 @@ FAULTS = (
     fleet_idles,
     reload,
     reload,
+    rank_disabled,
+    engine_rebalances,
+    clock_stepped,
     lossy,
 )

@@ -41,6 +41,8 @@ class Fleet:
         self.saved = {deployment: [] for deployment in shapes}
         self.restarting = False
         self.reload: tuple | None = None
+        self.rebalancing = None
+        """The deployment whose experts the engine moves by itself as soon as no rank holds a wave."""
         self.loading = 0
         """Ranks whose new weights are there and unsaid: loading is collective, one at a time."""
         self._waiting: set = set()
@@ -150,6 +152,7 @@ class Fleet:
             self.broken()
             return
         self.steps += 1
+        self.rebalance()
         self.world.checks.step(self.ranks)
         if self.dirty:
             self.dirty = False
@@ -160,6 +163,30 @@ class Fleet:
             for old in sorted(self.polls)[:-4]:
                 del self.polls[old]
         self.world.after(self.step_s * (0.8 + 0.4 * self.world.rng.random()), self.step, generation)
+
+    def rebalance(self) -> None:
+        """The engine moves experts by itself, on every rank between the same two steps.
+
+        Each rank takes over what the rank before it held.
+        """
+        if self.rebalancing is None or self.loading or self.reload is not None:
+            return
+        sites = [rank.sites[self.rebalancing] for rank in self.ranks]
+        if any(site.participant.state != "idle" for site in sites):
+            return
+        old, slots = sites[0].map, self.shapes[self.rebalancing].slots_per_rank
+        rows = np.roll(old.phy2log, slots, axis=1)
+        placement = Placement(rows, old.num_ranks, old.num_logical_experts)
+        self.world.note(f"the engine moves the experts of {self.rebalancing}")
+        self.rebalancing = None
+        for site in sites:
+            site.rebalanced(placement)
+        self.dirty = True
+
+    def replace(self, generation) -> None:
+        """The supervisor restarts the group, if it has not done so meanwhile."""
+        if generation == self.generation:
+            self.broken()
 
     # --- polls ----------------------------------------------------------------------------------------
 

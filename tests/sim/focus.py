@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tests.sim.causes import (
     again,
     cut,
+    disable,
     fleet_like,
     lapse,
     late,
@@ -16,7 +17,9 @@ from tests.sim.causes import (
     like,
     news,
     quick,
+    rebalance,
     reload,
+    set_clock,
     silent,
     split,
     store_away,
@@ -109,9 +112,9 @@ FOCI = (
         CANCELLED,
     ),
     focus(
-        "control follower Vote, Ack, AbortAnswer, StagingProgress",
-        13,
-        *(again(kind, "controller is follower", 2) for kind in ANSWERS),
+        "control follower Vote, Ack, AbortAnswer, StagingProgress, RankHeard, RankTroubled",
+        16,
+        *(again(kind, "controller is follower", 2) for kind in (*ANSWERS, "Beat")),
         lapse("controller is ready", 0.5, same=1.0, within=0.3),
         CANCELLED,
     ),
@@ -199,6 +202,20 @@ FOCI = (
         BUSY,
         reload("rank is aborted", False),
     ),
+    # --- a rank: errors of its agent, an engine with a mind of its own -----------------------------
+    focus(
+        "participant idle MigrationDisabled; participant staging MigrationDisabled;"
+        " participant prepared MigrationDisabled; participant armed MigrationDisabled;"
+        " participant swapping MigrationDisabled; participant aborted MigrationDisabled",
+        20,
+        BUSY,
+        like(slow_swaps=0.2),
+        disable("rank is staging", 0.5, 1.5),
+        *(disable(f"rank {state}", 0.5) for state in RANK_STATES),
+        wish("cancel", "rank is prepared", 0.1),
+        lapse("controller is ready", 0.2, same=1.0, within=0.3),
+    ),
+    focus("participant idle EngineRebalanced", 8, rebalance("rank is staging", 0.1)),
     focus("participant swapping SwapFailed", 10, like(failing_swaps=0.5, slow_swaps=0.2)),
     # --- a wave: ranks that are lost and come back ------------------------------------------------
     focus(
@@ -384,6 +401,37 @@ FOCI = (
         lapse("wave is preparing", same=0.7),
         late(frozenset({"RankState"}), "controller is recovering", None, 0.8, 0.9, one=True),
         twice("StagingProgress", 6),
+    ),
+    focus(
+        "control waiting_for_ranks PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped, RankHeard, RankTroubled;"
+        " control recovering PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped",
+        24,
+        late(frozenset({"Hello"}), "controller is waiting_for_ranks", None, 0.4, 0.9, one=True),
+        late(frozenset({"RankState"}), "controller is recovering", None, 0.4, 0.9, one=True),
+        again("Beat", "controller is waiting_for_ranks", 3),
+        *(
+            order
+            for state in ("waiting_for_ranks", "recovering")
+            for order in (
+                *(wish(what, f"controller is {state}") for what in ("mode", "freeze", "resume")),
+                set_clock(f"controller is {state}", 2),
+            )
+        ),
+        lapse("controller is ready", 0.9, same=1.0, within=0.3),
+    ),
+    focus(
+        "control migrating PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
+        " control ready PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped",
+        8,
+        *(
+            order
+            for state in ("migrating", "ready")
+            for order in (
+                *(wish(what, f"controller is {state}", 0.2) for what in ("mode", "freeze")),
+                wish("resume", f"controller is {state}"),
+                set_clock(f"controller is {state}"),
+            )
+        ),
     ),
     focus(
         "control recovering Vote, AbortAnswer",

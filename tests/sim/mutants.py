@@ -45,6 +45,17 @@ class TermOfStoreOnly(DeploymentControl):
         return False
 
 
+class KeepsItsEpoch(Participant):
+    def _follow_engine(self, event):
+        self.placement = event.placement
+        return []
+
+
+class IgnoresTrouble(DeploymentControl):
+    def _troubled(self, event, now):
+        return []
+
+
 class TakesAnyBase(Participant):
     def is_stale(self, prepare):
         return False
@@ -188,6 +199,9 @@ MUTANTS = (
     ),
     Mutant("R2", "R2", "takes its term from the store alone", Kit(control=TermOfStoreOnly)),
     Mutant("R3", "R3", "a rank takes a Prepare of any base", Kit(participant=TakesAnyBase)),
+    Mutant(
+        "R3b", "R3", "the engine moves experts, the epoch stays", Kit(participant=KeepsItsEpoch)
+    ),
     Mutant("R4", "R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll)),
     Mutant("R5", "R5", "Commit swaps", Kit(participant=CommitSwaps)),
     Mutant("R6", "R6", "a rank drops alone", Kit(participant=DropsAlone)),
@@ -196,6 +210,7 @@ MUTANTS = (
     Mutant("R8", "R8", "a failed poll means not agreed", Kit(gate=FailedPollMeansNo)),
     Mutant("R9", "R9", "polls only while a wave is held", Kit(gate=PollsWhenBusy)),
     Mutant("R9b", "R9", "polls although K differs", Kit(gate=AgreesWithAnyone)),
+    Mutant("R9c", "R9", "begins a wave that a rank refuses", Kit(control=IgnoresTrouble)),
     Mutant("R10", "R10", "rebuilds its communicator alone", Kit(gate=RebuildsAlone)),
     Mutant("R11", "R11", "fills buffers the wave frees", Kit(executor=FillsFreedBuffers)),
     Mutant("R12", "R12", "never aborts a wave it finds", Kit(coordinator=NeverAbortsFoundWaves)),

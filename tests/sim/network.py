@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict, deque
+from dataclasses import dataclass
 
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.v1 import agent_pb2
@@ -21,6 +22,7 @@ _ECHOED = (
     "AbortAnswer",
     "StagingProgress",
     "TermRefused",
+    "Beat",
 )
 
 
@@ -120,6 +122,13 @@ class SimNetwork:
         if random() < self.linger:
             return 0.2 + 6.0 * random() * random()
         return 0.005 + 0.1 * random() * random()
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Telemetry of a rank: the rank is alive, and tells whether it refuses waves."""
+
+    trouble: str
 
 
 class NotLeading:

@@ -8,7 +8,7 @@ from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.rank.gate import PollFailed, PollResolved
 from tests.sim.checks import UNMATCHED_OPERATION
 from tests.sim.copies import Job
-from tests.sim.network import NotLeading, Stream, describe
+from tests.sim.network import Beat, NotLeading, Stream, describe
 
 SILENCE_S = 1.5
 """A rank that hears nothing for so long on a stream opens another."""
@@ -41,12 +41,7 @@ class Site:
         self.buffers: list = [None] * (self.slot_buffers + self.staging_experts)
         self.table: dict = {}
         """(layer, local slot) -> buffer."""
-        for layer in range(shape.num_layers):
-            for local in range(shape.slots_per_rank):
-                expert = self.rows[layer][rank.rank * shape.slots_per_rank + local]
-                if pool is None or expert >= 0:
-                    self.table[layer, local] = len(self.table)
-        self.fill()
+        self.lay_out()
         self.job: Job | None = None
         self.waves: deque = deque(maxlen=4)
         """Whose copies were told of lately, for echoes."""
@@ -54,6 +49,8 @@ class Site:
         self.heard_at = 0.0
         self.wants = 0
         """Replica to try next."""
+        self.trouble = ""
+        """Why this rank refuses every wave; empty if it does not."""
         self.participant = world.kit.participant(
             msg.RankIdentity(deployment, EpRank(rank.rank), rank.generation, rank.incarnation),
             shape,
@@ -71,6 +68,16 @@ class Site:
         self.map = placement
         self.rows = placement.phy2log.tolist()
         self.epoch = epoch
+
+    def lay_out(self) -> None:
+        """Give every slot of the map a buffer, and load it from the checkpoint."""
+        shape, base = self.shape, self.rank.rank * self.shape.slots_per_rank
+        self.table.clear()
+        for layer in range(shape.num_layers):
+            for local in range(shape.slots_per_rank):
+                if not shape.pooled or self.rows[layer][base + local] >= 0:
+                    self.table[layer, local] = len(self.table)
+        self.fill()
 
     def fill(self) -> None:
         """Load every reachable slot from the checkpoint."""
@@ -132,6 +139,23 @@ class Site:
         self.carry(self.participant.handle(event, self.world.now))
         if self.participant.state is not before:
             self.world.moment(f"rank is {self.participant.state}", rank=self.rank, site=self)
+
+    def disable(self) -> None:
+        """The agent met an error: it refuses every wave from now on, and says so."""
+        if self.rank.alive:
+            self.trouble = "injected"
+            self.feed(msg.MigrationDisabled())
+            self.beat()
+
+    def rebalanced(self, placement) -> None:
+        """The engine moved experts by itself."""
+        self.feed(msg.EngineRebalanced(placement))
+        self.install(self.participant.placement, self.participant.epoch)
+        self.lay_out()
+        self.world.checks.installed(
+            self.deployment, self.rank.generation, self.epoch, self.participant.placement
+        )
+        self.rank.fleet.remember(self.rank.rank, self)
 
     def feed_soon(self, event) -> None:
         """The same by way of another thread: a little later, and news of copies sometimes twice."""
@@ -222,11 +246,18 @@ class Site:
             free_bytes=0,
             staging_bytes=part.staging_bytes,
             gate_digest=rank.gate.digest,
+            capabilities=frozenset() if part.observe_only else frozenset({"migrate"}),
             highest_term=part.leader.term if part.leader is not None else 0,
         )
         world.network.to_replica(self.stream, hello)
         self.heard_at = world.now
         world.after(SILENCE_S, self.watch, self.stream)
+
+    def beat(self) -> None:
+        """Send telemetry."""
+        if self.stream is not None:
+            replica = self.stream.replica
+            self.world.network.send(self.stream, replica.on_message, Beat(self.trouble))
 
     def abandon(self) -> None:
         """Look for another replica; the old socket stays open for a while."""
@@ -243,6 +274,7 @@ class Site:
         if self.world.now - self.heard_at >= SILENCE_S:
             self.abandon()
         else:
+            self.beat()
             self.world.after(SILENCE_S, self.watch, stream)
 
 

@@ -8,9 +8,10 @@ from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.protocol.messages import Hello, Tick
+from evenkeel_moe.protocol.messages import Hello, Prepare, Tick
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
-from tests.sim.network import describe
+from tests.sim.checks import WAVE_REFUSED
+from tests.sim.network import Beat, describe
 from tests.sim.store import StoreDown
 
 LEASE_S = 2.0
@@ -68,6 +69,10 @@ class Seat:
         self.renewed_at = 0.0
         self.try_at = 0.0
         self.streams: dict = {}
+        self.troubled: dict = {}
+        """Stream number -> stream whose rank tells that it refuses every wave."""
+        self.waves: set = set()
+        """Waves begun under this term."""
 
     # --- lease --------------------------------------------------------------------------------------
 
@@ -144,9 +149,36 @@ class Seat:
             if after[1] is not None and after[1] != before[1]:
                 self.world.moment(f"wave is {after[1]}", replica=self.replica, seat=self)
 
+    def on_beat(self, stream, beat) -> None:
+        """A rank's telemetry: the machine hears that the rank is alive, and what keeps it from waves."""
+        rank = stream.rank
+        self.feed(ctl.RankHeard(rank.rank, rank.incarnation, stream.number))
+        if beat.trouble and stream.number in self.streams:
+            self.troubled[stream.number] = stream
+        self.feed(ctl.RankTroubled(rank.rank, stream.number, beat.trouble))
+
+    def repeat_troubles(self) -> None:
+        """A machine that leads again knows its ranks by their Hellos alone."""
+        for number, stream in self.troubled.items():
+            self.feed(ctl.RankTroubled(stream.rank.rank, number, "injected"))
+
+    def note_waves(self, actions) -> None:
+        """No wave may begin while a rank tells that it refuses every wave."""
+        for action in actions:
+            message = getattr(action, "message", None)
+            if not isinstance(message, Prepare) or message.wave in self.waves:
+                continue
+            self.waves.add(message.wave)
+            for number, stream in self.troubled.items():
+                if stream.rank.alive and number in self.streams:
+                    self.world.checks.fail(
+                        WAVE_REFUSED, f"{message.wave} begins, rank {stream.rank.rank} refuses it"
+                    )
+
     def carry(self, actions) -> None:
         """Persists first, then sends; a failed persist keeps the batch's sends back, but for questions."""
         world, failed = self.world, []
+        self.note_waves(actions)
         for action in actions:
             if not self.replica.alive:
                 return
@@ -349,6 +381,7 @@ class Replica:
             seat.keep_lease()
             if self.alive and not self.paused:
                 seat.feed(Tick())
+                seat.repeat_troubles()
 
     def on_message(self, stream, message) -> None:
         """A rank's message; late ones of broken streams still arrive at the same life."""
@@ -365,6 +398,9 @@ class Replica:
         incarnation = stream.rank.incarnation
         if self.world.trace_lines is not None:
             self.world.note(f"{self.name} <- rank {stream.rank.rank} {describe(message)}")
+        if isinstance(message, Beat):
+            seat.on_beat(stream, message)
+            return
         seat.feed(ctl.FromRank(stream.rank.rank, incarnation, stream.number, message))
         if isinstance(message, Hello) and self.alive:
             self.world.moment(
@@ -379,6 +415,7 @@ class Replica:
             return
         seat = self.seats[stream.deployment]
         seat.streams.pop(stream.number, None)
+        seat.troubled.pop(stream.number, None)
         seat.feed(ctl.StreamClosed(stream.rank.rank, stream.number))
 
 

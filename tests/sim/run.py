@@ -123,7 +123,8 @@ class FleetWorld(World):
         for replica in self.replicas:
             replica.go_on(replica.life)
             replica.start()
-        if self.fleet.misconfigured:
+        sites = [site for rank in self.fleet.ranks for site in rank.sites.values()]
+        if self.fleet.misconfigured or any(site.trouble for site in sites):
             self.fleet.misconfigured = False
             self.fleet.broken()
 

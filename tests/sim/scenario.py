@@ -61,7 +61,7 @@ TIMING = ControlTiming(
         idle_after_s=2.0,
     ),
 )
-QUIET = ("QueryState", "RankState", "decision", "Hello", "StagingProgress")
+QUIET = ("QueryState", "RankState", "decision", "Hello", "StagingProgress", "Beat")
 """Lines about these are left out."""
 
 
