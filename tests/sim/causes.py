@@ -229,12 +229,13 @@ def reload(moment: str, announced: bool, chance: float = 0.5, within: float = SO
     return arrange
 
 
-def disable(moment: str, chance: float = 0.8, restart_s: float = 0.0):
-    """An agent meets an error and refuses waves; `restart_s`: the group is restarted so much later, 0 for never."""
+def disable(moment: str, times: int = 1, chance: float = 0.5, restart_s: float = 0.0):
+    """An agent meets errors and refuses waves; `restart_s`: the group is restarted so much later, 0 for never."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
-            world.after(SOON_S * world.rng.random(), context["site"].disable)
+            for _ in range(times):
+                world.after(SOON_S * world.rng.random(), context["site"].disable)
             if restart_s:
                 world.after(restart_s, world.fleet.replace, world.fleet.generation)
 

@@ -76,6 +76,7 @@ INTENT = "controller stores PersistIntent"
 RANK_STATES = ("is idle", "is staging", "is prepared", "is armed", "swaps", "is aborted")
 WAVE_STATES = ("preparing", "committing", "aborting", "committed", "aborted")
 ANSWERS = ("Vote", "Ack", "AbortAnswer", "StagingProgress")
+ORDERS = ("policy", "thaw", "resume")
 CANCELLED = wish("cancel", "rank is staging", 0.15)
 
 FOCI = (
@@ -112,9 +113,10 @@ FOCI = (
         CANCELLED,
     ),
     focus(
-        "control follower Vote, Ack, AbortAnswer, StagingProgress, RankHeard, RankTroubled",
+        "control follower Vote, Ack, AbortAnswer, StagingProgress, RankHeard, RankTroubled, ClockStepped",
         16,
         *(again(kind, "controller is follower", 2) for kind in (*ANSWERS, "Beat")),
+        set_clock("controller is follower"),
         lapse("controller is ready", 0.5, same=1.0, within=0.3),
         CANCELLED,
     ),
@@ -207,15 +209,16 @@ FOCI = (
         "participant idle MigrationDisabled; participant staging MigrationDisabled;"
         " participant prepared MigrationDisabled; participant armed MigrationDisabled;"
         " participant swapping MigrationDisabled; participant aborted MigrationDisabled",
-        20,
+        14,
         BUSY,
         like(slow_swaps=0.2),
-        disable("rank is staging", 0.5, 1.5),
-        *(disable(f"rank {state}", 0.5) for state in RANK_STATES),
-        wish("cancel", "rank is prepared", 0.1),
+        disable("rank is staging", restart_s=1.5),
+        *(disable(f"rank {state}", 4) for state in RANK_STATES),
+        disable("rank is aborted", 4, 1.0),
+        wish("cancel", "rank is prepared", 0.15),
         lapse("controller is ready", 0.2, same=1.0, within=0.3),
     ),
-    focus("participant idle EngineRebalanced", 8, rebalance("rank is staging", 0.1)),
+    focus("participant idle EngineRebalanced", 7, rebalance("rank is staging", 0.3)),
     focus("participant swapping SwapFailed", 10, like(failing_swaps=0.5, slow_swaps=0.2)),
     # --- a wave: ranks that are lost and come back ------------------------------------------------
     focus(
@@ -405,16 +408,16 @@ FOCI = (
     focus(
         "control waiting_for_ranks PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped, RankHeard, RankTroubled;"
         " control recovering PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped",
-        24,
+        14,
         late(frozenset({"Hello"}), "controller is waiting_for_ranks", None, 0.4, 0.9, one=True),
         late(frozenset({"RankState"}), "controller is recovering", None, 0.4, 0.9, one=True),
-        again("Beat", "controller is waiting_for_ranks", 3),
+        again("Beat", "controller is waiting_for_ranks", 6),
         *(
             order
             for state in ("waiting_for_ranks", "recovering")
             for order in (
-                *(wish(what, f"controller is {state}") for what in ("mode", "freeze", "resume")),
-                set_clock(f"controller is {state}", 2),
+                *(wish(what, f"controller is {state}") for what in 2 * ORDERS),
+                set_clock(f"controller is {state}"),
             )
         ),
         lapse("controller is ready", 0.9, same=1.0, within=0.3),
@@ -427,8 +430,7 @@ FOCI = (
             order
             for state in ("migrating", "ready")
             for order in (
-                *(wish(what, f"controller is {state}", 0.2) for what in ("mode", "freeze")),
-                wish("resume", f"controller is {state}"),
+                *(wish(what, f"controller is {state}") for what in ORDERS),
                 set_clock(f"controller is {state}"),
             )
         ),

@@ -300,6 +300,10 @@ class Seat:
                     self.carry(self.operator.resume(now))
                 case "freeze":
                     self.carry(self.operator.freeze(world.rng.choice((0, 1)), now))
+                case "thaw":
+                    self.carry(self.operator.freeze(0, now))
+                case "policy":
+                    self.carry(self.operator.set_policy(control.policy, {}, now))
                 case "mode":
                     mode = world.rng.choice((Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
                     policy = DeploymentPolicy(mode=mode, cycle_s=world.cycle_s)

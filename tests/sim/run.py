@@ -22,6 +22,10 @@ CALM_TICKS = 500
 """Within so many ticks of calm every plan must have ended and a new one must have committed."""
 
 
+RETRY_S = 1.5
+"""In calm a plan that failed is tried again after so long: longer than between two heartbeats at rest."""
+
+
 class FleetWorld(World):
     """A whole deployment: replicas, store, network, fleet."""
 
@@ -213,11 +217,14 @@ def advance_proof(world: FleetWorld, deployment, fresh: dict) -> bool:
     if seat is None:
         return False
     if deployment in fresh:
-        record = seat.control.records.by_id.get(fresh[deployment])
+        plan_id, submitted_at = fresh[deployment]
+        record = seat.control.records.by_id.get(plan_id)
         if record is not None and record.phase is PlanPhase.COMMITTED:
             check_records(world, deployment, seat)
             return True
-        if record is not None and not record.phase.terminal:
+        # A new plan on the same stale base would be refused until a heartbeat shows the true one.
+        early = world.now < submitted_at + RETRY_S
+        if record is not None and (early or not record.phase.terminal):
             return False
         del fresh[deployment]
     try:
@@ -231,7 +238,7 @@ def advance_proof(world: FleetWorld, deployment, fresh: dict) -> bool:
     except EvenkeelError:
         return False
     if record is not None:
-        fresh[deployment] = record.plan.plan_id
+        fresh[deployment] = record.plan.plan_id, world.now
     return False
 
 
