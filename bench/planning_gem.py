@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 from bench.loads import lognormal_steps
 from bench.report import Row, best_of
+from evenkeel_moe.jit import kernel
 from evenkeel_moe.planning.policies.gem.kernels import search_layers
 from evenkeel_moe.planning.policies.gem.policy import cost_table, gem_setup
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.kernels import kernel, token_cost
+from evenkeel_moe.planning.problem.kernels import token_cost
 
 __all__ = ["gem_rows"]
 

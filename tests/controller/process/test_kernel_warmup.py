@@ -15,6 +15,7 @@ import numpy as np
 from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.planning.problem import kernels, metrics
+from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.telemetry import step_kernels as board_kernels
@@ -34,7 +35,7 @@ def over_the_wire(report):
     return reports.decode_report(reports.encode_report(report), identity_of(report), SHAPE)
 
 def compiled():
-    named = (kernels.rank_load_kernel, kernels.balancedness_kernel, kernels.optimal_split_kernel)
+    named = (kernels.rank_load_kernel, kernels.balancedness_kernel, optimal_split_kernel)
     ours = [one for module in (board_kernels, step_checks) for one in vars(module).values() if hasattr(one, "signatures")]
     return [len(one.signatures) for one in (*ours, *named)]
 

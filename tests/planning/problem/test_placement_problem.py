@@ -104,7 +104,7 @@ def test_loads_beyond_what_can_be_counted_are_refused():
         (
             [[1.0, 2.0], [3.0, 2.5]],
             [1.0, 1.0],
-            "1 stairs are lower than the one before, the most by 0.5 s",
+            "1 tiles cost less than the one before, the most by 0.5 s",
         ),
         (
             [[1.0, 2.0], [1.0, 2.0]],

@@ -1,4 +1,4 @@
-"""What no placement can beat: lower bounds on the predicted MoE time."""
+"""Lower bounds on the predicted MoE time of any placement."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +13,21 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 __all__ = ["bound_times", "hottest_copy", "lower_bound"]
 
 _ROUNDING = 1e-12
-"""Sums in another order than those of the score differ by this."""
+"""Relative rounding error between sums taken in different orders."""
 
 
 @kernel
 def _hottest_copy(
     load: NDArray[np.float64], num_redundant: int, num_ranks: int
 ) -> NDArray[np.float64]:
+    """See `hottest_copy`."""
     steps, layers, experts = load.shape
     out = np.zeros((steps, layers))
     hot = np.empty(experts)
     copies = np.empty(experts)
     for t in range(steps):
         for layer in range(layers):
-            # Only experts above the mean rank load can lift the bound over it, and those are few.
+            # Only experts above the mean rank load can raise the bound above it; they are few.
             mean = load[t, layer].sum() / num_ranks
             count = 0
             for expert in range(experts):
@@ -52,7 +53,8 @@ def _hottest_copy(
 def hottest_copy(
     load: NDArray[np.generic], num_redundant: int, num_ranks: int
 ) -> NDArray[np.float64]:
-    """Least possible load of the hottest copy or of the mean rank, if every step chose its own replicas.
+    """Return the least load of the hottest copy, or of the mean rank, with free replicas in each
+    step.
 
     Args:
         load: (T, L, E) [tokens].
@@ -60,7 +62,7 @@ def hottest_copy(
         num_ranks: R.
 
     Returns:
-        (T, L) float64 [tokens], never under the mean rank load.
+        (T, L) float64 [tokens], at least the mean rank load.
     """
     if load.ndim != 3:
         raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
@@ -70,10 +72,11 @@ def hottest_copy(
 def bound_times(
     load: NDArray[np.generic], num_ranks: int, num_redundant: int, costs: CostCurves | None = None
 ) -> NDArray[np.float64]:
-    """Time of every step and layer that no placement and no dispatcher can beat.
+    """Return a time of every step and layer that no placement and no dispatcher can beat.
 
-    The larger of the fluid time (tokens spread freely) and the cost, on the cheapest rank, of the hottest
-    copy: an expert with c copies puts at least 1/c of its tokens on one of them, however they are split.
+    It is the larger of the fluid time (tokens spread freely) and the cost of the hottest copy on
+    the cheapest rank: an expert with c copies puts at least 1/c of its tokens on one of them,
+    however they are split.
 
     Returns:
         (T, L) float64 [s], or [tokens] without curves.
@@ -86,20 +89,20 @@ def bound_times(
 
 
 def lower_bound(problem: PlacementProblem) -> float:
-    """A bound under the score of every placement of a problem, layer by layer the best of two.
+    """Return a lower bound on the score of every placement of a problem.
 
-    The sum of `bound_times`, which holds for all costs and dispatchers. And, for small layers under an even split on equal ranks,
-    `branch_bound`, which knows that one placement serves all steps.
+    For each layer it is the larger of two bounds: the sum of `bound_times`, which holds for all
+        costs and dispatchers; and, for small layers under an even split on equal ranks,
+        `branch_bound`, which uses the fact that one placement serves all steps.
     """
-    shape = problem.shape
+    shape, objective = problem.shape, problem.objective
     redundant = shape.num_slots - shape.num_logical_experts
-    by_layer = bound_times(problem.load, shape.num_ranks, redundant, problem.objective.costs).sum(
-        axis=0
-    )
+    times = bound_times(problem.load, shape.num_ranks, redundant, objective.costs)
+    by_layer = times.sum(axis=0)
     if (
-        problem.objective.costs is None
-        and problem.objective.dispatch is DispatchModel.EVEN
-        and not problem.objective.allow_duplicates
+        objective.costs is None
+        and objective.dispatch is DispatchModel.EVEN
+        and not objective.allow_duplicates
         and shape.num_logical_experts <= BRANCH_EXPERTS
         and shape.num_ranks <= BRANCH_RANKS
     ):

@@ -1,7 +1,9 @@
-"""A bound by branching: experts are put on ranks one after the other, and what no choice can undo is counted.
+"""A lower bound on the time of a small layer, by branch and bound over placements.
 
-Best first, so the least bound of all open choices is a bound under every placement at any time, and the optimum once a
-placement is complete. It lifts the bound of layers with few experts and ranks; with many, all budgets end near the root.
+Experts are assigned to ranks one after the other, and each partial assignment has a bound that no
+completion can beat. The search is best first: the least bound of all open nodes is at any time a
+bound on every placement, and it is the optimum once a placement is complete. This raises the bound
+of layers with few experts and ranks; with many, the search ends near the root for any budget.
 """
 
 import numpy as np
@@ -12,22 +14,24 @@ from evenkeel_moe.jit import kernel
 __all__ = ["BRANCH_EXPERTS", "BRANCH_RANKS", "branch_bound"]
 
 BRANCH_EXPERTS, BRANCH_RANKS = 12, 4
-"""Largest layers for which branching lifts the bound within the memory it is given."""
+"""Largest layers for which branching raises the bound within its memory."""
 _ROOM = 300_000
-"""Rank loads that all open choices of one layer may hold together."""
+"""Rank loads that all nodes of one layer may hold together."""
 _MOST_NODES = 30_000
 
 
 def branch_bound(load: NDArray[np.float64], num_ranks: int, slots_per_rank: int) -> float:
-    """Time of one layer that no placement beats under an even split, with ranks alike and no expert twice on a rank.
+    """Return a time of one layer that no placement can beat.
+
+    It holds under an even split on equal ranks, with no expert twice on a rank.
 
     Args:
         load: (T, E) [tokens], E at most `BRANCH_EXPERTS`.
         num_ranks: R, at most `BRANCH_RANKS`.
-        slots_per_rank: places of a rank; R of them hold E or more.
+        slots_per_rank: slots of a rank; R ranks hold at least E.
 
     Returns:
-        Sum over steps [tokens]; the optimum if the search came to its end.
+        Sum over steps [tokens]; the optimum if the search was completed.
     """
     heaviest_first = np.argsort(-load.sum(axis=0), kind="stable")
     tokens = np.ascontiguousarray(load[:, heaviest_first].T, np.float64)
@@ -45,10 +49,11 @@ def _level(
     depth: int,
     per_rank: int,
 ) -> float:
-    """What a choice for the first `depth` experts costs at the least.
+    """Return a lower bound on the time after the first `depth` experts were assigned.
 
-    In every step: the fullest rank as it is; the mean of all ranks; what is left, spread over ranks with a place;
-    the hottest expert left, on as many ranks as there may be copies.
+    In every step it is the largest of: the fullest rank so far; the mean of all ranks; the
+        remaining load spread over the ranks with a free slot; the hottest remaining expert on as
+        many ranks as it can have copies.
     """
     num_ranks, steps = ranks.shape
     experts = load.shape[0]
@@ -81,6 +86,7 @@ def _level(
 
 @kernel
 def _branch(load: NDArray[np.float64], num_ranks: int, per_rank: int, room: int) -> float:
+    """Search with at most `room` nodes; `load` is (E, T)."""
     experts, steps = load.shape
     rest, hottest = np.zeros((experts + 1, steps)), np.zeros((experts + 1, steps))
     for expert in range(experts - 1, -1, -1):
@@ -88,7 +94,7 @@ def _branch(load: NDArray[np.float64], num_ranks: int, per_rank: int, room: int)
         hottest[expert] = np.maximum(hottest[expert + 1], load[expert])
     ranks, held = np.zeros((room, num_ranks, steps)), np.zeros((room, num_ranks), np.int64)
     depth, bound = np.zeros(room, np.int64), np.zeros(room)
-    # A heap of open choices: least bound first, the deepest of equals.
+    # A heap of open nodes: least bound first, among equal ones the deepest.
     heap, size, used = np.zeros(room, np.int64), 1, 1
     bound[0] = _level(load, rest, hottest, ranks[0], held[0], 0, per_rank)
     while size > 0:
@@ -121,7 +127,10 @@ def _branch(load: NDArray[np.float64], num_ranks: int, per_rank: int, room: int)
 
 @kernel
 def _is_choice(held: NDArray[np.int64], chosen: int, expert: int, per_rank: int) -> bool:
-    """Whether the ranks in `chosen` all have a place; of ranks that hold the same, the first ones must be taken."""
+    """Return True if all ranks in `chosen` have a free slot.
+
+    Among ranks that hold the same experts, only the first ones may be chosen.
+    """
     for rank in range(held.shape[0]):
         if (chosen >> rank) & 1:
             free = per_rank
@@ -137,6 +146,7 @@ def _is_choice(held: NDArray[np.int64], chosen: int, expert: int, per_rank: int)
 
 @kernel
 def _before(a: int, b: int, bound: NDArray[np.float64], depth: NDArray[np.int64]) -> bool:
+    """Return True if node a comes before node b in the heap."""
     return bool(bound[a] < bound[b] or (bound[a] == bound[b] and depth[a] > depth[b]))
 
 
@@ -148,6 +158,7 @@ def _rise(
     bound: NDArray[np.float64],
     depth: NDArray[np.int64],
 ) -> None:
+    """Put a node into the heap at `at` and move it up to its place."""
     while at > 0 and _before(node, heap[(at - 1) // 2], bound, depth):
         heap[at] = heap[(at - 1) // 2]
         at = (at - 1) // 2
@@ -162,6 +173,7 @@ def _sink(
     bound: NDArray[np.float64],
     depth: NDArray[np.int64],
 ) -> None:
+    """Put a node at the top of the heap and move it down to its place."""
     at = 0
     while 2 * at + 1 < size:
         child = 2 * at + 1

@@ -1,7 +1,7 @@
-"""Rank load, balancedness, predicted MoE time and its bound: the only definitions.
+"""The only definitions of rank load, balancedness, predicted MoE time and its fluid bound.
 
-Axes are fixed: balance is taken over ranks, for one layer in one step, and summarised only afterwards. Zero
-load has no balance: NaN, never 1 or 0.
+Balance is taken over the ranks of one layer in one step and summarised only afterwards. Without
+load there is no balance: NaN, never 1 or 0.
 """
 
 import numpy as np
@@ -29,7 +29,6 @@ __all__ = [
     "cost_arrays",
     "fluid_bound",
     "fluid_times",
-    "imbalance_ratio",
     "predicted_time",
     "rank_load",
     "rank_seconds",
@@ -43,7 +42,7 @@ __all__ = [
 def rank_load(
     load: NDArray[np.generic], placement: Placement, split: SplitModel = EVEN_SPLIT
 ) -> NDArray[np.float64]:
-    """Load each EP rank carries in every step.
+    """Return the load of each EP rank in every step.
 
     Args:
         load: (T, L, E) [tokens] - routed tokens per step.
@@ -74,21 +73,21 @@ def rank_load(
 def window_rank_load(
     load: NDArray[np.generic], placement: Placement, split: SplitModel = EVEN_SPLIT
 ) -> NDArray[np.float64]:
-    """Load each EP rank carries over a whole window, (L, R) float64 [tokens].
+    """Return the (L, R) float64 [tokens] load of each EP rank over a whole window.
 
-    Hides imbalance that changes from step to step; judge a placement by `rank_load` per step.
+    It hides imbalance that changes from step to step; judge a placement by `rank_load` per step.
     """
     return np.asarray(rank_load(load, placement, split).sum(axis=0), np.float64)
 
 
 def balancedness(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean over ranks / max over ranks of the rank load.
+    """Return the mean over ranks divided by the maximum over ranks of the rank load.
 
     Args:
         rank_load: (..., R) [tokens] - the last axis is the ranks.
 
     Returns:
-        (...) float64 in (0, 1], NaN where nothing was routed.
+        (...) float64 in (0, 1], NaN without load.
     """
     values = np.ascontiguousarray(rank_load, np.float64)
     flat = values.reshape(-1, values.shape[-1])
@@ -96,7 +95,7 @@ def balancedness(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def balancedness_by_layer(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Balancedness of each layer, averaged over the steps in which it had load.
+    """Return the balancedness of each layer, averaged over the steps in which it had load.
 
     Args:
         rank_load: (T, L, R) [tokens].
@@ -114,30 +113,31 @@ def balancedness_by_layer(rank_load: NDArray[np.float64]) -> NDArray[np.float64]
 
 
 def balancedness_mean(rank_load: NDArray[np.float64]) -> float:
-    """Mean over layers of `balancedness_by_layer`; NaN if no layer has load. rank_load: (T, L, R)."""
+    """Return the mean over layers of `balancedness_by_layer`; NaN if no layer has load.
+
+    rank_load: (T, L, R).
+    """
     values = balancedness_by_layer(rank_load)
     known = values[~np.isnan(values)]
     return float(known.mean()) if known.size else float("nan")
 
 
 def balancedness_worst(rank_load: NDArray[np.float64]) -> float:
-    """Least over layers of `balancedness_by_layer`; NaN if no layer has load. rank_load: (T, L, R)."""
+    """Return the minimum over layers of `balancedness_by_layer`; NaN if no layer has load.
+
+    rank_load: (T, L, R).
+    """
     values = balancedness_by_layer(rank_load)
     known = values[~np.isnan(values)]
     return float(known.min()) if known.size else float("nan")
 
 
-def imbalance_ratio(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Max / mean - 1 over ranks: (..., R) [tokens] -> (...) float64 >= 0, NaN where nothing was routed."""
-    return np.asarray(1.0 / balancedness(rank_load) - 1.0, np.float64)
-
-
 def cost_arrays(
     costs: CostCurves | None, num_ranks: int
 ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-    """Cost curves as `kernels.token_cost` takes them: (tile, (R, K) seconds, (R,) slope).
+    """Return cost curves in the form of `kernels.token_cost`: (tile, (R, K) seconds, (R,) slope).
 
-    Tile 0 stands for C_r(n) = n, what no curves mean.
+    Without curves, tile is 0, which stands for C_r(n) = n.
 
     Raises:
         ShapeMismatch: curves for another number of ranks.
@@ -158,15 +158,16 @@ def cost_arrays(
 
 
 def rank_seconds(rank_load: NDArray[np.float64], costs: CostCurves | None) -> NDArray[np.float64]:
-    """C_r(rank load): (..., R) [tokens] -> (..., R) float64 seconds, or tokens without curves."""
+    """Return C_r(rank load): (..., R) [tokens] -> (..., R) float64 [s], or [tokens] without
+    curves."""
     tile, tile_seconds, slope = cost_arrays(costs, rank_load.shape[-1])
     if tile == 0.0:
         return np.array(rank_load, np.float64)
     tiles = tile_seconds.shape[1]
-    stair = np.clip(np.ceil(rank_load / tile - kernels.TILE_SLACK).astype(np.int64), 1, None)
-    on_stairs = tile_seconds[np.arange(len(slope)), np.minimum(stair, tiles) - 1]
-    beyond = np.where(stair > tiles, slope * (rank_load - tiles * tile), 0.0)
-    return np.where(rank_load > 0, on_stairs + beyond, 0.0)
+    used = np.clip(np.ceil(rank_load / tile - kernels.TILE_SLACK).astype(np.int64), 1, None)
+    within = tile_seconds[np.arange(len(slope)), np.minimum(used, tiles) - 1]
+    beyond = np.where(used > tiles, slope * (rank_load - tiles * tile), 0.0)
+    return np.where(rank_load > 0, within + beyond, 0.0)
 
 
 def step_times(
@@ -175,7 +176,7 @@ def step_times(
     costs: CostCurves | None = None,
     split: SplitModel = EVEN_SPLIT,
 ) -> NDArray[np.float64]:
-    """Predicted time of every step and layer: max over ranks of C_r(rank load).
+    """Return the predicted time of every step and layer: the maximum over ranks of C_r(rank load).
 
     Returns:
         (T, L) float64 [s], or [tokens] without curves.
@@ -203,25 +204,28 @@ def predicted_time(
     costs: CostCurves | None = None,
     split: SplitModel = EVEN_SPLIT,
 ) -> float:
-    """Predicted MoE time of a placement on a window: the sum of `step_times`. Source: GEM eq. 1."""
+    """Return the predicted MoE time of a placement on a window, the sum of `step_times`.
+
+    Source: GEM eq. 1.
+    """
     return float(step_times(load, placement, costs, split).sum())
 
 
 def score(problem: PlacementProblem, placement: Placement) -> float:
-    """`predicted_time` under everything the problem says: load, costs, dispatch."""
+    """Return the `predicted_time` of a placement under the load and objective of the problem."""
     return predicted_time(problem.load, placement, problem.objective.costs, SplitModel.of(problem))
 
 
 def fluid_times(
     load: NDArray[np.generic], num_ranks: int, costs: CostCurves | None = None
 ) -> NDArray[np.float64]:
-    """Time of every step and layer if tokens could be split freely over all ranks.
+    """Return the time of every step and layer if tokens could be split freely over all ranks.
 
     Args:
         load: (T, L, E) [tokens].
         num_ranks: R.
-        costs: with curves, faster ranks take more; the bound is the least v at which the ranks together
-            can take the layer's tokens with no rank above v.
+        costs: with curves, faster ranks take more: the time is the least v at which all ranks
+            together can take the tokens of the layer with no rank above v.
 
     Returns:
         (T, L) float64 [s], or [tokens] without curves. No placement or dispatcher is faster.
@@ -234,7 +238,8 @@ def fluid_times(
         return np.asarray(totals / num_ranks, np.float64)
     levels = np.unique(np.concatenate([[0.0], tile_seconds.ravel()]))
     capacity, growth = _capacity_at(levels, tile, tile_seconds, slope)
-    # Between two levels the capacity grows by what ranks beyond their stairs add, then jumps.
+    # Between two levels the capacity grows by the ranks beyond their last tile; at a level it
+    # jumps.
     hit = np.searchsorted(capacity, totals * (1.0 - kernels.TILE_SLACK))
     below = np.clip(hit - 1, 0, None)
     missing = totals - capacity[below]
@@ -250,15 +255,16 @@ def _capacity_at(
     tile_seconds: NDArray[np.float64],
     slope: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Tokens all ranks take within each level of seconds, and how fast that grows just above it."""
+    """Return the tokens all ranks take within each level of seconds, and the growth rate above
+    it."""
     capacity = np.zeros(len(levels))
     growth = np.zeros(len(levels))
     tiles = tile_seconds.shape[1]
-    for stairs, rate in zip(tile_seconds, slope, strict=True):
-        capacity += np.searchsorted(stairs, levels, side="right") * tile
-        past = levels >= stairs[-1]
+    for seconds, rate in zip(tile_seconds, slope, strict=True):
+        capacity += np.searchsorted(seconds, levels, side="right") * tile
+        past = levels >= seconds[-1]
         if rate > 0.0:
-            capacity += np.where(past, (levels - stairs[tiles - 1]) / rate, 0.0)
+            capacity += np.where(past, (levels - seconds[tiles - 1]) / rate, 0.0)
             growth += np.where(past, 1.0 / rate, 0.0)
         else:
             capacity[past] = np.inf
@@ -268,7 +274,7 @@ def _capacity_at(
 def fluid_bound(
     load: NDArray[np.generic], num_ranks: int, costs: CostCurves | None = None
 ) -> float:
-    """Sum of `fluid_times`: a bound under the predicted time of every placement."""
+    """Return the sum of `fluid_times`, a lower bound on the predicted time of every placement."""
     return float(fluid_times(load, num_ranks, costs).sum())
 
 
@@ -278,6 +284,6 @@ def time_over_fluid(
     costs: CostCurves | None = None,
     split: SplitModel = EVEN_SPLIT,
 ) -> float:
-    """Predicted time / fluid bound, >= 1: the headline quality figure. NaN where there is no load."""
+    """Return predicted time / fluid bound, >= 1, the main measure of quality; NaN without load."""
     bound = fluid_bound(load, placement.num_ranks, costs)
     return predicted_time(load, placement, costs, split) / bound if bound > 0 else float("nan")

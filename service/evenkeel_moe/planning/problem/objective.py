@@ -1,6 +1,8 @@
-"""The objective of a plan: how the time of a placement is predicted, what a copy costs, and the limits of one plan.
+"""The objective of a plan: how the time of a placement is predicted, what a copy costs, and the
+limits of one plan.
 
-The same value goes from the settings through a cycle (or a replay) to the policy, so that all of them minimise one thing.
+The same value goes from the settings through a cycle (or a replay) to the policy, so that all of
+them minimise one thing.
 """
 
 import math
@@ -32,7 +34,8 @@ class DispatchModel(StrEnum):
 class CostCurves:
     """Seconds of one MoE layer on each rank as a function of its tokens (GEM eq. 1).
 
-    A step curve up to `dense_limit` = K * tile_tokens tokens (one value per tile), linear beyond it.
+    A step curve up to `dense_limit` = K * tile_tokens tokens (one value per tile), linear beyond
+    it.
     """
 
     tile_tokens: int
@@ -57,7 +60,7 @@ class CostCurves:
         if (rises < 0).any():
             raise InvalidInput(
                 "cost curves must not fall with the number of tokens:"
-                f" {int((rises < 0).sum())} stairs are lower than the one before,"
+                f" {int((rises < 0).sum())} tiles cost less than the one before,"
                 f" the most by {-rises.min():g} s"
             )
 

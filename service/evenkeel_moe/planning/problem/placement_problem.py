@@ -99,12 +99,7 @@ def check_current(problem: PlacementProblem) -> None:
         ShapeMismatch: it is of another deployment.
     """
     current, shape = problem.current, problem.shape
-    if current is not None and (
-        current.num_layers,
-        current.num_slots,
-        current.num_ranks,
-        current.num_logical_experts,
-    ) != (shape.num_layers, shape.num_slots, shape.num_ranks, shape.num_logical_experts):
+    if current is not None and current.sizes != shape.sizes:
         raise ShapeMismatch(
             f"the current placement is ({current.num_layers}, {current.num_slots}) of"
             f" {current.num_logical_experts} experts on {current.num_ranks} ranks,"

@@ -1,8 +1,8 @@
-"""How an engine's dispatcher splits an expert's tokens over its replicas, as the planner sees it.
+"""Models how the dispatcher of an engine splits the tokens of an expert over its replicas.
 
-Two of the three models fix a share per slot, whatever the batch: EVEN and NEAREST (`slot_shares`).
-OPTIMAL decides anew for every batch (`slot_load`). A placement planned for one model is worth little under
-another, so every score in `metrics` takes a `SplitModel`.
+Two of the three models fix a share per slot for all batches: EVEN and NEAREST (`slot_shares`).
+    OPTIMAL decides for every batch (`slot_load`). A placement planned for one model may be bad
+    under another, so every score in `metrics` takes a `SplitModel`.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem import kernels
 from evenkeel_moe.planning.problem.objective import DispatchModel
+from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 __all__ = ["EVEN_SPLIT", "SplitModel", "check_counts", "check_load", "slot_load", "slot_shares"]
@@ -22,17 +23,18 @@ __all__ = ["EVEN_SPLIT", "SplitModel", "check_counts", "check_load", "slot_load"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SplitModel:
-    """The dispatcher and what it needs to know."""
+    """The model of a dispatcher and the data it needs."""
 
     dispatch: DispatchModel = DispatchModel.EVEN
     topology: Topology | None = None
-    """Needed by NEAREST; None means one node."""
+    """For NEAREST; None means one node."""
     source_load: NDArray[np.float64] | None = None
-    """(R, L, E) [tokens] routed by each source rank, for NEAREST; None means tokens start evenly on all ranks."""
+    """(R, L, E) [tokens] routed by each source rank, for NEAREST; None means that tokens start
+    evenly on all ranks."""
 
     @classmethod
     def of(cls, problem: PlacementProblem) -> "SplitModel":
-        """The split model a problem is scored under."""
+        """Return the model under which a problem is scored."""
         return cls(problem.objective.dispatch, problem.topology, problem.source_load)
 
 
@@ -40,12 +42,12 @@ EVEN_SPLIT = SplitModel()
 
 
 def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray[np.float64]:
-    """Share of its expert's tokens each slot receives under a model that fixes shares.
+    """Return the share of its expert's tokens each slot receives under a model that fixes shares.
 
     Args:
         placement: (L, S) slots on R ranks.
-        split: EVEN or NEAREST. NEAREST: a source rank uses its own replicas, else those on its node,
-            else all; an even share where several qualify.
+        split: EVEN or NEAREST. NEAREST: a source rank uses its own replicas, else those on its
+            node, else all; evenly if there are several.
 
     Returns:
         (L, S) float64 in [0, 1]; the shares of an expert sum to 1, empty slots have 0.
@@ -59,13 +61,9 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
             "optimal dispatch splits every batch anew and has no fixed shares; use slot_load"
         )
     if split.dispatch is DispatchModel.EVEN:
-        # A copy: compiled code would need another version for what cannot be written.
+        # A copy: numba would compile another version for a read-only array.
         return placement.even_shares.copy()
-    ranks, layers, experts = (
-        placement.num_ranks,
-        placement.num_layers,
-        placement.num_logical_experts,
-    )
+    layers, _, ranks, experts = placement.sizes
     topology = split.topology if split.topology is not None else Topology.single_node(ranks)
     if topology.num_ranks != ranks:
         raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, placement {ranks}")
@@ -87,13 +85,13 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
 def slot_load(
     load: NDArray[np.generic], placement: Placement, split: SplitModel = EVEN_SPLIT
 ) -> NDArray[np.float64]:
-    """Tokens each slot receives in every step.
+    """Return the tokens each slot receives in every step.
 
     Args:
         load: (T, L, E) [tokens].
         placement: (L, S) slots on R ranks.
-        split: how tokens split over replicas; OPTIMAL gives the exact split with the least largest rank
-            load of every batch (where several do, a deterministic one of them).
+        split: how tokens split over replicas. OPTIMAL minimises the largest rank load of every
+            batch exactly; among several such splits it deterministically takes one.
 
     Returns:
         (T, L, S) float64 [tokens], summing to the load.
@@ -104,46 +102,46 @@ def slot_load(
     """
     tokens = check_load(load, placement)
     if split.dispatch is DispatchModel.OPTIMAL:
-        return kernels.optimal_split_kernel(tokens, placement.phy2log.copy(), placement.num_ranks)
+        return optimal_split_kernel(tokens, placement.phy2log.copy(), placement.num_ranks)
     held = np.where(placement.phy2log >= 0, placement.phy2log, 0)
     routed = np.take_along_axis(tokens, held[None], axis=2)
     return np.asarray(routed * slot_shares(placement, split), np.float64)
 
 
 def check_load(load: NDArray[np.generic], placement: Placement) -> NDArray[np.float64]:
-    """(T, L, E) load as contiguous float64, held against a placement; raises as `check_counts` does."""
+    """Return a (T, L, E) load as contiguous float64, checked as by `check_counts`."""
     return np.ascontiguousarray(check_counts(load, placement), np.float64)
 
 
 def check_counts(
     load: NDArray[np.generic], placement: Placement
 ) -> NDArray[np.float64] | NDArray[np.uint32]:
-    """(T, L, E) load, contiguous and held against a placement: a window's uint32 as they are, all else as float64.
+    """Return a (T, L, E) load as a contiguous array, after a check against the placement.
+
+    Returns:
+        uint32 counts stay uint32, because a window of a large model takes hundreds of megabytes as
+        float64; all other types become float64.
 
     Raises:
         ShapeMismatch: load and placement differ in layers or experts.
-        InfeasiblePlan: an expert that has load has no replica, so its tokens would vanish from the score.
+        InfeasiblePlan: an expert that has load has no replica; the score would miss its tokens.
     """
-    # A window of a large model has some hundred megabytes as float64.
     tokens: NDArray[np.float64] | NDArray[np.uint32]
     if np.asarray(load).dtype == np.uint32:
         tokens = np.ascontiguousarray(load, np.uint32)
     else:
         tokens = np.ascontiguousarray(load, np.float64)
-    if tokens.ndim != 3 or tokens.shape[1:] != (
-        placement.num_layers,
-        placement.num_logical_experts,
-    ):
-        raise ShapeMismatch(
-            f"load must be (T, {placement.num_layers}, {placement.num_logical_experts}), got {tokens.shape}"
-        )
+    layers, _, _, experts = placement.sizes
+    if tokens.ndim != 3 or tokens.shape[1:] != (layers, experts):
+        raise ShapeMismatch(f"load must be (T, {layers}, {experts}), got {tokens.shape}")
     lost = placement.logcnt == 0
     if lost.any():
         routed = np.argwhere(lost & (tokens > 0).any(axis=0))
         if len(routed):
             layer, expert = routed[0]
             raise InfeasiblePlan(
-                f"{len(routed)} experts with load have no replica, first: layer {layer} expert {expert}",
+                f"{len(routed)} experts with load have no replica,"
+                f" first: layer {layer} expert {expert}",
                 Reason.EXPERT_WITHOUT_REPLICA,
             )
     return tokens
