@@ -15,7 +15,8 @@ from pathlib import Path
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.engines.reference.config import RankConfig
-from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor, _read_lines
+from evenkeel_moe.engines.reference.lines import read_lines
+from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor
 from tests.chaos.operator import Operator
 from tests.chaos.processes import DEPLOYMENT, ControllerProcess, Sentinel, StoreNode
 from tests.chaos.schedule import Fault, FaultKind
@@ -367,7 +368,7 @@ class Arena:
 def _last_start(path: Path) -> float:
     """When the newest life of a rank wrote its first line of a step; 0 before."""
     started, stepped = 0.0, 0.0
-    for line in _read_lines(path):
+    for line in read_lines(path):
         if line["kind"] == "start":
             started, stepped = line["unix"], 0.0
         elif line["kind"] == "step" and not stepped:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenkeel_moe.engines.reference.supervisor import FleetReport, _read_lines
+from evenkeel_moe.engines.reference.lines import read_lines
+from evenkeel_moe.engines.reference.supervisor import FleetReport
 from tests.chaos.arena import Struck
 from tests.chaos.operator import PlanLife
 from tests.chaos.processes import ControllerProcess
@@ -73,7 +74,7 @@ def bad_waves(
     """What ranks swapped against each other and against the records."""
     swaps: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for rank in range(num_ranks):
-        for line in _read_lines(folder / f"rank-{rank}.jsonl"):
+        for line in read_lines(folder / f"rank-{rank}.jsonl"):
             if line["kind"] == "swap":
                 swaps[line["epoch"]].add((line["plan_id"], line["wave_index"]))
     for epoch, waves in sorted(swaps.items()):
@@ -119,7 +120,7 @@ def gaps(folder: Path, num_ranks: int, struck: Sequence[Struck]) -> list[Gap]:
     for rank in range(num_ranks):
         times = [
             line["unix"]
-            for line in _read_lines(folder / f"rank-{rank}.jsonl")
+            for line in read_lines(folder / f"rank-{rank}.jsonl")
             if line["kind"] == "step"
         ]
         for before, after in zip(times, times[1:], strict=False):

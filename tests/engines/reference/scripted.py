@@ -1,26 +1,24 @@
-"""A rank process whose link is a script instead of gRPC: waves are driven by hand, at the port.
+"""A rank process whose link follows a script instead of a controller.
 
-`python -m tests.engines.reference.scripted CONFIG RANK PARENT`, started by the real supervisor.
+`python -m tests.engines.reference.scripted CONFIG RANK`, started by the real supervisor.
 The script is read from `script.json` in the run folder::
 
     {"seed": 7, "plans": 2, "uneven": true, "abort": [0], "stop_after": 1}
 
-Every rank derives the same targets and waves from the seed, sends itself Prepare, and Commit
-after its own yes; the gate alone makes the ranks swap together.
+Every rank derives the same targets and waves from the seed. Each sends itself Prepare, and Commit
+after its own yes; only the gate makes the ranks swap at the same step.
 """
 
 import asyncio
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from evenkeel_moe.adapters.torch.checksum import checksum
-from evenkeel_moe.engines.reference.__main__ import die_with_parent, leave, log_json
-from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.__main__ import leave, log_json, read_config
 from evenkeel_moe.engines.reference.model import original_expert
 from evenkeel_moe.engines.reference.rank import run_rank, with_trace_sizes
 from evenkeel_moe.model.ids import Epoch, PlanId
@@ -46,12 +44,12 @@ LEADER = Leader("script", 1)
 
 
 def random_placement(shape, rng, uneven):
-    """A valid placement; with `uneven` layers have different replica counts, as pooled slots allow."""
+    """Return a valid placement; with `uneven`, the layers have different replica counts."""
     ranks, experts, layers = shape.num_ranks, shape.num_logical_experts, shape.num_layers
     average = shape.pool_slots_per_rank // layers
     phy2log = np.full((layers, ranks, shape.slots_per_rank), EMPTY, np.int32)
     for layer in range(layers):
-        # Layers 0 and 1 trade a slot per rank: their sum stays within the pool.
+        # Layer 0 gives layer 1 one slot per rank, so that the sum fits the pool.
         filled = average + ((-1 if layer == 0 else 1) if uneven and layer < 2 else 0)
         order = rng.permutation(experts)
         per_rank = experts // ranks
@@ -64,7 +62,7 @@ def random_placement(shape, rng, uneven):
 
 
 class ScriptedLink:
-    """A RankLink without a network: says Prepare, Commit and Abort as the script wants."""
+    """A RankLink without a network: sends Prepare, Commit and Abort as the script says."""
 
     def __init__(self, config, script):
         self.config = config
@@ -94,11 +92,15 @@ class ScriptedLink:
             rng = np.random.default_rng((self.script["seed"], epoch, number))
             target = random_placement(self.config.shape, rng, self.script.get("uneven", False))
             target.check(self.config.shape)
-            # A layer a wave, in order: layer 0 frees the buffers that layer 1 fills.
+            # One layer per wave, in order: layer 0 frees the buffers that layer 1 fills.
             waves = schedule_waves(
-                placement, target, dataclasses.replace(self.config.shape, pool_slots_per_rank=None),
-                Topology.single_node(self.config.num_ranks), self.config.staging_bytes, max_layers_per_wave=1,
-            )  # fmt: skip
+                placement,
+                target,
+                dataclasses.replace(self.config.shape, pool_slots_per_rank=None),
+                Topology.single_node(self.config.num_ranks),
+                self.config.staging_bytes,
+                max_layers_per_wave=1,
+            )
             for wave in waves:
                 key = WaveKey(hello.identity.generation, PlanId(f"plan-{number}"), wave.index, 1)
                 abort = number in self.script.get("abort", [])
@@ -148,10 +150,9 @@ class ScriptedLink:
             file.write(json.dumps({"kind": kind, "attempt": self.config.attempt, **keys}) + "\n")
 
 
-def main(path, rank, parent):
-    die_with_parent(int(parent))
+def main(path, rank):
     log_json()
-    config = RankConfig.from_json(Path(path).read_text()).replace(rank=int(rank))
+    config = read_config(path, rank)
     script = json.loads((config.folder / "script.json").read_text())
     leave(run_rank(config, ScriptedLink(with_trace_sizes(config), script)))
 

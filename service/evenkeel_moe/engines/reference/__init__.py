@@ -1,5 +1,6 @@
-"""A small real expert-parallel engine: proving ground, demo and example for engine authors.
+"""A small real expert-parallel engine: a test bed, the demo's engine, and an example for engine
+authors.
 
-`config` holds what a run is, `supervisor` starts and restarts the ranks, `rank` is one rank.
-It is not a serving engine.
+`config` describes a run, `supervisor` starts and restarts the ranks, `rank` is one rank. It is not
+for production serving.
 """

@@ -1,45 +1,32 @@
-"""`python -m evenkeel_moe.engines.reference CONFIG RANK PARENT`: one rank process, as the supervisor starts it."""
+"""`python -m evenkeel_moe.engines.reference CONFIG RANK`: one rank process, as the supervisor
+starts it."""
 
-import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 import structlog
 
-from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.rank import run_rank
 
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when the thread that started it is gone (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(ExitCode.FAILED)
+__all__ = ["leave", "log_json", "read_config"]
 
 
-def main(arguments: list[str]) -> None:
-    """Read the configuration, run the rank, end the process with its ExitCode."""
-    path, rank, parent = arguments
-    die_with_parent(int(parent))
+def main(path: str, rank: str) -> NoReturn:
+    """Read the configuration, run the rank, and exit with its ExitCode."""
     log_json()
-    from evenkeel_moe.engines.reference.rank import (
-        run_rank,
-    )  # torch loads only once we know we may live
+    leave(run_rank(read_config(path, rank)))
 
-    leave(
-        run_rank(
-            RankConfig.from_json(Path(path).read_text(encoding="utf-8")).replace(rank=int(rank))
-        )
-    )
+
+def read_config(path: str, rank: str) -> RankConfig:
+    """Return the configuration in a file, for one rank."""
+    return RankConfig.from_json(Path(path).read_text(encoding="utf-8")).replace(rank=int(rank))
 
 
 def log_json() -> None:
-    """One JSON object per log line on stderr, tracebacks inside."""
+    """Log one JSON object per line to stderr, with tracebacks inside."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -52,11 +39,11 @@ def log_json() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End now: threads of torch and grpc may hang in C++ on a broken group, and nothing is left to save."""
+    """Exit at once: threads of torch and gRPC may hang in C++ on a broken group."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

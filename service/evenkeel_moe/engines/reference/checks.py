@@ -1,4 +1,4 @@
-"""What must hold at the end of a run, and the faults that prove the checks can fail."""
+"""The final check of a run, and the faults that prove that the check can fail."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,20 +18,20 @@ __all__ = ["FinalCheck", "break_something", "final_check", "inspect_rank"]
 
 @dataclass(slots=True)
 class FinalCheck:
-    """Verdict of one rank on itself and on the group."""
+    """The result of one rank's check of itself and of the group."""
 
     epoch: int
     epochs_agree: bool
     maps_agree: bool
     slots_checked: int = 0
     wrong_slots: list[dict[str, int]] = field(default_factory=list)
-    """Slots whose weights are not those of the expert the map names: {layer, local_slot, expert}."""
+    """Slots whose weights are not those of the map's expert: {layer, local_slot, expert}."""
     problems: list[str] = field(default_factory=list)
-    """One sentence for each thing that is wrong; empty when all is well."""
+    """One sentence per problem; empty if there is none."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there is no problem."""
         return not self.problems
 
 
@@ -43,14 +43,15 @@ def final_check(
     mismatches: int,
     communicator: Communicator,
 ) -> FinalCheck:
-    """Compare epochs and maps over the group, and every slot of this rank with the checkpoint; collective.
+    """Compare epochs and maps over the group, and this rank's slots with the checkpoint;
+    collective.
 
     Args:
         rank: this rank.
-        router: the tables it routes by.
+        router: its routing tables.
         weights: its slots.
         originals: (L, E) tensors of every expert as loaded.
-        mismatches: rows computed wrongly so far.
+        mismatches: rows that were computed wrongly so far.
         communicator: over all ranks.
     """
     check = _compare_maps(router, communicator)
@@ -68,27 +69,29 @@ def inspect_rank(
     weights: PooledWeights,
     originals: Sequence[Sequence[Sequence[Tensor]]],
 ) -> tuple[list[dict[str, int]], list[str]]:
-    """What is wrong on this rank right now: (wrong slots, sentences on slots and on table entries)."""
+    """Return this rank's faults: (wrong slots, sentences on slots and on table entries)."""
     problems = []
     for layer, expert, slot in router.misrouted():
         held = int(router.phy2log[layer, slot])
         problems.append(
-            f"rank {rank} routes layer {layer} expert {expert} to slot {slot}, which holds expert {held}"
+            f"rank {rank} routes layer {layer} expert {expert} to slot {slot},"
+            f" which holds expert {held}"
         )
     wrong_slots = []
     mine = _own_rows(rank, router, len(originals))
     for layer, local in np.argwhere(mine != EMPTY).tolist():
         expert = int(mine[layer, local])
-        have = weights.tensors(layer, local)
-        if not all(
-            torch.equal(a.view(torch.int32), b.view(torch.int32))
-            for a, b in zip(have, originals[layer][expert], strict=True)
-        ):
+        if not _same_bits(weights.tensors(layer, local), originals[layer][expert]):
             wrong_slots.append({"layer": layer, "local_slot": local, "expert": expert})
             problems.append(
                 f"rank {rank} layer {layer} slot {local}: weights are not those of expert {expert}"
             )
     return wrong_slots, problems
+
+
+def _same_bits(have: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
+    pairs = zip(have, want, strict=True)
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
 
 
 def _own_rows(rank: int, router: Router, layers: int) -> NDArray[np.int32]:
@@ -103,18 +106,17 @@ def _compare_maps(router: Router, communicator: Communicator) -> FinalCheck:
     entries = [router.phy2log.astype(np.int64).reshape(-1)]
     for table in router.tables:
         slots = table.slots.cpu().numpy()
-        entries.append(
-            np.pad(slots, ((0, 0), (0, widest - slots.shape[1])), mode="edge").reshape(-1)
-        )
+        padding = ((0, 0), (0, widest - slots.shape[1]))
+        entries.append(np.pad(slots, padding, mode="edge").reshape(-1))
     maps = communicator.all_gather(_on(communicator, np.concatenate(entries))).cpu()
     votes = [tuple(row) for row in maps.tolist()]
     common = max(votes, key=votes.count)
     odd = [rank for rank, row in enumerate(votes) if row != common]
     check = FinalCheck(router.epoch, len(set(epochs)) == 1, not odd)
     if not check.epochs_agree:
-        check.problems.append(f"epochs by rank differ: {epochs}")
+        check.problems.append(f"the epochs of the ranks differ: {epochs}")
     if odd:
-        check.problems.append(f"ranks {odd} hold another map than the rest")
+        check.problems.append(f"ranks {odd} have another map than the other ranks")
     return check
 
 
@@ -125,11 +127,17 @@ def _on(communicator: Communicator, values: NDArray[np.int64]) -> Tensor:
 def break_something(
     fault: Fault, rank: int, router: Router, weights: PooledWeights, counts: NDArray[np.int64]
 ) -> str:
-    """Do the damage and say what it was; counts: (L, slots_per_rank) of the last step, to hit a busy slot."""
-    busiest = np.unravel_index(int(counts.argmax()), counts.shape)
-    layer, local = int(busiest[0]), int(busiest[1])
-    slot = rank * counts.shape[1] + local
-    expert = int(router.phy2log[layer, slot])
+    """Damage this rank and return what was damaged.
+
+    Args:
+        fault: the kind of damage.
+        rank: this rank.
+        router: its routing tables.
+        weights: its slots.
+        counts: (L, slots_per_rank) tokens of the last step, to find a slot in use.
+    """
+    layer, local = (int(i) for i in np.unravel_index(int(counts.argmax()), counts.shape))
+    expert = int(router.phy2log[layer, rank * counts.shape[1] + local])
     if fault is Fault.BYTE:
         w_in = weights.tensors(layer, local)[0]
         row, column = torch.nonzero(w_in)[0].tolist()
@@ -137,10 +145,9 @@ def break_something(
         w_in.view(torch.uint8)[row, 4 * column + 3] ^= 0x80
         return f"flipped one byte of expert {expert} in layer {layer} slot {local}"
     if fault is Fault.MAP:
-        other = next(
-            s for s, held in enumerate(router.phy2log[layer]) if held not in (EMPTY, expert)
-        )
+        held = router.phy2log[layer]
+        other = next(slot for slot, one in enumerate(held) if one not in (EMPTY, expert))
         router.tables[layer].slots[expert] = other
-        return f"layer {layer} expert {expert} now leads to slot {other}"
+        return f"layer {layer} expert {expert} is now routed to slot {other}"
     router.epoch += 1
-    return f"epoch raised to {router.epoch} on this rank alone"
+    return f"raised the epoch to {router.epoch} on this rank only"

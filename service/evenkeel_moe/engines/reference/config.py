@@ -1,36 +1,40 @@
-"""What one run of the reference engine is, how its processes end, and the lines they write.
+"""The configuration of a run of the reference engine, its exit codes, and the lines it writes.
 
-This module imports neither torch nor the agent, so that command lines and views can read it.
+This module imports neither torch nor the agent, so that the command line and the demo can load it.
 
 Files under `run_folder`
-    config.json             the RankConfig every rank reads (rank -1 in the file)
+    config.json             the RankConfig that every rank reads (rank -1 in the file)
     rank-R.jsonl            lines of rank R over all attempts, see below
     rank-R.log              stdout and stderr of rank R
-    supervisor.jsonl        lines of the supervisor: `started`, `rank_died`, `restarted`, `stopped`, `finished`
+    supervisor.jsonl        lines of the supervisor: `started`, `rank_died`, `restarted`, `finished`
     state/rank-R.npz        last committed placement of rank R, replaced atomically
     rendezvous-A            file store of attempt A
 
-Lines of a rank, one JSON object each; `kind` tells which, `rank` and `unix` are always there:
+Lines of a rank are JSON objects. All have `kind`, `rank` and `unix`:
 
-=========  ==========================================================================================
-kind       further keys
-=========  ==========================================================================================
-start      attempt, pid, generation, epoch, warm (placement came from a state file), step (the first),
+=========
+========================================================================================== kind
+further keys =========
+========================================================================================== start
+attempt, pid, generation, epoch, warm (placement came from a state file), step (the first),
            device, placement_digest
-step       step, seconds (one step without pacing and checks), tokens (routed by this rank), epoch, domain
+step       step, seconds (one step without pacing and checks), tokens (routed by this rank),
+epoch, domain
            (`prose`, `code` or `trace`), rank_load (L integers: tokens this rank's slots received),
-           served (L integers: tokens it computed, by fetched experts and the shared one too),
+           served (L integers: tokens it computed, also with fetched and shared experts),
            mismatches (rows that differed from the undistributed model since the start)
 staging    plan_id, wave_index, bytes_done, bytes_total
-swap       step, epoch (the new one), plan_id, wave_index, layers, seconds (how long the step was held up),
+swap       step, epoch (the new one), plan_id, wave_index, layers, seconds (delay of the step),
            received_bytes
-fault      fault, step, detail: what was broken on purpose
-problem    step, problems: what this rank found wrong in itself when its first row differed
-check      final check: ok, problems (list of sentences, empty when ok), epoch, epochs_agree, maps_agree,
-           slots_checked, wrong_slots (list of {layer, local_slot, expert}), rows_checked, mismatches,
-           swaps, dropped_records
+fault      fault, step, detail: what this rank broke on purpose
+problem    step, problems: what this rank found in itself when its first row differed
+check      final check: ok, problems (list of sentences, empty when ok), epoch, epochs_agree,
+maps_agree,
+           slots_checked, wrong_slots (list of {layer, local_slot, expert}), rows_checked,
+           mismatches, swaps, dropped_records
 exit       code, reason (a Reason or `finished`), detail
-=========  ==========================================================================================
+=========
+==========================================================================================
 """
 
 import dataclasses
@@ -48,39 +52,41 @@ __all__ = ["DispatchRule", "ExitCode", "Fault", "RankConfig"]
 
 
 class ExitCode(IntEnum):
-    """How a rank process ended."""
+    """The exit code of a rank process."""
 
     FINISHED = 0
-    """All steps done, or stopped on request; the final check passed."""
+    """All steps were done, or a stop was requested; the final check passed."""
     FAILED = 1
-    """An error nobody foresaw; the log has the traceback."""
+    """An unexpected error; the log has the traceback."""
     CHECK_FAILED = 40
     """The final check found wrong weights, maps or outputs."""
     EPOCH_MISMATCH = 41
-    """A peer computed under another epoch: the rank left before it could mix them (R8)."""
+    """A peer has another epoch; the rank left before it computed (R8)."""
     GATE_FAILED = 42
-    """The gate's answer was unknown: fail-stop (R8)."""
+    """The result of the gate is unknown: fail-stop (R8)."""
     GROUP_LOST = 43
-    """A peer went away in the middle of a collective."""
+    """A peer ended during a collective."""
 
 
 class DispatchRule(StrEnum):
-    """Which replica serves a token, and where shared experts run; see docs/dispatch.md."""
+    """The choice of a token's replica and of the shared experts' rank; see docs/dispatch.md."""
 
     EVEN = "even"
-    """Replicas take turns by a hash of the token."""
+    """A hash of the token chooses the replica."""
     NEAREST = "nearest"
-    """Own rank, else own node, else even."""
+    """The own rank, else the own node, else `even`."""
     LPLB = "lplb"
-    """Whole-token quotas that make the fullest rank as empty as the placement allows, every batch anew."""
+    """Quotas of whole tokens, computed for each batch, that minimize the load of the fullest
+    rank."""
     WATERFILL = "waterfill"
-    """Even, and shared experts run where there is room."""
+    """`even`, and shared experts run on the ranks with the least load."""
     LIBRA = "libra"
-    """Two stages: own tokens on own experts, then the rest, sharded; next layer's experts fetched ahead."""
+    """First own tokens on own experts, then the rest, sharded; fetches the next layer's experts
+    ahead."""
 
     @property
     def model(self) -> DispatchModel:
-        """What the planner should plan for. Libra splits as freely as LPLB where tokens travel."""
+        """The model the planner should use. Libra splits tokens between ranks as freely as LPLB."""
         if self is DispatchRule.NEAREST:
             return DispatchModel.NEAREST
         return (
@@ -91,93 +97,94 @@ class DispatchRule(StrEnum):
 
 
 class Fault(StrEnum):
-    """What can be broken on purpose on one rank, after its first swap."""
+    """Damage that a rank does to itself on purpose, after its first swap."""
 
     BYTE = "byte"
     """One byte of one expert's weights in a reachable slot is flipped."""
     MAP = "map"
     """One entry of the installed map is wrong."""
     EPOCH = "epoch"
-    """The rank advances its epoch alone."""
+    """Only this rank raises its epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """One rank of one run. Every rank of a run has the same values, `rank` apart."""
+    """One rank of one run. All ranks of a run have the same values except `rank`."""
 
     run_folder: str
-    """Where lines, logs and state go; made if absent."""
+    """Folder of lines, logs and state; made if it is missing."""
     rank: int = -1
-    """0..num_ranks-1; -1 in a configuration that is not yet given to a rank."""
+    """0..num_ranks-1; -1 in a configuration that no rank has yet."""
     num_ranks: int = 4
     nodes: tuple[int, ...] = ()
     """(R,) node index of each rank; empty means one node."""
     deployment: str = "reference"
     controllers: tuple[str, ...] = ()
-    """`host:port` of the controller replicas, tried in turn; empty runs without a controller."""
+    """`host:port` of each controller replica; empty runs without a controller."""
     seed: int = 3
-    """Of weights, gates and embeddings. The default skews well: balancedness about 0.65 as placed at the start, 0.95
-    once planned, 0.81 right after the shift to code."""
+    """Seed of weights, gates and embeddings. The default gives a clear imbalance: balancedness is
+    about 0.65 with the initial placement, 0.95 after a plan, and 0.81 right after the shift to
+    code."""
 
     # The model.
     layers: int = 4
     experts: int = 16
     top_k: int = 2
     slots_per_rank: int = 0
-    """Local slots of one layer's map row; how many may be filled is bounded by the pool. 0 takes half as many again
-    as the pool has per layer: 8 for 16 experts on 4 ranks."""
+    """Local slots per layer; the pool limits how many can be filled. 0 takes 1.5 times
+    `pool_slots_per_layer`: 8 for 16 experts on 4 ranks."""
     pool_slots_per_layer: int = 0
-    """Weight buffers per rank and layer on average: the pool holds layers times this many. 0 takes one more than an
-    even share of the experts: 5 for 16 experts on 4 ranks."""
+    """Mean number of weight buffers per layer: a rank's pool has `layers` times this many. 0
+    takes an even share of the experts plus one: 5 for 16 experts on 4 ranks."""
     d_model: int = 64
     d_ffn: int = 128
 
     dispatch: DispatchRule = DispatchRule.EVEN
     transient_experts: int = 2
-    """N of Libra: experts a rank fetches per layer, for that layer of that batch only."""
+    """N of Libra: the experts that a rank fetches for one layer of one batch."""
 
     # The traffic.
     tokens_per_step: int = 256
-    """Tokens one rank routes in one step."""
+    """Tokens that one rank routes in one step."""
     steps: int = 400
     """Stop after this many steps; 0 runs until stopped."""
     shift_at: int = 0
-    """Step from which the text is code instead of prose; 0 never shifts."""
+    """First step whose text is code instead of prose; 0 stays with prose."""
     trace: str = ""
-    """An .npz of recorded routing (`ids` or `T`); its layers, experts and top_k replace the ones here."""
+    """An .npz with recorded routing (`ids` or `T`); it replaces `layers`, `experts` and `top_k`."""
     min_step_s: float = 0.0
-    """Pacing: a step takes at least this long, so that a demonstration lasts as long as wanted."""
+    """A step takes at least this long; sets the duration of a demo."""
     first_step: int = 0
-    """Where a restarted group goes on; set by the supervisor."""
+    """First step of a restarted group; set by the supervisor."""
     verify_every: int = 1
-    """Outputs are compared with the undistributed model every so many steps; 0 never."""
+    """Steps between comparisons of the outputs with the undistributed model; 0 never compares."""
 
     # The agent.
     agent: bool = True
-    """False runs the bare engine, for measuring the agent's cost."""
+    """False runs the engine without an agent, to measure the agent's cost."""
     staging_bytes: int = 4 << 20
-    """Room for staged experts on one rank."""
+    """Memory for staged experts on one rank."""
     poll_every: int = 4
     """K: calls of step_boundary between two polls of the gate."""
     poll_latency: int = 2
-    """D: calls between the start of a poll and the use of its result."""
+    """D: calls from the start of a poll to the use of its result."""
     gate_timeout_s: float = 20.0
 
     # The process.
     attempt: int = 0
-    """How often the group was restarted before; set by the supervisor."""
+    """Restarts of the group so far; set by the supervisor."""
     rendezvous: str = ""
     """torch.distributed init method; set by the supervisor."""
     group_timeout_s: float = 60.0
-    """Deadline of one collective of the engine."""
+    """Deadline of each collective of the engine."""
     device: str = "auto"
-    """`auto` takes the GPU with the rank's number when there are enough of them, else the CPU."""
+    """`auto` takes the GPU with the rank's number if there are enough GPUs, else the CPU."""
     interface: str = "lo"
     """Network interface of the Gloo groups."""
     fault: Fault | None = None
     fault_rank: int = 0
     fault_at: int = 0
-    """Step from which the fault strikes; 0 waits for the first swap. Only the first attempt has faults."""
+    """Step of the fault; 0 waits for the first swap. Only the first attempt has a fault."""
 
     def __post_init__(self) -> None:
         if not -1 <= self.rank < self.num_ranks:
@@ -196,7 +203,7 @@ class RankConfig:
             half_more = self.pool_slots_per_layer + -(-self.pool_slots_per_layer // 2)
             object.__setattr__(self, "slots_per_rank", half_more)
         if not self.trace:
-            self.shape  # noqa: B018 - sizes that cannot hold the experts are refused here
+            self.shape  # noqa: B018 - refuses sizes that cannot hold the experts
         if self.transient_experts < 0:
             raise InvalidInput(
                 f"transient_experts is {self.transient_experts}, must not be negative"
@@ -206,12 +213,12 @@ class RankConfig:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of the two matrices and the scale of one expert."""
+        """The bytes of one expert: two matrices and the scale."""
         return 4 * (2 * self.d_model * self.d_ffn + self.d_ffn)
 
     @property
     def shape(self) -> ModelShape:
-        """The deployment's shape as ranks declare it (a trace's sizes must be in already, see `rank.with_trace_sizes`)."""
+        """The deployment's shape. With a trace, call `rank.with_trace_sizes` first."""
         return ModelShape(
             num_layers=self.layers,
             num_logical_experts=self.experts,
@@ -228,21 +235,26 @@ class RankConfig:
         return Path(self.run_folder)
 
     @property
+    def state_file(self) -> Path:
+        """The file with the last placement that this rank committed."""
+        return self.folder / "state" / f"rank-{self.rank}.npz"
+
+    @property
     def node(self) -> str:
-        """Name of this rank's node."""
+        """The name of this rank's node."""
         return f"node-{self.nodes[self.rank] if self.nodes else 0}"
 
     def replace(self, **changes: Any) -> "RankConfig":
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
-        """As one JSON object."""
+        """Return the configuration as a JSON object."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "RankConfig":
-        """The inverse of `to_json`.
+        """Read what `to_json` returned.
 
         Raises:
             InvalidInput: unknown fields, values out of range, or too few slots for the experts.

@@ -1,8 +1,8 @@
-"""The rule a rank dispatches by: which slots its tokens go to, and how one layer's rows travel.
+"""The dispatch rules: which slots a rank's tokens go to, and how the rows of one layer travel.
 
-Rules that pick a slot for each choice share one way to travel, the exchange by slots. Libra travels its
-own way, in two stages (`libra`). A rule keeps maps of its own; they follow the router's epoch, so a swap
-changes both at the same step.
+Rules that choose a slot for each choice use the exchange by slots. Libra has its own two-stage
+exchange (`libra`). A rule keeps maps of its own that follow the router's epoch. So a swap changes
+both at the same step.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,32 +41,26 @@ def make_dispatch(
     connect: Callable[[str], Communicator],
     communicator: Communicator,
 ) -> LayerDispatch:
-    """The dispatch a configuration asks for; collective over the group.
+    """Make the dispatch of a configuration; collective over the group.
 
     Args:
         config: of this rank.
-        model: for gates and shared experts.
-        traffic: text is routed by the model's gates, so a lookahead can ask them; a recording is not.
-        weights: the rank's slots.
-        router: the rank's tables.
-        connect: makes another communicator of the group.
-        communicator: the engine's.
+        model: has the gates and the shared experts.
+        traffic: the model's gates route text, so a lookahead can ask them; a recording has no
+        gates. weights: the rank's slots. router: the rank's tables. connect: makes another
+        communicator of the group. communicator: the engine's.
     """
     if config.dispatch is DispatchRule.LIBRA:
+        lookahead = isinstance(traffic, TextTraffic)
+        prefetch = connect("prefetch")
         return TwoStageDispatch(
-            config,
-            model,
-            weights,
-            router,
-            communicator,
-            connect("prefetch"),
-            lookahead=isinstance(traffic, TextTraffic),
+            config, model, weights, router, communicator, prefetch, lookahead=lookahead
         )
     return SlotDispatch(config, model, weights, router, communicator)
 
 
 class SlotDispatch:
-    """Every rule that gives each choice a slot of the placement."""
+    """All rules that choose a slot of the placement for each choice."""
 
     def __init__(
         self,
@@ -84,9 +78,9 @@ class SlotDispatch:
         self._waterfill: Waterfill | None = None
         if config.dispatch is DispatchRule.WATERFILL:
             self._waterfill = Waterfill(config.num_ranks, config.slots_per_rank, config.rank)
-        # Waterfill's layout has one more slot per rank, for the shared expert.
-        self._width = config.slots_per_rank + (self._waterfill is not None)
-        self._exchange = Exchange(communicator, self._width, config.d_model)
+        # With Waterfill, each rank has one more slot, for the shared expert.
+        width = config.slots_per_rank + (self._waterfill is not None)
+        self._exchange = Exchange(communicator, width, config.d_model)
         self._rule: ReplicaChoice | None = None
         self._rule_epoch = -1
 
@@ -97,9 +91,8 @@ class SlotDispatch:
         slots = self._slots(layer, chosen, token_hash)
         if self._waterfill is not None:
             shared_rank = self._shared_rank(self._waterfill, layer, slots)
-            slots, _ = expand_topk(
-                slots, torch.ones(slots.shape), shared_rank, self._config.slots_per_rank
-            )
+            weights = torch.ones(slots.shape)
+            slots, _ = expand_topk(slots, weights, shared_rank, self._config.slots_per_rank)
         columns = slots.shape[1]
         result = self._exchange.layer(
             x.repeat_interleave(columns, dim=0),
@@ -121,7 +114,7 @@ class SlotDispatch:
         )
 
     def close(self) -> None:
-        """Nothing runs beside the engine's thread."""
+        """Do nothing: this dispatch has no threads."""
 
     def _slots(self, layer: int, chosen: Tensor, token_hash: Tensor) -> Tensor:
         if self._config.dispatch in (DispatchRule.EVEN, DispatchRule.WATERFILL):
@@ -141,7 +134,7 @@ class SlotDispatch:
         return self._rule
 
     def _shared_rank(self, rule: Waterfill, layer: int, slots: Tensor) -> Tensor:
-        """(n,) rank of each token's shared expert, by all ranks' routed load."""
+        """Return (n,): the rank of each token's shared expert, chosen by the ranks' routed load."""
         own = count_by_rank(slots, self._config.num_ranks, self._config.slots_per_rank)
         mine = torch.cat([own, torch.tensor([len(slots)], device=own.device)])
         gathered = self._communicator.all_gather(mine)

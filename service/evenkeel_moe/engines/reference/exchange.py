@@ -1,4 +1,5 @@
-"""Dispatch and combine: tokens to the ranks that hold their experts, and the results back."""
+"""The exchange of a layer: sends rows to the ranks that hold their experts, and the results
+back."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,31 +12,45 @@ from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.engines.reference.model import expert_forward
 from evenkeel_moe.errors import PeerViolation, Reason
 
-__all__ = ["EpochMismatch", "Exchange", "LayerResult"]
+__all__ = ["EpochMismatch", "Exchange", "LayerResult", "check_epochs"]
 
 
 class EpochMismatch(PeerViolation):
-    """Two ranks were about to compute under different maps; both leave before they do (R8)."""
+    """Two ranks have different maps. Every rank leaves before it computes (R8)."""
 
     default_reason = Reason.EPOCH_MISMATCH
 
 
+def check_epochs(epochs: Sequence[int]) -> None:
+    """Refuse a step of ranks with different maps (R8).
+
+    Args:
+        epochs: the epoch of each rank.
+
+    Raises:
+        EpochMismatch: they are not equal.
+    """
+    if len(set(epochs)) > 1:
+        listed = ", ".join(f"rank {rank} at {epoch}" for rank, epoch in enumerate(epochs))
+        raise EpochMismatch(f"epochs differ: {listed}")
+
+
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """What one layer's exchange brought."""
+    """The result of one layer's exchange."""
 
     outputs: Tensor
-    """(n * k, D) results of this rank's rows, in the order they were given."""
+    """(n * k, D) results of this rank's rows, in the order of the rows."""
     received: Tensor
-    """(slots_per_rank,) int64 on the CPU - rows each local slot of this rank received."""
+    """(slots_per_rank,) int64 on the CPU - rows that each local slot of this rank received."""
     compute_s: float
     """Seconds in the experts, without the collectives."""
     stop: bool
-    """Some rank asked to stop after this step."""
+    """True if some rank asked to stop after this step."""
 
 
 class Exchange:
-    """Moves rows between ranks; the count exchange that opens it carries the epoch."""
+    """Moves rows between ranks. The exchange of the counts comes first and carries the epoch."""
 
     def __init__(self, communicator: Communicator, slots_per_rank: int, d_model: int) -> None:
         self._communicator = communicator
@@ -50,14 +65,14 @@ class Exchange:
         stop: bool,
         tensors_of: Callable[[int], Sequence[Tensor]],
     ) -> LayerResult:
-        """Run every row through the expert in its slot, wherever that is.
+        """Run every row through the expert in its slot, on whichever rank that is.
 
         Args:
             rows: (m, D) activations of this rank.
             slots: (m,) int64 global slot of each row.
-            epoch: of the map the slots come from.
-            stop: this rank wants to stop after the step.
-            tensors_of: local slot -> tensors of the expert there.
+            epoch: of the map that gave the slots.
+            stop: True if this rank wants to stop after the step.
+            tensors_of: local slot -> tensors of its expert.
 
         Raises:
             EpochMismatch: a rank's map has another epoch; nothing was computed.
@@ -81,19 +96,15 @@ class Exchange:
         return LayerResult(result, received, compute_s, any_stop)
 
     def _agree(self, sent: Tensor, epoch: int, stop: bool) -> tuple[list[int], list[int], bool]:
-        """Exchange the counts; every rank sees the epochs of all and refuses a mismatch (R8)."""
+        """Exchange the counts; every rank sees all epochs and refuses a mismatch (R8)."""
         size = self._communicator.size
-        header = torch.tensor([epoch, int(stop)], dtype=torch.int64, device=sent.device).expand(
-            size, 2
-        )
-        mine = torch.cat([header, sent[:, None]], dim=1).contiguous()
+        header = torch.tensor([epoch, int(stop)], dtype=torch.int64, device=sent.device)
+        mine = torch.cat([header.expand(size, 2), sent[:, None]], dim=1).contiguous()
         theirs = torch.empty_like(mine)
         ones = [1] * size
         self._communicator.all_to_all(theirs, mine, ones, ones)
         epochs, stops, counts = theirs.t().tolist()
-        if any(other != epoch for other in epochs):
-            listed = ", ".join(f"rank {rank} at {other}" for rank, other in enumerate(epochs))
-            raise EpochMismatch(f"epochs differ: {listed}")
+        check_epochs(epochs)
         return sent.tolist(), counts, any(stops)
 
     def _compute(

@@ -1,4 +1,4 @@
-"""One step of one rank: embed, route, exchange and combine, layer after layer."""
+"""One step of one rank: embed the tokens; then route, exchange and combine them in each layer."""
 
 from dataclasses import dataclass
 
@@ -14,25 +14,25 @@ from evenkeel_moe.engines.reference.traffic import Traffic
 __all__ = ["Forward", "StepResult", "Witness"]
 
 _HASH = 2654435761
-"""Knuth's multiplier: spreads consecutive token indices over the replicas."""
+"""Knuth's multiplier; spreads consecutive token indices over the replicas."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepResult:
-    """What a step computed and how."""
+    """The result of a step."""
 
     routed: Tensor
     """(L, n, D) routed sums of each layer."""
     final: Tensor
     """(n, D) activations after the last layer."""
     counts: NDArray[np.int64]
-    """(L, slots_per_rank) tokens this rank's slots received."""
+    """(L, slots_per_rank) tokens that this rank's slots received."""
     served: NDArray[np.int64]
-    """(L,) tokens this rank computed: routed ones, by whatever copy, and shared ones."""
+    """(L,) tokens that this rank computed, with resident, fetched and shared experts."""
     compute_s: float
     """Seconds in the experts."""
     stop: bool
-    """The group stops after this step."""
+    """True if the group stops after this step."""
 
 
 class Forward:
@@ -54,11 +54,11 @@ class Forward:
         self._share = combine_weights(model.top_k).to(model.device)
 
     def step(self, step: int, stop: bool) -> StepResult:
-        """Run one step; every rank of the group calls it for the same step.
+        """Run one step; all ranks of the group call it for the same step.
 
         Raises:
             EpochMismatch: the ranks' maps differ.
-            RuntimeError: a peer is gone.
+            RuntimeError: a peer has ended.
         """
         tokens = self._traffic.tokens(step, self._rank).to(self._model.device)
         n = len(tokens)
@@ -82,7 +82,7 @@ class Forward:
 
 
 class Witness:
-    """The same model undistributed, with experts straight from the checkpoint, for one rank's tokens."""
+    """The same model without distribution, with the checkpoint's experts, for one rank's tokens."""
 
     def __init__(self, model: Model, traffic: Traffic, rank: int) -> None:
         self._model = model
@@ -98,7 +98,7 @@ class Witness:
         """(L, E) tensors of every logical expert."""
 
     def mismatches(self, step: int, result: StepResult) -> int:
-        """Rows of a step whose bits differ anywhere from what they should be."""
+        """Return the number of rows of a step with a bit that differs from this model."""
         x = self._model.embed(self._traffic.tokens(step, self._rank).to(self._model.device))
         wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         for layer in range(self._model.num_layers):

@@ -1,4 +1,4 @@
-"""What every dispatch of the reference engine is called with and answers."""
+"""The interface of the reference engine's dispatch rules."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,25 +17,26 @@ __all__ = ["LayerDispatch", "LayerOutcome", "tables_of"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerOutcome:
-    """What one layer brought this rank."""
+    """The result of one layer on one rank."""
 
     choices: Tensor
-    """(n, k, D) result of each of this rank's choices."""
+    """(n, k, D) results of this rank's choices."""
     shared: Tensor | None
-    """(n, D) results of the shared expert where it was dispatched; None where each rank runs its own."""
+    """(n, D) results of a dispatched shared expert; None if each rank runs its own copy."""
     counts: Tensor
-    """(slots_per_rank,) int64 on the CPU - tokens of each local slot, to be recorded. What a transient expert served
-    counts for a slot that holds it for good: over all ranks the sum is every routed choice once."""
+    """(slots_per_rank,) int64 on the CPU - tokens of each local slot, to be recorded. Tokens of a
+    fetched expert count for a slot of the placement that has the expert. So over all ranks the
+    sum counts every routed choice once."""
     served: int
-    """Tokens computed here, shared ones included."""
+    """Tokens computed on this rank, also by the shared expert."""
     compute_s: float
     """Seconds in the experts, without the collectives."""
     stop: bool
-    """Some rank asked to stop after this step."""
+    """True if some rank asked to stop after this step."""
 
 
 class LayerDispatch(Protocol):
-    """Carries one layer's tokens to their experts and back; every rank calls it for the same layer."""
+    """Sends one layer's tokens to their experts and back; all ranks call it for the same layer."""
 
     def layer(
         self, layer: int, x: Tensor, chosen: Tensor, token_hash: Tensor, stop: bool
@@ -43,11 +44,11 @@ class LayerDispatch(Protocol):
         """Run every choice of every row.
 
         Args:
-            layer: which.
+            layer: the layer.
             x: (n, D) activations of this rank.
             chosen: (n, k) int64 experts.
-            token_hash: (n,) int64, not negative.
-            stop: this rank wants to stop after the step.
+            token_hash: (n,) int64 >= 0.
+            stop: True if this rank wants to stop after the step.
 
         Raises:
             EpochMismatch: a rank's map has another epoch; nothing was computed.
@@ -55,12 +56,12 @@ class LayerDispatch(Protocol):
         ...
 
     def close(self) -> None:
-        """End what runs beside the engine's thread."""
+        """Stop the threads of the dispatch."""
         ...
 
 
 def tables_of(config: RankConfig, router: Router, device: torch.device) -> DispatchTables:
-    """A rule's view of the router's present map."""
+    """Return the router's current map in the form of the dispatch rules."""
     placement = Placement(router.phy2log, router.num_ranks, config.experts)
     topology = Topology(config.nodes) if config.nodes else Topology.single_node(config.num_ranks)
     return DispatchTables.of(placement, topology, config.rank, device)

@@ -1,21 +1,22 @@
-"""Libra in the reference engine: local tokens first, the rest sharded meanwhile, next experts fetched ahead.
+"""Libra: computes local tokens first, shards the rest meanwhile, and fetches the next experts
+ahead.
 
-The stages of `dispatch.libra_schedule`, in its order: the gate's counts and the lookahead's go round in one
-all-gather; a thread shards the remote tokens while this one computes the local ones; tokens are all-gathered, so
-dispatch waits for no decision; the next layer's experts travel while the remote tokens are computed.
+The stages follow `dispatch.libra_schedule`. One all-gather carries the gate's counts and those of
+the lookahead. A thread shards the remote tokens while this one computes the local ones. The
+tokens are all-gathered, so dispatch waits for no decision. The next layer's experts travel while
+the remote tokens are computed.
 
-Experts fetched ahead live in two buffers, even and odd layers. They are in no placement and no map; every copy is
-sent from a slot that holds its expert for good.
+Fetched experts are in two sets of buffers, for even and odd layers. They are in no placement and no
+map, and every copy is sent from a slot of the placement.
 """
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.adapters.torch.groups import Communicator, Operation, Work
@@ -28,7 +29,7 @@ from evenkeel_moe.dispatch import (
     count_choices,
 )
 from evenkeel_moe.engines.reference.config import RankConfig
-from evenkeel_moe.engines.reference.exchange import EpochMismatch
+from evenkeel_moe.engines.reference.exchange import check_epochs
 from evenkeel_moe.engines.reference.layers import LayerOutcome, tables_of
 from evenkeel_moe.engines.reference.model import Model, expert_forward
 from evenkeel_moe.engines.reference.slots import PooledWeights, Router
@@ -38,28 +39,20 @@ __all__ = ["StageSeconds", "TwoStageDispatch"]
 
 @dataclass(slots=True)
 class StageSeconds:
-    """Where the time of the layers so far went."""
+    """Time spent in each stage so far."""
 
     shard_s: float = 0.0
-    """In token sharding, on its own thread."""
+    """Token sharding, on its own thread."""
     shard_wait_s: float = 0.0
-    """Of that, what the engine's thread had to wait for: the part not hidden by the local stage."""
+    """The part of the sharding that the engine's thread waited for after the local stage."""
     local_s: float = 0.0
     remote_s: float = 0.0
     prefetch_wait_s: float = 0.0
-    """Waiting for experts that should have been there."""
-
-
-@dataclass(slots=True)
-class _Fetch:
-    """Experts on their way."""
-
-    layer: int
-    works: list[Work] = field(default_factory=list)
+    """Waiting for fetched experts that had not arrived in time."""
 
 
 class TwoStageDispatch:
-    """One rank's two-stage dispatch."""
+    """The two-stage dispatch of one rank."""
 
     def __init__(
         self,
@@ -76,14 +69,16 @@ class TwoStageDispatch:
 
         Args:
             config: of this rank.
-            model: gates for the lookahead.
+            model: has the gates for the lookahead.
             weights: the rank's slots.
             router: the rank's maps.
             communicator: the engine's.
-            prefetch: another of the same group: weights must not wait for tokens.
-            lookahead: ask the next gate; without, the step before stands for this one.
+            prefetch: another one of the same group, because weights must not wait for tokens.
+            lookahead: predict with the next gate; otherwise with the layer's demand in the last
+                step.
         """
         self._config = config
+        self._first_slot = config.rank * config.slots_per_rank
         self._model = model
         self._weights = weights
         self._router = router
@@ -98,7 +93,8 @@ class TwoStageDispatch:
             for _ in range(2)
         ]
         self._held = PrefetchBuffers(places)
-        self._fetch: _Fetch | None = None
+        self._fetch: tuple[int, list[Work]] | None = None
+        """(layer, copies) of experts that are on their way."""
         self._batches = 0
         self._choice: LibraChoice | None = None
         self._choice_epoch = -1
@@ -106,7 +102,7 @@ class TwoStageDispatch:
         self.seconds = StageSeconds()
 
     def close(self) -> None:
-        """End the sharding thread and the weights' communicator."""
+        """End the sharding thread and the communicator of the weights."""
         self._sharder.shutdown(wait=True)
         self._prefetch.abort()
 
@@ -126,19 +122,18 @@ class TwoStageDispatch:
         began = time.perf_counter()
         outputs = torch.empty(*chosen.shape, x.shape[1], device=x.device)
         stays = torch.from_numpy(hosts[:, self._config.rank].copy()).to(chosen.device)[chosen]
-        self._compute(x, chosen, stays, experts_here, outputs)
+        _compute(x, chosen, stays, experts_here, outputs)
         local_done = time.perf_counter()
         quotas = sharding.result()
-        decided = time.perf_counter()
+        self.seconds.shard_wait_s += time.perf_counter() - local_done
         if predicted is not None:
             self._start_fetch(layer + 1, choice.plan(layer + 1, predicted))
 
         remote_began = time.perf_counter()
-        results, sent_rows = self._remote(quotas, everyone, all_chosen, experts_here)
-        compute_s = local_done - began + time.perf_counter() - remote_began
-        self.seconds.local_s += local_done - began
-        self.seconds.shard_wait_s += decided - local_done
-        self.seconds.remote_s += time.perf_counter() - remote_began
+        results, sent_rows = self._compute_remote(quotas, everyone, all_chosen, experts_here)
+        local_s, remote_s = local_done - began, time.perf_counter() - remote_began
+        self.seconds.local_s += local_s
+        self.seconds.remote_s += remote_s
         self._combine(quotas, chosen, results, sent_rows, outputs)
         self._held.end(layer)
         return LayerOutcome(
@@ -146,33 +141,32 @@ class TwoStageDispatch:
             shared=None,
             counts=self._counts(layer, quotas),
             served=int(quotas.quotas[:, self._config.rank].sum()) + len(x),
-            compute_s=compute_s,
+            compute_s=local_s + remote_s,
             stop=any_stop,
         )
 
     def _current_choice(self) -> LibraChoice:
         if self._choice is None or self._choice_epoch != self._router.epoch:
-            self._choice = LibraChoice(
-                tables_of(self._config, self._router, self._model.device),
-                self._config.transient_experts,
-            )
+            tables = tables_of(self._config, self._router, self._model.device)
+            self._choice = LibraChoice(tables, self._config.transient_experts)
             self._choice_epoch = self._router.epoch
         return self._choice
 
     def _exchange_demand(
         self, layer: int, x: Tensor, chosen: Tensor, stop: bool
     ) -> tuple[Tensor, Tensor | None, bool]:
-        """(demand (R, E), predicted demand of the next layer or None, any stop); refuses mixed epochs (R8)."""
+        """Return (demand (R, E), predicted demand of the next layer, any stop).
+
+        Refuses ranks with different epochs (R8). There is no prediction for the last layer, or
+        without fetched experts.
+        """
         experts, epoch = self._config.experts, self._router.epoch
-        ahead = self._lookahead.predict(layer, x) if self._lookahead is not None else None
         counts = count_choices(chosen, experts)
+        ahead = self._lookahead.predict(layer, x) if self._lookahead is not None else None
         guess = count_choices(ahead, experts) if ahead is not None else torch.zeros_like(counts)
         header = torch.tensor([epoch, int(stop)], dtype=torch.int64, device=counts.device)
         gathered = self._communicator.all_gather(torch.cat([header, counts, guess]))
-        epochs = gathered[:, 0].tolist()
-        if any(other != epoch for other in epochs):
-            listed = ", ".join(f"rank {rank} at {other}" for rank, other in enumerate(epochs))
-            raise EpochMismatch(f"epochs differ: {listed}")
+        check_epochs(gathered[:, 0].tolist())
         demand = gathered[:, 2 : 2 + experts]
         predicted: Tensor | None = gathered[:, 2 + experts :]
         if self._lookahead is None:
@@ -189,38 +183,33 @@ class TwoStageDispatch:
         return quotas
 
     def _experts_here(self, layer: int) -> dict[int, Sequence[Tensor]]:
-        """Tensors of every expert this rank can compute in a layer."""
-        rank, per_rank = self._config.rank, self._config.slots_per_rank
-        row = self._router.phy2log[layer, rank * per_rank : (rank + 1) * per_rank]
+        """Return the tensors of every expert that this rank can compute in a layer."""
         here: dict[int, Sequence[Tensor]] = {
             expert: self._buffers[layer % 2][place]
             for place, expert in enumerate(self._held.begin(layer))
         }
-        for local in np.flatnonzero(row >= 0)[::-1].tolist():
-            here[int(row[local])] = self._weights.tensors(layer, local)
+        for local, expert in self._held_here(layer):
+            here[expert] = self._weights.tensors(layer, local)
         return here
 
-    @staticmethod
-    def _compute(
-        x: Tensor,
-        chosen: Tensor,
-        mine: Tensor,
-        experts_here: dict[int, Sequence[Tensor]],
-        outputs: Tensor,
-    ) -> None:
-        """Fill outputs (n, k, D) where `mine` (n, k) says so, one expert after the other."""
-        for expert in torch.unique(chosen[mine]).tolist():
-            row, column = torch.nonzero(mine & (chosen == expert), as_tuple=True)
-            outputs[row, column] = expert_forward(experts_here[expert], x[row])
+    def _held_here(self, layer: int) -> list[tuple[int, int]]:
+        """Return (local slot, expert) of this rank's filled slots, last slot first."""
+        first = self._first_slot
+        row = self._router.phy2log[layer, first : first + self._config.slots_per_rank]
+        return [(local, int(row[local])) for local in np.flatnonzero(row >= 0)[::-1].tolist()]
 
-    def _remote(
+    def _compute_remote(
         self,
         quotas: LayerQuotas,
         everyone: Tensor,
         all_chosen: Tensor,
         experts_here: dict[int, Sequence[Tensor]],
     ) -> tuple[Tensor, list[int]]:
-        """Results for other ranks' choices that are this rank's to compute, source by source, and how many each."""
+        """Compute other ranks' choices that this rank serves.
+
+        Returns:
+            (results by source rank, number of rows of each source).
+        """
         parts, rows = [], []
         for source in range(self._config.num_ranks):
             if source == self._config.rank:
@@ -229,7 +218,7 @@ class TwoStageDispatch:
             chosen = all_chosen[source]
             mine = self._rank_of(quotas.assign(chosen, source)) == self._config.rank
             outputs = torch.empty(*chosen.shape, everyone.shape[2], device=everyone.device)
-            self._compute(everyone[source], chosen, mine, experts_here, outputs)
+            _compute(everyone[source], chosen, mine, experts_here, outputs)
             parts.append(outputs[mine])
             rows.append(int(mine.sum()))
         return torch.cat(parts) if parts else everyone.new_empty(0, everyone.shape[2]), rows
@@ -242,13 +231,10 @@ class TwoStageDispatch:
         sent_rows: list[int],
         outputs: Tensor,
     ) -> None:
-        """Send results to their sources, and put this rank's own, as they come back, where they belong."""
+        """Send results to their sources, and put the received ones into `outputs`."""
         rank_of = self._rank_of(quotas.assign(chosen, self._config.rank))
         away = rank_of != self._config.rank
-        received = [
-            int((rank_of == rank).sum()) if rank != self._config.rank else 0
-            for rank in range(self._config.num_ranks)
-        ]
+        received = torch.bincount(rank_of[away], minlength=self._config.num_ranks).tolist()
         arrived = torch.empty(sum(received), outputs.shape[2], device=outputs.device)
         self._communicator.all_to_all(arrived, results.contiguous(), received, sent_rows)
         row, column = torch.nonzero(away, as_tuple=True)
@@ -256,7 +242,7 @@ class TwoStageDispatch:
         outputs[row[order], column[order]] = arrived
 
     def _rank_of(self, slots: Tensor) -> Tensor:
-        """Owner of resident and transient slots."""
+        """Return the rank of each slot of the placement or of fetched experts."""
         total = self._router.phy2log.shape[1]
         places = max(1, self._config.transient_experts)
         return torch.where(
@@ -264,28 +250,29 @@ class TwoStageDispatch:
         )
 
     def _counts(self, layer: int, quotas: LayerQuotas) -> Tensor:
-        """(slots_per_rank,) tokens to record: a transient expert's go to the first slot that holds it for good."""
-        rank, per_rank = self._config.rank, self._config.slots_per_rank
+        """Return (slots_per_rank,) tokens to record.
+
+        Tokens of a fetched expert count for the first slot of the placement that has the expert.
+        """
+        per_rank, first_slot = self._config.slots_per_rank, self._first_slot
         row = self._router.phy2log[layer]
-        first_here = rank * per_rank
         counts = torch.zeros(per_rank, dtype=torch.int64)
-        held: NDArray[np.int32] = row[first_here : first_here + per_rank]
-        for local in np.flatnonzero(held >= 0)[::-1].tolist():
-            expert = int(held[local])
+        for local, expert in self._held_here(layer):
             slots = np.flatnonzero(row == expert)
-            tokens = int(quotas.quotas[expert, rank])
-            if slots[0] == first_here + local:
+            # Of two copies on one rank, the first serves.
+            if slots[slots >= first_slot][0] != first_slot + local:
+                continue
+            counts[local] = int(quotas.quotas[expert, self._config.rank])
+            if slots[0] == first_slot + local:
                 resident = np.unique(slots // per_rank)
-                tokens += int(quotas.quotas[expert].sum() - quotas.quotas[expert, resident].sum())
-            # Of two copies on one rank the first serves.
-            first = int(slots[slots >= first_here][0]) - first_here
-            counts[local] = tokens if first == local else 0
+                of_expert = quotas.quotas[expert]
+                counts[local] += int(of_expert.sum() - of_expert[resident].sum())
         return counts
 
     def _start_fetch(self, layer: int, plan: TransientReplicas) -> None:
         """Post the copies of a plan; all ranks list them in the same order."""
         config = self._config
-        mine = tuple(int(e) for e in plan.extra[config.rank] if e >= 0)
+        mine = tuple(int(expert) for expert in plan.extra[config.rank] if expert >= 0)
         parity = self._held.prefetch(layer, mine)
         row = self._router.phy2log[layer]
         operations = []
@@ -300,18 +287,31 @@ class TwoStageDispatch:
                     tensors = self._weights.tensors(layer, local)
                     operations += [Operation(t, rank, True) for t in tensors]
                 if rank == config.rank:
-                    operations += [
-                        Operation(t, source, False) for t in self._buffers[parity][place]
-                    ]
+                    buffers = self._buffers[parity][place]
+                    operations += [Operation(t, source, False) for t in buffers]
         self._batches += 1
-        self._fetch = _Fetch(layer, self._prefetch.start_exchange(operations, self._batches))
+        self._fetch = layer, self._prefetch.start_exchange(operations, self._batches)
 
     def _await_fetch(self, layer: int) -> None:
         fetch, self._fetch = self._fetch, None
         if fetch is None:
             return
-        assert fetch.layer == layer, f"experts of layer {fetch.layer} arrive in layer {layer}"
+        fetched, works = fetch
+        assert fetched == layer, f"experts of layer {fetched} arrive in layer {layer}"
         began = time.perf_counter()
-        for work in fetch.works:
+        for work in works:
             work.wait()
         self.seconds.prefetch_wait_s += time.perf_counter() - began
+
+
+def _compute(
+    x: Tensor,
+    chosen: Tensor,
+    mine: Tensor,
+    experts_here: dict[int, Sequence[Tensor]],
+    outputs: Tensor,
+) -> None:
+    """Fill outputs (n, k, D) where `mine` (n, k) is true, one expert after the other."""
+    for expert in torch.unique(chosen[mine]).tolist():
+        row, column = torch.nonzero(mine & (chosen == expert), as_tuple=True)
+        outputs[row, column] = expert_forward(experts_here[expert], x[row])

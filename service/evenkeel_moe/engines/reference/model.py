@@ -1,10 +1,10 @@
-"""The model: a small MoE whose arithmetic is exact in float32, so that no order of summation matters.
+"""The model: a small MoE with exact float32 arithmetic, so that the order of sums does not matter.
 
-Activations are integers in -8..8, weights are -1, 0 or 1, scales are powers of two, combination
-weights are sixteenths that only depend on the rank of a choice. Every intermediate sum is a
-multiple of 1/16 (or 1/2) far below 2**24 units, hence exactly representable, and between layers
-values are cut back to integers. Two runs that compute the same sums in different orders, on
-different ranks or devices, must therefore give equal bits, and a single wrong weight shows.
+Activations are integers in -8..8, weights are -1, 0 or 1, and scales are powers of two. The
+weight of a choice is a number of sixteenths that depends only on its position among the choices.
+Every intermediate sum is a multiple of 1/16 (or 1/2) far below 2**24 units, so float32 represents
+it exactly. Between layers values are rounded to integers. So two runs that compute the same sums
+in different orders, on different ranks or devices, give equal bits, and one wrong weight shows.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ __all__ = ["Model", "combine_weights", "expert_forward", "original_expert"]
 
 VOCABULARY = 4096
 WORD_KINDS = 8
-"""Kinds of words; the token ids of one kind are consecutive, VOCABULARY // WORD_KINDS of them."""
+"""Number of word kinds; each has VOCABULARY // WORD_KINDS consecutive token ids."""
 _CLUSTERS_PER_KIND = 4
 _LIMIT = 8.0
 """Activations between layers are integers in -_LIMIT.._LIMIT."""
@@ -31,10 +31,11 @@ _HIDDEN_LIMIT = 31.0
 def original_expert(
     seed: int, layer: int, expert: int, d_model: int, d_ffn: int
 ) -> tuple[Tensor, ...]:
-    """The tensors of one expert as loaded from the checkpoint; the same on every rank.
+    """Return the tensors of one expert as in the checkpoint; the same on every rank.
 
     Returns:
-        (w_in (D, F), w_out (F, D), scale (F,)), all float32 on the CPU. `expert` -1 is the shared expert.
+        (w_in (D, F), w_out (F, D), scale (F,)), all float32 on the CPU. `expert` -1 is the shared
+        expert.
     """
     rng = np.random.default_rng((seed, 1 + layer, 1 + expert))
     w_in = rng.integers(-1, 2, (d_model, d_ffn)).astype(np.float32)
@@ -44,19 +45,22 @@ def original_expert(
 
 
 def expert_forward(tensors: Sequence[Tensor], x: Tensor) -> Tensor:
-    """One expert's FFN; x: (n, D) integers -> (n, D) integers, |value| <= 31 * F."""
+    """Run one expert's FFN: (n, D) integers -> (n, D) integers, |value| <= 31 * F."""
     w_in, w_out, scale = tensors
     hidden = torch.relu(x @ w_in) * scale
     return torch.floor(hidden / 8).clamp_(max=_HIDDEN_LIMIT) @ w_out
 
 
 def combine_weights(top_k: int) -> Tensor:
-    """(k,) float32 - the share of each choice, best first, in sixteenths."""
+    """Return (k,) float32: the share of each choice in sixteenths, best choice first."""
     return torch.tensor([max(1, 8 >> choice) / 16 for choice in range(top_k)], dtype=torch.float32)
 
 
 def _clustered_embedding(rng: np.random.Generator, d_model: int) -> NDArray[np.float32]:
-    """(V, D) integers: words of one kind lie close together, as in trained models, so gates prefer some experts."""
+    """Return (V, D) integers; words of one kind are close to each other, as in trained models.
+
+    So the gates prefer some experts.
+    """
     ids = np.arange(VOCABULARY)
     kind = ids // (VOCABULARY // WORD_KINDS)
     cluster = kind * _CLUSTERS_PER_KIND + ids % _CLUSTERS_PER_KIND
@@ -69,7 +73,7 @@ def _clustered_embedding(rng: np.random.Generator, d_model: int) -> NDArray[np.f
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Everything but the routed experts: embeddings, gates and shared experts, replicated on every rank."""
+    """The parts that every rank has: embeddings, gates and shared experts."""
 
     seed: int
     num_layers: int
@@ -78,11 +82,11 @@ class Model:
     d_model: int
     d_ffn: int
     embedding: Tensor
-    """(V, D) float32 integers; two lookups, of the token and of the one before it, are added."""
+    """(V, D) float32 integers; the rows of a token and of its predecessor are added."""
     gates: Tensor
     """(L, D, E) float32 integers."""
     shared: tuple[tuple[Tensor, ...], ...]
-    """(L,) tensors of the shared expert of each layer."""
+    """(L,) tensors of each layer's shared expert."""
     device: torch.device
 
     @classmethod
@@ -97,10 +101,10 @@ class Model:
         d_ffn: int,
         device: torch.device,
     ) -> "Model":
-        """The seeded model.
+        """Make the model of a seed.
 
         Raises:
-            InvalidInput: sizes at which the arithmetic would no longer be exact.
+            InvalidInput: with these sizes the arithmetic would not be exact.
         """
         if 16 * _HIDDEN_LIMIT * d_ffn * (top_k + 1) >= 2**24:
             raise InvalidInput(
@@ -113,31 +117,30 @@ class Model:
             tuple(t.to(device) for t in original_expert(seed, layer, -1, d_model, d_ffn))
             for layer in range(layers)
         )
-        return cls(
-            seed, layers, experts, top_k, d_model, d_ffn,
-            torch.from_numpy(embedding).to(device), torch.from_numpy(gates).to(device), shared, device,
-        )  # fmt: skip
+        embedded, gated = (torch.from_numpy(array).to(device) for array in (embedding, gates))
+        return cls(seed, layers, experts, top_k, d_model, d_ffn, embedded, gated, shared, device)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(n,) int64 token ids -> (n, D) integers in -8..8."""
+        """Return the activations of (n,) int64 token ids: (n, D) integers in -8..8."""
         before = torch.roll(tokens, 1)
         return (
             (self.embedding[tokens] + self.embedding[before] / 4).round_().clamp_(-_LIMIT, _LIMIT)
         )
 
     def route(self, layer: int, x: Tensor) -> Tensor:
-        """(n, k) int64 - the experts of each row, best first; ties go to the lower expert id."""
+        """Return (n, k) int64: the experts of each row, best first; the lower id wins a tie."""
         logits = x @ self.gates[layer]
-        # Logits are integers: scaling by E and subtracting the id makes every value distinct.
+        # Logits are integers, so scaling by E and subtracting the id makes every value distinct.
         ranked = logits * self.num_experts - torch.arange(self.num_experts, device=x.device)
         return torch.topk(ranked, self.top_k, dim=1).indices
 
     def next_layer(
         self, layer: int, x: Tensor, routed: Tensor, shared: Tensor | None = None
     ) -> Tensor:
-        """Residual, shared expert and the routed sum, cut back to integers in -8..8.
+        """Return the next activations: residual, shared expert and routed sum, as integers in
+        -8..8.
 
-        shared: (n, D) output of the shared expert where another rank computed it.
+        `shared` is the (n, D) output of the shared expert if another rank computed it.
         """
         mixed = (expert_forward(self.shared[layer], x) if shared is None else shared) + routed
         return (x + torch.floor(mixed / 64)).clamp_(-_LIMIT, _LIMIT)
@@ -145,10 +148,10 @@ class Model:
     def undistributed(
         self, layer: int, x: Tensor, chosen: Tensor, experts: Sequence[Sequence[Tensor]]
     ) -> Tensor:
-        """The routed sum of one layer computed without any exchange: (n, D) in sixteenths.
+        """Return the routed sum of one layer, computed without an exchange: (n, D) in sixteenths.
 
         Args:
-            layer: which layer; only its experts are passed.
+            layer: the layer.
             x: (n, D) activations.
             chosen: (n, k) experts of each row.
             experts: (E,) tensors of every logical expert of the layer.

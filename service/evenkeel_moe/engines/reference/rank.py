@@ -1,5 +1,7 @@
-"""One rank of the reference engine: joins the group, serves steps, swaps when told, checks itself."""
+"""One rank of the reference engine: joins the group, serves steps, takes part in swaps, checks
+itself."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
+from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.agent import Agent, GateFailed, RankLink
 from evenkeel_moe.engines.reference.checks import break_something, final_check, inspect_rank
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
@@ -23,7 +25,7 @@ from evenkeel_moe.engines.reference.model import Model
 from evenkeel_moe.engines.reference.slots import PooledWeights, Router
 from evenkeel_moe.engines.reference.state import agree_on_placement, load_placement
 from evenkeel_moe.engines.reference.traffic import RecordedTraffic, TextTraffic, Traffic, read_trace
-from evenkeel_moe.engines.reference.wiring import make_agent
+from evenkeel_moe.engines.reference.wiring import connect_group, make_agent
 from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
@@ -36,12 +38,14 @@ _distributed: Any = torch.distributed
 def run_rank(config: RankConfig, link: RankLink | None = None) -> int:
     """Run one rank to its end; the main function of a rank process.
 
+    SIGTERM stops the whole group after its current step. SIGINT is ignored.
+
     Args:
-        config: this rank.
-        link: the agent's stream, instead of gRPC to `config.controllers`.
+        config: of this rank.
+        link: the agent's link, instead of gRPC to `config.controllers`.
 
     Returns:
-        An ExitCode. Signals: SIGTERM stops the whole group after its current step, SIGINT is ignored.
+        An ExitCode.
     """
     torch.set_num_threads(1)
     lines = LineWriter(config.folder / f"rank-{config.rank}.jsonl", rank=config.rank)
@@ -58,7 +62,7 @@ def run_rank(config: RankConfig, link: RankLink | None = None) -> int:
     except Unavailable as error:
         code, reason, detail = ExitCode.GROUP_LOST, error.reason, str(error)
     except RuntimeError as error:
-        # What torch raises when a peer's connection closes or a collective passes its deadline.
+        # torch raises it when a peer's connection closes or a collective passes its deadline.
         code, reason, detail = ExitCode.GROUP_LOST, "rank_lost", str(error)
         traceback.print_exc()
     finally:
@@ -70,7 +74,7 @@ def run_rank(config: RankConfig, link: RankLink | None = None) -> int:
 
 
 def with_trace_sizes(config: RankConfig) -> RankConfig:
-    """The configuration with the layers, experts and top_k of its trace, if it has one."""
+    """Return the configuration with the layers, experts and top_k of its trace, if it has one."""
     if not config.trace:
         return config
     ids, counts, top_k = read_trace(config.trace)
@@ -79,7 +83,7 @@ def with_trace_sizes(config: RankConfig) -> RankConfig:
     else:
         assert counts is not None
         layers, experts = counts.shape[1], counts.shape[2]
-    # Sizes divide over the ranks: unused expert ids only add experts that nobody asks for.
+    # The experts must divide evenly over the ranks. Additional ids are experts without tokens.
     experts = -(-experts // config.num_ranks) * config.num_ranks
     return config.replace(
         layers=layers, experts=experts, top_k=top_k, slots_per_rank=0, pool_slots_per_layer=0
@@ -87,7 +91,7 @@ def with_trace_sizes(config: RankConfig) -> RankConfig:
 
 
 class _Rank:
-    """Everything one rank process holds."""
+    """The state of one rank process."""
 
     def __init__(self, config: RankConfig, lines: LineWriter, link: RankLink | None) -> None:
         if config.rank < 0 or not config.rendezvous:
@@ -100,12 +104,15 @@ class _Rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.store, self.generation = _join(config)
         self.communicator = self._connect("engine")
-        placement, epoch, warm = self._agree_on_placement()
-        self.first_epoch = epoch
+        placement, self.first_epoch, warm = agree_on_placement(
+            load_placement(config.state_file, config.shape),
+            Placement.initial(config.shape),
+            self.communicator,
+        )
         self.model = _model(config, self.device)
         self.traffic = _traffic(config, self.model)
         self.weights = _weights(config, placement, self.device)
-        self.router = Router(placement, epoch, self.device)
+        self.router = Router(placement, self.first_epoch, self.device)
         self.dispatch = make_dispatch(
             config,
             self.model,
@@ -119,30 +126,16 @@ class _Rank:
             self.model, self.traffic, self.dispatch, config.rank, config.num_ranks
         )
         self.witness = Witness(self.model, self.traffic, config.rank)
-        self.mismatches = 0
+        self.mismatches = self.rows_checked = 0
         self.problems: list[str] = []
-        self.rows_checked = 0
         self.fault_done = False
-        self.agent: Agent | None = None
-        if config.agent:
-            self.agent = make_agent(
-                config,
-                self.store,
-                self.generation,
-                placement,
-                epoch,
-                self.weights,
-                self.router,
-                lines,
-                device=self.device,
-                link=link,
-            )
+        self.agent = self._make_agent(placement, link) if config.agent else None
         lines.write(
             "start",
             attempt=config.attempt,
             pid=os.getpid(),
             generation=self.generation,
-            epoch=epoch,
+            epoch=self.first_epoch,
             warm=warm,
             step=config.first_step,
             device=str(self.device),
@@ -150,7 +143,7 @@ class _Rank:
         )
 
     def serve(self) -> bool:
-        """Steps until the end or a stop, then the final check; True when it passed."""
+        """Run steps until the end or a stop, then the final check; return True if it passed."""
         step = self.config.first_step
         stop = False
         while not stop and (self.config.steps == 0 or step < self.config.steps):
@@ -161,13 +154,23 @@ class _Rank:
                 self._tell_agent(self.agent, step, epoch, result)
             seconds = time.perf_counter() - began
             stop = result.stop
-            self._after_step(step, epoch, result, seconds)
-            self._pace(began)
+            self._verify(step, result)
+            self._write_step(step, epoch, result, seconds)
+            self._break(step, result)
+            left = self.config.min_step_s - (time.perf_counter() - began)
+            if left > 0:
+                time.sleep(left)
             step += 1
         return self._check()
 
+    def close(self) -> None:
+        """Stop the agent and the dispatch; the engine's communicator ends with the process."""
+        self.dispatch.close()
+        if self.agent is not None:
+            self.agent.close()
+
     def _tell_agent(self, agent: Agent, step: int, epoch: int, result: StepResult) -> None:
-        """All an engine adds to its step: note the loads, then stand at the boundary."""
+        """Record the loads and run the step boundary: all that an engine adds to its step."""
         agent.record(
             step,
             result.counts,
@@ -178,52 +181,46 @@ class _Rank:
         )
         agent.step_boundary()
 
-    def close(self) -> None:
-        """End the agent; the engine's communicator goes with the process."""
-        self.dispatch.close()
-        if self.agent is not None:
-            self.agent.close()
-
-    def _after_step(self, step: int, epoch: int, result: StepResult, seconds: float) -> None:
+    def _verify(self, step: int, result: StepResult) -> None:
+        """Compare the outputs with the undistributed model, if it is time to."""
         config = self.config
-        if config.verify_every and step % config.verify_every == 0:
-            mismatches = self.witness.mismatches(step, result)
-            if mismatches and not self.mismatches:
-                self._diagnose(step)
-            self.mismatches += mismatches
-            self.rows_checked += config.tokens_per_step
+        if not config.verify_every or step % config.verify_every:
+            return
+        mismatches = self.witness.mismatches(step, result)
+        if mismatches and not self.mismatches:
+            # Look for the cause now: a later swap may remove it.
+            experts = self.witness.experts
+            _, self.problems = inspect_rank(config.rank, self.router, self.weights, experts)
+            self.lines.write("problem", step=step, problems=self.problems)
+        self.mismatches += mismatches
+        self.rows_checked += config.tokens_per_step
+
+    def _write_step(self, step: int, epoch: int, result: StepResult, seconds: float) -> None:
         self.lines.write(
             "step",
             step=step,
             seconds=round(seconds, 6),
-            tokens=config.tokens_per_step,
+            tokens=self.config.tokens_per_step,
             epoch=epoch,
             domain=self.traffic.domain(step),
             rank_load=result.counts.sum(axis=1).tolist(),
             served=result.served.tolist(),
             mismatches=self.mismatches,
         )
-        if config.fault is not None and self._fault_strikes(step):
+
+    def _break(self, step: int, result: StepResult) -> None:
+        """Damage this rank, if the configuration has a fault for it and it is time."""
+        config = self.config
+        if config.fault is None or self.fault_done or config.attempt:
+            return
+        swapped = self.router.epoch > self.first_epoch
+        due = step >= config.fault_at if config.fault_at else swapped
+        if due and config.rank == config.fault_rank:
             self.fault_done = True
             detail = break_something(
                 config.fault, config.rank, self.router, self.weights, result.counts
             )
             self.lines.write("fault", fault=config.fault.value, step=step, detail=detail)
-
-    def _diagnose(self, step: int) -> None:
-        """At the first wrong row, while the cause is still there: a later swap may wipe it out."""
-        _, self.problems = inspect_rank(
-            self.config.rank, self.router, self.weights, self.witness.experts
-        )
-        self.lines.write("problem", step=step, problems=self.problems)
-
-    def _fault_strikes(self, step: int) -> bool:
-        config = self.config
-        if self.fault_done or config.attempt or config.rank != config.fault_rank:
-            return False
-        if config.fault_at:
-            return step >= config.fault_at
-        return self.router.epoch > self.first_epoch
 
     def _check(self) -> bool:
         check = final_check(
@@ -238,12 +235,7 @@ class _Rank:
         self.lines.write(
             "check",
             ok=check.ok,
-            problems=check.problems,
-            epoch=check.epoch,
-            epochs_agree=check.epochs_agree,
-            maps_agree=check.maps_agree,
-            slots_checked=check.slots_checked,
-            wrong_slots=check.wrong_slots,
+            **dataclasses.asdict(check),
             rows_checked=self.rows_checked,
             mismatches=self.mismatches,
             swaps=self.router.epoch - self.first_epoch,
@@ -251,31 +243,22 @@ class _Rank:
         )
         return check.ok
 
-    def _pace(self, began: float) -> None:
-        left = self.config.min_step_s - (time.perf_counter() - began)
-        if left > 0:
-            time.sleep(left)
-
     def _connect(self, name: str) -> Communicator:
-        config = self.config
-        return make_communicator(
+        return connect_group(self.config, self.store, name, self.device)
+
+    def _make_agent(self, placement: Placement, link: RankLink | None) -> Agent:
+        return make_agent(
+            self.config,
             self.store,
-            name,
-            config.rank,
-            config.num_ranks,
+            self.generation,
+            placement,
+            self.first_epoch,
+            self.weights,
+            self.router,
+            self.lines,
             device=self.device,
-            timeout_s=config.group_timeout_s,
-            interface=config.interface,
+            link=link,
         )
-
-    def _agree_on_placement(self) -> tuple[Placement, int, bool]:
-        saved = load_placement(self.state_path, self.config.shape)
-        return agree_on_placement(saved, Placement.initial(self.config.shape), self.communicator)
-
-    @property
-    def state_path(self) -> Any:
-        """Where this rank keeps its last committed placement."""
-        return self.config.folder / "state" / f"rank-{self.config.rank}.npz"
 
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
         self._stop_wanted = True
@@ -291,7 +274,7 @@ def _device(config: RankConfig) -> torch.device:
 
 
 def _join(config: RankConfig) -> tuple[Any, str]:
-    """The store of this attempt, and the generation the group agreed on through it."""
+    """Return the store of this attempt, and the generation that the group agreed on through it."""
     iterator = _distributed.rendezvous(
         config.rendezvous, rank=config.rank, world_size=config.num_ranks
     )
@@ -314,7 +297,7 @@ def _model(config: RankConfig, device: torch.device) -> Model:
 
 
 def _weights(config: RankConfig, placement: Placement, device: torch.device) -> PooledWeights:
-    """This rank's slots, loaded from the checkpoint as the placement says."""
+    """Return this rank's slots, filled from the checkpoint."""
     buffers = config.layers * config.pool_slots_per_layer
     weights = PooledWeights(
         config.layers, config.slots_per_rank, buffers, config.d_model, config.d_ffn, device

@@ -1,4 +1,4 @@
-"""Where a rank keeps its experts, and how it finds those of others: pooled buffers and routing tables."""
+"""A rank's experts in pooled buffers, and the routing tables that lead to all experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ __all__ = ["PooledWeights", "RouteTable", "Router"]
 
 
 class PooledWeights:
-    """One pool of expert buffers for all layers of a rank; a filled slot owns one buffer.
+    """One pool of expert buffers for all layers of a rank; each filled slot owns one buffer.
 
-    The engine's thread reads `tensors` while the agent's transfer thread reserves buffers for slots
-    that are still empty: the two never touch the same slot.
+    The engine's thread reads `tensors` while the agent's transfer thread reserves buffers for empty
+    slots, so the two never use the same slot.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class PooledWeights:
 
     @property
     def free_buffers(self) -> int:
-        """Buffers no slot owns."""
+        """The number of buffers that no slot owns."""
         return len(self._free)
 
     def tensors(self, layer: int, local_slot: int) -> tuple[Tensor, ...]:
-        """The (w_in, w_out, scale) of a filled or reserved slot, as views of its buffer.
+        """Return (w_in, w_out, scale) of a filled or reserved slot, as views of its buffer.
 
         Raises:
-            InfeasiblePlan: the slot owns no buffer.
+            InfeasiblePlan: the slot has no buffer.
         """
         buffer = int(self._buffer_of[layer, local_slot])
         if buffer == EMPTY:
@@ -54,7 +54,7 @@ class PooledWeights:
         return self._w_in[buffer], self._w_out[buffer], self._scale[buffer]
 
     def reserve(self, slots: Sequence[tuple[int, int]]) -> bool:
-        """Give a free buffer to each (layer, local slot), all or none; False when there are too few."""
+        """Give each (layer, local slot) a free buffer; return False if too few are free."""
         if len(slots) > len(self._free):
             return False
         for layer, local_slot in slots:
@@ -65,13 +65,13 @@ class PooledWeights:
         return True
 
     def release(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Take the buffers of slots that no map reaches any more."""
+        """Take back the buffers of slots that no map uses any more."""
         for layer, local_slot in slots:
             self._free.append(int(self._buffer_of[layer, local_slot]))
             self._buffer_of[layer, local_slot] = EMPTY
 
     def load(self, placement: Placement, rank: int, seed: int) -> None:
-        """Fill this rank's slots of a placement with the experts of the checkpoint.
+        """Fill this rank's slots of a placement with the checkpoint's experts.
 
         Raises:
             InfeasiblePlan: the placement needs more buffers than the pool has.
@@ -91,16 +91,16 @@ class PooledWeights:
 
 @dataclass(frozen=True, slots=True)
 class RouteTable:
-    """Where the tokens of each expert of one layer may go."""
+    """The slots of each expert of one layer."""
 
     slots: Tensor
-    """(E, X) int64 global slots in slot order, the first repeated as padding."""
+    """(E, X) int64 global slots in slot order, padded with the first one."""
     replicas: Tensor
-    """(E,) int64 how many of them count."""
+    """(E,) int64 number of slots without the padding."""
 
 
 class Router:
-    """The routing tables this rank dispatches by, one per layer, and their epoch."""
+    """The routing tables of this rank, one per layer, and their epoch."""
 
     def __init__(self, placement: Placement, epoch: int, device: torch.device) -> None:
         self._device = device
@@ -108,19 +108,19 @@ class Router:
         self._num_experts = placement.num_logical_experts
         self.epoch = epoch
         self.phy2log: NDArray[np.int32] = placement.phy2log.copy()
-        """(L, S) what each slot holds, as installed."""
+        """(L, S) installed map."""
         self.tables = [self._table(row) for row in self.phy2log]
 
     def build(
         self, layers: Sequence[int], rows: NDArray[np.int32], epoch: int
     ) -> tuple[tuple[int, ...], NDArray[np.int32], list[RouteTable], int]:
-        """Everything `install` needs, made off the step's path."""
+        """Prepare the input of `install`, outside the step."""
         return tuple(layers), rows.copy(), [self._table(row) for row in rows], epoch
 
     def install(
         self, built: tuple[tuple[int, ...], NDArray[np.int32], list[RouteTable], int]
     ) -> None:
-        """Route by the new rows from the next step on."""
+        """Use the new rows from the next step on."""
         layers, rows, tables, epoch = built
         for layer, row, table in zip(layers, rows, tables, strict=True):
             self.phy2log[layer] = row
@@ -128,12 +128,13 @@ class Router:
         self.epoch = epoch
 
     def destinations(self, layer: int, chosen: Tensor, token_hash: Tensor) -> Tensor:
-        """The slot of each choice: replicas of an expert are taken evenly by a hash of the token's index.
+        """Return the slot of each choice; a hash of the token's index spreads tokens over the
+        replicas.
 
         Args:
-            layer: which table.
+            layer: the layer.
             chosen: (n, k) int64 experts.
-            token_hash: (n,) int64, not negative.
+            token_hash: (n,) int64 >= 0.
 
         Returns:
             (n, k) int64 global slots.
@@ -143,7 +144,7 @@ class Router:
         return table.slots[chosen, replica]
 
     def misrouted(self) -> list[tuple[int, int, int]]:
-        """(layer, expert, slot) of every table entry that leads to a slot without that expert."""
+        """Return (layer, expert, slot) of each table entry whose slot does not have the expert."""
         wrong = []
         for layer, table in enumerate(self.tables):
             slots = table.slots.cpu().numpy()

@@ -1,4 +1,5 @@
-"""What survives a restart: the last placement each rank committed, and how the group picks one."""
+"""The last committed placement of each rank, saved for a restart, and the group's choice among
+them."""
 
 import os
 import zipfile
@@ -24,11 +25,11 @@ class SavedPlacement:
     placement: Placement
     epoch: int
     generation: str
-    """Of the group that committed it."""
+    """Generation of the group that committed it."""
 
 
 def save_placement(path: Path, saved: SavedPlacement) -> None:
-    """Replace the file in one step: a crash leaves the old one or the new one."""
+    """Replace the file atomically: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     with draft.open("wb") as file:
@@ -44,7 +45,7 @@ def save_placement(path: Path, saved: SavedPlacement) -> None:
 
 
 def load_placement(path: Path, shape: ModelShape) -> SavedPlacement | None:
-    """The saved placement; None when there is none, it is damaged, or is of another shape."""
+    """Return the saved placement; None if it is missing, damaged, or has another shape."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             placement = Placement(archive["phy2log"], shape.num_ranks, shape.num_logical_experts)
@@ -59,11 +60,8 @@ def load_placement(path: Path, shape: ModelShape) -> SavedPlacement | None:
         zipfile.BadZipFile,
         zlib.error,
         EvenkeelError,
+        RuntimeError,  # a damaged directory may claim encryption or an unknown compression
     ):
-        return None
-    except (
-        RuntimeError
-    ):  # a bit of the directory says: encrypted, or packed in a way zipfile does not know
         return None
     return SavedPlacement(placement, epoch, generation)
 
@@ -71,20 +69,18 @@ def load_placement(path: Path, shape: ModelShape) -> SavedPlacement | None:
 def agree_on_placement(
     saved: SavedPlacement | None, initial: Placement, communicator: Communicator
 ) -> tuple[Placement, int, bool]:
-    """The newest placement any rank has saved, the same on every rank.
+    """Return the newest placement that any rank saved, the same on every rank; collective.
 
-    A wave is committed once its gate passed, and the gate passes on all ranks or none; so one rank
-    that saved an epoch proves it, also for ranks that died before they could save it.
+    A wave is committed once its gate passed, and the gate passes on all ranks or on none. So an
+    epoch that one rank saved was committed by all, also by ranks that died before they could save
+    it.
 
     Returns:
-        (placement, epoch, warm); `initial` at epoch 0, not warm, when no rank has saved any.
+        (placement, epoch, warm); (`initial`, 0, False) if no rank saved one.
     """
     epoch = saved.epoch if saved is not None else 0
-    epochs = (
-        communicator.all_gather(torch.tensor([epoch], device=communicator.device))
-        .reshape(-1)
-        .tolist()
-    )
+    mine = torch.tensor([epoch], device=communicator.device)
+    epochs = communicator.all_gather(mine).reshape(-1).tolist()
     newest = max(epochs)
     if newest == 0:
         return initial, 0, False

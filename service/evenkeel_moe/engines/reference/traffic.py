@@ -1,4 +1,4 @@
-"""What the ranks compute on: real text of this machine's Python, or routing recorded elsewhere."""
+"""The input of the ranks: real text from this machine's Python, or recorded routing."""
 
 import builtins
 import keyword
@@ -20,12 +20,11 @@ from evenkeel_moe.errors import InvalidInput
 
 __all__ = ["RecordedTraffic", "TextTraffic", "Traffic", "read_trace"]
 
-_CODE_FILES = (
-    "argparse.py", "ast.py", "calendar.py", "configparser.py", "dataclasses.py", "datetime.py", "difflib.py",
-    "doctest.py", "enum.py", "fractions.py", "inspect.py", "locale.py", "optparse.py", "pathlib.py", "pdb.py",
-    "pickle.py", "pydoc.py", "smtplib.py", "socket.py", "statistics.py", "subprocess.py", "tarfile.py",
-    "tempfile.py", "threading.py", "traceback.py", "turtle.py", "typing.py", "uuid.py", "zipfile.py",
-)  # fmt: skip
+_CODE_MODULES = (
+    "argparse ast calendar configparser dataclasses datetime difflib doctest enum fractions"
+    " inspect locale optparse pathlib pdb pickle pydoc smtplib socket statistics subprocess tarfile"
+    " tempfile threading traceback turtle typing uuid zipfile"
+).split()
 _REQUESTS_PER_RANK = 16
 _IDS_PER_KIND = VOCABULARY // WORD_KINDS
 _WORD = re.compile(r"\w+|([^\w\s])\1*")
@@ -35,23 +34,23 @@ _CODE_WORDS = frozenset([*keyword.kwlist, *dir(builtins), "self", "args", "kwarg
 
 
 class Traffic(Protocol):
-    """Where a step's tokens and their routing come from."""
+    """The source of tokens and their routing."""
 
     def domain(self, step: int) -> str:
-        """Name of what is being served at a step."""
+        """Return the name of the kind of text at a step."""
         ...
 
     def tokens(self, step: int, rank: int) -> Tensor:
-        """(n,) int64 token ids of one rank's step."""
+        """Return (n,) int64 token ids of one rank's step."""
         ...
 
     def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
-        """(n, k) int64 experts of each row of x, best first."""
+        """Return (n, k) int64: the experts of each row of x, best first."""
         ...
 
 
 def _hashed(text: str) -> NDArray[np.int64]:
-    """(n,) int64 - words and punctuation of a text, hashed into the vocabulary."""
+    """Return (n,) int64 token ids: words and punctuation, hashed into the vocabulary."""
     words = [match[0] for match in _WORD.finditer(text)]
     unique = {
         word: _kind(word) * _IDS_PER_KIND + zlib.crc32(word.encode()) % _IDS_PER_KIND
@@ -61,7 +60,7 @@ def _hashed(text: str) -> NDArray[np.int64]:
 
 
 def _kind(word: str) -> int:
-    """0..WORD_KINDS-1: what sort of word it is, as an embedding would tell apart."""
+    """Return the kind of a word, 0..WORD_KINDS-1, as an embedding would separate them."""
     first = word[0]
     if word.isdigit() or "_" in word:
         return 0
@@ -80,25 +79,26 @@ def _kind(word: str) -> int:
 
 @cache
 def prose_tokens() -> NDArray[np.int64]:
-    """Token ids of the Python language reference as shipped with `pydoc`."""
-    from pydoc_data.topics import topics  # half a megabyte: read only when served
+    """Return the token ids of the Python language reference that comes with `pydoc`."""
+    from pydoc_data.topics import topics  # half a megabyte: read only if it is used
 
     return _hashed("\n".join(topics[name] for name in sorted(topics)))
 
 
 @cache
 def code_tokens() -> NDArray[np.int64]:
-    """Token ids of modules of the standard library."""
+    """Return the token ids of modules of the standard library."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    found = [library / name for name in _CODE_FILES if (library / name).is_file()]
+    paths = [library / f"{name}.py" for name in _CODE_MODULES]
+    found = [path for path in paths if path.is_file()]
     if not found:
-        raise InvalidInput(f"no standard library sources under {library}")
+        raise InvalidInput(f"{library} has no sources of the standard library")
     return _hashed("\n".join(path.read_text(encoding="utf-8") for path in found))
 
 
 @dataclass(frozen=True, slots=True)
 class TextTraffic:
-    """Prose until a step, code from then on; the model's own gate routes."""
+    """Prose up to a step, then code; the model's own gates route it."""
 
     model: Model
     num_ranks: int
@@ -106,11 +106,11 @@ class TextTraffic:
     shift_at: int
 
     def domain(self, step: int) -> str:
-        """`prose` or `code`."""
+        """Return `prose` or `code`."""
         return "code" if self.shift_at and step >= self.shift_at else "prose"
 
     def tokens(self, step: int, rank: int) -> Tensor:
-        """The next piece of each of a rank's requests; every request reads its own part of the text, round and round."""
+        """Return the next tokens of a rank's requests; each request cycles through the text."""
         text = code_tokens() if self.domain(step) == "code" else prose_tokens()
         requests = min(_REQUESTS_PER_RANK, self.tokens_per_step)
         request = rank * requests + np.arange(requests)
@@ -120,25 +120,25 @@ class TextTraffic:
         return torch.from_numpy(text.take(positions, mode="wrap"))
 
     def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
-        """What the gate of the layer says."""
+        """Return the choices of the layer's gate."""
         return self.model.route(layer, x)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RecordedTraffic:
-    """Routing of a recorded trace; activations come from arbitrary token ids."""
+    """Routing of a recorded trace; the activations come from arbitrary token ids."""
 
     num_ranks: int
     tokens_per_step: int
     top_k: int
     seed: int
     ids: NDArray[np.int64] | None
-    """(tokens, L, k) recorded experts, None when only counts were recorded."""
+    """(tokens, L, k) recorded experts; None if only counts were recorded."""
     counts: NDArray[np.float64] | None
-    """(steps, L, E) recorded tokens per expert, the law rows are drawn from."""
+    """(steps, L, E) recorded tokens per expert, the distribution that choices are drawn from."""
 
     def domain(self, step: int) -> str:
-        """Always `trace`."""
+        """Return `trace`."""
         return "trace"
 
     def _rows(self, step: int, rank: int) -> NDArray[np.int64]:
@@ -146,33 +146,33 @@ class RecordedTraffic:
         return np.arange(start, start + self.tokens_per_step, dtype=np.int64)
 
     def tokens(self, step: int, rank: int) -> Tensor:
-        """A spread-out sequence of token ids: the recording holds no text."""
+        """Return token ids spread over the vocabulary, because the recording has no text."""
         return torch.from_numpy(self._rows(step, rank) * 2654435761 % VOCABULARY)
 
     def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
-        """Recorded ids in order, from the start again at their end; or k distinct experts drawn from the counts."""
+        """Return the recorded ids in order, cyclically, or k experts drawn from the counts."""
         if self.ids is not None:
             return torch.from_numpy(self.ids[self._rows(step, rank) % len(self.ids), layer])
         assert self.counts is not None
-        law = self.counts[step % len(self.counts), layer]
+        weights = self.counts[step % len(self.counts), layer]
         rng = np.random.default_rng((self.seed, step, rank, layer))
-        # Gumbel noise: the k largest are a draw without replacement in proportion to the counts.
+        # With Gumbel noise, the k largest keys are a draw without replacement by the counts.
         with np.errstate(divide="ignore"):
-            keys = np.log(law)[None, :] + rng.gumbel(size=(self.tokens_per_step, len(law)))
-        keys[:, law == 0] = np.where(np.arange(int((law == 0).sum())) >= 0, -1e9, 0.0)
+            keys = np.log(weights)[None, :] + rng.gumbel(size=(self.tokens_per_step, len(weights)))
+        keys[:, weights == 0] = -1e9
         return torch.from_numpy(
             np.argsort(-keys, axis=1, kind="stable")[:, : self.top_k].astype(np.int64)
         )
 
 
 def read_trace(path: str) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None, int]:
-    """Read recorded routing.
+    """Read recorded routing; `ids` are preferred to counts.
 
     Returns:
-        (ids (tokens, L, k) or None, counts (steps, L, E) or None, top_k); ids are preferred where both exist.
+        (ids (tokens, L, k) or None, counts (steps, L, E) or None, top_k).
 
     Raises:
-        InvalidInput: neither `ids` nor `T` is in the file, or their shapes are wrong.
+        InvalidInput: the file has neither `ids` nor `T`, or a wrong shape.
     """
     with np.load(path, allow_pickle=False) as archive:
         if "ids" in archive.files:
@@ -186,7 +186,7 @@ def read_trace(path: str) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]
             counts = archive["T"].astype(np.float64)
             if counts.ndim != 3 or "topk" not in archive.files:
                 raise InvalidInput(
-                    f"`T` of {path} must be (steps, layers, experts) and come with `topk`"
+                    f"`T` of {path} must be (steps, layers, experts), with `topk` next to it"
                 )
             return None, counts, int(archive["topk"])
-    raise InvalidInput(f"{path} holds neither `ids` nor `T`")
+    raise InvalidInput(f"{path} has neither `ids` nor `T`")

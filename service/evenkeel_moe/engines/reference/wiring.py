@@ -1,23 +1,22 @@
-"""How an engine takes an agent on board: its slots, its tables, a link, and where commits are saved."""
+"""Connects an agent to the engine: its slots, its tables, a link, and the file of committed
+placements."""
 
 import socket
 from typing import Any
 
 import torch
 
-from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.agent import Agent, AgentConfig, RankLink, SwapRecord
+from evenkeel_moe.engines.identity import gpu_uuid, rank_identity
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.lines import LineWriter
 from evenkeel_moe.engines.reference.slots import PooledWeights, Router
 from evenkeel_moe.engines.reference.state import SavedPlacement, save_placement
-from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.protocol.messages import RankIdentity
 
-__all__ = ["make_agent"]
+__all__ = ["connect_group", "make_agent"]
 
 
 def make_agent(
@@ -33,20 +32,34 @@ def make_agent(
     device: torch.device,
     link: RankLink | None = None,
 ) -> Agent:
-    """The agent of one rank of the reference engine; collective over the group.
+    """Make the agent of one rank; collective over the group.
 
     Args:
-        config: this rank.
-        store: of this attempt, for communicators beside the engine's own.
+        config: of this rank.
+        store: of this attempt, for the agent's own communicators.
         generation: agreed by the group.
-        placement: what the group starts on, loaded into `weights`.
-        epoch: its number.
+        placement: the placement the group starts with, loaded into `weights`.
+        epoch: the placement's epoch.
         weights: the rank's slots.
         router: the rank's tables.
-        lines: where swaps and staging are written down.
-        device: where the weights lie.
-        link: instead of gRPC to `config.controllers`.
+        lines: receives the lines on swaps and staging.
+        device: where the weights are.
+        link: used instead of gRPC to `config.controllers`.
     """
+
+    def on_swap(record: SwapRecord, placement: Placement) -> None:
+        # Saved before the Ack, because a restarted group must find what the controller was told.
+        save_placement(config.state_file, SavedPlacement(placement, record.epoch, generation))
+        lines.write(
+            "swap",
+            step=record.step,
+            epoch=record.epoch,
+            plan_id=record.wave.plan_id,
+            wave_index=record.wave.wave_index,
+            layers=list(record.layers),
+            seconds=round(record.seconds, 6),
+            received_bytes=record.received_bytes,
+        )
 
     if link is None and config.controllers:
         link = GrpcRankLink(config.controllers, seed=config.rank)
@@ -56,10 +69,10 @@ def make_agent(
         epoch,
         weights,
         router,
-        connect=lambda name, where: _connect(config, store, name, where),
+        connect=lambda name, where: connect_group(config, store, name, where),
         device=device,
         link=link,
-        on_swap=lambda record, placement: _on_swap(config, generation, lines, record, placement),
+        on_swap=on_swap,
         on_progress=lambda wave, done, total: lines.write(
             "staging",
             plan_id=wave.plan_id,
@@ -71,19 +84,11 @@ def make_agent(
 
 
 def _agent_config(config: RankConfig, generation: str, device: torch.device) -> AgentConfig:
-    identity = RankIdentity(
-        DeploymentId(config.deployment),
-        EpRank(config.rank),
-        Generation(generation),
-        int(SystemClock().unix() * 1e9),
-    )
     return AgentConfig(
-        identity=identity,
+        identity=rank_identity(config.deployment, config.rank, generation),
         shape=config.shape,
         node=config.node if config.nodes else socket.gethostname(),
-        gpu_uuid=str(torch.cuda.get_device_properties(device).uuid)
-        if device.type == "cuda"
-        else "",
+        gpu_uuid=gpu_uuid(device),
         staging_bytes=config.staging_bytes,
         poll_every=config.poll_every,
         resolve_after=config.poll_latency,
@@ -91,7 +96,8 @@ def _agent_config(config: RankConfig, generation: str, device: torch.device) -> 
     )
 
 
-def _connect(config: RankConfig, store: Any, name: str, device: torch.device) -> Communicator:
+def connect_group(config: RankConfig, store: Any, name: str, device: torch.device) -> Communicator:
+    """Make a communicator over all ranks; collective, once for each name."""
     return make_communicator(
         store,
         name,
@@ -100,22 +106,4 @@ def _connect(config: RankConfig, store: Any, name: str, device: torch.device) ->
         device=device,
         timeout_s=config.group_timeout_s,
         interface=config.interface,
-    )
-
-
-def _on_swap(
-    config: RankConfig, generation: str, lines: LineWriter, record: SwapRecord, placement: Placement
-) -> None:
-    """Saved first: a restarted group must find what the controller was told."""
-    path = config.folder / "state" / f"rank-{config.rank}.npz"
-    save_placement(path, SavedPlacement(placement, record.epoch, generation))
-    lines.write(
-        "swap",
-        step=record.step,
-        epoch=record.epoch,
-        plan_id=record.wave.plan_id,
-        wave_index=record.wave.wave_index,
-        layers=list(record.layers),
-        seconds=round(record.seconds, 6),
-        received_bytes=record.received_bytes,
     )
