@@ -1,4 +1,4 @@
-"""Connections to Redis or Valkey: the URL forms, and its errors as ours."""
+"""Connections to Redis or Valkey: URLs, credentials, and the conversion of errors."""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostna
 
 @dataclass(frozen=True, slots=True)
 class SentinelLogin:
-    """Who the controller is at the Sentinels; they keep users of their own and know nothing of the store's."""
+    """Credentials for the Sentinels, which have other users than the store."""
 
     username: str = ""
     password: str = field(default="", repr=False)
@@ -44,21 +44,23 @@ def connect(
     password: str | None = None,
     sentinel: SentinelLogin | None = None,
 ) -> Client:
-    """A client of the store; no connection is made yet.
+    """Return a client of the store; it connects later.
 
     Args:
-        url: `redis://`, `rediss://` (TLS; `?ssl_ca_certs=FILE` names the CA) or `unix://` as redis-py takes
-            them, `redis+sentinel://[user:password@]host:port[,host:port]/master-name[/db]` and
-            `rediss+sentinel://...`, see `_sentinel`, or `redis+cluster://host:port` and
-            `rediss+cluster://host:port`.
-        timeout_s: for a connection and for each answer.
-        password: beats one in the URL.
-        sentinel: beats `sentinel_username` and `sentinel_password` in the URL.
+        url: one of these forms:
+            `redis://`, `rediss://` (TLS; `?ssl_ca_certs=FILE` names the CA) or `unix://`, as in
+            redis-py;
+            `redis+sentinel://[user:password@]host:port[,host:port]/master-name[/db]` or
+            `rediss+sentinel://...`, see `_sentinel`;
+            `redis+cluster://host:port` or `rediss+cluster://host:port`.
+        timeout_s: timeout of a connection attempt and of each answer.
+        password: overrides the password in the URL.
+        sentinel: overrides `sentinel_username` and `sentinel_password` in the URL.
 
     Raises:
-        InvalidInput: a URL of another form; its password is not repeated in the message.
+        InvalidInput: the URL has another form. The message does not contain its password.
     """
-    # One retry mends a connection the server closed while it was idle; more would hide an outage.
+    # One retry replaces a connection the server closed while idle; more would hide an outage.
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
@@ -66,7 +68,7 @@ def connect(
     }
     if password is not None:
         options["password"] = password
-        url = _without_password(url)  # In redis-py the URL's would win.
+        url = _without_password(url)  # redis-py would prefer the one in the URL
     scheme = url.split("://", 1)[0]
     try:
         if scheme in ("redis", "rediss", "unix"):
@@ -78,13 +80,13 @@ def connect(
     except ValueError as error:
         raise InvalidInput(f"{scheme}:// URL cannot be used: {error}") from None
     raise InvalidInput(
-        f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel, rediss+sentinel,"
-        " redis+cluster, rediss+cluster"
+        f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel,"
+        " rediss+sentinel, redis+cluster, rediss+cluster"
     )
 
 
 def _without_password(url: str) -> str:
-    """The same URL; of its credentials only the user is left."""
+    """Return the URL without its password; a user stays."""
     parts = urlsplit(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
     user = credentials.partition(":")[0]
@@ -92,11 +94,12 @@ def _without_password(url: str) -> str:
 
 
 def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
-    """A client that asks Sentinels where the primary is.
+    """Return a client that asks Sentinels for the address of the primary.
 
-    The credentials before the hosts and the options `ssl_...` are the store's, those that begin with `sentinel_` the
-    Sentinels'. `rediss+sentinel` speaks TLS to both, with the same files as far as no `sentinel_ssl_...` names others;
-    `sentinel_ssl=true` and `sentinel_ssl=false` say it for the Sentinels alone.
+    The credentials before the hosts and the options `ssl_...` are for the store; options that begin
+    with `sentinel_` are for the Sentinels. `rediss+sentinel` uses TLS for both, with the same files
+    unless `sentinel_ssl_...` names others. `sentinel_ssl=true` or `false` sets TLS for the
+    Sentinels alone.
     """
     parts = urlsplit(url)
     credentials, _, hosts = parts.netloc.rpartition("@")
@@ -119,18 +122,18 @@ def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
     theirs: dict[str, Any] = {
         "username": login.username or query.get("sentinel_username"),
         "password": login.password or query.get("sentinel_password"),
-        # Without a word redis-py would try a Sentinel again for seconds before it asks the next.
+        # By default redis-py would retry a Sentinel for seconds before it asks the next.
         **{name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "retry")},
     }
     sentinel_tls = _true(query.get("sentinel_ssl", str(store_tls)))
     if sentinel_tls:
         theirs |= _tls(query, "") | _tls(query, "sentinel_")
-    for speaks, prefix, cure in (
+    for tls, prefix, needed in (
         (store_tls or sentinel_tls, "ssl_", "rediss+sentinel"),
         (sentinel_tls, "sentinel_ssl_", "sentinel_ssl=true"),
     ):
-        if not speaks and any(name.startswith(prefix) for name in query):
-            raise ValueError(f"{prefix}... without TLS: it needs {cure}")
+        if not tls and any(name.startswith(prefix) for name in query):
+            raise ValueError(f"{prefix}... without TLS: it needs {needed}")
     sentinels = Sentinel(nodes, sentinel_kwargs=theirs)  # type: ignore[no-untyped-call]
     master: Redis = sentinels.master_for(
         path[0], db=int(path[1]) if len(path) == 2 else 0, **options
@@ -139,7 +142,7 @@ def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
 
 
 def _sentinel_query(query: str) -> dict[str, str]:
-    """The URL's options, none of which may be misspelt: one that is ignored could mean no TLS."""
+    """Return the URL's options; an unknown one is an error, because ignoring it may mean no TLS."""
     found = dict(parse_qsl(query, keep_blank_values=True))
     known = [prefix + name for prefix in ("", "sentinel_") for name in _TLS_OPTIONS]
     known += ["sentinel_ssl", "sentinel_username", "sentinel_password"]
@@ -149,14 +152,13 @@ def _sentinel_query(query: str) -> dict[str, str]:
 
 
 def _tls(query: dict[str, str], prefix: str) -> dict[str, Any]:
-    """The TLS options of one side, as redis-py takes them."""
-    named = {name: query[prefix + name] for name in _TLS_OPTIONS if prefix + name in query}
-    checks = (
-        {}
-        if "ssl_check_hostname" not in named
-        else {"ssl_check_hostname": _true(named["ssl_check_hostname"])}
-    )
-    return {"ssl": True, **named, **checks}
+    """Return the TLS options of the store or of the Sentinels in the form of redis-py."""
+    named: dict[str, Any] = {
+        name: query[prefix + name] for name in _TLS_OPTIONS if prefix + name in query
+    }
+    if "ssl_check_hostname" in named:
+        named["ssl_check_hostname"] = _true(named["ssl_check_hostname"])
+    return {"ssl": True, **named}
 
 
 def _true(text: str) -> bool:
@@ -166,9 +168,10 @@ def _true(text: str) -> bool:
 
 
 def _follow_failovers(client: Redis) -> Redis:
-    """Drop a connection whose server answers READONLY: behind the address is another primary by now.
+    """Make a client close each connection whose server answers READONLY.
 
-    The clients of Sentinel and Cluster do so by themselves.
+    The address then belongs to another primary. The clients of Sentinel and Cluster do this
+    themselves.
     """
     pool: Any = client.connection_pool
     base = pool.connection_class
@@ -187,7 +190,7 @@ def _follow_failovers(client: Redis) -> Redis:
 
 
 async def disconnect(client: Client) -> None:
-    """Close every connection of a client, those to sentinels too."""
+    """Close all connections of a client, including those to Sentinels."""
     await client.aclose()
     manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
     for sentinel in getattr(manager, "sentinels", ()):
@@ -195,7 +198,10 @@ async def disconnect(client: Client) -> None:
 
 
 async def eviction_policies(client: Client) -> frozenset[str] | None:
-    """`maxmemory-policy` of the server, or of every primary of a Cluster; None when the user may not ask.
+    """Return `maxmemory-policy` of the server, or of every primary of a Cluster.
+
+    Returns:
+        None if the user has no right to ask, or the service does not tell.
 
     Raises:
         Unavailable: no answer.
@@ -207,21 +213,21 @@ async def eviction_policies(client: Client) -> frozenset[str] | None:
         except NoPermissionError:
             return None
     infos = [answer] if "used_memory" in answer else answer.values()
-    # Services that hide it answer without the field.
+    # Services that hide the policy answer without this field.
     found = [info.get("maxmemory_policy") for info in infos]
     return None if None in found else frozenset(map(str, found))
 
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Turn whatever keeps the store from answering into Unavailable, and let no cancellation get lost.
+    """Turn every failure of the store into Unavailable, and preserve cancellations.
 
-    redis-py sends with `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes together
-    with its result; a task that never ends by it would keep the process from ending.
+    redis-py sends with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that
+    arrives together with the result. The task would then never end, nor would the process.
 
     Raises:
         Unavailable: the store failed.
-        CancelledError: the task was cancelled on the way.
+        CancelledError: the task was cancelled meanwhile.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
@@ -236,5 +242,5 @@ def store_errors(what: str) -> Iterator[None]:
 
 
 def deployment_key(prefix: str, deployment: str, name: str) -> str:
-    """A key of one deployment; all keys of one share a hash tag, so that a Cluster keeps them together."""
+    """Return a key of a deployment. Its keys share a hash tag: a Cluster stores them together."""
     return f"{prefix}:{{{deployment}}}:{name}"

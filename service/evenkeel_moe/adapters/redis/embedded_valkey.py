@@ -1,8 +1,9 @@
-"""A Valkey server of our own, for a controller that was given no store.
+"""A Valkey server started by a controller that was given no store.
 
-The same server binary that runs anywhere else, with append-only persistence in the controller's data folder
-and reachable by a private unix socket only. It dies with the controller, and is started again if it dies
-alone. It may be killed at any time: what it answered for is in the kernel by then.
+It is the usual server binary, with append-only persistence in the controller's data folder,
+reachable only through a private Unix socket. It ends with the controller, and is started again if
+it dies. The controller may be killed at any time: every acknowledged write has reached the kernel
+by then.
 """
 
 import asyncio
@@ -30,15 +31,15 @@ class EmbeddedValkey:
     """One server process on one data folder.
 
     Args:
-        data_dir: made if missing; one controller at a time may use it.
-        start_timeout_s: for the folder to come free and for the first answer.
+        data_dir: created if missing; only one controller at a time may use it.
+        start_timeout_s: time for the folder to become free, and for the first answer.
     """
 
     def __init__(self, data_dir: Path, *, start_timeout_s: float = 10.0) -> None:
-        # The server changes into the folder, so that a relative path would mean another place to it.
+        # Absolute, because the server changes its working directory to the folder.
         self.data_dir = data_dir.absolute()
         self.starts = 0
-        """Times the server was started."""
+        """Number of times the server was started."""
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._socket_dir: str | None = None
@@ -46,14 +47,14 @@ class EmbeddedValkey:
 
     @property
     def url(self) -> str:
-        """Where it answers; known once started."""
+        """The server's URL; known once started."""
         if self._socket_dir is None:
             raise Unavailable("the embedded store was not started")
         return f"unix://{self._socket_dir}/valkey.sock"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running server."""
+        """The process id of the running server; None if it does not run."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -62,14 +63,14 @@ class EmbeddedValkey:
 
         Raises:
             InvalidInput: another controller uses the folder.
-            Unavailable: no server binary for this machine, or it does not answer.
+            Unavailable: there is no server binary for this machine, or it does not answer.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         await self._lock()
         note = self.data_dir / "socket-folder"
-        if note.exists():  # left by a controller that was killed; the lock says that nobody uses it
+        if note.exists():  # left by a killed controller; the lock shows that nobody uses it
             _remove_socket(note.read_text(encoding="utf-8"))
-        # A socket path may have about 100 characters; a data folder may be deeper than that.
+        # A socket path is limited to about 100 characters; that of a data folder may be longer.
         self._socket_dir = tempfile.mkdtemp(prefix="evenkeel-")
         note.write_text(self._socket_dir, encoding="utf-8")
         await self._spawn()
@@ -91,7 +92,7 @@ class EmbeddedValkey:
                 pause_s = min(5.0, pause_s * 2)
 
     async def stop(self) -> None:
-        """Shut the server down, its data on disk, and free the folder. May be called twice."""
+        """Shut the server down with its data on disk, and free the folder. May be called twice."""
         process, self._process = self._process, None
         if process is not None:
             await _end(process)
@@ -103,7 +104,7 @@ class EmbeddedValkey:
             self._lock_fd = None
 
     async def _lock(self) -> None:
-        """Hold the folder. The server inherits the lock, so that an orphan of a killed controller counts."""
+        """Lock the folder. The server inherits the lock, and holds it if it is left behind."""
         fd = os.open(self.data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = asyncio.get_running_loop().time() + self._start_timeout_s
         while True:
@@ -113,8 +114,8 @@ class EmbeddedValkey:
                 if asyncio.get_running_loop().time() > deadline:
                     os.close(fd)
                     raise InvalidInput(
-                        f"data folder {self.data_dir} is in use by another controller; more than one"
-                        " replica needs an external store"
+                        f"data folder {self.data_dir} is in use by another controller; more than"
+                        " one replica needs an external store"
                     ) from None
                 await asyncio.sleep(0.05)
             else:
@@ -129,12 +130,13 @@ class EmbeddedValkey:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
             pass_fds=(self._lock_fd,),
-            # Ctrl-C in a terminal reaches the whole group; the controller stops the store when it is done.
+            # Ctrl-C in a terminal reaches the whole process group. The controller stops the store
+            # itself, at the end.
             start_new_session=True,
         )
         self.starts += 1
         try:
-            await self._answering()
+            await self._wait_for_answer()
         except BaseException:
             await _end(self._process)
             raise
@@ -160,7 +162,7 @@ class EmbeddedValkey:
             *(part for name, value in options.items() for part in (f"--{name}", value)),
         ]
 
-    async def _answering(self) -> None:
+    async def _wait_for_answer(self) -> None:
         assert self._process is not None
         deadline = asyncio.get_running_loop().time() + self._start_timeout_s
         client = Redis.from_url(self.url, socket_timeout=1.0)
@@ -184,7 +186,7 @@ class EmbeddedValkey:
 
 
 def _remove_socket(folder: str) -> None:
-    """Only what we made: a socket by its name, and the folder if it is empty then."""
+    """Remove only what we created: the socket, and the folder if it is then empty."""
     with contextlib.suppress(OSError):
         os.unlink(f"{folder}/valkey.sock")
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The bytes in which plans, placements and window chunks are stored, and back.
+"""The stored form of plans, placements and window chunks.
 
-Whatever is read may be old, cut off or written by something else: reading raises Unreadable and nothing
-else, and the store drops what it cannot read instead of failing on it.
+Stored bytes may be old, truncated or written by something else. Reading them raises Unreadable and
+nothing else; the store skips what it cannot read.
 """
 
 import base64
@@ -9,7 +9,7 @@ import itertools
 import json
 import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -40,25 +40,29 @@ _T = TypeVar("_T")
 _VERSION = 1
 _WINDOW_VERSION = 2
 _WINDOW_LEVEL = -1
-"""Of zstd: higher ones look for what is not there."""
+"""Compression level of zstd: higher ones search for repetitions that are not there."""
 _PLAN_VERSION = 2
 _WINDOW_HEADER = struct.Struct("<BBIIII")
 """Version, bytes of a count, steps, layers, experts, ranks."""
 _SOURCE_HEADER = struct.Struct("<BIII")
+"""Version, ranks, layers, experts."""
 _FIELDS = operator.attrgetter(*(field.name for field in fields(Transfer)))
 _MAX_BYTES = 1 << 30
-"""No stored value may unpack to more."""
+"""The most bytes a stored value may decompress to."""
 _BLOCK = 4096
-"""Counts split into bytes at a time: they stay in the nearest cache for their next byte."""
+"""Counts split into bytes at a time: they stay in the nearest cache until their last byte."""
 
 
 class Unreadable(Exception):
-    """Stored bytes that are not what was written."""
+    """Stored bytes that do not have the expected form."""
 
 
 @kernel
 def by_byte(counts: NDArray[np.uint32], planes: NDArray[np.uint8], first: int, apart: int) -> None:
-    """Write the lowest byte of every count to planes[first:], the next to planes[first + apart:], ..., as many as fit."""
+    """Write the lowest bytes of all counts to planes[first:], the next to planes[first + apart:].
+
+    This continues with further bytes as long as `planes` has room.
+    """
     for start in range(0, len(counts), _BLOCK):
         block = counts[start : start + _BLOCK]
         for byte in range(len(planes) // apart):
@@ -69,10 +73,11 @@ def by_byte(counts: NDArray[np.uint32], planes: NDArray[np.uint8], first: int, a
 
 
 def pack_window(*parts: LoadWindow) -> bytes:
-    """One chunk of a window, given in consecutive parts, at least one; the source-side sums are stored apart.
+    """Encode one chunk of a window, given as one or more consecutive parts.
 
-    Counts go byte by byte, the lowest of all counts first: those are noise, which zstd passes over, and the higher
-    ones nearly all alike. This takes a third of the time of whole numbers, and an eighth less room.
+    Source-side sums are stored apart. Counts are stored by byte, the lowest bytes of all counts
+    first. Those are noise, which zstd skips; the higher bytes are nearly all equal. This takes a
+    third of the time of whole numbers, and an eighth less space.
     """
     layers, experts = parts[0].counts.shape[1:]
     length = sum(map(len, parts))
@@ -100,7 +105,7 @@ def pack_window(*parts: LoadWindow) -> bytes:
 
 
 def unpack_window(data: bytes) -> LoadWindow:
-    """A chunk as it was packed, without source-side sums."""
+    """Decode a chunk, without source-side sums."""
     version, width, length, layers, experts, ranks = _unpack_header(_WINDOW_HEADER, data)
     if version != _WINDOW_VERSION or not 1 <= width <= 4:
         raise Unreadable(f"window chunk of version {version} with counts of {width} bytes")
@@ -131,13 +136,13 @@ def unpack_window(data: bytes) -> LoadWindow:
 
 
 def pack_source(source: NDArray[np.uint32]) -> bytes:
-    """(R, L, E) [tokens] source-side sums."""
+    """Encode source-side sums, (R, L, E) [tokens]."""
     header = _SOURCE_HEADER.pack(_VERSION, *source.shape)
     return header + zstandard.ZstdCompressor(level=1).compress(source.astype("<u4").tobytes())
 
 
 def unpack_source(data: bytes) -> NDArray[np.uint32]:
-    """The sums as they were packed."""
+    """Decode source-side sums."""
     version, *shape = _unpack_header(_SOURCE_HEADER, data)
     if version != _VERSION:
         raise Unreadable(f"source sums of version {version}")
@@ -146,84 +151,42 @@ def unpack_source(data: bytes) -> NDArray[np.uint32]:
 
 
 def pack_placement(placement: Placement) -> bytes:
-    """A map of its own."""
+    """Encode a placement."""
     return json.dumps(_placement_form(placement)).encode()
 
 
 def unpack_placement(data: bytes) -> Placement:
-    """The map as it was packed."""
+    """Decode a placement."""
     return _read(lambda: _placement_of(json.loads(data)))
 
 
 def pack_plan(record: PlanRecord) -> bytes:
-    """A plan record whole."""
-    plan = record.plan
-    form = {
+    """Encode a whole plan record."""
+    form = _form_of(record, _RECORD_READERS) | {
         "version": _PLAN_VERSION,
-        "plan": {
-            "plan_id": plan.plan_id,
-            "deployment": plan.deployment,
-            "kind": plan.kind,
-            "policy": plan.policy,
-            "reason": plan.reason,
-            "generation": plan.generation,
-            "weights_version": plan.weights_version,
-            "base_epoch": plan.base_epoch,
-            "base": _placement_form(plan.base),
-            "target": _placement_form(plan.target),
-            "waves": [_wave_form(wave) for wave in plan.waves],
-            "created_at": plan.created_at,
-            "expires_at": plan.expires_at,
-            "allow_duplicates": plan.allow_duplicates,
-            "numbers": plan.numbers,
-        },
-        "phase": record.phase,
-        "reason": record.reason,
-        "waves_committed": record.waves_committed,
-        "updated_at": record.updated_at,
-        "error": record.error,
-        "approved_by": record.approved_by,
-        "request_digest": record.request_digest,
-        "story": record.story,
+        "plan": _form_of(record.plan, _PLAN_READERS),
     }
     return zstandard.ZstdCompressor(level=3).compress(json.dumps(form).encode())
 
 
 def unpack_plan(data: bytes) -> PlanRecord:
-    """The record as it was packed."""
+    """Decode a plan record."""
     return _read(lambda: _plan_of(json.loads(_decompress(data, None))))
 
 
 def _plan_of(form: dict[str, Any]) -> PlanRecord:
-    body = form["plan"]
-    plan = Plan(
-        plan_id=PlanId(body["plan_id"]),
-        deployment=DeploymentId(body["deployment"]),
-        kind=PlanKind(body["kind"]),
-        policy=body["policy"],
-        reason=Reason(body["reason"]),
-        generation=Generation(body["generation"]),
-        weights_version=int(body["weights_version"]),
-        base_epoch=Epoch(int(body["base_epoch"])),
-        base=_placement_of(body["base"]),
-        target=_placement_of(body["target"]),
-        waves=tuple(_wave_of(wave) for wave in body["waves"]),
-        created_at=float(body["created_at"]),
-        expires_at=body["expires_at"],
-        allow_duplicates=bool(body["allow_duplicates"]),
-        numbers=dict(body["numbers"]),
-    )
-    return PlanRecord(
-        plan=plan,
-        phase=PlanPhase(form["phase"]),
-        reason=Reason(form["reason"]),
-        waves_committed=int(form["waves_committed"]),
-        updated_at=float(form["updated_at"]),
-        error=form["error"],
-        approved_by=form["approved_by"],
-        request_digest=form["request_digest"],
-        story=tuple(form["story"]),
-    )
+    plan = {name: read(form["plan"][name]) for name, read in _PLAN_READERS.items()}
+    record = {name: read(form[name]) for name, read in _RECORD_READERS.items()}
+    return PlanRecord(plan=Plan(**plan), **record)
+
+
+def _form_of(value: object, names: Iterable[str]) -> dict[str, Any]:
+    form = {name: getattr(value, name) for name in names}
+    return {name: _WRITERS.get(name, _same)(field) for name, field in form.items()}
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _placement_form(placement: Placement) -> dict[str, Any]:
@@ -247,7 +210,7 @@ def _wave_form(wave: Wave) -> dict[str, Any]:
         "layers": wave.layers,
         "shape": wave.rows.shape,
         "rows": _array_form(wave.rows.astype("<i4")),
-        # As one array: a plan may have ten thousand transfers, and is written again after every wave.
+        # One array: a plan may have ten thousand transfers, and is written after every wave.
         "transfers": _array_form(np.array([_FIELDS(t) for t in wave.transfers], "<i8")),
         "batches": [len(batch) for batch in wave.batches],
     }
@@ -280,7 +243,7 @@ def _unpack_header(header: struct.Struct, data: bytes) -> tuple[int, ...]:
 
 
 def _decompress(data: bytes, want: int | None) -> bytes:
-    """The unpacked bytes, exactly `want` of them where that is known."""
+    """Return the decompressed bytes, exactly `want` of them unless it is None."""
     if want is not None and want > _MAX_BYTES:
         raise Unreadable(f"would unpack to {want} bytes, at most {_MAX_BYTES}")
     try:
@@ -297,3 +260,42 @@ def _read(build: Callable[[], _T]) -> _T:
         return build()
     except (EvenkeelError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from None
+
+
+_WRITERS: dict[str, Callable[[Any], Any]] = {
+    "base": _placement_form,
+    "target": _placement_form,
+    "waves": lambda waves: [_wave_form(wave) for wave in waves],
+}
+"""Fields whose JSON form is not the value itself."""
+
+_PLAN_READERS: dict[str, Callable[[Any], Any]] = {
+    "plan_id": PlanId,
+    "deployment": DeploymentId,
+    "kind": PlanKind,
+    "policy": _same,
+    "reason": Reason,
+    "generation": Generation,
+    "weights_version": int,
+    "base_epoch": lambda epoch: Epoch(int(epoch)),
+    "base": _placement_of,
+    "target": _placement_of,
+    "waves": lambda waves: tuple(_wave_of(wave) for wave in waves),
+    "created_at": float,
+    "expires_at": _same,
+    "allow_duplicates": bool,
+    "numbers": dict,
+}
+"""Field of a Plan -> conversion from JSON."""
+
+_RECORD_READERS: dict[str, Callable[[Any], Any]] = {
+    "phase": PlanPhase,
+    "reason": Reason,
+    "waves_committed": int,
+    "updated_at": float,
+    "error": _same,
+    "approved_by": _same,
+    "request_digest": _same,
+    "story": tuple,
+}
+"""Field of a PlanRecord, without its plan -> conversion from JSON."""

@@ -1,4 +1,4 @@
-"""`ports.WindowStore` on Redis or Valkey: one stream of compressed chunks for each deployment and phase."""
+"""`ports.WindowStore` on Redis or Valkey: a stream of chunks for each deployment and phase."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,10 +20,12 @@ __all__ = ["RedisWindowStore"]
 
 _CHUNK_STEPS = 64
 
-# Chunks are of any length, so their steps are counted. The chunk just added does not pass through here: Lua would copy and
-# hash it. KEYS: stream, steps ever added, for each chunk the steps before it. ARGV: steps of the chunk just added, most steps,
-# ttl in ms. The newest chunks are kept, as many as are counted; before that makes a window nothing is dropped, so that chunks
-# of before a count was lost stay for as long.
+# Counts the steps of a chunk that was just added, and drops chunks that are no longer needed.
+# Chunks have any length. The chunk itself is no argument: Lua would copy and hash it.
+# KEYS: stream, steps ever added, for each chunk the steps before it. ARGV: steps of the new chunk,
+# steps to keep, ttl in ms.
+# Only counted chunks are kept once they fill a window. Until then nothing is dropped, so that older
+# chunks survive when a count was lost.
 _COUNT = """
 local total = redis.call('INCRBY', KEYS[2], ARGV[1])
 local before = total - ARGV[1]
@@ -43,24 +45,25 @@ return total
 
 
 class _Keys(NamedTuple):
-    """Of one window."""
+    """Keys of one window."""
 
     stream: str
     total: str
-    """Steps ever added."""
+    """Number of steps ever added."""
     chunks: str
-    """For each chunk the steps before it."""
+    """For each chunk, the number of steps before it."""
     source: str
+    """Source-side sums."""
 
 
 class RedisWindowStore:
     """Windows, bounded by count and time to live.
 
     Args:
-        client: connected by `redis_client.connect`.
+        client: returned by `adapters.redis.client.connect`.
         prefix: first part of every key.
-        capacity: steps kept of each window; up to one chunk more is held.
-        ttl_s: a window nothing was added to for this long is dropped.
+        capacity: steps kept of each window; the store holds up to one chunk more.
+        ttl_s: a window without new steps for this long is dropped.
     """
 
     def __init__(
@@ -85,11 +88,15 @@ class RedisWindowStore:
         )
 
     async def append(self, deployment: DeploymentId, phase: Phase, *parts: LoadWindow) -> None:
-        """Add complete steps in consecutive parts, newest last; the last part's source-side sums, if any, replace those stored."""
+        """Add complete steps in consecutive parts, newest last.
+
+        The last part's source-side sums, if it has any, replace those stored.
+        """
         keys = self._keys(deployment, phase)
         with store_errors("appending to a window"):
             for chunk in in_chunks(newest_parts(parts, most=self._capacity), _CHUNK_STEPS):
-                # Together, so that a chunk is hardly ever left uncounted; every chunk has a step at least.
+                # In one pipeline, so that a chunk is hardly ever left uncounted. Every chunk has at
+                # least one step.
                 both = self._client.pipeline(transaction=False)
                 length = sum(map(len, chunk))
                 fields = {"n": length, "d": pack_window(*chunk)}
@@ -101,7 +108,7 @@ class RedisWindowStore:
                 await self._client.set(keys.source, pack_source(parts[-1].source), px=self._ttl_ms)
 
     async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
-        """The stored window, oldest step first; None when there is none."""
+        """Return the stored window, oldest step first; None when there is none."""
         keys = self._keys(deployment, phase)
         with store_errors("reading a window"):
             rows = await self._client.xrange(keys.stream)
@@ -130,7 +137,10 @@ class RedisWindowStore:
 
 
 def _join(chunks: Sequence[bytes]) -> LoadWindow | None:
-    """Chunks in stored order, newest shape and rising steps only: two writers may have overlapped."""
+    """Join chunks in stored order, as long as they have the newest shape and rising steps.
+
+    Two writers may have overlapped.
+    """
     parts: list[LoadWindow] = []
     for data in reversed(chunks):
         try:
@@ -138,12 +148,11 @@ def _join(chunks: Sequence[bytes]) -> LoadWindow | None:
         except Unreadable:
             continue
         if parts:
-            if (
-                part.counts.shape[1:] != parts[-1].counts.shape[1:]
-                or part.tokens.shape[1:] != (parts[-1].tokens.shape[1:])
-            ):
+            later = parts[-1]
+            shapes = part.counts.shape[1:], part.tokens.shape[1:]
+            if shapes != (later.counts.shape[1:], later.tokens.shape[1:]):
                 break
-            part = part.slice(slice(0, int(part.steps.searchsorted(parts[-1].steps[0]))))
+            part = part.slice(slice(0, int(part.steps.searchsorted(later.steps[0]))))
         if len(part):
             parts.append(part)
     return join_windows(parts[::-1]) if parts else None
