@@ -1,8 +1,10 @@
+"""The judgement of a run by its lines, and its words."""
+
 from dataclasses import dataclass
 
 import pytest
 
-from evenkeel_moe.engines.demo.fleet import FleetLog
+from evenkeel_moe.engines.demo.fleet_log import FleetLog
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.summary import decision_lines, summarise, summary_lines
 from evenkeel_moe.engines.reference.config import DispatchRule, Fault
@@ -159,11 +161,13 @@ def test_each_fault_is_named(change, kind, promise):
     assert kind is None or any(fault.startswith(kind) for fault in summary.faults_found)
 
 
-def test_a_rank_that_leaves_over_its_epoch_is_named():
+def test_a_rank_that_leaves_because_of_its_epoch_is_named():
     lines = [line for line in good_run() if line["kind"] != "exit"]
     summary = run([*lines, exit_line(0), exit_line(1, 41, "epoch_mismatch", "peer 0 is at 2")])
     assert failed(summary) == ["no rank was lost"]
-    assert summary.faults_found == ("epoch: left over epoch_mismatch: rank 1; peer 0 is at 2",)
+    assert summary.faults_found == (
+        "epoch: left because of epoch_mismatch: rank 1; peer 0 is at 2",
+    )
 
 
 def test_a_run_without_final_checks_fails():
@@ -195,7 +199,7 @@ def test_a_run_with_a_fault_is_judged_by_what_was_found():
 def test_ranks_that_say_the_same_are_named_together():
     lines = [exit_line(rank, 41, "epoch_mismatch", "rank 0 at 2, rank 1 at 1") for rank in range(2)]
     assert run(lines).faults_found == (
-        "epoch: left over epoch_mismatch: rank 0, 1; rank 0 at 2, rank 1 at 1",
+        "epoch: left because of epoch_mismatch: rank 0, 1; rank 0 at 2, rank 1 at 1",
     )
 
 

@@ -1,1 +1,2 @@
-"""The demonstration: a controller and a real engine, started, watched, checked and stopped."""
+"""The demo: starts a controller and a real engine, shows them, checks the results, and stops
+them."""

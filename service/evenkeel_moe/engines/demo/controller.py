@@ -1,4 +1,4 @@
-"""The demo's own controller: `evenkeel serve` on free ports, with its data in the demo's folder."""
+"""The demo's controller: `evenkeel serve` on free ports, with its data in the demo's folder."""
 
 import asyncio
 import json
@@ -19,7 +19,8 @@ __all__ = ["DemoController"]
 _READY_S = 60.0
 
 COPY_BYTES_PER_S = 250_000
-"""Throttle of copies per rank: without it a plan is over before one can look, and so are its step times."""
+"""Limit of the copies per rank. Without it a plan would be over before a user or a step time
+shows it."""
 
 THRESHOLDS = {
     "min_window_steps": 64,
@@ -29,11 +30,12 @@ THRESHOLDS = {
     "stop_above": 0.96,
     "min_gain": 0.02,
 }
-"""Gates for a run of a minute: a fleet would wait longer before it moves anything."""
+"""Thresholds for a run of one minute; a production fleet would wait longer before it moves
+experts."""
 
 
 class DemoController:
-    """One controller process and a client of its REST API."""
+    """A controller process and a client of its REST API."""
 
     def __init__(self, options: DemoOptions, folder: Path) -> None:
         grpc_port, rest_port, metrics_port = free_ports(3)
@@ -52,7 +54,7 @@ class DemoController:
             "REST__PORT": rest_port,
             "REST__TOKEN_FILE": tokens,
             "METRICS__PORT": metrics_port,
-            # In a file, because other users can read command lines and the URL may hold a password.
+            # In a file: other users can read command lines, and the URL may contain a password.
             "REDIS__URL_FILE": store,
             "REDIS__PREFIX": self._prefix,
             "WINDOW__STEPS": 256,
@@ -68,7 +70,7 @@ class DemoController:
             "LEADER__REPLICA_ID": "demo",
         }
         variables = [f"EVENKEEL_{name}={value}" for name, value in settings.items()]
-        command = ["env", *variables, sys.executable, "-m", "evenkeel_moe", "serve"]
+        command = ["/usr/bin/env", *variables, sys.executable, "-m", "evenkeel_moe", "serve"]
         self._process = ChildProcess(command, folder / "controller.log")
         self._http = httpx.Client(
             base_url=self.rest_url,
@@ -78,7 +80,7 @@ class DemoController:
         )
 
     def wait_ready(self, stop: StopFlag) -> bool:
-        """Wait until it serves; False when it ended, took too long, or the demo was stopped."""
+        """Wait until it serves; return False if it ended, took too long, or was stopped."""
         deadline = time.monotonic() + _READY_S
         while self._process.running and not stop and time.monotonic() < deadline:
             try:
@@ -91,32 +93,33 @@ class DemoController:
 
     @property
     def running(self) -> bool:
-        """Whether its process lives."""
+        """True while its process runs."""
         return self._process.running
 
     def get(self, path: str) -> Any:
-        """GET /v1/path; None for what the controller does not know.
+        """GET /v1/path; return None for a 404.
 
         Raises:
-            httpx.HTTPError: no answer, or a refusal.
+            httpx.HTTPError: no answer, or an error status.
         """
         response = self._http.get(f"/v1/{path}")
         return None if response.status_code == 404 else response.raise_for_status().json()
 
     def post(self, path: str) -> None:
-        """POST /v1/path; a refusal is the controller's right and shows in the plan's story."""
+        """POST /v1/path; a refusal is ignored, because the plan's story shows it."""
         self._http.post(f"/v1/{path}")
 
-    def last_words(self) -> str:
-        """The end of its log."""
-        return self._process.last_words()
+    def log_tail(self) -> str:
+        """Return the last lines of its log."""
+        return self._process.log_tail()
 
     def stop(self) -> None:
-        """End it and whatever it started."""
+        """Stop the controller and everything it started."""
         self._http.close()
         self._process.stop()
         if self._redis_url:
-            # A store of its own goes with the folder; somebody else's must not keep our keys.
+            # The controller's own store is in the folder. Another store must not keep the demo's
+            # keys.
             asyncio.run(_delete_keys(self._redis_url, self._prefix))
 
 

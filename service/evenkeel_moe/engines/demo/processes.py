@@ -1,15 +1,16 @@
-"""The controller as a child process, and signals as a flag."""
+"""A child process with a log, and signals as a flag."""
 
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 
 __all__ = ["ChildProcess", "StopFlag", "free_ports", "stop_flag"]
 
@@ -25,7 +26,7 @@ class StopFlag:
         return self.signal_number is not None
 
     def wait(self, seconds: float) -> None:
-        """Sleep, but no longer than until the flag is set."""
+        """Sleep, but return at once when the flag is set."""
         deadline = time.monotonic() + seconds
         while not self and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _POLL_S))
@@ -33,7 +34,7 @@ class StopFlag:
 
 @contextmanager
 def stop_flag() -> Iterator[StopFlag]:
-    """Turn SIGINT, SIGTERM and SIGHUP into a flag: no exception can come between a start and its clean-up."""
+    """Turn SIGINT, SIGTERM and SIGHUP into a flag, so that no exception interrupts a clean-up."""
     flag = StopFlag()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -46,7 +47,7 @@ def stop_flag() -> Iterator[StopFlag]:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Ports on 127.0.0.1 that nobody listens on at this moment."""
+    """Return ports of 127.0.0.1 that are free at this moment."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -55,23 +56,19 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 class ChildProcess:
-    """A command in a process group of its own, so that it and all it started can be ended.
+    """A command in its own process group, which can be ended as a whole.
+
+    If this process is killed, the kernel sends the command SIGTERM.
 
     Args:
-        command: the program and its arguments.
-        log: where its output goes.
+        command: the program, as an absolute path, and its arguments.
+        log: file for its output.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "evenkeel_moe.engines.demo.child",
-                    str(os.getpid()),
-                    *command,
-                ],
+                dying_with_parent(command, signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -81,23 +78,22 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it still lives."""
+        """True while it runs."""
         return not self._ended()
 
-    def last_words(self, lines: int = 5) -> str:
-        """The end of its log."""
-        return "\n".join(
-            self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-        )
+    def log_tail(self, lines: int = 5) -> str:
+        """Return the last lines of its log."""
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Ask it to end, then end it and everything left of its group."""
+        """Ask it to end, then kill what is left of its process group."""
         if not self._ended():
             self._process.terminate()
         deadline = time.monotonic() + grace_s
         while not self._ended() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        # Until we have waited for it, its group's number cannot belong to anybody else.
+        # No other process can get the group's number before this process has waited for it.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Runs the demonstration: starts the parts, watches them, judges them, stops them."""
+"""Runs the demo: starts its parts, watches them, checks the results, and stops the parts."""
 
 import tempfile
 import time
@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from evenkeel_moe.engines.demo.controller import DemoController
-from evenkeel_moe.engines.demo.fleet import read_new_lines
+from evenkeel_moe.engines.demo.fleet_log import read_new_lines
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.processes import StopFlag, stop_flag
 from evenkeel_moe.engines.demo.summary import Summary, decision_lines, summarise, summary_lines
@@ -25,29 +25,29 @@ from evenkeel_moe.errors import InvalidInput
 
 __all__ = ["run_demo"]
 
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _PLAIN_S = 2.0
+"""Seconds between two lines of the plain view."""
 _DEPLOYMENT = "demo"
 
 
 def run_demo(options: DemoOptions, console: Console) -> int:
-    """Run the demo to its end.
+    """Run the demo to its end, and stop everything it started.
 
     Returns:
-        0 if every promise was kept, 1 if not, 128 + n when stopped by signal n. Nothing that was started
-        lives afterwards.
+        0 if every promise was kept, 1 if not, 128 + n if signal n stopped the demo.
     """
     with stop_flag() as stop, ExitStack() as stack:
         folder = _folder(options, stack)
-        console.print(
-            f"starting a controller and {options.ranks} ranks in {folder}", highlight=False
-        )
+        starting = f"starting a controller and {options.ranks} ranks in {folder}"
+        console.print(starting, highlight=False)
         controller = DemoController(options, folder)
         stack.callback(controller.stop)
         if not controller.wait_ready(stop):
             return _interrupted(stop, console) or _no_controller(controller, console)
-        look = f"evenkeel status {_DEPLOYMENT} --url {controller.rest_url} --token-file {controller.token_file}"
-        console.print(Text(f"look yourself: {look}", "dim"), soft_wrap=True)
+        command = f"evenkeel status {_DEPLOYMENT} --url {controller.rest_url}"
+        hint = f"to inspect it: {command} --token-file {controller.token_file}"
+        console.print(Text(hint, "dim"), soft_wrap=True)
         supervisor = Supervisor(_rank_config(options, folder, controller), max_restarts=0)
         stack.callback(supervisor.stop)
         supervisor.start()
@@ -67,7 +67,7 @@ def _folder(options: DemoOptions, stack: ExitStack) -> Path:
     if options.folder is None:
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="evenkeel-demo-")))
     if options.folder.exists() and any(options.folder.iterdir()):
-        raise InvalidInput(f"{options.folder} is not empty: lines of two runs would be read as one")
+        raise InvalidInput(f"{options.folder} is not empty: the lines of two runs would be mixed")
     options.folder.mkdir(parents=True, exist_ok=True)
     return options.folder.resolve()
 
@@ -94,7 +94,11 @@ def _watch(
     supervisor: Supervisor,
     stop: StopFlag,
 ) -> tuple[Watch, FleetReport | None]:
-    """Look at everything several times a second until the ranks have ended."""
+    """Update the view several times a second until the ranks have ended.
+
+    Returns:
+        (what was seen, report); the report is None if the ranks did not end in time.
+    """
     watch = Watch(options)
     offsets: dict[Path, int] = {}
     start = time.monotonic()
@@ -123,12 +127,12 @@ def _watch(
                 supervisor.request_stop()
             if elapsed_s > options.timeout_s + 30:
                 break
-            stop.wait(_LOOK_S)
+            stop.wait(_POLL_S)
     return watch, None
 
 
 def _ask(watch: Watch, controller: DemoController, elapsed_s: float, *, approve: bool) -> None:
-    """Bring the controller's side up to date; an answer that does not come changes nothing."""
+    """Fetch the deployment and its plans; without an answer nothing changes."""
     try:
         status = controller.get(f"deployments/{_DEPLOYMENT}")
         watch.feed_status(status)
@@ -139,7 +143,8 @@ def _ask(watch: Watch, controller: DemoController, elapsed_s: float, *, approve:
         for plan_id in watch.proposals() if approve else ():
             controller.post(f"deployments/{_DEPLOYMENT}/plans/{plan_id}/approve")
     except httpx.HTTPError:
-        # Ranks serve on without a controller; the view keeps the last answer and the checks will tell.
+        # The ranks serve without a controller too. The view keeps the last answer, and the checks
+        # at the end show what is missing.
         return
 
 
@@ -152,47 +157,40 @@ def _decisions(controller: DemoController) -> list[Mapping[str, Any]]:
 
 
 def _print_plain(console: Console, watch: Watch, elapsed_s: float) -> None:
-    for event in watch.events[watch.told :]:
+    for event in watch.events[watch.printed_events :]:
         console.print(Text(event), soft_wrap=True)
-    watch.told = len(watch.events)
+    watch.printed_events = len(watch.events)
     console.print(Text(plain_line(watch.snapshot(elapsed_s))), soft_wrap=True)
 
 
 def _conclude(
     options: DemoOptions, console: Console, summary: Summary, report: FleetReport | None
 ) -> int:
+    styles = {"FAIL": "red", "found": "red", "ok": "green"}
     for line in summary_lines(summary):
-        style = (
-            "red"
-            if line.startswith(("FAIL", "found"))
-            else "green"
-            if line.startswith("ok")
-            else ""
-        )
-        console.print(Text(line, style=style), soft_wrap=True)
+        console.print(Text(line, style=styles.get(line.split()[0], "")), soft_wrap=True)
     if report is None:
-        console.print(Text("found rank: they did not end when asked to", style="red"))
+        console.print(Text("found rank: the ranks did not end when asked to", style="red"))
     if options.fault is not None:
-        named = [fault for fault in summary.faults_found if fault.startswith(options.fault.value)]
-        text = f"the {options.fault.value} fault was " + ("found" if named else "NOT found")
-        console.print(Text(text, style="bold"))
-        return 1
-    passed = summary.passed and report is not None and report.ok
-    console.print(
-        Text("every promise was kept" if passed else "NOT every promise was kept", style="bold")
-    )
-    return 0 if passed else 1
+        found = any(fault.startswith(options.fault.value) for fault in summary.faults_found)
+        verdict = f"the {options.fault.value} fault was " + ("found" if found else "NOT found")
+        code = 1
+    else:
+        passed = summary.passed and report is not None and report.ok
+        verdict = "every promise was kept" if passed else "NOT every promise was kept"
+        code = 0 if passed else 1
+    console.print(Text(verdict, style="bold"))
+    return code
 
 
 def _interrupted(stop: StopFlag, console: Console) -> int:
     if stop.signal_number is None:
         return 0
-    console.print("stopped, ending the ranks and the controller")
+    console.print("stopped: ending the ranks and the controller")
     return 128 + stop.signal_number
 
 
 def _no_controller(controller: DemoController, console: Console) -> int:
-    console.print(
-        Text(f"the controller is not there; its last words:\n{controller.last_words()}", "red")
-    )
+    message = f"the controller is not running; the end of its log:\n{controller.log_tail()}"
+    console.print(Text(message, "red"))
     return 1

@@ -1,37 +1,38 @@
-"""What the demo knows while it runs: joins the ranks' lines and the controller's answers into snapshots."""
+"""Joins the ranks' lines and the controller's answers into snapshots of the run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from evenkeel_moe.engines.demo.fleet import FleetLog, mean_balancedness
+from evenkeel_moe.engines.demo.fleet_log import FleetLog, mean_balancedness
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.view import Snapshot, count, si_bytes
 
 __all__ = ["Watch"]
 
 _SETTLED_STEPS = 8
-"""Steps after a plan's last swap before its effect is told."""
+"""Steps after a plan's last swap before its effect is reported."""
 
 
 class Watch:
-    """Accumulates; holds no socket, file or process."""
+    """The state of the run as known so far. It opens no socket, file or process."""
 
     def __init__(self, options: DemoOptions) -> None:
         self.fleet = FleetLog(options.ranks)
         self.plans: dict[str, Mapping[str, Any]] = {}
-        """Every plan seen, newest state, by id."""
+        """Newest state of every plan, by id."""
         self.events: list[str] = []
-        self.told = 0
-        """Events already printed by the plain view."""
+        self.printed_events = 0
+        """Number of events that the plain view has printed."""
         self._options = options
         self._status: Mapping[str, Any] | None = None
         self._marks: dict[int, str] = {}
         self._domain = ""
         self._effects: dict[str, tuple[int, float | None]] = {}
-        """Plan -> (rows at its last swap, balancedness before its first), until its effect is told."""
+        """Plan -> (rows at its last swap, balancedness before its first), until its effect is
+        reported."""
 
     def feed_lines(self, lines: Iterable[Mapping[str, Any]], elapsed_s: float) -> None:
-        """Take in what the ranks wrote."""
+        """Add new lines of the ranks."""
         before = self.fleet.balancedness()
         for swap in self.fleet.feed(lines):
             self._marks[len(self.fleet.rows)] = "▲"
@@ -41,33 +42,34 @@ class Watch:
         if row is not None and row.domain != self._domain:
             if self._domain:
                 self._marks[len(self.fleet.rows) - 1] = "◆"
-                self._tell(
+                self._report(
                     elapsed_s,
                     f"step {row.step}: the text changes from {self._domain} to {row.domain}",
                 )
             self._domain = row.domain
 
     def feed_status(self, status: Mapping[str, Any] | None) -> None:
-        """Take in the deployment as REST has it; None while the controller does not know it."""
+        """Set the deployment as REST returns it; None while the controller does not know it."""
         self._status = status
 
     def feed_plans(self, plans: Sequence[Mapping[str, Any]], elapsed_s: float) -> None:
-        """Take in the plans as REST lists them, newest first."""
+        """Add the plans as REST lists them, newest first."""
         for plan in reversed(plans):
             known = self.plans.get(plan["plan_id"])
             self.plans[plan["plan_id"]] = plan
             if known is None:
-                self._tell(
+                self._report(
                     elapsed_s,
-                    f"plan {plan['plan_id']}: {count(plan['moves'], 'copy', 'copies')}, {si_bytes(plan['nbytes'])},"
-                    f" {count(plan['waves'], 'wave')}, because {plan['planned_because']}",
+                    f"plan {plan['plan_id']}: {count(plan['moves'], 'copy', 'copies')},"
+                    f" {si_bytes(plan['nbytes'])}, {count(plan['waves'], 'wave')},"
+                    f" because {plan['planned_because']}",
                 )
             if known is None or known["phase"] != plan["phase"]:
                 detail = f": {plan['error']}" if plan["error"] else f" ({plan['reason']})"
-                self._tell(elapsed_s, f"plan {plan['plan_id']} is {plan['phase']}{detail}")
-        self._tell_effects(elapsed_s)
+                self._report(elapsed_s, f"plan {plan['plan_id']} is {plan['phase']}{detail}")
+        self._report_effects(elapsed_s)
 
-    def _tell_effects(self, elapsed_s: float) -> None:
+    def _report_effects(self, elapsed_s: float) -> None:
         for plan_id, (row, before) in list(self._effects.items()):
             plan = self.plans.get(plan_id)
             after = self.fleet.rows[row:]
@@ -76,19 +78,19 @@ class Watch:
             del self._effects[plan_id]
             now = mean_balancedness(after)
             if before is not None and now is not None:
-                self._tell(
-                    elapsed_s, f"plan {plan_id} took balancedness from {before:.3f} to {now:.3f}"
+                self._report(
+                    elapsed_s, f"plan {plan_id} changed balancedness from {before:.3f} to {now:.3f}"
                 )
 
-    def _tell(self, elapsed_s: float, text: str) -> None:
+    def _report(self, elapsed_s: float, text: str) -> None:
         self.events.append(f"{elapsed_s:5.1f} s  {text}")
 
     def proposals(self) -> list[str]:
-        """Plans that wait for approval."""
+        """Return the plans that wait for approval."""
         return [name for name, plan in self.plans.items() if plan["phase"] == "proposed"]
 
     def snapshot(self, elapsed_s: float) -> Snapshot:
-        """This moment."""
+        """Return the current state of the run."""
         row = self.fleet.newest
         shares = self.fleet.layer_shares()
         return Snapshot(

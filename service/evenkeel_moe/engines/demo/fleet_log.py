@@ -1,9 +1,8 @@
-"""What the ranks of a run have written so far, put together per step."""
+"""The lines that the ranks of a run have written so far, joined by step."""
 
 import json
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +11,31 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.planning.problem import metrics
 
-__all__ = ["FleetLog", "StepRow", "Swap", "read_new_lines"]
+__all__ = ["FleetLog", "RankSwap", "StepRow", "mean_balancedness", "read_new_lines"]
 
 RECENT_STEPS = 16
-"""Steps the bars and the shown balancedness are averaged over."""
+"""Number of steps over which the displayed values are averaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step that every rank has written."""
+    """One step, once every rank has written it."""
 
     step: int
     unix: float
-    """When the last rank wrote it."""
+    """Unix time at which the last rank wrote it."""
     seconds: float
-    """The slowest rank's."""
+    """Duration on the slowest rank."""
     epoch: int
     domain: str
     rank_load: NDArray[np.int64]
     """(L, R) [tokens]."""
     balancedness: float
-    """Mean over layers; NaN without load."""
+    """Mean over the layers; NaN without load."""
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class RankSwap:
     """One wave that took effect on one rank."""
 
     rank: int
@@ -51,41 +50,32 @@ class Swap:
 class FleetLog:
     """The lines of all ranks, joined by step.
 
-    Balancedness here is measured by the ranks step by step, not taken from the controller: the demo
-    must not believe the part it demonstrates.
+    Balancedness is computed here from what the ranks measured in each step. It is not taken from
+    the controller, because the demo must check the controller's work independently.
     """
 
     num_ranks: int
     rows: list[StepRow] = field(default_factory=list)
-    """Steps all ranks have written, in the order they became complete."""
-    swaps: list[Swap] = field(default_factory=list)
+    """Steps that all ranks have written, in the order in which they became complete."""
+    swaps: list[RankSwap] = field(default_factory=list)
     checks: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Final check by rank."""
     exits: list[Mapping[str, Any]] = field(default_factory=list)
     faults: list[Mapping[str, Any]] = field(default_factory=list)
-    """What was broken on purpose, as the ranks admit it."""
+    """The damage that ranks did on purpose."""
     mismatches: int = 0
-    """Output rows that differed from the never-migrated model, newest count over the ranks."""
+    """Largest number of output rows on a rank that differ from the never-migrated model."""
     _open: dict[int, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
 
-    def feed(self, lines: Iterable[Mapping[str, Any]]) -> list[Swap]:
-        """Take in new lines; the swaps among them, for whoever tells of them."""
-        swaps: list[Swap] = []
+    def feed(self, lines: Iterable[Mapping[str, Any]]) -> list[RankSwap]:
+        """Add new lines, and return the swaps among them."""
+        swaps: list[RankSwap] = []
         for line in lines:
             kind = line["kind"]
             if kind == "step":
                 self._feed_step(line)
             elif kind == "swap":
-                swaps.append(
-                    Swap(
-                        line["rank"],
-                        line["step"],
-                        line["epoch"],
-                        line["plan_id"],
-                        line["seconds"],
-                        line["received_bytes"],
-                    )
-                )
+                swaps.append(RankSwap(*(line[one.name] for one in fields(RankSwap))))
             elif kind == "check":
                 self.checks[line["rank"]] = line
             elif kind == "exit":
@@ -119,34 +109,39 @@ class FleetLog:
 
     @property
     def newest(self) -> StepRow | None:
-        """The newest complete step."""
+        """The newest complete step; None before the first one."""
         return self.rows[-1] if self.rows else None
 
-    def layer_shares(self) -> NDArray[np.float64] | None:
-        """(L, R) share of each layer's tokens of the last steps each rank carried; NaN for a layer without.
+    @property
+    def recent(self) -> list[StepRow]:
+        """The last complete steps."""
+        return self.rows[-RECENT_STEPS:]
 
-        None before there is a step.
+    def layer_shares(self) -> NDArray[np.float64] | None:
+        """Return (L, R): each rank's share of a layer's recent tokens; NaN for a layer without
+        tokens.
+
+        Returns None before the first step.
         """
         if not self.rows:
             return None
         total = np.zeros(self.rows[-1].rank_load.shape)
-        for row in self.rows[-RECENT_STEPS:]:
+        for row in self.recent:
             total += row.rank_load
         whole = total.sum(axis=1, keepdims=True)
         return np.asarray(np.divide(total, whole, where=whole > 0, out=np.full_like(total, np.nan)))
 
     def median_step_s(self) -> float | None:
-        """Median of the slowest rank's last step times; None before there are any."""
-        recent = self.rows[-RECENT_STEPS:]
-        return float(np.median([row.seconds for row in recent])) if recent else None
+        """Return the median of the slowest rank's recent step times; None before the first step."""
+        return float(np.median([row.seconds for row in self.recent])) if self.rows else None
 
     def balancedness(self) -> float | None:
-        """Mean of the last steps; None before there are any."""
-        return mean_balancedness(self.rows[-RECENT_STEPS:])
+        """Return the mean of the recent steps; None before the first step."""
+        return mean_balancedness(self.recent)
 
 
 def mean_balancedness(rows: Iterable[StepRow]) -> float | None:
-    """Mean over steps of the balancedness of those that had load; None if none had."""
+    """Return the mean balancedness of the steps with load; None if there are none."""
     values = [row.balancedness for row in rows if not np.isnan(row.balancedness)]
     return sum(values) / len(values) if values else None
 
@@ -154,11 +149,10 @@ def mean_balancedness(rows: Iterable[StepRow]) -> float | None:
 def read_new_lines(
     folder: Path, num_ranks: int, offsets: dict[Path, int]
 ) -> Iterator[Mapping[str, Any]]:
-    """Lines the ranks wrote since the last call; a line still being written waits for the next one.
+    """Yield the complete lines that the ranks wrote since the last call.
 
-    Mutates: `offsets`, bytes read of each file.
+    Mutates: `offsets`, the bytes read of each file.
     """
-    pending: deque[Mapping[str, Any]] = deque()
     for rank in range(num_ranks):
         path = folder / f"rank-{rank}.jsonl"
         if not path.exists():
@@ -168,5 +162,4 @@ def read_new_lines(
             text = file.read()
         whole = text.rfind(b"\n") + 1
         offsets[path] = offsets.get(path, 0) + whole
-        pending.extend(json.loads(line) for line in text[:whole].splitlines() if line.strip())
-    yield from pending
+        yield from [json.loads(line) for line in text[:whole].splitlines() if line.strip()]

@@ -1,10 +1,12 @@
+"""Lines of ranks joined by step."""
+
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from evenkeel_moe.engines.demo.fleet import FleetLog, read_new_lines
+from evenkeel_moe.engines.demo.fleet_log import FleetLog, read_new_lines
 from tests.engines.demo.lines import step_lines, swap_line
 
 
