@@ -1,4 +1,4 @@
-"""The whole loop: a controller, its store, real ranks, a plan, a shift, a second plan."""
+"""The whole demo: a controller, its store, real ranks, a plan, a shift, a second plan."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def start_demo(tmp_path, *options):
 
 
 def family(process):
-    """The demo, its controller, the store, the ranks; kept as handles that survive their parents."""
+    """Return all descendants of the demo, as handles that stay valid after their parents end."""
     return {child.pid: child for child in process.children(recursive=True)}
 
 
@@ -42,7 +42,7 @@ def assert_all_gone(processes):
 
 
 def finish(demo):
-    """(exit code, output) of a demo, and that nothing it started outlives it."""
+    """Return (exit code, output) of a demo, and check that nothing it started outlives it."""
     processes: dict[int, psutil.Process] = {}
     lines = []
     began = time.monotonic()
@@ -77,17 +77,32 @@ def test_a_fault_is_found_and_named(tmp_path, fault):
     assert f"the {fault} fault was found" in output
 
 
-@pytest.mark.parametrize(
-    ("number", "seen"), [(signal.SIGINT, "balancedness 0"), (signal.SIGTERM, "step -")]
-)
-def test_a_stopped_demo_leaves_no_process(tmp_path, number, seen):
-    demo = start_demo(tmp_path, "--steps", "2000")
+def started(demo, seen):
+    """Read the demo's output up to `seen`, and return the processes it has started by then."""
     processes: dict[int, psutil.Process] = {}
     for line in demo.stdout:
         processes |= family(demo)
         if seen in line and len(processes) >= 6:
             break
     assert len(processes) >= 6
+    return processes
+
+
+def test_a_killed_demo_leaves_no_process(tmp_path):
+    demo = start_demo(tmp_path, "--steps", "2000")
+    processes = started(demo, "step -")
+    demo.kill()
+    demo.wait(deadline(30))
+    demo.stdout.close()
+    assert_all_gone(processes)
+
+
+@pytest.mark.parametrize(
+    ("number", "seen"), [(signal.SIGINT, "balancedness 0"), (signal.SIGTERM, "step -")]
+)
+def test_a_stopped_demo_leaves_no_process(tmp_path, number, seen):
+    demo = start_demo(tmp_path, "--steps", "2000")
+    processes = started(demo, seen)
     demo.send_signal(number)
     rest = demo.stdout.read()
     assert demo.wait(deadline(30)) == 128 + number
