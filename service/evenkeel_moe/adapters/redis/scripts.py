@@ -1,0 +1,143 @@
+"""Lua scripts of the deployment store.
+
+Every write but the decision log compares the writer's term with the highest term the store has
+seen. Comments name the KEYS and ARGV of each script.
+"""
+
+__all__ = [
+    "ACQUIRE",
+    "APPEND_DECISION",
+    "PROBE",
+    "RELEASE",
+    "RENEW",
+    "SEE",
+    "STORE_DOCUMENT",
+    "STORE_EPOCH",
+    "STORE_PLAN",
+]
+
+# KEYS: lease, term. ARGV: holder, ttl in ms, term that the new one must exceed, record age in ms.
+ACQUIRE = """
+local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
+if held[1] and held[1] ~= ARGV[1] then return {held[1], held[2]} end
+local term = math.max(tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[3])) + 1
+local text = string.format('%.0f', term)
+redis.call('SET', KEYS[2], text)
+redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'term', text)
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('PEXPIRE', KEYS[2], ARGV[4])
+return {ARGV[1], text}
+"""
+
+# KEYS: lease, then all records. ARGV: holder, term, ttl in ms, record age in ms.
+# Records are kept while somebody leads, and expire some time after the last leader is gone.
+RENEW = """
+local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
+if held[1] ~= ARGV[1] or held[2] ~= ARGV[2] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+for record = 2, #KEYS do redis.call('PEXPIRE', KEYS[record], ARGV[4]) end
+return 1
+"""
+
+# KEYS: deployments by the time they were last seen. ARGV: deployment, record age in s.
+SEE = """
+local now = tonumber(redis.call('TIME')[1])
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
+redis.call('PEXPIRE', KEYS[1], ARGV[2] * 1000)
+return 1
+"""
+
+# KEYS: lease. ARGV: holder, term.
+RELEASE = """
+local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
+if held[1] == ARGV[1] and held[2] == ARGV[2] then redis.call('DEL', KEYS[1]) end
+return 1
+"""
+
+# Every fenced write begins with this. KEYS: term, last writes. ARGV: the writer's term, record,
+# writer, number of the write; the last one is the record age in ms.
+# A flushed store knows no term and takes over the writer's. A write may arrive after a later one of
+# its own writer, on a connection the writer had closed. It is outdated and ignored.
+_FENCE = """
+local known = tonumber(redis.call('GET', KEYS[1]) or '0')
+if known > tonumber(ARGV[1]) then return known end
+if known < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
+local writer, number = string.match(redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%S+) (%d+)$')
+if writer == ARGV[3] and tonumber(number) > tonumber(ARGV[4]) then return 0 end
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3] .. ' ' .. ARGV[4])
+"""
+
+# Every fenced write ends with this. Records expire from the first write on, because a deployment
+# may never be led long enough to be renewed.
+_KEEP = """
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[#ARGV]) end
+return 0
+"""
+
+# KEYS from 3: plans, order, open. ARGV from 5: plan id, created at, body, plans kept, 1 if the plan
+# has not ended, prefix of the record names of plans.
+STORE_PLAN = (
+    _FENCE
+    + """
+redis.call('HSET', KEYS[3], ARGV[5], ARGV[7])
+redis.call('ZADD', KEYS[4], ARGV[6], ARGV[5])
+if ARGV[9] == '1' then
+  redis.call('HSET', KEYS[5], ARGV[5], 1)
+else
+  redis.call('HDEL', KEYS[5], ARGV[5])
+end
+local excess = redis.call('ZCARD', KEYS[4]) - tonumber(ARGV[8])
+if excess > 0 then
+  for _, old in ipairs(redis.call('ZRANGE', KEYS[4], 0, excess - 1)) do
+    redis.call('HDEL', KEYS[3], old)
+    redis.call('ZREM', KEYS[4], old)
+    redis.call('HDEL', KEYS[5], old)
+    redis.call('HDEL', KEYS[2], ARGV[10] .. old)
+  end
+end
+"""
+    + _KEEP
+)
+
+# KEYS from 3: epochs. ARGV from 5: epoch, body, epochs kept. Epochs above the written one belong
+# to a history that did not happen.
+STORE_EPOCH = (
+    _FENCE
+    + """
+local kept = tonumber(ARGV[5]) - tonumber(ARGV[7])
+for _, epoch in ipairs(redis.call('HKEYS', KEYS[3])) do
+  if tonumber(epoch) > tonumber(ARGV[5]) or tonumber(epoch) <= kept then
+    redis.call('HDEL', KEYS[3], epoch)
+  end
+end
+redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
+"""
+    + _KEEP
+)
+
+# KEYS from 3: documents. ARGV from 5: name, body.
+STORE_DOCUMENT = (
+    _FENCE
+    + """
+redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
+"""
+    + _KEEP
+)
+
+# KEYS: a key that nobody reads. The probe writes, because a store that refuses writes still answers
+# reads, and because WAIT counts the replicas that have what its connection wrote.
+PROBE = """
+redis.call('SET', KEYS[1], 1, 'PX', 60000)
+return 0
+"""
+
+# KEYS: decisions. ARGV: body, rows kept, age of rows in ms.
+APPEND_DECISION = """
+redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'd', ARGV[1])
+local now = redis.call('TIME')
+local oldest = tonumber(now[1]) * 1000 - tonumber(ARGV[3])
+if oldest > 0 then redis.call('XTRIM', KEYS[1], 'MINID', '~', string.format('%.0f', oldest)) end
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
