@@ -13,8 +13,8 @@ from evenkeel_moe.model.ids import Epoch, EpRank
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.telemetry.assembly import Quarantine, Rejection, StepAssembler
-from evenkeel_moe.telemetry.step_buffer import derive_map
-from evenkeel_moe.telemetry.step_kernels import add_up
+from evenkeel_moe.telemetry.step_buffer import derive_epoch_map
+from evenkeel_moe.telemetry.step_kernels import sum_slots
 from tests.telemetry.reports import (
     EPOCH,
     PLACEMENT,
@@ -185,7 +185,7 @@ def test_an_unknown_epoch_is_refused_and_named():
     assert reasons(intake) == {Reason.UNKNOWN_EPOCH: 4}
     assert "epoch 9, known are [5]" in intake.rejected[0].detail
     assert intake.highest_step == 3
-    assert not assembler.knows_epoch(9)
+    assert 9 not in assembler._epochs
 
 
 def test_ranks_that_disagree_on_the_epoch_void_the_step():
@@ -337,13 +337,13 @@ def test_an_epoch_told_again_is_the_newest_word():
 def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
     """Compiled code has no bounds: empty slots, an expert without a slot, and what a rank that did not report left."""
     placement = Placement(np.array([[0, 1, -1, 2, 0, 1], [3, 3, 3, 3, -1, 0]], np.int32), 3, 4)
-    known = derive_map(placement, np.ones(3, np.bool_))
+    known = derive_epoch_map(placement, np.ones(3, np.bool_))
     # Two rows of (R, L * slots_per_rank), of which the second is added up.
     board = np.array([[[99] * 4] * 3, [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]], np.uint32)
     reported = np.array([[True] * 3, [True, False, True]])
     around = np.full((3, 2, 4), 99, np.uint32)
     sums = np.zeros((1, 2), np.int64)
-    assert not add_up(
+    assert not sum_slots(
         board, reported, np.array([1]), known.first, known.others, around[1:2], sums
     ).any()
     assert around[1].tolist() == [[1 + 9, 2 + 10, 0, 0], [12, 0, 0, 3 + 4]]
@@ -355,10 +355,10 @@ def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
 @pytest.mark.parametrize("tokens, overflows", [(2**31 - 1, False), (2**31, True)])
 def test_an_expert_of_more_tokens_than_32_bits_hold_is_told(tokens, overflows):
     """Its sum alone would not tell where so much was routed."""
-    known = derive_map(Placement(np.zeros((1, 2), np.int32), 2, 1), np.ones(2, np.bool_))
+    known = derive_epoch_map(Placement(np.zeros((1, 2), np.int32), 2, 1), np.ones(2, np.bool_))
     board, rows = np.array([[[tokens], [tokens]]], np.uint32), np.zeros(1, np.int64)
     total, sums = np.zeros((1, 1, 1), np.uint32), np.zeros((1, 1), np.int64)
-    overflowed = add_up(
+    overflowed = sum_slots(
         board, np.ones((1, 2), np.bool_), rows, known.first, known.others, total, sums
     )
     assert overflowed.tolist() == [overflows]

@@ -119,7 +119,7 @@ def test_a_slow_rank_is_named_once_with_its_device_and_once_when_it_recovers():
     slow, well = np.array([1.0, 1.3]), np.array([1.0, 1.01])
     with capture_logs() as said:
         for factors in (slow, well, slow, slow, slow, np.array([1.0, 1.1]), well, well, well):
-            watch.look("demo", factors, devices)
+            watch.update("demo", factors, devices)
     assert [row["event"] for row in said] == ["rank_slow", "rank_no_longer_slow"]
     assert {key: said[0][key] for key in ("rank", "node", "gpu_uuid", "factor")} == {
         "rank": 1,
@@ -171,10 +171,12 @@ def seen(balance, tokens, seconds, placement=PLACEMENT):
 
 def test_the_planner_compares_ranks_at_the_same_tokens():
     tokens, seconds = served(np.array([1.0, 1.0, 1.2, 1.0]), shares=np.array([1.0, 1.0, 1.0, 0.2]))
-    paces = seen(Balance(512), tokens, seconds).paces()
+    paces = seen(Balance(512), tokens, seconds).comparable_seconds_per_token()
     assert np.allclose(paces / paces[0], [1.0, 1.0, 1.2, 1.0], rtol=0.06)
     seconds[:, 1] = np.nan
-    assert np.isnan(seen(Balance(512), tokens, seconds).paces()[1]), "unknown is never a speed"
+    assert np.isnan(seen(Balance(512), tokens, seconds).comparable_seconds_per_token()[1]), (
+        "unknown is never a speed"
+    )
 
 
 def test_factors_stand_until_sixteen_more_steps_came():

@@ -1,8 +1,8 @@
-"""From reports of single ranks to complete steps: what may enter a window, and why the rest may not.
+"""Assembles the reports of single ranks into complete steps, and explains which steps are not used.
 
-A step is complete when every rank of its epoch's active mask reported it (R18): a silent rank makes its
-experts unknown, never cold. What is complete must also add up (R19). Pure: reports in, steps out, in
-bounded memory; the caller stores, counts and logs.
+A step is complete when every rank of its epoch's active mask has reported it (R18): the experts of
+a silent rank have an unknown load, not a small one. The counts of a complete step must also add up
+(R19). The assembler is pure and its memory is bounded; the caller stores, counts and logs.
 """
 
 from collections import defaultdict, deque
@@ -26,40 +26,48 @@ from evenkeel_moe.model.load import (
 )
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.telemetry.step_buffer import NO_STEP, Board, Entered, EpochMap, Rules, derive_map
-from evenkeel_moe.telemetry.step_kernels import Fate, add_up
+from evenkeel_moe.telemetry.step_buffer import (
+    NO_STEP,
+    AddedSteps,
+    EpochMap,
+    StepBuffer,
+    StepRules,
+    derive_epoch_map,
+)
+from evenkeel_moe.telemetry.step_kernels import StepFlag, sum_slots
 
 __all__ = ["Intake", "Quarantine", "Rejection", "StepAssembler"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Steps that were not used."""
+    """Steps that were not used, and why."""
 
     reason: Reason
     rank_steps: int
-    """One for each rank's report of one step."""
+    """Number of steps, counted once for each rank that reported them."""
     detail: str
-    """With the numbers."""
+    """The explanation, with its numbers."""
 
 
 class Intake(NamedTuple):
-    """What became of one report."""
+    """The outcome of one report."""
 
     highest_step: int | None
-    """Highest step taken in from the rank so far, used or not: it may forget all up to it."""
+    """Highest step received from the rank so far, used or not; the rank may forget all up to it."""
     accepted_steps: int = 0
     rejected: tuple[Rejection, ...] = ()
     complete: tuple[tuple[Phase, LoadWindow], ...] = ()
     """Steps this report completed, by phase, oldest first."""
     source: Mapping[Phase, NDArray[np.int64]] | None = None
-    """(L, E) [tokens] this rank routed in the accepted steps, by phase; None for DESTINATION reports."""
+    """(L, E) [tokens] that the rank routed in the accepted steps, by phase; None for DESTINATION
+    reports."""
     repeated: bool = False
-    """Its rank had reported all its steps before; False where there are none."""
+    """True if the rank had reported all these steps before; False without steps."""
 
 
 class Quarantine:
-    """Counts what was rejected by reason and keeps a few samples of each, newest last."""
+    """Counts rejections by reason and keeps a few samples of each, newest last."""
 
     def __init__(self, samples_per_reason: int = 8) -> None:
         self.rank_steps: dict[Reason, int] = defaultdict(int)
@@ -67,24 +75,25 @@ class Quarantine:
         self._samples_per_reason = samples_per_reason
 
     def add(self, rank: EpRank, rejection: Rejection) -> None:
-        """Count one rejection and keep its words."""
+        """Count one rejection and keep its explanation as a sample."""
         self.rank_steps[rejection.reason] += rejection.rank_steps
         kept = self._samples.setdefault(rejection.reason, deque(maxlen=self._samples_per_reason))
         kept.append((rank, rejection.detail))
 
     def samples(self, reason: Reason) -> tuple[tuple[EpRank, str], ...]:
-        """(rank, words) of the newest rejections for a reason."""
+        """Return (rank, explanation) of the newest rejections for a reason."""
         return tuple(self._samples.get(reason, ()))
 
 
 class StepAssembler:
-    """Complete steps of one generation of one deployment.
+    """Assembles the steps of one generation of one deployment.
 
-    Ranks report their steps in rising order; a step that every rank has passed can never be completed.
+    Ranks report their steps in rising order; a step that every rank has passed can never be
+    completed.
 
     Args:
-        shape: as the generation declared.
-        max_pending: most incomplete steps held; the oldest gives way.
+        shape: as the generation declared it.
+        max_pending: largest number of incomplete steps held; beyond it the oldest is dropped.
     """
 
     def __init__(self, shape: ModelShape, *, max_pending: int = 256) -> None:
@@ -93,20 +102,23 @@ class StepAssembler:
         self.shape = shape
         self.max_pending = max_pending
         self.summed_to: Mapping[Phase, int] = {}
-        """Steps of a phase up to which source-side sums are known already, from a window that was taken back."""
-        self._boards: dict[CountingSide, Board] = {}
+        """The step of each phase up to which source-side sums are known, from a restored window."""
+        self._buffers: dict[CountingSide, StepBuffer] = {}
         self._epochs: dict[int, EpochMap] = {}
         self._rules = self._make_rules(1, 0)
 
     def learn_epoch(
         self, epoch: Epoch, placement: Placement, active: NDArray[np.bool_] | None = None
     ) -> None:
-        """The map an epoch runs, or will run, under; the newest word on an epoch holds.
+        """Store the placement of an epoch; it replaces an earlier one of the same epoch.
 
         Args:
             epoch: of the committed placement, or of the one a wave would lead to.
             placement: its map.
             active: (R,) bool - ranks that take part; None means all.
+
+        Raises:
+            ShapeMismatch: the placement is of another deployment.
         """
         if placement.sizes != self.shape.sizes:
             raise ShapeMismatch(
@@ -114,79 +126,80 @@ class StepAssembler:
             )
         mask = np.ones(self.shape.num_ranks, np.bool_) if active is None else active
         self._epochs.pop(epoch, None)
-        self._epochs[epoch] = derive_map(placement, mask)
+        self._epochs[epoch] = derive_epoch_map(placement, mask)
         while len(self._epochs) > 8:
             del self._epochs[next(iter(self._epochs))]
         self._rules = self._make_rules(self._rules.stride, self._rules.stride_from)
 
-    def knows_epoch(self, epoch: int) -> bool:
-        """Whether reports of this epoch can be used."""
-        return epoch in self._epochs
-
     def sample(self, stride: int, from_step: int) -> None:
-        """From a step on use only those with step % stride == 0 (R18)."""
+        """From a step on, use only steps with step % stride == 0 (R18)."""
         if stride < 1:
             raise InvalidInput(f"stride is {stride}, must be at least 1")
         self._rules = self._make_rules(stride, from_step)
 
-    def _make_rules(self, stride: int, stride_from: int) -> Rules:
+    def _make_rules(self, stride: int, stride_from: int) -> StepRules:
         maps = self._epochs.values()
         active = np.array([one.active for one in maps], np.bool_).reshape(-1, self.shape.num_ranks)
         needed = np.array([one.needed for one in maps], np.int64)
-        return Rules(stride, stride_from, np.array(list(self._epochs), np.int64), active, needed)
+        return StepRules(
+            stride, stride_from, np.array(list(self._epochs), np.int64), active, needed
+        )
 
     def pending(self) -> int:
-        """Steps begun and not complete."""
-        return sum(board.num_pending for board in self._boards.values())
+        """Return the number of incomplete steps."""
+        return sum(buffer.num_pending for buffer in self._buffers.values())
 
     def highest_step(self, rank: EpRank) -> int | None:
-        """Highest step taken in from a rank; None before the first."""
+        """Return the highest step received from a rank; None before the first."""
         highest = NO_STEP
-        for board in self._boards.values():
-            highest = max(highest, board.highest[rank])
+        for buffer in self._buffers.values():
+            highest = max(highest, buffer.highest[rank])
         return None if highest == NO_STEP else highest
 
     def take(self, report: LoadReport) -> Intake:
-        """Take one report in. Never raises on what a rank sent; a report twice changes nothing.
+        """Take one report. It never raises for what a rank sent; a repeated report changes nothing.
 
-        The counts are trusted to have no negative value and the steps to rise: the codec saw to that.
+        The codec has checked that no count is negative and that the steps rise.
         """
-        board = self._boards.get(report.side)
-        if board is None:
-            board = self._boards[report.side] = Board(report.side, self.shape, self.max_pending)
-        if (misfit := board.misfit(report)) is not None:
-            rejection = Rejection(Reason.BAD_LENGTH, len(report.steps), misfit)
+        buffer = self._buffers.get(report.side)
+        if buffer is None:
+            buffer = self._buffers[report.side] = StepBuffer(
+                report.side, self.shape, self.max_pending
+            )
+        if (mismatch := buffer.mismatch(report)) is not None:
+            rejection = Rejection(Reason.BAD_LENGTH, len(report.steps), mismatch)
             return Intake(report.last_step, rejected=(rejection,))
         last = report.last_step
-        repeated = last is not None and last <= board.highest[report.rank]
+        repeated = last is not None and last <= buffer.highest[report.rank]
         wrong = self._wrong_sums(report)
-        fate, lacking = board.judge(report, wrong, self._rules)
-        gave_way: list[Rejection] = []
+        flags, lacking = buffer.check(report, wrong, self._rules)
+        dropped: list[Rejection] = []
         if lacking:
-            self._make_room(board, report, fate, lacking, gave_way)
-            again, _ = board.judge(report, wrong, self._rules)
-            fate[(fate == 0) & (again > 0)] = Fate.CROWDED
-        entered = board.enter(report, fate, self._rules)
-        rejected = (
-            [*self._refusals(board, report, entered), *gave_way] if entered.seen else gave_way
-        )
+            self._make_room(buffer, report, flags, lacking, dropped)
+            again, _ = buffer.check(report, wrong, self._rules)
+            flags[(flags == 0) & (again > 0)] = StepFlag.NO_ROOM
+        added = buffer.add(report, flags, self._rules)
+        rejected = [*self._refusals(buffer, report, added), *dropped] if added.seen else dropped
         complete: tuple[tuple[Phase, LoadWindow], ...] = ()
-        if entered.seen & Fate.COMPLETE:
-            complete = self._complete(board, entered.rows[fate & Fate.COMPLETE > 0], rejected)
-        self._drop_passed(board, rejected)
+        if added.seen & StepFlag.COMPLETE:
+            complete = self._complete(buffer, added.rows[flags & StepFlag.COMPLETE > 0], rejected)
+        self._drop_passed(buffer, rejected)
         return Intake(
             self.highest_step(report.rank),
-            entered.num_steps,
+            added.num_steps,
             tuple(rejected),
             complete,
-            self._source_sums(report, entered) if report.side is CountingSide.SOURCE else None,
+            self._source_sums(report, added) if report.side is CountingSide.SOURCE else None,
             repeated,
         )
 
     # --- one report -------------------------------------------------------------------------------
 
     def _wrong_sums(self, report: LoadReport) -> NDArray[np.bool_]:
-        """R19 for SOURCE, (n,): whether in some layer the counts do not sum to tokens x top_k. Dummy steps have none."""
+        """Return (n,) True for steps that break R19 on the SOURCE side.
+
+        In some layer their counts do not sum to tokens x top_k. Dummy steps have no counts.
+        """
         if report.side is CountingSide.DESTINATION or not len(report.steps):
             return np.zeros(len(report.steps), np.bool_)
         sums, want = report.counts.sum(axis=2), report.steps["tokens"] * self.shape.top_k
@@ -197,48 +210,48 @@ class StepAssembler:
 
     def _make_room(
         self,
-        board: Board,
+        buffer: StepBuffer,
         report: LoadReport,
-        fate: NDArray[np.uint8],
+        flags: NDArray[np.uint8],
         lacking: int,
         rejected: list[Rejection],
     ) -> None:
-        """Let the oldest steps give way, begun ones or those of the report."""
-        pending = board.pending
-        begun = board.rows["step"][pending]
-        new = np.setdiff1d(report.steps["step"][fate & Fate.REFUSED == 0], begun)
+        """Drop the oldest steps, of the buffer or of the report, so that the others fit."""
+        pending = buffer.pending
+        begun = buffer.rows["step"][pending]
+        new = np.setdiff1d(report.steps["step"][flags & StepFlag.REFUSED == 0], begun)
         newest = int(np.sort(np.concatenate([begun, new]))[lacking - 1])
         for row in pending[begun <= newest]:
-            self._give_up(board, row, rejected)
-        board.floor = max(board.floor, newest)
+            self._give_up(buffer, row, rejected)
+        buffer.closed_to = max(buffer.closed_to, newest)
 
-    def _refusals(self, board: Board, report: LoadReport, entered: Entered) -> Iterator[Rejection]:
-        """Why steps of a report were not used, in words."""
+    def _refusals(
+        self, buffer: StepBuffer, report: LoadReport, added: AddedSteps
+    ) -> Iterator[Rejection]:
+        """Explain which steps of a report were not used."""
         rank, steps = report.rank, report.steps
 
         def those(flag: int) -> StepTable:
-            return steps[entered.fate & flag > 0] if entered.seen & flag else steps[:0]
+            return steps[added.flags & flag > 0] if added.seen & flag else steps[:0]
 
-        if len(duplicate := those(Fate.DUPLICATE)["step"]):
+        if len(duplicate := those(StepFlag.DUPLICATE)["step"]):
             detail = f"rank {rank} steps {duplicate[0]}..{duplicate[-1]} were reported before"
             yield Rejection(Reason.DUPLICATE_STEP, len(duplicate), detail)
-        if len(late := those(Fate.LATE)["step"]):
-            detail = (
-                f"rank {rank} steps {late[0]}..{late[-1]} came after step {board.floor} was closed"
-            )
+        if len(late := those(StepFlag.LATE)["step"]):
+            detail = f"rank {rank} steps {late[0]}..{late[-1]} came after step {buffer.closed_to} was closed"
             yield Rejection(Reason.LATE_STEP, len(late), detail)
-        if len(crowded := those(Fate.CROWDED)["step"]):
+        if len(refused := those(StepFlag.NO_ROOM)["step"]):
             waiting = f"{self.max_pending} later steps are waiting for other ranks"
-            detail = f"rank {rank} steps {crowded[0]}..{crowded[-1]}: {waiting}"
-            yield Rejection(Reason.LATE_STEP, len(crowded), detail)
-        if len(unknown := those(Fate.UNKNOWN_EPOCH)):
+            detail = f"rank {rank} steps {refused[0]}..{refused[-1]}: {waiting}"
+            yield Rejection(Reason.LATE_STEP, len(refused), detail)
+        if len(unknown := those(StepFlag.UNKNOWN_EPOCH)):
             step, epoch = unknown["step"][0], unknown["epoch"][0]
             detail = (
                 f"rank {rank} step {step} ran under epoch {epoch}, known are {sorted(self._epochs)}"
             )
             yield Rejection(Reason.UNKNOWN_EPOCH, len(unknown), detail)
-        if len(wrong := those(Fate.SUM_MISMATCH)):
-            place = int(np.flatnonzero(entered.fate & Fate.SUM_MISMATCH)[0])
+        if len(wrong := those(StepFlag.SUM_MISMATCH)):
+            place = int(np.flatnonzero(added.flags & StepFlag.SUM_MISMATCH)[0])
             sums, want = (
                 report.counts[place].sum(axis=1),
                 int(wrong["tokens"][0]) * self.shape.top_k,
@@ -249,12 +262,13 @@ class StepAssembler:
                 f" {sums[layer]}, tokens x top_k = {wrong['tokens'][0]} x {self.shape.top_k}"
             )
             yield Rejection(Reason.SUM_MISMATCH, len(wrong), detail)
-        if len(torn := those(Fate.TORN)["step"]):
-            detail = f"rank {rank} ran step {torn[0]} under another epoch than the ranks before it"
-            yield Rejection(Reason.EPOCH_DISAGREES, len(torn), detail)
+        if len(other := those(StepFlag.OTHER_EPOCH)["step"]):
+            detail = f"rank {rank} ran step {other[0]} under another epoch than the ranks before it"
+            yield Rejection(Reason.EPOCH_DISAGREES, len(other), detail)
 
-    def _source_sums(self, report: LoadReport, entered: Entered) -> dict[Phase, NDArray[np.int64]]:
-        used = (entered.rows >= 0) & (report.steps["dummy"] == 0)
+    def _source_sums(self, report: LoadReport, added: AddedSteps) -> dict[Phase, NDArray[np.int64]]:
+        """Return the (L, E) tokens by phase of the accepted steps whose sums are not yet known."""
+        used = (added.rows >= 0) & (report.steps["dummy"] == 0)
         codes, steps = report.steps["phase"], report.steps["step"]
         found = [
             (
@@ -268,29 +282,29 @@ class StepAssembler:
     # --- steps that end ---------------------------------------------------------------------------
 
     def _complete(
-        self, board: Board, rows: NDArray[np.int64], rejected: list[Rejection]
+        self, buffer: StepBuffer, rows: NDArray[np.int64], rejected: list[Rejection]
     ) -> tuple[tuple[Phase, LoadWindow], ...]:
-        """Close complete steps, rising, and make windows of those that may be used."""
-        known = board.close(rows)
-        torn = known["torn"] > 0
-        if torn.any():
-            detail = f"step {known['step'][torn][0]} ran under more than one epoch"
-            count = int(known["num_reported"][torn].sum())
+        """Release complete steps, in rising order, and make windows of those that can be used."""
+        known = buffer.release(rows)
+        mixed_epochs = known["mixed_epochs"] > 0
+        if mixed_epochs.any():
+            detail = f"step {known['step'][mixed_epochs][0]} ran under more than one epoch"
+            count = int(known["num_reported"][mixed_epochs].sum())
             rejected.append(Rejection(Reason.EPOCH_DISAGREES, count, detail))
-        usable = (known["real"] > 0) & ~torn
+        usable = (known["real"] > 0) & ~mixed_epochs
         if not usable.any():
             return ()
         rows, known = rows[usable], known[usable]
-        counts, sums, bad = self._logical_counts(board, rows, known["epoch"])
+        counts, sums, bad = self._logical_counts(buffer, rows, known["epoch"])
         if bad.any():
-            rejected.append(self._sum_mismatch(board, rows[bad], known[bad], sums[bad]))
+            rejected.append(self._sum_mismatch(buffer, rows[bad], known[bad], sums[bad]))
             rows, known, counts = rows[~bad], known[~bad], counts[~bad]
         window = LoadWindow(
             counts,
             known["step"].copy(),
             known["epoch"].copy(),
-            board.tokens[rows],
-            board.compute_s[rows],
+            buffer.tokens[rows],
+            buffer.compute_s[rows],
         )
         found = [(phase, known["phase"] == PHASE_CODE[phase]) for phase in Phase]
         return tuple(
@@ -300,27 +314,30 @@ class StepAssembler:
         )
 
     def _logical_counts(
-        self, board: Board, rows: NDArray[np.int64], epochs: NDArray[np.int64]
+        self, buffer: StepBuffer, rows: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.bool_]]:
-        """(n, L, E) counts by logical expert, (n, L) their sums, and (n,) which do not add up (R19).
+        """Return the counts by logical expert and check that they add up (R19).
 
-        Counts of a step that does not add up may have overflowed; their sums have not.
+        Returns:
+            (n, L, E) counts, (n, L) their sums, and (n,) True for steps that do not add up. Counts
+            of such a step may have overflowed; their sums have not.
         """
         shape, most = self.shape, np.iinfo(np.uint32).max
-        if board.side is CountingSide.SOURCE:
-            counts = board.counts[rows]
+        if buffer.side is CountingSide.SOURCE:
+            counts = buffer.counts[rows]
             return counts.astype(np.uint32), counts.sum(axis=2), counts.max(axis=(1, 2)) > most
         counts = np.empty((len(rows), shape.num_layers, shape.num_logical_experts), np.uint32)
         sums = np.empty((len(rows), shape.num_layers), np.int64)
         too_large = np.zeros(len(rows), np.bool_)
-        # A run of one epoch at a time, nearly always all. Known: it said a moment ago that the step is complete.
+        # One run of steps of the same epoch at a time, nearly always all. The map of the epoch is
+        # known, because it has just shown that the step is complete.
         first = 0
         for epoch, run in groupby(epochs.tolist()):
             part = slice(first, first + sum(1 for _ in run))
             known = self._epochs[epoch]
-            too_large[part] = add_up(
-                board.counts,
-                board.reported,
+            too_large[part] = sum_slots(
+                buffer.counts,
+                buffer.reported,
                 rows[part],
                 known.first,
                 known.others,
@@ -328,18 +345,18 @@ class StepAssembler:
                 sums[part],
             )
             first = part.stop
-        want = shape.top_k * board.tokens[rows].sum(axis=1)
+        want = shape.top_k * buffer.tokens[rows].sum(axis=1)
         return counts, sums, too_large | (sums != want[:, None]).any(axis=1)
 
     def _sum_mismatch(
         self,
-        board: Board,
+        buffer: StepBuffer,
         rows: NDArray[np.int64],
         known: NDArray[np.void],
         sums: NDArray[np.int64],
     ) -> Rejection:
-        """Steps that do not add up, at least one; sums: (n, L)."""
-        tokens = int(board.tokens[rows[0]].sum())
+        """Explain steps that do not add up, at least one; sums: (n, L)."""
+        tokens = int(buffer.tokens[rows[0]].sum())
         layer = int(np.abs(sums[0] - tokens * self.shape.top_k).argmax())
         detail = (
             f"step {known['step'][0]} layer {layer}: counts of all ranks sum to {sums[0, layer]},"
@@ -347,24 +364,26 @@ class StepAssembler:
         )
         return Rejection(Reason.SUM_MISMATCH, int(known["num_reported"].sum()), detail)
 
-    def _drop_passed(self, board: Board, rejected: list[Rejection]) -> None:
-        """Give up steps that every rank has passed without all reporting them."""
-        passed = min(board.highest)
-        if passed > board.passed:
-            board.passed = passed
-            for row in board.pending:
-                if board.rows["step"][row] <= passed:
-                    self._give_up(board, row, rejected)
+    def _drop_passed(self, buffer: StepBuffer, rejected: list[Rejection]) -> None:
+        """Give up incomplete steps that every rank has passed."""
+        passed = min(buffer.highest)
+        if passed > buffer.passed_to:
+            buffer.passed_to = passed
+            for row in buffer.pending:
+                if buffer.rows["step"][row] <= passed:
+                    self._give_up(buffer, row, rejected)
 
-    def _give_up(self, board: Board, row: np.int64, rejected: list[Rejection]) -> None:
-        (known,) = board.close(np.array([row]))
+    def _give_up(self, buffer: StepBuffer, row: np.int64, rejected: list[Rejection]) -> None:
+        """Release an incomplete step and close all steps up to it."""
+        (known,) = buffer.release(np.array([row]))
         step, reported = int(known["step"]), int(known["num_reported"])
-        board.floor = max(board.floor, step)
+        buffer.closed_to = max(buffer.closed_to, step)
         detail = f"step {step} was reported by {reported} of {self.shape.num_ranks} ranks"
         rejected.append(Rejection(Reason.INCOMPLETE_STEP, reported, detail))
 
 
 def _pick(window: LoadWindow, mask: NDArray[np.bool_]) -> LoadWindow:
+    """Return the steps of a window that a (T,) mask selects."""
     return LoadWindow(
         window.counts[mask],
         window.steps[mask],

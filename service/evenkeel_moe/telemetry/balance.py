@@ -1,4 +1,4 @@
-"""How balanced the window is under the present placement, kept up to date step by step."""
+"""Keeps the balance of the window under the present placement up to date, step by step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,31 +17,34 @@ from evenkeel_moe.telemetry.windows import newest_parts
 __all__ = ["Balance"]
 
 _FACTORS_EVERY = 16
-"""New steps after which speed factors are worked out again: they are medians of hundreds, and cost milliseconds."""
+"""New steps after which speed factors are computed again; they are medians of hundreds of values
+and take milliseconds."""
 
 
 class _PhaseBalance:
-    """Figures of the newest steps of one phase, oldest first."""
+    """The figures of the newest steps of one phase, oldest first."""
 
     def __init__(self, placement: Placement) -> None:
         layers, ranks = placement.num_layers, placement.num_ranks
         self.steps = np.zeros(0, np.int64)
         self.balance = np.zeros((0, layers))
-        """(T, L) in (0, 1], NaN where nothing was routed."""
+        """(T, L) in (0, 1], NaN without load."""
         self.tokens = np.zeros((0, ranks))
         """(T, R) tokens each rank carried over all layers."""
         self.compute_s = np.zeros((0, ranks))
-        """(T, R) MoE compute seconds; NaN where not measured."""
+        """(T, R) MoE compute seconds; NaN if not measured."""
 
 
 class Balance:
-    """Balancedness, load shares and speeds of one deployment's windows.
+    """Computes balancedness, load shares and speeds of the windows of one deployment.
 
-    A step costs its own rank loads once; only a new placement, or another split, makes everything be worked out again.
+    The rank loads of a step are computed once; only another placement or another split of tokens
+    makes all of them be computed again.
 
     Args:
         capacity: newest steps of a phase that count.
-        split: tells how tokens split over replicas now; its dispatcher and topology are looked at.
+        split: returns how tokens split over replicas at present; a change of its dispatcher or
+            topology is noticed.
     """
 
     def __init__(self, capacity: int, split: Callable[[], SplitModel] = lambda: EVEN_SPLIT) -> None:
@@ -51,20 +54,20 @@ class Balance:
         self._placement: Placement | None = None
         self._phases: dict[Phase, _PhaseBalance] = {}
         self._factors: NDArray[np.float64] | None = None
-        """None while none is known; see `speed_factors`."""
+        """None while no factor is known; see `speed_factors`."""
         self._steps_since_factors = 0
 
     def clear(self) -> None:
-        """Forget everything: the windows begin anew."""
+        """Forget all steps."""
         self._placement = self._factors = None
         self._phases.clear()
 
     def update(self, windows: Mapping[Phase, Sequence[LoadWindow]], placement: Placement) -> None:
-        """Take in the steps that are new since the last call.
+        """Add the steps that are new since the last call.
 
         Args:
             windows: each in parts, oldest first.
-            placement: the map they are balanced, or not, under.
+            placement: the placement under which balance is computed.
         """
         split = self._split_now()
         same = (split.dispatch, split.topology) == (self._split.dispatch, self._split.topology)
@@ -79,34 +82,34 @@ class Balance:
                 continue
             try:
                 by_rank = [metrics.rank_load(part.counts, placement, self._split) for part in new]
-            except (
-                InfeasiblePlan
-            ):  # The map lost an expert the window still has load of: unknown until it slides out.
+            except InfeasiblePlan:
+                # The placement has lost an expert that still has load in the window: the balance is
+                # unknown until these steps leave the window.
                 del self._phases[phase]
                 self._factors = None
                 continue
             cut = slice(-self._capacity, None)
-            balance, tokens = (
-                map(metrics.balancedness, by_rank),
-                (load.sum(axis=1) for load in by_rank),
-            )
+            balance = map(metrics.balancedness, by_rank)
+            tokens = (load.sum(axis=1) for load in by_rank)
+            compute_s = (part.compute_s for part in new)
             known.steps = np.concatenate([known.steps, *(part.steps for part in new)])[cut]
             known.balance = np.concatenate([known.balance, *balance])[cut]
             known.tokens = np.concatenate([known.tokens, *tokens])[cut]
-            known.compute_s = np.concatenate([known.compute_s, *(part.compute_s for part in new)])[
-                cut
-            ]
+            known.compute_s = np.concatenate([known.compute_s, *compute_s])[cut]
             self._steps_since_factors += sum(map(len, new))
 
     def summary(self, phase: Phase | None = None) -> tuple[float | None, float | None]:
-        """(mean, worst layer) of one phase or of all; None where no load is known."""
+        """Return (mean, worst layer) of one phase or of all; None without load."""
         by_layer = self.by_layer(phase)
         if by_layer is None or np.isnan(by_layer).all():
             return None, None
         return float(np.nanmean(by_layer)), float(np.nanmin(by_layer))
 
     def by_layer(self, phase: Phase | None = None) -> NDArray[np.float64] | None:
-        """(L,) balancedness of each layer over its steps with load; NaN for a layer without any, None before load."""
+        """Return the (L,) balancedness of each layer, averaged over its steps with load.
+
+        NaN for a layer without load; None before the first step.
+        """
         values = self._joined("balance", phase)
         if values is None or not len(values):
             return None
@@ -116,14 +119,17 @@ class Balance:
         return np.where(steps > 0, total / np.maximum(steps, 1), np.nan)
 
     def load_shares(self) -> NDArray[np.float64] | None:
-        """(R,) each rank's share of the tokens carried; None without load."""
+        """Return the (R,) share of the tokens that each rank carried; None without load."""
         tokens = self._joined("tokens")
         if tokens is None or tokens.sum() <= 0:
             return None
         return np.asarray(tokens.sum(axis=0) / tokens.sum(), np.float64)
 
     def seconds_per_token(self) -> NDArray[np.float64]:
-        """(R,) median compute seconds per token carried in a layer; NaN where not measured. Empty before load."""
+        """Return the (R,) median compute seconds per token carried in a layer.
+
+        NaN if not measured; empty before the first step.
+        """
         tokens, seconds = self._joined("tokens"), self._joined("compute_s")
         if tokens is None or seconds is None:
             return np.zeros(0)
@@ -136,9 +142,10 @@ class Balance:
         )
 
     def speed_factors(self) -> NDArray[np.float64]:
-        """(R,) each rank's seconds over the median rank's at the same tokens; NaN where not known. Empty before load.
+        """Return the (R,) speed factors, as `rank_speeds.speed_factors` computes them.
 
-        Once some are known they stand until 16 more steps came.
+        NaN if unknown; empty before the first step. Known factors are kept until 16 more steps
+        came.
         """
         if self._factors is not None and self._steps_since_factors < _FACTORS_EVERY:
             return self._factors
@@ -150,11 +157,12 @@ class Balance:
         self._steps_since_factors = 0
         return found
 
-    def paces(self) -> NDArray[np.float64]:
-        """(R,) seconds per token a planner may compare: the median rank's, times each rank's factor.
+    def comparable_seconds_per_token(self) -> NDArray[np.float64]:
+        """Return (R,) seconds per token that can be compared between ranks.
 
-        A rank's own seconds per token would make it look slow for carrying little. Where factors are not yet
-        known, and only then, they are what there is. NaN where not measured; empty before load.
+        They are those of the median rank times the factor of each rank, because the own seconds per
+        token of a rank with few tokens would make it look slow. While factors are unknown they are
+        the own ones. NaN if not measured; empty before the first step.
         """
         own, factors = self.seconds_per_token(), self.speed_factors()
         if len(own) and np.isfinite(own).all() and np.isfinite(factors).all():
@@ -162,6 +170,7 @@ class Balance:
         return own
 
     def _joined(self, name: str, phase: Phase | None = None) -> NDArray[np.float64] | None:
+        """Concatenate a figure over one phase or all; None before the first step."""
         parts = [
             getattr(known, name) for key, known in self._phases.items() if phase in (None, key)
         ]

@@ -1,8 +1,10 @@
-"""How fast ranks are: curves that were measured, factors that follow from serving itself, and who is slow.
+"""Determines how fast ranks are, from measured curves and from serving itself, and reports slow
+ranks.
 
-Factors need no pause and no profile: a step tells tokens and pre-collective seconds of every rank. Seconds per token
-alone would call a rank slow that merely carries little, for a layer has a cost at any count; so all ranks together
-draw one curve of seconds by tokens, and a rank's factor is the median of its seconds over what that curve says.
+Speed factors need neither a pause nor a profile: a step gives the tokens and the pre-collective
+    seconds of every rank. Seconds per token alone would make a rank with few tokens look slow,
+    because a layer has a cost at any count. All ranks together therefore give one curve of seconds
+    by tokens, and the factor of a rank is the median of its seconds divided by this curve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +22,22 @@ __all__ = ["Device", "SlowRanks", "join_curves", "speed_factors"]
 _log = structlog.get_logger(__name__)
 _BINS = 12
 _PASSES = 12
-"""Between the curve and the factors; ranks whose tokens hardly overlap need this many to agree."""
+"""Iterations between the curve and the factors; ranks whose tokens hardly overlap need this many to
+converge."""
 _MIN_STEPS = 16
 
 
 def speed_factors(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of each rank over those of the median rank at the same tokens.
+    """Return the seconds of each rank relative to the median rank at the same number of tokens.
 
     Args:
         tokens: (T, R) tokens each rank carried in a step, over all layers.
-        seconds: (T, R) its compute before the collective; NaN where not measured.
+        seconds: (T, R) its compute before the collective; NaN if not measured.
 
     Returns:
-        (R,) float64, 1 is the median rank, 1.2 takes a fifth longer; NaN for a rank with fewer than 16 measured
-        steps. Medians throughout: outliers of up to half the steps of a rank move nothing.
+        (R,) float64: 1 is the median rank, 1.2 takes a fifth longer; NaN for a rank with fewer than
+        16 measured steps. All averages are medians: outliers in up to half the steps of a rank have
+        no effect.
     """
     ranks = tokens.shape[1] if tokens.ndim == 2 else 0
     known = (tokens > 0) & (seconds > 0) & np.isfinite(seconds)
@@ -41,7 +45,7 @@ def speed_factors(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> 
     if not enough.any():
         return np.full(ranks, np.nan)
     known &= enough
-    # Passes change the seconds only: the order of the tokens, their bins and the bins' places are found once.
+    # Passes only change the seconds, so the tokens are sorted and divided into bins once.
     carried = tokens[known]
     parts = np.array_split(np.argsort(carried, kind="stable"), min(_BINS, len(carried)))
     at = np.array([_median(carried[part]) for part in parts])
@@ -58,18 +62,22 @@ def speed_factors(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> 
 
 
 def _rising(parts: list[NDArray[np.int64]], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Level of the curve of all ranks in each bin: its median, or that of a bin before it where that is higher."""
+    """Return the curve of all ranks in each bin: the largest median of this and earlier bins."""
     return np.asarray(np.maximum.accumulate([_median(seconds[part]) for part in parts]), np.float64)
 
 
 def _median(values: NDArray[np.float64]) -> float:
-    """`np.median` of some finite values to the bit; called hundreds of times, its own checks cost more than the work."""
+    """Return exactly `np.median` of finite values, without its checks, which would dominate
+    here."""
     ordered, count = np.sort(values), len(values)
     return float((ordered[(count - 1) // 2] + ordered[count // 2]) / 2)
 
 
 def join_curves(curves: Sequence[CostCurve | None]) -> CostCurves | None:
-    """The measured curves of all ranks as the planner takes them; None unless every rank has one of the same tile."""
+    """Return the measured curves of all ranks in the form of the planner.
+
+    None unless every rank has a curve, all with the same tile.
+    """
     told = [curve for curve in curves if curve is not None]
     if not told or len(told) < len(curves) or len({curve.tile_tokens for curve in told}) > 1:
         return None
@@ -85,18 +93,19 @@ def join_curves(curves: Sequence[CostCurve | None]) -> CostCurves | None:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a slow rank runs on."""
+    """The hardware that a rank runs on."""
 
     node: str
     gpu_uuid: str
 
 
 class SlowRanks:
-    """Says once when a rank becomes slow, and once when it no longer is.
+    """Logs once when a rank becomes slow, and once when it is no longer slow.
 
     Args:
-        above: factor from which a rank is slow, below: under which it is not any more.
-        checks: so many looks in a row must agree.
+        above: factor above which a rank becomes slow.
+        below: factor below which a slow rank is no longer slow.
+        checks: updates in a row that must agree.
     """
 
     def __init__(self, above: float = 1.15, below: float = 1.08, checks: int = 3) -> None:
@@ -105,34 +114,34 @@ class SlowRanks:
         self._checks = checks
         self._streak: dict[int, int] = {}
         self.slow: dict[int, float] = {}
-        """rank -> factor."""
+        """Factors of the slow ranks."""
 
-    def look(
+    def update(
         self, deployment: str, factors: NDArray[np.float64], devices: Mapping[int, Device]
     ) -> None:
-        """Take the newest factors."""
+        """Take the newest factors and log ranks that have become slow or are no longer slow."""
         for rank, factor in enumerate(factors.tolist()):
             if np.isnan(factor):
                 continue
-            was = rank in self.slow
-            turns = factor < self._below if was else factor > self._above
-            self._streak[rank] = self._streak.get(rank, 0) + 1 if turns else 0
-            if was and not turns:
+            was_slow = rank in self.slow
+            changes = factor < self._below if was_slow else factor > self._above
+            self._streak[rank] = self._streak.get(rank, 0) + 1 if changes else 0
+            if was_slow and not changes:
                 self.slow[rank] = factor
             if self._streak[rank] < self._checks:
                 continue
             self._streak[rank] = 0
             device = devices.get(rank, Device("", ""))
-            words = {
+            fields = {
                 "deployment": deployment,
                 "rank": rank,
                 "node": device.node,
                 "gpu_uuid": device.gpu_uuid,
             }
-            if was:
+            if was_slow:
                 del self.slow[rank]
-                _log.info("rank_no_longer_slow", factor=round(factor, 3), **words)
+                _log.info("rank_no_longer_slow", factor=round(factor, 3), **fields)
             else:
                 self.slow[rank] = factor
-                _log.warning("rank_slow", factor=round(factor, 3), **words)
+                _log.warning("rank_slow", factor=round(factor, 3), **fields)
         self.slow = {rank: factor for rank, factor in self.slow.items() if rank < len(factors)}

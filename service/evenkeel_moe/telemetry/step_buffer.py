@@ -1,4 +1,5 @@
-"""The assembler's memory: steps begun and not complete, and how the slots of an epoch add up."""
+"""The memory of the assembler: incomplete steps, and how the slots of an epoch add up to
+experts."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry import step_kernels as kernels
 
-__all__ = ["NO_STEP", "Board", "Entered", "EpochMap", "Rules", "derive_map"]
+__all__ = ["NO_STEP", "StepBuffer", "AddedSteps", "EpochMap", "StepRules", "derive_epoch_map"]
 
 NO_STEP = -1
 
@@ -21,16 +22,18 @@ class EpochMap:
     """How the slots of one epoch add up to logical experts."""
 
     active: NDArray[np.bool_]
-    """(R,)"""
+    """(R,) ranks that take part."""
     needed: int
+    """Number of these ranks."""
     first: NDArray[np.int32]
-    """(L, E): where in a board's row, (R * L * slots_per_rank), an expert's first slot is; -1 for one without."""
+    """(L, E) index of the first slot of an expert in a row of the buffer, (R * L * slots_per_rank);
+    -1 for an expert without a slot."""
     others: NDArray[np.int32]
-    """(n, 2): where each further slot is, and its expert among all of all layers, layer * E + expert."""
+    """(n, 2) index of each further slot, and its expert as layer * E + expert."""
 
 
-def derive_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
-    """The map of one epoch; active: (R,) bool."""
+def derive_epoch_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
+    """Derive the map of one epoch; active: (R,) bool."""
     layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
     experts = placement.num_logical_experts
     by_rank = placement.phy2log.reshape(layers, ranks, width).transpose(1, 0, 2)
@@ -44,8 +47,8 @@ def derive_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
     return EpochMap(active, int(active.sum()), first.reshape(layers, experts), others)
 
 
-class Rules(NamedTuple):
-    """Which steps may enter a board."""
+class StepRules(NamedTuple):
+    """The rules by which steps are accepted into a buffer."""
 
     stride: int
     stride_from: int
@@ -54,34 +57,34 @@ class Rules(NamedTuple):
     active: NDArray[np.bool_]
     """(k, R) ranks that take part in each."""
     needed: NDArray[np.int64]
-    """(k,) how many they are."""
+    """(k,) number of these ranks."""
 
 
-class Entered(NamedTuple):
-    """What became of a report's n steps."""
+class AddedSteps(NamedTuple):
+    """The outcome for the n steps of a report."""
 
-    fate: NDArray[np.uint8]
-    """(n,) flags of `Fate`."""
+    flags: NDArray[np.uint8]
+    """(n,) bits of `StepFlag`."""
     seen: int
-    """All of them together."""
+    """The union of all flags."""
     rows: NDArray[np.int64]
-    """(n,) where in the board they are, -1 for those refused."""
+    """(n,) their rows in the buffer, -1 for refused steps."""
     num_steps: int
-    """So many were not refused."""
+    """Number of steps that were not refused."""
 
 
-class Board:
-    """Steps begun and not complete, of one counting side. Rows are reused; a row is one step."""
+class StepBuffer:
+    """The incomplete steps of one counting side. A row holds one step; rows are reused."""
 
     def __init__(self, side: CountingSide, shape: ModelShape, capacity: int) -> None:
         self.side = side
         layers, ranks = shape.num_layers, shape.num_ranks
-        # Zero pages cost nothing until a row is used, and rows used before are used first.
+        # Pages of zeros take no memory until a row is used, and used rows are reused first.
         if side is CountingSide.DESTINATION:
             self._of_report = (layers, shape.slots_per_rank)
             self.counts = np.zeros((capacity, ranks, layers * shape.slots_per_rank), np.uint32)
-            """(capacity, R, L * slots_per_rank): what one rank reports lies together, and is what an earlier step left until
-            it reported. SOURCE: (capacity, L, E)."""
+            """(capacity, R, L * slots_per_rank): the counts of a rank are contiguous. Until it
+            reports, they are those of an earlier step. SOURCE: (capacity, L, E)."""
         else:
             self._of_report = (layers, shape.num_logical_experts)
             # Sums over ranks need more bits than one rank's counts.
@@ -91,22 +94,26 @@ class Board:
         self.reported = np.zeros((capacity, ranks), np.bool_)
         self.rows = np.zeros(capacity, kernels.ROW)
         self._order = np.arange(capacity)
-        """Every row once: first those waited for, in the order of their steps, then the free ones."""
+        """Every row once: first the pending ones in the order of their steps, then the free
+        ones."""
         self.num_pending = 0
         self.highest = [NO_STEP] * ranks
-        """Highest step each rank reported on this side."""
-        self.passed = NO_STEP
-        """Steps up to here no rank will report again."""
-        self.floor = NO_STEP
-        """Steps up to here are closed."""
+        """Highest step that each rank has reported on this side."""
+        self.passed_to = NO_STEP
+        """No rank will report steps up to this one any more."""
+        self.closed_to = NO_STEP
+        """Steps up to this one are not accepted any more."""
 
     @property
     def pending(self) -> NDArray[np.int64]:
-        """Rows of the steps waited for, the oldest first."""
+        """The rows of the pending steps, oldest first."""
         return self._order[: self.num_pending].copy()
 
-    def misfit(self, report: LoadReport) -> str | None:
-        """Why a report cannot be of this group, None where it can; what follows writes by its rank and shape."""
+    def mismatch(self, report: LoadReport) -> str | None:
+        """Return why a report cannot be of this group; None if it can.
+
+        `check` and `add` rely on its rank and shape.
+        """
         num_ranks, shape = len(self.highest), (len(report.steps), *self._of_report)
         if not 0 <= report.rank < num_ranks:
             return f"rank {report.rank} is none of {num_ranks}"
@@ -116,48 +123,51 @@ class Board:
             )
         return None
 
-    def judge(
-        self, report: LoadReport, wrong: NDArray[np.bool_], rules: Rules
+    def check(
+        self, report: LoadReport, wrong: NDArray[np.bool_], rules: StepRules
     ) -> tuple[NDArray[np.uint8], int]:
-        """Who may enter.
+        """Check which steps of a report can be accepted.
 
         Args:
-            report: without a misfit; its steps rise.
-            wrong: (n,) which of them do not add up.
-            rules: what is known and asked for.
+            report: without a mismatch; its steps rise.
+            wrong: (n,) True for steps that do not add up.
+            rules: by which steps are accepted.
 
         Returns:
-            (n,) fates, 0 for a step that may enter, and how many rows more than there are they need.
+            (n,) flags, 0 for an acceptable step, and the number of rows that are lacking for these.
         """
         steps = report.steps
-        fate = np.empty(len(steps), np.uint8)
-        new = kernels.judge(
-            steps, wrong, report.rank, self.highest[report.rank], self.floor, rules.stride, rules.stride_from,
-            rules.epochs, rules.active, self.rows, self._order, self.num_pending, fate,
+        flags = np.empty(len(steps), np.uint8)
+        new = kernels.check_steps(
+            steps, wrong, report.rank, self.highest[report.rank], self.closed_to, rules.stride, rules.stride_from,
+            rules.epochs, rules.active, self.rows, self._order, self.num_pending, flags,
         )  # fmt: skip
-        return fate, max(0, new - (len(self.rows) - self.num_pending))
+        return flags, max(0, new - (len(self.rows) - self.num_pending))
 
-    def enter(self, report: LoadReport, fate: NDArray[np.uint8], rules: Rules) -> Entered:
-        """Write the steps that `judge` let in and found room for; fate: as it gave them, changed here."""
+    def add(self, report: LoadReport, flags: NDArray[np.uint8], rules: StepRules) -> AddedSteps:
+        """Write the steps that `check` accepted; there must be room.
+
+        Mutates: `flags`, as returned by `check`.
+        """
         steps, rank = report.steps, report.rank
         rows = np.empty(len(steps), np.int64)
-        self.num_pending, num_steps, seen = kernels.enter(
+        self.num_pending, num_steps, seen = kernels.add_steps(
             steps, rank, rules.epochs, rules.needed, self.rows, self._order, self.num_pending, self.tokens,
-            self.compute_s, self.reported, fate, rows,
+            self.compute_s, self.reported, flags, rows,
         )  # fmt: skip
         if self.side is CountingSide.DESTINATION:
-            # Counts of a dummy step on this rank still are real tokens of other ranks: the sum decides.
-            kernels.put(
+            # A dummy step of this rank still counts real tokens of other ranks; their sum decides.
+            kernels.write_counts(
                 report.counts.reshape(len(steps), self.counts.shape[2]), rows, rank, self.counts
             )
         else:
             self._add(report, rows)
         if len(steps):
             self.highest[rank] = max(self.highest[rank], int(steps["step"][-1]))
-        return Entered(fate, seen, rows, num_steps)
+        return AddedSteps(flags, seen, rows, num_steps)
 
     def _add(self, report: LoadReport, rows: NDArray[np.int64]) -> None:
-        """SOURCE: every rank's counts are of the same experts."""
+        """Add SOURCE counts, which are of the same experts for all ranks."""
         taken = rows >= 0
         rows = rows[taken]
         counts = np.where(report.steps["dummy"][taken, None, None], 0, report.counts[taken])
@@ -165,7 +175,10 @@ class Board:
         self.counts[rows[first]] = counts[first]
         self.counts[rows[~first]] += counts[~first]
 
-    def close(self, rows: NDArray[np.int64]) -> NDArray[np.void]:
-        """Wait for some steps no longer. What was known of them; their counts stay until another step begins."""
-        self.num_pending = kernels.close(rows, self.rows, self._order, self.num_pending)
+    def release(self, rows: NDArray[np.int64]) -> NDArray[np.void]:
+        """Free the rows of some steps and return what is known of them.
+
+        Their counts stay until another step takes the row.
+        """
+        self.num_pending = kernels.release_rows(rows, self.rows, self._order, self.num_pending)
         return self.rows[rows]

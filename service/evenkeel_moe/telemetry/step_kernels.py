@@ -1,4 +1,4 @@
-"""The board's compiled code: who may enter, entering, adding up."""
+"""The numba kernels of the step buffer: check steps, add them, sum their counts, release rows."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,7 +6,15 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.model.load import PHASE_CODE, Phase, StepTable
 
-__all__ = ["ROW", "Fate", "add_up", "close", "enter", "judge", "put"]
+__all__ = [
+    "ROW",
+    "StepFlag",
+    "sum_slots",
+    "add_steps",
+    "check_steps",
+    "release_rows",
+    "write_counts",
+]
 
 _MIXED = PHASE_CODE[Phase.MIXED]
 
@@ -17,43 +25,44 @@ ROW = np.dtype(
         ("num_reported", "i8"),
         ("phase", "u4"),
         ("real", "?"),
-        ("torn", "?"),
+        ("mixed_epochs", "?"),
         ("pending", "?"),
     ],
     align=True,
 )
-"""One step: its first report's epoch, how many ranks reported it, whether any of them really ran it, whether all under
-that epoch, and whether it is waited for."""
+"""One step: the epoch of its first report, the number of ranks that reported it, whether a rank ran
+it as no dummy step (real), whether ranks reported different epochs, and whether the row is in
+use."""
 
 
-class Fate:
-    """What became of one step of a report. Plain numbers, for compiled code; a step not refused has 0 or the first two."""
+class StepFlag:
+    """Bits that describe the outcome of one step of a report.
+
+    They are plain numbers for compiled code. A step that is not refused has at most the first two.
+    """
 
     COMPLETE = 1
-    """Taken, and with it all ranks have reported the step."""
-    TORN = 2
-    """Taken, but it ran under another epoch than on the ranks before."""
+    """Accepted, and all ranks have now reported the step."""
+    OTHER_EPOCH = 2
+    """Accepted, but under another epoch than on the ranks before."""
     DUPLICATE = 4
     LATE = 8
     UNKNOWN_EPOCH = 16
     SUM_MISMATCH = 32
-    PASSED_OVER = 64
-    """Not asked for, or by a rank that takes no part."""
-    CROWDED = 128
-    """There was no room for it beside later ones."""
-    REFUSED = DUPLICATE | LATE | UNKNOWN_EPOCH | SUM_MISMATCH | PASSED_OVER | CROWDED
+    SKIPPED = 64
+    """Not sampled, or reported by a rank that takes no part."""
+    NO_ROOM = 128
+    """Later steps took all rows."""
+    REFUSED = DUPLICATE | LATE | UNKNOWN_EPOCH | SUM_MISMATCH | SKIPPED | NO_ROOM
 
 
-_COMPLETE, _TORN, _DUPLICATE, _LATE = Fate.COMPLETE, Fate.TORN, Fate.DUPLICATE, Fate.LATE
-_UNKNOWN_EPOCH, _SUM_MISMATCH, _PASSED_OVER = (
-    Fate.UNKNOWN_EPOCH,
-    Fate.SUM_MISMATCH,
-    Fate.PASSED_OVER,
-)
+_COMPLETE, _OTHER_EPOCH = StepFlag.COMPLETE, StepFlag.OTHER_EPOCH
+_DUPLICATE, _LATE, _SKIPPED = StepFlag.DUPLICATE, StepFlag.LATE, StepFlag.SKIPPED
+_UNKNOWN_EPOCH, _SUM_MISMATCH = StepFlag.UNKNOWN_EPOCH, StepFlag.SUM_MISMATCH
 
 
 @kernel
-def add_up(
+def sum_slots(
     counts: NDArray[np.uint32],
     reported: NDArray[np.bool_],
     rows: NDArray[np.int64],
@@ -62,23 +71,25 @@ def add_up(
     total: NDArray[np.uint32],
     sums: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Sums over the slots of each expert.
+    """Sum the counts over the slots of each expert.
 
-    Most experts have one slot: to gather those in the order they are written takes two thirds of the time that to
-    add slot by slot does.
+    Most experts have one slot. Gathering these in output order takes two thirds of the time of
+    adding slot by slot.
 
     Args:
-        counts: (capacity, R, L * slots_per_rank) [tokens] of a DESTINATION board; what ranks that did not report left
-            there is cleared.
-        reported: (capacity, R) which ranks' counts are of the row's step.
-        rows: (n,) its rows to add up.
-        first: of the `EpochMap` they ran under.
+        counts: (capacity, R, L * slots_per_rank) [tokens] of a DESTINATION buffer.
+        reported: (capacity, R) True for ranks whose counts are of the step in the row.
+        rows: (n,) the rows to sum.
+        first: of the `EpochMap` of these steps.
         others: of that map.
-        total: (n, L, E) [tokens], written: by expert. Worthless for a step that overflowed.
-        sums: (n, L) [tokens], written: over all experts; counts of empty slots are in none.
+        total: (n, L, E) [tokens] by expert; meaningless for a step that overflowed.
+        sums: (n, L) [tokens] over all experts; empty slots do not count.
 
     Returns:
-        (n,) whether an expert's tokens exceed 32 bits.
+        (n,) True if the tokens of an expert exceed 32 bits.
+
+    Mutates: `total` and `sums`, which it writes, and `counts`, in which it clears ranks that did
+        not report.
     """
     overflowed = np.zeros(len(rows), np.bool_)
     num_layers, num_experts = first.shape
@@ -89,7 +100,7 @@ def add_up(
                 counts[rows[i], rank] = 0
         row = counts[rows[i]].reshape(-1)
         by_expert = total[i].reshape(-1)
-        # Unsigned: of a signed index numba would ask whether it counts from the end.
+        # Unsigned: numba would check whether a signed index counts from the end.
         for k in range(len(by_expert)):
             by_expert[k] = row[np.uint32(first_of[k])] if first_of[k] >= 0 else np.uint32(0)
         for layer in range(num_layers):
@@ -108,7 +119,7 @@ def add_up(
 
 @inlined
 def _epoch_at(epochs: NDArray[np.int64], epoch: int) -> int:
-    """Where an epoch is among those known, -1 where it is not."""
+    """Return the index of an epoch among the known ones, -1 if it is unknown."""
     for k in range(len(epochs)):
         if epochs[k] == epoch:
             return k
@@ -119,19 +130,19 @@ def _epoch_at(epochs: NDArray[np.int64], epoch: int) -> int:
 def _seek(
     rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int, step: int
 ) -> int:
-    """Where in the order a step is, or would be; `at`: a place at or before that."""
+    """Return the place of a step in the order, or where it would be, searching from `at` on."""
     while at < num_pending and rows[order[at]].step < step:
         at += 1
     return at
 
 
 @kernel
-def judge(
+def check_steps(
     steps: StepTable,
     wrong: NDArray[np.bool_],
     rank: int,
     highest: int,
-    floor: int,
+    closed_to: int,
     stride: int,
     stride_from: int,
     epochs: NDArray[np.int64],
@@ -139,32 +150,32 @@ def judge(
     rows: NDArray[np.void],
     order: NDArray[np.int64],
     num_pending: int,
-    fate: NDArray[np.uint8],
+    flags: NDArray[np.uint8],
 ) -> int:
-    """Write each step's fate, as far as it is refused; how many of the others no rank reported yet."""
+    """Write the flags of refused steps; returns how many of the others no rank has reported yet."""
     new = 0
     at = 0
     for i in range(len(steps)):
         step = steps[i].step
-        fate[i] = 0
+        flags[i] = 0
         if step <= highest:
-            fate[i] = _DUPLICATE
+            flags[i] = _DUPLICATE
             continue
         if step >= stride_from and step % stride != 0:
-            fate[i] = _PASSED_OVER
+            flags[i] = _SKIPPED
             continue
-        if step <= floor:
-            fate[i] = _LATE
+        if step <= closed_to:
+            flags[i] = _LATE
             continue
         k = _epoch_at(epochs, steps[i].epoch)
         if k < 0:
-            fate[i] = _UNKNOWN_EPOCH
+            flags[i] = _UNKNOWN_EPOCH
             continue
         if not active[k, rank]:
-            fate[i] = _PASSED_OVER
+            flags[i] = _SKIPPED
             continue
         if wrong[i]:
-            fate[i] = _SUM_MISMATCH
+            flags[i] = _SUM_MISMATCH
             continue
         at = _seek(rows, order, num_pending, at, step)
         if at == num_pending or rows[order[at]].step != step:
@@ -172,8 +183,28 @@ def judge(
     return new
 
 
+@inlined
+def _begin_step(
+    one: np.void, rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int
+) -> int:
+    """Take the first free row for a step, put it at its place in the order, and return it."""
+    free = order[num_pending]
+    for k in range(num_pending, at, -1):
+        order[k] = order[k - 1]
+    order[at] = free
+    row = rows[free]
+    row.step = one.step
+    row.epoch = one.epoch
+    row.num_reported = 0
+    row.phase = one.phase
+    row.real = 0
+    row.mixed_epochs = 0
+    row.pending = 1
+    return free
+
+
 @kernel
-def enter(
+def add_steps(
     steps: StepTable,
     rank: int,
     epochs: NDArray[np.int64],
@@ -184,47 +215,36 @@ def enter(
     tokens: NDArray[np.int64],
     compute_s: NDArray[np.float64],
     reported: NDArray[np.bool_],
-    fate: NDArray[np.uint8],
+    flags: NDArray[np.uint8],
     place: NDArray[np.int64],
 ) -> tuple[int, int, int]:
-    """Enter the steps not refused, rising, for which there is room; their rows go to `place`, -1 for the others.
+    """Write the accepted steps, in rising order, and their rows to `place`, -1 for refused steps.
 
     Returns:
-        The steps pending now, how many were entered, and all fates together.
+        The number of pending steps, the number of steps added, and the union of all flags.
     """
     seen = 0
-    entered = 0
+    added = 0
     at = 0
     for i in range(len(steps)):
         place[i] = -1
-        if fate[i]:
-            seen |= fate[i]
+        if flags[i]:
+            seen |= flags[i]
             continue
-        entered += 1
+        added += 1
         one = steps[i]
         at = _seek(rows, order, num_pending, at, one.step)
         if at == num_pending or rows[order[at]].step != one.step:
-            free = order[num_pending]
-            for k in range(num_pending, at, -1):
-                order[k] = order[k - 1]
-            order[at] = free
+            free = _begin_step(one, rows, order, num_pending, at)
             num_pending += 1
-            row = rows[free]
-            row.step = one.step
-            row.epoch = one.epoch
-            row.num_reported = 0
-            row.phase = one.phase
-            row.real = 0
-            row.torn = 0
-            row.pending = 1
             tokens[free] = 0
             compute_s[free] = np.nan
             reported[free] = False
         place[i] = order[at]
         row = rows[place[i]]
         if row.epoch != one.epoch:
-            row.torn = 1
-            fate[i] |= _TORN
+            row.mixed_epochs = 1
+            flags[i] |= _OTHER_EPOCH
         if row.phase != one.phase:
             row.phase = _MIXED
         if one.dummy == 0:
@@ -235,31 +255,32 @@ def enter(
         row.num_reported += 1
         k = _epoch_at(epochs, row.epoch)
         if k >= 0 and row.num_reported == needed[k]:
-            fate[i] |= _COMPLETE
-        seen |= fate[i]
-    return num_pending, entered, seen
+            flags[i] |= _COMPLETE
+        seen |= flags[i]
+    return num_pending, added, seen
 
 
 @kernel
-def put(
+def write_counts(
     counts: NDArray[np.int32] | NDArray[np.int64],
     place: NDArray[np.int64],
     rank: int,
-    board: NDArray[np.uint32],
+    buffer: NDArray[np.uint32],
 ) -> None:
-    """Write one rank's counts, (n, W), into the rows they belong to."""
+    """Write the (n, W) counts of one rank into the rows of their steps."""
     for i in range(len(place)):
         if place[i] >= 0:
-            row = board[place[i], rank]
+            row = buffer[place[i], rank]
             for k in range(len(row)):
                 row[k] = np.uint32(counts[i, k])
 
 
 @kernel
-def close(
+def release_rows(
     closed: NDArray[np.int64], rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int
 ) -> int:
-    """Wait for some rows no longer; they are the first to be used again. How many are still waited for."""
+    """Free some rows, which are then the first to be reused; returns the number of pending
+    steps."""
     for row in closed:
         rows[row].pending = 0
     kept = 0

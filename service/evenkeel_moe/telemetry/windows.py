@@ -1,4 +1,4 @@
-"""The window in memory: the newest complete steps of one phase, bounded by count."""
+"""The window in memory: a bounded number of the newest complete steps of one phase."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,11 +16,11 @@ __all__ = ["StepRing", "in_chunks", "join_windows", "newest_parts"]
 
 _BLOCKS = 4
 _SHORT = 16
-"""Parts of fewer steps are joined, so that a window is not looked at step by step."""
+"""Parts of fewer steps are joined, so that a window never consists of many tiny parts."""
 
 
 def join_windows(parts: Sequence[LoadWindow]) -> LoadWindow:
-    """Windows one after the other; the source-side sums of the last part are kept. At least one part."""
+    """Concatenate at least one window; the source-side sums are those of the last."""
     if len(parts) == 1:
         return parts[0]
     return LoadWindow(
@@ -36,12 +36,12 @@ def join_windows(parts: Sequence[LoadWindow]) -> LoadWindow:
 def newest_parts(
     parts: Iterable[LoadWindow], after: int = -1, most: int | None = None
 ) -> list[LoadWindow]:
-    """What is newer than a step of consecutive parts, oldest first, without a copy and without empty parts.
+    """Return the newest steps of consecutive parts, oldest first, without copies and empty parts.
 
     Args:
         parts: oldest first.
-        after: a step number.
-        most: so many steps, the newest; None for all.
+        after: only steps after this one are returned.
+        most: largest number of steps; None for all.
     """
     found: list[LoadWindow] = []
     for part in reversed(list(parts)):
@@ -59,7 +59,10 @@ def newest_parts(
 
 
 def in_chunks(parts: Iterable[LoadWindow], most: int) -> Iterator[list[LoadWindow]]:
-    """Consecutive parts in runs of `most` steps, the last of what is left, without a copy and without empty parts."""
+    """Divide consecutive parts into chunks of `most` steps, without copies and empty parts.
+
+    The last chunk may be shorter.
+    """
     chunk: list[LoadWindow] = []
     room = most
     for part in parts:
@@ -77,11 +80,11 @@ def in_chunks(parts: Iterable[LoadWindow], most: int) -> Iterator[list[LoadWindo
 class StepRing:
     """The newest `capacity` complete steps, in rising step order.
 
-    They stay in the parts they came in, which nobody changes: adding steps copies nothing but short parts, and whoever
-    was given some keeps them.
+    Steps stay in the parts in which they came, and parts never change: adding steps copies only
+        short parts, and parts that were handed out stay valid.
 
-    Source-side sums would need a (R, L, E) array per step to slide exactly; they are kept in a few blocks
-    of a part of the window each, so they cover between three quarters of it and all of it.
+    An exact sliding source-side sum would need an (R, L, E) array per step. Instead the sums are
+    kept in a few blocks, so they cover between three quarters of the window and all of it.
     """
 
     def __init__(self, shape: ModelShape, capacity: int) -> None:
@@ -99,11 +102,11 @@ class StepRing:
 
     @property
     def newest_step(self) -> int | None:
-        """Number of the newest step; None when empty."""
+        """The number of the newest step; None if empty."""
         return int(self._parts[-1].steps[-1]) if self._parts else None
 
     def append(self, steps: LoadWindow) -> LoadWindow:
-        """Add steps that are newer than all held; the part that was added, empty when none is newer."""
+        """Add the steps that are newer than all held, and return them; empty if none is newer."""
         newest = self.newest_step
         if newest is not None and len(steps) and int(steps.steps[0]) <= newest:
             steps = steps.slice(
@@ -114,7 +117,8 @@ class StepRing:
             return added
         parts = self._parts
         parts.append(added)
-        # The last two where they are of about one length: a step moves a few times until its part is long enough.
+        # Join the last two short parts if they have about the same length, so that each step is
+        # copied only a few times.
         while len(parts) > 1 and len(parts[-2]) <= len(parts[-1]) < _SHORT:
             last = parts.pop()
             parts.append(join_windows((parts.pop(), last)))
@@ -128,7 +132,7 @@ class StepRing:
         return added
 
     def add_source(self, rank: EpRank, sums: NDArray[np.int64]) -> None:
-        """Add one rank's routed tokens; sums: (L, E) int64 [tokens]."""
+        """Add the tokens that one rank routed; sums: (L, E) int64 [tokens]."""
         shape = self.shape
         if not self._blocks or self._in_block >= max(1, self.capacity // _BLOCKS):
             self._blocks.append(
@@ -138,11 +142,12 @@ class StepRing:
         self._blocks[-1][rank] += sums
 
     def parts(self, after: int = -1) -> list[LoadWindow]:
-        """The steps after one, oldest first, without source-side sums. Read only; they never change."""
+        """Return the steps after one, oldest first, without source-side sums. They never change."""
         return newest_parts(self._parts, after)
 
     def window(self, most: int | None = None) -> LoadWindow | None:
-        """The newest steps, all or so many, in one piece and with source-side sums; None when empty."""
+        """Return all steps, or the `most` newest, as one window with source-side sums; None if
+        empty."""
         if not self._parts:
             return None
         held = join_windows(newest_parts(self._parts, most=most))
@@ -151,7 +156,7 @@ class StepRing:
         )
 
     def source(self) -> NDArray[np.uint32] | None:
-        """(R, L, E) [tokens] each rank routed; None where ranks do not tell."""
+        """Return the (R, L, E) [tokens] each rank routed; None if ranks do not report them."""
         if not self._blocks:
             return None
         total: NDArray[np.int64] = np.sum(list(self._blocks), axis=0)

@@ -18,7 +18,7 @@ from evenkeel_moe.planning.problem import kernels, metrics
 from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.telemetry import step_kernels as board_kernels
+from evenkeel_moe.telemetry import step_kernels
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire import reports, step_checks
 from tests.telemetry.reports import PLACEMENT, SHAPE, Fleet, make_assembler, windows_of
@@ -36,7 +36,7 @@ def over_the_wire(report):
 
 def compiled():
     named = (kernels.rank_load_kernel, kernels.balancedness_kernel, optimal_split_kernel)
-    ours = [one for module in (board_kernels, step_checks) for one in vars(module).values() if hasattr(one, "signatures")]
+    ours = [one for module in (step_kernels, step_checks) for one in vars(module).values() if hasattr(one, "signatures")]
     return [len(one.signatures) for one in (*ours, *named)]
 
 warm_kernels(dispatch)

@@ -189,7 +189,7 @@ class Planning:
         load, source = merge_phases(windows, shape, cycle.plan_steps)
         deployment.balance.update(ingest.parts(), base.placement)
         curves = self._look_at_ranks()
-        speeds = deployment.balance.paces()
+        speeds = deployment.balance.comparable_seconds_per_token()
         costs, copy_cost = price(speeds, shape.bytes_per_expert, cycle, curves)
         starts = request is None or not request.dry_run
         records = control.records.by_id.values()
@@ -235,7 +235,7 @@ class Planning:
         devices = {
             int(rank): Device(one.hello.node, one.hello.gpu_uuid) for rank, one in members.items()
         }
-        self._slow.look(deployment.deployment, deployment.balance.speed_factors(), devices)
+        self._slow.update(deployment.deployment, deployment.balance.speed_factors(), devices)
         return join_curves(
             [None if session is None else session.curve for session in sessions.values()]
         )
