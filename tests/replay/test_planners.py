@@ -9,7 +9,7 @@ from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRul
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
-from evenkeel_moe.replay.planners import choose_planners, craft_within, faded_mean, warm_up
+from evenkeel_moe.replay.planners import choose_planners, craft_within, decayed_mean, warm_up
 from evenkeel_moe.replay.walk import walk_forward
 
 
@@ -51,11 +51,11 @@ def test_initial_never_moves_and_once_moves_once(setup):
     )
 
 
-def test_faded_mean_halves_a_step_each_half_life():
+def test_decayed_mean_halves_a_step_each_half_life():
     history = np.random.default_rng(1).random((7, 2, 3))
     weights = [0.5 ** ((6 - step) / 2) for step in range(7)]
     want = sum(w * h for w, h in zip(weights, history, strict=True)) / sum(weights)
-    np.testing.assert_allclose(faded_mean(history, 2), want)
+    np.testing.assert_allclose(decayed_mean(history, 2), want)
 
 
 def test_ewma_hears_steps_before_the_window_and_the_newest_most(setup):

@@ -1,13 +1,13 @@
 import pytest
 from rich.console import Console
 
-from evenkeel_moe.replay.figures import Figures
 from evenkeel_moe.replay.tables import COLUMNS, comparison_table
+from evenkeel_moe.replay.walk_metrics import WalkMetrics
 
 
 def _figures(policy, time, balance=0.8):
     nan = float("nan")
-    return Figures(
+    return WalkMetrics(
         policy,
         balance,
         0.7,

@@ -7,7 +7,7 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
 from evenkeel_moe.planning.problem.placement_problem import Proposal
-from evenkeel_moe.replay.verdict import behind_verdict
+from evenkeel_moe.replay.verdict import with_verdict
 from evenkeel_moe.replay.walk import Replan, Setup, walk_forward
 
 
@@ -27,7 +27,7 @@ def test_skew_that_stays_is_acted_on_once_and_noise_after_it_is_not():
     load = _noise()
     load[:, :, :2] += 300
     open_ = walk_forward("eplb", _eplb, _setup(load))
-    gated = walk_forward("eplb+verdict", behind_verdict(_eplb), _setup(load))
+    gated = walk_forward("eplb+verdict", with_verdict(_eplb), _setup(load))
     assert gated.copies[0] > 0
     assert gated.copies[1:].sum() == 0
     assert open_.copies[1:].sum() > 0
@@ -45,8 +45,8 @@ def test_a_plan_that_only_the_older_part_speaks_for_is_not_adopted():
     old[:, :, :2] += 300
     both[:16, :, :2] += 300
     both[16:, :, [2, 6]] += 300
-    assert walk_forward("a", behind_verdict(planner), _setup(old)).copies[0] > 0
-    assert walk_forward("b", behind_verdict(planner), _setup(both)).copies.sum() == 0
+    assert walk_forward("a", with_verdict(planner), _setup(old)).copies[0] > 0
+    assert walk_forward("b", with_verdict(planner), _setup(both)).copies.sum() == 0
 
 
 def test_the_newest_steps_are_scored_on_and_never_planned_on():
@@ -56,7 +56,7 @@ def test_the_newest_steps_are_scored_on_and_never_planned_on():
         seen.append((len(replan.problem.load), replan.step, len(replan.history)))
         return None
 
-    walk = walk_forward("none", behind_verdict(planner), _setup(_noise()))
+    walk = walk_forward("none", with_verdict(planner), _setup(_noise()))
     # The first window of 24 has nothing before it; later plans see 24 steps, as without a verdict.
     first, *later = [step - 6 for step in walk.steps.tolist()]
     assert seen == [(18, first, first), *((24, step, step) for step in later)]
@@ -71,7 +71,7 @@ def test_a_plan_is_told_the_origins_and_the_price_of_the_steps_it_is_made_on():
         asked.append(replan)
         return None
 
-    walk_forward("none", behind_verdict(planner), setup)
+    walk_forward("none", with_verdict(planner), setup)
     for replan in asked:
         want = setup.problem(replan.step - len(replan.problem.load), replan.step, None)
         np.testing.assert_array_equal(replan.problem.load, want.load)
@@ -96,7 +96,7 @@ def test_a_plan_is_scored_by_the_origins_of_the_steps_that_decide():
         replan = Replan(
             0, 24, setup.problem(0, 24, Placement.initial(setup.shape)), load[:24], setup
         )
-        return behind_verdict(lambda _: Proposal(Placement(rows, 2, 8), 0.0))(replan) is not None
+        return with_verdict(lambda _: Proposal(Placement(rows, 2, 8), 0.0))(replan) is not None
 
     assert adopted(both, both)
     assert adopted(one, both)
@@ -114,7 +114,7 @@ def test_what_was_scored_is_what_runs():
         rows = proposal.placement.phy2log.reshape(2, 2, 5)[:, ::-1].reshape(2, 10)
         return Proposal(replace(proposal.placement, phy2log=rows), 0.0)
 
-    gated = walk_forward("renamed", behind_verdict(renamed), _setup(load))
+    gated = walk_forward("renamed", with_verdict(renamed), _setup(load))
     assert gated.copies[0] > 0
     assert gated.copies[1:].sum() == 0
     assert gated.copies_raw[1:].sum() == 0
@@ -123,7 +123,7 @@ def test_what_was_scored_is_what_runs():
 def test_copies_that_take_too_long_to_pay_are_not_made():
     load = _noise()
     load[:, :, :2] += 300
-    cheap = walk_forward("eplb", behind_verdict(_eplb), _setup(load))
-    dear = walk_forward("eplb", behind_verdict(_eplb), replace(_setup(load), copy_price=50.0))
+    cheap = walk_forward("eplb", with_verdict(_eplb), _setup(load))
+    dear = walk_forward("eplb", with_verdict(_eplb), replace(_setup(load), copy_price=50.0))
     assert cheap.copies.sum() > 0
     assert dear.copies.sum() == 0

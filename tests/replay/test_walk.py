@@ -8,8 +8,8 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.problem.objective import CostCurves, Objective
 from evenkeel_moe.planning.problem.placement_problem import Proposal
-from evenkeel_moe.replay.figures import summarise
 from evenkeel_moe.replay.walk import Setup, replan_steps, walk_forward
+from evenkeel_moe.replay.walk_metrics import measure_walk
 
 
 def _eplb(replan):
@@ -51,7 +51,7 @@ def test_no_planner_sees_a_step_it_is_scored_on(setup):
 
 def test_figures_are_those_of_a_plain_recount(setup):
     walk = walk_forward("eplb", _eplb, setup)
-    figures = summarise(walk, 10)
+    figures = measure_walk(walk, 10)
     balance, slowest, fluid = [], [], []
     for step, placement in zip(walk.steps, walk.placements, strict=True):
         for t in range(step, step + 4):
@@ -100,7 +100,7 @@ def test_copies_are_counted_from_what_is_in_force_and_the_first_plan_is_apart(se
     want = [_received(a, b) for a, b in zip(in_force[:-1], in_force[1:], strict=True)]
     assert walk.copies.tolist() == want
     assert want[0] > 0
-    figures = summarise(walk, 10)
+    figures = measure_walk(walk, 10)
     assert figures.first_copies_per_layer == want[0] / 2
     assert figures.first_bytes == want[0] * 10
     assert figures.copies_per_layer == pytest.approx(np.mean(want[1:]) / 2)
@@ -177,7 +177,7 @@ def test_setups_that_cannot_be_replayed_are_refused(setup):
 
 def test_a_trace_without_load_has_no_balance_and_no_ratio(setup):
     silent = Setup(np.zeros((30, 2, 8)), setup.shape, setup.topology, 6, 4)
-    figures = summarise(walk_forward("eplb", _eplb, silent), 10).as_dict()
+    figures = measure_walk(walk_forward("eplb", _eplb, silent), 10).as_dict()
     assert figures["balancedness_mean"] is None
     assert figures["time_over_fluid"] is None
     assert figures["step_time_p90"] is None

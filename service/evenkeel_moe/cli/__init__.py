@@ -1,24 +1,22 @@
-"""The command line. Each command loads only what it needs: `--help` must not wait for numpy or torch."""
+"""The command line. A command imports heavy libraries when it runs, so that `--help` is quick."""
 
 import sys
 
 import typer
 
 from evenkeel_moe import __version__
-from evenkeel_moe.cli import config, operate, plan, run
+from evenkeel_moe.cli import config, operate, plan, replay, run
 from evenkeel_moe.cli.client import CliError
 from evenkeel_moe.cli.export import export
 from evenkeel_moe.cli.profile import profile
 from evenkeel_moe.errors import EvenkeelError
-from evenkeel_moe.replay import cli as replay
 
 __all__ = ["app", "main"]
 
-_EPILOG = " ".join(
-    (
-        "Exit codes: 0 done; 1 refused by the controller, or a check of the demo failed; 2 wrong usage or",
-        "settings; 3 no controller there, or not available for now; 4 no valid token; 130 interrupted.",
-    )
+_EPILOG = (
+    "Exit codes: 0 success; 1 refused by the controller, or a check of the demo failed;"
+    " 2 wrong usage or settings; 3 no controller at the address, or temporarily unavailable;"
+    " 4 no valid token; 130 interrupted."
 )
 
 app = typer.Typer(
@@ -67,6 +65,6 @@ def main() -> None:
         typer.echo(f"evenkeel: {error}", err=True)
         sys.exit(error.code)
     except EvenkeelError as error:
-        # Raised before anything runs: settings or a configuration that can never be right.
+        # Raised before the command changes anything: wrong settings or options.
         typer.echo(f"evenkeel: {error} ({error.reason})", err=True)
         sys.exit(2)

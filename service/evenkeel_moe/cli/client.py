@@ -1,4 +1,4 @@
-"""The command line's side of REST: one address, one token, errors as one line and an exit code."""
+"""Calls the REST API, and turns every failure into one line for the operator and an exit code."""
 
 import time
 from enum import IntEnum
@@ -9,29 +9,30 @@ import httpx
 
 __all__ = ["ApiClient", "CliError", "Exit"]
 
-_WHO = "is it an Evenkeel controller?"
-_ASK_FOR_S = 10.0
-_PAUSE_S = 0.25
-"""Behind one address there may be several replicas, of which one leads. Each try is a connection of its own, and may reach
-that one; with five replicas one command in ten thousand misses it."""
+_HINT = "is it an Evenkeel controller?"
+_RETRY_FOR_S = 10.0
+_RETRY_PAUSE_S = 0.25
+"""Pause between tries. Several replicas may share one address, and one of them leads the
+deployment. Each try opens a new connection, which may reach the leader; with five replicas, one
+command in ten thousand misses it."""
 
 
 class Exit(IntEnum):
-    """How a command ends. 2 belongs to wrong usage, 130 to Ctrl-C."""
+    """The exit code of a command; Ctrl-C gives 130."""
 
     DONE = 0
     REFUSED = 1
-    """The controller said no, or a check failed; the reason is printed."""
+    """The controller refused, or a check failed; the reason is printed."""
     USAGE = 2
     """Wrong options or settings."""
     UNAVAILABLE = 3
-    """No controller at that address, or it cannot serve for now: try again."""
+    """There is no controller at that address, or it is temporarily unavailable: try again."""
     UNAUTHORIZED = 4
-    """No token, a wrong one, or one that may only read."""
+    """The token is missing, wrong, or allows only reading."""
 
 
 class CliError(Exception):
-    """One line for the operator, and how the process ends."""
+    """A failed command: one line for the operator and the exit code of the process."""
 
     def __init__(self, message: str, code: Exit) -> None:
         super().__init__(message)
@@ -39,10 +40,10 @@ class CliError(Exception):
 
 
 class ApiClient:
-    """Calls one controller.
+    """A client of the controller at one address.
 
     Raises:
-        CliError: a URL or a token that can never be sent.
+        CliError: the URL or the token is malformed.
     """
 
     def __init__(self, url: str, token: str | None, timeout_s: float = 30.0) -> None:
@@ -50,12 +51,12 @@ class ApiClient:
             token.isascii() and token.isprintable() and token.split() == [token]
         ):
             raise CliError(
-                "the token is empty or has characters other than visible ASCII", Exit.USAGE
+                "the token is empty or contains other characters than visible ASCII", Exit.USAGE
             )
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._url = url.rstrip("/")
         try:
-            # No proxy from the environment: a token must not take a detour nobody asked for.
+            # Proxies from the environment are ignored: a token must not go through an unknown host.
             self._http = httpx.Client(
                 base_url=self._url,
                 headers=headers,
@@ -64,7 +65,7 @@ class ApiClient:
                 limits=httpx.Limits(max_keepalive_connections=0),
             )
         except httpx.InvalidURL as error:
-            raise CliError(f"{self._url} is no address to call: {error}", Exit.USAGE) from error
+            raise CliError(f"{self._url} is not a valid URL: {error}", Exit.USAGE) from error
 
     def __enter__(self) -> "ApiClient":
         return self
@@ -77,19 +78,19 @@ class ApiClient:
         self._http.close()
 
     def get(self, path: str, **params: Any) -> Any:
-        """GET /v1/path; None-valued parameters are left out."""
+        """Call GET /v1/path; parameters that are None are left out."""
         return self._call("GET", path, params={k: v for k, v in params.items() if v is not None})
 
     def post(self, path: str, body: Any = None) -> Any:
-        """POST /v1/path; None where the answer has no body."""
+        """Call POST /v1/path; return None if the answer has no body."""
         return self._call("POST", path, json=body)
 
     def patch(self, path: str, body: Any) -> Any:
-        """PATCH /v1/path."""
+        """Call PATCH /v1/path."""
         return self._call("PATCH", path, json=body)
 
     def every(self, path: str) -> list[Any]:
-        """All items of a paged list."""
+        """Return all items of a paged list."""
         items: list[Any] = []
         token: str | None = None
         while True:
@@ -99,16 +100,16 @@ class ApiClient:
                 token = page["next_page_token"]
             except (KeyError, TypeError) as error:
                 raise CliError(
-                    f"{self._url} answered no list of {path}; {_WHO}", Exit.REFUSED
+                    f"{self._url} did not answer with a list of {path}; {_HINT}", Exit.REFUSED
                 ) from error
             if token is None:
                 return items
 
     def deployment(self, name: str | None) -> str:
-        """The deployment meant: the named one, or the only one there is.
+        """Return the named deployment, or the only one there is.
 
         Raises:
-            CliError: none or several to choose from.
+            CliError: no name is given, and there is no deployment or more than one.
         """
         if name is not None:
             return name
@@ -116,23 +117,25 @@ class ApiClient:
         if len(names) == 1:
             return str(names[0])
         if not names:
-            raise CliError("the controller knows no deployment yet", Exit.REFUSED)
-        raise CliError(f"several deployments, name one with -d: {', '.join(names)}", Exit.USAGE)
+            raise CliError("the controller has no deployment yet", Exit.REFUSED)
+        raise CliError(
+            f"there are several deployments, choose one with -d: {', '.join(names)}", Exit.USAGE
+        )
 
     def _call(self, method: str, path: str, **kwargs: Any) -> Any:
         try:
             response = self._http.request(method, f"/v1/{path}", **kwargs)
-            give_up_at = time.monotonic() + _ASK_FOR_S
+            give_up_at = time.monotonic() + _RETRY_FOR_S
             while _led_elsewhere(response) and time.monotonic() < give_up_at:
-                time.sleep(_PAUSE_S)
+                time.sleep(_RETRY_PAUSE_S)
                 response = self._http.request(method, f"/v1/{path}", **kwargs)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-            raise CliError(f"{self._url} is no address to call: {error}", Exit.USAGE) from error
+            raise CliError(f"{self._url} is not a valid URL: {error}", Exit.USAGE) from error
         except httpx.RequestError as error:
             raise CliError(f"no answer from {self._url}: {error}", Exit.UNAVAILABLE) from error
         except ValueError as error:
-            # Bytes of the command line that are no text, or a number that JSON cannot say.
-            raise CliError(f"cannot ask {self._url}: {error}", Exit.USAGE) from error
+            # An argument that is not valid text, or a number that JSON does not have.
+            raise CliError(f"cannot send the request: {error}", Exit.USAGE) from error
         if not response.is_success:
             raise _refusal(self._url, response)
         if response.status_code == httpx.codes.NO_CONTENT:
@@ -143,14 +146,14 @@ class ApiClient:
             answer = None
         if not isinstance(answer, dict):
             raise CliError(
-                f"{self._url} answered {response.status_code} and no JSON object; {_WHO}",
+                f"{self._url} answered {response.status_code} without a JSON object; {_HINT}",
                 Exit.REFUSED,
             )
         return answer
 
 
 def _led_elsewhere(response: httpx.Response) -> bool:
-    """Whether another replica leads what was asked about; this one changed nothing."""
+    """Return True if another replica leads the deployment; the one that answered did nothing."""
     if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
         return False
     try:
@@ -167,18 +170,23 @@ def _refusal(url: str, response: httpx.Response) -> CliError:
         if problem.get("reason"):
             text += f" ({problem['reason']})"
     except (ValueError, KeyError, TypeError):
-        text = f"{url} answered {response.status_code} and no problem details; {_WHO}"
+        text = f"{url} answered {response.status_code} without problem details; {_HINT}"
     code = {401: Exit.UNAUTHORIZED, 403: Exit.UNAUTHORIZED, 503: Exit.UNAVAILABLE}
     return CliError(text, code.get(response.status_code, Exit.REFUSED))
 
 
 def read_token(token: str | None, token_file: Path | None, local_file: Path) -> str | None:
-    """The token to send: given, from a file, or from a controller's data folder on this machine.
+    """Return the token to send, or None if there is none.
 
-    A file may hold several tokens in the controller's format; the first that may operate is sent.
+    A file may hold several tokens in the controller's format; the first that may operate is used.
+
+    Args:
+        token: the token itself, which is preferred.
+        token_file: a file with tokens, preferred over `local_file`.
+        local_file: the token file of a controller on this machine; it may be missing.
 
     Raises:
-        CliError: the named file cannot be read.
+        CliError: a file cannot be read.
     """
     if token is not None:
         return token
@@ -188,7 +196,7 @@ def read_token(token: str | None, token_file: Path | None, local_file: Path) -> 
     except FileNotFoundError:
         if token_file is None:
             return None
-        raise CliError(f"no token file {path}", Exit.USAGE) from None
+        raise CliError(f"there is no token file {path}", Exit.USAGE) from None
     except OSError as error:
         raise CliError(
             f"cannot read the token file {path}: {error.strerror}", Exit.USAGE

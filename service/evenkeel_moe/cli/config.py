@@ -1,4 +1,4 @@
-"""`evenkeel config`: what a controller would start with."""
+"""`evenkeel config`: check and print the settings with which a controller would start."""
 
 import dataclasses
 import json
@@ -18,24 +18,25 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         envvar="EVENKEEL_CONFIG",
-        help="Settings file, .toml or .yaml; variables EVENKEEL_SECTION__FIELD beat it.",
-        show_default="variables and defaults only",
+        help="Settings file, .toml or .yaml. Environment variables EVENKEEL_SECTION__FIELD override"
+        " it.",
+        show_default="environment variables and defaults only",
     ),
 ]
 
 
 @app.command()
 def check(config: ConfigOption = None) -> None:
-    """Read every setting and say what is wrong; ends with 2 if anything is."""
+    """Check every setting and report what is wrong. Exits with 2 if anything is wrong."""
     from evenkeel_moe.settings_sources import load_settings
 
     load_settings(config)
-    typer.echo("the settings are sound")
+    typer.echo("all settings are valid")
 
 
 @app.command("print")
 def print_settings(config: ConfigOption = None) -> None:
-    """Print every setting as it would be used, as JSON, without secrets."""
+    """Print the value of every setting as JSON, without secrets."""
     from evenkeel_moe.settings_sources import load_settings
 
     document = dataclasses.asdict(load_settings(config))
@@ -43,7 +44,7 @@ def print_settings(config: ConfigOption = None) -> None:
 
 
 def redacted(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with passwords starred, also those inside URLs."""
+    """Return the document with *** in place of passwords, also of those inside URLs."""
     return {key: _redacted(key, value) for key, value in document.items()}
 
 
@@ -53,6 +54,6 @@ def _redacted(key: str, value: Any) -> Any:
     if "password" in key and value:
         return "***"
     if key == "url" and isinstance(value, str):
-        # Greedy up to the last @: a password may hold one itself.
+        # Greedy up to the last @, because a password may contain @.
         return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"://.*@", "://***@", value))
     return value

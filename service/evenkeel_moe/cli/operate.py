@@ -1,22 +1,17 @@
-"""Commands that look at a deployment and change how it is run."""
+"""Commands that show a deployment and change how it is operated."""
 
 from typing import Annotated
 
 import typer
 
 from evenkeel_moe.cli import tables
+from evenkeel_moe.cli.console import show
 from evenkeel_moe.cli.options import (
-    DEFAULT_DATA_DIR,
-    DEFAULT_URL,
-    DataDirOption,
-    DeploymentOption,
+    Connection,
+    DeploymentConnection,
     JsonOption,
-    TokenFileOption,
-    TokenOption,
-    UrlOption,
-    connect,
     parse_value,
-    show,
+    with_option_groups,
 )
 
 __all__ = ["add_commands"]
@@ -24,16 +19,14 @@ __all__ = ["add_commands"]
 
 def status(
     deployment: Annotated[
-        str | None, typer.Argument(help="Deployment id.", show_default="list them all")
+        str | None, typer.Argument(help="Deployment id.", show_default="list all deployments")
     ] = None,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    *,
+    connection: Connection,
     as_json: JsonOption = False,
 ) -> None:
-    """Show deployments, or one of them with its ranks."""
-    with connect(url, token, token_file, data_dir) as client:
+    """Show all deployments, or one deployment with its ranks."""
+    with connection.client() as client:
         if deployment is None:
             rows = client.every("deployments")
             show(rows, as_json, tables.deployments_table(rows))
@@ -44,19 +37,15 @@ def status(
 
 def decisions(
     limit: Annotated[
-        int, typer.Option("--limit", "-n", min=1, max=1000, help="Newest rows to show.")
+        int, typer.Option("--limit", "-n", min=1, max=1000, help="Number of newest rows to show.")
     ] = 20,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    deployment: DeploymentOption = None,
+    *,
+    connection: DeploymentConnection,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what each cycle decided and why, newest first, also when it did nothing."""
-    with connect(url, token, token_file, data_dir) as client:
-        name = client.deployment(deployment)
-        rows = client.get(f"deployments/{name}/decisions", page_size=limit)["items"]
+    """Show what each cycle decided and why, newest first, including cycles that did nothing."""
+    with connection.client() as client:
+        rows = client.get(connection.path(client, "/decisions"), page_size=limit)["items"]
     show(rows, as_json, tables.decisions_table(rows))
 
 
@@ -66,20 +55,17 @@ def policy(
         typer.Argument(
             metavar="KEY=VALUE",
             help="Fields to change; VALUE is JSON or text.",
-            show_default="show it",
+            show_default="show the document",
         ),
     ] = None,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    deployment: DeploymentOption = None,
+    *,
+    connection: DeploymentConnection,
     as_json: JsonOption = False,
 ) -> None:
-    """Show or change the policy document: mode, policy, limits, gates."""
+    """Show or change the policy document: mode, policy, limits and gates."""
     fields = dict(parse_value(text) for text in changes or [])
-    with connect(url, token, token_file, data_dir) as client:
-        path = f"deployments/{client.deployment(deployment)}/policy"
+    with connection.client() as client:
+        path = connection.path(client, "/policy")
         document = client.patch(path, fields) if fields else client.get(path)
     show(document, as_json, tables.document_table(document))
 
@@ -88,33 +74,24 @@ def freeze(
     seconds: Annotated[
         float,
         typer.Argument(
-            min=0, max=7 * 86400, help="Seconds in which no new plan may start; 0 thaws."
+            min=0, max=7 * 86400, help="Seconds during which no new plan may start; 0 ends it now."
         ),
     ],
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    deployment: DeploymentOption = None,
+    *,
+    connection: DeploymentConnection,
 ) -> None:
-    """Start no new plan for a while, for a reload or a resize; it ends by itself."""
-    with connect(url, token, token_file, data_dir) as client:
-        client.post(f"deployments/{client.deployment(deployment)}/freeze", {"seconds": seconds})
+    """Start no new plan for some time, for a reload or a resize. The freeze ends by itself."""
+    with connection.client() as client:
+        client.post(connection.path(client, "/freeze"), {"seconds": seconds})
 
 
-def resume(
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    deployment: DeploymentOption = None,
-) -> None:
+def resume(connection: DeploymentConnection) -> None:
     """Let automatic plans run again after a rollback."""
-    with connect(url, token, token_file, data_dir) as client:
-        client.post(f"deployments/{client.deployment(deployment)}/resume")
+    with connection.client() as client:
+        client.post(connection.path(client, "/resume"))
 
 
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
     for command in (status, decisions, policy, freeze, resume):
-        app.command()(command)
+        app.command()(with_option_groups(command))

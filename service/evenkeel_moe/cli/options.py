@@ -1,99 +1,133 @@
-"""Options that several commands share, and what they open."""
+"""Options that several commands share.
 
+A command takes such options as one argument, a dataclass whose fields are options.
+`with_option_groups` turns the fields into options of the command.
+"""
+
+import inspect
 import json
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console, RenderableType
 
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit, read_token
 
 __all__ = [
-    "DataDirOption",
-    "DeploymentOption",
+    "Connection",
+    "DeploymentConnection",
     "JsonOption",
-    "TokenFileOption",
-    "TokenOption",
-    "UrlOption",
-    "connect",
-    "plain_console",
-    "show",
+    "parse_value",
+    "with_option_groups",
 ]
 
-DEFAULT_URL = "http://127.0.0.1:8080"
-DEFAULT_DATA_DIR = Path("evenkeel-data")
-
-UrlOption = Annotated[
-    str,
-    typer.Option(
-        "--url", envvar="EVENKEEL_URL", help="REST address of a controller.", show_default=True
-    ),
-]
-TokenOption = Annotated[
-    str | None,
-    typer.Option(
-        "--token",
-        envvar="EVENKEEL_TOKEN",
-        help="Bearer token; prefer the file, other users can read command lines.",
-        show_default="none",
-    ),
-]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        envvar="EVENKEEL_TOKEN_FILE",
-        help="File with a token, in the controller's format.",
-        show_default="`tokens` in the data folder",
-    ),
-]
-DataDirOption = Annotated[
-    Path,
-    typer.Option(
-        "--data-dir",
-        envvar="EVENKEEL_DATA_DIR",
-        help="Data folder of a controller on this machine, for its token.",
-    ),
-]
-DeploymentOption = Annotated[
-    str | None,
-    typer.Option(
-        "--deployment",
-        "-d",
-        envvar="EVENKEEL_DEPLOYMENT",
-        help="Deployment id.",
-        show_default="the only one there is",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the controller's answer as JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
-def connect(url: str, token: str | None, token_file: Path | None, data_dir: Path) -> ApiClient:
-    """A client with the token the options name, or the one a local controller keeps in its data folder."""
-    return ApiClient(url, read_token(token, token_file, data_dir / "tokens"))
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each argument of a command that is a dataclass by options, one for each field."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(
+                parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+            )
+            continue
+        group = groups[parameter.name]
+        field_hints = get_type_hints(group, include_extras=True)
+        for field in fields(group):
+            default = parameter.empty if field.default is MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=field_hints[field.name],
+                )
+            )
+
+    @wraps(command)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
 
 
-def show(answer: Any, as_json: bool, table: RenderableType) -> None:
-    """Print an answer for people, or as it came."""
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-    else:
-        console = plain_console()
-        # In a pipe or a file a table is as wide as it needs to be.
-        (console if console.is_terminal else plain_console(width=200)).print(table)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """The options that say which controller to call."""
+
+    url: Annotated[
+        str, typer.Option(envvar="EVENKEEL_URL", help="REST address of a controller.")
+    ] = "http://127.0.0.1:8080"
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="EVENKEEL_TOKEN",
+            help="Bearer token. Prefer --token-file: other users can read command lines.",
+            show_default="none",
+        ),
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="EVENKEEL_TOKEN_FILE",
+            help="File with a token, in the controller's format.",
+            show_default="`tokens` in the data folder",
+        ),
+    ] = None
+    data_dir: Annotated[
+        Path,
+        typer.Option(
+            envvar="EVENKEEL_DATA_DIR",
+            help="Data folder of a controller on this machine, from which to read its token.",
+        ),
+    ] = Path("evenkeel-data")
+
+    def client(self) -> ApiClient:
+        """Return a client with the given token, or with that of a controller on this machine."""
+        token = read_token(self.token, self.token_file, self.data_dir / "tokens")
+        return ApiClient(self.url, token)
 
 
-def plain_console(*, width: int | None = None, force_terminal: bool | None = None) -> Console:
-    """A console that prints text as it came: words of a rank, such as `[/lib/pair.cc:553]`, may look like markup."""
-    return Console(width=width, force_terminal=force_terminal, markup=False, emoji=False)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentConnection(Connection):
+    """The options that say which deployment of which controller a command is about."""
+
+    deployment: Annotated[
+        str | None,
+        typer.Option(
+            "--deployment",
+            "-d",
+            envvar="EVENKEEL_DEPLOYMENT",
+            help="Deployment id.",
+            show_default="the only one there is",
+        ),
+    ] = None
+
+    def path(self, client: ApiClient, rest: str = "") -> str:
+        """Return the REST path of the deployment, followed by `rest`.
+
+        Raises:
+            CliError: no deployment is named, and there is not exactly one.
+        """
+        return f"deployments/{client.deployment(self.deployment)}{rest}"
 
 
 def parse_value(text: str) -> tuple[str, Any]:
-    """`KEY=VALUE` with VALUE as JSON where it is JSON, else as text.
+    """Split `KEY=VALUE`; VALUE is read as JSON if it is JSON, otherwise it is text.
 
     Raises:
-        CliError: no `=` in it.
+        CliError: the text has no key or no `=`.
     """
     key, separator, value = text.partition("=")
     if not separator or not key:

@@ -1,19 +1,21 @@
-"""Commands that start something: a controller, a rank, the demonstration."""
+"""Commands that start something: a controller, a rank, a fleet of ranks, the demonstration."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.config import ConfigOption
-from evenkeel_moe.cli.options import plain_console
+from evenkeel_moe.cli.console import plain_console
+from evenkeel_moe.cli.options import with_option_groups
 
 __all__ = ["add_commands"]
 
 
 def serve(config: ConfigOption = None) -> None:
-    """Run a controller until SIGTERM: gRPC for ranks, REST for operators, metrics for Prometheus."""
+    """Run a controller until SIGTERM: gRPC for ranks, REST for operators, Prometheus metrics."""
     try:
         from evenkeel_moe.controller.process.serve import run as run_controller
     except ModuleNotFoundError as error:
@@ -34,7 +36,7 @@ def rank(
         ),
     ] = None,
 ) -> None:
-    """Run one rank of the reference engine; ends with its ExitCode (0 when its final check passed)."""
+    """Run one rank of the reference engine. Exits with its ExitCode (0: the final check passed)."""
     from evenkeel_moe.engines.reference.config import RankConfig
 
     try:
@@ -42,11 +44,11 @@ def rank(
     except OSError as error:
         raise CliError(f"cannot read {config}: {error.strerror}", Exit.USAGE) from error
     except ValueError as error:
-        raise CliError(f"{config} is no JSON: {error}", Exit.USAGE) from error
+        raise CliError(f"{config} is not JSON: {error}", Exit.USAGE) from error
     if number is not None:
         rank_config = rank_config.replace(rank=number)
     if rank_config.rank < 0:
-        raise CliError("name the rank of this process with --rank", Exit.USAGE)
+        raise CliError("give the rank of this process with --rank", Exit.USAGE)
     try:
         from evenkeel_moe.engines.reference.rank import run_rank  # loads torch
     except ModuleNotFoundError as error:
@@ -60,23 +62,27 @@ def fleet(
     controller: Annotated[
         list[str] | None,
         typer.Option(
-            help="host:port of a controller replica; repeat for several.",
+            help="host:port of a controller replica. Repeat for several.",
             show_default="127.0.0.1:50051",
         ),
     ] = None,
-    deployment: Annotated[str, typer.Option(help="Id the ranks register under.")] = "reference",
+    deployment: Annotated[
+        str, typer.Option(help="Deployment id under which the ranks register.")
+    ] = "reference",
     ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4,
     steps: Annotated[int, typer.Option(min=0, help="Steps to serve; 0 serves until Ctrl-C.")] = 0,
     step_s: Annotated[
-        float, typer.Option(min=0, max=5, help="Least duration of a step in seconds.")
+        float, typer.Option(min=0, max=5, help="Minimum duration of a step in seconds.")
     ] = 0.05,
     run_folder: Annotated[
-        Path, typer.Option(help="Folder of logs, lines and saved placements; made if missing.")
+        Path,
+        typer.Option(help="Folder for logs, records and saved placements; created if missing."),
     ] = Path("evenkeel-ranks"),
 ) -> None:
-    """Run all ranks of the reference engine, and start the group again when one dies.
+    """Run all ranks of the reference engine, and restart the EP group when a rank dies.
 
-    A small real MoE engine to try a controller on; ends with 0 if no rank found anything wrong.
+    This is a small real MoE engine for trying out a controller. Exits with 0 if no rank found an
+    error.
     """
     from evenkeel_moe.engines.reference.config import RankConfig
     from evenkeel_moe.engines.reference.supervisor import run_fleet
@@ -95,90 +101,94 @@ def fleet(
     raise typer.Exit(0 if report.ok else 1)
 
 
-def demo(
-    ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoArguments:
+    """The options of `evenkeel demo`, under the names of `DemoOptions`."""
+
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4
     nodes: Annotated[
-        int, typer.Option(min=1, help="Nodes the ranks are said to be on, in blocks.")
-    ] = 1,
+        int, typer.Option(min=1, help="Number of simulated nodes, each with consecutive ranks.")
+    ] = 1
     steps: Annotated[
-        int, typer.Option(min=200, help="Steps to serve, half on prose, half on code.")
-    ] = 600,
+        int,
+        typer.Option(min=200, help="Steps to serve, the first half on prose, the second on code."),
+    ] = 600
     step_s: Annotated[
         float,
         typer.Option(
-            min=0, max=5, help="Least duration of a step in seconds, so that there is time to look."
+            min=0,
+            max=5,
+            help="Minimum duration of a step in seconds, so that the view can be followed.",
         ),
-    ] = 0.08,
+    ] = 0.08
     redis_url: Annotated[
         str,
-        typer.Option(help="Store of the controller.", show_default="a Valkey server of its own"),
-    ] = "",
-    policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem or libra.")] = "keel",
+        typer.Option(
+            help="Redis URL of the controller's store.", show_default="an embedded Valkey server"
+        ),
+    ] = ""
+    policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem or libra.")] = "keel"
     dispatch: Annotated[
         str,
         typer.Option(help="How ranks choose replicas: even, nearest, lplb, waterfill or libra."),
-    ] = "even",
+    ] = "even"
     mode: Annotated[
         str,
         typer.Option(
-            help="auto, propose (the demo approves, as you would) or observe (nothing moves)."
+            help="auto, propose (the demo approves in your place) or observe (nothing moves)."
         ),
-    ] = "auto",
+    ] = "auto"
     fault: Annotated[
         str | None,
         typer.Option(
-            help="Break something after the first plan, to see it found: byte, map or epoch.",
-            show_default="nothing is broken",
+            help="Inject a fault after the first plan, which the demo must find: byte, map or"
+            " epoch.",
+            show_default="no fault",
         ),
-    ] = None,
+    ] = None
     timeout_s: Annotated[
-        float, typer.Option(min=10, help="Give up after this many seconds.")
-    ] = 170.0,
+        float, typer.Option(min=10, help="Stop the demo after this many seconds.")
+    ] = 170.0
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Empty folder for the logs and records of the run.", show_default="thrown away"
+            help="Empty folder for the logs and records of the run.",
+            show_default="a temporary folder",
         ),
-    ] = None,
+    ] = None
+
+
+def demo(
+    arguments: DemoArguments,
     plain: Annotated[
         bool,
-        typer.Option(
-            "--plain", help="Print lines instead of the live view, as without a terminal."
-        ),
+        typer.Option("--plain", help="Print lines, as without a terminal, not the live view."),
     ] = False,
 ) -> None:
-    """Watch a real engine lose and regain its balance, and check that not one bit went wrong.
+    """Watch a real engine lose and regain its balance, and check every bit of its weights.
 
-    Starts a controller and the ranks of a small MoE engine on this machine; the text it serves
-    changes from prose to code half way. Exits 0 only if balancedness rose after the first plan and after the
-    first on the new text and fell after no other, the controller answered the change by itself, every slot
-    holds its expert's original weights, and every output equals that of the same model that never migrated.
+    The demo starts a controller and the ranks of a small MoE engine on this machine. The text that
+    the engine serves changes from prose to code half way. Exits with 0 only if all checks pass:
+    balancedness rose after the first plan and after the first plan on the new text, and fell after
+    no other plan; the controller reacted to the change without help; every slot holds the original
+    weights of its expert; and every output equals that of the same model without migrations.
     """
     from evenkeel_moe.engines.demo.options import DemoOptions
     from evenkeel_moe.engines.demo.run import run_demo
     from evenkeel_moe.engines.reference.config import DispatchRule, Fault
 
+    fault, dispatch = arguments.fault, arguments.dispatch
     if fault is not None and fault not in set(Fault):
         raise CliError(f"fault {fault} is not byte, map or epoch", Exit.USAGE)
     if dispatch not in set(DispatchRule):
         raise CliError(f"dispatch {dispatch} is not one of {', '.join(DispatchRule)}", Exit.USAGE)
-    options = DemoOptions(
-        ranks=ranks,
-        nodes=nodes,
-        steps=steps,
-        step_s=step_s,
-        redis_url=redis_url,
-        policy=policy,
-        dispatch=DispatchRule(dispatch),
-        mode=mode,
-        fault=None if fault is None else Fault(fault),
-        folder=folder,
-        timeout_s=timeout_s,
-    )
-    raise typer.Exit(run_demo(options, plain_console(force_terminal=False if plain else None)))
+    values: dict[str, Any] = asdict(arguments)
+    values |= {"dispatch": DispatchRule(dispatch), "fault": None if fault is None else Fault(fault)}
+    console = plain_console(force_terminal=False if plain else None)
+    raise typer.Exit(run_demo(DemoOptions(**values), console))
 
 
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
     for command in (serve, demo, fleet, rank):
-        app.command()(command)
+        app.command()(with_option_groups(command))

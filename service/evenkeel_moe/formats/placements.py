@@ -63,6 +63,19 @@ class PlacementFormat(StrEnum):
     ASCEND = "ascend"
     """vllm-ascend `expert_map_path`."""
 
+    @classmethod
+    def parse(cls, name: str) -> "PlacementFormat":
+        """Return the format with this name.
+
+        Raises:
+            InvalidInput: there is no such format.
+        """
+        try:
+            return cls(name)
+        except ValueError as error:
+            known = ", ".join(cls)
+            raise InvalidInput(f"unknown placement format {name!r}; known: {known}") from error
+
 
 @dataclass(frozen=True, eq=False)
 class PlacementFile:

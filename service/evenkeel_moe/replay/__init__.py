@@ -1,1 +1,1 @@
-"""Offline: compare policies on recorded traffic."""
+"""Compares policies offline, on recorded traffic."""

@@ -1,11 +1,12 @@
-"""What replicas buy and what they cost: balance against KV-cache memory, one budget after another.
+"""Measures what replicas gain and cost: balance against KV-cache memory, for a list of budgets.
 
-For every budget the same walk-forward is made with the same simple rule, uniform over layers: replicas to the
-expert with most load per copy, copies packed into ranks whose room differs by at most one slot. So any
-number of replicas can be asked for, not only multiples of the ranks.
+Every budget is walked over the same trace with the same simple rule, uniform over layers: give
+replicas to the expert with the most load per copy, and pack the copies into ranks whose capacities
+differ by at most one slot. So any number of replicas can be tried, not only multiples of the number
+of ranks.
 
-Source: CRAFT figures 5 (balance against replicas, the crosses one replica per layer and rank) and 9 (gain
-against memory).
+Source: CRAFT figures 5 (balance against replicas, the crosses one replica per layer and rank) and 9
+(gain against memory).
 """
 
 from collections.abc import Callable
@@ -20,34 +21,37 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
-from evenkeel_moe.replay.figures import summarise
 from evenkeel_moe.replay.walk import Replan, Setup, walk_forward
+from evenkeel_moe.replay.walk_metrics import measure_walk
 
 __all__ = ["BudgetPoint", "budget_curve", "budgets_to_try", "plan_uniform"]
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetPoint:
-    """One replica budget."""
+    """The result of one replica budget."""
 
     replicas_per_layer: int
     balancedness_mean: float
     time_over_fluid: float
     gain_per_replica: float
-    """Balancedness gained over the budget before, per replica added; NaN for the first."""
+    """Balancedness gained over the previous budget, per replica added; NaN for the first budget."""
     kv_bytes_lost: float
-    """Memory of the replicas on one rank, all layers, on average: KV cache that cannot be."""
+    """Mean bytes of replicas on one rank, over all layers: memory the KV cache cannot use."""
 
     def as_dict(self) -> dict[str, float | None]:
-        """For JSON; NaN becomes None."""
+        """Return the point for JSON; NaN becomes None."""
         return {key: value if np.isfinite(value) else None for key, value in asdict(self).items()}
 
 
-def budgets_to_try(num_experts: int, num_ranks: int, least: int) -> tuple[int, ...]:
-    """Replicas per layer to try: 0, powers of two up to an expert's worth of copies, and `least` itself."""
+def budgets_to_try(num_experts: int, num_ranks: int, current: int) -> tuple[int, ...]:
+    """Return the budgets to try, in replicas per layer.
+
+    These are 0, the powers of two up to one replica per expert, and `current`, the fleet's budget.
+    """
     most = min(num_experts, num_experts * (num_ranks - 1))
     powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
-    return tuple(sorted({0, *powers, *([least] if 0 < least <= most else [])}))
+    return tuple(sorted({0, *powers, *([current] if 0 < current <= most else [])}))
 
 
 def budget_curve(
@@ -60,9 +64,9 @@ def budget_curve(
     """Walk the trace once per budget.
 
     Args:
-        setup: trace and fleet; its slots are replaced by what each budget needs.
+        setup: trace and fleet; the number of slots is replaced by what each budget needs.
         budgets: replicas per layer, rising.
-        bytes_per_expert: every tensor of one expert.
+        bytes_per_expert: size of all tensors of one expert.
         on_replan: called after each replan of each walk.
     """
     shape = setup.shape
@@ -77,18 +81,18 @@ def budget_curve(
         walk = walk_forward(
             f"{budget} replicas", planner, replace(setup, shape=fixed), on_replan=on_replan
         )
-        figures = summarise(walk, bytes_per_expert)
+        result = measure_walk(walk, bytes_per_expert)
         gain = float("nan")
         if points:
             before = points[-1]
-            gain = (figures.balancedness_mean - before.balancedness_mean) / (
+            gain = (result.balancedness_mean - before.balancedness_mean) / (
                 budget - before.replicas_per_layer
             )
         points.append(
             BudgetPoint(
                 budget,
-                figures.balancedness_mean,
-                figures.time_over_fluid,
+                result.balancedness_mean,
+                result.time_over_fluid,
                 gain,
                 budget * shape.num_layers * bytes_per_expert / shape.num_ranks,
             )
@@ -97,7 +101,7 @@ def budget_curve(
 
 
 def plan_uniform(problem: PlacementProblem, replicas_per_layer: int) -> Proposal:
-    """The same number of replicas in every layer, on the mean load.
+    """Plan the same number of replicas in every layer, on the mean load.
 
     Raises:
         InfeasiblePlan: the slots cannot hold the copies.
@@ -107,8 +111,8 @@ def plan_uniform(problem: PlacementProblem, replicas_per_layer: int) -> Proposal
     copies = shape.num_logical_experts + replicas_per_layer
     if replicas_per_layer < 0 or copies > shape.num_slots:
         raise InfeasiblePlan(
-            f"{shape.num_logical_experts} experts + {replicas_per_layer} replicas = {copies} copies, a layer has"
-            f" {shape.num_slots} slots",
+            f"{shape.num_logical_experts} experts + {replicas_per_layer} replicas = {copies}"
+            f" copies, a layer has {shape.num_slots} slots",
             Reason.MEMORY_EXCEEDED,
         )
     _, logcnt = replicate_experts(load.astype(np.float32), copies, shape.num_ranks)
@@ -117,7 +121,7 @@ def plan_uniform(problem: PlacementProblem, replicas_per_layer: int) -> Proposal
 
 
 def _capacity(shape: ModelShape, copies: int) -> NDArray[np.int64]:
-    """(L, R) slots of each rank; the ranks with one more take turns from layer to layer."""
+    """Return the (L, R) slots of each rank; the ranks that have one more rotate over the layers."""
     base, extra = divmod(copies, shape.num_ranks)
     ranks, layers = np.arange(shape.num_ranks), np.arange(shape.num_layers)
     turn = (ranks[None, :] - extra * layers[:, None]) % shape.num_ranks

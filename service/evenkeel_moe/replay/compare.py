@@ -1,4 +1,4 @@
-"""Compare policies on one trace: walk each, summarise, keep what the page and the files need."""
+"""Compares policies on one trace: walks each over it and collects the results."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping
@@ -15,16 +15,16 @@ from evenkeel_moe.formats.writing import write_file
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
 from evenkeel_moe.replay.budget import BudgetPoint, budget_curve, budgets_to_try
-from evenkeel_moe.replay.figures import Figures, summarise
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
+from evenkeel_moe.replay.walk_metrics import WalkMetrics, measure_walk
 
-__all__ = ["Comparison", "Fleet", "compare", "load_of", "origin_notes", "save_plans"]
+__all__ = ["Comparison", "ReplayFleet", "compare", "load_by_source", "origin_notes", "save_plans"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """The fleet a trace is replayed on, as a person states it."""
+class ReplayFleet:
+    """The fleet on which a trace is replayed."""
 
     ranks: int
     slots: int
@@ -34,7 +34,7 @@ class Fleet:
     bytes_per_expert: int = 3 * 7168 * 2048
     """Default: a DeepSeek-V3 expert in FP8."""
     pooled: bool = False
-    """Slots are pooled over layers: `slots` is then the average of a layer."""
+    """True if slots are pooled over layers: `slots` is then the average of a layer."""
     rank_speeds: tuple[float, ...] | None = None
     """(R,) relative speeds; None for equal ranks."""
 
@@ -53,23 +53,23 @@ class Fleet:
             )
 
     def shape(self, trace: Trace) -> ModelShape:
-        """The deployment this fleet is for the model of a trace.
+        """Return the shape of a deployment of the trace's model on this fleet.
 
         Raises:
-            ShapeMismatch: a rank has more slots than there are experts; none could hold anything.
+            ShapeMismatch: a rank has more slots than the model has experts.
         """
         per_rank = self.slots // self.ranks
-        if per_rank > trace.num_experts:
+        experts = trace.num_experts
+        if per_rank > experts:
             raise ShapeMismatch(
-                f"{self.slots} slots on {self.ranks} ranks are {per_rank} a rank, the model has {trace.num_experts} experts;"
-                f" at most {trace.num_experts * self.ranks} slots can be used"
+                f"{self.slots} slots on {self.ranks} ranks are {per_rank} per rank, the model has "
+                f"{experts} experts; at most {experts * self.ranks} slots can be used"
             )
-        row = min(trace.num_experts, 2 * per_rank) if self.pooled else per_rank
         return ModelShape(
             num_layers=trace.num_layers,
-            num_logical_experts=trace.num_experts,
+            num_logical_experts=experts,
             num_ranks=self.ranks,
-            slots_per_rank=row,
+            slots_per_rank=min(experts, 2 * per_rank) if self.pooled else per_rank,
             top_k=trace.top_k or 1,
             bytes_per_expert=self.bytes_per_expert,
             num_expert_groups=self.expert_groups,
@@ -77,20 +77,19 @@ class Fleet:
         )
 
     def topology(self) -> Topology:
-        """Nodes of consecutive ranks."""
+        """Return the topology: each node has consecutive ranks."""
         return Topology(tuple(rank * self.nodes // self.ranks for rank in range(self.ranks)))
 
     def costs(self) -> CostCurves | None:
-        """Seconds per token: one over the speed."""
-        return (
-            None
-            if self.rank_speeds is None
-            else CostCurves.linear(1.0 / np.array(self.rank_speeds))
-        )
+        """Return curves with 1 / speed seconds per token; None for equal ranks."""
+        speeds = self.rank_speeds
+        return None if speeds is None else CostCurves.linear(1.0 / np.array(speeds))
 
 
-def load_of(trace: Trace, ranks: int) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
-    """(T, L, E) loads, and by source rank where the trace has them for as many ranks."""
+def load_by_source(
+    trace: Trace, ranks: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+    """Return the (T, L, E) load, and the (T, R, L, E) load by source rank if the trace has it."""
     source = trace.source
     if source is None or source.shape[1] != ranks:
         return trace.counts.astype(np.float64), None
@@ -98,42 +97,42 @@ def load_of(trace: Trace, ranks: int) -> tuple[NDArray[np.float64], NDArray[np.f
 
 
 def origin_notes(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[str, ...]:
-    """What is assumed of where tokens start, if anything asks for it and the trace does not say."""
-    asking = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
-    asking += [name for name in policies if name.removesuffix(VERDICT) == "libra"]
-    if setup.source is not None or not asking:
+    """Return what is assumed about the source ranks of tokens; empty if known or not needed."""
+    users = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
+    users += [name for name in policies if name.removesuffix(VERDICT) == "libra"]
+    if setup.source is not None or not users:
         return ()
     have = "has no source counts"
     if trace.source is not None:
         have = f"has source counts of {trace.source.shape[1]} ranks, not of {setup.shape.num_ranks}"
-    return (
-        f"the trace {have}: tokens are taken to start evenly on all ranks, which matters to {' and '.join(asking)}",
-    )
+    assumed = "tokens are assumed to start evenly on all ranks"
+    return (f"the trace {have}: {assumed}, which affects {' and '.join(users)}",)
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """All policies on one trace."""
+    """The results of all policies on one trace."""
 
     name: str
     layer_ids: tuple[int, ...]
     setup: Setup
     bytes_per_expert: int
     walks: tuple[Walk, ...]
-    figures: tuple[Figures, ...]
+    results: tuple[WalkMetrics, ...]
+    """The metrics of each walk."""
     budget: tuple[BudgetPoint, ...] = ()
     """Empty unless asked for."""
     notes: tuple[str, ...] = ()
 
     @property
     def slots(self) -> int:
-        """Slots of a layer over all ranks, on average where they are pooled."""
+        """Slots of a layer over all ranks; the average of a layer where they are pooled."""
         shape = self.setup.shape
         pool = shape.pool_slots_per_rank
         return shape.num_slots if pool is None else pool * shape.num_ranks // shape.num_layers
 
     def facts(self) -> dict[str, int]:
-        """What was replayed on what."""
+        """Return the sizes of the trace and of the fleet, to be shown to people."""
         shape = self.setup.shape
         return {
             "steps": len(self.setup.load),
@@ -147,7 +146,7 @@ class Comparison:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: `results`, and what they rest on."""
+        """Return the comparison for JSON: `results`, and the inputs they depend on."""
         shape = self.setup.shape
         answer: dict[str, Any] = {
             "trace": self.name,
@@ -162,7 +161,7 @@ class Comparison:
             "replans": len(self.walks[0].steps),
             "bytes_per_expert": self.bytes_per_expert,
             "notes": list(self.notes),
-            "results": [figures.as_dict() for figures in self.figures],
+            "results": [result.as_dict() for result in self.results],
         }
         if self.budget:
             answer["budget"] = [point.as_dict() for point in self.budget]
@@ -182,17 +181,17 @@ def compare(
     """Walk every planner over the trace.
 
     Args:
-        trace: where the loads came from; names and notes are kept.
+        trace: the source of the loads; its name and notes are kept.
         setup: the loads and the fleet.
-        planners: by name, in the order of the answer.
-        bytes_per_expert: every tensor of one expert.
-        budget: also walk the replica budgets of `budget_curve`.
-        on_work: called with a name and its number of replans before each piece of work, 0 replans for warming up.
+        planners: planners by name, in the order of the results.
+        bytes_per_expert: size of all tensors of one expert.
+        budget: True to walk the replica budgets of `budget_curve` too.
+        on_work: called before each piece of work with its name and its replans (0 for warming up).
         on_replan: called after each replan.
 
     Raises:
         InvalidInput: too few steps.
-        EvenkeelError: a policy refused.
+        EvenkeelError: a policy failed.
     """
     replans = len(replan_steps(len(setup.load), setup.window_steps, setup.horizon_steps))
     warm_up(planners, setup, lambda name: on_work(f"{name}: first call", 0))
@@ -206,27 +205,32 @@ def compare(
         budgets = budgets_to_try(shape.num_logical_experts, shape.num_ranks, shape.num_redundant)
         on_work("replica budgets", replans * len(budgets))
         points = budget_curve(setup, budgets, bytes_per_expert, on_replan=on_replan)
-    figures = tuple(summarise(walk, bytes_per_expert) for walk in walks)
-    notes = trace.notes + origin_notes(trace, setup, planners)
     return Comparison(
-        trace.name, trace.layer_ids, setup, bytes_per_expert, tuple(walks), figures, points, notes
+        trace.name,
+        trace.layer_ids,
+        setup,
+        bytes_per_expert,
+        tuple(walks),
+        tuple(measure_walk(walk, bytes_per_expert) for walk in walks),
+        points,
+        trace.notes + origin_notes(trace, setup, planners),
     )
 
 
 def save_plans(path: Path, comparison: Comparison) -> None:
-    """Write every plan, so that anybody can score it again: `<policy>_steps` and `<policy>_phy2log`.
+    """Write every plan to an npz file, so that other tools can score it.
 
-    Plan i of a policy is in force, and was scored, from its step up to `horizon` steps later.
+    The arrays are `<policy>_steps` and `<policy>_phy2log`. Plan i of a policy was in force, and was
+    scored, from step `steps[i]` for `horizon` steps.
 
     Raises:
         InvalidInput: the file cannot be written.
     """
     arrays: dict[str, Any] = {}
     for walk in comparison.walks:
+        rows = np.stack([placement.phy2log for placement in walk.placements])
         arrays[f"{walk.policy}_steps"] = walk.steps.astype(np.int64)
-        arrays[f"{walk.policy}_phy2log"] = np.stack([p.phy2log for p in walk.placements]).astype(
-            np.int32
-        )
+        arrays[f"{walk.policy}_phy2log"] = rows.astype(np.int32)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     write_file(path, buffer.getvalue())

@@ -1,7 +1,7 @@
-"""What a trace is like: skew, consistent and temporal experts, correlated pairs, drift.
+"""Describes a trace: skew, consistent and temporal experts, correlated pairs, drift.
 
-These say which policy can gain what: skew is what replication is for, temporal and correlated experts are
-what planning step by step sees and planning on a mean does not, drift is what replanning follows.
+The description shows which policies can help: replication helps against skew, planning step by step
+(not on a mean) against temporal and correlated experts, and replanning against drift.
 """
 
 from dataclasses import asdict, dataclass
@@ -17,22 +17,22 @@ from evenkeel_moe.planning.problem import metrics
 __all__ = ["Drift", "LayerDescription", "Pair", "TraceDescription", "describe"]
 
 HIGH_SKEW = 10.0
-"""Max / mean expert load above which a layer counts as high-skew. Source: CRAFT section 3.1."""
+"""Max / mean expert load above which a layer has high skew. Source: CRAFT section 3.1."""
 HOT = 1.5
-"""An expert is hot in a step when it carries this many times the uniform share."""
+"""Load, in uniform shares, from which an expert is hot in a step."""
 CONSISTENT_SHARE = 0.85
-"""A consistent expert is hot in at least this share of steps. Source: GEM figure 6."""
+"""Share of steps in which a consistent expert is hot, at least. Source: GEM figure 6."""
 TEMPORAL_SHARE = (0.005, 0.20)
-"""A temporal expert is hot in this share of steps,"""
+"""Least and greatest share of steps in which a temporal expert is hot."""
 TEMPORAL_LOAD = 2.0
-"""and then carries this many times the uniform share on average."""
+"""Mean load of a temporal expert while it is hot, at least, in uniform shares."""
 PAIRS_PER_LAYER = 16
 LAGS = (1, 10, 50)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDescription:
-    """One layer over the whole trace."""
+    """The description of one layer over the whole trace."""
 
     layer_id: int
     """Index among the model's hidden layers."""
@@ -43,44 +43,46 @@ class LayerDescription:
     skew_class: str
     """`high` above `HIGH_SKEW`, `none` without any load, else `low`."""
     balancedness: float
-    """With experts in order and no replicas, averaged over steps; NaN without ranks."""
+    """Mean over steps with experts in order and no replicas; NaN if the ranks are not given."""
     consistent: tuple[int, ...]
-    """Experts that are hot nearly always."""
+    """Experts that are hot in nearly all steps."""
     temporal: tuple[int, ...]
-    """Experts that are hot seldom but then heavy."""
+    """Experts that are rarely hot but then have a high load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two experts of a layer that are busy in the same steps."""
+    """Two experts of a layer whose loads rise in the same steps."""
 
     layer_id: int
     experts: tuple[int, int]
     r_first_half: float
-    """Pearson correlation of their load shares over the first half, by which the pair was picked."""
+    """Pearson correlation of their load shares over the first half, by which pairs are selected."""
     r_second_half: float
-    """The same on the second half: what a planner could have counted on."""
+    """The same over the second half: what a planner could have relied on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How fast the past stops speaking for the future."""
+    """Measures of how fast the past stops predicting the future."""
 
     autocorrelation: dict[int, float]
-    """By lag in steps: of each expert's load share, averaged over experts with any variance; NaN if too short."""
+    """By lag in steps: autocorrelation of each expert's load share, mean over experts whose share
+    varies. NaN if the trace is too short."""
     between_windows: float
-    """Total variation between the load shares of consecutive windows, averaged over layers and windows."""
+    """Total variation of load shares between consecutive windows, mean over layers and windows."""
     within_windows: float
-    """The same between the odd and the even steps of two consecutive windows: what sampling alone gives."""
+    """The same between the odd and the even steps of two windows: the effect of sampling alone."""
     window_steps: int
     """Steps of the windows compared."""
     by_window: tuple[float, ...]
-    """What `between_windows` is the mean of: entry i is between the windows that meet at step (i+1) * window."""
+    """The values behind `between_windows`; entry i: between the windows that meet at step
+    (i + 1) * window."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TraceDescription:
-    """All of it."""
+    """The description of a whole trace."""
 
     name: str
     num_steps: int
@@ -88,23 +90,22 @@ class TraceDescription:
     num_experts: int
     top_k: int | None
     tokens_per_step: float
-    """Mean routed tokens per step and layer, over top-k where known."""
+    """Mean routed tokens per step and layer, divided by top-k if that is known."""
     layers: tuple[LayerDescription, ...]
     temporal_share: float
     """Temporal experts / all experts."""
     temporal_load: float
-    """Mean load of temporal experts while hot, in uniform shares; 0 without any."""
+    """Mean load of temporal experts while hot, in uniform shares; 0 if there are none."""
     pairs: tuple[Pair, ...]
-    """The most correlated pairs of each layer, strongest in the second half first."""
+    """The most correlated pairs of each layer, ordered by correlation in the second half."""
     pair_r: float
-    """Mean r in the second half of the pairs picked in the first; NaN without any."""
+    """Mean r in the second half of the pairs selected on the first; NaN if there are none."""
     drift: Drift
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON; NaN becomes None."""
-        plain = asdict(self)
-        cleaned = _without_nan(plain)
+        """Return the description for JSON; NaN becomes None."""
+        cleaned = _without_nan(asdict(self))
         assert isinstance(cleaned, dict)
         return cleaned
 
@@ -126,8 +127,8 @@ def describe(
 
     Args:
         trace: recorded loads.
-        num_ranks: R for the balancedness of the initial placement without replicas; None leaves it out.
-        window_steps: steps per window for drift; halved until four windows fit.
+        num_ranks: R for the balancedness without replicas; None leaves it out.
+        window_steps: steps per window for drift; halved until four windows fit into the trace.
     """
     load = trace.counts.astype(np.float64)
     totals = load.sum(axis=2, keepdims=True)
@@ -199,7 +200,7 @@ def _skew_class(skew: float) -> str:
 
 
 def _one_each(shape: ModelShape) -> Placement:
-    """Experts in order over the ranks, no replicas."""
+    """Return the placement with experts in order over the ranks and no replicas."""
     initial = Placement.initial(shape)
     first = np.zeros(initial.phy2log.shape, np.bool_)
     for layer in range(shape.num_layers):
@@ -215,10 +216,8 @@ def _pairs(share: NDArray[np.float64], layer_ids: tuple[int, ...]) -> tuple[Pair
     upper = np.triu_indices(share.shape[2], 1)
     found: list[Pair] = []
     for row, layer_id in enumerate(layer_ids):
-        first, second = (
-            _correlation(share[:half, row])[upper],
-            _correlation(share[half:, row])[upper],
-        )
+        first = _correlation(share[:half, row])[upper]
+        second = _correlation(share[half:, row])[upper]
         picked = np.argsort(-np.nan_to_num(first, nan=-2.0), kind="stable")[:PAIRS_PER_LAYER]
         found += [
             Pair(layer_id, (int(upper[0][i]), int(upper[1][i])), float(first[i]), float(second[i]))
@@ -229,7 +228,7 @@ def _pairs(share: NDArray[np.float64], layer_ids: tuple[int, ...]) -> tuple[Pair
 
 
 def _correlation(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(T, E) -> (E, E) Pearson r over steps; NaN where an expert never varies."""
+    """Return the (E, E) Pearson r over steps of (T, E) values; NaN where an expert never varies."""
     centred = values - values.mean(axis=0)
     norm = np.sqrt((centred**2).sum(axis=0))
     scale = norm[:, None] * norm[None, :]
@@ -247,10 +246,8 @@ def _drift(load: NDArray[np.float64], share: NDArray[np.float64], window_steps: 
         _variation(a.sum(axis=0), b.sum(axis=0))
         for a, b in zip(blocks[:-1], blocks[1:], strict=True)
     ]
-    within = [
-        _variation(both[::2].sum(axis=0), both[1::2].sum(axis=0))
-        for both in (np.concatenate(pair) for pair in zip(blocks[:-1], blocks[1:], strict=True))
-    ]
+    two_windows = (np.concatenate(pair) for pair in zip(blocks[:-1], blocks[1:], strict=True))
+    within = [_variation(both[::2].sum(axis=0), both[1::2].sum(axis=0)) for both in two_windows]
     return Drift(
         {lag: _autocorrelation(share, lag) for lag in LAGS},
         float(np.mean(between)) if between else float("nan"),
@@ -261,7 +258,7 @@ def _drift(load: NDArray[np.float64], share: NDArray[np.float64], window_steps: 
 
 
 def _variation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Total variation between the shares of two (L, E) loads, mean over layers that have both."""
+    """Return the total variation of shares between two (L, E) loads, mean over layers with load."""
     totals = a.sum(axis=1), b.sum(axis=1)
     known = (totals[0] > 0) & (totals[1] > 0)
     if not known.any():

@@ -1,10 +1,10 @@
-"""Who is compared: every policy by name, and the baselines a policy has to beat.
+"""Chooses what is compared: policies by name, and the baselines they have to beat.
 
 | baseline | what it does |
 |---|---|
 | initial | experts in order, spread evenly; never moves anything |
 | once | EPLB on the first window, then never again |
-| ewma | EPLB at every replan, on a mean of the whole past in which old steps fade |
+| ewma | EPLB at every replan, on the exponentially weighted mean of the whole past |
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +19,14 @@ from evenkeel_moe.planning.policies.craft.policy import CraftOptions, factor_by_
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy, Proposal
-from evenkeel_moe.replay.verdict import behind_verdict
+from evenkeel_moe.replay.verdict import with_verdict
 from evenkeel_moe.replay.walk import Planner, Replan, Setup
 
-__all__ = ["BASELINES", "VERDICT", "choose_planners", "craft_within", "faded_mean", "warm_up"]
+__all__ = ["BASELINES", "VERDICT", "choose_planners", "craft_within", "decayed_mean", "warm_up"]
 
 EWMA_HALF_LIFE_WINDOWS = 0.125
-"""Windows after which a step counts half in `ewma`: the strongest of 1/16..1 on recorded traffic that changes, within
-0.5 % of the best on traffic that does not."""
+"""Half-life of a step's weight in `ewma`, in windows. Of 1/16..1 it is the best on recorded traffic
+that changes, and within 0.5 % of the best on traffic that does not."""
 
 
 def _initial(replan: Replan) -> Proposal | None:
@@ -39,11 +39,11 @@ def _once(replan: Replan) -> Proposal | None:
 
 def _ewma(replan: Replan) -> Proposal | None:
     half_life = EWMA_HALF_LIFE_WINDOWS * replan.setup.window_steps
-    return plan_eplb(replace(replan.problem, load=faded_mean(replan.history, half_life)[None]))
+    return plan_eplb(replace(replan.problem, load=decayed_mean(replan.history, half_life)[None]))
 
 
-def faded_mean(history: NDArray[np.float64], half_life_steps: float) -> NDArray[np.float64]:
-    """(T, L, E) -> (L, E) [tokens]: the mean over steps, a step weighing half as much each half life earlier."""
+def decayed_mean(history: NDArray[np.float64], half_life_steps: float) -> NDArray[np.float64]:
+    """Return the (L, E) mean [tokens] of a (T, L, E) history; weights halve with each half-life."""
     age = np.arange(len(history) - 1, -1, -1, dtype=np.float64)
     weights = 0.5 ** (age / half_life_steps)
     return np.asarray(np.tensordot(weights / weights.sum(), history, axes=1), np.float64)
@@ -57,11 +57,12 @@ def _of_policy(policy: Policy) -> Planner:
 
 
 def craft_within(options: CraftOptions, free_bytes_per_rank: int | None = None) -> Policy:
-    """CRAFT with its choice of replicas.
+    """Return CRAFT with a rule for the number of replicas.
 
     Args:
-        options: the rule that chooses.
-        free_bytes_per_rank: memory of a rank for replicas, over all layers; None leaves what the slots hold.
+        options: the rule.
+        free_bytes_per_rank: memory for replicas on one rank, over all layers; None for what the
+            slots hold.
     """
 
     def plan(problem: PlacementProblem) -> Proposal:
@@ -77,22 +78,22 @@ def craft_within(options: CraftOptions, free_bytes_per_rank: int | None = None) 
 
 
 VERDICT = "+verdict"
-"""Suffix of a policy that acts only where later steps say that it pays."""
+"""Suffix of a policy whose plans are adopted only if held-out steps show that they pay."""
 
 
 def choose_planners(
     names: Sequence[str], *, baselines: bool = True, policies: Mapping[str, Policy] = POLICIES
 ) -> dict[str, Planner]:
-    """Planners by name, in the order asked for, baselines first.
+    """Return planners by name: first the baselines, then `names` in their order.
 
-    A name may end in `+verdict`: the same policy, its plans adopted only if held-out steps agree.
+    A name that ends in `+verdict` is the same policy wrapped by `with_verdict`.
 
     Raises:
-        InvalidInput: a name nobody has, or one given twice.
+        InvalidInput: a name is unknown or given twice, or there is nothing to compare.
     """
     wanted = [*(name for name in BASELINES if baselines and name not in names), *names]
     if not wanted:
-        raise InvalidInput("no policies to compare: name some, or keep the baselines")
+        raise InvalidInput("no policies to compare: name at least one, or keep the baselines")
     twice = sorted({name for name in wanted if wanted.count(name) > 1})
     planners = {name: _planner(name, policies) for name in wanted}
     unknown = [name for name, planner in planners.items() if planner is None]
@@ -101,7 +102,7 @@ def choose_planners(
     if unknown:
         known = ", ".join([*BASELINES, *sorted({*policies, *FORMS})])
         raise InvalidInput(
-            f"unknown policies {', '.join(unknown)}; known: {known}; any of them with {VERDICT}",
+            f"unknown policies {', '.join(unknown)}; known: {known}; each also with {VERDICT}",
             Reason.UNKNOWN_POLICY,
         )
     return {name: planner for name, planner in planners.items() if planner is not None}
@@ -110,7 +111,7 @@ def choose_planners(
 def _planner(name: str, policies: Mapping[str, Policy]) -> Planner | None:
     if name.endswith(VERDICT):
         inner = _planner(name.removesuffix(VERDICT), policies)
-        return None if inner is None or name.count(VERDICT) > 1 else behind_verdict(inner)
+        return None if inner is None or name.count(VERDICT) > 1 else with_verdict(inner)
     if name in BASELINES:
         return BASELINES[name]
     policy = policies.get(name) or FORMS.get(name)
@@ -120,14 +121,10 @@ def _planner(name: str, policies: Mapping[str, Policy]) -> Planner | None:
 def warm_up(
     planners: Mapping[str, Planner], setup: Setup, on_policy: Callable[[str], None]
 ) -> None:
-    """Let every planner plan two steps once, untimed: kernels compile or load at their first call."""
+    """Call every planner once on two steps, because kernels compile or load at their first call."""
     for name, planner in planners.items():
         on_policy(name)
         last = min(setup.window_steps, 2)
-        for current in (None, _current(setup)):
+        for current in (None, Placement.initial(setup.shape)):
             problem = replace(setup.problem(0, last, current), max_evaluations=200)
             planner(Replan(0, last, problem, setup.load[:last], setup))
-
-
-def _current(setup: Setup) -> Placement:
-    return Placement.initial(setup.shape)

@@ -1,4 +1,4 @@
-"""Plan once, on the newest steps of a trace."""
+"""Plans one placement on the newest steps of a trace."""
 
 import math
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.placement_problem import Policy
-from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
+from evenkeel_moe.planning.schedule.relabel import count_moves
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
-from evenkeel_moe.replay.walk import Replan, Setup
+from evenkeel_moe.replay.walk import Replan, Setup, relabelled
 
 __all__ = ["plan_once"]
 
@@ -18,28 +18,28 @@ __all__ = ["plan_once"]
 def plan_once(
     policy: str, setup: Setup, current: Placement | None, policies: Mapping[str, Policy] = POLICIES
 ) -> tuple[Placement, dict[str, float]]:
-    """A placement for what comes after the trace, planned on its last `setup.window_steps` steps.
+    """Plan on the last `setup.window_steps` steps of a trace.
 
     Args:
         policy: a policy or a baseline.
         setup: trace and fleet.
-        current: placement in force; None at a cold start.
-        policies: by name.
+        current: current placement; None at a cold start.
+        policies: policies by name.
 
     Returns:
-        The placement, and figures of it on the window it was planned on: `balancedness_mean`,
-        `time_over_fluid`, `replicas` over all layers, and `copies` from `current` if there is one; those without a
-        value are left out.
+        The placement, and its metrics on the window: `balancedness_mean`, `time_over_fluid`,
+        `replicas` over all layers, and `copies` from `current` if given. Metrics without a value
+        are left out.
 
     Raises:
-        InvalidInput: no such policy, or a verdict without a placement in force to hold its plan against.
-        ShapeMismatch: `current` is of another deployment.
-        EvenkeelError: the policy refused.
+        InvalidInput: the policy is unknown, or a verdict has no current placement to compare with.
+        ShapeMismatch: `current` belongs to another deployment.
+        EvenkeelError: the policy failed.
     """
     planner = choose_planners([policy], baselines=False, policies=policies)[policy]
     if current is None and policy.endswith(VERDICT):
         raise InvalidInput(
-            f"{policy} holds a plan against the placement in force: name it with --current"
+            f"{policy} compares its plan with the current placement: give it with --current"
         )
     steps = len(setup.load)
     first = steps - setup.window_steps
@@ -53,14 +53,15 @@ def plan_once(
             current.num_logical_experts,
         )
         if want != have:
-            raise ShapeMismatch(f"the current placement is (L, S, R, E) = {have}, the fleet {want}")
+            raise ShapeMismatch(
+                f"the current placement has (L, S, R, E) = {have}, the fleet has {want}"
+            )
     problem = setup.problem(first, steps, current)
     proposal = planner(Replan(0, steps, problem, setup.load, setup))
     target = current if current is not None else Placement.initial(shape)
     if proposal is not None:
         proposal.placement.check(shape, allow_duplicates=setup.objective.allow_duplicates)
-        keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
-        target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
+        target = relabelled(problem, proposal)
     load, split = setup.load[first:], setup.split(first, steps)
     numbers = {
         "balancedness_mean": metrics.balancedness_mean(metrics.rank_load(load, target, split)),

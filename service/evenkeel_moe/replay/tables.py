@@ -1,4 +1,4 @@
-"""Comparisons and descriptions as tables for people and as plain values for JSON."""
+"""Shows comparisons and trace descriptions as tables on the terminal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from evenkeel_moe.replay.describe import TraceDescription
-from evenkeel_moe.replay.figures import Figures
 from evenkeel_moe.replay.planners import BASELINES
+from evenkeel_moe.replay.walk_metrics import WalkMetrics
 
-__all__ = ["COLUMNS", "Column", "comparison_table", "description_tables"]
+__all__ = ["COLUMNS", "Column", "best_by_column", "comparison_table", "description_tables"]
 
 
 def _plain(digits: int) -> Callable[[float], str]:
@@ -27,17 +28,18 @@ def _bytes(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One figure as a column."""
+    """A column of the comparison."""
 
     key: str
+    """A field of `WalkMetrics`."""
     head: str
-    words: str
     show: Callable[[float], str]
-    sign: int = 0
-    """1 where more is better, -1 where less is, 0 where it is neither."""
+    sign: int
+    """1 where more is better, -1 where less is better, 0 where neither is."""
+    explanation: str
 
     def best(self, values: Sequence[float]) -> set[int]:
-        """Indices of the best, as shown; none where no order is meant."""
+        """Return the indices of all values that are shown like the best; none if `sign` is 0."""
         finite = [
             (self.sign * value, index) for index, value in enumerate(values) if math.isfinite(value)
         ]
@@ -48,17 +50,41 @@ class Column:
 
 
 COLUMNS = (
-    Column("balancedness_mean", "bal. mean", "mean / max rank load, mean over steps and layers", _plain(4), 1),
-    Column("balancedness_p5", "bal. p5", "its 5th percentile over steps and layers", _plain(3), 1),
-    Column("balancedness_worst", "bal. worst", "the worst layer's mean over steps", _plain(3), 1),
-    Column("time_over_fluid", "time /fluid", "predicted MoE time over that of a perfect split", _plain(4), -1),
-    Column("step_time_p90", "p90 step", "p90 over steps of predicted time, over the mean fluid time", _plain(3), -1),
-    Column("copies_per_layer", "copies /layer", "between ranks, per layer and replan, relabelled, first plan apart", _plain(1)),
-    Column("copies_per_layer_raw", "raw", "the same before relabelling", _plain(1)),
-    Column("first_copies_per_layer", "first", "copies per layer of the first plan", _plain(1)),
-    Column("bytes", "bytes", "between ranks in all replans but the first", _bytes),
-    Column("plan_ms", "plan ms", "median time of one planning call", _plain(1)),
-)  # fmt: skip
+    Column(
+        "balancedness_mean",
+        "bal. mean",
+        _plain(4),
+        1,
+        "balancedness (mean / max rank load), mean over steps and layers",
+    ),
+    Column("balancedness_p5", "bal. p5", _plain(3), 1, "5th percentile over steps and layers"),
+    Column("balancedness_worst", "bal. worst", _plain(3), 1, "mean over steps of the worst layer"),
+    Column(
+        "time_over_fluid",
+        "time /fluid",
+        _plain(4),
+        -1,
+        "predicted MoE time / time of a perfect split",
+    ),
+    Column(
+        "step_time_p90",
+        "p90 step",
+        _plain(3),
+        -1,
+        "p90 over steps of the predicted time / mean fluid time",
+    ),
+    Column(
+        "copies_per_layer",
+        "copies /layer",
+        _plain(1),
+        0,
+        "copies between ranks per layer and replan, after relabelling, without the first plan",
+    ),
+    Column("copies_per_layer_raw", "raw", _plain(1), 0, "the same before relabelling"),
+    Column("first_copies_per_layer", "first", _plain(1), 0, "copies per layer of the first plan"),
+    Column("bytes", "bytes", _bytes, 0, "bytes between ranks in all replans except the first"),
+    Column("plan_ms", "plan ms", _plain(1), 0, "median time of one planning call"),
+)
 DROP_ORDER = (
     "balancedness_p5",
     "step_time_p90",
@@ -66,18 +92,23 @@ DROP_ORDER = (
     "first_copies_per_layer",
     "plan_ms",
 )
-"""Columns left out, one after the other, where a terminal is too narrow: a cut number is worse than none."""
+"""Columns to leave out, in this order, where a terminal is too narrow to show numbers whole."""
 
 
-def comparison_table(figures: Sequence[Figures], width: int | None = None) -> Table:
-    """One row a policy; the best of a column is bold.
+def best_by_column(results: Sequence[WalkMetrics]) -> dict[str, set[int]]:
+    """Return the rows to print in bold, by key of the column."""
+    return {c.key: c.best([getattr(result, c.key) for result in results]) for c in COLUMNS}
+
+
+def comparison_table(results: Sequence[WalkMetrics], width: int | None = None) -> Table:
+    """Return a table with one row for each policy; the best value of a column is bold.
 
     Args:
-        figures: the rows.
-        width: columns of text there are; None for as many as needed.
+        results: the rows.
+        width: characters available; None for as many as needed.
     """
     columns = list(COLUMNS)
-    while (table := _table_of(figures, columns)) and width is not None and _width(table) > width:
+    while (table := _table_of(results, columns)) and width is not None and _width(table) > width:
         left_out = next((c for key in DROP_ORDER for c in columns if c.key == key), None)
         if left_out is None:
             break
@@ -90,40 +121,43 @@ def _width(table: Table) -> int:
     return table.__rich_measure__(wide, wide.options).maximum
 
 
-def _table_of(figures: Sequence[Figures], columns: Sequence[Column]) -> Table:
+def _table_of(results: Sequence[WalkMetrics], columns: Sequence[Column]) -> Table:
     table = Table(
         box=None, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="dim"
     )
     table.add_column("policy", no_wrap=True)
-    best = {
-        column.key: column.best([getattr(one, column.key) for one in figures]) for column in columns
-    }
+    best = best_by_column(results)
     for column in columns:
         table.add_column(column.head.replace(" ", "\n"), justify="right", no_wrap=True)
-    for index, one in enumerate(figures):
+    for index, result in enumerate(results):
         cells = []
         for column in columns:
-            text = column.show(getattr(one, column.key))
-            cells.append(f"[bold]{text}[/bold]" if index in best[column.key] else text)
-        table.add_row(one.policy, *cells, style="dim" if one.policy in BASELINES else None)
+            text = column.show(getattr(result, column.key))
+            cells.append(Text(text, style="bold" if index in best[column.key] else ""))
+        table.add_row(result.policy, *cells, style="dim" if result.policy in BASELINES else None)
+    return table
+
+
+def _titled(title: str, *heads: str, show_header: bool = True) -> Table:
+    """Return an empty table whose columns are aligned to the right."""
+    table = Table(
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title=title,
+        title_justify="left",
+        show_header=show_header,
+    )
+    for head in heads:
+        table.add_column(head, justify="right")
     return table
 
 
 def description_tables(description: TraceDescription) -> tuple[Table, Table, Table]:
-    """Layers, pairs, drift."""
-    layers = Table(
-        box=None, pad_edge=False, header_style="dim", title="Layers", title_justify="left"
-    )
-    for head in (
-        "layer",
-        "max/mean",
-        "in a step",
-        "skew",
-        "balancedness",
-        "consistent",
-        "temporal",
-    ):
-        layers.add_column(head, justify="right" if head != "skew" else "left")
+    """Return the tables of layers, correlated pairs and drift."""
+    heads = ("layer", "max/mean", "in a step", "skew", "balancedness", "consistent", "temporal")
+    layers = _titled("Layers", *heads)
+    layers.columns[heads.index("skew")].justify = "left"
     for layer in description.layers:
         layers.add_row(
             str(layer.layer_id),
@@ -131,18 +165,10 @@ def description_tables(description: TraceDescription) -> tuple[Table, Table, Tab
             f"{layer.skew_step:.2f}",
             layer.skew_class,
             _plain(3)(layer.balancedness),
-            _listed(layer.consistent),
-            _listed(layer.temporal),
+            _first_eight(layer.consistent),
+            _first_eight(layer.temporal),
         )
-    pairs = Table(
-        box=None,
-        pad_edge=False,
-        header_style="dim",
-        title="Most correlated pairs",
-        title_justify="left",
-    )
-    for head in ("layer", "experts", "r first half", "r second half"):
-        pairs.add_column(head, justify="right")
+    pairs = _titled("Most correlated pairs", "layer", "experts", "r first half", "r second half")
     for pair in description.pairs[:10]:
         pairs.add_row(
             str(pair.layer_id),
@@ -150,24 +176,24 @@ def description_tables(description: TraceDescription) -> tuple[Table, Table, Tab
             f"{pair.r_first_half:.2f}",
             f"{pair.r_second_half:.2f}",
         )
-    drift = Table(box=None, pad_edge=False, show_header=False, title="Drift", title_justify="left")
-    drift.add_column()
-    drift.add_column(justify="right")
-    for lag, value in description.drift.autocorrelation.items():
-        drift.add_row(f"autocorrelation of shares at {lag} steps", _plain(2)(value))
+    drift = _titled("Drift", "", "", show_header=False)
+    drift.columns[0].justify = "left"
     window = description.drift.window_steps
-    drift.add_row(
-        f"total variation between windows of {window} steps",
-        _plain(3)(description.drift.between_windows),
+    rows = {
+        f"autocorrelation of load shares at {lag} steps": _plain(2)(value)
+        for lag, value in description.drift.autocorrelation.items()
+    }
+    rows[f"total variation between windows of {window} steps"] = _plain(3)(
+        description.drift.between_windows
     )
-    drift.add_row(
-        "the same inside two windows (sampling alone)", _plain(3)(description.drift.within_windows)
-    )
+    rows["total variation from sampling alone"] = _plain(3)(description.drift.within_windows)
     for index, value in enumerate(description.drift.by_window):
-        drift.add_row(f"  at step {(index + 1) * window}", _plain(3)(value))
+        rows[f"  at step {(index + 1) * window}"] = _plain(3)(value)
+    for name, text in rows.items():
+        drift.add_row(name, text)
     return layers, pairs, drift
 
 
-def _listed(experts: Sequence[int]) -> str:
+def _first_eight(experts: Sequence[int]) -> str:
     shown = " ".join(map(str, experts[:8]))
     return f"{shown} +{len(experts) - 8}" if len(experts) > 8 else shown or "-"

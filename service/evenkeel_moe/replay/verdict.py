@@ -1,6 +1,7 @@
-"""A policy behind the gates of gain, as a controller would run it: what does not pay on later steps is not done.
+"""Wraps a policy in the gates that follow planning: only plans that pay on later steps are adopted.
 
-The newest steps decide, the policy plans on those before them. What is adopted is the plan that was scored.
+As in a controller, the policy plans on older steps and the newest steps decide. The plan that is
+adopted is the plan that was scored.
 """
 
 from dataclasses import replace
@@ -10,32 +11,32 @@ from evenkeel_moe.planning.decision.gates import AfterInputs, GateSettings, deci
 from evenkeel_moe.planning.decision.verdict import VerdictRules, held_out_steps, judge
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.placement_problem import Proposal
-from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
-from evenkeel_moe.replay.walk import Planner, Replan
+from evenkeel_moe.planning.schedule.relabel import count_moves
+from evenkeel_moe.replay.walk import Planner, Replan, relabelled
 
-__all__ = ["behind_verdict"]
+__all__ = ["with_verdict"]
 
 LIFETIME_STEPS = 1000
-"""Steps a copy's price is spread over, as in the controller: price per step times this is what it costs once."""
+"""Steps over which the cost of a copy is spread, as in the controller: cost / price per step."""
 
 
-def behind_verdict(planner: Planner) -> Planner:
-    """The planner, with its answer adopted only if it passes the gates that follow planning.
+def with_verdict(planner: Planner) -> Planner:
+    """Return a planner that adopts plans of `planner` only if they pass the gates after planning.
 
-    As many of the newest steps decide as in the controller. The policy plans on as many steps before them as it would
-    see alone; at the first plan there are fewer. What it is told by source rank is of the steps it plans on, and scored
-    is by the origins of the steps that decide. Thresholds are the controller's defaults, except that a short window may
-    decide on fewer steps.
+    The number of held-out steps is that of the controller. The policy plans on as many steps before
+    them as it would see without a verdict; at the first plan there are fewer. It plans with the
+    source ranks of the steps it plans on; its plan is scored with those of the held-out steps.
+    Thresholds are the controller's defaults, except that a short window may decide on fewer steps.
     """
     settings = GateSettings()
 
     def plan(replan: Replan) -> Proposal | None:
         problem = replan.problem
         current = problem.current
-        later = held_out_steps(len(problem.load), int(settings.min_held_out_steps))
-        if current is None or later == 0:
+        held_out = held_out_steps(len(problem.load), int(settings.min_held_out_steps))
+        if current is None or held_out == 0:
             return None
-        step = replan.step - later
+        step = replan.step - held_out
         older = replan.setup.problem(max(0, step - len(problem.load)), step, current)
         part = replace(
             problem,
@@ -46,12 +47,12 @@ def behind_verdict(planner: Planner) -> Planner:
         proposal = planner(replace(replan, step=step, problem=part, history=replan.history[:step]))
         if proposal is None:
             return None
-        keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
-        target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
-        scored, split = problem.load[-later:], replan.setup.split(step, replan.step)
-        old = metrics.step_times(scored, current, problem.objective.costs, split).sum(axis=1)
-        new = metrics.step_times(scored, target, problem.objective.costs, split).sum(axis=1)
-        least = min(settings.min_held_out_steps, later)
+        target = relabelled(problem, proposal)
+        moves, objective = count_moves(current, target), problem.objective
+        scored, split = problem.load[-held_out:], replan.setup.split(step, replan.step)
+        old = metrics.step_times(scored, current, objective.costs, split).sum(axis=1)
+        new = metrics.step_times(scored, target, objective.costs, split).sum(axis=1)
+        min_steps = min(settings.min_held_out_steps, held_out)
         decision = decide_after(
             AfterInputs(
                 mode=Mode.AUTO,
@@ -61,17 +62,15 @@ def behind_verdict(planner: Planner) -> Planner:
                 verdict=judge(
                     old,
                     new,
-                    copy_cost=problem.objective.cost_per_move
-                    * LIFETIME_STEPS
-                    * count_moves(current, target),
+                    copy_cost=objective.cost_per_move * LIFETIME_STEPS * moves,
                     lifetime_steps=LIFETIME_STEPS,
-                    rules=VerdictRules(min_steps=max(2, int(least))),
+                    rules=VerdictRules(min_steps=max(2, int(min_steps))),
                     seed=problem.seed,
                 ),
-                limits=problem.objective.limits,
-                allow_duplicates=problem.objective.allow_duplicates,
+                limits=objective.limits,
+                allow_duplicates=objective.allow_duplicates,
             ),
-            replace(settings, min_held_out_steps=least),
+            replace(settings, min_held_out_steps=min_steps),
         )
         return replace(proposal, placement=target) if decision.passed else None
 

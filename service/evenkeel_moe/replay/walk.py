@@ -1,7 +1,7 @@
-"""Walk-forward: plan on the past window, score on the steps that follow, move on, again.
+"""Walks a policy over a trace: plan on the past window, score on the steps that follow, repeat.
 
-A placement is never scored on a step it was planned on. Every plan meets what the one before left behind:
-policies see the placement in force, and copies are counted from it.
+A placement is never scored on a step it was planned on. Each plan starts from the placement that
+the previous one left: policies see it as the current placement, and copies are counted from it.
 """
 
 import time
@@ -20,15 +20,24 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Pr
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
 
-__all__ = ["LEAST_REPLANS", "Planner", "Replan", "Setup", "Walk", "replan_steps", "walk_forward"]
+__all__ = [
+    "MIN_REPLANS",
+    "Planner",
+    "Replan",
+    "Setup",
+    "Walk",
+    "relabelled",
+    "replan_steps",
+    "walk_forward",
+]
 
-LEAST_REPLANS = 4
-"""With fewer, the first plan (which starts from the initial placement) would be most of the result."""
+MIN_REPLANS = 4
+"""With fewer, the first plan (from the initial placement) would dominate the result."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Setup:
-    """A recorded load and the fleet it is replayed on."""
+    """A recorded load and the fleet on which it is replayed."""
 
     load: NDArray[np.float64]
     """(T, L, E) [tokens]."""
@@ -39,12 +48,12 @@ class Setup:
     horizon_steps: int
     """Steps a plan is scored on, and the distance between replans."""
     source: NDArray[np.float64] | None = None
-    """(T, R, L, E) [tokens] by source rank, where recorded for as many ranks."""
+    """(T, R, L, E) [tokens] by source rank; None if not recorded for this number of ranks."""
     objective: Objective = Objective()
     """`copy_cost` is not read: `copy_price` sets it at each replan."""
     copy_price: float = 0.0
-    """What one copy must save per step, as a share of the time a perfectly split layer takes. keel's own
-    price, which depends on the slots of a rank and the tokens they see, holds where it is higher."""
+    """The time one copy must save per step, as a share of the time of a perfectly split layer.
+    keel's own price, which depends on the slots of a rank and their tokens, is used if higher."""
     max_evaluations: int | None = None
     seed: int = 0
 
@@ -57,13 +66,14 @@ class Setup:
             raise ShapeMismatch(f"source must be {by_rank}, got {self.source.shape}")
         if self.window_steps < 1 or self.horizon_steps < 1:
             raise InvalidInput(
-                f"window and horizon must be at least 1 step, got {self.window_steps} and {self.horizon_steps}"
+                "window and horizon must be at least 1 step, "
+                f"got {self.window_steps} and {self.horizon_steps}"
             )
         if not 0 <= self.copy_price < float("inf"):
             raise InvalidInput(f"copy price is {self.copy_price}, must be finite and not negative")
 
     def problem(self, first: int, last: int, current: Placement | None) -> PlacementProblem:
-        """What a policy is asked for the steps first..last-1 of the trace."""
+        """Return the problem for a policy that plans on the steps first..last-1 of the trace."""
         load = self.load[first:last]
         copy_cost = 0.0
         if self.copy_price:
@@ -81,64 +91,65 @@ class Setup:
         )
 
     def split(self, first: int, last: int) -> SplitModel:
-        """How tokens of the steps first..last-1 split over replicas."""
+        """Return the model that splits the tokens of the steps first..last-1 over replicas."""
         source = None if self.source is None else self.source[first:last].sum(axis=0)
         return SplitModel(self.objective.dispatch, self.topology, source)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Replan:
-    """What a planner may look at: nothing from `step` on."""
+    """The input of a planner, which holds nothing from `step` on."""
 
     index: int
     """0 for the first plan."""
     step: int
-    """First step the plan will be scored on."""
+    """First step on which the plan will be scored."""
     problem: PlacementProblem
-    """The window before `step`, and the placement in force."""
+    """The window before `step`, and the current placement."""
     history: NDArray[np.float64]
-    """(step, L, E) [tokens] everything before `step`."""
+    """(step, L, E) [tokens] - all load before `step`."""
     setup: Setup
 
 
 Planner = Callable[[Replan], Proposal | None]
-"""A policy as the walk calls it; None keeps the placement in force."""
+"""A policy as the walk calls it; the answer None keeps the current placement."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Walk:
-    """One policy walked over a trace."""
+    """The course of one policy over a trace with n replans."""
 
     policy: str
     steps: NDArray[np.int64]
-    """(n,) first step each plan was scored on."""
+    """(n,) first step on which each plan was scored."""
     placements: tuple[Placement, ...]
-    """(n,) in force from each of those steps on, after relabelling."""
+    """(n,) placements from each of those steps on, after relabelling."""
     copies_raw: NDArray[np.int64]
-    """(n,) copies between ranks if the proposal had been taken with the ranks as it named them."""
+    """(n,) copies between ranks of the proposals as they are, without relabelling."""
     copies: NDArray[np.int64]
-    """(n,) copies between ranks after relabelling; the first starts from the initial placement."""
+    """(n,) copies between ranks after relabelling, the first from the initial placement."""
     plan_s: NDArray[np.float64]
-    """(n,) seconds of planning, relabelling not counted."""
+    """(n,) seconds of planning, without relabelling."""
     rank_load: NDArray[np.float64]
-    """(n * horizon, L, R) [tokens] on the steps scored."""
+    """(n * horizon, L, R) [tokens] on the scored steps."""
     times: NDArray[np.float64]
-    """(n * horizon, L) predicted time of each step and layer [s], or [tokens] without curves."""
+    """(n * horizon, L) predicted time of each step and layer [s], [tokens] without cost curves."""
     fluid: NDArray[np.float64]
     """(n * horizon, L) the same if tokens could be split freely."""
 
 
 def replan_steps(num_steps: int, window_steps: int, horizon_steps: int) -> NDArray[np.int64]:
-    """(n,) the steps at which plans take over; only whole horizons count.
+    """Return the (n,) steps at which new plans take effect; only whole horizons count.
 
     Raises:
-        InvalidInput: fewer than `LEAST_REPLANS` fit.
+        InvalidInput: fewer than `MIN_REPLANS` fit.
     """
     count = max(0, (num_steps - window_steps) // horizon_steps)
-    if count < LEAST_REPLANS:
+    if count < MIN_REPLANS:
         raise InvalidInput(
-            f"{num_steps} steps hold {count} replans: ({num_steps} - window {window_steps}) // horizon"
-            f" {horizon_steps} = {count}, at least {LEAST_REPLANS} are needed; record more steps or shorten them"
+            f"{num_steps} steps allow {count} replans: ({num_steps} - window {window_steps}) // "
+            f"horizon {horizon_steps} = {count}, at least {MIN_REPLANS} are needed; "
+            "record more steps, or shorten the window or the horizon"
         )
     return window_steps + horizon_steps * np.arange(count, dtype=np.int64)
 
@@ -154,15 +165,15 @@ def walk_forward(
     """Walk one policy over the trace, starting from the initial placement.
 
     Args:
-        name: what to call it.
-        planner: asked once per horizon.
+        name: name of the policy.
+        planner: called once per horizon.
         setup: trace and fleet.
         on_replan: called after each replan.
-        clock: seconds, for the time of planning.
+        clock: returns seconds; measures the time of planning.
 
     Raises:
-        InvalidInput: too few steps for `LEAST_REPLANS` replans.
-        EvenkeelError: the policy refused or broke an invariant; the message names it and the step.
+        InvalidInput: too few steps for `MIN_REPLANS` replans.
+        EvenkeelError: the policy failed or broke an invariant; the message names it and the step.
     """
     steps = replan_steps(len(setup.load), setup.window_steps, setup.horizon_steps)
     current = Placement.initial(setup.shape)
@@ -180,8 +191,7 @@ def walk_forward(
                 proposal.placement.check(
                     setup.shape, allow_duplicates=setup.objective.allow_duplicates
                 )
-                keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
-                target = relabel(problem, proposal.placement, keep_nodes=keep_nodes)
+                target = relabelled(problem, proposal)
                 copies[:, index] = (
                     count_moves(current, proposal.placement),
                     count_moves(current, target),
@@ -198,12 +208,19 @@ def walk_forward(
     )
 
 
+def relabelled(problem: PlacementProblem, proposal: Proposal) -> Placement:
+    """Return the proposed placement with its ranks renamed so that the fewest copies are needed."""
+    keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
+    return relabel(problem, proposal.placement, keep_nodes=keep_nodes)
+
+
 def _score(
     setup: Setup, placement: Placement, step: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """(rank load, times, fluid times) of the horizon that begins at `step`."""
+    """Return the rank load, times and fluid times of the horizon that begins at `step`."""
     last = step + setup.horizon_steps
     load = setup.load[step:last]
     rank_load = metrics.rank_load(load, placement, setup.split(step, last))
-    times = metrics.rank_seconds(rank_load, setup.objective.costs).max(axis=2)
-    return rank_load, times, metrics.fluid_times(load, setup.shape.num_ranks, setup.objective.costs)
+    costs = setup.objective.costs
+    times = metrics.rank_seconds(rank_load, costs).max(axis=2)
+    return rank_load, times, metrics.fluid_times(load, setup.shape.num_ranks, costs)

@@ -7,7 +7,7 @@ import pytest
 
 from evenkeel_moe.formats import PlacementFormat, parse_placement
 from tests.api.fakes import SHAPE
-from tests.test_cli import command, operations, run, url
+from tests.cli.test_commands import command, operations, run, url
 
 __all__ = ["command", "operations", "run", "url"]  # fixtures
 
@@ -66,7 +66,7 @@ def test_an_sglang_file_has_a_row_for_every_hidden_layer(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--format", "swift"], 2, "none of neutral, sglang"),
+        (["--format", "swift"], 2, "unknown placement format 'swift'; known: neutral, sglang"),
         (["--layer-ids", "1,x"], 2, "numbers separated by commas"),
         (["--layer-ids", "1,1"], 1, "must rise"),
         (

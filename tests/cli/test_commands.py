@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from evenkeel_moe.api import TokenSet, create_app
 from evenkeel_moe.cli import app, main
 from evenkeel_moe.cli.client import CliError, Exit, read_token
+from evenkeel_moe.cli.console import work_bars
 from evenkeel_moe.cli.options import parse_value
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import LedElsewhere
-from evenkeel_moe.replay.console import work_bars
 from tests.api.fakes import FakeView, make_operations, make_plan, make_rank, make_status
 
 OPERATE = "operate-token-0123456789"
@@ -98,7 +98,7 @@ def test_status_of_one_shows_its_ranks(run):
 def test_a_rank_that_takes_no_wave_is_named_with_its_reason(run, operations):
     ranks = (make_rank(0), make_rank(1, trouble="the worker has ended"))
     operations.views["demo"] = FakeView(make_status(ranks=ranks), {}, None)
-    assert "rank 1 takes no wave: the worker has ended" in run("status", "demo")[1]
+    assert "rank 1 does not take part in waves: the worker has ended" in run("status", "demo")[1]
     troubles = [rank["trouble"] for rank in json.loads(run("status", "demo", "--json")[1])["ranks"]]
     assert troubles == ["", "the worker has ended"]
 
@@ -327,7 +327,7 @@ def test_help_explains_every_option(command):
 
 def test_help_names_the_exit_codes():
     result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "160", "TERM": "dumb"})
-    assert "3 no controller there" in " ".join(result.output.split())
+    assert "3 no controller at the address" in " ".join(result.output.split())
 
 
 def test_help_is_quick_and_loads_no_heavy_library():
@@ -388,7 +388,7 @@ def write_config(tmp_path, **changes):
     ("text", "options", "says"),
     [
         (None, (), "cannot read"),
-        ("{", (), "no JSON"),
+        ("{", (), "is not JSON"),
         ('{"nonsense": 1}', (), "not a rank configuration"),
         ("", (), "--rank"),
         ("", ("--rank", "7"), "outside"),

@@ -7,7 +7,7 @@ from evenkeel_moe.cli.client import Exit
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
 from tests.api.fakes import SHAPE, FakeView, make_status
-from tests.test_cli import command, operations, run, url
+from tests.cli.test_commands import command, operations, run, url
 
 __all__ = ["command", "operations", "run", "url"]  # fixtures
 

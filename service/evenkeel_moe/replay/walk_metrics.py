@@ -1,4 +1,4 @@
-"""The figures of a walk, each defined once, here."""
+"""Defines the metrics of a walk: what the tables, the JSON output and the HTML report show."""
 
 from dataclasses import asdict, dataclass
 
@@ -7,12 +7,12 @@ import numpy as np
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.walk import Walk
 
-__all__ = ["Figures", "summarise"]
+__all__ = ["WalkMetrics", "measure_walk"]
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """What one policy did to one trace. All over the steps scored, which no plan had seen."""
+class WalkMetrics:
+    """The result of one policy on one trace, over the scored steps, which no plan had seen."""
 
     policy: str
     balancedness_mean: float
@@ -20,37 +20,42 @@ class Figures:
     balancedness_p5: float
     """5th percentile over steps and layers."""
     balancedness_worst: float
-    """The worst layer's mean over steps."""
+    """Mean over steps of the worst layer."""
     time_over_fluid: float
     """Predicted MoE time / time if tokens could be split freely, >= 1."""
     step_time_p50: float
-    """Median over steps of the predicted MoE time of a step, all layers, over the mean fluid time of a step."""
+    """Median over steps of the predicted MoE time of all layers / mean fluid time of a step."""
     step_time_p90: float
     step_time_p99: float
     replans: int
     copies_per_layer: float
-    """Copies between ranks per layer and replan after relabelling, the first plan left out."""
+    """Copies between ranks per layer and replan after relabelling, without the first plan."""
     copies_per_layer_raw: float
     """The same before relabelling."""
     first_copies_per_layer: float
     """Copies per layer of the first plan, from the initial placement, after relabelling."""
     bytes: int
-    """Bytes between ranks over all replans but the first, after relabelling."""
+    """Bytes between ranks over all replans except the first, after relabelling."""
     first_bytes: int
     plan_ms: float
     """Median milliseconds of one planning call."""
     plan_ms_max: float
 
     def as_dict(self) -> dict[str, float | int | str | None]:
-        """For JSON; a figure without a value is None."""
+        """Return the metrics for JSON; a metric without a value is None."""
         return {
             key: None if isinstance(value, float) and not np.isfinite(value) else value
             for key, value in asdict(self).items()
         }
 
 
-def summarise(walk: Walk, bytes_per_expert: int) -> Figures:
-    """The figures of one walk; bytes_per_expert: every tensor of one expert."""
+def measure_walk(walk: Walk, bytes_per_expert: int) -> WalkMetrics:
+    """Return the metrics of one walk.
+
+    Args:
+        walk: the walk.
+        bytes_per_expert: size of all tensors of one expert.
+    """
     balance = metrics.balancedness(walk.rank_load)
     known = balance[~np.isnan(balance)]
     fluid = float(walk.fluid.sum())
@@ -61,7 +66,7 @@ def summarise(walk: Walk, bytes_per_expert: int) -> Figures:
     )
     layers = walk.rank_load.shape[1]
     later = walk.copies[1:]
-    return Figures(
+    return WalkMetrics(
         policy=walk.policy,
         balancedness_mean=metrics.balancedness_mean(walk.rank_load),
         balancedness_p5=float(np.percentile(known, 5)) if known.size else float("nan"),

@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from evenkeel_moe.cli.replay import app
 from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.replay.cli import app
+from tests.replay.conftest import SHIPPED
 
 
 def _run(*args):
@@ -34,10 +36,10 @@ FLEET = ("--ranks", 2, "--slots", 10)
 SMALL = (*FLEET, "--window", 8, "--horizon", 8)
 
 
-def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises(shipped_trace):
-    assert shipped_trace.stat().st_size <= 1_000_000
+def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises():
+    assert SHIPPED.stat().st_size <= 1_000_000
     answer = json.loads(
-        _run("compare", "--trace", shipped_trace, "--slots", 72, "--policies", "eplb", "--json")
+        _run("compare", "--trace", SHIPPED, "--slots", 72, "--policies", "eplb", "--json")
     )
     by_policy = {result["policy"]: result for result in answer["results"]}
     assert list(by_policy) == ["initial", "once", "ewma", "eplb"]
@@ -115,6 +117,7 @@ def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path)
     _run("compare", "-t", small, *SMALL, "-p", "eplb", "--html", page)
     text = page.read_text("utf-8")
     assert not re.search(r"<script|<link|src=|url\(|@import|https?://", text)
+    assert text.count("<svg") == text.count('role="img"')
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     for drawing in drawings:
         ET.fromstring(drawing)
@@ -126,13 +129,25 @@ def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path)
         "Copies paid",
         "Rank load per layer, before and after",
         "Replicas per layer",
-        "What replicas buy and cost",
+        "What replicas gain and cost",
     ]
     assert len(drawings) == 10
     assert "prefers-color-scheme: dark" in text
-    # Every class a drawing uses is styled; an unstyled line would be invisible.
-    used = {css for name in re.findall(r'class="([^"]+)"', text) for css in name.split()}
-    assert {css for css in used if f".{css}" not in text} == {"tick"}
+    # Every colour variable that a drawing uses has a value; without one, a line would be invisible.
+    used = set(re.findall(r"var\(--(\w+)\)", text))
+    assert {name for name in used if f"--{name}:" not in text} == set()
+
+
+def test_without_matplotlib_only_the_page_is_refused(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "evenkeel_moe.replay.charts", raising=False)
+    args = ("compare", "-t", small, *SMALL, "-p", "eplb", "--json")
+    with pytest.raises(
+        InvalidInput, match=r"needs matplotlib: run `pip install 'evenkeel-moe\[plots\]'`$"
+    ):
+        _run(*args, "--html", tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+    assert json.loads(_run(*args))["replans"] == 4
 
 
 def test_verdict_adds_every_policy_behind_it(small, tmp_path):
@@ -141,7 +156,7 @@ def test_verdict_adds_every_policy_behind_it(small, tmp_path):
         _run("compare", "-t", small, *SMALL, "-p", "eplb", "--verdict", "--json", "--html", page)
     )
     assert [result["policy"] for result in answer["results"]][3:] == ["eplb", "eplb+verdict"]
-    assert "hue-0 gated" in page.read_text("utf-8")
+    assert "after: eplb+verdict" in page.read_text("utf-8")
 
 
 def test_other_fleets_can_be_described(small):
@@ -256,7 +271,7 @@ def test_inspect_describes_in_words_and_in_json(small):
         (
             ("compare", "--ranks", 2, "--slots", 18),
             ShapeMismatch,
-            "9 a rank, the model has 8 experts; at most 16",
+            "9 per rank, the model has 8 experts; at most 16",
         ),
         (
             ("compare", *SMALL, "--html", "/nowhere/at/all.html"),
@@ -276,7 +291,7 @@ def test_inspect_describes_in_words_and_in_json(small):
         (
             ("plan", "-o", "x", *FLEET, "-p", "keel+verdict"),
             InvalidInput,
-            r"keel\+verdict holds a plan against the placement in force: name it with --current",
+            r"keel\+verdict compares its plan with the current placement: give it with --current",
         ),
         (
             ("plan", "-o", "x", "-f", "vllm"),
@@ -303,7 +318,7 @@ def test_wrong_questions_are_refused_with_the_numbers(small, args, error, messag
 def test_a_placement_of_another_fleet_is_no_start(small, tmp_path):
     out = tmp_path / "placement"
     _run("plan", "-t", small, "--ranks", 2, "--slots", 12, "-p", "eplb", "-o", out)
-    with pytest.raises(ShapeMismatch, match=r"\(3, 12, 2, 8\), the fleet \(3, 10, 2, 8\)"):
+    with pytest.raises(ShapeMismatch, match=r"\(3, 12, 2, 8\), the fleet has \(3, 10, 2, 8\)"):
         _run(
             "plan",
             "-t",
@@ -367,8 +382,8 @@ def test_what_is_assumed_of_where_tokens_start_is_said(small, tmp_path):
     few = ("-t", str(small), "--ranks", "4", "--slots", "12")
     replay = ("compare", *few, "--window", "8", "--horizon", "8", "--no-baselines", "--json")
     note = (
-        "the trace has source counts of 2 ranks, not of 4: tokens are taken to start evenly on all ranks, which"
-        " matters to nearest dispatch and libra+verdict"
+        "the trace has source counts of 2 ranks, not of 4: tokens are assumed to start evenly on all"
+        " ranks, which affects nearest dispatch and libra+verdict"
     )
     args = [*replay, "-p", "libra+verdict", "--dispatch", "nearest", "--html", str(page)]
     result = CliRunner().invoke(app, args, catch_exceptions=False)
@@ -380,9 +395,8 @@ def test_what_is_assumed_of_where_tokens_start_is_said(small, tmp_path):
     assert json.loads(_run("compare", *here))["notes"] == []
     write_trace(small, Trace(read_trace(small).counts, (2, 3, 4)))
     said = json.loads(_run("plan", *few, "-p", "libra", "-o", tmp_path / "b", "--json"))["notes"]
-    assert said == [
-        "the trace has no source counts: tokens are taken to start evenly on all ranks, which matters to libra"
-    ]
+    none = "the trace has no source counts: tokens are assumed to start evenly on all ranks"
+    assert said == [f"{none}, which affects libra"]
 
 
 def test_craft_chooses_its_replicas_by_memory_gain_or_knee(small, tmp_path):
@@ -451,7 +465,7 @@ def test_help_waits_for_nothing_heavy():
     import subprocess
     import sys
 
-    code = "import sys, evenkeel_moe.replay.cli; print(sorted({'numpy', 'torch', 'scipy', 'numba'} & set(sys.modules)))"
+    code = "import sys, evenkeel_moe.cli.replay; print(sorted({'numpy', 'torch', 'scipy', 'numba'} & set(sys.modules)))"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

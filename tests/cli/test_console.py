@@ -1,6 +1,6 @@
 import pytest
 
-from evenkeel_moe.replay.console import work_bars
+from evenkeel_moe.cli.console import work_bars
 
 
 def test_interrupts_come_out_of_compiled_code_as_interrupts():

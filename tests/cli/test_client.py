@@ -9,7 +9,7 @@ import pytest
 
 from evenkeel_moe.cli import client
 from evenkeel_moe.cli.client import Exit
-from tests.test_cli import command, operations, run, url
+from tests.cli.test_commands import command, operations, run, url
 
 __all__ = ["command", "operations", "run", "url"]  # fixtures
 
@@ -69,8 +69,8 @@ def test_a_server_that_is_no_controller(run, status, body):
 def test_an_address_of_several_replicas_is_asked_until_the_leader_answers(
     run, monkeypatch, elsewhere
 ):
-    monkeypatch.setattr(client, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(client, "_ASK_FOR_S", 1.0)
+    monkeypatch.setattr(client, "_RETRY_PAUSE_S", 0.05)
+    monkeypatch.setattr(client, "_RETRY_FOR_S", 1.0)
     led = {
         "title": "Out of reach",
         "detail": "demo is led by b at b:1",

@@ -1,0 +1,95 @@
+"""Prints the results of commands: tables and JSON on stdout, progress bars on stderr."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+
+__all__ = [
+    "plain_console",
+    "print_json",
+    "print_parts",
+    "show",
+    "stdout_console",
+    "work_bars",
+]
+
+
+def plain_console(*, width: int | None = None, force_terminal: bool | None = None) -> Console:
+    """Return a console that prints text unchanged.
+
+    An error text of a rank, such as `[/lib/pair.cc:553]`, may look like markup.
+    """
+    return Console(width=width, force_terminal=force_terminal, markup=False, emoji=False)
+
+
+def stdout_console() -> Console:
+    """Return the console of stdout; in a pipe or a file, tables may be wider than a terminal."""
+    console = plain_console()
+    return console if console.is_terminal else plain_console(width=200)
+
+
+def print_json(answer: Any) -> None:
+    """Print a value as JSON; refuse NaN, which JSON does not have."""
+    typer.echo(json.dumps(answer, indent=2, allow_nan=False))
+
+
+def print_parts(*parts: RenderableType) -> None:
+    """Print texts and tables."""
+    console = stdout_console()
+    for part in parts:
+        console.print(part)
+
+
+def show(answer: Any, as_json: bool, table: RenderableType) -> None:
+    """Print an answer of the controller, either unchanged as JSON or as a table."""
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        print_parts(table)
+
+
+@contextmanager
+def work_bars() -> Iterator[tuple[Any, Any]]:
+    """Draw progress bars on stderr if it is a terminal; yield (on_work, on_replan) to update them.
+
+    Compiled code turns Ctrl-C into a SystemError whose cause is the KeyboardInterrupt; here the
+    KeyboardInterrupt is raised again.
+    """
+    # Imported here because other commands should not wait for it.
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    bars = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bars:
+        task = bars.add_task("", total=None)
+
+        def on_work(name: str, replans: int) -> None:
+            bars.reset(task, description=name, total=replans or None)
+
+        try:
+            yield on_work, lambda: bars.advance(task)
+        except SystemError as error:
+            cause: BaseException | None = error
+            while isinstance(cause, SystemError):
+                cause = cause.__cause__
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
+            raise

@@ -1,0 +1,320 @@
+"""`evenkeel replay`: compare policies on a recorded trace, plan a placement, describe a trace.
+
+Heavy imports wait until a command runs, because `--help` must not load numpy.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from evenkeel_moe.cli.console import print_json, print_parts, stdout_console, work_bars
+from evenkeel_moe.cli.options import JsonOption, with_option_groups
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.replay.options import (
+    FirstMoeLayerOption,
+    FleetOptions,
+    PlanningOptions,
+    TraceOption,
+)
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Try policies on recorded traffic, without a running fleet.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedOptions:
+    """The options that say which policies to compare, and on which steps."""
+
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            "--policies", "-p", help="Names, separated by commas.", show_default="all policies"
+        ),
+    ] = None
+    window: Annotated[
+        int, typer.Option("--window", help="Number of steps on which a policy plans.", min=1)
+    ] = 100
+    horizon: Annotated[
+        int,
+        typer.Option(
+            "--horizon", help="Steps on which a plan is scored before the next replan.", min=1
+        ),
+    ] = 50
+    verdict: Annotated[
+        bool,
+        typer.Option(
+            "--verdict",
+            help="Also compare every policy as POLICY+verdict: its plans are adopted only if"
+            " held-out steps show that they pay.",
+        ),
+    ] = False
+    baselines: Annotated[
+        bool,
+        typer.Option("--baselines/--no-baselines", help="Also compare initial, once and ewma."),
+    ] = True
+
+    def names(self) -> list[str]:
+        """Return the names of the policies, without the baselines."""
+        from evenkeel_moe.planning.policies.registry import POLICIES
+        from evenkeel_moe.replay.planners import VERDICT
+
+        names = list(POLICIES)
+        if self.policies is not None:
+            names = [name.strip() for name in self.policies.split(",") if name.strip()]
+        if self.verdict:
+            names += [f"{name}{VERDICT}" for name in names if not name.endswith(VERDICT)]
+        return names
+
+
+@app.command("compare")
+@with_option_groups
+def compare_command(
+    trace: TraceOption,
+    compared: ComparedOptions,
+    fleet: FleetOptions,
+    planning: PlanningOptions,
+    first_moe_layer: FirstMoeLayerOption = None,
+    save_plans: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-plans", help="Write every plan to this npz file, for scoring with other tools."
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a self-contained HTML page with charts to this file."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Walk policies over a trace: plan on the past window, score on the steps that follow, repeat.
+
+    Copies and bytes are those of all replans except the first, which starts from the initial
+    placement. The trace must be long enough for at least 4 replans.
+    """
+    from evenkeel_moe.formats.writing import write_file
+    from evenkeel_moe.replay.compare import compare, origin_notes
+    from evenkeel_moe.replay.compare import save_plans as write_plans
+    from evenkeel_moe.replay.from_options import replay_policies, replay_setup
+    from evenkeel_moe.replay.planners import choose_planners
+
+    _check_writable(save_plans, html)
+    if html is not None:
+        _check_matplotlib()
+    recorded = _read(trace, first_moe_layer)
+    setup = replay_setup(
+        recorded, fleet, planning, window_steps=compared.window, horizon_steps=compared.horizon
+    )
+    names = compared.names()
+    policies = replay_policies(names, planning)
+    planners = choose_planners(names, baselines=compared.baselines, policies=policies)
+    _print_notes(origin_notes(recorded, setup, planners))
+    with work_bars() as (on_work, on_replan):
+        comparison = compare(
+            recorded,
+            setup,
+            planners,
+            fleet.bytes_per_expert,
+            budget=html is not None,
+            on_work=on_work,
+            on_replan=on_replan,
+        )
+    # Printed before any file is written: a full disk must not lose the results.
+    _print_comparison(comparison, as_json)
+    if save_plans is not None:
+        write_plans(save_plans, comparison)
+    if html is not None:
+        from evenkeel_moe.replay.report import render_report
+
+        write_file(html, render_report(comparison))
+
+
+def _print_comparison(comparison: Any, as_json: bool) -> None:
+    from evenkeel_moe.replay.tables import comparison_table
+
+    if as_json:
+        print_json(comparison.as_dict())
+        return
+    facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
+    table = comparison_table(comparison.results, stdout_console().width)
+    print_parts(_headline(comparison.name, f": {facts}"), table)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """The options that describe the placement file to write."""
+
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
+    format_name: Annotated[
+        str, typer.Option("--format", "-f", help="neutral, sglang, trtllm or ascend.")
+    ] = "neutral"
+    num_hidden_layers: Annotated[
+        int | None,
+        typer.Option(
+            "--num-hidden-layers",
+            help="Number of rows of an sglang file.",
+            min=1,
+            show_default="up to the last MoE layer",
+        ),
+    ] = None
+
+
+@app.command("plan")
+@with_option_groups
+def plan_command(
+    trace: TraceOption,
+    output: OutputOptions,
+    fleet: FleetOptions,
+    planning: PlanningOptions,
+    policy: Annotated[str, typer.Option("--policy", "-p", help="Name of a policy.")] = "keel",
+    window: Annotated[
+        int | None,
+        typer.Option(
+            "--window",
+            help="Number of newest steps to plan on.",
+            min=1,
+            show_default="the whole trace",
+        ),
+    ] = None,
+    current: Annotated[
+        Path | None,
+        typer.Option(
+            "--current", help="File with the current placement, in any format, to keep copies few."
+        ),
+    ] = None,
+    first_moe_layer: FirstMoeLayerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan one placement on a trace and write it for an engine."""
+    from evenkeel_moe.formats import PlacementFile, PlacementFormat, write_placement
+    from evenkeel_moe.replay.compare import origin_notes
+    from evenkeel_moe.replay.from_options import replay_policies, replay_setup
+    from evenkeel_moe.replay.single import plan_once
+
+    _check_writable(output.out)
+    format_ = PlacementFormat.parse(output.format_name)
+    recorded = _read(trace, first_moe_layer)
+    steps = recorded.num_steps if window is None else window
+    if steps > recorded.num_steps:
+        raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
+    setup = replay_setup(recorded, fleet, planning, window_steps=steps, horizon_steps=1)
+    start = None if current is None else _read_current(current, fleet.ranks, recorded)
+    policies = replay_policies([policy], planning)
+    notes = origin_notes(recorded, setup, [policy])
+    _print_notes(notes)
+    with work_bars() as (on_work, _):
+        on_work(f"{policy}: planning", 0)
+        placement, numbers = plan_once(policy, setup, start, policies)
+    info = {"policy": policy, "trace": recorded.name, "planned_on_steps": steps, **numbers}
+    file = PlacementFile(placement, recorded.layer_ids, info)
+    write_placement(output.out, file, format_, num_hidden_layers=output.num_hidden_layers)
+    path = str(output.out)
+    if as_json:
+        all_notes = [*recorded.notes, *notes]
+        print_json({"file": path, "format": str(format_), **info, "notes": all_notes})
+        return
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    about = f" ({format_}): {policy} on {steps} steps of {recorded.name}; {shown}"
+    print_parts(_headline(path, about))
+
+
+@app.command("inspect")
+def inspect_command(
+    trace: TraceOption,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            help="Also show the balancedness on this many ranks, without replicas.",
+            min=1,
+        ),
+    ] = None,
+    window: Annotated[
+        int, typer.Option("--window", help="Number of steps per window for drift.", min=1)
+    ] = 100,
+    first_moe_layer: FirstMoeLayerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Describe a trace: skew, consistent and temporal experts, correlated pairs, drift."""
+    from evenkeel_moe.replay.describe import describe
+    from evenkeel_moe.replay.tables import description_tables
+
+    description = describe(_read(trace, first_moe_layer), num_ranks=ranks, window_steps=window)
+    if as_json:
+        print_json(description.as_dict())
+        return
+    high = sum(layer.skew_class == "high" for layer in description.layers)
+    top_k = f"top-{description.top_k}, " if description.top_k else ""
+    unit = "tokens" if description.top_k else "routed tokens"
+    about = (
+        f": {description.num_steps} steps, {description.num_layers} MoE layers,"
+        f" {description.num_experts} experts, {top_k}{description.tokens_per_step:.0f} {unit} per"
+        f" step; {high} layers of high skew"
+    )
+    print_parts(_headline(description.name, about), *description_tables(description))
+
+
+def _headline(name: str, about: str) -> Text:
+    """Return a line that begins with a name in bold."""
+    return Text.assemble((name, "bold"), about)
+
+
+def _read(path: Path, first_moe_layer: int | None) -> Any:
+    """Return the trace in a file or folder, after printing the notes of its reader."""
+    from evenkeel_moe.formats import read_trace
+
+    trace = read_trace(path, first_moe_layer=first_moe_layer)
+    _print_notes(trace.notes)
+    return trace
+
+
+def _read_current(path: Path, ranks: int, trace: Any) -> Any:
+    """Return the placement in a file, which must fit the trace."""
+    from evenkeel_moe.formats import read_placement
+
+    return read_placement(
+        path,
+        num_ranks=ranks,
+        num_logical_experts=trace.num_experts,
+        layer_ids=trace.layer_ids,
+    ).placement
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _check_matplotlib() -> None:
+    """Refuse --html at once, not after the work, where the library that draws is missing."""
+    try:
+        import evenkeel_moe.replay.charts  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise InvalidInput(
+            "--html needs matplotlib: run `pip install 'evenkeel-moe[plots]'`"
+        ) from error
+
+
+def _check_writable(*wanted: Path | None) -> None:
+    """Refuse files that cannot be written before the work, not after it."""
+    paths = [path for path in wanted if path is not None]
+    for path in paths:
+        try:
+            if not path.parent.is_dir():
+                raise InvalidInput(f"{path}: there is no folder {path.parent}")
+            if path.is_dir():
+                raise InvalidInput(f"{path} is a folder: name a file in it")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise InvalidInput(f"{path} cannot be written")
+        except OSError as error:
+            raise InvalidInput(f"{path} cannot be written: {error.strerror}") from error
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise InvalidInput(f"{paths[0]} is named for two files: one would replace the other")

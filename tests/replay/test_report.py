@@ -1,0 +1,45 @@
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.formats import Trace
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
+from evenkeel_moe.replay.compare import Comparison, compare
+from evenkeel_moe.replay.planners import choose_planners
+from evenkeel_moe.replay.report import render_report
+from evenkeel_moe.replay.walk import Setup
+
+
+def _compare(setup: Setup, *policies: str) -> Comparison:
+    trace = Trace(setup.load.astype(np.int64), (3, 4))
+    return compare(trace, setup, choose_planners(policies, baselines=False), 10)
+
+
+@pytest.mark.parametrize(
+    ("policies", "maps"),
+    [
+        (["eplb"], ["before: initial", "after: eplb"]),
+        (["once"], ["before: initial", "after: once"]),
+        (["ewma", "initial", "once"], ["before: initial", "after: ewma", "after: once"]),
+        (["initial"], ["before: initial"]),
+        (["once", "eplb"], ["before: initial", "after: eplb"]),
+    ],
+)
+def test_rank_loads_are_shown_before_and_after_for_any_choice_of_policies(setup, policies, maps):
+    speeds = CostCurves.linear(np.array([1.0, 2.0]))
+    setup = replace(setup, objective=Objective(costs=speeds, dispatch=DispatchModel.NEAREST))
+    page = render_report(_compare(setup, *policies))
+    titles = re.findall(r'aria-label="((?:before|after): [^"]*)"', page)
+    assert [title.split(", worst")[0] for title in titles] == maps
+    # The walk of the baseline `initial` scores the same loads.
+    initial = _compare(setup, "initial").walks[0]
+    load = initial.rank_load[-setup.horizon_steps :].sum(axis=0)
+    worst = (load / load.mean(axis=1, keepdims=True)).max()
+    assert titles[0] == f"before: initial, worst {worst:.2f}"
+
+
+def test_equal_comparisons_give_equal_pages(setup):
+    comparison = _compare(setup, "eplb")
+    assert render_report(comparison) == render_report(comparison)
