@@ -139,7 +139,10 @@ def test_a_plan_from_dry_run_to_its_end(run, operations):
     assert "cancelled" in run("plan", "cancel", "mine", *options)[1]
     code, out, err = run("plan", "approve", "mine", *options)
     assert (code, out) == (Exit.REFUSED, "")
-    assert err == "evenkeel: The state has moved on: plan mine is cancelled (wrong_phase)\n"
+    assert (
+        err
+        == "evenkeel: The request does not fit the current state: plan mine is cancelled (wrong_phase)\n"
+    )
 
 
 def test_words_of_a_rank_are_shown_as_they_came(run, operations):

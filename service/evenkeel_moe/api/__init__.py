@@ -1,4 +1,4 @@
-"""REST: a thin skin over `ports.Operations`."""
+"""The REST API over `ports.Operations`."""
 
 from evenkeel_moe.api.app import create_app
 from evenkeel_moe.api.auth import Role, Token, TokenSet

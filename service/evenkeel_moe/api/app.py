@@ -13,17 +13,17 @@ from evenkeel_moe.api.bodies import MAX_BODY_BYTES, BodyLimit
 from evenkeel_moe.api.idempotency import Idempotency
 from evenkeel_moe.api.problems import KINDS, add_problem_handlers
 from evenkeel_moe.api.schemas import ProblemOut
-from evenkeel_moe.api.trace import Trace
+from evenkeel_moe.api.trace import TraceMiddleware
 from evenkeel_moe.ports import Operations
 
 __all__ = ["create_app"]
 
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
-Success means that the change is stored; a failure other than 4xx may have happened all the same, so every
-call can be repeated: plans carry the client's id, targets are absolute. Every answer carries `Trace-Id`, the trace of the
-request's `traceparent` or one made up, as do the log lines it led to. Errors are RFC 9457 problems of
-these types:
+Success means that the change is stored. After a failure other than 4xx the change may still have been
+made. Every call can be repeated: plans have the client's id, and targets are absolute. Every response has
+a `Trace-Id`: the trace in the request's `traceparent`, or a new one. The log lines of the request have the
+same id. Errors are problem details (RFC 9457) of these types:
 
 """
 
@@ -31,12 +31,12 @@ these types:
 def create_app(
     operations: Operations, tokens: Tokens, *, max_body_bytes: int = MAX_BODY_BYTES
 ) -> FastAPI:
-    """The application over one controller.
+    """Return the application of one controller.
 
     Args:
-        operations: what the routes call; errors it raises become problems.
-        tokens: who may call; every path but `/healthz` and `/readyz` needs one of them.
-        max_body_bytes: larger requests are answered 413.
+        operations: called by the routes; errors it raises become problem details.
+        tokens: accepted tokens; every path but `/healthz` and `/readyz` needs one.
+        max_body_bytes: larger requests get 413.
     """
     listing = "\n".join(
         f"- `urn:evenkeel:problem:{name}` ({kind.status}): {kind.title}."
@@ -48,12 +48,12 @@ def create_app(
         description=_DESCRIPTION + listing,
         docs_url=None,
         redoc_url=None,
-        # The documents would otherwise offer two schemas for one type; clients generate from this file.
+        # Otherwise some types have two schemas, and so two classes in generated clients.
         separate_input_output_schemas=False,
     )
     app.state.operations = operations
     add_problem_handlers(app)
-    # The last added is the first to see a request.
+    # The last one added sees a request first.
     app.add_middleware(
         Idempotency, operations=lambda: app.state.operations, max_body_bytes=max_body_bytes
     )
@@ -61,21 +61,21 @@ def create_app(
     app.add_middleware(RoleGate)
     app.add_middleware(Audit, operations=lambda: app.state.operations)
     app.add_middleware(BearerAuth, tokens=tokens)
-    app.add_middleware(Trace)
+    app.add_middleware(TraceMiddleware)
     bearer = [
         Security(
-            HTTPBearer(auto_error=False, description="A token of the controller's token file.")
+            HTTPBearer(auto_error=False, description="A token from the controller's token file.")
         )
     ]
     refusals: dict[int | str, dict[str, Any]] = {
         code: {"model": ProblemOut, "description": title}
         for code, title in (
             (401, "No valid token"),
-            (403, "The token may not do this"),
+            (403, "The token's role does not allow this"),
             (404, "No such deployment, plan or epoch"),
-            (413, "The body is larger than the server takes"),
-            (422, "The input can never be right"),
-            (503, "Out of reach for now"),
+            (413, "The body is too large"),
+            (422, "The input is invalid"),
+            (503, "Temporarily unavailable"),
         )
     }
     for router in (deployments.router, insight.router, plans.router):
@@ -91,9 +91,9 @@ def create_app(
 
 
 def _with_problem_media_type(document: dict[str, Any]) -> dict[str, Any]:
-    """The same document, with problems under the media type they are sent with.
+    """Return the document with problem details under the media type they are sent with.
 
-    Mutates: `document`. The framework files every model under `application/json`.
+    FastAPI puts every model under `application/json`. Mutates: `document`.
     """
     for item in document["paths"].values():
         for operation in item.values():

@@ -1,4 +1,4 @@
-"""Every request for a change is written down before it is answered: who, what, and the outcome."""
+"""Records every request for a change, with its caller and its outcome, before it is answered."""
 
 import re
 from collections.abc import Callable
@@ -17,11 +17,11 @@ _MOST_PATH = 256
 
 
 class Audit:
-    """ASGI middleware behind `BearerAuth`, so that a known token's refused requests are written down too.
+    """ASGI middleware behind `BearerAuth`: refused requests of known tokens are recorded too.
 
     Args:
-        app: what is called.
-        operations: gives the controller that keeps the record.
+        app: next application.
+        operations: returns the controller that keeps the records.
     """
 
     def __init__(self, app: ASGIApp, operations: Callable[[], Operations]) -> None:
@@ -29,16 +29,16 @@ class Audit:
         self._operations = operations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through; note its outcome unless it only reads."""
+        """Pass the request on and record its outcome, unless it only reads."""
         token: Token | None = scope.get("state", {}).get("token")
         if token is None or needed_role(scope["method"]) is Role.READ:
             await self._app(scope, receive, send)
             return
-        noted = False
+        recorded = False
 
-        async def note(status: int) -> None:
-            nonlocal noted
-            noted = True
+        async def record(status: int) -> None:
+            nonlocal recorded
+            recorded = True
             path: str = scope["path"]
             named = _DEPLOYMENT.match(path)
             key = Headers(scope=scope).get("idempotency-key")
@@ -55,14 +55,14 @@ class Audit:
                 )
             )
 
-        async def send_noted(message: Message) -> None:
+        async def send_recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                await note(message["status"])
+                await record(message["status"])
             await send(message)
 
         try:
-            await self._app(scope, receive, send_noted)
+            await self._app(scope, receive, send_recorded)
         except Exception:
-            if not noted:
-                await note(500)
+            if not recorded:
+                await record(500)
             raise

@@ -1,4 +1,4 @@
-"""Bearer tokens and their roles: every path needs one except the two health probes, whether or not a route exists."""
+"""Bearer tokens and their roles. Every path needs a token, except the two health probes."""
 
 import hashlib
 import hmac
@@ -24,29 +24,29 @@ __all__ = [
 ]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-"""Compared whole: no prefix of another path is ever let through."""
+"""Compared with the whole path, never as a prefix."""
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Role(StrEnum):
-    """What a token may do; each role may all that the ones before it may."""
+    """The permissions of a token. Each role includes the roles before it."""
 
     READ = "read"
-    """Look at everything, change nothing."""
+    """Read everything, change nothing."""
     OPERATE = "operate"
-    """Plan, approve, cancel, roll back, freeze, set the policy."""
+    """Plan, approve, cancel, roll back, freeze and set the policy."""
     ADMIN = "admin"
-    """Delete and reset, and move the limits that bound every plan."""
+    """Delete and reset, and change the limits of every plan."""
 
     def covers(self, needed: "Role") -> bool:
-        """Whether it may do what `needed` may."""
+        """Return True if this role includes `needed`."""
         order = list(Role)
         return order.index(self) >= order.index(needed)
 
 
 def needed_role(method: str) -> Role:
-    """The least role for a method; what is no known reading or deleting is a change."""
+    """Return the lowest role for a method. A method not known to only read or delete is a change."""
     if method in _READING:
         return Role.READ
     return Role.ADMIN if method == "DELETE" else Role.OPERATE
@@ -54,34 +54,34 @@ def needed_role(method: str) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One accepted token. Only its hash is kept, so that no dump or repr shows the secret."""
+    """One accepted token. It has only the hash, so that no dump or repr shows the secret."""
 
     name: str
-    """Written into the story of what was done with it."""
+    """Recorded in the story of every plan it changes."""
     role: Role
     sha256: bytes
 
 
 class Tokens(Protocol):
-    """Who may call."""
+    """The accepted tokens."""
 
     def find(self, secret: str) -> Token | None:
-        """The token with this secret; None when there is none."""
+        """Return the token with this secret; None if there is none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """All accepted tokens; several at once, so that they can be rotated."""
+    """The accepted tokens of a token file. Several can be valid at once, so that they can be rotated."""
 
     tokens: tuple[Token, ...]
 
     @classmethod
     def parse(cls, text: str) -> "TokenSet":
-        """Read a token file: one token a line, blank lines and `#` comments skipped.
+        """Read a token file: one token a line; blank lines and `#` comments are skipped.
 
-        A line is `TOKEN`, `NAME TOKEN` or `NAME ROLE TOKEN` with role `read`, `operate` or `admin`; a token
-        without a name belongs to `operator`, one without a role may operate.
+        A line is `TOKEN`, `NAME TOKEN` or `NAME ROLE TOKEN`, with role `read`, `operate` or `admin`.
+        The default name is `operator`, the default role `operate`.
 
         Raises:
             InvalidInput: a line of another form, a token under 16 characters, or no token at all.
@@ -96,7 +96,7 @@ class TokenSet:
         return cls(tuple(tokens))
 
     def find(self, secret: str) -> Token | None:
-        """The token with this secret; takes the same time wherever it stands, or if it is none."""
+        """Return the token with this secret, in the same time whether or not there is one."""
         digest = hashlib.sha256(secret.encode()).digest()
         found: Token | None = None
         for token in self.tokens:
@@ -127,14 +127,14 @@ def _parse_line(number: int, words: list[str]) -> Token:
 
 
 class BearerAuth:
-    """ASGI middleware in front of routing: an unknown path answers 401 before it answers 404."""
+    """ASGI middleware before routing: without a token even an unknown path gives 401, not 404."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
         self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through with its token in `request.state`, or answer 401."""
+        """Pass the request on with its token in `request.state`, or answer 401."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
             await self._app(scope, receive, send)
             return
@@ -154,13 +154,13 @@ class BearerAuth:
 
 
 class RoleGate:
-    """ASGI middleware behind `BearerAuth`: 403 where the token's role is too low for the method."""
+    """ASGI middleware behind `BearerAuth`: answers 403 if the token's role is too low."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through or answer 403."""
+        """Pass the request on or answer 403."""
         token: Token | None = scope.get("state", {}).get("token")
         if token is not None and not token.role.covers(needed := needed_role(scope["method"])):
             refusal = problem_response(

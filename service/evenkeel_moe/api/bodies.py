@@ -1,4 +1,4 @@
-"""Bounds on what a request may carry."""
+"""Limits the size of request bodies."""
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -13,32 +13,32 @@ MAX_BODY_BYTES = 8 << 20
 
 
 class BodyLimit:
-    """ASGI middleware: a body over the limit is answered 413 before a route sees any of it."""
+    """ASGI middleware that answers 413 to a body over the limit, before a route sees any of it."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand the request on with its whole body, or answer 413."""
+        """Pass the request on with its whole body, or answer 413."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "").lstrip("0")
         body = None
-        # Longer is larger; an int of any length cannot be read.
+        # 20 digits and more are over any limit, and `int` refuses very long numbers.
         over = declared.isdecimal() and (len(declared) > 19 or int(declared) > self._max_bytes)
         if not over:
             try:
                 body = await read_body(receive, self._max_bytes)
             except ClientDisconnect:
-                return  # Half a request is none: its body might read as another one.
+                return  # A body that was cut off might be read as another, valid one.
         if body is None:
             refusal = problem_response(
                 "too-large",
-                f"a body may have {self._max_bytes} bytes",
+                f"a body may have at most {self._max_bytes} bytes",
                 scope["path"],
-                # What is left of the body is not read, so nothing else may follow it.
+                # The rest of the body is not read, so the connection cannot be used again.
                 headers={"Connection": "close"},
             )
             await refusal(scope, receive, send)
@@ -47,10 +47,10 @@ class BodyLimit:
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """The whole body; None when it is larger than `max_bytes`.
+    """Return the whole body; None if it is larger than `max_bytes`.
 
     Raises:
-        ClientDisconnect: the client hung up before all of it came.
+        ClientDisconnect: the client disconnected before the end of the body.
     """
     parts: list[bytes] = []
     size, more = 0, True
@@ -67,7 +67,7 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives this body first, then whatever comes after it."""
+    """Return a `receive` that gives this body first, then whatever `receive` gives."""
     given = False
 
     async def again() -> Message:

@@ -1,4 +1,4 @@
-"""What the routes share: the controller, the caller, pages and entity tags."""
+"""Shared parts of the routes: dependencies, path and query parameters, pages and entity tags."""
 
 import base64
 import binascii
@@ -15,6 +15,8 @@ from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.ports import Operations
 
 __all__ = [
+    "KEY_DESCRIPTION",
+    "PLAN_ID_PATTERN",
     "Caller",
     "CallerToken",
     "DeploymentPath",
@@ -48,6 +50,10 @@ def _caller(request: Request) -> str:
     return _caller_token(request).name
 
 
+KEY_DESCRIPTION = (
+    "A repeated call with the same key and body gets the same response; with another body it gets 422;"
+    " while the first call is in progress it gets 409."
+)
 OperationsOf = Annotated[Operations, Depends(_operations)]
 Caller = Annotated[str, Depends(_caller)]
 CallerToken = Annotated[Token, Depends(_caller_token)]
@@ -55,8 +61,7 @@ IdempotencyKey = Annotated[
     str | None,
     Header(
         pattern=PLAN_ID_PATTERN,
-        description="Repeating the call with the same key and body gives the same answer, with another body 422,"
-        " while the first is under way 409.",
+        description=KEY_DESCRIPTION,
     ),
 ]
 DeploymentPath = Annotated[
@@ -64,44 +69,44 @@ DeploymentPath = Annotated[
     Path(alias="deployment", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Deployment id."),
 ]
 PlanPath = Annotated[PlanId, Path(alias="plan_id", pattern=PLAN_ID_PATTERN, description="Plan id.")]
-PageSize = Annotated[int, Query(ge=1, le=1000, description="Most rows of one page.")]
+PageSize = Annotated[int, Query(ge=1, le=1000, description="Largest number of rows on a page.")]
 PageToken = Annotated[
     str | None,
     Query(
         max_length=512,
-        description="`next_page_token` of the page before; none starts at the first.",
+        description="`next_page_token` of the previous page; the first page needs none.",
     ),
 ]
 
 
 def read_page_token(token: str | None) -> str | None:
-    """The key a page token stands for.
+    """Return the key in a page token.
 
     Raises:
-        InvalidInput: not a token this API gave out.
+        InvalidInput: not a token of this API.
     """
     if token is None:
         return None
     try:
         return base64.urlsafe_b64decode(token.encode()).decode()
     except (binascii.Error, UnicodeError) as error:
-        raise InvalidInput("page_token is none that this API gave out") from error
+        raise InvalidInput("page_token is not one of this API") from error
 
 
 def page(
     rows: Sequence[T], key: Callable[[T], str], token: str | None, size: int
 ) -> tuple[list[T], str | None]:
-    """Rows after the one the token names, and the token of the next page.
+    """Return the rows after the one in the token, and the token of the next page.
 
     Raises:
-        InvalidInput: the row the token names is gone; start again at the first page.
+        InvalidInput: that row no longer exists; start again at the first page.
     """
     after = read_page_token(token)
     start = 0
     if after is not None:
         keys = [key(row) for row in rows]
         if after not in keys:
-            raise InvalidInput("the row page_token names is gone, start again without it")
+            raise InvalidInput("the row in page_token no longer exists, start again without it")
         start = keys.index(after) + 1
     chosen = list(rows[start : start + size])
     more = start + size < len(rows)
@@ -109,11 +114,11 @@ def page(
 
 
 def page_token_of(key: str) -> str:
-    """The token of the page after a row."""
+    """Return the token of the page after a row."""
     return base64.urlsafe_b64encode(key.encode()).decode()
 
 
 def entity_tag(document: Any) -> str:
-    """A strong ETag over a JSON document's content."""
+    """Return a strong ETag of a JSON document's content."""
     text = json.dumps(document, sort_keys=True, default=str)
     return f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'

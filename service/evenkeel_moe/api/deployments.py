@@ -1,4 +1,4 @@
-"""Routes of a deployment: state, placement, load, policy, freeze, decisions."""
+"""Routes of deployments: state, placement, load, policy, freeze, decisions."""
 
 import asyncio
 from contextlib import suppress
@@ -48,29 +48,31 @@ router = APIRouter(tags=["deployments"])
 _CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {
         "model": ProblemOut,
-        "description": "The state has moved on, or the Idempotency-Key is taken",
+        "description": "The request does not fit the current state, or its key is in use",
     }
 }
 _DECISIONS_SHOWN = 1000
-"""Newest rows that can be paged through."""
+"""Number of newest rows that the pages cover."""
 
 
-async def _told(operations: Operations) -> list[DeploymentStatus]:
-    """States of the deployments that have one: a name alone, without a shape, is none yet."""
-    told = []
+async def _known_states(operations: Operations) -> list[DeploymentStatus]:
+    """Return the deployments whose shape is known; before a rank registers there is only a name."""
+    known = []
     for view in await operations.deployments():
         with suppress(Unavailable):
-            told.append(view.status())
-    return told
+            known.append(view.status())
+    return known
 
 
 @router.get("/deployments")
 async def list_deployments(
     operations: OperationsOf, page_size: PageSize = 100, page_token: PageToken = None
 ) -> DeploymentPage:
-    """Every deployment whose ranks have said what they are, by name. Of those that another replica leads only who leads
-    is known here, the rest is null."""
-    found = [deployment_out(status) for status in await _told(operations)]
+    """List the deployments by name, once their ranks have registered.
+
+    A deployment that another replica leads has only its name and its leader, the rest is null.
+    """
+    found = [deployment_out(status) for status in await _known_states(operations)]
     found += [elsewhere_out(led) for led in await operations.led_elsewhere()]
     rows = sorted(found, key=lambda row: row.deployment)
     chosen, after = page(rows, lambda row: row.deployment, page_token, page_size)
@@ -79,7 +81,7 @@ async def list_deployments(
 
 @router.get("/deployments/{deployment}")
 async def get_deployment(operations: OperationsOf, deployment: DeploymentPath) -> DeploymentOut:
-    """One deployment: state and why, ranks, balance, the active plan, the last decision."""
+    """Return a deployment: state and reason, ranks, balance, active plan, last decision."""
     return deployment_out((await operations.deployment(deployment)).status())
 
 
@@ -87,30 +89,32 @@ async def get_deployment(operations: OperationsOf, deployment: DeploymentPath) -
 async def forget_deployment(
     operations: OperationsOf, caller: Caller, deployment: DeploymentPath
 ) -> None:
-    """Let go of a deployment whose ranks are gone: lease, memory, series, windows. Plans and epochs stay stored, and
-    ranks that come back are taken again. 409 while a rank is connected. Needs role admin."""
+    """Remove a deployment whose ranks are gone: lease, memory, series and windows. Needs role admin.
+
+    Plans and epochs stay stored, and ranks that come back are accepted. 409 while a rank is connected.
+    """
     await operations.forget(deployment, caller)
 
 
 @router.get("/deployments/{deployment}/placement")
 async def get_placement(operations: OperationsOf, deployment: DeploymentPath) -> PlacementOut:
-    """The committed placement; 503 before the ranks told it."""
+    """Return the committed placement; 503 before the ranks reported it."""
     view = await operations.deployment(deployment)
     placement = view.placement()
     if placement is None:
         raise Unavailable(
-            f"the ranks of {deployment} have not told their placement yet", Reason.RANKS_MISSING
+            f"the ranks of {deployment} have not reported their placement yet", Reason.RANKS_MISSING
         )
     return placement_out(placement, view.status().epoch)
 
 
 @router.get("/deployments/{deployment}/load")
 async def get_load(operations: OperationsOf, deployment: DeploymentPath) -> LoadOut:
-    """Load matrices of each phase's window: layers x experts, and layers x ranks under the committed placement."""
+    """Return the load of each phase: layers x experts, and layers x ranks under the committed placement."""
     view = await operations.deployment(deployment)
     placement = view.placement()
     windows = {phase: view.window(phase) for phase in Phase}
-    # Summing a window of a large model takes a good part of a second: off the loop that serves the ranks.
+    # Summing a large window takes most of a second, so not on the event loop, which serves the ranks.
     phases = {
         phase: await asyncio.to_thread(phase_load, window, placement)
         for phase, window in windows.items()
@@ -120,7 +124,7 @@ async def get_load(operations: OperationsOf, deployment: DeploymentPath) -> Load
 
 @router.get(
     "/deployments/{deployment}/recommendation",
-    responses={409: {"model": ProblemOut, "description": "Weights are moving"}},
+    responses={409: {"model": ProblemOut, "description": "A plan is running"}},
 )
 async def get_recommendation(
     operations: OperationsOf,
@@ -131,12 +135,15 @@ async def get_recommendation(
             ge=0,
             le=86400,
             allow_inf_nan=False,
-            description="An answer this old will do, 0 asks for a new one; none allows one cycle.",
+            description="Largest age of the result; 0 asks for a new one. Default: one cycle.",
         ),
     ] = None,
 ) -> RecommendationOut:
-    """What would pay now: a plan, other policies, more or fewer replicas. Planned on the older steps of the window and
-    scored on the newer ones; nothing is moved, started or stored."""
+    """Compare the gain of a plan, of other policies, and of more or fewer replicas.
+
+    They are planned on the older steps of the window and scored on the newer ones. Nothing is moved,
+    started or stored.
+    """
     return recommendation_out(await operations.recommendation(deployment, max_age_s))
 
 
@@ -144,7 +151,7 @@ async def get_recommendation(
 async def get_policy(
     operations: OperationsOf, deployment: DeploymentPath, response: Response
 ) -> dict[str, Any]:
-    """The policy document, with an ETag for `If-Match`."""
+    """Return the policy document, with an ETag for `If-Match`."""
     document: dict[str, Any] = plain(await operations.policy(deployment))
     response.headers["ETag"] = entity_tag(document)
     return document
@@ -162,13 +169,15 @@ async def set_policy(
     operations: OperationsOf,
     token: CallerToken,
     deployment: DeploymentPath,
-    changes: Annotated[dict[str, Any], Body(description="Fields to change; the others stay.")],
+    changes: Annotated[
+        dict[str, Any], Body(description="Fields to change; the others stay as they are.")
+    ],
     response: Response,
     if_match: Annotated[
-        str | None, Header(description="ETag the change rests on, several, or `*`.")
+        str | None, Header(description="One or several ETags that the document may have, or `*`.")
     ] = None,
 ) -> Any:
-    """Change mode, policy, gates, schedule or limits; answers with the whole document. `limits` needs role admin."""
+    """Change mode, policy, gates, schedule or limits. Returns the document. `limits` needs role admin."""
     if "limits" in changes and not token.role.covers(Role.ADMIN):
         return problem_response(
             "forbidden",
@@ -176,7 +185,7 @@ async def set_policy(
             f"/v1/deployments/{deployment}/policy",
         )
     tags = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
-    # `*` asks only that there be a document, and there always is (RFC 9110, section 13.1.1).
+    # `*` requires that the document exists, which it always does (RFC 9110, section 13.1.1).
     base = None if tags is None or tags == {"*"} else await operations.policy(deployment)
     try:
         if base is not None and tags is not None and entity_tag(plain(base)) not in tags:
@@ -201,7 +210,7 @@ async def freeze(
     body: FreezeIn,
     idempotency_key: IdempotencyKey = None,
 ) -> None:
-    """No new plan for so many seconds; it ends by itself, 0 ends it now. A running plan goes on."""
+    """Start no new plan for some seconds; 0 ends the freeze. A running plan continues."""
     await operations.freeze(deployment, body.seconds, caller)
 
 
@@ -212,7 +221,7 @@ async def resume(
     deployment: DeploymentPath,
     idempotency_key: IdempotencyKey = None,
 ) -> None:
-    """Let automatic plans run again after a rollback."""
+    """Allow automatic plans again after a rollback."""
     await operations.resume(deployment, caller)
 
 
@@ -223,7 +232,7 @@ async def list_decisions(
     page_size: PageSize = 100,
     page_token: PageToken = None,
 ) -> DecisionPage:
-    """What each cycle decided and why, newest first, also when it did nothing."""
+    """List the decision of every cycle and its reason, newest first, also decisions to do nothing."""
     rows = [plain(row) for row in await operations.decisions(deployment, _DECISIONS_SHOWN)]
     chosen, after = page(rows, lambda row: f"{row['at']!r} {row['reason']}", page_token, page_size)
     return DecisionPage(items=chosen, next_page_token=after)

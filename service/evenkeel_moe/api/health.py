@@ -1,4 +1,4 @@
-"""Probes: alive, and ready. Neither needs a token."""
+"""Probes for liveness and readiness, without a token."""
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -10,19 +10,21 @@ __all__ = ["router"]
 router = APIRouter(tags=["health"])
 
 SURVIVABLE = frozenset({"store", "planner"})
-"""Without these the controller still takes reports, answers reads and ends what it began, so it stays ready, degraded:
-taking it out of rotation would only cut the ranks off as well."""
+"""Components whose failure leaves the controller ready but degraded.
+
+It still takes reports, answers reads and finishes running plans. Taking it out of rotation would only
+disconnect the ranks as well."""
 
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """The process runs its event loop. Touches nothing else: a dead store must not restart the pod."""
+    """Liveness: the event loop runs. It checks nothing else: a lost store must not restart the pod."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses={503: {"description": "A component is not ready"}})
 async def readyz(operations: OperationsOf) -> JSONResponse:
-    """Whether reports and requests are served; a standby is ready, a lost store or planner is `degraded`."""
+    """Readiness: reports and requests are served. A standby is ready; without store or planner `degraded`."""
     components = dict(await operations.healthy())
     broken = {name for name, state in components.items() if state != "ok"}
     status = "ok" if not broken else "degraded" if broken <= SURVIVABLE else "unready"

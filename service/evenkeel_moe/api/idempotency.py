@@ -1,10 +1,11 @@
-"""`Idempotency-Key`: a POST that is repeated with its key gets the answer it got before.
+"""`Idempotency-Key`: a repeated POST with the same key gets the first response again.
 
-Source: draft-ietf-httpapi-idempotency-key-header-07. A plan_id chosen by the client is another thing: another body under
-a used one is 409, whatever the key.
+Source: draft-ietf-httpapi-idempotency-key-header-07. A plan_id chosen by the client is independent of it:
+a used plan_id with another body is 409, whatever the key.
 
-Whole answers are in this replica's memory for a day, within bounds. The store has the newest of each deployment without
-their bodies: after a restart, and on the replica that took over, the answer is the plan as it stands then.
+This replica keeps whole responses in memory for a day, within bounds. The store has the newest responses
+of each deployment without their bodies: after a restart, and on the replica that takes over, the response
+is the plan in its state of that time.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ __all__ = ["Idempotency"]
 _TTL_S = 86_400.0
 _MOST_KEYS = 4096
 _MOST_BYTES = 64 << 20
-"""Of answers; a plan of a large model is about one MB."""
+"""Of all responses; a plan of a large model is about 1 MB."""
 _DEPLOYMENT = re.compile(r"^/v1/deployments/([a-z0-9][a-z0-9._-]{0,62})/")
 
 _Name = tuple[str, str, str]
@@ -40,20 +41,20 @@ _Name = tuple[str, str, str]
 @dataclass(frozen=True, slots=True)
 class _Answer:
     digest: bytes
-    """Of the body the key was used with."""
+    """Digest of the body that the key was used with."""
     expires_at: float
     messages: tuple[Message, ...]
     size: int
 
 
 class Idempotency:
-    """ASGI middleware behind authentication; keys of different tokens and paths are different keys.
+    """ASGI middleware behind authentication. The same key of another token or path is another key.
 
     Args:
-        app: what is called.
-        operations: gives the controller that stores answers.
-        max_body_bytes: bound of a body, held by `BodyLimit` before.
-        most_keys, most_bytes: the oldest answers in memory give way beyond these.
+        app: next application.
+        operations: returns the controller that stores responses.
+        max_body_bytes: largest body, enforced by `BodyLimit` before.
+        most_keys, most_bytes: bounds of the responses in memory; the oldest are dropped.
     """
 
     def __init__(
@@ -70,22 +71,21 @@ class Idempotency:
         self._max_body_bytes = max_body_bytes
         self._most_keys = most_keys
         self._most_bytes = most_bytes
-        self._under_way: dict[_Name, bytes] = {}
-        """Digests of bodies whose first answer is not out yet."""
+        self._in_progress: dict[_Name, bytes] = {}
+        """Digests of the bodies of first requests that are still in progress."""
         self._answers: OrderedDict[_Name, _Answer] = OrderedDict()
         """Oldest first."""
         self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer from memory or store, or let the request through and remember a 2xx answer."""
+        """Answer from memory or store, or pass the request on and keep a 2xx response."""
         key = Headers(scope=scope).get("idempotency-key") if scope["type"] == "http" else None
         if key is None or scope["method"] != "POST" or not re.match(PLAN_ID_PATTERN, key):
-            await self._app(
-                scope, receive, send
-            )  # A key of another form is for the route to refuse.
+            # The route refuses keys of another form.
+            await self._app(scope, receive, send)
             return
         body = await read_body(receive, self._max_body_bytes)
-        assert body is not None, "BodyLimit stands before this"
+        assert body is not None, "BodyLimit comes before this"
         digest = hashlib.sha256(body).digest()
         name = (scope["state"]["token"].name, scope["path"], key)
         self._drop(asyncio.get_running_loop().time())
@@ -93,24 +93,24 @@ class Idempotency:
         if known is not None and known.digest == digest:
             for message in known.messages:
                 await send(_marked(message))
-        elif known is not None or self._under_way.get(name, digest) != digest:
+        elif known is not None or self._in_progress.get(name, digest) != digest:
             await _refuse_other_body(scope, receive, send)
-        elif name in self._under_way:
-            detail = f"the first request with Idempotency-Key {key} is still under way"
+        elif name in self._in_progress:
+            detail = f"the first request with Idempotency-Key {key} is still in progress"
             headers = {"Retry-After": "1"}
             refusal = problem_response("conflict", detail, scope["path"], Reason.BUSY, headers)
             await refusal(scope, receive, send)
         else:
-            self._under_way[name] = digest
+            self._in_progress[name] = digest
             try:
                 await self._answer(name, digest, scope, replay(body, receive), send)
             finally:
-                del self._under_way[name]
+                del self._in_progress[name]
 
     async def _answer(
         self, name: _Name, digest: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Not in memory: from the store, else anew."""
+        """Answer a request whose response is not in memory: from the store, or from the application."""
         found = _DEPLOYMENT.match(scope["path"])
         deployment = None if found is None else DeploymentId(found[1])
         try:
@@ -127,13 +127,13 @@ class Idempotency:
             await refusal(scope, receive, send)
             return
         if kept is None:
-            await self._answer_anew(name, digest, deployment, scope, receive, send)
+            await self._answer_from_app(name, digest, deployment, scope, receive, send)
         elif kept.digest != digest.hex():
             await _refuse_other_body(scope, receive, send)
         else:
             await self._answer_as_kept(kept, scope, send)
 
-    async def _answer_anew(
+    async def _answer_from_app(
         self,
         name: _Name,
         digest: bytes,
@@ -147,8 +147,8 @@ class Idempotency:
         async def keep(message: Message) -> None:
             messages.append(dict(message))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                # Before the client can repeat the call. An error is not kept: it changed nothing, or it is a 503 of something
-                # that may be carried out yet, and then the id of the plan makes that a repetition finds it.
+                # Before the client can repeat the call. Errors are not kept: they changed nothing, or a
+                # 503 may still be carried out, and then a repetition finds the plan by its id.
                 status = messages[0]["status"]
                 if 200 <= status < 300:
                     self._remember(name, digest, tuple(messages))
@@ -161,7 +161,7 @@ class Idempotency:
         await self._app(scope, receive, keep)
 
     async def _answer_as_kept(self, kept: KeptAnswer, scope: Scope, send: Send) -> None:
-        """The status and place of the first answer; its body is the plan as a GET shows it now."""
+        """Answer with status and Location of the first response; the body is the plan as a GET shows it."""
         location = kept.location
         if location is None:
             await send(
@@ -193,7 +193,7 @@ class Idempotency:
         self._drop(now)
 
     def _drop(self, now: float) -> None:
-        """Drop answers that are too old, and the oldest of too many."""
+        """Drop responses that are too old, and the oldest beyond the bounds."""
         while self._answers and (
             len(self._answers) > self._most_keys
             or self._held > self._most_bytes
@@ -204,7 +204,7 @@ class Idempotency:
 
 
 def _marked(message: Message) -> MutableMapping[str, Any]:
-    """The same message, told apart from a first answer."""
+    """Return the message with a header that marks a repeated response."""
     if message["type"] != "http.response.start":
         return message
     return {**message, "headers": [*message.get("headers", []), (b"idempotent-replayed", b"true")]}
@@ -223,5 +223,5 @@ async def _no_body() -> Message:
 
 
 def _hash(name: _Name) -> str:
-    """One word for a name; none of its parts can hold a zero byte."""
+    """Return one hash for a name. No part of it can contain a zero byte."""
     return hashlib.sha256("\0".join(name).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Routes that look closer: heat maps of load, quarantine, audit."""
+"""Routes for analysis: heat maps of load, quarantine, audit, log level."""
 
 import asyncio
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ __all__ = ["MOST_CELLS", "heat_map", "router"]
 router = APIRouter(tags=["insight"])
 
 MOST_CELLS = 65_536
-"""Of both matrices together: whole layers as many as fit, one at least. 61 layers of 256 experts on 320 ranks fit."""
+"""Largest number of cells of both matrices together: 61 layers of 256 experts on 320 ranks fit."""
 _AUDIT_SHOWN = 1024
-"""Newest rows that can be paged through."""
+"""Number of newest rows that the pages cover."""
 
 
 @router.get("/deployments/{deployment}/heatmap")
@@ -39,14 +39,14 @@ async def get_heatmap(
     operations: OperationsOf,
     deployment: DeploymentPath,
     phase: Annotated[
-        Phase | None, Query(description="None joins the windows of all phases.")
+        Phase | None, Query(description="Default: the windows of all phases together.")
     ] = None,
     first_layer: Annotated[int, Query(ge=0, le=2**31, description="Layer of the first row.")] = 0,
 ) -> HeatMapOut:
-    """Load of the window as shares of each layer's mean: layers x experts, and layers x ranks."""
+    """Return the load as a multiple of each layer's mean: layers x experts, and layers x ranks."""
     view = await operations.deployment(deployment)
     windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
-    # Summing a window of a large model takes a good part of a second: off the loop that serves the ranks.
+    # Summing a large window takes most of a second, so not on the event loop, which serves the ranks.
     rows = await asyncio.to_thread(
         heat_map,
         [window for window in windows if window is not None],
@@ -68,13 +68,13 @@ def heat_map(
     first_layer: int,
     most_cells: int = MOST_CELLS,
 ) -> dict[str, Any]:
-    """Fields of a `HeatMapOut` from the windows of one or all phases; unknown is None.
+    """Return fields of a `HeatMapOut` for the windows of one or all phases; None is unknown.
 
     Args:
-        windows: of (T, L, E) counts each; those without a step are ignored.
-        placement: the committed one; None leaves `ranks` unknown.
-        first_layer: layer of the first row; beyond the last there are no rows.
-        most_cells: of both matrices together.
+        windows: each with (T, L, E) counts; windows without steps are ignored.
+        placement: the committed placement; None leaves `ranks` unknown.
+        first_layer: layer of the first row; after the last layer there are no rows.
+        most_cells: bound of both matrices together: as many whole layers as fit, at least one.
     """
     known = [window for window in windows if len(window)]
     steps = sum(len(window) for window in known)
@@ -98,7 +98,7 @@ def heat_map(
     found["next_layer"] = end if end < num_layers else None
     found["tokens_per_layer"] = load[rows].sum(axis=1).tolist()
     found["experts"] = _shares(load[rows])
-    # A window of a shape that the placement no longer has says nothing about ranks.
+    # A window of another shape than the placement gives no load by rank.
     if placement is not None and load.shape == (
         placement.num_layers,
         placement.num_logical_experts,
@@ -108,7 +108,7 @@ def heat_map(
 
 
 def _shares(load: NDArray[np.float64]) -> Cells:
-    """Each cell over its row's mean; None in rows without load."""
+    """Return each cell divided by its row's mean; None in rows without load."""
     means = load.mean(axis=1)
     return [
         (row / mean).tolist() if mean > 0 else [None] * len(row)
@@ -118,7 +118,7 @@ def _shares(load: NDArray[np.float64]) -> Cells:
 
 @router.get("/deployments/{deployment}/quarantine")
 async def get_quarantine(operations: OperationsOf, deployment: DeploymentPath) -> QuarantineOut:
-    """Reports that were not used: how many rank steps for which reason, and the newest few in words."""
+    """Return the rejected parts of reports: their number by reason, and the newest few in words."""
     items = [
         QuarantineRowOut(
             reason=row.reason,
@@ -134,7 +134,7 @@ async def get_quarantine(operations: OperationsOf, deployment: DeploymentPath) -
 async def clear_quarantine(
     operations: OperationsOf, caller: Caller, deployment: DeploymentPath
 ) -> None:
-    """Count from zero and drop the samples; metrics go on counting. Needs role admin."""
+    """Reset the counts and drop the samples; metrics are not reset. Needs role admin."""
     await operations.clear_quarantine(deployment, caller)
 
 
@@ -145,7 +145,7 @@ async def list_audit(
     page_size: PageSize = 100,
     page_token: PageToken = None,
 ) -> AuditPage:
-    """Who asked for which change of this deployment and what was answered, newest first."""
+    """List the requests for changes of this deployment, newest first, with caller and outcome."""
     return await _audit_page(operations, deployment, page_size, page_token)
 
 
@@ -153,7 +153,7 @@ async def list_audit(
 async def list_replica_audit(
     operations: OperationsOf, page_size: PageSize = 100, page_token: PageToken = None
 ) -> AuditPage:
-    """The same of all deployments, as this replica remembers since it started."""
+    """List the requests for changes of all deployments that this replica received since it started."""
     return await _audit_page(operations, None, page_size, page_token)
 
 
@@ -167,7 +167,7 @@ async def _audit_page(
 
 @router.get("/log-level")
 async def get_log_level(operations: OperationsOf) -> LogLevelBody:
-    """How much the replica that answers says in its log."""
+    """Return the log level of the replica that answers."""
     return LogLevelBody.model_validate({"level": operations.log_level()})
 
 
@@ -175,6 +175,6 @@ async def get_log_level(operations: OperationsOf) -> LogLevelBody:
 async def set_log_level(
     operations: OperationsOf, caller: Caller, body: LogLevelBody
 ) -> LogLevelBody:
-    """Change it on the replica that answers, until its next start."""
+    """Set the log level of the replica that answers, until its next start."""
     operations.set_log_level(body.level, caller)
     return LogLevelBody.model_validate({"level": operations.log_level()})

@@ -1,4 +1,4 @@
-"""Routes of plans: make, look, approve, cancel, roll back."""
+"""Routes of plans: create, read, approve, cancel, roll back."""
 
 import hashlib
 from typing import Annotated, Any
@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Response
 
 from evenkeel_moe.api.context import (
+    KEY_DESCRIPTION,
     PLAN_ID_PATTERN,
     Caller,
     DeploymentPath,
@@ -28,7 +29,7 @@ __all__ = ["router"]
 router = APIRouter(tags=["plans"])
 
 _CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {"model": ProblemOut, "description": "The state has moved on"}
+    409: {"model": ProblemOut, "description": "The request does not fit the current state"}
 }
 
 
@@ -41,7 +42,10 @@ def _accepted(record: PlanRecord, response: Response) -> PlanOut:
 @router.post(
     "/deployments/{deployment}/plans",
     status_code=202,
-    responses={201: {"model": PlanOut, "description": "Proposed: approve starts it"}, **_CONFLICT},
+    responses={
+        201: {"model": PlanOut, "description": "Proposed: it starts when approved"},
+        **_CONFLICT,
+    },
 )
 async def create_plan(
     operations: OperationsOf,
@@ -53,14 +57,13 @@ async def create_plan(
         str | None,
         Header(
             pattern=PLAN_ID_PATTERN,
-            description="Repeating the call with the same key and body gives the same answer, with another body 422,"
-            " while the first is under way 409. It is the plan_id where the body has none.",
+            description=f"{KEY_DESCRIPTION} Without a plan_id in the body, the key is the plan_id.",
         ),
     ] = None,
 ) -> PlanOut:
-    """Plan by hand; 202 when it runs, 201 when it waits for approval. Location is the plan.
+    """Create a manual plan: 202 if it runs, 201 if it waits for approval. Location is the plan.
 
-    The same plan_id with the same body gives the same plan again, with another body 409 `id_reused`.
+    The same plan_id with the same body gives the same plan; with another body it gives 409 `id_reused`.
     """
     status = (await operations.deployment(deployment)).status()
     request = plan_request(body, body.plan_id or idempotency_key, status, caller)
@@ -77,7 +80,7 @@ async def list_plans(
     page_size: PageSize = 100,
     page_token: PageToken = None,
 ) -> PlanPage:
-    """Plans, newest first, without their maps."""
+    """List plans, newest first, without their maps."""
     after = read_page_token(page_token)
     records, more = await operations.plans(
         deployment, page_size, None if after is None else PlanId(after)
@@ -90,7 +93,7 @@ async def list_plans(
 async def get_plan(
     operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath
 ) -> PlanOut:
-    """One plan with its target, waves and story."""
+    """Return a plan with its target, waves and story."""
     return plan_out(await operations.plan(deployment, plan_id))
 
 
@@ -98,7 +101,7 @@ async def get_plan(
 async def get_story(
     operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath
 ) -> StoryOut:
-    """What happened to one plan and why, in order."""
+    """Return the events of a plan and their reasons, in order."""
     record = await operations.plan(deployment, plan_id)
     return StoryOut(
         plan_id=plan_id,
@@ -119,7 +122,7 @@ async def approve_plan(
     response: Response,
     idempotency_key: IdempotencyKey = None,
 ) -> PlanOut:
-    """Start a proposed plan; 409 `stale_base` when the placement has changed since it was made."""
+    """Start a proposed plan; 409 `stale_base` if the placement has changed since it was made."""
     return _accepted(await operations.approve(deployment, plan_id, caller), response)
 
 
@@ -134,7 +137,7 @@ async def cancel_plan(
     response: Response,
     idempotency_key: IdempotencyKey = None,
 ) -> PlanOut:
-    """Stop a plan; a wave whose votes are in still commits, the later ones never start."""
+    """Stop a plan. A wave that all ranks have voted for still commits; later waves do not start."""
     return _accepted(await operations.cancel(deployment, plan_id, caller), response)
 
 
@@ -149,15 +152,15 @@ async def rollback(
         str | None,
         Header(
             pattern=PLAN_ID_PATTERN,
-            description="Repeating the call with the same key and body gives the same answer, with another body 422,"
-            " while the first is under way 409. The plan_id is made of it and the token's name where the body has none.",
+            description=f"{KEY_DESCRIPTION} Without a plan_id in the body, the plan_id is derived"
+            " from the key and the name of the token.",
         ),
     ] = None,
 ) -> PlanOut:
-    """Return to an earlier epoch's placement and hold automatic plans until `resume`.
+    """Return to the placement of an earlier epoch and hold automatic plans until `resume`.
 
-    The same plan_id with the same epoch gives the same plan again, with another epoch 409 `id_reused`. Without plan_id and
-    key every call is another rollback: one that is repeated undoes the first.
+    The same plan_id with the same epoch gives the same plan; with another epoch it gives 409 `id_reused`.
+    Without plan_id and key every call is a new rollback: a repeated call undoes the first.
     """
     from_body = body if body is not None else RollbackIn()
     epoch = None if from_body.to_epoch is None else Epoch(from_body.to_epoch)
@@ -169,5 +172,5 @@ async def rollback(
 
 
 def _rollback_id(caller: str, key: str) -> str:
-    """One id for one caller's key: neither another caller's rollback has it, nor a plan of the key's own name."""
+    """Return an id that no rollback of another caller has, and no plan whose id is the key itself."""
     return f"rollback-{hashlib.sha256(f'{caller} {key}'.encode()).hexdigest()[:24]}"

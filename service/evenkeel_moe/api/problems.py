@@ -1,7 +1,7 @@
-"""RFC 9457 problem details: the one table from what went wrong to what the client is told.
+"""Problem details (RFC 9457) for every error.
 
-Each body has `type`, `title`, `status`, `detail`, `instance` and, from the closed list, `reason`. Types
-are `urn:evenkeel:problem:KIND` with KIND a key of `KINDS`.
+Each body has `type`, `title`, `status`, `detail`, `instance` and mostly `reason`, one of the closed list.
+Types are `urn:evenkeel:problem:KIND`, where KIND is a key of `KINDS`.
 """
 
 import json
@@ -35,34 +35,34 @@ _RETRY_AFTER_S = "5"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One sort of problem."""
+    """One type of problem."""
 
     status: int
     title: str
     reason: Reason | None = None
-    """Given where the cause carries none of its own."""
+    """Used if the error has none of its own."""
 
 
 KINDS = {
-    "malformed": Kind(400, "The request cannot be read", Reason.MALFORMED),
+    "malformed": Kind(400, "The request cannot be parsed", Reason.MALFORMED),
     "unauthorized": Kind(401, "No valid token"),
-    "forbidden": Kind(403, "The token may not do this"),
-    "not-found": Kind(404, "No such thing", Reason.NOT_FOUND),
-    "method-not-allowed": Kind(405, "The path has no such method", Reason.UNSUPPORTED),
-    "conflict": Kind(409, "The state has moved on", Reason.WRONG_PHASE),
+    "forbidden": Kind(403, "The token's role does not allow this"),
+    "not-found": Kind(404, "Not found", Reason.NOT_FOUND),
+    "method-not-allowed": Kind(405, "The path does not support this method", Reason.UNSUPPORTED),
+    "conflict": Kind(409, "The request does not fit the current state", Reason.WRONG_PHASE),
     "precondition-failed": Kind(
         412, "The document has changed since it was read", Reason.STALE_BASE
     ),
-    "too-large": Kind(413, "The body is larger than the server takes", Reason.LIMIT_EXCEEDED),
-    "invalid-input": Kind(422, "The input can never be right", Reason.INVALID_INPUT),
+    "too-large": Kind(413, "The body is too large", Reason.LIMIT_EXCEEDED),
+    "invalid-input": Kind(422, "The input is invalid", Reason.INVALID_INPUT),
     "key-reused": Kind(422, "The Idempotency-Key was used with another body", Reason.ID_REUSED),
     "infeasible-plan": Kind(422, "No placement satisfies the limits"),
-    "internal": Kind(500, "A defect in the controller"),
-    "peer-violation": Kind(502, "A rank broke the protocol", Reason.MALFORMED),
-    "unavailable": Kind(503, "Out of reach for now, try again", Reason.STORE_UNAVAILABLE),
+    "internal": Kind(500, "Internal error of the controller"),
+    "peer-violation": Kind(502, "A rank violated the protocol", Reason.MALFORMED),
+    "unavailable": Kind(503, "Temporarily unavailable, try again", Reason.STORE_UNAVAILABLE),
 }
 
-_OF_ERROR: dict[type[EvenkeelError], str] = {
+_KIND_OF_ERROR: dict[type[EvenkeelError], str] = {
     InvalidInput: "invalid-input",
     NotFound: "not-found",
     Conflict: "conflict",
@@ -70,9 +70,9 @@ _OF_ERROR: dict[type[EvenkeelError], str] = {
     PeerViolation: "peer-violation",
     Unavailable: "unavailable",
 }
-"""What is missing here, IllegalEvent above all, is our own bug."""
+"""Errors missing here, such as IllegalEvent, are bugs of ours."""
 
-_OF_STATUS = {
+_KIND_OF_STATUS = {
     400: "malformed",
     401: "unauthorized",
     403: "forbidden",
@@ -83,12 +83,12 @@ _OF_STATUS = {
 
 
 class _Problem(JSONResponse):
-    """What a client sent is told back to it: also text that UTF-8 cannot say."""
+    """A problem response. It may repeat text of the client that UTF-8 cannot encode."""
 
     media_type = "application/problem+json"
 
     def render(self, content: Any) -> bytes:
-        """JSON; half a surrogate pair, which a JSON string may escape (RFC 8259, section 8.2), becomes a `?`."""
+        """Return JSON. A lone surrogate, which JSON may contain (RFC 8259, section 8.2), becomes `?`."""
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode("utf-8", "replace")
 
@@ -101,14 +101,14 @@ def problem_response(
     headers: dict[str, str] | None = None,
     **members: Any,
 ) -> JSONResponse:
-    """A problem+json answer.
+    """Return a problem+json response.
 
     Args:
         kind: a key of `KINDS`.
-        detail: what is wrong in this case, in words the caller can act on.
+        detail: explanation of this error that helps the caller to correct it.
         instance: path of the request.
-        reason: from the closed list; None uses the kind's.
-        headers: added to the answer.
+        reason: one of the closed list; None uses the kind's.
+        headers: added to the response.
         members: extension members.
     """
     row = KINDS[kind]
@@ -126,18 +126,18 @@ def problem_response(
 
 
 def add_problem_handlers(app: FastAPI) -> None:
-    """Make every error of the app a problem."""
+    """Answer every error of the app with problem details."""
     app.add_exception_handler(EvenkeelError, _evenkeel_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _defect)
+    app.add_exception_handler(Exception, _internal_error)
 
 
 async def _evenkeel_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, EvenkeelError)
-    kind = next((_OF_ERROR[cls] for cls in type(error).__mro__ if cls in _OF_ERROR), None)
+    kind = next((_KIND_OF_ERROR[cls] for cls in type(error).__mro__ if cls in _KIND_OF_ERROR), None)
     if kind is None:
-        return await _defect(request, error)
+        return await _internal_error(request, error)
     headers = {"Retry-After": _RETRY_AFTER_S} if kind == "unavailable" else None
     led = error.led if isinstance(error, NotLeading) else None
     members = {} if led is None else {"leader": led.leader, "leader_address": led.address}
@@ -160,7 +160,7 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    kind = _OF_STATUS.get(error.status_code, "internal")
+    kind = _KIND_OF_STATUS.get(error.status_code, "internal")
     return problem_response(
         kind,
         str(error.detail),
@@ -169,8 +169,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     )
 
 
-async def _defect(request: Request, error: Exception) -> JSONResponse:
-    # This runs outside all middleware, where the trace is known by the request alone.
+async def _internal_error(request: Request, error: Exception) -> JSONResponse:
+    # This runs outside all middleware, so only the request has the trace id.
     where = {"path": request.url.path, "trace_id": getattr(request.state, "trace_id", None)}
     _log.error("request_failed_by_defect", exc_info=error, extra=where)
     return problem_response("internal", "the controller's log has the details", request.url.path)

@@ -1,4 +1,4 @@
-"""Every request belongs to a trace: the caller's, by its `traceparent`, or one of its own."""
+"""Gives every request a trace: the one its `traceparent` names, or a new one."""
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -6,18 +6,21 @@ from structlog.contextvars import bound_contextvars
 
 from evenkeel_moe.wire.trace import trace_id_or_new
 
-__all__ = ["Trace"]
+__all__ = ["TraceMiddleware"]
 
 
-class Trace:
-    """The outermost ASGI middleware: `trace_id` in the request's state, in every log line it leads to, and as the answer's
-    header `Trace-Id`."""
+class TraceMiddleware:
+    """The outermost ASGI middleware.
+
+    Puts the trace id into the request's state, into every log line of the request, and into the
+    response header `Trace-Id`.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Name the trace and let the request through."""
+        """Set the trace id and pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
