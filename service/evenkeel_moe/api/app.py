@@ -20,10 +20,10 @@ __all__ = ["create_app"]
 
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
-Success means that the change is stored. After a failure other than 4xx the change may still have been
-made. Every call can be repeated: plans have the client's id, and targets are absolute. Every response has
-a `Trace-Id`: the trace in the request's `traceparent`, or a new one. The log lines of the request have the
-same id. Errors are problem details (RFC 9457) of these types:
+Success means that the change is stored. After a failure other than 4xx the change may still have
+been made. Every call can be repeated: plans have the client's id, and targets are absolute. Every
+response has a `Trace-Id`: the trace in the request's `traceparent`, or a new one. The log lines of
+the request have the same id. Errors are problem details (RFC 9457) of these types:
 
 """
 

@@ -46,7 +46,7 @@ class Role(StrEnum):
 
 
 def needed_role(method: str) -> Role:
-    """Return the lowest role for a method. A method not known to only read or delete is a change."""
+    """Return the lowest role for a method. An unknown method counts as a change."""
     if method in _READING:
         return Role.READ
     return Role.ADMIN if method == "DELETE" else Role.OPERATE
@@ -72,7 +72,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """The accepted tokens of a token file. Several can be valid at once, so that they can be rotated."""
+    """The tokens of a token file. Several can be valid at once, so that they can be rotated."""
 
     tokens: tuple[Token, ...]
 
@@ -80,8 +80,8 @@ class TokenSet:
     def parse(cls, text: str) -> "TokenSet":
         """Read a token file: one token a line; blank lines and `#` comments are skipped.
 
-        A line is `TOKEN`, `NAME TOKEN` or `NAME ROLE TOKEN`, with role `read`, `operate` or `admin`.
-        The default name is `operator`, the default role `operate`.
+        A line is `TOKEN`, `NAME TOKEN` or `NAME ROLE TOKEN`, with role `read`, `operate` or
+        `admin`. The default name is `operator`, the default role `operate`.
 
         Raises:
             InvalidInput: a line of another form, a token under 16 characters, or no token at all.

@@ -51,8 +51,8 @@ def _caller(request: Request) -> str:
 
 
 KEY_DESCRIPTION = (
-    "A repeated call with the same key and body gets the same response; with another body it gets 422;"
-    " while the first call is in progress it gets 409."
+    "A repeated call with the same key and body gets the same response; with another body it gets"
+    " 422; while the first call is in progress it gets 409."
 )
 OperationsOf = Annotated[Operations, Depends(_operations)]
 Caller = Annotated[str, Depends(_caller)]

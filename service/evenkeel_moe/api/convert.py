@@ -158,8 +158,8 @@ def plan_request(
     Raises:
         ShapeMismatch: the explicit target has another shape than the deployment.
         InvalidInput: the explicit target has an unknown expert.
-        Unavailable: the same, while another replica leads or ranks are missing: the shape known here
-            may then be one rank's claim, and that rank may belong to another group.
+        Unavailable: the same, while another replica leads or ranks are missing: the shape known
+            here may then be one rank's claim, and that rank may belong to another group.
     """
     target: Placement | None = None
     if body.target is not None:

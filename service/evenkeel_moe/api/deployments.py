@@ -89,9 +89,10 @@ async def get_deployment(operations: OperationsOf, deployment: DeploymentPath) -
 async def forget_deployment(
     operations: OperationsOf, caller: Caller, deployment: DeploymentPath
 ) -> None:
-    """Remove a deployment whose ranks are gone: lease, memory, series and windows. Needs role admin.
+    """Remove lease, memory, series and windows of a deployment whose ranks are gone.
 
-    Plans and epochs stay stored, and ranks that come back are accepted. 409 while a rank is connected.
+    Plans and epochs stay stored, and ranks that come back are accepted. 409 while a rank is
+    connected. Needs role admin.
     """
     await operations.forget(deployment, caller)
 
@@ -110,11 +111,11 @@ async def get_placement(operations: OperationsOf, deployment: DeploymentPath) ->
 
 @router.get("/deployments/{deployment}/load")
 async def get_load(operations: OperationsOf, deployment: DeploymentPath) -> LoadOut:
-    """Return the load of each phase: layers x experts, and layers x ranks under the committed placement."""
+    """Return the load of each phase: layers x experts, and layers x ranks of the placement."""
     view = await operations.deployment(deployment)
     placement = view.placement()
     windows = {phase: view.window(phase) for phase in Phase}
-    # Summing a large window takes most of a second, so not on the event loop, which serves the ranks.
+    # Summing a large window takes most of a second: not on the event loop, which serves ranks.
     phases = {
         phase: await asyncio.to_thread(phase_load, window, placement)
         for phase, window in windows.items()
@@ -141,8 +142,8 @@ async def get_recommendation(
 ) -> RecommendationOut:
     """Compare the gain of a plan, of other policies, and of more or fewer replicas.
 
-    They are planned on the older steps of the window and scored on the newer ones. Nothing is moved,
-    started or stored.
+    They are planned on the older steps of the window and scored on the newer ones. Nothing is
+    moved, started or stored.
     """
     return recommendation_out(await operations.recommendation(deployment, max_age_s))
 
@@ -177,7 +178,7 @@ async def set_policy(
         str | None, Header(description="One or several ETags that the document may have, or `*`.")
     ] = None,
 ) -> Any:
-    """Change mode, policy, gates, schedule or limits. Returns the document. `limits` needs role admin."""
+    """Change mode, policy, gates, schedule or limits (role admin). Returns the document."""
     if "limits" in changes and not token.role.covers(Role.ADMIN):
         return problem_response(
             "forbidden",
@@ -232,7 +233,7 @@ async def list_decisions(
     page_size: PageSize = 100,
     page_token: PageToken = None,
 ) -> DecisionPage:
-    """List the decision of every cycle and its reason, newest first, also decisions to do nothing."""
+    """List the decision of every cycle and its reason, newest first, even to do nothing."""
     rows = [plain(row) for row in await operations.decisions(deployment, _DECISIONS_SHOWN)]
     chosen, after = page(rows, lambda row: f"{row['at']!r} {row['reason']}", page_token, page_size)
     return DecisionPage(items=chosen, next_page_token=after)

@@ -12,19 +12,19 @@ router = APIRouter(tags=["health"])
 SURVIVABLE = frozenset({"store", "planner"})
 """Components whose failure leaves the controller ready but degraded.
 
-It still takes reports, answers reads and finishes running plans. Taking it out of rotation would only
-disconnect the ranks as well."""
+It still takes reports, answers reads and finishes running plans. Taking it out of rotation would
+only disconnect the ranks as well."""
 
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """Liveness: the event loop runs. It checks nothing else: a lost store must not restart the pod."""
+    """Liveness: the event loop runs. Nothing else: a lost store must not restart the pod."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses={503: {"description": "A component is not ready"}})
 async def readyz(operations: OperationsOf) -> JSONResponse:
-    """Readiness: reports and requests are served. A standby is ready; without store or planner `degraded`."""
+    """Readiness: requests are served, also by a standby; without store or planner `degraded`."""
     components = dict(await operations.healthy())
     broken = {name for name, state in components.items() if state != "ok"}
     status = "ok" if not broken else "degraded" if broken <= SURVIVABLE else "unready"

@@ -1,11 +1,11 @@
 """`Idempotency-Key`: a repeated POST with the same key gets the first response again.
 
-Source: draft-ietf-httpapi-idempotency-key-header-07. A plan_id chosen by the client is independent of it:
-a used plan_id with another body is 409, whatever the key.
+Source: draft-ietf-httpapi-idempotency-key-header-07. A plan_id chosen by the client is independent
+of it: a used plan_id with another body is 409, whatever the key.
 
-This replica keeps whole responses in memory for a day, within bounds. The store has the newest responses
-of each deployment without their bodies: after a restart, and on the replica that takes over, the response
-is the plan in its state of that time.
+This replica keeps whole responses in memory for a day, within bounds. The store has the newest
+responses of each deployment without their bodies: after a restart, and on the replica that takes
+over, the response is the plan in its state of that time.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ __all__ = ["Idempotency"]
 _TTL_S = 86_400.0
 _MOST_KEYS = 4096
 _MOST_BYTES = 64 << 20
-"""Of all responses; a plan of a large model is about 1 MB."""
+"""Bytes of all responses; a plan of a large model is about 1 MB."""
 _DEPLOYMENT = re.compile(r"^/v1/deployments/([a-z0-9][a-z0-9._-]{0,62})/")
 
 _Name = tuple[str, str, str]
@@ -110,7 +110,7 @@ class Idempotency:
     async def _answer(
         self, name: _Name, digest: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Answer a request whose response is not in memory: from the store, or from the application."""
+        """Answer from the store, or else from the application."""
         found = _DEPLOYMENT.match(scope["path"])
         deployment = None if found is None else DeploymentId(found[1])
         try:
@@ -147,8 +147,8 @@ class Idempotency:
         async def keep(message: Message) -> None:
             messages.append(dict(message))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                # Before the client can repeat the call. Errors are not kept: they changed nothing, or a
-                # 503 may still be carried out, and then a repetition finds the plan by its id.
+                # Before the client can repeat the call. Errors are not kept: they changed nothing,
+                # or a 503 may still be carried out, and then a repetition finds the plan by its id.
                 status = messages[0]["status"]
                 if 200 <= status < 300:
                     self._remember(name, digest, tuple(messages))
@@ -161,7 +161,7 @@ class Idempotency:
         await self._app(scope, receive, keep)
 
     async def _answer_as_kept(self, kept: KeptAnswer, scope: Scope, send: Send) -> None:
-        """Answer with status and Location of the first response; the body is the plan as a GET shows it."""
+        """Send status and Location of the first response, with the plan as a GET shows it now."""
         location = kept.location
         if location is None:
             await send(

@@ -46,7 +46,7 @@ async def get_heatmap(
     """Return the load as a multiple of each layer's mean: layers x experts, and layers x ranks."""
     view = await operations.deployment(deployment)
     windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
-    # Summing a large window takes most of a second, so not on the event loop, which serves the ranks.
+    # Summing a large window takes most of a second: not on the event loop, which serves ranks.
     rows = await asyncio.to_thread(
         heat_map,
         [window for window in windows if window is not None],
@@ -153,7 +153,7 @@ async def list_audit(
 async def list_replica_audit(
     operations: OperationsOf, page_size: PageSize = 100, page_token: PageToken = None
 ) -> AuditPage:
-    """List the requests for changes of all deployments that this replica received since it started."""
+    """List the requests for changes that this replica received since it started, newest first."""
     return await _audit_page(operations, None, page_size, page_token)
 
 

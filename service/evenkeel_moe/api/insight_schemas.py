@@ -124,7 +124,7 @@ class RecommendationOut(ResponseBody):
 
 
 class HeatMapOut(ResponseBody):
-    """Load by layer as a multiple of the layer's mean: 1 is balanced; null is unknown, never zero."""
+    """Load as a multiple of the layer's mean: 1 is balanced; null is unknown, never zero."""
 
     deployment: str
     epoch: int | None
@@ -163,7 +163,7 @@ class QuarantineRowOut(ResponseBody):
 
     reason: str
     rank_steps: int
-    """One for each rank and step, since this replica took the deployment or the count was cleared."""
+    """Number of (rank, step) pairs since this replica led the deployment or a reset."""
     samples: list[QuarantineSampleOut]
     """The newest few, newest last."""
 

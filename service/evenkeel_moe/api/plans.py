@@ -63,7 +63,8 @@ async def create_plan(
 ) -> PlanOut:
     """Create a manual plan: 202 if it runs, 201 if it waits for approval. Location is the plan.
 
-    The same plan_id with the same body gives the same plan; with another body it gives 409 `id_reused`.
+    The same plan_id with the same body gives the same plan; with another body it gives 409
+    `id_reused`.
     """
     status = (await operations.deployment(deployment)).status()
     request = plan_request(body, body.plan_id or idempotency_key, status, caller)
@@ -159,8 +160,9 @@ async def rollback(
 ) -> PlanOut:
     """Return to the placement of an earlier epoch and hold automatic plans until `resume`.
 
-    The same plan_id with the same epoch gives the same plan; with another epoch it gives 409 `id_reused`.
-    Without plan_id and key every call is a new rollback: a repeated call undoes the first.
+    The same plan_id with the same epoch gives the same plan; with another epoch it gives 409
+    `id_reused`. Without plan_id and key every call is a new rollback: a repeated call undoes the
+    first.
     """
     from_body = body if body is not None else RollbackIn()
     epoch = None if from_body.to_epoch is None else Epoch(from_body.to_epoch)
@@ -172,5 +174,5 @@ async def rollback(
 
 
 def _rollback_id(caller: str, key: str) -> str:
-    """Return an id that no rollback of another caller has, and no plan whose id is the key itself."""
+    """Return an id that neither another caller's rollback has nor a plan named like the key."""
     return f"rollback-{hashlib.sha256(f'{caller} {key}'.encode()).hexdigest()[:24]}"

@@ -1,7 +1,7 @@
 """Problem details (RFC 9457) for every error.
 
-Each body has `type`, `title`, `status`, `detail`, `instance` and mostly `reason`, one of the closed list.
-Types are `urn:evenkeel:problem:KIND`, where KIND is a key of `KINDS`.
+Each body has `type`, `title`, `status`, `detail`, `instance` and mostly `reason`, one of the closed
+list. Types are `urn:evenkeel:problem:KIND`, where KIND is a key of `KINDS`.
 """
 
 import json
@@ -88,7 +88,7 @@ class _Problem(JSONResponse):
     media_type = "application/problem+json"
 
     def render(self, content: Any) -> bytes:
-        """Return JSON. A lone surrogate, which JSON may contain (RFC 8259, section 8.2), becomes `?`."""
+        """Return JSON. A lone surrogate (RFC 8259, section 8.2, allows it) becomes `?`."""
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode("utf-8", "replace")
 

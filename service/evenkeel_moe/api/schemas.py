@@ -1,7 +1,8 @@
 """Bodies of requests and responses: the only place that names REST fields.
 
-A response body reads its fields from the attributes of the value it shows (`model_validate`), so that
-`convert` states only what differs. The docstrings here are the descriptions in docs/openapi.json.
+A response body reads its fields from the attributes of the value it shows (`model_validate`), so
+that `convert` states only what differs. The docstrings here are the descriptions in
+docs/openapi.json.
 """
 
 from typing import Annotated
@@ -94,7 +95,7 @@ class RankOut(ResponseBody):
     slowness: float | None
     """Seconds per token divided by the median rank's; above 1 is slower. Null if unknown."""
     trouble: str
-    """Why the rank takes no more waves; empty if it takes them."""
+    """The reason, in words, that the rank takes no more waves; empty if it takes them."""
 
 
 class PlanSummary(ResponseBody):
@@ -106,9 +107,9 @@ class PlanSummary(ResponseBody):
     policy: str
     phase: str
     reason: str
-    """Why the plan is in this phase."""
+    """The reason for the phase."""
     planned_because: str
-    """Why the plan was made."""
+    """The reason the plan was made."""
     error: str | None
     base_epoch: int
     waves: int
