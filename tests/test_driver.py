@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.driver import Driver, Stage
+from evenkeel_moe.driver import ActionStage, Driver
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.protocol.control_messages import LeaseLost
 from tests.waiting import until
@@ -15,20 +15,20 @@ from tests.waiting import until
 
 @dataclass(frozen=True)
 class Act:
-    stage: Stage
+    stage: ActionStage
     name: str
 
 
 def persist(name):
-    return Act(Stage.PERSIST, name)
+    return Act(ActionStage.PERSIST, name)
 
 
 def send(name):
-    return Act(Stage.SEND, name)
+    return Act(ActionStage.SEND, name)
 
 
 def other(name):
-    return Act(Stage.OTHER, name)
+    return Act(ActionStage.OTHER, name)
 
 
 class ScriptedMachine:
@@ -42,7 +42,7 @@ class ScriptedMachine:
         return self.script.get(event, [])
 
 
-class SlowHands:
+class SlowExecutor:
     """Notes what it does; persists take a turn of the loop, and fail while `down`."""
 
     def __init__(self):
@@ -68,14 +68,14 @@ class SlowHands:
 
 @pytest.fixture
 async def rig():
-    """make(script) -> (driver, machine, hands), the driver running."""
+    """make(script) -> (driver, machine, executor), the driver running."""
     tasks = []
 
     def make(script, *, tick_s=1000.0, **options):
-        machine, hands = ScriptedMachine(script), SlowHands()
-        driver = Driver(machine, hands, SystemClock(), tick="tick", tick_s=tick_s, **options)
+        machine, executor = ScriptedMachine(script), SlowExecutor()
+        driver = Driver(machine, executor, SystemClock(), tick="tick", tick_s=tick_s, **options)
         tasks.append(asyncio.create_task(driver.run()))
-        return driver, machine, hands, tasks[-1]
+        return driver, machine, executor, tasks[-1]
 
     yield make
     for task in tasks:
@@ -89,39 +89,39 @@ async def settle():
 
 
 async def test_persists_of_a_batch_finish_before_its_sends_start(rig):
-    driver, _, hands, _ = rig(
+    driver, _, executor, _ = rig(
         {"e": [send("s1"), persist("p1"), other("o"), persist("p2"), send("s2")]}
     )
-    hands.gate.clear()
+    executor.gate.clear()
     driver.post("e")
     await settle()
-    assert hands.done == ["begin p1+p2"]
-    hands.gate.set()
+    assert executor.done == ["begin p1+p2"]
+    executor.gate.set()
     await settle()
-    assert hands.done == ["begin p1+p2", "stored p1", "stored p2", "s1", "o", "s2"]
+    assert executor.done == ["begin p1+p2", "stored p1", "stored p2", "s1", "o", "s2"]
 
 
 async def test_a_later_batch_waits_for_an_earlier_ones_persists(rig):
-    driver, machine, hands, _ = rig({"a": [persist("p"), send("s")], "b": [send("t")]})
-    hands.gate.clear()
+    driver, machine, executor, _ = rig({"a": [persist("p"), send("s")], "b": [send("t")]})
+    executor.gate.clear()
     driver.post("a")
     driver.post("b")
     await settle()
     assert machine.seen == ["tick", "a"]
-    hands.gate.set()
+    executor.gate.set()
     await settle()
-    assert hands.done == ["begin p", "stored p", "s", "t"]
+    assert executor.done == ["begin p", "stored p", "s", "t"]
 
 
 async def test_sends_of_a_batch_that_could_not_be_stored_are_not_carried_out(rig):
-    driver, machine, hands, _ = rig(
+    driver, machine, executor, _ = rig(
         {"a": [persist("p"), send("s"), other("o")], "failed": [other("f")]}
     )
-    hands.down = True
+    executor.down = True
     driver.post("a")
     driver.post("b")
     await settle()
-    assert hands.done == ["begin p", "o", "f"]
+    assert executor.done == ["begin p", "o", "f"]
     assert machine.seen == ["tick", "a", "failed", "b"], (
         "the machine hears of it before anything else"
     )
@@ -143,39 +143,39 @@ async def test_ticks_come_by_themselves_and_are_not_made_up_for(rig):
 
 
 async def test_a_caller_waits_until_what_was_asked_is_carried_out(rig):
-    driver, _, hands, _ = rig({})
-    hands.gate.clear()
+    driver, _, executor, _ = rig({})
+    executor.gate.clear()
     call = asyncio.create_task(driver.call(lambda now: ("answer", [persist("p"), send("s")])))
     await settle()
     assert not call.done()
-    hands.gate.set()
+    executor.gate.set()
     assert await call == "answer"
-    assert hands.done == ["begin p", "stored p", "s"]
+    assert executor.done == ["begin p", "stored p", "s"]
 
 
 async def test_a_caller_is_told_what_could_not_be_stored(rig):
-    driver, machine, hands, _ = rig({})
-    hands.down = True
+    driver, machine, executor, _ = rig({})
+    executor.down = True
     with pytest.raises(Unavailable, match="tried again"):
         await driver.call(lambda now: ("answer", [persist("p"), send("s")]))
     assert machine.seen[-1] == "failed"
-    assert "s" not in hands.done
+    assert "s" not in executor.done
 
 
 async def test_a_caller_is_not_promised_what_nobody_tries_again(rig):
-    driver, machine, hands, _ = rig({})
+    driver, machine, executor, _ = rig({})
 
     async def fenced(actions):
         return (LeaseLost(),)
 
-    hands.persist = fenced
+    executor.persist = fenced
     with pytest.raises(
-        Unavailable, match="what the store has not taken of it is not tried again"
+        Unavailable, match="changes that are not stored yet are not tried again"
     ) as caught:
         await driver.call(lambda now: ("answer", [persist("p"), send("s")]))
     assert caught.value.reason is Reason.LEASE_LOST
     assert machine.seen[-1] == LeaseLost()
-    assert "s" not in hands.done
+    assert "s" not in executor.done
 
 
 async def test_what_a_question_raises_is_the_callers_and_stops_nothing(rig):
@@ -191,8 +191,8 @@ async def test_what_a_question_raises_is_the_callers_and_stops_nothing(rig):
 
 
 async def test_callers_are_not_left_waiting_when_the_driver_ends(rig):
-    driver, _, hands, task = rig({})
-    hands.gate.clear()
+    driver, _, executor, task = rig({})
+    executor.gate.clear()
     calls = [asyncio.create_task(driver.call(lambda now: (1, [persist("p")]))) for _ in range(3)]
     await settle()
     task.cancel()
@@ -213,8 +213,8 @@ async def test_it_ends_when_cancelled_in_the_moment_an_event_comes(rig):
 
 async def test_state_is_followed_after_every_batch(rig):
     seen = []
-    driver, _, hands, _ = rig(
-        {"a": [persist("p"), send("s")]}, after=lambda: seen.append(list(hands.done))
+    driver, _, executor, _ = rig(
+        {"a": [persist("p"), send("s")]}, after=lambda: seen.append(list(executor.done))
     )
     driver.post("a")
     await settle()
@@ -226,7 +226,7 @@ async def test_a_mistake_of_ours_is_not_hidden():
         def handle(self, event, now):
             raise ZeroDivisionError
 
-    driver = Driver(Broken(), SlowHands(), SystemClock(), tick="tick", tick_s=1.0)
+    driver = Driver(Broken(), SlowExecutor(), SystemClock(), tick="tick", tick_s=1.0)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(driver.run(), 5)
 
@@ -234,9 +234,9 @@ async def test_a_mistake_of_ours_is_not_hidden():
 async def test_what_a_question_leads_to_runs_in_the_callers_context(rig):
     """Log lines on the way say whose request they are about, and those of other events do not."""
     request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="")
-    driver, _, hands, _ = rig({"event": [persist("theirs"), other("theirs")]})
+    driver, _, executor, _ = rig({"event": [persist("theirs"), other("theirs")]})
     seen = []
-    hands.perform = lambda action: seen.append((action.name, request.get()))
+    executor.perform = lambda action: seen.append((action.name, request.get()))
     request.set("one")
     first = asyncio.create_task(
         driver.call(lambda now: (seen.append(("ask", request.get())), [other("own")]))

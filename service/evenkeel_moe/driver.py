@@ -1,7 +1,9 @@
-"""Runs one machine: events in, one at a time; its actions out, in order; every result back as an event.
+"""Runs one machine: gives it events one at a time and carries out its actions in order.
 
-A batch is what the machine returns for one event. Its persists finish before its first send starts; if
-they fail its sends are not carried out, all else is, and the machine hears of it before anything else.
+The results of actions come back as events. A batch is the list of actions that the machine returns
+for one event. All its persist actions finish before its first send action starts. If they fail, the
+sends are dropped, the other actions are carried out, and the failures are the machine's next
+events.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.ports import Clock
 from evenkeel_moe.protocol.control_messages import LeaseLost
 
-__all__ = ["Driver", "Hands", "Machine", "Stage"]
+__all__ = ["Driver", "Executor", "Machine", "ActionStage"]
 
 ActionT = TypeVar("ActionT")
 ActionT_co = TypeVar("ActionT_co", covariant=True)
@@ -25,67 +27,67 @@ ActionT_contra = TypeVar("ActionT_contra", contravariant=True)
 ResultT = TypeVar("ResultT")
 
 
-class Stage(Enum):
-    """When in a batch an action's turn is."""
+class ActionStage(Enum):
+    """The place of an action in the order of its batch."""
 
     PERSIST = auto()
-    """First, and all of them together."""
+    """First, all of them together."""
     SEND = auto()
-    """Only if every persist of the batch is known to be stored."""
+    """After them, and only if all of them are known to be stored."""
     OTHER = auto()
-    """In any case."""
+    """After them, in any case."""
 
 
 class Machine(Protocol[ActionT_co]):
-    """A sans-IO machine."""
+    """A state machine without I/O."""
 
     def handle(self, event: object, now: float) -> Sequence[ActionT_co]:
-        """Take one event; `now` is monotonic seconds."""
+        """Take one event and return its actions; `now` is in monotonic seconds."""
         ...
 
 
-class Hands(Protocol[ActionT_contra]):
-    """What carries a machine's actions out."""
+class Executor(Protocol[ActionT_contra]):
+    """Carries out the actions of a machine."""
 
-    def stage(self, action: ActionT_contra) -> Stage:
-        """The action's turn."""
+    def stage(self, action: ActionT_contra) -> ActionStage:
+        """Return the stage of an action."""
         ...
 
     async def persist(self, actions: Sequence[ActionT_contra]) -> Sequence[object]:
-        """Store all of them, in order; the events to tell of those not known to be stored. Never raises."""
+        """Store all, in order; never raise. Return events for those not known to be stored."""
         ...
 
     def perform(self, action: ActionT_contra) -> None:
-        """Carry one other action out, or start it; its result comes back by `Driver.post`. Never blocks."""
+        """Carry out or start another action. `Driver.post` takes its result. Never blocks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Call(Generic[ActionT]):
-    """Something asked of the machine by a caller who waits until what it leads to is carried out."""
+    """A call of the machine whose caller waits until its actions are carried out."""
 
     ask: Callable[[float], tuple[Any, Sequence[ActionT]]]
     answer: "asyncio.Future[Any]"
     context: contextvars.Context
-    """The caller's: log lines on the way say whose request they are about."""
+    """The caller's context, so that log lines have its trace id."""
 
 
 class Driver(Generic[ActionT]):
-    """The loop around one machine.
+    """The event loop of one machine.
 
     Args:
-        machine: only this loop calls it.
-        hands: see `Hands`.
+        machine: called only by this loop.
+        executor: carries out its actions.
         clock: its monotonic time is the machine's `now`.
-        tick: the event that says time passed.
-        tick_s: between two of them.
-        after: called when a batch was carried out, for what follows the machine's state.
+        tick: the event for passed time.
+        tick_s: seconds between ticks.
+        after: called after each batch.
     """
 
     def __init__(
         self,
         machine: Machine[ActionT],
-        hands: Hands[ActionT],
+        executor: Executor[ActionT],
         clock: Clock,
         *,
         tick: object,
@@ -93,7 +95,7 @@ class Driver(Generic[ActionT]):
         after: Callable[[], None] = lambda: None,
     ) -> None:
         self._machine = machine
-        self._hands = hands
+        self._executor = executor
         self._clock = clock
         self._tick = tick
         self._tick_s = tick_s
@@ -103,20 +105,20 @@ class Driver(Generic[ActionT]):
         self._ended = False
 
     def post(self, event: object) -> None:
-        """Give the machine an event; those of one poster keep their order."""
+        """Queue an event. Events of one caller keep their order."""
         self._inbox.append(event)
         self._wake.set()
 
     async def call(self, ask: Callable[[float], tuple[ResultT, Sequence[ActionT]]]) -> ResultT:
-        """Ask the machine something between two events, and wait until its actions are carried out.
+        """Call the machine between two events and wait until its actions are carried out.
 
         Args:
-            ask: given `now`, returns its answer and the actions that go with it; what it raises is raised
-                here and has led to no action.
+            ask: takes `now`, returns the result and the actions. If it raises, there are no
+                actions, and the error is raised here.
 
         Raises:
-            Unavailable: the actions are not known to be stored. The machine keeps them and tries again, unless the
-                lease is lost (LEASE_LOST).
+            Unavailable: the actions are not known to be stored. The machine keeps them and tries
+                again, unless the lease is lost (LEASE_LOST).
         """
         if self._ended:
             raise Unavailable("the controller is stopping")
@@ -125,20 +127,20 @@ class Driver(Generic[ActionT]):
         return await answer
 
     async def run(self) -> None:
-        """Drive until cancelled."""
+        """Run until cancelled."""
         tick_at = self._clock.monotonic()
         try:
             while True:
                 now = self._clock.monotonic()
                 if now >= tick_at:
-                    # Late ticks are not made up for: they would only say the same again.
+                    # Missed ticks are not made up for: they would add nothing.
                     tick_at = max(tick_at + self._tick_s, now)
                     await self._handle(self._tick)
                 elif self._inbox:
                     await self._handle(self._inbox.popleft())
                 else:
                     self._wake.clear()
-                    # Not wait_for: it forgets a cancellation that comes together with an event.
+                    # Not wait_for, which loses a cancellation that comes together with an event.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(tick_at - now):
                             await self._wake.wait()
@@ -178,13 +180,13 @@ class Driver(Generic[ActionT]):
             event.answer.set_result(result)
 
     async def _carry_out(self, actions: Sequence[ActionT]) -> Sequence[object]:
-        """One batch; the events that told the machine of persists not known to be stored."""
-        turns = [(self._hands.stage(action), action) for action in actions]
-        persists = [action for turn, action in turns if turn is Stage.PERSIST]
-        failures = await self._hands.persist(persists) if persists else ()
-        for turn, action in turns:
-            if turn is Stage.OTHER or (turn is Stage.SEND and not failures):
-                self._hands.perform(action)
+        """Carry out one batch. Return the events for persist actions not known to be stored."""
+        staged = [(self._executor.stage(action), action) for action in actions]
+        persists = [action for stage, action in staged if stage is ActionStage.PERSIST]
+        failures = await self._executor.persist(persists) if persists else ()
+        for stage, action in staged:
+            if stage is ActionStage.OTHER or (stage is ActionStage.SEND and not failures):
+                self._executor.perform(action)
         self._after()
         for failure in failures:
             await self._carry_out(self._machine.handle(failure, self._clock.monotonic()))
@@ -192,10 +194,10 @@ class Driver(Generic[ActionT]):
 
 
 def _not_stored(failures: Sequence[object]) -> Unavailable:
-    """What a caller is told of actions that may yet be carried out, by this replica or the next leader."""
+    """Return the error for actions that this replica or the next leader may still carry out."""
     if any(isinstance(failure, LeaseLost) for failure in failures):
         return Unavailable(
-            "the lease was lost: what the store has not taken of it is not tried again",
+            "the lease was lost; changes that are not stored yet are not tried again",
             Reason.LEASE_LOST,
         )
     return Unavailable("the store did not take it; it is tried again while this replica leads")

@@ -1,19 +1,18 @@
-"""Every error Evenkeel raises, and the closed list of reasons it gives.
+"""The errors that Evenkeel raises, and the closed list of reasons.
 
 ::
 
     EvenkeelError
-    ├── InvalidInput          the caller's fault: fix the input and call again
+    ├── InvalidInput          the caller must correct the input
     │   └── ShapeMismatch     an array or a deployment has another shape than declared
-    ├── NotFound              the named deployment, plan or epoch is not known
-    ├── Conflict              right input, wrong moment: the state moved (carries a Reason)
-    ├── InfeasiblePlan        no placement satisfies the limits (carries a Reason)
-    ├── PeerViolation         a remote party broke the protocol (carries a Reason)
-    ├── Unavailable           retry later: store, leader or rank out of reach (carries a Reason)
-    └── IllegalEvent          our own bug: a machine got an event its table forbids
+    ├── NotFound              unknown deployment, plan or epoch
+    ├── Conflict              valid input that does not fit the current state
+    ├── InfeasiblePlan        no placement satisfies the limits
+    ├── PeerViolation         a remote party violated the protocol
+    ├── Unavailable           store, leader or rank not reachable: retry later
+    └── IllegalEvent          a bug of ours: a machine got an event that its table forbids
 
-"No plan", "not enough data" and "gate closed" are outcomes, not errors: they are
-return values with a Reason.
+"No plan", "not enough data" and "gate closed" are results, not errors: return values with a Reason.
 """
 
 from enum import StrEnum
@@ -33,7 +32,7 @@ __all__ = [
 
 
 class Reason(StrEnum):
-    """Why something was, or was not, done. Also the metric label and the REST code."""
+    """The closed list of reasons; also the metric labels and REST codes."""
 
     # Decisions of a cycle.
     PLAN_STARTED = "plan_started"
@@ -62,7 +61,7 @@ class Reason(StrEnum):
     RECOVERING = "recovering"
     NO_STEPS = "no_steps"
 
-    # Why a plan is refused, ended, stalled.
+    # Refused, ended and stalled plans.
     COMMITTED = "committed"
     STALE_BASE = "stale_base"
     POLICY_CHANGED = "policy_changed"
@@ -81,14 +80,13 @@ class Reason(StrEnum):
     RECOVERED = "recovered"
     OBSERVE_ONLY = "observe_only"
 
-    # Why a rank votes no.
+    # Votes against a wave.
     CHECKSUM_MISMATCH = "checksum_mismatch"
     STAGING_TOO_SMALL = "staging_too_small"
     TRANSFER_TIMEOUT = "transfer_timeout"
     TRANSFER_FAILED = "transfer_failed"
     TRANSPORT_NOT_DRAINED = "transport_not_drained"
     BUSY = "busy"
-    TERM_TOO_OLD = "term_too_old"
 
     # Invariants of a placement (R17).
     EXPERT_WITHOUT_REPLICA = "expert_without_replica"
@@ -100,7 +98,7 @@ class Reason(StrEnum):
     NO_SOURCE = "no_source"
     LIMIT_EXCEEDED = "limit_exceeded"
 
-    # Why a report is quarantined.
+    # Quarantined reports.
     BAD_LENGTH = "bad_length"
     NEGATIVE_COUNT = "negative_count"
     NOT_FINITE = "not_finite"
@@ -132,7 +130,7 @@ class Reason(StrEnum):
 
 
 class EvenkeelError(Exception):
-    """Base of every error raised on purpose; `reason` is from the closed list."""
+    """Base class of the errors; `reason` is one of the closed list."""
 
     default_reason = Reason.INVALID_INPUT
 
@@ -142,7 +140,7 @@ class EvenkeelError(Exception):
 
 
 class InvalidInput(EvenkeelError):
-    """The caller passed something that can never be right."""
+    """The caller passed invalid input."""
 
 
 class ShapeMismatch(InvalidInput):
@@ -152,35 +150,35 @@ class ShapeMismatch(InvalidInput):
 
 
 class NotFound(EvenkeelError):
-    """No such deployment, plan, epoch or route."""
+    """Unknown deployment, plan, epoch or route."""
 
     default_reason = Reason.NOT_FOUND
 
 
 class Conflict(EvenkeelError):
-    """The request was right for a state that has since changed."""
+    """Valid input that does not fit the current state."""
 
     default_reason = Reason.WRONG_PHASE
 
 
 class InfeasiblePlan(EvenkeelError):
-    """No placement can satisfy the invariants or the limits given."""
+    """No placement satisfies the invariants and the limits."""
 
 
 class PeerViolation(EvenkeelError):
-    """A remote party sent what the protocol forbids; its stream is closed, the state kept."""
+    """A remote party violated the protocol. Its stream is closed; our state does not change."""
 
     default_reason = Reason.MALFORMED
 
 
 class Unavailable(EvenkeelError):
-    """Something needed is out of reach for now; calling again later may succeed."""
+    """Something needed is temporarily unavailable; a later call may succeed."""
 
     default_reason = Reason.STORE_UNAVAILABLE
 
 
 class IllegalEvent(EvenkeelError):
-    """A machine received an event its table forbids: a bug of ours, with its history."""
+    """A machine received an event that its table forbids: a bug of ours. Carries the history."""
 
     def __init__(
         self, machine: str, state: str, event: object, story: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ async def test_a_defect_tells_the_client_nothing_but_500(client, operations, err
     [
         ("b", "b:50051", "demo is led by b at b:50051, not by this replica"),
         ("b", None, "demo is led by b, not by this replica"),
-        (None, None, "nobody leads demo for now"),
+        (None, None, "no replica leads demo at present"),
     ],
 )
 async def test_who_does_not_lead_tells_who_does(client, operations, leader, address, words):

@@ -1,1 +1,1 @@
-"""Frozen value types, no behaviour beyond invariants."""
+"""Immutable value types that check their invariants."""

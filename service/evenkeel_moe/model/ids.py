@@ -1,22 +1,18 @@
-"""Names of things. NewTypes, so that mypy keeps a step from being used as an epoch."""
+"""Identifiers as NewTypes, so that mypy finds one used in place of another."""
 
 from typing import NewType
 
 DeploymentId = NewType("DeploymentId", str)
-"""One EP group serving one model component; key of all state. `[a-z0-9][a-z0-9._-]{0,62}`."""
+"""Name of one EP group that serves one model component: `[a-z0-9][a-z0-9._-]{0,62}`."""
 
 Generation = NewType("Generation", str)
-"""UUID agreed by the EP group when it starts (R1)."""
+"""UUID that the EP group agrees on when it starts (R1)."""
 
 EpRank = NewType("EpRank", int)
-"""0..R-1 inside the EP group."""
+"""Rank inside the EP group, 0..R-1."""
 
 Epoch = NewType("Epoch", int)
-"""Version of the committed placement; +1 for each committed wave (R3). 0 means none yet."""
-
-Term = NewType("Term", int)
-"""Leadership number that fences old leaders (R2)."""
+"""Version of the committed placement; +1 for each committed wave (R3). 0 before the first."""
 
 PlanId = NewType("PlanId", str)
-Step = NewType("Step", int)
-"""One forward pass of the engine, counted since the generation began."""
+"""Id of a plan, unique within its deployment."""

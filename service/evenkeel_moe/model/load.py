@@ -1,4 +1,4 @@
-"""Load: routed real tokens per step, layer and logical expert, and the reports it arrives in."""
+"""Load: routed real tokens by step, layer and logical expert; and the ranks' reports of it."""
 
 import math
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Phase(StrEnum):
-    """Label of a step; there is one window per phase."""
+    """Phase of a step; there is one window per phase."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -36,20 +36,20 @@ class Phase(StrEnum):
 
 
 class CountingSide(StrEnum):
-    """Where tokens are counted."""
+    """The side on which tokens are counted."""
 
     DESTINATION = "destination"
-    """Tokens this rank's slots received, by local slot under the step's epoch."""
+    """Tokens that this rank's slots received, by local slot of the step's epoch."""
     SOURCE = "source"
-    """Tokens this rank routed, by logical expert: independent of the placement."""
+    """Tokens that this rank routed, by logical expert; independent of the placement."""
 
 
 PHASE_CODE = {phase: code for code, phase in enumerate(Phase, 1)}
-"""0 is none, so that a table nobody filled in is not taken for one."""
+"""Number of each phase in a `StepTable`. No phase has 0, so an unfilled table is not valid."""
 MAX_STEP = (1 << 62) - 1
-"""Of numbers of steps and epochs."""
+"""Largest step number and epoch."""
 MAX_TOKENS = (1 << 31) - 1
-"""Of one rank in one step, routed or counted in one place: times `top_k` and summed over ranks they stay far below 2**63."""
+"""Largest token count of a rank in a step; sums over ranks, times `top_k`, stay below 2**63."""
 
 STEP = np.dtype(
     [
@@ -61,28 +61,28 @@ STEP = np.dtype(
         ("dummy", "u4"),
     ]
 )
-"""A row of a `StepTable`: a `StepMeta`, with NaN for a compute_s that was not measured and the phase's code."""
+"""A row of a `StepTable`: a `StepMeta` with `PHASE_CODE`, and NaN for unmeasured compute_s."""
 StepTable = NDArray[np.void]
-"""(n,) of `STEP`. A fleet makes tens of thousands of rows a second, too many to be objects."""
+"""(n,) of `STEP`. A fleet sends tens of thousands of rows a second, too many for Python objects."""
 
 
 class StepMeta(NamedTuple):
-    """What a rank says of one step besides the counts."""
+    """One step as a rank reports it, without the counts."""
 
     step: int
     epoch: int
-    """Epoch of the maps the step ran under."""
+    """Epoch of the placement that the step used."""
     phase: Phase
     tokens: int
-    """Real tokens this rank routed, padding excluded."""
+    """Real tokens that this rank routed, without padding."""
     dummy: bool = False
-    """Warm-up, profiling or idle step: never counted."""
+    """True for a warm-up, profiling or idle step, which is never counted."""
     compute_s: float | None = None
-    """MoE compute seconds before the collective; None where the engine does not measure it."""
+    """Seconds of MoE computation before the collective; None if the engine does not measure it."""
 
 
 def step_table(metas: Iterable[StepMeta]) -> StepTable:
-    """Steps as a table, in the order given."""
+    """Return a table of steps in the given order."""
     return np.array(
         [
             (
@@ -101,7 +101,7 @@ def step_table(metas: Iterable[StepMeta]) -> StepTable:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A run of steps from one rank."""
+    """Consecutive steps from one rank."""
 
     deployment: DeploymentId
     generation: Generation
@@ -111,13 +111,15 @@ class LoadReport:
     steps: StepTable
     """n steps in rising order."""
     counts: NDArray[np.int32] | NDArray[np.int64]
-    """(n, L, slots_per_rank) for DESTINATION, (n, L, E) for SOURCE [tokens]; int32 from the wire, int64 from a recorder."""
+    """(n, L, slots_per_rank) for DESTINATION, (n, L, E) for SOURCE [tokens].
+
+    int32 from the wire, int64 from a recorder."""
     dropped_steps: int = 0
-    """Steps the rank's recorder had to drop since the previous report."""
+    """Steps that the rank's recorder had to drop since the previous report."""
 
     @property
     def last_step(self) -> int | None:
-        """Number of the newest step; None where there is none."""
+        """Number of the newest step; None without steps."""
         return int(self.steps["step"][-1]) if len(self.steps) else None
 
 
@@ -130,13 +132,13 @@ class LoadWindow:
     steps: NDArray[np.int64]
     """(T,) step numbers."""
     epochs: NDArray[np.int64]
-    """(T,) epoch each step ran under."""
+    """(T,) epoch of each step."""
     tokens: NDArray[np.int64]
-    """(T, R) real tokens each rank routed."""
+    """(T, R) real tokens that each rank routed."""
     compute_s: NDArray[np.float64]
-    """(T, R) MoE compute seconds before the collective; NaN where not measured."""
+    """(T, R) seconds of MoE computation before the collective; NaN if not measured."""
     source: NDArray[np.uint32] | None = field(default=None)
-    """(R, L, E) [tokens] - summed source-side counts per rank, where ranks report SOURCE."""
+    """(R, L, E) [tokens] - source-side counts of each rank over the window; None without SOURCE."""
 
     def __post_init__(self) -> None:
         if self.counts.ndim != 3:
@@ -152,12 +154,12 @@ class LoadWindow:
         return int(self.counts.shape[0])
 
     def last(self, num_steps: int) -> "LoadWindow":
-        """The newest `num_steps` steps (all, if there are fewer)."""
+        """Return the newest `num_steps` steps, or all if there are fewer."""
         cut = slice(max(0, len(self) - num_steps), None)
         return self.slice(cut)
 
     def slice(self, cut: slice) -> "LoadWindow":
-        """The steps of one slice; source-side sums cover the whole window and stay as they are."""
+        """Return the steps of a slice. Source-side sums still cover the whole window."""
         return LoadWindow(
             self.counts[cut],
             self.steps[cut],

@@ -1,4 +1,4 @@
-"""Placement: which logical expert sits in which slot. Immutable, with its derived maps."""
+"""Placement: the logical expert of each slot, immutable, with the maps that follow from it."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from evenkeel_moe.model.topology import ModelShape
 __all__ = ["EMPTY", "Placement"]
 
 EMPTY = -1
-"""phy2log value of a slot that holds no expert."""
+"""phy2log value of an empty slot."""
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """phy2log and what follows from it. slot -> rank is contiguous: rank = slot // slots_per_rank."""
+    """phy2log and the maps derived from it. rank = slot // slots_per_rank."""
 
     phy2log: NDArray[np.int32]
-    """(L, S) logical expert of each slot, EMPTY where none."""
+    """(L, S) logical expert of each slot, or EMPTY."""
     num_ranks: int
     num_logical_experts: int
 
@@ -36,7 +36,8 @@ class Placement:
         low, high = (int(phy2log.min()), int(phy2log.max())) if phy2log.size else (0, 0)
         if low < EMPTY or high >= self.num_logical_experts:
             raise ShapeMismatch(
-                f"phy2log holds {low}..{high}, experts are 0..{self.num_logical_experts - 1} and {EMPTY} is empty",
+                f"phy2log holds {low}..{high},"
+                f" experts are 0..{self.num_logical_experts - 1} and {EMPTY} is empty",
                 Reason.EXPERT_OUT_OF_RANGE,
             )
         phy2log.flags.writeable = False
@@ -56,12 +57,12 @@ class Placement:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return int(self.phy2log.shape[0])
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """Number of slots of a layer, S."""
         return int(self.phy2log.shape[1])
 
     @property
@@ -71,12 +72,12 @@ class Placement:
 
     @property
     def slots_per_rank(self) -> int:
-        """Local slots per layer."""
+        """Number of slots of one rank in one layer."""
         return self.num_slots // self.num_ranks
 
     @cached_property
     def logcnt(self) -> NDArray[np.int32]:
-        """(L, E) int32 - replicas of each logical expert."""
+        """(L, E) int32 - number of replicas of each logical expert."""
         counts = np.zeros((self.num_layers, self.num_logical_experts), np.int32)
         layers, slots = np.nonzero(self.phy2log >= 0)
         np.add.at(counts, (layers, self.phy2log[layers, slots]), 1)
@@ -85,7 +86,7 @@ class Placement:
 
     @cached_property
     def even_shares(self) -> NDArray[np.float64]:
-        """(L, S) share of its expert's tokens each slot has when they are split evenly; 0 in an empty slot."""
+        """(L, S) share of its expert's tokens in each slot, split evenly; 0 in empty slots."""
         copies = np.take_along_axis(self.logcnt, np.maximum(self.phy2log, 0), axis=1)
         shares = np.where(self.phy2log >= 0, 1.0 / np.maximum(copies, 1), 0.0)
         shares.flags.writeable = False
@@ -106,33 +107,33 @@ class Placement:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits over shape and contents; equal digests mean equal maps."""
-        header = f"{self.num_layers},{self.num_slots},{self.num_ranks},{self.num_logical_experts};".encode()
+        """32 hex digits over shape and content; equal digests mean equal maps."""
+        header = (",".join(map(str, self.sizes)) + ";").encode()
         return hashlib.blake2b(
             header + self.phy2log.astype("<i4").tobytes(), digest_size=16
         ).hexdigest()
 
     def rank_of_slot(self) -> NDArray[np.int32]:
-        """(S,) int32 - the rank that owns each slot."""
+        """Return the rank of each slot, (S,) int32."""
         return (np.arange(self.num_slots, dtype=np.int32) // self.slots_per_rank).astype(np.int32)
 
     def with_rows(self, layers: tuple[int, ...], rows: NDArray[np.int32]) -> "Placement":
-        """This placement with some layers' rows replaced; rows: (len(layers), S) int32."""
+        """Return this placement with some layers replaced; rows: (len(layers), S) int32."""
         phy2log = self.phy2log.copy()
         phy2log[list(layers)] = rows
         return Placement(phy2log, self.num_ranks, self.num_logical_experts)
 
     def used_per_rank(self) -> NDArray[np.int64]:
-        """(R,) int64 - filled slots of each rank over all layers."""
+        """Return the number of filled slots of each rank over all layers, (R,) int64."""
         filled = (self.phy2log >= 0).reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
         return np.asarray(filled.sum(axis=(0, 2)), np.int64)
 
     def check(self, shape: ModelShape, *, allow_duplicates: bool = False) -> None:
-        """Hold the placement against the invariants of R17.
+        """Check the invariants of R17.
 
         Raises:
             ShapeMismatch: another shape than the deployment's.
-            InfeasiblePlan: an expert without a replica, a duplicate on a rank, a pool overrun.
+            InfeasiblePlan: an expert without a replica, a duplicate on a rank, or an exceeded pool.
         """
         if self.sizes != shape.sizes:
             raise ShapeMismatch(
@@ -158,12 +159,13 @@ class Placement:
             worst = int(used.argmax())
             if used[worst] > shape.pool_slots_per_rank:
                 raise InfeasiblePlan(
-                    f"rank {worst} would hold {used[worst]} experts, its pool has {shape.pool_slots_per_rank} slots",
+                    f"rank {worst} would hold {used[worst]} experts,"
+                    f" its pool has {shape.pool_slots_per_rank} slots",
                     Reason.POOL_EXCEEDED,
                 )
 
     def first_duplicate(self) -> tuple[int, int, int] | None:
-        """(layer, rank, expert) of the first expert held twice by one rank, None if there is none."""
+        """Return (layer, rank, expert) of the first expert held twice by a rank; None if none."""
         by_rank = np.sort(
             self.phy2log.reshape(self.num_layers, self.num_ranks, self.slots_per_rank), axis=2
         )
@@ -176,11 +178,12 @@ class Placement:
 
     @classmethod
     def initial(cls, shape: ModelShape) -> "Placement":
-        """Experts in order over the ranks, then as many spare slots as the budget fills, round robin.
+        """Return the placement that engines start with.
 
-        The first E filled slots hold expert 0..E-1 in rank order (contiguous blocks, as engines start);
-        spare slots repeat experts from 0 on, never the same expert twice on a rank. Where E does not divide by R the first
-        ranks hold one expert more; with pooled slots those ranks change from layer to layer, so that no pool overruns.
+        Each rank first gets a contiguous block of the experts 0..E-1. If E does not divide by R,
+        the first ranks get one expert more; with pooled slots those ranks change from layer to
+        layer, so that no pool is exceeded. Then the spare slots within the budget repeat the
+        experts from 0 on, slot by slot over all ranks, never the same expert twice on a rank.
         """
         layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
         budget, step = shape.slots_per_rank, 0
@@ -192,8 +195,13 @@ class Placement:
 
 
 def _initial_row(shape: ModelShape, budget: int, first: int) -> NDArray[np.int32]:
-    """(S,) one layer of `Placement.initial`: `first` is the first rank that holds an expert more where E does not divide
-    by R; ranks are filled up to `budget` slots."""
+    """Return one layer of `Placement.initial`, (S,).
+
+    Args:
+        shape: sizes of the deployment.
+        budget: slots that each rank fills.
+        first: first of the ranks that hold one expert more, if E does not divide by R.
+    """
     ranks, experts, per_rank = shape.num_ranks, shape.num_logical_experts, shape.slots_per_rank
     row = np.full((ranks, per_rank), EMPTY, np.int32)
     base, extra = divmod(experts, ranks)

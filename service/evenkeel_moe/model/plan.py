@@ -1,4 +1,4 @@
-"""Plan > Wave > Transfer: one accepted proposal, one atomic step of it, one copy."""
+"""Plan, Wave and Transfer: an accepted proposal, one atomic step of it, one copy of an expert."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy of one expert's tensors. Slots are global; src and dst may be on the same rank."""
+    """One copy of one expert's tensors. Slots are global; both may be on the same rank."""
 
     layer: int
     logical_expert: int
@@ -43,10 +43,10 @@ class Wave:
     """Position in the plan, from 0."""
     layers: tuple[int, ...]
     rows: NDArray[np.int32]
-    """(len(layers), S) the new phy2log rows."""
+    """(len(layers), S) the new rows of phy2log."""
     batches: tuple[tuple[Transfer, ...], ...]
-    """Run in this order by every rank; within a batch each rank has at most one peer (R10).
-    Copies inside one rank count as no peer."""
+    """Every rank runs them in this order. Within a batch each rank has at most one peer (R10);
+    copies inside a rank need none."""
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -54,7 +54,7 @@ class Wave:
         return tuple(transfer for batch in self.batches for transfer in batch)
 
     def nbytes(self, slots_per_rank: int) -> int:
-        """Bytes that cross between ranks."""
+        """Return the bytes copied between ranks."""
         return sum(
             t.nbytes
             for t in self.transfers
@@ -64,27 +64,30 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class WaveKey:
-    """What identifies a wave on the wire and in the gate."""
+    """Identifies a wave on the wire and in the gate."""
 
     generation: Generation
     plan_id: PlanId
     wave_index: int
     weights_version: int
     base_epoch: Epoch = Epoch(0)
-    """Of the plan. A store that forgot a plan may be given another by the same id: once a wave of the first
-    has swapped, the second builds on a later epoch."""
+    """Base epoch of the plan. It distinguishes plans with the same id, which are possible after the
+    store lost data: once a wave of the first has swapped, the second has a later base."""
 
     @property
     def fingerprint(self) -> int:
-        """62-bit hash, the h of the gate vector; never 0."""
-        text = f"{self.generation}/{self.plan_id}/{self.wave_index}/{self.weights_version}/{self.base_epoch}"
+        """62-bit hash, h in the gate vector; never 0."""
+        text = (
+            f"{self.generation}/{self.plan_id}/{self.wave_index}/{self.weights_version}"
+            f"/{self.base_epoch}"
+        )
         return (
             int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
         ) | 1
 
 
 class PlanKind(StrEnum):
-    """Where a plan came from."""
+    """The origin of a plan."""
 
     AUTOMATIC = "automatic"
     MANUAL = "manual"
@@ -92,28 +95,28 @@ class PlanKind(StrEnum):
 
 
 class PlanPhase(StrEnum):
-    """Life of a plan. The last five are terminal."""
+    """Phases in the life of a plan. The last five are terminal."""
 
     PROPOSED = "proposed"
     """Waits for approval."""
     APPROVED = "approved"
-    """Accepted, not begun."""
+    """Accepted, not started."""
     MIGRATING = "migrating"
     PAUSED = "paused"
-    """The fleet runs no steps; nothing is wrong."""
+    """The fleet runs no steps; this is no fault."""
     STALLED = "stalled"
-    """Cannot finish for a stated Reason; ends by recovery or a new generation (R14)."""
+    """Cannot continue, for its Reason; a recovery or a new generation ends it (R14)."""
     COMMITTED = "committed"
     ABORTED = "aborted"
-    """Ended early; waves already committed stay."""
+    """Ended early; its committed waves stay."""
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     REFUSED = "refused"
-    """Broke an invariant or went stale before its first wave (R16, R17)."""
+    """Violated an invariant, or became stale before its first wave (R16, R17)."""
 
     @property
     def terminal(self) -> bool:
-        """Whether nothing more will happen to the plan."""
+        """True if the plan has ended."""
         return self in _TERMINAL
 
 
@@ -140,15 +143,15 @@ class PlanLimits:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """One proposal, immutable: an absolute target, and the waves that reach it from its base."""
+    """An immutable proposal: a target placement, and the waves that lead to it from the base."""
 
     plan_id: PlanId
     deployment: DeploymentId
     kind: PlanKind
     policy: str
-    """Policy name; `rollback` for rollbacks."""
+    """Name of the policy; `rollback` for rollbacks."""
     reason: Reason
-    """Why it was planned."""
+    """The reason it was made."""
     generation: Generation
     weights_version: int
     base_epoch: Epoch
@@ -158,14 +161,14 @@ class Plan:
     created_at: float
     """Unix seconds."""
     expires_at: float | None = None
-    """A proposal not approved by then is EXPIRED."""
+    """Unix seconds at which a proposal that nobody approved is EXPIRED."""
     allow_duplicates: bool = False
     numbers: dict[str, float] = field(default_factory=dict)
-    """What the decision rested on: balancedness_before/after, predicted_gain, copies_raw, ..."""
+    """Figures behind the decision: balancedness_before/after, predicted_gain, copies_raw, ..."""
 
     @property
     def moves(self) -> int:
-        """Copies between ranks over all waves."""
+        """Copies between ranks in all waves."""
         per_rank = self.target.slots_per_rank
         return sum(
             t.src_slot // per_rank != t.dst_slot // per_rank
@@ -175,11 +178,11 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes between ranks over all waves."""
+        """Bytes copied between ranks in all waves."""
         return sum(wave.nbytes(self.target.slots_per_rank) for wave in self.waves)
 
     def key(self, wave_index: int) -> WaveKey:
-        """The key of one wave."""
+        """Return the key of one wave."""
         return WaveKey(
             self.generation, self.plan_id, wave_index, self.weights_version, self.base_epoch
         )
@@ -187,18 +190,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """The mutable half of a plan as stored: replaced whole at every change."""
+    """A plan and its state, as stored; each change replaces it."""
 
     plan: Plan
     phase: PlanPhase
     reason: Reason
-    """Why it is in this phase."""
+    """The reason for the phase."""
     waves_committed: int
     updated_at: float
     error: str | None = None
-    """Terminal error in words with the numbers in it."""
+    """Message of the error that ended the plan, with its numbers."""
     approved_by: str | None = None
     request_digest: str | None = None
-    """Digest of the request body that created it: same id with another body is a conflict."""
+    """Digest of the request that created it: the same id with another request is a conflict."""
     story: tuple[dict[str, Any], ...] = ()
-    """Rows {at, event, ...} in order: what happened to this plan and why."""
+    """Events of the plan in order, each a row {at, event, ...}."""

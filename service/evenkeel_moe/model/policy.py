@@ -1,4 +1,4 @@
-"""What an operator sets per deployment: the mode, the policy and how often to look."""
+"""An operator's settings of one deployment: mode, policy, limits, thresholds and schedule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,19 +12,19 @@ __all__ = ["DeploymentPolicy", "Mode"]
 
 
 class Mode(StrEnum):
-    """Who starts a plan."""
+    """The mode says who starts plans."""
 
     OBSERVE = "observe"
-    """Nobody: decisions are recorded, no weight moves."""
+    """Nobody: decisions are only recorded."""
     PROPOSE = "propose"
-    """A person: plans wait for approval."""
+    """An operator: plans wait for approval."""
     AUTO = "auto"
     """The control loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentPolicy:
-    """Operator's wishes for one deployment."""
+    """The policy document of one deployment."""
 
     mode: Mode = Mode.OBSERVE
     policy: str = "keel"
@@ -33,13 +33,13 @@ class DeploymentPolicy:
     cycle_s: float = 30.0
     """Seconds between cycles; a cycle ends in one recorded decision."""
     proposal_ttl_s: float = 3600.0
-    """A proposal not approved within this is EXPIRED: loads have moved on."""
+    """Seconds until a proposal that nobody approved is EXPIRED, because loads change."""
     shadow_policies: tuple[str, ...] = ()
-    """Planning algorithms scored beside `policy` on the same steps; they never move anything."""
+    """Planning algorithms that are only scored, on the same steps as `policy`."""
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """Gate settings by name, read where the gates are evaluated; absent names have defaults there."""
+    """Gate settings by name; `GateSettings` has the defaults."""
     schedule: Schedule = Schedule()
-    """When a plan may begin; a rollback always may, and a plan under way goes on."""
+    """Times at which plans may start. Rollbacks may always start; running plans continue."""
 
     def __post_init__(self) -> None:
         if not self.cycle_s > 0:

@@ -1,4 +1,4 @@
-"""When plans may begin: weekly windows and blackouts, in UTC."""
+"""The times at which plans may start: weekly windows and blackouts, in UTC."""
 
 import re
 from dataclasses import dataclass
@@ -21,23 +21,24 @@ _SPAN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class WeeklySpan:
-    """A stretch of every week, in minutes since Monday 00:00 UTC; it may run over the week's end."""
+    """A weekly span, in minutes since Monday 00:00 UTC. It may cross the end of the week."""
 
     start: int
     length: int
-    """Above 0, at most a week; the minute at `start + length` is no longer part."""
+    """Above 0, at most a week. The minute at `start + length` is outside."""
 
     def covers(self, minute: float) -> bool:
-        """Whether a minute of the week is inside."""
+        """Return True if a minute of the week is inside."""
         return (minute - self.start) % _WEEK < self.length
 
 
 def _read_span(text: str) -> tuple[WeeklySpan, ...]:
-    """`sat 22:00 - sun 04:00`, `sat 22:00 - 04:00` (until the next 04:00) or `daily 01:00 - 03:00`."""
+    """Read `sat 22:00 - sun 04:00`, `sat 22:00 - 04:00` or `daily 01:00 - 03:00`."""
     found = _SPAN.fullmatch(text)
     if found is None:
         raise InvalidInput(
-            f"{text!r} is no weekly span; write `sat 22:00 - sun 04:00` or `daily 01:00 - 03:00`, in UTC"
+            f"{text!r} is no weekly span;"
+            " write `sat 22:00 - sun 04:00` or `daily 01:00 - 03:00`, in UTC"
         )
     start, end = (_minute(text, found[f"{which}h"], found[f"{which}m"]) for which in ("", "end_"))
     if found["day"] == "daily" and found["end_day"] is not None:
@@ -62,16 +63,16 @@ def _minute(text: str, hours: str, minutes: str) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Weekly hours in which a plan may begin. Times are UTC, so that no night is an hour longer than another.
+    """Weekly times at which plans may start. They are in UTC, where every day has 24 hours.
 
     Raises:
-        InvalidInput: a span cannot be read, there are more than 64, or no minute of the week is left open.
+        InvalidInput: a span is not valid, there are more than 64, or the schedule is never open.
     """
 
     windows: tuple[str, ...] = ()
-    """Open only inside these; empty is always open."""
+    """Spans in which the schedule is open; without any it is always open."""
     blackouts: tuple[str, ...] = ()
-    """Closed inside these, whatever the windows say."""
+    """Spans in which the schedule is closed, even inside windows."""
 
     def __post_init__(self) -> None:
         for name, spans in (("windows", self.windows), ("blackouts", self.blackouts)):
@@ -84,20 +85,20 @@ class Schedule:
         object.__setattr__(self, "_parsed", parsed)
         if self.opens_at(0.0) is None:
             raise InvalidInput(
-                "schedule leaves no minute of the week open; observe mode is the way to plan nothing"
+                "schedule leaves no minute of the week open; use observe mode to start no plans"
             )
 
     def is_open(self, unix: float) -> bool:
-        """Whether a plan may begin at this time, in Unix seconds."""
+        """Return True if a plan may start at this time, in Unix seconds."""
         return self._open((unix / 60 + _EPOCH_WEEKDAY * _DAY) % _WEEK)
 
     def opens_at(self, unix: float) -> float | None:
-        """The first time from `unix` on at which it is open, in Unix seconds; None: never."""
+        """Return the first open time from `unix` on, in Unix seconds; None if it is never open."""
         if self.is_open(unix):
             return unix
         minute = (unix / 60 + _EPOCH_WEEKDAY * _DAY) % _WEEK
         windows, blackouts = self._spans()
-        # It can open only where a window begins or a blackout ends.
+        # It can only open at the start of a window or at the end of a blackout.
         turns = {span.start for span in windows} | {span.start + span.length for span in blackouts}
         waits = [(turn - minute) % _WEEK for turn in turns if self._open(turn % _WEEK)]
         return unix + 60 * min(waits) if waits else None

@@ -1,4 +1,4 @@
-"""The shape of a deployment: what ranks declare when they register, and must agree on."""
+"""The shape of a deployment, which its ranks declare and must agree on, and its nodes."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ __all__ = ["ModelShape", "Topology"]
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of one deployment. Rows are MoE layers only."""
+    """Sizes of one deployment. Only MoE layers count as layers."""
 
     num_layers: int
     """L."""
@@ -18,14 +18,14 @@ class ModelShape:
     num_ranks: int
     """R."""
     slots_per_rank: int
-    """Local slots of one layer's map row; S = R * slots_per_rank."""
+    """Slots of one rank in one layer; S = R * slots_per_rank."""
     top_k: int
     bytes_per_expert: int
-    """Bytes of every tensor of one expert, scales included."""
+    """Bytes of all tensors of one expert, scales included."""
     num_expert_groups: int = 1
-    """G, DeepSeek routing groups; 1 where the model has none."""
+    """G, DeepSeek routing groups; 1 if the model has none."""
     pool_slots_per_rank: int | None = None
-    """Weight buffers of one rank over all layers when slots are pooled; None when each layer owns its own."""
+    """Weight buffers of one rank, shared by all layers; None if each layer has its own."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_logical_experts", "num_ranks", "slots_per_rank", "top_k"):
@@ -38,7 +38,8 @@ class ModelShape:
             raise InvalidInput(f"top_k {self.top_k} exceeds {self.num_logical_experts} experts")
         if self.num_expert_groups < 1 or self.num_logical_experts % self.num_expert_groups:
             raise InvalidInput(
-                f"{self.num_logical_experts} experts do not divide into {self.num_expert_groups} expert groups"
+                f"{self.num_logical_experts} experts do not divide into"
+                f" {self.num_expert_groups} expert groups"
             )
         if self.num_slots < self.num_logical_experts:
             raise ShapeMismatch(
@@ -56,7 +57,7 @@ class ModelShape:
 
     @property
     def num_slots(self) -> int:
-        """S, slots of one layer over all ranks."""
+        """S, slots of one layer on all ranks."""
         return self.num_ranks * self.slots_per_rank
 
     @property
@@ -66,12 +67,12 @@ class ModelShape:
 
     @property
     def pooled(self) -> bool:
-        """Whether slots are pooled across layers."""
+        """True if the layers share their slots."""
         return self.pool_slots_per_rank is not None
 
     @property
     def num_redundant(self) -> int:
-        """Replica budget of an average layer: filled slots beyond one per expert, rounded down."""
+        """Replicas that an average layer can have beyond one per expert, rounded down."""
         if self.pool_slots_per_rank is None:
             return self.num_slots - self.num_logical_experts
         total = self.pool_slots_per_rank * self.num_ranks
@@ -80,7 +81,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Which node each rank is on. A node is a fast-link domain."""
+    """The node of each rank. A node is a set of ranks with fast links."""
 
     node_of_rank: tuple[int, ...]
     """(R,) node index, 0..N-1."""
@@ -92,7 +93,7 @@ class Topology:
 
     @classmethod
     def single_node(cls, num_ranks: int) -> "Topology":
-        """All ranks in one fast-link domain."""
+        """Return a topology with all ranks on one node."""
         return cls((0,) * num_ranks)
 
     @property

@@ -1,4 +1,4 @@
-"""The seams: the smallest Protocols between the core and the outside world."""
+"""Protocols between the core and the outside world: clock, stores and operations."""
 
 from evenkeel_moe.ports.operations import (
     Advice,

@@ -1,4 +1,4 @@
-"""What REST, metrics and the command line see, and what operators may ask."""
+"""The operations that the controller offers to the REST API, and the values they return."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,38 +30,38 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank as operators see it."""
+    """The state of one rank."""
 
     rank: int
     node: str
     gpu_uuid: str
     fresh: bool
-    """Whether its heartbeat lease holds."""
+    """True while its heartbeat lease is valid."""
     last_seen_unix: float
     epoch: int
     state: str
-    """ParticipantState of the wave it holds."""
+    """ParticipantState of the wave that it holds."""
     load_share: float | None
-    """Its share of the window's tokens; 1/R is balanced; None without data."""
+    """Share of the window's tokens; 1/R is balanced. None without data."""
     seconds_per_token: float | None
-    """Pre-collective compute, median over the window; None where not measured."""
+    """Median MoE computation before the collective; None if not measured."""
     free_bytes: int
     staging_bytes: int
     slowness: float | None = None
-    """Its seconds over the median rank's at the same tokens; None where not measured."""
+    """Its seconds divided by the median rank's for the same tokens; None if not measured."""
     trouble: str = ""
-    """Why it takes no wave any more; empty while all is well."""
+    """The reason, in words, that it takes no more waves; empty if it takes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentStatus:
-    """One deployment as operators see it. None always means unknown, never zero."""
+    """The state of one deployment. None means unknown, never zero."""
 
     deployment: DeploymentId
     state: str
-    """Of the control machine: waiting_for_ranks, recovering, ready, migrating, ..."""
+    """State of the control machine: waiting_for_ranks, recovering, ready, migrating, ..."""
     reason: str
-    """Why it is in this state: a Reason."""
+    """The Reason for the state."""
     mode: str
     """observe, propose or auto."""
     policy: str
@@ -69,7 +69,7 @@ class DeploymentStatus:
     term: int
     generation: str
     epoch: int | None
-    """None before the ranks told where they stand."""
+    """None before the ranks reported it."""
     shape: ModelShape
     ranks: tuple[RankStatus, ...]
     step: int | None
@@ -79,41 +79,41 @@ class DeploymentStatus:
     balancedness_mean: float | None
     """Mean over steps and layers of the window."""
     balancedness_worst: float | None
-    """Worst layer's mean over the window's steps."""
+    """Mean over the steps of the window, of the worst layer."""
     active_plan: PlanRecord | None
     staging_bytes_done: int = 0
     staging_bytes_total: int = 0
     last_decision: Mapping[str, Any] | None = None
     frozen_until_unix: float | None = None
     held: bool = False
-    """Automatic plans wait for `resume` after a rollback."""
+    """True after a rollback: automatic plans wait for `resume`."""
     leader_address: str | None = None
     """host:port by which ranks reach the leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Body of a manual plan."""
+    """A request for a manual plan."""
 
     plan_id: PlanId | None = None
-    """Chosen by the client; None lets the controller choose."""
+    """Chosen by the client; None lets the controller choose one."""
     policy: str | None = None
-    """None uses the deployment's."""
+    """None uses the deployment's policy."""
     limits: PlanLimits = PlanLimits()
     phases: tuple[Phase, ...] = ()
-    """Windows to plan on; empty weighs all by tokens."""
+    """Windows to plan on; empty uses all, weighted by their tokens."""
     dry_run: bool = False
-    """Plan and store as PROPOSED without ever starting by itself; approve accepts this very plan."""
+    """Store the plan as PROPOSED. It starts only if it is approved."""
     target: Placement | None = None
-    """An explicit placement instead of a policy."""
+    """A placement to reach, instead of a policy."""
     approve: bool = False
-    """Start at once, also in propose mode."""
+    """Start at once, even in propose mode."""
     requested_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CycleOutcome:
-    """What a cycle decided, as logged."""
+    """The decision of a cycle, as logged."""
 
     at_unix: float
     reason: str
@@ -123,55 +123,55 @@ class CycleOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A recommendation with when and for what it was worked out."""
+    """A recommendation with the time and the state it was computed for."""
 
     deployment: DeploymentId
     at_unix: float
     generation: str
     epoch: int
-    """Of the placement it starts from."""
+    """Epoch of the present placement."""
     policy: str
     newest_step: int | None
-    """None while no step was complete."""
+    """None before the first complete step."""
     free_bytes: int | None
-    """Of the rank with the least free memory; None unless all ranks are here to tell."""
+    """Free memory of the rank that has the least; None unless all ranks reported it."""
     recommendation: Recommendation
     shadow: Mapping[str, Mapping[str, Any]]
-    """The last row of every shadow policy, by name."""
+    """Newest score of each shadow policy, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineRow:
-    """What was rejected for one reason."""
+    """The rejections for one reason."""
 
     reason: str
     rank_steps: int
-    """One for each rank's report of one step, since the deployment came to this replica or was last cleared."""
+    """Number of (rank, step) pairs since this replica led the deployment or a reset."""
     samples: tuple[tuple[int, str], ...]
-    """(rank, words) of the newest few, newest last."""
+    """(rank, detail) of the newest few, newest last."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """Who asked for a change, and what was answered."""
+    """A request for a change and its outcome."""
 
     deployment: DeploymentId | None
-    """None where the path names none."""
+    """None if the path names none."""
     by: str
     """Name of the token."""
     role: str
     method: str
     path: str
     status: int
-    """HTTP status of the answer."""
+    """HTTP status of the response."""
     idempotency_key: str | None = None
     trace_id: str | None = None
-    """The trace the request belongs to: 32 hex digits."""
+    """Trace id of the request, 32 hex digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """What a request with an `Idempotency-Key` was answered, for its repetition."""
+    """The stored response to a request with an `Idempotency-Key`."""
 
     name: str
     """Hash of token name, path and key, in hex."""
@@ -179,28 +179,28 @@ class KeptAnswer:
     """SHA-256 of the body, in hex."""
     status: int
     location: str | None
-    """Path of the plan the answer was about; None: it had no body."""
+    """Path of the plan in the response; None for a response without body."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedElsewhere:
-    """A deployment that the replica which was asked does not lead."""
+    """A deployment that this replica does not lead."""
 
     deployment: DeploymentId
     leader: str | None
-    """Id of the replica that leads; None while nobody does."""
+    """Id of the replica that leads; None while no replica leads."""
     address: str | None
-    """host:port by which ranks reach it; None where it is not known."""
+    """host:port where ranks reach the leader; None if unknown."""
 
 
 class NotLeading(Unavailable):
-    """Only the leader knows, or may change, what was asked for; carries who leads."""
+    """Only the leader can answer the request. Carries the leader."""
 
     default_reason = Reason.NOT_LEADER
 
     def __init__(self, led: LedElsewhere) -> None:
         if led.leader is None:
-            super().__init__(f"nobody leads {led.deployment} for now")
+            super().__init__(f"no replica leads {led.deployment} at present")
         else:
             where = "" if led.address is None else f" at {led.address}"
             super().__init__(f"{led.deployment} is led by {led.leader}{where}, not by this replica")
@@ -211,66 +211,78 @@ class DeploymentView(Protocol):
     """Read access to one deployment."""
 
     def status(self) -> DeploymentStatus:
-        """Now."""
+        """Return the present state."""
         ...
 
     def placement(self) -> Placement | None:
-        """The committed placement; None before the ranks told it."""
+        """Return the committed placement; None before the ranks reported it."""
         ...
 
     def topology(self) -> Topology:
-        """Which node each rank is on."""
+        """Return the node of each rank."""
         ...
 
     def window(self, phase: Phase) -> LoadWindow | None:
-        """The window in memory."""
+        """Return the window of a phase in memory; None if there is none."""
         ...
 
 
 class Operations(Protocol):
-    """What an operator may ask of the controller; the API is a thin skin over this.
+    """The operations of the controller, as operators call them through the REST API.
 
-    Methods raise NotFound, Conflict, InvalidInput, InfeasiblePlan and Unavailable; where another replica leads NotLeading, but
-    for plans, decisions and audit, which are stored.
+    They raise NotFound, Conflict, InvalidInput, InfeasiblePlan and Unavailable, and NotLeading if
+    another replica leads. Plans, decisions and audit rows are stored, so that any replica can
+    return them.
     """
 
     async def deployments(self) -> Sequence[DeploymentView]:
-        """All deployments this replica leads."""
+        """Return the deployments that this replica leads."""
         ...
 
     async def led_elsewhere(self) -> Sequence[LedElsewhere]:
-        """Deployments that others lead, and those known here that nobody does; without the store only what is known here."""
+        """Return the known deployments that this replica does not lead.
+
+        While the store is not reachable, these are only those that this replica remembers.
+        """
         ...
 
     async def deployment(self, deployment: DeploymentId) -> DeploymentView:
-        """One deployment."""
+        """Return one deployment."""
         ...
 
     async def create_plan(self, deployment: DeploymentId, request: PlanRequest) -> PlanRecord:
-        """Plan by hand. Same id and body: the same plan; same id, other body: Conflict(ID_REUSED)."""
+        """Create a manual plan, or return the plan that has the same id and request.
+
+        Conflict(ID_REUSED) if the id belongs to another request.
+        """
         ...
 
     async def plans(
         self, deployment: DeploymentId, limit: int, after: PlanId | None = None
     ) -> tuple[Sequence[PlanRecord], bool]:
-        """Plan records that come after one, or the first ones, newest first; and whether there are more.
+        """Return plan records, newest first, and True if there are more.
+
+        Args:
+            deployment: whose plans.
+            limit: largest number of records.
+            after: id of the plan before the first one returned; None starts with the newest.
 
         Raises:
-            InvalidInput: no plan `after` is known any more.
-            Unavailable: what comes after one is in the store, and that is out of reach.
+            InvalidInput: the plan `after` is no longer known.
+            Unavailable: the plans are in the store, which is not reachable.
         """
         ...
 
     async def plan(self, deployment: DeploymentId, plan_id: PlanId) -> PlanRecord:
-        """One plan record with its story."""
+        """Return one plan record with its story."""
         ...
 
     async def approve(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
-        """Start a proposed plan; Conflict(STALE_BASE) when the epoch moved (R16)."""
+        """Start a proposed plan. Conflict(STALE_BASE) if the epoch has changed (R16)."""
         ...
 
     async def cancel(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
-        """Stop a plan; after the votes it takes effect at the next wave (R16)."""
+        """Stop a plan. After the votes of a wave, this takes effect before the next wave (R16)."""
         ...
 
     async def rollback(
@@ -280,14 +292,15 @@ class Operations(Protocol):
         by: str,
         plan_id: PlanId | None = None,
     ) -> PlanRecord:
-        """Return to an earlier epoch's placement (None: the one before the last plan) and hold `auto`.
+        """Return to the placement of an epoch and hold automatic plans.
 
-        Same id and epoch: the same plan; same id, other epoch: Conflict(ID_REUSED).
+        None is the placement before the last plan. The same id with the same epoch gives the same
+        plan; with another epoch it gives Conflict(ID_REUSED).
         """
         ...
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
-        """Let automatic plans run again after a rollback."""
+        """Allow automatic plans again after a rollback."""
         ...
 
     async def set_policy(
@@ -297,72 +310,75 @@ class Operations(Protocol):
         by: str,
         base: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Change mode, policy name, limits or gate settings; returns the whole policy document.
+        """Change mode, policy name, limits or gate settings. Return the whole policy document.
 
-        Conflict(STALE_BASE) when the document is another than `base` at the moment of the change; None rests on any.
+        Conflict(STALE_BASE) if the document is no longer `base`; None accepts any document.
         """
         ...
 
     async def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
-        """The policy document."""
+        """Return the policy document."""
         ...
 
     async def freeze(self, deployment: DeploymentId, seconds: float, by: str) -> None:
-        """No new plan for that long; 0 thaws."""
+        """Start no new plan for some seconds; 0 ends the freeze."""
         ...
 
     async def decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Decision log, newest first."""
+        """Return the decision log, newest first."""
         ...
 
     async def recommendation(self, deployment: DeploymentId, max_age_s: float | None) -> Advice:
-        """What would pay now, and why. An answer up to `max_age_s` old will do; None leaves it to the controller.
+        """Return a recommendation that is at most `max_age_s` old; None is one cycle.
 
-        Conflict(PLAN_IN_PROGRESS) while weights move.
+        Conflict(PLAN_IN_PROGRESS) while a plan runs.
         """
         ...
 
     async def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
-        """What was rejected of the ranks' reports, by reason."""
+        """Return the rejected parts of the ranks' reports, by reason."""
         ...
 
     async def clear_quarantine(self, deployment: DeploymentId, by: str) -> None:
-        """Count from zero and drop the samples; metrics go on counting."""
+        """Reset the counts and drop the samples; metrics are not reset."""
         ...
 
     async def forget(self, deployment: DeploymentId, by: str) -> None:
-        """Let go of a deployment: lease, memory, series and stored windows; plans and epochs stay stored.
+        """Remove lease, memory, series and windows of a deployment; plans and epochs stay stored.
 
-        Conflict(BUSY) while a rank has a stream here.
+        Conflict(BUSY) while a rank is connected.
         """
         ...
 
     async def record(self, entry: AuditEntry) -> None:
-        """Write down who asked for what; never fails."""
+        """Record a request for a change; never fails."""
         ...
 
     async def keep_answer(self, deployment: DeploymentId, answer: KeptAnswer) -> None:
-        """Store an answer for a day, among the newest of the deployment; never fails."""
+        """Store a response for a day, among the newest of the deployment; never fails."""
         ...
 
     async def kept_answer(self, deployment: DeploymentId, name: str) -> KeptAnswer | None:
-        """A stored answer; Unavailable when the store cannot say."""
+        """Return a stored response; None if there is none. Unavailable without the store."""
         ...
 
     async def audit(
         self, deployment: DeploymentId | None, limit: int
     ) -> Sequence[Mapping[str, Any]]:
-        """Audit rows, newest first: of one deployment, also those stored; None: of this replica, in memory."""
+        """Return audit rows, newest first.
+
+        For a deployment, from memory and store; for None, those of all deployments in memory.
+        """
         ...
 
     def log_level(self) -> str:
-        """How much this replica says: debug, info, warning or error."""
+        """Return the log level of this replica: debug, info, warning or error."""
         ...
 
     def set_log_level(self, level: str, by: str) -> None:
-        """Change it until the next start."""
+        """Set the log level until the next start."""
         ...
 
     async def healthy(self) -> Mapping[str, str]:
-        """Component -> `ok` or what is wrong."""
+        """Return the state of each component: `ok` or the fault."""
         ...

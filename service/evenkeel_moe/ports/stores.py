@@ -1,4 +1,4 @@
-"""The clock and the stores."""
+"""Protocols of the clock and of the stores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,125 +13,130 @@ __all__ = ["Clock", "DeploymentStore", "Lease", "WindowStore"]
 
 
 class Clock(Protocol):
-    """Two clocks: one to compare, one to write down."""
+    """Two clocks: one to measure time, one for timestamps."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never falls."""
+        """Return seconds since an arbitrary start. They never decrease."""
         ...
 
     def unix(self) -> float:
-        """Unix seconds."""
+        """Return Unix seconds."""
         ...
 
 
 class WindowStore(Protocol):
-    """Keeps the newest steps of each (deployment, phase), bounded by count and time to live."""
+    """Stores the newest steps of each (deployment, phase), bounded by number and time to live."""
 
     async def append(self, deployment: DeploymentId, phase: Phase, *parts: LoadWindow) -> None:
-        """Add complete steps in consecutive parts, newest last; the last part's source-side sums, if any, replace those stored.
+        """Append complete steps in consecutive parts, newest last.
+
+        Source-side sums of the last part, if any, replace the stored ones.
 
         Raises:
-            Unavailable: the store is out of reach; nothing is known to be stored.
+            Unavailable: the store is not reachable; it is unknown if anything was stored.
         """
         ...
 
     async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
-        """The stored window, oldest step first; None when there is none."""
+        """Return the stored window, oldest step first; None if there is none."""
         ...
 
     async def forget(self, deployment: DeploymentId) -> None:
-        """Drop every window of a deployment."""
+        """Delete all windows of a deployment."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Leadership of one deployment as the store has it."""
+    """The stored leadership of one deployment."""
 
     holder: str
     term: int
 
 
 class DeploymentStore(Protocol):
-    """Durable records of one controller's deployments. Every write is fenced by the lease's term."""
+    """Durable records of deployments. The term of the lease fences every write."""
 
     async def acquire_lease(
         self, deployment: DeploymentId, holder: str, ttl_s: float, at_least_term: int
     ) -> Lease:
-        """Take the lease if it is free, expired or the same holder's; the reply is the winner.
+        """Take the lease if it is free, expired or already the holder's. Return the lease in force.
 
-        A new holding carries a term above both the stored one and `at_least_term`.
+        A new lease has a term above the stored one and above `at_least_term`.
         """
         ...
 
     async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
-        """Prolong a lease; False when it is no longer ours."""
+        """Extend a lease. Return False if it is no longer ours."""
         ...
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
-        """Give the lease up if it is still ours."""
+        """Release a lease if it is still ours."""
         ...
 
     async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
-        """Who leads; None while nobody does."""
+        """Return the lease in force; None if there is none."""
         ...
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
-        """Write one plan record whole."""
+        """Store a plan record."""
         ...
 
     async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
-        """(id, created_at) of every stored plan, newest first."""
+        """Return (id, created_at) of every stored plan, newest first."""
         ...
 
     async def open_plans(self, deployment: DeploymentId) -> Sequence[PlanId]:
-        """Stored plans that have not ended, by id."""
+        """Return the ids of stored plans that have not ended."""
         ...
 
     async def fetch_plans(
         self, deployment: DeploymentId, plan_ids: Sequence[PlanId]
     ) -> Sequence[PlanRecord]:
-        """Those plans in that order, without those that are not stored. A plan of a large model is 0.1 MB: ask for few."""
+        """Return these plans in this order, without unknown ones.
+
+        A plan of a large model has 0.1 MB: ask for few.
+        """
         ...
 
     async def store_epoch(
         self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int
     ) -> None:
-        """Record a committed placement under its epoch."""
+        """Store a committed placement under its epoch."""
         ...
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
-        """Recorded placements by epoch, as many as are kept."""
+        """Return the stored placements by epoch; the oldest are not kept."""
         ...
 
     async def store_document(
         self, deployment: DeploymentId, name: str, body: Mapping[str, Any], term: int
     ) -> None:
-        """Write a small named JSON document: policy, shape, freeze, intent."""
+        """Store a small named JSON document: policy, shape, freeze, intent."""
         ...
 
     async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
-        """Read a named document."""
+        """Return a named document; None if there is none."""
         ...
 
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
-        """Add a row to the decision log, bounded by count and age."""
+        """Append a row to the decision log, which is bounded by number and age."""
         ...
 
     async def fetch_decisions(
         self, deployment: DeploymentId, limit: int
     ) -> Sequence[Mapping[str, Any]]:
-        """Decision rows, newest first."""
+        """Return rows of the decision log, newest first."""
         ...
 
     async def unlist(self, deployment: DeploymentId) -> None:
-        """Leave a deployment out of `deployments` until it is led again; its records stay."""
+        """Remove a deployment from `deployments` until it is led again; its records stay."""
         ...
 
     async def deployments(self) -> Sequence[DeploymentId]:
-        """Every deployment with a record here, but those taken off the list."""
+        """Return the deployments with records, without those removed by `unlist`."""
         ...
 
     async def ping(self) -> None:
-        """Raise Unavailable unless the store takes writes."""
+        """Raise Unavailable unless the store accepts writes."""
         ...

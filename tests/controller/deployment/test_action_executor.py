@@ -9,7 +9,7 @@ from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.deployment.deployment import Deployment, Outside
 from evenkeel_moe.controller.process.serve import _deployment_options
-from evenkeel_moe.driver import Stage
+from evenkeel_moe.driver import ActionStage
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
@@ -110,9 +110,9 @@ async def test_questions_go_out_while_the_store_is_away_and_what_decides_does_no
     question = ctl.SendToRank(EpRank(0), 1, QueryState(leader, query=1))
     commit = ctl.SendToRank(EpRank(0), 1, Commit(leader, key_of()))
     assert [deployment.hands.stage(action) for action in (HOLD, commit, question)] == [
-        Stage.PERSIST,
-        Stage.SEND,
-        Stage.OTHER,
+        ActionStage.PERSIST,
+        ActionStage.SEND,
+        ActionStage.OTHER,
     ]
 
 

@@ -193,7 +193,7 @@ async def test_nobody_is_named_while_nobody_leads():
         sessions = list(one.member.sessions.values())
         await one.yield_lease(sessions)
         for replica in (one, two):
-            with pytest.raises(NotLeading, match="nobody leads d for now") as caught:
+            with pytest.raises(NotLeading, match="no replica leads d at present") as caught:
                 await replica.fleet.policy(DEMO)
             assert caught.value.led == LedElsewhere(DEMO, None, None)
         # To let go of it is then for any replica that knows it.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import structlog
 
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
-from evenkeel_moe.driver import Stage
+from evenkeel_moe.driver import ActionStage
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanRecord, WaveKey
@@ -124,11 +124,15 @@ class ControlHands:
         self._wave_began: dict[WaveKey, float] = {}
         self._fenced_term = 0
 
-    def stage(self, action: ctl.ControlAction) -> Stage:
+    def stage(self, action: ctl.ControlAction) -> ActionStage:
         """Persists first; sends only when they are stored, but for questions: ranks hear their leader while the store is away."""
         if isinstance(action, ctl.PersistAction):
-            return Stage.PERSIST
-        return Stage.SEND if isinstance(action, ctl.SendToRank) and action.decides else Stage.OTHER
+            return ActionStage.PERSIST
+        return (
+            ActionStage.SEND
+            if isinstance(action, ctl.SendToRank) and action.decides
+            else ActionStage.OTHER
+        )
 
     async def persist(self, actions: Sequence[ctl.ControlAction]) -> Sequence[object]:
         """Store all, in order; PersistFailed for those that may not be, LeaseLost when another leads."""
