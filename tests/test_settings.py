@@ -1,4 +1,4 @@
-"""Settings: where they come from, and that a wrong one is named before anything starts."""
+"""The sources of the settings, and their checks at start."""
 
 import dataclasses
 
@@ -144,7 +144,7 @@ def test_variables_of_the_command_line_are_none_of_ours(monkeypatch):
 
 
 def test_what_grpc_cannot_count_is_refused():
-    """Beyond 32 bits it would end the start with a traceback."""
+    """gRPC would fail with a traceback on values beyond 32 bits."""
     words = refusal(
         GRPC__MAX_MESSAGE_BYTES=str(2**31),
         GRPC__KEEPALIVE_S="1e9",
@@ -177,11 +177,11 @@ def test_all_faults_are_told_at_once():
         ({"INGEST__RANK_LEASE_S": "2"}, "2.5 x 3 = 7.5 exceeds ingest.rank_lease_s 2"),
         (
             {"REDIS__WAIT_REPLICAS": "1"},
-            "redis.wait_replicas is 1: a store of one's own has no replicas",
+            "redis.wait_replicas is 1: the embedded store has no replicas",
         ),
         (
             {"REDIS__WAIT_REPLICAS": "2", "REDIS__URL": "redis+cluster://h:1"},
-            "redis.wait_replicas is 2: a store of one's own has no replicas, and a cluster is not asked",
+            "redis.wait_replicas is 2: the embedded store has no replicas, and replicas of a cluster",
         ),
         ({"WINDOW__STEPS": "200"}, "window.plan_steps 256 exceeds window.steps 200"),
         ({"PLANNER__RECENT_STEPS": "100"}, "100 x 4 = 400 exceeds window.plan_steps 256"),
@@ -189,7 +189,8 @@ def test_all_faults_are_told_at_once():
         ({"PLANNER__THRESHOLDS__MIN_WINDOW_STEPS": "300"}, "min_window_steps 300 exceeds"),
         (
             {"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "129"},
-            "planner.thresholds.min_held_out_steps 129 can never be met: of window.plan_steps 256 it holds out 64; a whole",
+            "planner.thresholds.min_held_out_steps 129 can never be met:"
+            " of window.plan_steps 256 it holds out 64; a whole",
         ),
         ({"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "100.5"}, "100.5 can never be met"),
         ({"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "1e300"}, "1e+300 can never be met"),

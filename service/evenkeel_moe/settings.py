@@ -1,7 +1,7 @@
-"""The controller's settings by section, and which values contradict each other.
+"""The controller's settings by section, and the checks between them.
 
-Sections are frozen dataclasses of plain values; the rest of the program takes those and reads nothing itself.
-`settings_sources` reads them.
+Sections are frozen dataclasses of plain values. `settings_sources` reads them from environment and
+file.
 """
 
 import socket
@@ -45,9 +45,10 @@ DEFAULT_THRESHOLDS: Mapping[str, float] = {
     "consecutive_windows": 2.0,
     "max_data_age_s": 15.0,
 }
-"""Loads are counted by logical expert, so a window needs no time to settle after a plan."""
+"""Gate settings of the controller. The cooldown is short because loads are counted by logical
+expert: a window stays valid after a plan."""
 _GRPC_MOST_S = 2_000_000
-"""gRPC counts milliseconds in 32 bits."""
+"""Largest time in gRPC, which counts milliseconds in 32 bits."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -56,216 +57,233 @@ Count = Annotated[int, Field(ge=1)]
 Host = Annotated[
     str, Field(min_length=1), AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))
 ]
-"""A name or an address; an IPv6 address with or without brackets."""
+"""A host name or an address; an IPv6 address with or without brackets."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class GrpcSettings:
-    """Where ranks connect."""
+    """The gRPC server, to which ranks connect."""
 
     host: Host = "127.0.0.1"
     """Address to listen on; a container needs 0.0.0.0, or :: where there is IPv6."""
     port: Port = 50051
-    """0 takes a free port, told in the log."""
+    """0 uses a free port, which the log names."""
     advertise: str = ""
-    """host:port by which ranks reach this replica; followers send ranks there. Empty means host:port as
-    listened on, with the machine's name where that is every address. Wrong with several replicas: ranks are
-    sent in circles."""
+    """host:port where ranks reach this replica; followers redirect ranks to it. Empty is the
+    address listened on, or the machine's name if that is every address. With several replicas a
+    wrong value redirects ranks in circles."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, lt=1 << 31)] = 64 << 20
-    """Largest message taken. Below a full map or a report of many steps, ranks cannot register or report."""
+    """Largest message accepted. If a placement map or a report is larger, ranks cannot register or
+    report."""
     send_queue: Count = 1024
-    """Messages waiting for one rank before its stream is closed as too slow; it connects again."""
+    """Messages that may wait for one rank. With more its stream is closed as too slow; it
+    reconnects."""
     max_streams: Count = 4096
-    """Rank streams open at a time; more are told to come again later. Below the ranks of all deployments, some
-    never get in."""
+    """Largest number of open rank streams; further ranks must retry later. If there are more ranks,
+    some never connect."""
     max_messages_per_s: Annotated[float, Field(ge=10)] = 200.0
-    """Of one stream, four seconds ahead; a rank needs about ten. A faster client is cut off, and told to wait."""
+    """Rate limit of one stream, with a burst of four seconds. A rank sends about ten a second. A
+    faster client is disconnected and told to wait."""
     keepalive_s: GrpcSeconds = 20.0
-    """Silence before a ping; keep it under the idle timeout of proxies in between."""
+    """Silence before a ping. It must be shorter than the idle timeout of proxies on the way."""
     keepalive_timeout_s: GrpcSeconds = 10.0
-    """Wait for the ping's answer before the connection counts as dead."""
+    """Time for the answer to a ping; without it the connection is dead."""
     max_connection_age_s: Annotated[float, Field(ge=0, le=_GRPC_MOST_S)] = 3600.0
-    """A connection this old, a tenth more or less by chance, is told to go (GOAWAY); the rank connects anew, and so
-    spreads over addresses that came later. 0 lets it live for ever. With a few seconds ranks mostly connect."""
+    """Age, plus or minus a random tenth, at which a connection is closed (GOAWAY). Ranks reconnect
+    and so use addresses that were added later. 0 is never. With a few seconds ranks do little but
+    connect."""
     max_connection_age_grace_s: GrpcSeconds = 60.0
-    """After that a stream still open, as a rank's always is, is cut. Serving goes on, reports wait and are sent again."""
+    """Time until the streams of such a connection are cut, as ranks never close theirs. Serving
+    goes on; reports wait and are sent again."""
     tls_cert_file: Path | None = None
-    """PEM chain of this server; with it only TLS is spoken."""
+    """Certificate chain of this server (PEM). It enables TLS, and refuses other connections."""
     tls_key_file: Path | None = None
     tls_client_ca_file: Path | None = None
-    """PEM of the CA whose clients may connect; with it every rank needs a certificate. This and the two files above
-    are read anew when they change."""
+    """CA of the clients that may connect (PEM). With it every rank needs a certificate. Changes of
+    these three files take effect without a restart."""
     tls_require_identity: bool = False
-    """Whether a rank's certificate must name it, by a URI such as evenkeel://DEPLOYMENT/ranks/0-7. One that names
-    ranks is held to them in any case; false also takes certificates that name none."""
+    """Require that a rank's certificate names it, in a URI such as evenkeel://DEPLOYMENT/ranks/0-7.
+    A certificate that names ranks is valid only for them in any case."""
     reflection: bool = False
-    """Tell any client which services and messages there are, for grpcurl and the like."""
+    """Describe services and messages to any client, for tools such as grpcurl."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class RestSettings:
-    """The operators' API."""
+    """The REST API of operators."""
 
     host: Host = "127.0.0.1"
     """Address to listen on; a container needs 0.0.0.0, or :: where there is IPv6."""
     port: Port = 8080
     token_file: Path | None = None
-    """Who may call, read anew when it changes. None writes `tokens` with one new token of role admin into the data
-    folder at the first start."""
+    """File of accepted tokens; changes take effect without a restart. None uses `tokens` in the
+    data folder; the first start creates it with one token of role admin."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class MetricsSettings:
-    """Prometheus."""
+    """Prometheus metrics."""
 
     host: Host = "127.0.0.1"
-    """Address to listen on; a container needs 0.0.0.0, or :: where there is IPv6. Anyone who reaches it may read it."""
+    """Address to listen on; a container needs 0.0.0.0, or :: with IPv6. It needs no token."""
     port: Port = 9090
     refresh_s: Seconds = 2.0
-    """Between refreshes of the gauges; longer than the scrape interval repeats old values."""
+    """Time between updates of the gauges. Longer than the scrape interval repeats old values."""
     worst_layers: Annotated[int, Field(ge=0, le=64)] = 5
-    """Layers of a deployment, worst balancedness first, that have series of their own."""
+    """Number of layers of a deployment with their own series: those of the worst balancedness."""
     layer_rank_series: Annotated[int, Field(ge=0, le=20_000)] = 0
-    """Most series by layer and rank of a deployment, for heat maps: whole layers, the worst first, as many as
-    fit. 0 exports none; 61 layers on 72 ranks need 4392."""
+    """Largest number of series by layer and rank of a deployment, for heat maps: as many whole
+    layers as fit, the worst first. 0 is none; 61 layers on 72 ranks need 4392."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class RedisSettings:
-    """The store."""
+    """The Redis or Valkey store."""
 
     url: str = field(default="", repr=False)
-    """redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster:// or rediss+cluster://. Empty
-    starts an embedded server in the data folder: durable over restarts of one replica, not shareable."""
+    """redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster:// or
+    rediss+cluster://. Empty starts an embedded server in the data folder: it keeps its data over
+    restarts, but replicas cannot share it."""
     password: str = field(default="", repr=False)
-    """Beats a password in the URL."""
+    """Overrides a password in the URL."""
     sentinel_username: str = ""
-    """User at the Sentinels, which have users of their own; beats `sentinel_username` in the URL."""
+    """User of the Sentinels, which have their own users. Overrides `sentinel_username` in the URL.
+    """
     sentinel_password: str = field(default="", repr=False)
-    """Of that user, or of the Sentinels' `requirepass`; beats `sentinel_password` in the URL. The store's credentials are
-    never sent to a Sentinel."""
+    """Password of that user, or the Sentinels' `requirepass`. Overrides `sentinel_password` in the
+    URL. Sentinels never get the store's credentials."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "evenkeel"
-    """First part of every key. Fleets that share a server must differ here, or they take each other's leases."""
+    """First part of every key. Fleets on one server need different ones, or they take each other's
+    leases."""
     timeout_s: Seconds = 2.0
-    """For a connection and for an answer. Above a third of leader.lease_s a slow store costs the lease."""
+    """Time limit of a connection and of an answer. Above a third of leader.lease_s a slow store
+    costs the lease."""
     wait_replicas: Annotated[int, Field(ge=0, le=16)] = 0
-    """Replicas of the store that must have a plan, an epoch or a policy before it counts as written, so that a failover
-    loses none. Where too few have it within half of timeout_s, the write is tried again and no wave begins."""
+    """Replicas of the store that must confirm a plan, an epoch or a policy, so that a failover
+    loses none. If fewer confirm within half of timeout_s, the write is tried again and no wave
+    starts."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class WindowSettings:
-    """How much of the past is kept."""
+    """The windows of past steps."""
 
     steps: Annotated[int, Field(ge=16)] = 512
-    """Complete steps per deployment and phase, in memory and in the store. Each costs layers x experts x 4
-    bytes in memory: 60 kB for 58 x 256."""
+    """Complete steps kept for each deployment and phase, in memory and in the store. A step takes
+    layers x experts x 4 bytes of memory: 60 kB for 58 x 256."""
     plan_steps: Annotated[int, Field(ge=16)] = 256
-    """Newest steps a cycle looks at. Planning time grows with it; too few and noise is planned for."""
+    """Newest steps that a cycle uses. More take longer to plan; with too few, plans follow noise.
+    """
     ttl_s: Seconds = 86_400.0
-    """A stored window nothing was added to for this long is dropped."""
+    """A stored window without new steps for this long is deleted."""
     store_interval_s: Seconds = 0.35
-    """Between appends to the store; steps younger than this are lost when the controller dies."""
+    """Time between writes to the store. If the controller dies, newer steps are lost."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class PlannerSettings:
-    """The control loop. What an operator sets over the API beats mode, policy, cycle_s and thresholds."""
+    """The control loop. The API can override mode, policy, cycle_s and thresholds."""
 
     mode: Mode = Mode.OBSERVE
     """observe: nothing moves. propose: plans wait for approval. auto: plans start by themselves."""
     policy: str = "keel"
     cycle_s: Seconds = 2.0
-    """Between looks at the window; each ends in a recorded decision. Long cycles answer a change late."""
+    """Time between cycles; each records a decision. Long cycles react late to changes."""
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """Gate settings by name, see `planning.gates.GateSettings`; those not named have
-    DEFAULT_THRESHOLDS, else the gates' own."""
+    """Gate settings by name, see `planning.gates.GateSettings`. The others have the values of
+    DEFAULT_THRESHOLDS, or else the defaults of the gates."""
     recent_steps: Annotated[int, Field(ge=4)] = 32
-    """Steps since a change of traffic that are enough to plan on; a quarter of the window at most. With few a plan
-    follows chance, with many the old placement serves the new traffic longer."""
+    """Steps after a change of traffic that suffice for a plan; at most a quarter of the window.
+    With few, plans follow noise; with many, the old placement serves the new traffic longer."""
     lifetime_steps: Count = 1000
-    """Steps a placement is expected to last: what a copy's price is spread over."""
+    """Steps that a placement is expected to last; they share the cost of its copies."""
     copy_bytes_per_s: Annotated[float, Field(gt=0)] = 5e9
-    """Rate assumed for copies between ranks when their price is worked out in seconds."""
+    """Assumed rate of copies between ranks, for their cost in seconds."""
     copy_cost_tokens: Annotated[float, Field(ge=0)] = 200.0
-    """Price of one copy where ranks do not measure compute time. Too low and plans shuffle for little."""
+    """Cost of one copy if ranks do not measure compute time. If it is too low, plans copy for
+    little gain."""
     cross_node_factor: Annotated[float, Field(ge=1)] = 2.0
-    """Price of a copy that no rank of the node could send, over that of others: keel prefers experts its node has."""
+    """Cost of a copy from another node relative to one within a node: keel prefers the latter."""
     rank_speeds: bool = False
-    """Plan with each rank's measured speed. Only where measurements are steady: noise moves experts about."""
+    """Plan with each rank's measured speed. Only for steady measurements: noise causes copies."""
     dispatch: DispatchModel = DispatchModel.EVEN
-    """How the engine splits an expert's tokens over its replicas. A wrong one plans for another engine."""
+    """The engine's rule to split the tokens of an expert between its replicas. With a wrong one the
+    plans suit another engine."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Planner processes; each holds compiled kernels, about 300 MB."""
+    """Number of planner processes; each needs about 300 MB for compiled kernels."""
     deadline_s: Seconds = 60.0
-    """A cycle that takes longer counts as failed and its process is replaced. A search may take a quarter of it, by the
-    rate at which the policy was seen to look at candidates."""
+    """Time limit of a cycle; after it the cycle has failed and its process is replaced. The
+    policy's search may use a quarter of it, estimated from its measured rate of evaluations."""
     proposal_ttl_s: Seconds = 3600.0
-    """A proposal not approved within this expires."""
+    """Time after which a proposal that nobody approved expires."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class MigrationSettings:
-    """Waves."""
+    """The execution of waves."""
 
     max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Throttle of copies per rank; 0 is none. Too low and waves miss prepare_deadline_s."""
+    """Rate limit of copies per rank; 0 is none. If it is too low, waves miss prepare_deadline_s."""
     batch_deadline_s: Seconds = 10.0
-    """One batch of copies; then its communicator is aborted and rebuilt."""
+    """Time limit of a batch of copies; after it the communicator is aborted and rebuilt."""
     prepare_deadline_s: Seconds = 120.0
-    """From Prepare to the last vote; shorter than the copies take aborts every wave."""
+    """Time from Prepare to the last vote. Shorter than the copies take, it aborts every wave."""
     commit_deadline_s: Seconds = 30.0
-    """From Commit to the first ack, and commit_deadline_steps must have passed too."""
+    """Time from Commit to the first ack; a wave is aborted after this and commit_deadline_steps."""
     commit_deadline_steps: Count = 256
-    """At least twice the gate's poll interval plus its delay."""
+    """Steps from Commit to the first ack: at least twice the gate's poll interval plus its delay.
+    """
     stall_after_s: Seconds = 30.0
-    """A wave still missing answers then is reported as stalled."""
+    """Time after which a wave with missing answers is reported as stalled."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class IngestSettings:
-    """Reports of ranks."""
+    """The ranks' reports and liveness."""
 
     report_interval_s: Seconds = 0.25
-    """Between reports of one rank; the window lags by about this."""
+    """Time between reports of a rank; the window lags by about this."""
     stride: Count = 1
-    """Report every n-th step. Above 1 a window spans more time, and short phases may go unseen."""
+    """Every n-th step is reported. Above 1 a window spans more time and may miss short phases."""
     max_steps_per_report: Annotated[int, Field(ge=1, le=4096)] = 256
     max_pending_steps: Annotated[int, Field(ge=8)] = 512
-    """Incomplete steps held per deployment; each costs layers x slots x 4 bytes once used. Fewer than a slow
-    rank lags behind loses those steps."""
+    """Incomplete steps kept for each deployment; each takes layers x slots x 4 bytes once used. If
+    a slow rank lags by more, steps are lost."""
     heartbeat_s: Seconds = 2.5
-    """Every rank is asked for its state this often, half as often at rest, and says itself that it lives."""
+    """Time between heartbeats of a rank, and between the controller's questions, which are half as
+    frequent at rest."""
     rank_lease_s: Seconds = 10.0
-    """A rank not heard for this long is lost; at least three heartbeats."""
+    """A rank is lost after this much silence; at least three heartbeats."""
     forget_after_s: Seconds = 3600.0
-    """A deployment none of whose ranks was here for this long is let go: lease, memory and series. Its records
+    """A deployment without ranks for this long is removed: lease, memory and series. Its records
     stay in the store."""
     max_deployments: Count = 256
-    """Deployments taken on; one more takes the place of one that had no ranks for ten seconds, or is refused, so that a
-    misconfigured fleet cannot fill the memory."""
+    """Largest number of deployments, so that a misconfigured fleet cannot fill the memory. One more
+    replaces a deployment that had no ranks for ten seconds, or is refused."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class LeaderSettings:
-    """Which replica leads."""
+    """The election of the leading replica."""
 
     replica_id: Annotated[str, Field(min_length=1)] = field(default_factory=socket.gethostname)
-    """Name of this replica, different for each; one that returns under its old name takes its leases back."""
+    """Unique name of this replica. A replica that restarts with its old name gets its leases back.
+    """
     replicas: Count = 1
-    """How many there are. More than one needs an external store."""
+    """Number of replicas. More than one need an external store."""
     lease_s: Seconds = 4.0
-    """A dead leader's deployments are taken over after this; a leader that cannot renew for this long stops."""
+    """Time after which a dead leader is replaced. A leader that cannot renew for this long stops.
+    """
     renew_s: Seconds = 1.0
-    """Between renewals; at most a third of lease_s."""
+    """Time between renewals; at most a third of lease_s."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Settings:
-    """Everything, checked."""
+    """All settings."""
 
     data_dir: Path = Path("evenkeel-data")
-    """Folder of the embedded store and the token file; made if missing."""
+    """Folder of the embedded store and the token file; created if missing."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     grpc: GrpcSettings = GrpcSettings()
     rest: RestSettings = RestSettings()
@@ -279,7 +297,8 @@ class Settings:
 
 
 def from_sections(kind: type[T], *sections: Any, **others: Any) -> T:
-    """Build a dataclass from the settings that have the names of its fields, and from other values."""
+    """Build a dataclass from the settings that have the names of its fields, and from other values.
+    """
     found = {
         one.name: getattr(section, one.name) for section in sections for one in fields(section)
     }
@@ -288,43 +307,58 @@ def from_sections(kind: type[T], *sections: Any, **others: Any) -> T:
 
 
 def never_met(gates: GateSettings, plan_steps: int) -> Iterator[str]:
-    """Which thresholds no window of `plan_steps` steps can meet."""
+    """Yield the thresholds that no window of `plan_steps` steps can meet."""
     if gates.min_window_steps > plan_steps:
         yield (
-            f"thresholds.min_window_steps {gates.min_window_steps:g} exceeds window.plan_steps {plan_steps}:"
-            " no cycle could ever plan"
+            f"thresholds.min_window_steps {gates.min_window_steps:g} exceeds window.plan_steps"
+            f" {plan_steps}: no cycle could ever plan"
         )
     held_out = held_out_steps(plan_steps, int(gates.min_held_out_steps))
     if held_out < gates.min_held_out_steps:
         yield (
-            f"thresholds.min_held_out_steps {gates.min_held_out_steps:g} can never be met: of window.plan_steps"
-            f" {plan_steps} it holds out {held_out}; a whole number up to {plan_steps // 2} can"
+            f"thresholds.min_held_out_steps {gates.min_held_out_steps:g} can never be met:"
+            f" of window.plan_steps {plan_steps} it holds out {held_out};"
+            f" a whole number up to {plan_steps // 2} can"
         )
 
 
 def contradictions(settings: Settings) -> Iterator[str]:
-    """What each section alone cannot see."""
-    leader, ingest, window, planner = (
-        settings.leader,
-        settings.ingest,
-        settings.window,
-        settings.planner,
-    )
-    if leader.replicas > 1 and not settings.redis.url:
-        yield (
-            f"leader.replicas is {leader.replicas} and redis.url is empty: replicas with stores of their own"
-            " would all lead"
-        )
-    if 3 * leader.renew_s > leader.lease_s:
-        yield (
-            f"leader.renew_s {leader.renew_s:g} x 3 = {3 * leader.renew_s:g} exceeds leader.lease_s"
-            f" {leader.lease_s:g}: one slow answer would cost the lease"
-        )
+    """Yield the contradictions between settings, with the arithmetic."""
+    yield from _leader_faults(settings)
+    yield from _planner_faults(settings.planner, settings.window)
+    yield from _redis_faults(settings.redis)
+    yield from _grpc_faults(settings.grpc)
+    ingest, migration = settings.ingest, settings.migration
     if 3 * ingest.heartbeat_s > ingest.rank_lease_s:
         yield (
             f"ingest.heartbeat_s {ingest.heartbeat_s:g} x 3 = {3 * ingest.heartbeat_s:g} exceeds"
             f" ingest.rank_lease_s {ingest.rank_lease_s:g}: one late answer would lose the rank"
         )
+    if migration.batch_deadline_s > migration.prepare_deadline_s:
+        yield (
+            f"migration.batch_deadline_s {migration.batch_deadline_s:g} exceeds"
+            f" migration.prepare_deadline_s {migration.prepare_deadline_s:g}"
+        )
+    ports = [s.port for s in (settings.grpc, settings.rest, settings.metrics) if s.port]
+    if len(set(ports)) < len(ports):
+        yield f"grpc, rest and metrics listen on {', '.join(map(str, ports))}: all must differ"
+
+
+def _leader_faults(settings: Settings) -> Iterator[str]:
+    leader = settings.leader
+    if leader.replicas > 1 and not settings.redis.url:
+        yield (
+            f"leader.replicas is {leader.replicas} and redis.url is empty: replicas with embedded"
+            " stores would all lead"
+        )
+    if 3 * leader.renew_s > leader.lease_s:
+        yield (
+            f"leader.renew_s {leader.renew_s:g} x 3 = {3 * leader.renew_s:g} exceeds"
+            f" leader.lease_s {leader.lease_s:g}: one slow answer would cost the lease"
+        )
+
+
+def _planner_faults(planner: PlannerSettings, window: WindowSettings) -> Iterator[str]:
     if window.plan_steps > window.steps:
         yield f"window.plan_steps {window.plan_steps} exceeds window.steps {window.steps}"
     if 4 * planner.recent_steps > window.plan_steps:
@@ -332,34 +366,41 @@ def contradictions(settings: Settings) -> Iterator[str]:
             f"planner.recent_steps {planner.recent_steps} x 4 = {4 * planner.recent_steps} exceeds"
             f" window.plan_steps {window.plan_steps}: a change of traffic could never be seen"
         )
-    migration = settings.migration
-    if migration.batch_deadline_s > migration.prepare_deadline_s:
-        yield (
-            f"migration.batch_deadline_s {migration.batch_deadline_s:g} exceeds migration.prepare_deadline_s"
-            f" {migration.prepare_deadline_s:g}"
-        )
     try:
         gates = GateSettings.from_thresholds({**DEFAULT_THRESHOLDS, **planner.thresholds})
         yield from (f"planner.{words}" for words in never_met(gates, window.plan_steps))
         resolve_policy(planner.policy)
     except InvalidInput as error:
         yield f"planner: {error}"
-    redis = settings.redis
+
+
+def _redis_faults(redis: RedisSettings) -> Iterator[str]:
     if redis.wait_replicas and (not redis.url or "+cluster://" in redis.url):
-        yield f"redis.wait_replicas is {redis.wait_replicas}: a store of one's own has no replicas, and a cluster is not asked for them"
+        yield (
+            f"redis.wait_replicas is {redis.wait_replicas}: the embedded store has no replicas, and"
+            " replicas of a cluster are not waited for"
+        )
     if (redis.sentinel_username or redis.sentinel_password) and "+sentinel://" not in redis.url:
-        yield "redis.sentinel_username and redis.sentinel_password need a redis+sentinel:// or rediss+sentinel:// URL"
+        yield (
+            "redis.sentinel_username and redis.sentinel_password need a redis+sentinel:// or"
+            " rediss+sentinel:// URL"
+        )
     if redis.sentinel_username and not (
         redis.sentinel_password or "sentinel_password=" in redis.url
     ):
         yield "redis.sentinel_username needs redis.sentinel_password"
-    grpc = settings.grpc
+
+
+def _grpc_faults(grpc: GrpcSettings) -> Iterator[str]:
     if (grpc.tls_cert_file is None) != (grpc.tls_key_file is None):
         yield "grpc.tls_cert_file and grpc.tls_key_file need each other"
     if grpc.tls_client_ca_file is not None and grpc.tls_cert_file is None:
-        yield "grpc.tls_client_ca_file needs grpc.tls_cert_file: without TLS no client shows a certificate"
+        yield (
+            "grpc.tls_client_ca_file needs grpc.tls_cert_file:"
+            " clients show certificates only over TLS"
+        )
     if grpc.tls_require_identity and grpc.tls_client_ca_file is None:
-        yield "grpc.tls_require_identity needs grpc.tls_client_ca_file: without it no rank shows a certificate"
-    ports = [s.port for s in (settings.grpc, settings.rest, settings.metrics) if s.port]
-    if len(set(ports)) < len(ports):
-        yield f"grpc, rest and metrics listen on {', '.join(map(str, ports))}: all must differ"
+        yield (
+            "grpc.tls_require_identity needs grpc.tls_client_ca_file:"
+            " without it ranks show no certificates"
+        )

@@ -1,8 +1,9 @@
-"""Where the controller's settings come from: its environment and its settings file, checked whole at start.
+"""Reads the controller's settings from environment and settings file, and checks them at start.
 
-`EVENKEEL_SECTION__FIELD` beats the file, the file beats the defaults. A variable or key that names nothing is
-an error, and so are values that contradict each other. For the secrets `EVENKEEL_REDIS__URL`, `EVENKEEL_REDIS__PASSWORD`
-and `EVENKEEL_REDIS__SENTINEL_PASSWORD` the same name with `_FILE` behind it is read from the file named there.
+`EVENKEEL_SECTION__FIELD` overrides the file, and the file overrides the defaults. An unknown
+variable or key is an error, and so are contradictory values. The secrets `EVENKEEL_REDIS__URL`,
+`EVENKEEL_REDIS__PASSWORD` and `EVENKEEL_REDIS__SENTINEL_PASSWORD` can also come from a file that
+the variable with `_FILE` appended names.
 """
 
 import os
@@ -38,7 +39,7 @@ def load_settings(config: Path | None = None) -> Settings:
         config: YAML (.yaml, .yml) or TOML (.toml) file with sections as in `Settings`.
 
     Raises:
-        InvalidInput: every fault found, one a line, with the arithmetic where values contradict each other.
+        InvalidInput: all faults found, one a line, with the arithmetic of contradictory values.
     """
     _refuse_unknown_variables()
     sources = _secret_files(), ({} if config is None else _read_file(config))
@@ -55,7 +56,8 @@ def load_settings(config: Path | None = None) -> Settings:
 
 
 def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSettings]:
-    """`Settings` with its sources: variables, then secret files, then the settings file."""
+    """Return a model of `Settings` that reads variables, then secret files, then the settings file.
+    """
 
     class Sources(BaseSettings):
         model_config = SettingsConfigDict(
@@ -93,7 +95,10 @@ def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSetti
 
 
 def _refuse_unknown_variables() -> None:
-    """A misspelt section would otherwise be ignored; variables of the command line have no section."""
+    """Refuse variables of unknown sections, which would be ignored.
+
+    Variables of the command line have no section.
+    """
     known = {f.name for f in fields(Settings)}
     for name in os.environ:
         section, nested, _ = name.removeprefix(_PREFIX).lower().partition("__")
@@ -102,7 +107,7 @@ def _refuse_unknown_variables() -> None:
 
 
 def _secret_files() -> dict[str, Any]:
-    """Values of the `_FILE` variables, nested as sections."""
+    """Return the values of the `_FILE` variables, nested as sections."""
     found: dict[str, Any] = {}
     for secret in _SECRETS:
         name = f"{_PREFIX}{secret.upper()}_FILE"
@@ -114,7 +119,7 @@ def _secret_files() -> dict[str, Any]:
         except OSError as error:
             raise InvalidInput(f"{name}: cannot read {path}: {error.strerror}") from None
         except UnicodeError:
-            # Without the error's words: they would show a byte of the secret.
+            # Not the text of the error, which would show a byte of the secret.
             raise InvalidInput(f"{name}: {path} is not UTF-8 text") from None
         section, _, key = secret.partition("__")
         found.setdefault(section, {})[key] = text
@@ -133,7 +138,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidInput(f"cannot read settings file {path}: {error.strerror}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        # ValueError: no UTF-8, no TOML, or a date or number in YAML that is none.
+        # ValueError: not UTF-8, not TOML, or an impossible date or number in YAML.
         raise InvalidInput(f"settings file {path}: {error}") from None
     if content is None:
         return {}
@@ -143,7 +148,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _faults(error: ValidationError | SettingsError) -> str:
-    """One line for each fault, with the name as a variable and without the value: it may be a secret."""
+    """Return one line for each fault, without the value, because it may be a secret."""
     if isinstance(error, SettingsError):
         return str(error)
     lines = []
