@@ -73,11 +73,9 @@ class GrpcSettings:
     address listened on, or the machine's name if that is every address. With several replicas a
     wrong value redirects ranks in circles."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, lt=1 << 31)] = 64 << 20
-    """Largest message accepted. If a placement map or a report is larger, ranks cannot register or
-    report."""
+    """Largest message accepted. A rank with a larger map or report cannot register or report."""
     send_queue: Count = 1024
-    """Messages that may wait for one rank. With more its stream is closed as too slow; it
-    reconnects."""
+    """Messages that may wait for one rank; with more its stream is closed and it reconnects."""
     max_streams: Count = 4096
     """Largest number of open rank streams; further ranks must retry later. If there are more ranks,
     some never connect."""
@@ -147,8 +145,7 @@ class RedisSettings:
     password: str = field(default="", repr=False)
     """Overrides a password in the URL."""
     sentinel_username: str = ""
-    """User of the Sentinels, which have their own users. Overrides `sentinel_username` in the URL.
-    """
+    """User of the Sentinels, not of the store. Overrides `sentinel_username` in the URL."""
     sentinel_password: str = field(default="", repr=False)
     """Password of that user, or the Sentinels' `requirepass`. Overrides `sentinel_password` in the
     URL. Sentinels never get the store's credentials."""
@@ -172,8 +169,7 @@ class WindowSettings:
     """Complete steps kept for each deployment and phase, in memory and in the store. A step takes
     layers x experts x 4 bytes of memory: 60 kB for 58 x 256."""
     plan_steps: Annotated[int, Field(ge=16)] = 256
-    """Newest steps that a cycle uses. More take longer to plan; with too few, plans follow noise.
-    """
+    """Newest steps that a cycle uses. More take longer to plan; with few, plans follow noise."""
     ttl_s: Seconds = 86_400.0
     """A stored window without new steps for this long is deleted."""
     store_interval_s: Seconds = 0.35
@@ -231,8 +227,7 @@ class MigrationSettings:
     commit_deadline_s: Seconds = 30.0
     """Time from Commit to the first ack; a wave is aborted after this and commit_deadline_steps."""
     commit_deadline_steps: Count = 256
-    """Steps from Commit to the first ack: at least twice the gate's poll interval plus its delay.
-    """
+    """Steps from Commit to the first ack: at least 2 K + D of the gate."""
     stall_after_s: Seconds = 30.0
     """Time after which a wave with missing answers is reported as stalled."""
 
@@ -267,13 +262,11 @@ class LeaderSettings:
     """The election of the leading replica."""
 
     replica_id: Annotated[str, Field(min_length=1)] = field(default_factory=socket.gethostname)
-    """Unique name of this replica. A replica that restarts with its old name gets its leases back.
-    """
+    """Unique name of this replica. After a restart the same name gets its leases back."""
     replicas: Count = 1
     """Number of replicas. More than one need an external store."""
     lease_s: Seconds = 4.0
-    """Time after which a dead leader is replaced. A leader that cannot renew for this long stops.
-    """
+    """Time after which a dead leader is replaced, and a leader that cannot renew stops."""
     renew_s: Seconds = 1.0
     """Time between renewals; at most a third of lease_s."""
 
@@ -297,8 +290,7 @@ class Settings:
 
 
 def from_sections(kind: type[T], *sections: Any, **others: Any) -> T:
-    """Build a dataclass from the settings that have the names of its fields, and from other values.
-    """
+    """Build a dataclass from the settings with the names of its fields, and from other values."""
     found = {
         one.name: getattr(section, one.name) for section in sections for one in fields(section)
     }

@@ -56,8 +56,7 @@ def load_settings(config: Path | None = None) -> Settings:
 
 
 def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSettings]:
-    """Return a model of `Settings` that reads variables, then secret files, then the settings file.
-    """
+    """Return `Settings` as a model that reads variables, secret files and the settings file."""
 
     class Sources(BaseSettings):
         model_config = SettingsConfigDict(
