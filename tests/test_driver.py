@@ -1,4 +1,4 @@
-"""The driver keeps the order the machines rest on, and loses nobody's question."""
+"""The driver keeps the order of actions that machines rely on, and answers every call."""
 
 import asyncio
 import contextvars
@@ -32,7 +32,7 @@ def other(name):
 
 
 class ScriptedMachine:
-    """Answers each event with what the script says, and notes what it was given."""
+    """Answers each event as scripted, and records the events."""
 
     def __init__(self, script):
         self.script, self.seen = script, []
@@ -43,7 +43,7 @@ class ScriptedMachine:
 
 
 class SlowExecutor:
-    """Notes what it does; persists take a turn of the loop, and fail while `down`."""
+    """Records what it does. Persist actions wait for `gate`, and fail while `down`."""
 
     def __init__(self):
         self.done, self.down = [], False
@@ -68,7 +68,7 @@ class SlowExecutor:
 
 @pytest.fixture
 async def rig():
-    """make(script) -> (driver, machine, executor), the driver running."""
+    """make(script) -> (driver, machine, executor, task), with the driver running."""
     tasks = []
 
     def make(script, *, tick_s=1000.0, **options):
@@ -123,16 +123,13 @@ async def test_sends_of_a_batch_that_could_not_be_stored_are_not_carried_out(rig
     await settle()
     assert executor.done == ["begin p", "o", "f"]
     assert machine.seen == ["tick", "a", "failed", "b"], (
-        "the machine hears of it before anything else"
+        "the machine gets the failure before other events"
     )
 
 
-async def test_ticks_come_by_themselves_and_are_not_made_up_for(rig):
+async def test_ticks_come_without_events_and_missed_ticks_are_not_made_up_for(rig):
     _, machine, _, _ = rig({}, tick_s=0.01)
-    for _ in range(500):
-        await asyncio.sleep(0.01)
-        if len(machine.seen) >= 3:
-            break
+    await until(lambda: len(machine.seen) >= 3, every_s=0.01)
     assert set(machine.seen) == {"tick"}
     before = len(machine.seen)
     blocked_until = asyncio.get_running_loop().time() + 0.2
@@ -142,7 +139,7 @@ async def test_ticks_come_by_themselves_and_are_not_made_up_for(rig):
     assert len(machine.seen) <= before + 2
 
 
-async def test_a_caller_waits_until_what_was_asked_is_carried_out(rig):
+async def test_a_caller_waits_until_its_actions_are_carried_out(rig):
     driver, _, executor, _ = rig({})
     executor.gate.clear()
     call = asyncio.create_task(driver.call(lambda now: ("answer", [persist("p"), send("s")])))
@@ -153,7 +150,7 @@ async def test_a_caller_waits_until_what_was_asked_is_carried_out(rig):
     assert executor.done == ["begin p", "stored p", "s"]
 
 
-async def test_a_caller_is_told_what_could_not_be_stored(rig):
+async def test_a_caller_gets_an_error_if_its_actions_are_not_stored(rig):
     driver, machine, executor, _ = rig({})
     executor.down = True
     with pytest.raises(Unavailable, match="tried again"):
@@ -162,7 +159,7 @@ async def test_a_caller_is_told_what_could_not_be_stored(rig):
     assert "s" not in executor.done
 
 
-async def test_a_caller_is_not_promised_what_nobody_tries_again(rig):
+async def test_after_a_lost_lease_the_error_promises_no_retry(rig):
     driver, machine, executor, _ = rig({})
 
     async def fenced(actions):
@@ -178,7 +175,7 @@ async def test_a_caller_is_not_promised_what_nobody_tries_again(rig):
     assert "s" not in executor.done
 
 
-async def test_what_a_question_raises_is_the_callers_and_stops_nothing(rig):
+async def test_an_error_in_a_call_goes_to_the_caller_and_stops_nothing(rig):
     driver, _, _, task = rig({})
 
     def refuse(now):
@@ -202,7 +199,7 @@ async def test_callers_are_not_left_waiting_when_the_driver_ends(rig):
         await driver.call(lambda now: (1, []))
 
 
-async def test_it_ends_when_cancelled_in_the_moment_an_event_comes(rig):
+async def test_it_ends_when_cancelled_at_the_moment_an_event_comes(rig):
     driver, _, _, task = rig({})
     await settle()
     driver.post("e")
@@ -211,7 +208,7 @@ async def test_it_ends_when_cancelled_in_the_moment_an_event_comes(rig):
     assert task.cancelled()
 
 
-async def test_state_is_followed_after_every_batch(rig):
+async def test_after_is_called_for_every_batch(rig):
     seen = []
     driver, _, executor, _ = rig(
         {"a": [persist("p"), send("s")]}, after=lambda: seen.append(list(executor.done))
@@ -221,7 +218,7 @@ async def test_state_is_followed_after_every_batch(rig):
     assert seen == [[], ["begin p", "stored p", "s"]]
 
 
-async def test_a_mistake_of_ours_is_not_hidden():
+async def test_an_error_of_the_machine_ends_the_driver():
     class Broken:
         def handle(self, event, now):
             raise ZeroDivisionError
@@ -231,8 +228,8 @@ async def test_a_mistake_of_ours_is_not_hidden():
         await asyncio.wait_for(driver.run(), 5)
 
 
-async def test_what_a_question_leads_to_runs_in_the_callers_context(rig):
-    """Log lines on the way say whose request they are about, and those of other events do not."""
+async def test_the_actions_of_a_call_run_in_the_callers_context(rig):
+    """Log lines of a call have the caller's trace id, those of other events do not."""
     request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="")
     driver, _, executor, _ = rig({"event": [persist("theirs"), other("theirs")]})
     seen = []

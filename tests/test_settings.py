@@ -18,7 +18,7 @@ def refusal(**environment):
     return str(caught.value)
 
 
-def test_defaults_hold_together_and_listen_on_this_machine_only():
+def test_defaults_are_valid_and_listen_on_this_machine_only():
     settings = load_settings()
     assert {settings.grpc.host, settings.rest.host, settings.metrics.host} == {"127.0.0.1"}
     assert settings.planner.mode is Mode.OBSERVE
@@ -28,14 +28,14 @@ def test_defaults_hold_together_and_listen_on_this_machine_only():
         settings.grpc.port = 1  # type: ignore[misc]
 
 
-def test_an_ipv6_address_may_stand_in_brackets(monkeypatch):
+def test_an_ipv6_address_may_have_brackets(monkeypatch):
     for section, host in (("GRPC", "[::]"), ("REST", "::"), ("METRICS", "[::1]")):
         monkeypatch.setenv(f"EVENKEEL_{section}__HOST", host)
     settings = load_settings()
     assert (settings.grpc.host, settings.rest.host, settings.metrics.host) == ("::", "::", "::1")
 
 
-def test_variables_beat_the_file_and_the_file_beats_defaults(tmp_path, monkeypatch):
+def test_variables_override_the_file_and_the_file_overrides_defaults(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text(
         "log_level: debug\n"
         "grpc: {port: 7001, advertise: 'a:1'}\n"
@@ -77,7 +77,7 @@ def test_variables_beat_the_file_and_the_file_beats_defaults(tmp_path, monkeypat
         ("c.yaml", "a: " + "[" * 10_000, "c.yaml"),
     ],
 )
-def test_a_file_that_cannot_be_right_is_refused(tmp_path, name, content, words):
+def test_an_invalid_file_is_refused(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InvalidInput, match=words):
         load_settings(tmp_path / name)
@@ -88,7 +88,7 @@ def test_a_missing_file_is_named(tmp_path):
         load_settings(tmp_path / "absent.yaml")
 
 
-def test_secrets_are_read_from_files_and_never_told(tmp_path, monkeypatch):
+def test_secrets_are_read_from_files_and_never_shown(tmp_path, monkeypatch):
     (tmp_path / "url").write_text("redis://:hunter2@127.0.0.1:6379\n")
     monkeypatch.setenv("EVENKEEL_REDIS__URL_FILE", str(tmp_path / "url"))
     monkeypatch.setenv("EVENKEEL_REDIS__PREFIX", "fleet")
@@ -109,7 +109,7 @@ def test_secrets_are_read_from_files_and_never_told(tmp_path, monkeypatch):
         load_settings()
 
 
-def test_the_sentinels_login_is_a_secret_and_wants_a_sentinel(tmp_path, monkeypatch):
+def test_the_sentinels_login_is_a_secret_and_needs_a_sentinel_url(tmp_path, monkeypatch):
     (tmp_path / "password").write_text("hunter2\n")
     monkeypatch.setenv("EVENKEEL_REDIS__SENTINEL_PASSWORD_FILE", str(tmp_path / "password"))
     monkeypatch.setenv("EVENKEEL_REDIS__SENTINEL_USERNAME", "keel")
@@ -127,23 +127,23 @@ def test_the_sentinels_login_is_a_secret_and_wants_a_sentinel(tmp_path, monkeypa
     assert load_settings().redis.sentinel_username == "keel"
 
 
-def test_half_of_the_window_may_be_asked_for_as_later_steps(monkeypatch):
+def test_half_of_the_window_may_be_held_out(monkeypatch):
     monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS", "128")
     assert load_settings().planner.thresholds["min_held_out_steps"] == 128
 
 
-def test_variables_that_name_nothing_are_refused():
+def test_unknown_variables_are_refused():
     assert "EVENKEEL_GPRC__PORT names no section" in refusal(GPRC__PORT="1")
     assert "EVENKEEL_GRPC__PROT" in refusal(GRPC__PROT="1")
 
 
-def test_variables_of_the_command_line_are_none_of_ours(monkeypatch):
+def test_variables_of_the_command_line_are_ignored(monkeypatch):
     for name in ("EVENKEEL_URL", "EVENKEEL_TOKEN", "EVENKEEL_CONFIG", "EVENKEEL_DEPLOYMENT"):
         monkeypatch.setenv(name, "x")
     assert isinstance(load_settings(), Settings)
 
 
-def test_what_grpc_cannot_count_is_refused():
+def test_times_and_sizes_too_large_for_grpc_are_refused():
     """gRPC would fail with a traceback on values beyond 32 bits."""
     words = refusal(
         GRPC__MAX_MESSAGE_BYTES=str(2**31),
@@ -161,7 +161,7 @@ def test_what_grpc_cannot_count_is_refused():
     ]
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_reported_at_once():
     words = refusal(GRPC__PORT="70000", PLANNER__MODE="sometimes", LEADER__LEASE_S="nan")
     for name in ("EVENKEEL_GRPC__PORT", "EVENKEEL_PLANNER__MODE", "EVENKEEL_LEADER__LEASE_S"):
         assert name in words

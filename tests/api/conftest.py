@@ -22,7 +22,7 @@ def app(operations):
 
 def make_client(app, token: str | None = OPERATE) -> httpx.AsyncClient:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    # The 500 that a server would send is what we want to see, not the exception behind it.
+    # Tests see the response 500 that a server would send, not the exception.
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://evenkeel", headers=headers)
 

@@ -1,4 +1,4 @@
-"""A controller small enough to read: `ports.Operations` over a dict, for the API and the command line."""
+"""A small `ports.Operations` in memory, for tests of the API and of the command line."""
 
 import asyncio
 from dataclasses import asdict, replace
@@ -126,7 +126,7 @@ VERDICT = Verdict(Call.RECOMMEND, 20, 0.2, 0.15, 0.25, 40.0, 400.0, 1000, 0.002,
 
 
 def make_advice(deployment: str = "demo", **changes) -> Advice:
-    """What `recommend` answers where nobody knows free memory, nor how long a step takes."""
+    """Return a recommendation with unknown free memory and unknown duration of a step."""
     own = PolicyScore("eplb", Reason.PLAN_STARTED, 2, 2000, 0.97, VERDICT)
     broken = PolicyScore("gem", Reason.PLANNER_FAILED, detail="ZeroDivisionError: 1 / 0")
     levels = (
@@ -184,7 +184,7 @@ class FakeView:
 
 
 class FakeOperations:
-    """Keeps plans and the policy document in memory; every call is written down in `calls`."""
+    """Keeps plans and the policy document in memory, and records every call in `calls`."""
 
     def __init__(self, *views: FakeView):
         self.views = {view.status().deployment: view for view in views}
@@ -196,7 +196,7 @@ class FakeOperations:
         self.elsewhere: list[LedElsewhere] = []
         self.error: Exception | None = None
         self.refusal: Exception | None = None
-        """Of changes of the policy."""
+        """Raised by changes of the policy."""
         self.rejected = [
             QuarantineRow("sum_mismatch", 12, ((1, "rank 1: 7 tokens, counts sum to 9"),))
         ]
@@ -288,7 +288,7 @@ class FakeOperations:
 
     async def set_policy(self, deployment, changes, by, base=None):
         self._check(deployment)
-        await asyncio.sleep(0)  # A change waits for its turn.
+        await asyncio.sleep(0)  # Changes queue, as in the controller.
         if self.refusal is not None:
             raise self.refusal
         if base is not None and base != self.document:

@@ -10,7 +10,7 @@ OPEN = {"/healthz", "/readyz"}
 
 
 def every_route(app: Any) -> list[tuple[str, str]]:
-    """(method, path) of the whole route table: the app's own routes and those of its routers."""
+    """Return (method, path) of all routes of the app and of its routers."""
     own = [
         (method, route.path)
         for route in app.routes
@@ -31,7 +31,7 @@ def every_route(app: Any) -> list[tuple[str, str]]:
     return own + included
 
 
-def test_the_walk_below_sees_every_documented_route(app):
+def test_the_list_of_routes_has_every_documented_route(app):
     documented = {
         (method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item
     }
@@ -39,7 +39,7 @@ def test_the_walk_below_sees_every_documented_route(app):
     assert len(documented) >= 23
 
 
-async def test_every_route_but_health_wants_a_token(app):
+async def test_every_route_except_the_probes_needs_a_token(app):
     async with make_client(app, token=None) as client:
         for method, path in every_route(app):
             response = await client.request(method, concrete(path))
@@ -83,13 +83,13 @@ async def test_paths_that_only_look_open_are_not(app, path):
         OPERATE,
     ],
 )
-async def test_a_wrong_token_is_no_token(app, header):
+async def test_a_wrong_token_is_refused(app, header):
     async with make_client(app, token=None) as client:
         response = await client.get("/v1/deployments", headers={"Authorization": header})
         assert_problem(response, 401)
 
 
-async def test_any_of_several_tokens_lets_in(app):
+async def test_any_of_several_tokens_is_accepted(app):
     for token in (OPERATE, READ, ADMIN):
         async with make_client(app, token) as client:
             assert (await client.get("/v1/deployments")).status_code == 200
@@ -128,12 +128,12 @@ async def test_deleting_needs_an_admin(app, operations):
 
 
 @pytest.mark.parametrize("method", ["PUT", "TRACE", "PROPFIND", "anything"])
-async def test_a_method_nobody_thought_of_counts_as_a_change(app, method):
+async def test_an_unknown_method_counts_as_a_change(app, method):
     async with make_client(app, READ) as client:
         assert_problem(await client.request(method, "/v1/deployments"), 403)
 
 
-async def test_every_role_may_what_the_lower_ones_may(app):
+async def test_every_role_includes_the_lower_roles(app):
     freeze, placement = "/v1/deployments/demo/freeze", "/v1/deployments/demo/placement"
     may = {READ: (200, 403), OPERATE: (200, 204), ADMIN: (200, 204)}
     for token, statuses in may.items():
@@ -142,7 +142,7 @@ async def test_every_role_may_what_the_lower_ones_may(app):
             assert tuple(answer.status_code for answer in answers) == statuses
 
 
-async def test_the_limits_of_every_plan_are_an_admins(app, operations):
+async def test_only_an_admin_changes_the_limits_of_every_plan(app, operations):
     policy = "/v1/deployments/demo/policy"
     changes = {"limits": {"max_moves": 3}}
     async with make_client(app, OPERATE) as client:
@@ -173,6 +173,6 @@ def test_token_file_forms():
 @pytest.mark.parametrize(
     "text", ["", "# nothing\n", "short\n", "bob root 0123456789abcdef\n", "a b c d\n"]
 )
-def test_a_token_file_nobody_meant_is_refused(text):
+def test_an_invalid_token_file_is_refused(text):
     with pytest.raises(InvalidInput):
         TokenSet.parse(text)

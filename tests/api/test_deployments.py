@@ -27,7 +27,7 @@ async def test_deployments_are_listed_by_name_in_pages(client):
     assert second["next_page_token"] is None
 
 
-async def test_the_list_tells_who_leads_what_is_led_elsewhere_and_nothing_else(client, operations):
+async def test_the_list_has_only_the_leader_of_deployments_led_elsewhere(client, operations):
     operations.elsewhere = [
         LedElsewhere(DeploymentId("chat"), "b", "b:50051"),
         LedElsewhere(DeploymentId("gone"), None, None),
@@ -52,7 +52,7 @@ async def test_an_epoch_that_is_not_known_is_null(client, operations):
 
 
 @pytest.mark.parametrize("token", ["x", "%%%", "bm9ib2R5"])
-async def test_a_page_token_of_somebody_else_is_refused(client, token):
+async def test_an_invalid_page_token_is_refused(client, token):
     assert_problem(await client.get("/v1/deployments", params={"page_token": token}), 422)
 
 
@@ -91,7 +91,7 @@ async def test_placement_and_its_derived_maps_agree(client):
             assert all(body["physical_to_logical"][layer][slot] == expert for slot in slots)
 
 
-async def test_placement_before_the_ranks_told_it(client):
+async def test_placement_before_the_ranks_reported_it(client):
     assert_problem(await client.get("/v1/deployments/fresh/placement"), 503, "ranks_missing")
 
 
@@ -104,7 +104,7 @@ async def test_load_matrices_per_phase(client):
     per_rank = np.array(decode["tokens_per_rank"])
     assert per_rank.shape == (2, 2)
     assert per_rank.sum(axis=1).tolist() == [16, 16]
-    # Rank 0 holds experts 0, 1 and a copy of 2 or more, so layer 0 leans on it.
+    # Rank 0 holds experts 0, 1 and a copy of 2 or more, so it has the most load of layer 0.
     assert decode["balancedness_by_layer"][0] == pytest.approx(8 / per_rank[0].max())
 
 
@@ -118,7 +118,7 @@ async def test_load_of_a_layer_without_tokens_is_unknown(app):
     assert decode["balancedness_by_layer"][1] is None
 
 
-async def test_policy_changes_only_what_its_etag_names(client):
+async def test_a_policy_change_needs_the_current_etag(client):
     read = await client.get("/v1/deployments/demo/policy")
     tag = read.headers["etag"]
     assert read.json() == {"mode": "auto", "policy": "eplb"}
@@ -146,7 +146,7 @@ async def test_if_match_takes_its_other_forms(client, form, status):
     assert answer.status_code == status
 
 
-async def test_of_changes_that_rest_on_one_document_one_is_taken(client, operations):
+async def test_only_one_of_several_changes_of_the_same_document_is_made(client, operations):
     path = "/v1/deployments/demo/policy"
     headers = {"If-Match": (await client.get(path)).headers["etag"]}
     answers = await asyncio.gather(
@@ -209,12 +209,12 @@ async def test_liveness_never_asks_the_controller(client, operations):
     assert (await client.get("/readyz")).status_code == 503
 
 
-async def test_a_policy_value_json_cannot_say_is_null(client, operations):
+async def test_a_policy_value_that_json_cannot_represent_is_null(client, operations):
     operations.document["max_payback_s"] = float("inf")
     assert (await client.get("/v1/deployments/demo/policy")).json()["max_payback_s"] is None
 
 
-async def test_one_deployment_whose_ranks_never_spoke_does_not_hide_the_others(client, operations):
+async def test_a_deployment_without_a_known_shape_does_not_hide_the_others(client, operations):
     operations.views["silent"] = FakeView(
         Unavailable("no rank of silent has connected yet"), {}, None
     )

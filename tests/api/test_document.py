@@ -1,4 +1,4 @@
-"""docs/openapi.json is what the service serves. `python -m tests.api.test_document` writes it anew."""
+"""docs/openapi.json is the served document. `python -m tests.api.test_document` writes it."""
 
 import dataclasses
 import json

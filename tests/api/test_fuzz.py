@@ -1,4 +1,4 @@
-"""Whatever a client sends, the answer is one the document promises."""
+"""Every response to random requests is one that the OpenAPI document describes."""
 
 import pytest
 import schemathesis
@@ -12,7 +12,7 @@ from tests.api.fakes import make_operations, make_plan
 
 ROLES = {"read": READ, "operate": OPERATE, "admin": ADMIN}
 IDS = {"deployment": "demo", "plan_id": "p-1"}
-# A well-formed page token, mode or target may still name nothing that exists.
+# A well-formed page token, mode or target may still be unknown.
 SEMANTICS = positive_data_acceptance
 OPERATIONS = [
     (method, path)
@@ -39,7 +39,7 @@ def test_no_request_gets_an_undocumented_answer(method, path, role):
         max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
     )
     def fuzz(case, known):
-        # Half of the requests get past "no such deployment".
+        # So that half of the requests reach a deployment.
         if known:
             case.path_parameters |= {key: IDS[key] for key in case.path_parameters}
         case.call_and_validate(headers=headers, excluded_checks=[SEMANTICS])

@@ -23,7 +23,7 @@ async def test_heat_map_shows_shares_of_each_layers_mean(client):
     assert np.allclose(body["ranks"], carried / carried.mean(axis=1, keepdims=True))
 
 
-async def test_a_heat_map_of_nothing_is_null(client):
+async def test_a_heat_map_without_steps_is_null(client):
     for path, phase in ((HEAT, "prefill"), ("/v1/deployments/fresh/heatmap", None)):
         body = (await client.get(path, params={} if phase is None else {"phase": phase})).json()
         assert body["steps"] == 0
@@ -80,9 +80,7 @@ def test_a_heat_map_too_large_comes_in_parts_that_join_to_the_whole():
     assert heat_map([window], placement, 99)["experts"] == []
 
 
-async def test_quarantine_tells_reasons_and_samples_until_an_admin_clears_it(
-    app, client, operations
-):
+async def test_quarantine_has_reasons_and_samples_until_an_admin_clears_it(app, client, operations):
     path = "/v1/deployments/demo/quarantine"
     want = {
         "reason": "sum_mismatch",
@@ -109,5 +107,5 @@ async def test_a_deployment_is_forgotten_once_its_ranks_are_gone(app):
 
 
 @pytest.mark.parametrize("phase", ["DECODE", "", "x"])
-async def test_a_phase_that_is_none_is_refused(client, phase):
+async def test_an_unknown_phase_is_refused(client, phase):
     assert_problem(await client.get(HEAT, params={"phase": phase}), 422)

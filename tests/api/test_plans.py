@@ -61,7 +61,7 @@ async def test_repeating_a_call_gives_the_same_plan_and_another_body_is_refused(
     )
 
 
-async def test_idempotency_key_stands_in_for_the_plan_id(client):
+async def test_without_a_plan_id_the_idempotency_key_is_the_plan_id(client):
     headers = {"Idempotency-Key": "key-1"}
     assert (await client.post(PLANS, json={}, headers=headers)).json()["plan_id"] == "key-1"
     other = {"Idempotency-Key": "key-2"}
@@ -93,10 +93,10 @@ async def test_a_target_of_another_shape_is_refused(client, operations, target, 
     ],
 )
 @pytest.mark.parametrize("target", [[[0, 1, 2]], [[0, 1, 2, 3, 0, 9], [0, 1, 2, 3, 0, 1]]])
-async def test_a_target_is_not_refused_for_good_by_the_word_of_a_group_that_is_not_there(
+async def test_a_target_of_another_shape_is_503_while_the_ranks_are_missing(
     client, operations, target, unproven
 ):
-    """The first rank to say hello after a restart may be of another group."""
+    """The first rank that registers after a restart may belong to another group."""
     view = operations.views["demo"]
     view._status = replace(view._status, **unproven)
     body = {"target": {"physical_to_logical": target}}
@@ -109,7 +109,7 @@ async def test_plans_page_through(client):
         await client.post(PLANS, json={"plan_id": f"p{number}"})
     first = (await client.get(PLANS, params={"page_size": 3})).json()
     assert [row["plan_id"] for row in first["items"]] == ["p4", "p3", "p2"]
-    # A plan made between two pages moves nothing: the token names a row, not a position.
+    # A plan created between two pages shifts nothing: the token names a row, not a position.
     await client.post(PLANS, json={"plan_id": "late"})
     rest = (
         await client.get(PLANS, params={"page_size": 3, "page_token": first["next_page_token"]})
@@ -140,7 +140,7 @@ async def test_rollback_names_its_epoch_or_takes_the_one_before(client, operatio
     assert_problem(await client.post("/v1/deployments/demo/rollback", json={"to_epoch": -1}), 422)
 
 
-async def test_a_rollback_is_made_once_for_an_id(client, operations):
+async def test_the_same_id_makes_only_one_rollback(client, operations):
     path, body = "/v1/deployments/demo/rollback", {"plan_id": "mine-1", "to_epoch": 2}
     first = await client.post(path, json=body, headers={"Idempotency-Key": "k-1"})
     again = await client.post(path, json=body, headers={"Idempotency-Key": "k-2"})

@@ -41,7 +41,7 @@ async def test_each_error_has_its_status_and_reason(client, operations, error, s
     "error",
     [IllegalEvent("coordinator", "idle", "Ack"), RuntimeError("secret"), EvenkeelError("x")],
 )
-async def test_a_defect_tells_the_client_nothing_but_500(client, operations, error):
+async def test_an_internal_error_shows_the_client_no_details(client, operations, error):
     operations.error = error
     response = await client.get("/v1/deployments/demo")
     assert_problem(response, 500)
@@ -57,7 +57,9 @@ async def test_a_defect_tells_the_client_nothing_but_500(client, operations, err
         (None, None, "no replica leads demo at present"),
     ],
 )
-async def test_who_does_not_lead_tells_who_does(client, operations, leader, address, words):
+async def test_a_replica_that_does_not_lead_names_the_leader(
+    client, operations, leader, address, words
+):
     operations.error = NotLeading(LedElsewhere(DeploymentId("demo"), leader, address))
     response = await client.get("/v1/deployments/demo/policy")
     body = assert_problem(response, 503, "not_leader")
@@ -65,7 +67,7 @@ async def test_who_does_not_lead_tells_who_does(client, operations, leader, addr
     assert int(response.headers["retry-after"]) > 0
 
 
-async def test_unavailable_says_when_to_come_back(client, operations):
+async def test_unavailable_says_when_to_retry(client, operations):
     operations.error = Unavailable("store is away")
     assert int((await client.get("/v1/deployments/demo")).headers["retry-after"]) > 0
 
@@ -85,15 +87,15 @@ async def test_a_body_with_an_unknown_field_is_refused(client):
     assert body["errors"][0]["location"] == ["body", "dryrun"]
 
 
-async def test_a_body_that_is_no_json(client):
+async def test_a_body_that_is_not_json(client):
     response = await client.post(
         "/v1/deployments/demo/plans", content=b"{", headers={"content-type": "application/json"}
     )
     assert_problem(response, 422)
 
 
-async def test_a_problem_says_what_utf8_cannot(client, operations):
-    """A JSON string may escape half a surrogate pair, and words about it hold it."""
+async def test_a_problem_may_contain_text_that_utf8_cannot_encode(client, operations):
+    """JSON strings may contain lone surrogates, and error messages repeat them."""
     operations.refusal = InvalidInput("unknown policy fields \ud800; known: mode")
     body = assert_problem(
         await client.patch("/v1/deployments/demo/policy", json={}), 422, "invalid_input"
@@ -118,7 +120,7 @@ async def test_a_problem_says_what_utf8_cannot(client, operations):
         ("GET", "plans?page_token=%ED%A0%80", b""),
     ],
 )
-async def test_numbers_beyond_measure_and_half_characters_are_the_callers_fault(
+async def test_numbers_out_of_range_and_lone_surrogates_are_invalid_input(
     client, method, path, content
 ):
     headers = {"Content-Type": "application/json"}

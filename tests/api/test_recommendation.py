@@ -36,7 +36,7 @@ async def test_a_recommendation_with_its_figures_and_null_for_unknown(client):
     assert body["words"] == ["eplb would make 2 copies."]
 
 
-async def test_insufficient_evidence_is_an_answer_and_no_error(client, operations):
+async def test_insufficient_evidence_is_a_result_and_not_an_error(client, operations):
     found = Recommendation(
         Call.INSUFFICIENT_EVIDENCE,
         Reason.INSUFFICIENT_DATA,
@@ -74,7 +74,7 @@ async def test_figures_that_are_not_finite_are_null(client, operations):
     assert body["policies"][0]["balancedness_expected"] is None
 
 
-async def test_how_old_an_answer_may_be_is_the_callers_choice(client, operations):
+async def test_the_caller_chooses_the_largest_age_of_the_result(client, operations):
     assert (await client.get(PATH)).status_code == 200
     assert (await client.get(PATH, params={"max_age_s": 0})).status_code == 200
     assert operations.calls == [("recommendation", "demo", None), ("recommendation", "demo", 0.0)]
@@ -90,7 +90,7 @@ async def test_refusals(client, operations):
     assert_problem(await client.get(PATH), 503, "not_leader")
 
 
-async def test_a_reading_token_may_ask_and_none_may_not(app):
+async def test_a_read_token_suffices_and_no_token_does_not(app):
     async with make_client(app, READ) as client:
         assert (await client.get(PATH)).status_code == 200
     async with make_client(app, token=None) as client:

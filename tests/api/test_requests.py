@@ -1,4 +1,4 @@
-"""What holds for every request: bounds, repetition, and the record of who asked."""
+"""Middleware of every request: size limits, idempotency keys and audit."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ ROLLBACK = "/v1/deployments/demo/rollback"
 # --- size ------------------------------------------------------------------------------------------
 
 
-async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_how_long_it_is(operations):
+async def test_a_body_over_the_limit_is_413_with_and_without_content_length(operations):
     app = create_app(operations, TOKENS, max_body_bytes=1000)
 
     async def drip():
@@ -44,8 +44,8 @@ async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_how_long_it_i
 
 
 @pytest.mark.parametrize("key", [None, "k-1"])
-async def test_a_request_cut_off_in_its_body_is_no_request(app, operations, key):
-    """Without its body a rollback would be another rollback."""
+async def test_a_request_with_an_incomplete_body_is_ignored(app, operations, key):
+    """A rollback without its body would be another rollback."""
     messages = [
         {"type": "http.request", "body": b"", "more_body": True},
         {"type": "http.disconnect"},
@@ -72,15 +72,15 @@ async def test_a_request_cut_off_in_its_body_is_no_request(app, operations, key)
     assert sent == []
 
 
-def test_the_largest_target_one_may_send_fits():
+def test_the_largest_target_fits():
     rows = [[-1] * (320 * 9)] * 61
     assert len(json.dumps({"target": {"physical_to_logical": rows}})) < MAX_BODY_BYTES / 4
 
 
-# --- repetition ------------------------------------------------------------------------------------
+# --- idempotency keys ------------------------------------------------------------------------------------
 
 
-async def test_a_key_with_the_same_body_repeats_the_answer_and_does_nothing(client, operations):
+async def test_a_key_with_the_same_body_repeats_the_response_and_does_nothing(client, operations):
     headers = {"Idempotency-Key": "k-1"}
     first = await client.post(ROLLBACK, json={"to_epoch": 1}, headers=headers)
     again = await client.post(ROLLBACK, json={"to_epoch": 1}, headers=headers)
@@ -101,20 +101,20 @@ async def test_a_key_beside_a_plan_id_repeats_the_plan_of_that_id(client, operat
     first = await client.post(PLANS, json=body, headers=headers)
     assert (first.status_code, first.json()["plan_id"]) == (201, "mine")
     assert (await client.post(PLANS, json=body, headers=headers)).content == first.content
-    # Another key, the same id and body: the same plan, found by its id.
+    # Another key with the same id and body: the plan is found by its id.
     other = await client.post(PLANS, json=body, headers={"Idempotency-Key": "k-2"})
     assert other.json() == first.json()
     assert len(operations.records["demo"]) == 1
     assert_problem(
         await client.post(PLANS, json={**body, "plan_id": "x"}, headers=headers), 422, "id_reused"
     )
-    # The plan's own id is another thing than a key.
+    # The plan_id in the body is independent of the key.
     assert_problem(
         await client.post(PLANS, json={"plan_id": "mine", "policy": "gem"}), 409, "id_reused"
     )
 
 
-async def test_a_plan_is_found_by_its_key_also_by_a_controller_that_started_anew(operations):
+async def test_a_plan_is_found_by_its_key_after_a_restart(operations):
     headers = {"Idempotency-Key": "k-1"}
     async with make_client(create_app(operations, TOKENS)) as client:
         first = await client.post(PLANS, json={"policy": "gem"}, headers=headers)
@@ -124,7 +124,7 @@ async def test_a_plan_is_found_by_its_key_also_by_a_controller_that_started_anew
         assert_problem(
             await client.post(PLANS, json={"policy": "x"}, headers=headers), 422, "id_reused"
         )
-    # Also once the key is forgotten: it is the plan's id.
+    # Also without the stored response, because the key is the plan_id.
     operations.answers.clear()
     async with make_client(create_app(operations, TOKENS)) as client:
         assert_problem(
@@ -136,10 +136,10 @@ async def test_a_plan_is_found_by_its_key_also_by_a_controller_that_started_anew
     assert len(operations.records["demo"]) == 1
 
 
-async def test_a_controller_that_started_anew_repeats_the_answer_with_the_plan_as_it_stands(
+async def test_after_a_restart_the_repeated_response_has_the_current_plan(
     operations,
 ):
-    """A rollback done twice would be another rollback."""
+    """A repeated rollback would undo the first."""
     headers = {"Idempotency-Key": "walnut-7"}
     async with make_client(create_app(operations, TOKENS)) as client:
         first = await client.post(ROLLBACK, json={}, headers=headers)
@@ -164,13 +164,13 @@ async def test_a_controller_that_started_anew_repeats_the_answer_with_the_plan_a
         "rollback",
         "freeze",
     ]
-    # Neither key nor token stands in the store.
+    # The store has neither key nor token.
     assert "walnut-7" not in str(operations.answers)
     assert "alice" not in str(operations.answers)
 
 
-async def test_a_rollback_whose_answer_was_lost_is_found_by_its_key(operations):
-    """It may have been carried out: the placement before the last plan is another one then."""
+async def test_a_rollback_whose_response_was_lost_is_found_by_its_key(operations):
+    """If it was carried out, the placement before the last plan is now another one."""
     headers = {"Idempotency-Key": "k-1"}
     async with make_client(create_app(operations, TOKENS)) as client:
         first = await client.post(ROLLBACK, json={}, headers=headers)
@@ -183,12 +183,12 @@ async def test_a_rollback_whose_answer_was_lost_is_found_by_its_key(operations):
         other = await client.post(ROLLBACK, json={"to_epoch": 2}, headers=headers)
         assert_problem(other, 409, "id_reused")
     assert len(operations.records["demo"]) == 1
-    # The key's own name stays free for a plan.
+    # A plan may still use the key as its id.
     async with make_client(create_app(operations, TOKENS)) as client:
         assert (await client.post(PLANS, json={}, headers=headers)).json()["plan_id"] == "k-1"
 
 
-async def test_nothing_is_done_while_nobody_can_say_whether_it_was(client, operations):
+async def test_nothing_is_done_while_stored_responses_are_unavailable(client, operations):
     async def away(deployment, name):
         raise Unavailable("the store is out of reach")
 
@@ -220,7 +220,7 @@ async def test_an_error_is_not_kept(client, operations):
     assert (await client.post(ROLLBACK, json={}, headers=headers)).status_code == 202
 
 
-async def test_a_repetition_while_the_first_is_under_way_is_told_to_wait(
+async def test_a_repetition_while_the_first_is_in_progress_must_wait(
     client, operations, monkeypatch
 ):
     entered, leave = asyncio.Event(), asyncio.Event()
@@ -248,7 +248,7 @@ async def test_a_repetition_while_the_first_is_under_way_is_told_to_wait(
 
 
 class Counting:
-    """An application that answers with the number of the call and 100 bytes."""
+    """Return an application that responds with the number of the call and 100 bytes."""
 
     def __init__(self):
         self.calls = 0
@@ -260,7 +260,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("bounds", [{"most_keys": 3}, {"most_bytes": 399}])
-async def test_what_is_remembered_is_bounded_by_keys_and_bytes(bounds, operations):
+async def test_responses_in_memory_are_bounded_by_keys_and_bytes(bounds, operations):
     inner = Counting()
     app = Idempotency(inner, lambda: operations, 1000, **bounds)
 
@@ -291,10 +291,10 @@ async def test_what_is_remembered_is_bounded_by_keys_and_bytes(bounds, operation
     assert inner.calls == 5
 
 
-# --- the record ------------------------------------------------------------------------------------
+# --- audit ------------------------------------------------------------------------------------
 
 
-async def test_every_change_asked_for_is_written_down_with_its_outcome(app, operations):
+async def test_every_request_for_a_change_is_recorded_with_its_outcome(app, operations):
     async with make_client(app, READ) as client:
         await client.post("/v1/deployments/demo/resume")
     async with make_client(app, OPERATE) as client:
@@ -317,14 +317,14 @@ async def test_every_change_asked_for_is_written_down_with_its_outcome(app, oper
     assert [row["idempotency_key"] for row in reversed(operations.rows)] == [None, "k", None, None]
 
 
-async def test_a_defect_is_written_down_as_500(app, operations):
+async def test_an_internal_error_is_recorded_as_500(app, operations):
     operations.error = ZeroDivisionError("1 / 0")
     async with make_client(app) as client:
         assert_problem(await client.post("/v1/deployments/demo/resume"), 500)
     assert [row["status"] for row in operations.rows] == [500]
 
 
-async def test_the_record_is_read_in_pages(app, operations):
+async def test_the_audit_rows_are_read_in_pages(app, operations):
     async with make_client(app) as client:
         for seconds in range(5):
             await client.post("/v1/deployments/demo/freeze", json={"seconds": seconds})

@@ -1,4 +1,4 @@
-"""A request's trace: taken or made up, told in the answer, the record and the log."""
+"""The trace id of a request: given or new, in response, audit and log."""
 
 import structlog
 
@@ -10,7 +10,7 @@ HEADERS = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
 FREEZE = "/v1/deployments/demo/freeze"
 
 
-async def test_the_trace_of_the_caller_is_in_answer_record_and_log(operations):
+async def test_the_trace_of_the_caller_is_in_response_audit_and_log(operations):
     freeze, said = operations.freeze, []
 
     async def noted(*arguments):
@@ -27,11 +27,11 @@ async def test_the_trace_of_the_caller_is_in_answer_record_and_log(operations):
     assert [row["trace_id"] for row in rows] == [made_up, TRACE]
     assert [context["trace_id"] for context in said] == [TRACE, made_up]
     assert len({TRACE, made_up}) == 2
-    # Nothing is left for whoever comes next on this task.
+    # The next request of this task must not see it.
     assert "trace_id" not in structlog.contextvars.get_contextvars()
 
 
-async def test_refused_and_broken_requests_have_a_trace_too(operations, caplog):
+async def test_refused_and_failed_requests_have_a_trace_too(operations, caplog):
     async with make_client(create_app(operations, TOKENS), token=None) as client:
         answer = await client.post(FREEZE, json={"seconds": 1}, headers=HEADERS)
         assert_problem(answer, 401)
@@ -44,7 +44,7 @@ async def test_refused_and_broken_requests_have_a_trace_too(operations, caplog):
     assert [row["trace_id"] for row in operations.rows] == [TRACE]
 
 
-async def test_the_level_of_the_log_is_read_and_changed(client, operations):
+async def test_the_log_level_is_read_and_changed(client, operations):
     assert (await client.get("/v1/log-level")).json() == {"level": "info"}
     assert (await client.put("/v1/log-level", json={"level": "debug"})).json() == {"level": "debug"}
     assert (await client.get("/v1/log-level")).json() == {"level": "debug"}

@@ -1,6 +1,5 @@
-"""What every store must do, whatever it is made of."""
+"""The contract of the stores, checked for every implementation."""
 
-import asyncio
 import dataclasses
 import math
 
@@ -14,6 +13,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
 from evenkeel_moe.ports import Lease
 from tests.contracts.conftest import CAPACITY, EPOCHS_KEPT
+from tests.waiting import until
 
 DEMO, OTHER = DeploymentId("demo"), DeploymentId("other")
 BASE = Placement(np.array([[0, 1, 2, -1], [2, 1, 0, 1]], np.int32), 2, 3)
@@ -50,7 +50,7 @@ def make_record(plan_id="p1", created_at=100.0, **changes) -> PlanRecord:
 
 
 def form(value):
-    """Placements compare by value; arrays and slots do not."""
+    """Return a value with plain lists and dicts, which compare by value."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, tuple):
@@ -87,13 +87,13 @@ def assert_same(one, other):
 # --- leases ------------------------------------------------------------------------------------
 
 
-async def test_one_holder_wins_and_the_reply_is_the_winner(store):
+async def test_one_holder_wins_and_the_reply_is_the_lease_in_force(store):
     answers = await asyncio.gather(*(store.acquire_lease(DEMO, f"c{n}", 60.0, 0) for n in range(5)))
     assert len(set(answers)) == 1
     assert answers[0].term == 1
 
 
-async def test_every_new_holding_carries_a_higher_term(store):
+async def test_every_new_lease_has_a_higher_term(store):
     first = await store.acquire_lease(DEMO, "a", 60.0, 0)
     again = await store.acquire_lease(DEMO, "a", 60.0, 0)
     assert (first, again) == (Lease("a", 1), Lease("a", 2))
@@ -115,7 +115,7 @@ async def test_only_the_holder_renews_and_releases(store):
     assert await store.acquire_lease(DEMO, "b", 60.0, 0) == lease
 
 
-async def test_a_lease_can_be_looked_at_while_it_is_held(store):
+async def test_a_lease_can_be_read_while_it_is_held(store):
     assert await store.fetch_lease(DEMO) is None
     lease = await store.acquire_lease(DEMO, "a", 60.0, 0)
     await store.acquire_lease(DEMO, "b", 60.0, 0)
@@ -124,20 +124,22 @@ async def test_a_lease_can_be_looked_at_while_it_is_held(store):
     await store.release_lease(DEMO, lease)
     assert await store.fetch_lease(DEMO) is None
     brief = await store.acquire_lease(DEMO, "b", 0.02, 0)
-    for _ in range(500):
-        if (held := await store.fetch_lease(DEMO)) != brief:
-            break
-        await asyncio.sleep(0.01)
-    assert held is None
+    assert brief == Lease("b", 2)
+
+    async def expired() -> bool:
+        return await store.fetch_lease(DEMO) is None
+
+    await until(expired, every_s=0.01)
 
 
 async def test_an_expired_lease_is_free_and_cannot_be_renewed(store):
     lease = await store.acquire_lease(DEMO, "a", 0.02, 0)
-    for _ in range(500):
-        if (taken := await store.acquire_lease(DEMO, "b", 60.0, 0)) != lease:
-            break
-        await asyncio.sleep(0.01)
-    assert taken == Lease("b", 2)
+
+    async def taken() -> bool:
+        return await store.acquire_lease(DEMO, "b", 60.0, 0) != lease
+
+    await until(taken, every_s=0.01)
+    assert await store.fetch_lease(DEMO) == Lease("b", 2)
     assert not await store.renew_lease(DEMO, lease, 60.0)
 
 
@@ -159,7 +161,7 @@ async def every_plan(store, deployment=DEMO):
     return await store.fetch_plans(deployment, [plan_id for plan_id, _ in order])
 
 
-async def test_a_plan_comes_back_as_it_was(store):
+async def test_a_plan_is_read_as_it_was_stored(store):
     record = make_record(approved_by="eve", request_digest="d", error="x", waves_committed=1)
     await store.store_plan(record, 1)
     (found,) = await store.fetch_plans(DEMO, [record.plan.plan_id])
@@ -226,7 +228,7 @@ async def test_a_write_of_a_higher_term_fences_lower_ones(store):
     assert (await store.acquire_lease(DEMO, "a", 60.0, 0)).term == 9
 
 
-async def test_epochs_keep_the_newest_and_forget_a_history_that_did_not_happen(store):
+async def test_the_newest_epochs_are_kept_and_later_epochs_of_a_lost_history_deleted(store):
     for epoch in range(1, 8):
         await store.store_epoch(DEMO, Epoch(epoch), BASE, 1)
     assert list(await store.fetch_epochs(DEMO)) == [
@@ -259,7 +261,7 @@ async def test_decisions_come_newest_first(store):
 # --- windows -----------------------------------------------------------------------------------
 
 
-async def test_a_window_comes_back_as_it_was(windows):
+async def test_a_window_is_read_as_it_was_stored(windows):
     window = make_window(range(8))
     assert await windows.fetch(DEMO, Phase.DECODE) is None
     await windows.append(DEMO, Phase.DECODE, window.slice(slice(0, 3)))
@@ -269,20 +271,20 @@ async def test_a_window_comes_back_as_it_was(windows):
     assert await windows.fetch(OTHER, Phase.DECODE) is None
 
 
-async def test_parts_given_together_are_one_window(windows):
+async def test_parts_appended_together_are_one_window(windows):
     window = make_window(range(200))
     cuts = (slice(0, 3), slice(3, 3), slice(3, 90), slice(90, 91), slice(91, 200))
     await windows.append(DEMO, Phase.DECODE, *(window.slice(cut) for cut in cuts))
     assert_same(await windows.fetch(DEMO, Phase.DECODE), window.last(10))
 
 
-async def test_large_counts_survive(windows):
+async def test_large_counts_are_kept(windows):
     window = make_window(range(2), high=1 << 32)
     await windows.append(DEMO, Phase.MIXED, window)
     assert_same(await windows.fetch(DEMO, Phase.MIXED), window)
 
 
-async def test_source_sums_are_the_newest_given(windows):
+async def test_source_sums_are_the_newest_appended(windows):
     await windows.append(DEMO, Phase.DECODE, make_window(range(2), source=True))
     newest = make_window(range(2, 4), seed=1, source=True)
     await windows.append(DEMO, Phase.DECODE, newest)
@@ -293,7 +295,7 @@ async def test_source_sums_are_the_newest_given(windows):
 
 
 @pytest.mark.parametrize("sizes", [[1] * 40, [7] * 6, [45], [3, 1, 20, 2]])
-async def test_a_window_holds_the_newest_steps_however_they_came(windows, sizes):
+async def test_a_window_has_the_newest_steps_for_any_sizes_of_parts(windows, sizes):
     window = make_window(range(sum(sizes)))
     first = 0
     for size in sizes:
@@ -302,7 +304,7 @@ async def test_a_window_holds_the_newest_steps_however_they_came(windows, sizes)
     assert_same(await windows.fetch(DEMO, Phase.DECODE), window.last(CAPACITY))
 
 
-async def test_forgetting_drops_all_phases_of_one_deployment(windows):
+async def test_forget_deletes_all_phases_of_one_deployment(windows):
     for deployment in (DEMO, OTHER):
         for phase in (Phase.DECODE, Phase.PREFILL):
             await windows.append(deployment, phase, make_window(range(3), source=True))

@@ -26,7 +26,7 @@ def test_initial_placement_meets_every_invariant(shape):
 
 
 @given(shapes())
-def test_initial_placement_leaves_a_slot_empty_only_where_nothing_may_go(shape):
+def test_initial_placement_leaves_a_slot_empty_only_if_no_expert_may_go_there(shape):
     placement = Placement.initial(shape)
     used = placement.used_per_rank()
     per_layer = shape.slots_per_rank
@@ -34,7 +34,7 @@ def test_initial_placement_leaves_a_slot_empty_only_where_nothing_may_go(shape):
         per_layer = min(per_layer, shape.pool_slots_per_rank // shape.num_layers)
         assert (used <= shape.pool_slots_per_rank).all()
     if per_layer * shape.num_ranks < shape.num_logical_experts:
-        # Some layers take more of a rank's pool than others, and nothing is left over.
+        # Some layers take more of a rank's pool than others, and the pool is used up.
         assert used.sum() == shape.num_layers * shape.num_logical_experts
         return
     assert (used == shape.num_layers * min(per_layer, shape.num_logical_experts)).all()
@@ -54,7 +54,7 @@ def test_log2phy_and_logcnt_invert_phy2log(shape, rng):
             assert placement.logcnt[layer, expert] == len(slots)
 
 
-def test_digest_tells_maps_and_shapes_apart():
+def test_digest_differs_between_maps_and_shapes():
     base = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
     assert base.digest == Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4).digest
     assert base.digest != Placement(np.array([[0, 1, 3, 2]], np.int32), 2, 4).digest
@@ -62,7 +62,7 @@ def test_digest_tells_maps_and_shapes_apart():
     assert base.digest != Placement(np.array([[0], [1], [2], [3]], np.int32), 1, 4).digest
 
 
-def test_placement_cannot_be_written():
+def test_placement_is_immutable():
     placement = Placement(np.array([[0, 1]], np.int32), 2, 2)
     with pytest.raises(ValueError, match="read-only"):
         placement.phy2log[0, 0] = 1
@@ -97,7 +97,7 @@ def test_duplicates_pass_only_where_allowed():
     )
 
 
-def test_pool_overrun_says_how_much():
+def test_an_exceeded_pool_is_refused_with_its_numbers():
     shape = ModelShape(2, 4, 2, 3, 2, 100, pool_slots_per_rank=5)
     full = Placement(np.array([[0, 1, 2, 2, 3, 0], [0, 1, 2, 2, 3, 0]], np.int32), 2, 4)
     with pytest.raises(InfeasiblePlan, match="would hold 6 experts, its pool has 5") as caught:

@@ -36,7 +36,7 @@ def test_a_window_is_open_from_its_first_minute_to_before_its_last():
 @pytest.mark.parametrize(
     "text", ["sun 22:00 - mon 04:00", "sun 22:00 - 04:00", "daily 22:00 - 04:00"]
 )
-def test_a_span_may_run_over_midnight_and_the_weeks_end(text):
+def test_a_span_may_cross_midnight_and_the_end_of_the_week(text):
     schedule = Schedule(windows=(text,))
     assert schedule.is_open(at("sun", "23:00"))
     assert schedule.is_open(at("mon", "03:59"))
@@ -44,7 +44,7 @@ def test_a_span_may_run_over_midnight_and_the_weeks_end(text):
     assert schedule.is_open(at("wed", "23:00")) == text.startswith("daily")
 
 
-def test_a_blackout_beats_a_window():
+def test_a_blackout_overrides_a_window():
     schedule = Schedule(windows=("daily 01:00 - 05:00",), blackouts=("fri 00:00 - sun 24:00",))
     assert schedule.is_open(at("thu", "02:00"))
     assert not schedule.is_open(at("fri", "02:00"))
@@ -76,12 +76,12 @@ def test_blackouts_alone_leave_the_rest_open():
         "someday 22:00 - 23:00",
     ],
 )
-def test_what_is_no_span_is_refused(text):
+def test_an_invalid_span_is_refused(text):
     with pytest.raises(InvalidInput):
         Schedule(windows=(text,))
 
 
-def test_a_schedule_that_never_opens_or_is_endless_is_refused():
+def test_a_schedule_that_never_opens_or_has_too_many_spans_is_refused():
     with pytest.raises(InvalidInput, match="no minute"):
         Schedule(blackouts=("daily 00:00 - 24:00",))
     with pytest.raises(InvalidInput, match="no minute"):

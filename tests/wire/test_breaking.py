@@ -40,7 +40,7 @@ def changed(tmp_path):
     return change
 
 
-def test_the_protocol_as_it_is_breaks_nothing():
+def test_the_present_protocol_breaks_nothing():
     assert check(ROOT / "proto") == (0, "")
 
 
@@ -73,5 +73,5 @@ def test_a_breaking_change_is_named(changed, old, new, words):
         ),
     ],
 )
-def test_what_old_ranks_ignore_breaks_nothing(changed, old, new):
+def test_additions_break_nothing(changed, old, new):
     assert check(changed(old, new)) == (0, "")

@@ -30,17 +30,17 @@ KEY = WaveKey(Generation("g"), PlanId("p"), 0, 1, Epoch(6))
 
 
 @given(gen.rank_messages)
-def test_what_a_rank_says_arrives_as_said(message):
+def test_a_rank_message_keeps_its_content(message):
     assert same(decode_rank_message(over_the_wire(encode_rank_message(message)), HELLO), message)
 
 
 @given(gen.hellos)
-def test_hello_arrives_as_said(hello):
+def test_a_hello_keeps_its_content(hello):
     assert decode_rank_message(over_the_wire(encode_rank_message(hello)), None) == hello
 
 
 @given(gen.controller_messages)
-def test_what_the_controller_says_arrives_as_said(message):
+def test_a_controller_message_keeps_its_content(message):
     assert same(
         decode_controller_message(over_the_wire(encode_controller_message(message))), message
     )
@@ -154,7 +154,7 @@ def test_texts_and_lists_of_a_hello_are_bounded():
     assert "generation is empty" in str(refusal(wire, None))
 
 
-def test_no_message_speaks_for_another_rank():
+def test_a_message_with_the_identity_of_another_rank_is_refused():
     other = dataclasses.replace(IDENTITY, incarnation=18)
     refused = m.TermRefused(other, m.Leader("a", 3))
     assert refusal(encode_rank_message(refused)).reason is Reason.MALFORMED
@@ -175,7 +175,7 @@ def make_state(**changes):
     return encode_rank_message(m.RankState(**{**values, **changes}))
 
 
-def test_a_rank_state_is_held_against_the_shape():
+def test_a_rank_state_must_fit_the_declared_shape():
     wire = make_state(checksums=(1, 2, 3))
     assert "3 checksums, layers x experts = 24" in str(refusal(wire))
     wire = make_state()
@@ -198,7 +198,7 @@ def test_a_rank_state_is_held_against_the_shape():
     assert "state 0 is unknown" in str(refusal(wire))
 
 
-def test_a_no_needs_a_known_reason():
+def test_a_no_vote_needs_a_known_reason():
     key = common_pb2.WaveKey(generation="g", plan_id="p")
     wire = agent_pb2.RankMessage(vote=agent_pb2.Vote(wave=key, reason="mood"))
     assert "'mood' is not a known reason" in str(refusal(wire))
@@ -275,7 +275,7 @@ def test_a_prepare_with_one_fault_is_refused(damage):
         decode_controller_message(wire)
 
 
-def test_a_pace_of_nothing_is_refused():
+def test_a_flow_without_steps_is_refused():
     for changes in ({"stride": 0}, {"max_steps_per_report": 0}, {"report_interval_s": 0.0}):
         flow = telemetry_pb2.FlowControl(report_interval_s=1.0, stride=1, max_steps_per_report=8)
         for name, value in changes.items():
@@ -299,7 +299,7 @@ def test_a_pace_of_nothing_is_refused():
         (64, (1.0,) * 5000, 0.0),
     ],
 )
-def test_curves_no_planner_can_use_are_refused(tile, stairs, slope):
+def test_curves_that_planners_cannot_use_are_refused(tile, stairs, slope):
     message = encode_rank_message(link.CostCurve(tile, stairs, slope))
     with pytest.raises(PeerViolation):
         decode_rank_message(over_the_wire(message), HELLO)

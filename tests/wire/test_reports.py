@@ -38,7 +38,7 @@ def make_steps(place, **fields):
 
 
 @pytest.mark.parametrize("value", [float("inf"), -1.0])
-def test_compute_time_that_is_no_duration_is_refused(value):
+def test_a_compute_time_that_is_no_duration_is_refused(value):
     error = refusal(make_steps(0, compute_s=value))
     assert error.reason is Reason.NOT_FINITE and f"step 7 has compute_s {value}" in str(error)
 
@@ -79,7 +79,7 @@ def test_the_step_numbers_of_a_refused_report_can_still_be_read():
     assert steps_said(wire.load_report) == [7]
 
 
-def test_a_side_that_is_none_is_refused():
+def test_an_unknown_side_is_refused():
     assert refusal(make_report(side=0)).reason is Reason.MALFORMED
 
 
@@ -98,7 +98,7 @@ def test_counts_of_a_recorder_arrive_with_their_values():
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 31])
-def test_our_own_counts_that_cannot_be_sent_are_refused_at_the_sender(value):
+def test_counts_out_of_range_are_refused_by_the_sender(value):
     report = decode_rank_message(make_report(), HELLO)
     assert isinstance(report, LoadReport)
     counts = report.counts.astype(np.int64)

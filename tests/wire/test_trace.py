@@ -8,7 +8,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
 
 
-def test_the_trace_id_of_a_header_is_taken():
+def test_the_trace_id_of_a_valid_header_is_used():
     assert read_trace_id(f"00-{TRACE}-{PARENT}-01") == TRACE
     assert read_trace_id(f" 00-{TRACE}-{PARENT}-00 ") == TRACE
     # A later version may say more.
@@ -32,7 +32,7 @@ def test_the_trace_id_of_a_header_is_taken():
         f'00-{TRACE}-{PARENT}-01\n"injected": 1',
     ],
 )
-def test_another_header_is_none_and_gets_a_trace_of_its_own(header):
+def test_an_invalid_header_gives_a_new_trace_id(header):
     assert read_trace_id(header) is None
     one, other = trace_id_or_new(header), trace_id_or_new(header)
     assert one != other
