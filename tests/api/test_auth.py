@@ -155,7 +155,8 @@ async def test_only_an_admin_changes_the_limits_of_every_plan(app, operations):
 
 def test_token_file_forms():
     tokens = TokenSet.parse(
-        "# rotated monthly\n\nabcdefghijklmnop\nci ponmlkjihgfedcba # the pipeline\nbob read 0123456789abcdef\n"
+        "# rotated monthly\n\nabcdefghijklmnop\nci ponmlkjihgfedcba # the pipeline\n"
+        "bob read 0123456789abcdef\n"
         "root admin fedcba9876543210\n"
     )
     assert [(token.name, token.role) for token in tokens.tokens] == [

@@ -15,7 +15,7 @@ PLANS = "/v1/deployments/demo/plans"
 ROLLBACK = "/v1/deployments/demo/rollback"
 
 
-# --- size ------------------------------------------------------------------------------------------
+# --- size -------------------------------------------------------------------------------------
 
 
 async def test_a_body_over_the_limit_is_413_with_and_without_content_length(operations):
@@ -77,7 +77,7 @@ def test_the_largest_target_fits():
     assert len(json.dumps({"target": {"physical_to_logical": rows}})) < MAX_BODY_BYTES / 4
 
 
-# --- idempotency keys ------------------------------------------------------------------------------------
+# --- idempotency keys --------------------------------------------------------------------------
 
 
 async def test_a_key_with_the_same_body_repeats_the_response_and_does_nothing(client, operations):

@@ -1,5 +1,6 @@
 """The contract of the stores, checked for every implementation."""
 
+import asyncio
 import dataclasses
 import math
 
