@@ -1,1 +1,1 @@
-"""Adapters: one outside world per file."""
+"""Adapters to Redis, gRPC, torch, Prometheus and the operating system: one per module."""

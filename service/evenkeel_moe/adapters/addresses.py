@@ -1,8 +1,11 @@
-"""Addresses as text."""
+"""Formats network addresses."""
 
 __all__ = ["host_port"]
 
 
 def host_port(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets (RFC 3986, section 3.2.2): without them nobody can tell the port."""
+    """Return `host:port`; an IPv6 address gets brackets (RFC 3986, section 3.2.2).
+
+    Without brackets the port could not be distinguished.
+    """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

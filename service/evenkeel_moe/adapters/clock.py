@@ -1,4 +1,4 @@
-"""The clocks of this machine."""
+"""The clocks of the operating system."""
 
 import time
 
@@ -6,12 +6,12 @@ __all__ = ["SystemClock"]
 
 
 class SystemClock:
-    """`ports.Clock` on the operating system's clocks."""
+    """Implements `ports.Clock`."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never falls."""
+        """Return seconds since an arbitrary start; never decreases."""
         return time.monotonic()
 
     def unix(self) -> float:
-        """Unix seconds."""
+        """Return Unix seconds."""
         return time.time()

@@ -1,4 +1,4 @@
-"""The two HTTP servers: the operators' API in the event loop, Prometheus in a thread."""
+"""The two HTTP servers: the REST API in the event loop, and Prometheus in a thread."""
 
 import asyncio
 import contextlib
@@ -18,15 +18,17 @@ __all__ = ["MetricsServer", "RestServer"]
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the controller's."""
+        """Leave signals to the controller."""
         yield
 
 
 class RestServer:
-    """A port for an ASGI application, taken at once: who cannot have it should not start anything else.
+    """Serves an ASGI application.
+
+    The constructor binds the port, so that the controller fails before it starts anything else.
 
     Raises:
-        InvalidInput: the address is taken, or none of this machine.
+        InvalidInput: the address is in use, or does not belong to this machine.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -35,7 +37,7 @@ class RestServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
-            # A port that is only bound can be bound twice; callers wait until `run`.
+            # Another process could bind a port that does not listen. Requests wait until `run`.
             self._socket.listen()
         except (OSError, UnicodeError) as error:
             self._socket.close()
@@ -61,22 +63,22 @@ class RestServer:
         await self._server.serve([self._socket])
 
     async def stop(self) -> None:
-        """Stop taking requests; those under way have a second."""
+        """Stop accepting requests; running ones have one second."""
         self._stopped = True
         if self._server is not None:
             self._server.should_exit = True
         await asyncio.sleep(0)
 
     def close(self) -> None:
-        """Free the port, also if it never served."""
+        """Free the port, also if `run` was never called."""
         self._socket.close()
 
 
 class MetricsServer:
-    """Prometheus' own server over one registry.
+    """Serves one registry with Prometheus' own server.
 
     Raises:
-        InvalidInput: the address is taken, or none of this machine.
+        InvalidInput: the address is in use, or does not belong to this machine.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
@@ -89,7 +91,7 @@ class MetricsServer:
         self.port: int = self._server.server_port
 
     def close(self) -> None:
-        """Stop and free the port."""
+        """Stop the server and free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -53,17 +53,17 @@ async def test_answers_and_errors_come_back_as_they_are(pool):
 
 
 async def test_what_runs_aside_takes_no_planner_with_it(pool):
-    planner, aside = await pool.run(whoami, 0), await pool.aside.run(whoami, 0)
-    assert planner != aside
+    planner, background = await pool.run(whoami, 0), await pool.background.run(whoami, 0)
+    assert planner != background
     with pytest.raises(Unavailable, match="died"):
-        await pool.aside.run(die, 0)
+        await pool.background.run(die, 0)
     assert pool.fault == ""
     assert await pool.run(whoami, 0) == planner
-    aside = await pool.aside.run(whoami, 0)
+    background = await pool.background.run(whoami, 0)
     pool.close()
-    psutil.wait_procs([p for p in map(_process, (planner, aside)) if p], timeout=10)
+    psutil.wait_procs([p for p in map(_process, (planner, background)) if p], timeout=10)
     assert not psutil.pid_exists(planner)
-    assert not psutil.pid_exists(aside)
+    assert not psutil.pid_exists(background)
 
 
 def _process(pid):
@@ -79,9 +79,9 @@ async def test_a_process_that_dies_is_replaced(pool):
     assert pool.fault == ""
 
 
-@pytest.mark.parametrize("aside", [False, True])
-async def test_a_process_that_dies_while_idle_is_replaced_before_anybody_asks(pool, aside):
-    asked = pool.aside if aside else pool
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_process_that_dies_while_idle_is_replaced_before_anybody_asks(pool, background):
+    asked = pool.background if background else pool
     pid = await asked.run(whoami, 0)
     os.kill(pid, signal.SIGKILL)
     # The executor sees the death in a thread of its own; a call that comes before that fails and is not tried again.

@@ -22,7 +22,7 @@ def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process with its parent; called in the child. Linux only.
 
     Args:
-        parent: its process id. One that died before it could be asked for is not waited for.
+        parent: process id of the parent. If it has died already, this process exits.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -33,9 +33,10 @@ def die_with_parent(parent: int) -> None:
 def dying_with_parent(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
     """Return a command line that runs `command` and signals it when this process ends. Linux only.
 
-    The signal comes when the thread that started the command ends, however it ends. A small launcher
-    asks the kernel for it and then becomes the command. To ask between fork and exec would instead run
-    Python in a copy of a process whose other threads, those of gRPC, are gone with their locks held.
+    The kernel sends the signal when the thread that started the command ends, for any reason. A
+    small launcher asks for the signal and then becomes the command. Asking between fork and exec
+    would run Python in a copy of this process whose other threads, those of gRPC, are gone while
+    their locks are held.
 
     Args:
         command: an absolute path and its arguments.

@@ -1,4 +1,4 @@
-"""Planning in processes of its own, so that a long plan never holds up the event loop."""
+"""Runs the planner in other processes, so that a long plan never blocks the event loop."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,13 @@ __all__ = ["DeadlineMissed", "PlannerPool"]
 
 _log = structlog.get_logger(__name__)
 _WARM_WITHIN_S = 900.0
-"""Compiling every kernel from nothing takes half a minute of a free core, and cores may not be free."""
+"""Compiling all kernels takes half a minute on an idle core, and the cores may be busy."""
 _T = TypeVar("_T")
 _A = TypeVar("_A")
 
 
 class DeadlineMissed(Unavailable):
-    """A call took longer than it may."""
+    """A call exceeded its deadline."""
 
     default_reason = Reason.PLANNER_FAILED
 
@@ -34,8 +34,8 @@ class PlannerPool:
     """A few planner processes with compiled kernels.
 
     Args:
-        workers: processes.
-        deadline_s: a call that takes longer is given up and its processes are replaced.
+        workers: number of processes.
+        deadline_s: after this time a call is abandoned and the processes are replaced.
     """
 
     def __init__(self, workers: int, *, deadline_s: float) -> None:
@@ -43,40 +43,47 @@ class PlannerPool:
         self._deadline_s = deadline_s
         self._pool: ProcessPoolExecutor | None = None
         self._warming: asyncio.Task[None] | None = None
-        self._aside: PlannerPool | None = None
+        self._background: PlannerPool | None = None
         self.warm = False
-        """Whether the kernels are compiled; calls before wait for it."""
+        """True once the kernels are compiled; earlier calls wait for that."""
         self.fault = ""
-        """Why the last call failed; empty when it did not."""
+        """Why the last call failed; empty if it succeeded."""
         self._free = asyncio.Semaphore(workers)
 
     @property
-    def aside(self) -> "PlannerPool":
-        """One more process, started when first used: for work that no cycle may wait for, or fall with."""
-        if self._aside is None:
-            self._aside = PlannerPool(1, deadline_s=self._deadline_s)
-        return self._aside
+    def background(self) -> "PlannerPool":
+        """A pool of one more process, for work that must neither delay nor break a cycle.
+
+        The process starts when it is first used.
+        """
+        if self._background is None:
+            self._background = PlannerPool(1, deadline_s=self._deadline_s)
+        return self._background
 
     async def warm_up(self) -> None:
-        """Start the processes and compile, or load, every kernel. A failure is told and left to the calls."""
+        """Start the processes and compile or load all kernels; a failure is logged.
+
+        Later calls try again.
+        """
         with contextlib.suppress(Unavailable):
             await self._ready()
 
     async def run(self, function: Callable[[_A], _T], argument: _A) -> _T:
-        """The function's value, worked out in another process. Both must be picklable.
+        """Call the function in another process and return its value.
 
-        The deadline begins when the kernels are compiled: a call that came earlier is not to blame for them.
+        Function and argument must be picklable. The deadline begins when the kernels are compiled,
+        so that an early call is not charged for them. Errors of the function are raised here.
 
         Raises:
-            DeadlineMissed, Unavailable: the deadline passed, or the process died (PLANNER_FAILED). What the function
-                raises is raised here.
+            DeadlineMissed: the deadline passed.
+            Unavailable: the process died (PLANNER_FAILED).
         """
         async with self._free:
             executor = await self._ready()
             try:
                 try:
                     future = self._submit(executor, function, argument)
-                except BrokenProcessPool:  # One died while nobody asked anything of it.
+                except BrokenProcessPool:  # a process died while idle
                     self._replace(executor, "a planner process died")
                     executor = await self._ready()
                     future = self._submit(executor, function, argument)
@@ -99,16 +106,16 @@ class PlannerPool:
         return asyncio.get_running_loop().run_in_executor(executor, function, argument)
 
     async def _ready(self) -> ProcessPoolExecutor:
-        """The processes, their kernels compiled.
+        """Return the processes once their kernels are compiled.
 
         Raises:
-            Unavailable: they do not start.
+            Unavailable: the processes do not start.
         """
         if self._pool is None or self._warming is None:
             self._pool = self._start()
             self._warming = asyncio.create_task(self._warm(self._pool), name="planner-warm-up")
         executor = self._pool
-        # Others may wait for it too.
+        # Shielded, because other calls may wait for it too.
         await asyncio.shield(self._warming)
         if self._pool is not executor:
             raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
@@ -122,12 +129,10 @@ class PlannerPool:
                     *(loop.run_in_executor(executor, warm_kernels) for _ in range(self._workers))
                 )
         except (TimeoutError, BrokenProcessPool) as error:
-            self._warming = None  # This task: it must not cancel itself.
+            self._warming = None  # this is the current task, which must not cancel itself
             self._replace(executor, f"planner processes do not start: {type(error).__name__}")
             _log.error("planner_does_not_start", error=str(error))
-        except (
-            Exception
-        ) as error:  # a policy that does not compile fails its own cycles, not the controller
+        except Exception as error:  # a policy that does not compile breaks only its own cycles
             self.fault = f"{type(error).__name__}: {error}"
             _log.error("planner_kernels_do_not_compile", error=str(error))
         else:
@@ -135,9 +140,9 @@ class PlannerPool:
             _log.info("planner_ready", workers=self._workers)
 
     def close(self) -> None:
-        """End the processes, also those in the middle of a plan, and those aside."""
-        if self._aside is not None:
-            self._aside.close()
+        """End all processes, including the background one, even in the middle of a plan."""
+        if self._background is not None:
+            self._background.close()
         self._end()
 
     def _end(self) -> None:
@@ -156,13 +161,13 @@ class PlannerPool:
     def _start(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(
             self._workers,
-            # Forking a process that runs gRPC threads would copy their locks half way.
+            # Forking a process with gRPC threads would copy locks that nobody releases.
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_begin_worker,
         )
 
     def _replace(self, executor: ProcessPoolExecutor, fault: str) -> None:
-        """End processes that failed; the next call starts others."""
+        """End failed processes; the next call starts new ones."""
         self.fault = fault
         if self._pool is executor:
             self.warm = False
@@ -170,7 +175,7 @@ class PlannerPool:
 
 
 def _begin_worker() -> None:
-    """Ctrl-C reaches every process of a terminal: only the controller decides about it, and is outlived by none."""
+    """Ignore Ctrl-C, which only the controller handles, and end together with the controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None

@@ -71,7 +71,7 @@ class WhatIf:
         generation = deployment.control.generation
         facts = {"at": request.inputs.now_unix, "epoch": epoch}
         try:
-            scores = await deployment.outside.planner.aside.run(score_shadows, request)
+            scores = await deployment.outside.planner.background.run(score_shadows, request)
         except (
             Exception
         ) as error:  # a policy on trial that breaks its process must not end the controller
@@ -117,7 +117,7 @@ class WhatIf:
         request = RecommendationInputs(
             inputs, (_REFERENCE, *policy.shadow_policies), self._free_bytes()
         )
-        found = await deployment.outside.planner.aside.run(recommend, request)
+        found = await deployment.outside.planner.background.run(recommend, request)
         advice = Advice(
             deployment=deployment.deployment,
             at_unix=now,
