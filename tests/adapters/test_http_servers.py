@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.adapters.http_servers import MetricsServer, RestServer
-from evenkeel_moe.controller.process.serve import _server_options
+from evenkeel_moe.controller.process.options import server_options
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.settings_sources import load_settings
 from tests.adapters.serving import make_options
@@ -77,7 +77,7 @@ async def test_the_largest_figures_that_settings_take_are_taken_by_grpc(monkeypa
         monkeypatch.setenv(f"EVENKEEL_GRPC__{name}", "2000000")
     monkeypatch.setenv("EVENKEEL_GRPC__MAX_MESSAGE_BYTES", str(2**31 - 1))
     monkeypatch.setenv("EVENKEEL_GRPC__PORT", "0")
-    server = GrpcServer(_server_options(load_settings()))
+    server = GrpcServer(server_options(load_settings().grpc))
     server.bind()
     await close(server)
 

@@ -9,7 +9,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import NotLeading
 from evenkeel_moe.wire.link import RegistrationOutcome
-from tests.controller.deployment.test_deployment import DEMO, replicas
+from tests.controller.replicas import DEMO, replicas
 from tests.protocol.rigs import hello_of
 from tests.waiting import until
 
@@ -18,11 +18,11 @@ async def test_a_deployment_that_was_let_go_of_is_not_taken_up_by_a_restart():
     async with replicas("a") as (one, store):
         for session in await one.lead():
             session.lost()
-        await one.fleet.forget(DEMO, "eve")
+        await one.operations.forget(DEMO, "eve")
         assert store._leases == {}
         async with replicas("a", store=store) as (again, _):
-            await again.fleet.return_to(await store.deployments())
-            assert again.fleet.members == {}
+            await again.registry.take_up(await store.deployments())
+            assert again.registry.deployments == {}
             await again.lead(first=11, highest_term=1)  # Its ranks bring it back.
             assert not again.member.control.held
 
@@ -30,10 +30,10 @@ async def test_a_deployment_that_was_let_go_of_is_not_taken_up_by_a_restart():
 async def test_what_was_led_until_the_end_is_taken_up_by_a_restart():
     async with replicas("a") as (one, store):
         await one.lead()
-        await one.member.leave()
+        await one.member.stop()
         async with replicas("a", store=store) as (again, _):
-            await again.fleet.return_to(await store.deployments())
-            assert list(again.fleet.members) == [DEMO]
+            await again.registry.take_up(await store.deployments())
+            assert list(again.registry.deployments) == [DEMO]
 
 
 async def test_letting_go_takes_nothing_from_the_replica_that_leads_now():
@@ -42,9 +42,9 @@ async def test_letting_go_takes_nothing_from_the_replica_that_leads_now():
         await one.yield_lease(sessions)
         await two.lead(first=11, highest_term=1)
         with pytest.raises(NotLeading):  # For its leader to do: here nothing of it would end.
-            await one.fleet.forget(DEMO, "eve")
-        await one.fleet.forget_idle(0.0)
-        assert one.fleet.members == {}
+            await one.operations.forget(DEMO, "eve")
+        await one.registry.evict_idle(0.0)
+        assert one.registry.deployments == {}
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == "b"
 
 
@@ -54,13 +54,15 @@ async def test_a_live_rank_takes_the_place_of_a_deployment_without_ranks():
             lease = await store.acquire_lease(DeploymentId(name), "a", 0.01, 0)
             leader = {"replica_id": "a", "address": "a:1"}
             await store.store_document(DeploymentId(name), "leader", leader, lease.term)
-        await one.fleet.return_to(await store.deployments())
-        assert len(one.fleet.members) == 2
-        await until(lambda: all(member.keeper.leading for member in one.fleet.members.values()))
-        for member in one.fleet.members.values():
-            member._seen_at -= 60.0
+        await one.registry.take_up(await store.deployments())
+        assert len(one.registry.deployments) == 2
+        await until(
+            lambda: all(member.keeper.leading for member in one.registry.deployments.values())
+        )
+        for member in one.registry.deployments.values():
+            member.ranks.last_open_at -= 60.0
         (displaced,) = {"gone-1", "gone-2"} - await _after_leading(one)
-        assert len(one.fleet.members) == 2
+        assert len(one.registry.deployments) == 2
         await until(lambda: DeploymentId(displaced) not in store._leases)
         assert (await store.fetch_document(DeploymentId(displaced), "leader"))["replica_id"] == ""
         # Both places have ranks, or are about to: a third deployment is refused.
@@ -68,21 +70,21 @@ async def test_a_live_rank_takes_the_place_of_a_deployment_without_ranks():
         for name, taken in (("second", True), ("third", False)):
             hello = replace(other, identity=replace(other.identity, deployment=DeploymentId(name)))
             assert (
-                await one.fleet.attach(hello, RankStream(len(name), "peer", capacity=64))
+                await one.registry.attach(hello, RankStream(len(name), "peer", capacity=64))
                 is not None
             ) is taken
 
 
 async def _after_leading(replica):
     await replica.lead()
-    return set(replica.fleet.members)
+    return set(replica.registry.deployments)
 
 
 async def said_hello(replica, name, number):
     """One rank of two under that name, gone again at once; whether it was taken."""
     hello, stream = hello_of(0, "g1", number), RankStream(number, "peer", capacity=64)
     hello = replace(hello, identity=replace(hello.identity, deployment=DeploymentId(name)))
-    session = await replica.fleet.attach(hello, stream)
+    session = await replica.registry.attach(hello, stream)
     if session is not None:
         session.lost()
     else:
@@ -98,19 +100,19 @@ async def test_names_that_are_made_up_do_not_push_each_other_into_the_store():
     async with replicas("a", max_deployments=4) as (one, store):
         taken = [await said_hello(one, f"x{number}", number) for number in range(40)]
         assert taken == [True] * 4 + [False] * 36
-        assert len(await store.deployments()) == len(one.fleet.members) == 4
-        one.fleet.members[DeploymentId("x2")]._seen_at -= 60.0
+        assert len(await store.deployments()) == len(one.registry.deployments) == 4
+        one.registry.deployments[DeploymentId("x2")].ranks.last_open_at -= 60.0
         assert await said_hello(one, "x40", 40)
-        assert sorted(one.fleet.members) == ["x0", "x1", "x3", "x40"]
+        assert sorted(one.registry.deployments) == ["x0", "x1", "x3", "x40"]
 
 
 async def test_a_deployment_is_idle_from_when_its_last_rank_went():
     async with replicas("a") as (one, _):
         sessions = await one.lead()
-        one.member._seen_at -= 60.0  # Nobody asked while they were here.
+        one.member.ranks.last_open_at -= 60.0  # Nobody asked while they were here.
         for session in sessions:
             session.lost()
-        assert one.member.idle_s() < 10.0
+        assert one.member.ranks.idle_s() < 10.0
 
 
 async def test_a_deployment_that_was_whole_once_outlasts_names_that_never_were():
@@ -120,9 +122,9 @@ async def test_a_deployment_that_was_whole_once_outlasts_names_that_never_were()
         for number in range(10, 12):
             assert await said_hello(one, f"x{number}", number)
         for idle_s, name in ((900.0, DEMO), (60.0, "x10"), (60.0, "x11")):
-            one.fleet.members[DeploymentId(name)]._seen_at -= idle_s
+            one.registry.deployments[DeploymentId(name)].ranks.last_open_at -= idle_s
         for number in range(12, 20):
             assert await said_hello(one, f"x{number}", number)
-            one.fleet.members[DeploymentId(f"x{number}")]._seen_at -= 60.0
-        assert DEMO in one.fleet.members
+            one.registry.deployments[DeploymentId(f"x{number}")].ranks.last_open_at -= 60.0
+        assert DEMO in one.registry.deployments
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == "a"

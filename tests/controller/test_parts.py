@@ -15,15 +15,17 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     plan_failures,
     price,
     steps_since_move,
+)
+from evenkeel_moe.controller.cycles.manual_plans import request_digest
+from evenkeel_moe.controller.ingest.group_loads import (
+    shape_document,
+    shape_from_document,
     topology_of,
 )
-from evenkeel_moe.controller.cycles.planning import request_digest
 from evenkeel_moe.controller.policy_document import (
     change_policy,
     policy_document,
     policy_from_document,
-    shape_document,
-    shape_from_document,
 )
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import Epoch, Generation, PlanId

@@ -56,12 +56,12 @@ async def test_a_failure_ends_the_group_and_the_rest_is_ended_on_request():
 def test_a_process_that_cannot_end_is_ended():
     stuck = """
 import threading
-from evenkeel_moe.controller.tasks import LastResort
-LastResort(0.2).arm()
+from evenkeel_moe.controller.tasks import ExitTimer
+ExitTimer(0.2).arm()
 threading.Event().wait(60)
 """
     saved = stuck.replace(
-        "LastResort(0.2).arm()", "r = LastResort(0.2); r.arm(); r.disarm()"
+        "ExitTimer(0.2).arm()", "r = ExitTimer(0.2); r.arm(); r.disarm()"
     ).replace("60", "1")
     assert subprocess.run([sys.executable, "-c", stuck], timeout=60).returncode == 70
     assert subprocess.run([sys.executable, "-c", saved], timeout=60).returncode == 0

@@ -9,7 +9,7 @@ from deploy.generate import CHARTS_OWN
 from evenkeel_moe.adapters.redis.client import connect
 from evenkeel_moe.api.app import create_app
 from evenkeel_moe.api.auth import OPEN_PATHS, TokenSet
-from evenkeel_moe.controller.process.serve import _STOP_S
+from evenkeel_moe.controller.process.serve import STOP_S
 from evenkeel_moe.settings import Settings
 from evenkeel_moe.settings_sources import load_settings
 from tests.api.fakes import FakeOperations
@@ -61,7 +61,7 @@ def test_the_kubelet_is_not_asked_for_grpc_over_tls():
 
 @every_values
 def test_the_grace_period_is_above_the_drain(name):
-    assert pod(name)["terminationGracePeriodSeconds"] > _STOP_S
+    assert pod(name)["terminationGracePeriodSeconds"] > STOP_S
     assert "terminationGracePeriodSeconds" in refusal("terminationGracePeriodSeconds=20")
 
 

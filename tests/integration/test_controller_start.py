@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from evenkeel_moe.controller.process.serve import _advertised
+from evenkeel_moe.controller.process.options import advertised_address
 from evenkeel_moe.settings_sources import load_settings
 from tests.waiting import deadline
 
@@ -111,4 +111,4 @@ def test_what_is_in_the_way_of_a_start_is_one_line(tmp_path, what, words):
 def test_ranks_are_sent_to_an_address_they_can_call(monkeypatch, host, advertise, told):
     monkeypatch.setenv("EVENKEEL_GRPC__HOST", host)
     monkeypatch.setenv("EVENKEEL_GRPC__ADVERTISE", advertise)
-    assert _advertised(load_settings(), 50051) == told
+    assert advertised_address(load_settings().grpc, 50051) == told

@@ -10,10 +10,10 @@ from structlog.testing import capture_logs
 from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
-from evenkeel_moe.controller.process.serve import _store_windows
+from evenkeel_moe.controller.process.background import store_windows
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Unavailable
-from tests.controller.deployment.test_deployment import DEMO, Replica
+from tests.controller.replicas import DEMO, Replica
 from tests.integration.store_server import Server
 from tests.waiting import until
 
@@ -40,8 +40,8 @@ async def replica_on(server):
     """A replica on a real store that looks after it, with no cycle to decide anything: (replica, its store's client)."""
     client = connect(server.url, timeout_s=1)
     replica = Replica(RedisDeploymentStore(client), "a", cycle_s=600.0)
-    replica.fleet._outside = replace(replica.fleet._outside, windows=RedisWindowStore(client))
-    replica.tasks.spawn(_store_windows(replica.fleet, replica.fleet._outside, 0.1), "store-windows")
+    replica.registry.shared = replace(replica.registry.shared, windows=RedisWindowStore(client))
+    replica.tasks.spawn(store_windows(replica.registry, 0.1), "store-windows")
     try:
         yield replica, client
     finally:
@@ -50,20 +50,20 @@ async def replica_on(server):
 
 
 def health(replica):
-    return replica.fleet._outside.health
+    return replica.registry.shared.health
 
 
 async def stays_degraded(replica, for_s=4.0):
     deadline = asyncio.get_running_loop().time() + for_s
     while asyncio.get_running_loop().time() < deadline:
         assert health(replica).fault
-        assert replica.fleet._outside.metrics._degraded._value.get() == 1
+        assert replica.registry.shared.metrics._degraded._value.get() == 1
         await asyncio.sleep(0.05)
 
 
 async def test_a_standby_tells_that_the_store_is_gone_and_when_it_answered_last(server):
     async with replica_on(server) as (replica, _):
-        metrics = replica.fleet._outside.metrics
+        metrics = replica.registry.shared.metrics
         await until(lambda: metrics._answered_at is not None)
         server.kill()
         await until(lambda: health(replica).fault)
@@ -88,7 +88,7 @@ async def test_a_store_that_refuses_writes_is_degraded_until_it_takes_them(serve
             if leads:
                 # What an operator asks for is refused, and is no second loss of the store.
                 with pytest.raises(Unavailable):
-                    await replica.fleet.freeze(DEMO, 60.0, "eve")
+                    await replica.operations.freeze(DEMO, 60.0, "eve")
                 await stays_degraded(replica, 2.5)
             await client.config_set(setting, end)
             await until(lambda: not health(replica).fault)

@@ -1,4 +1,7 @@
-"""The log: one JSON object a line on standard output, at a level that can be changed while the controller runs."""
+"""Sets up the log: one JSON object per line on standard output.
+
+The level can be changed while the controller runs.
+"""
 
 import logging
 import sys
@@ -17,12 +20,12 @@ _log = structlog.get_logger(__name__)
 
 
 def configure_logs(level: Level) -> None:
-    """Set both logs up: our own, and the standard library's, in which others speak from warnings on."""
+    """Set up our own log and that of the standard library, which libraries write warnings to."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-        # No local variables: they hold maps, loads and perhaps secrets.
+        # Without local variables: they hold placements, loads and perhaps secrets.
         structlog.processors.format_exc_info,
     ]
     render = structlog.processors.JSONRenderer(default=str)
@@ -49,23 +52,23 @@ def configure_logs(level: Level) -> None:
 
 
 def log_level() -> Level:
-    """The level in force."""
+    """Return the present log level."""
     number = structlog.get_logger().bind().get_effective_level()
     return next((level for level in LEVELS if number <= _NUMBERS[level]), LEVELS[-1])
 
 
 def set_log_level(level: str, by: str) -> None:
-    """Change it for this process, until the next start.
+    """Set the log level of this process until the next start.
 
     Raises:
-        InvalidInput: no such level.
+        InvalidInput: there is no such level.
     """
     if level not in LEVELS:
         raise InvalidInput(f"log level {level!r} is none of {', '.join(LEVELS)}")
     before = log_level()
     words = {"before": before, "now": level, "by": by}
     quieter = _NUMBERS[level] > _NUMBERS[before]
-    # While more is said: whoever reads the log must see why it falls silent.
+    # Logged at the more verbose level: a reader must see why the log falls silent.
     if quieter:
         _log.warning("log_level_changed", **words)
     configure_logs(level)

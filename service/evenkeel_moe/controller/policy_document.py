@@ -1,4 +1,4 @@
-"""The small documents kept of a deployment, and the policy as operators read and write it."""
+"""The policy of a deployment as a document: as it is stored, and as operators read and change it."""
 
 import contextlib
 import math
@@ -7,11 +7,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput
-from evenkeel_moe.model.ids import Generation
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
-from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.policies.registry import resolve_policy
 
@@ -19,18 +17,16 @@ __all__ = [
     "change_policy",
     "policy_document",
     "policy_from_document",
-    "shape_document",
-    "shape_from_document",
 ]
 
-_MOST_SHADOWS = 8
-"""Each is planned with once a cycle."""
-_MOST_OF_A_LIMIT = 2**62
-"""As in the body of a plan by hand."""
+_MAX_SHADOWS = 8
+"""Every cycle plans once with each of them."""
+_MAX_LIMIT = 2**62
+"""The same as in the request body of a manual plan."""
 
 
 def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
-    """A policy as operators see it, every threshold with its value."""
+    """Return the document of a policy, with the value of every threshold."""
     gates = GateSettings.from_thresholds(policy.thresholds)
     return {
         "mode": policy.mode.value,
@@ -50,10 +46,12 @@ def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
 
 
 def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> DeploymentPolicy:
-    """The policy with some fields changed; `limits`, `schedule` and `thresholds` change field by field.
+    """Return the policy with some fields changed.
+
+    In `limits`, `schedule` and `thresholds` only the fields that are named change.
 
     Raises:
-        InvalidInput: an unknown field or a value out of range, with what is known.
+        InvalidInput: a field is unknown, or a value is out of range.
     """
     document = policy_document(policy)
     unknown = sorted(set(changes) - set(document))
@@ -67,9 +65,8 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
                 raise InvalidInput(f"{name} must be an object, not {type(value).__name__}")
             strange = sorted(set(value) - set(document[name]))
             if strange:
-                raise InvalidInput(
-                    f"unknown {name} {', '.join(strange)}; known: {', '.join(sorted(document[name]))}"
-                )
+                known = ", ".join(sorted(document[name]))
+                raise InvalidInput(f"unknown {name} {', '.join(strange)}; known: {known}")
             document[name] |= value
         else:
             document[name] = value
@@ -87,7 +84,7 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
     limits: dict[str, int | None] = {}
     for bound, value in document["limits"].items():
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and 0 <= value <= _MOST_OF_A_LIMIT):
+        if value is not None and not (whole and 0 <= value <= _MAX_LIMIT):
             raise InvalidInput(
                 f"limits.{bound} is {value!r:.40}, must be null or an integer from 0 to 2^62"
             )
@@ -113,9 +110,9 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
 def _shadows(names: Any) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise InvalidInput(f"shadow_policies is {names!r}, must be a list of policy names")
-    if len(names) > _MOST_SHADOWS or len(set(names)) < len(names):
+    if len(names) > _MAX_SHADOWS or len(set(names)) < len(names):
         raise InvalidInput(
-            f"shadow_policies names {len(names)} policies, at most {_MOST_SHADOWS} and each once"
+            f"shadow_policies names {len(names)} policies, at most {_MAX_SHADOWS} and each once"
         )
     for name in names:
         resolve_policy(name)
@@ -130,7 +127,7 @@ def _spans(name: str, texts: Any) -> tuple[str, ...]:
 
 def _number(what: str, value: Any) -> float:
     if not isinstance(value, bool) and isinstance(value, int | float):
-        # An integer may be finite and yet more than any float.
+        # An integer may be larger than any float.
         with contextlib.suppress(OverflowError):
             if math.isfinite(number := float(value)):
                 return number
@@ -140,25 +137,10 @@ def _number(what: str, value: Any) -> float:
 def policy_from_document(
     body: Mapping[str, Any] | None, default: DeploymentPolicy
 ) -> DeploymentPolicy:
-    """The stored policy; the default where none is stored or it can no longer be used."""
+    """Return the stored policy; the default if none is stored or it can no longer be used."""
     if body is None:
         return default
     try:
         return change_policy(default, body)
     except EvenkeelError:
         return default
-
-
-def shape_document(generation: Generation, shape: ModelShape) -> dict[str, Any]:
-    """Whose windows are stored."""
-    return {"generation": generation, "shape": asdict(shape)}
-
-
-def shape_from_document(body: Mapping[str, Any] | None) -> tuple[Generation, ModelShape] | None:
-    """The same back; None where none is stored or it cannot be read."""
-    if body is None:
-        return None
-    try:
-        return Generation(str(body["generation"])), ModelShape(**body["shape"])
-    except (EvenkeelError, KeyError, TypeError):
-        return None

@@ -1,4 +1,4 @@
-"""Named tasks under one group, and their end."""
+"""Starts named tasks in one group, and ends them reliably."""
 
 import asyncio
 import os
@@ -8,18 +8,23 @@ from typing import Any
 
 import structlog
 
-__all__ = ["LastResort", "Spawner", "end_tasks"]
+__all__ = ["ExitTimer", "Spawn", "Spawner", "end_tasks"]
 
 _log = structlog.get_logger(__name__)
-_AGAIN_S = 0.2
+_RETRY_S = 0.2
 _EXIT_STUCK = 70
 
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+"""Runs a coroutine in a task with a name; a failure of the task ends the controller."""
 
-class LastResort:
-    """Ends a process that cannot end itself: it must not look alive.
+
+class ExitTimer:
+    """Ends the process by force when it does not end by itself in time.
+
+    A process that is stuck while it stops must not look alive.
 
     Args:
-        after_s: from `arm`.
+        after_s: seconds from `arm` to the forced exit.
     """
 
     def __init__(self, after_s: float) -> None:
@@ -27,21 +32,21 @@ class LastResort:
         self._timer: threading.Timer | None = None
 
     def arm(self) -> None:
-        """The process is to end: should it still be there after a while, it is made to."""
+        """Start the timer, if it does not run yet."""
         if self._timer is None:
             self._timer = threading.Timer(self._after_s, os._exit, (_EXIT_STUCK,))
             self._timer.daemon = True
             self._timer.start()
 
     def disarm(self) -> None:
-        """It ends by itself."""
+        """Stop the timer: the process ends by itself."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
 
 class Spawner:
-    """Starts tasks; a failure is logged and ends the group, for it is a mistake of ours.
+    """Starts tasks in a group. A failed task is a bug of ours: it is logged and ends the group.
 
     Args:
         tasks: the group.
@@ -55,7 +60,7 @@ class Spawner:
         self._running: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run work in a task of its own."""
+        """Run a coroutine in a task of its own."""
         task = self._tasks.create_task(self._guard(work, name), name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -67,25 +72,25 @@ class Spawner:
         except Exception:
             _log.exception("task_failed", task=name)
             self._failed()
-            # The group cancels the others once; one that loses its cancellation would keep the process half
-            # alive, serving ranks it no longer leads.
+            # The group cancels the other tasks once. A task that loses this cancellation would keep
+            # the process half alive, serving ranks that it no longer leads.
             if self._ending is None:
                 self._ending = asyncio.get_running_loop().create_task(self.end(), name="end-others")
             raise
 
     async def end(self) -> None:
-        """Cancel everything that runs and wait for it."""
+        """Cancel all running tasks and wait for them."""
         await end_tasks(self._running - {asyncio.current_task()})
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they are done.
 
-    A cancellation can be lost: on this Python `asyncio.wait_for` drops one that comes together with its
-    result, and libraries use it. So it is repeated until it was heard.
+    A cancellation can get lost: on this Python `asyncio.wait_for` drops one that arrives together
+    with its result, and libraries use it. So the cancellation is repeated until the task ends.
     """
     waiting = set(tasks)
     while waiting := {task for task in waiting if not task.done()}:
         for task in waiting:
             task.cancel()
-        await asyncio.wait(waiting, timeout=_AGAIN_S)
+        await asyncio.wait(waiting, timeout=_RETRY_S)

@@ -4,24 +4,19 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
-from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
-from evenkeel_moe.controller.deployment.action_executor import StoreHealth
-from evenkeel_moe.controller.deployment.deployment import _TICK_S, Outside
-from evenkeel_moe.controller.operations.operator_service import Fleet
-from evenkeel_moe.controller.process.serve import _deployment_options
+from evenkeel_moe.controller.deployment.deployment import TICK_S
+from evenkeel_moe.controller.operations.operator_service import OperatorService
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.ports import PlanRequest
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.transitions import ControlState
-from evenkeel_moe.settings import Settings
 from tests.contracts.memory_store import MemoryStore
-from tests.controller.spawned import Spawned
+from tests.controller.replicas import Spawned, make_registry
 from tests.protocol.rigs import AFTER_ONE, BASE, DEPLOYMENT, SHAPE, hello_of, plan_of, state_of
 from tests.telemetry.reports import Fleet as LoadFleet
 from tests.waiting import until
@@ -70,10 +65,10 @@ class Ranks:
         self.streams, self.sessions = [], []
         self._after = None
 
-    async def attach(self, fleet, first_stream=1):
+    async def attach(self, registry, first_stream=1):
         self.streams = [RankStream(first_stream + rank, "peer", capacity=4096) for rank in range(2)]
         self.sessions = [
-            await fleet.attach(
+            await registry.attach(
                 hello_of(
                     rank,
                     epoch=self.epoch,
@@ -112,7 +107,7 @@ class Ranks:
 
 
 class Rig:
-    """A fleet that leads DEPLOYMENT, its ranks and its store; `restart` replaces the fleet."""
+    """A replica that leads DEPLOYMENT, its ranks and its store; `restart` replaces the replica."""
 
     def __init__(self):
         self.clock = SystemClock()
@@ -122,25 +117,18 @@ class Rig:
         self.start()
 
     def start(self):
-        metrics = ControllerMetrics(CollectorRegistry())
-        self.health = StoreHealth(self.clock, metrics)
-        outside = Outside(
-            self.store,
-            self.store,
-            self.clock,
-            metrics,
-            self.health,
-            InlinePlanner(),  # type: ignore[arg-type]
-            self.tasks.spawn,
+        self.registry = make_registry(
+            self.store, self.tasks.spawn, clock=self.clock, planner=InlinePlanner()
         )
-        self.fleet = Fleet(_deployment_options(Settings(), "here:1"), outside, max_deployments=8)
+        self.health = self.registry.shared.health
+        self.operations = OperatorService(self.registry)
 
     @property
     def member(self):
-        return self.fleet.members[DEPLOYMENT]
+        return self.registry.deployments[DEPLOYMENT]
 
     async def lead(self, first_stream=1):
-        await self.ranks.attach(self.fleet, first_stream)
+        await self.ranks.attach(self.registry, first_stream)
         await self.at_rest()
 
     async def restart(self):
@@ -171,7 +159,7 @@ class Rig:
 
     async def load(self):
         """What a plan by hand is judged on: a few steps of load."""
-        await self.fleet.set_policy(DEPLOYMENT, {"thresholds": {"min_window_steps": 1}}, "me")
+        await self.operations.set_policy(DEPLOYMENT, {"thresholds": {"min_window_steps": 1}}, "me")
         run = LoadFleet(placement=BASE, shape=SHAPE).run(range(8), epoch=Epoch(0))
         for rank, session in enumerate(self.ranks.sessions):
             identity = session.hello.identity
@@ -179,7 +167,7 @@ class Rig:
             session.received(
                 replace(report, deployment=identity.deployment, generation=identity.generation)
             )
-        await until(lambda: self.member.ingest.windows(8))
+        await until(lambda: self.member.loads.ingest.windows(8))
 
     async def once_the_store_is_asked_again(self, ask):
         """The answer, where the store's failure is not answered from memory any more."""
@@ -189,7 +177,7 @@ class Rig:
     async def look_on(self):
         """Until the machine has ticked a few times: what it would do by itself, it has begun, and what it began has ended."""
         first = self.clock.monotonic()
-        await until(lambda: self.clock.monotonic() - first > 4 * _TICK_S)
+        await until(lambda: self.clock.monotonic() - first > 4 * TICK_S)
         await self.at_rest()
 
 
@@ -203,7 +191,7 @@ async def rig():
 
 
 def rollback(rig, to_epoch=None, plan_id=BACK):
-    return rig.fleet.rollback(DEPLOYMENT, to_epoch, "me", plan_id)
+    return rig.operations.rollback(DEPLOYMENT, to_epoch, "me", plan_id)
 
 
 @pytest.mark.parametrize(("to_epoch", "takes"), [(None, False), (Epoch(0), True)])
@@ -279,10 +267,10 @@ async def test_a_plan_by_hand_that_the_store_did_not_confirm_is_one_plan(rig):
     rig.store.failing = 1
     request = PlanRequest(plan_id=PlanId("mine"), requested_by="me", approve=True, target=AFTER_ONE)
     with pytest.raises(Unavailable, match="plan mine: "):
-        await rig.fleet.create_plan(DEPLOYMENT, request)
+        await rig.operations.create_plan(DEPLOYMENT, request)
     await until(lambda: rig.ranks.placement == AFTER_ONE)
     await rig.at_rest()
-    assert (await rig.fleet.create_plan(DEPLOYMENT, request)).phase is PlanPhase.COMMITTED
+    assert (await rig.operations.create_plan(DEPLOYMENT, request)).phase is PlanPhase.COMMITTED
     await rig.look_on()
     assert rig.ranks.maps == [BASE, AFTER_ONE]
 
@@ -290,37 +278,37 @@ async def test_a_plan_by_hand_that_the_store_did_not_confirm_is_one_plan(rig):
 async def test_approve_and_cancel_repeated_after_a_failure_do_nothing_twice(rig):
     await rig.load()
     request = PlanRequest(plan_id=PlanId("mine"), requested_by="me", dry_run=True, target=AFTER_ONE)
-    await rig.fleet.create_plan(DEPLOYMENT, request)
+    await rig.operations.create_plan(DEPLOYMENT, request)
     rig.store.failing = 1
     with pytest.raises(Unavailable, match="tried again"):
-        await rig.fleet.approve(DEPLOYMENT, request.plan_id, "me")
+        await rig.operations.approve(DEPLOYMENT, request.plan_id, "me")
     await until(lambda: rig.ranks.placement == AFTER_ONE)
     await rig.at_rest()
-    for change in (rig.fleet.approve, rig.fleet.cancel):
+    for change in (rig.operations.approve, rig.operations.cancel):
         with pytest.raises(Conflict, match="plan mine is committed"):
             await change(DEPLOYMENT, request.plan_id, "me")
     other = replace(request, plan_id=PlanId("other"), target=BASE)
-    await rig.fleet.create_plan(DEPLOYMENT, other)
+    await rig.operations.create_plan(DEPLOYMENT, other)
     rig.store.failing = 1
     with pytest.raises(Unavailable, match="tried again"):
-        await rig.fleet.cancel(DEPLOYMENT, other.plan_id, "me")
+        await rig.operations.cancel(DEPLOYMENT, other.plan_id, "me")
     await rig.at_rest()
     with pytest.raises(Conflict, match="plan other is cancelled"):
-        await rig.fleet.cancel(DEPLOYMENT, other.plan_id, "me")
+        await rig.operations.cancel(DEPLOYMENT, other.plan_id, "me")
     assert rig.store._plans[DEPLOYMENT][other.plan_id].phase is PlanPhase.CANCELLED
     assert rig.ranks.maps == [BASE, AFTER_ONE]
 
 
 async def test_freeze_resume_and_policy_hold_at_once_and_are_stored_when_the_store_is_back(rig):
-    fleet, control, store = rig.fleet, rig.member.control, rig.store
+    operations, control, store = rig.operations, rig.member.control, rig.store
     await rig.migrate()
     await rollback(rig)
     await until(lambda: rig.ranks.placement == BASE)
     await rig.at_rest()
     changes = {
-        "frozen_until": lambda: fleet.freeze(DEPLOYMENT, 600, "me"),
-        "held": lambda: fleet.resume(DEPLOYMENT, "me"),
-        "cycle_s": lambda: fleet.set_policy(DEPLOYMENT, {"cycle_s": 7.0}, "me"),
+        "frozen_until": lambda: operations.freeze(DEPLOYMENT, 600, "me"),
+        "held": lambda: operations.resume(DEPLOYMENT, "me"),
+        "cycle_s": lambda: operations.set_policy(DEPLOYMENT, {"cycle_s": 7.0}, "me"),
     }
     for change in changes.values():
         store.failing = 1
@@ -344,7 +332,7 @@ async def test_who_lost_the_lease_promises_nothing(rig):
     member, store = rig.member, rig.store
     store._terms[DEPLOYMENT] += 5
     with pytest.raises(Unavailable, match="the lease was lost: .* is not tried again") as caught:
-        await rig.fleet.freeze(DEPLOYMENT, 600, "me")
+        await rig.operations.freeze(DEPLOYMENT, 600, "me")
     assert caught.value.reason is Reason.LEASE_LOST
     assert (member.control.frozen_until, await store.fetch_document(DEPLOYMENT, "control")) == (
         0.0,

@@ -2,42 +2,35 @@
 
 import sys
 
-from prometheus_client import CollectorRegistry
-
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
-from evenkeel_moe.controller.deployment.action_executor import StoreHealth
-from evenkeel_moe.controller.deployment.deployment import Deployment, Outside
-from evenkeel_moe.controller.process.serve import _deployment_options
+from evenkeel_moe.controller.deployment.deployment import Deployment
+from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.driver import ActionStage
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.ids import Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
 from evenkeel_moe.protocol.transitions import ControlState
-from evenkeel_moe.settings import Settings
 from tests.contracts.memory_store import MemoryStore
+from tests.controller.replicas import DEMO, make_registry
 from tests.protocol.rigs import answer_queries, control_of, key_of, plan_of, prepare_of
 
-DEMO = DeploymentId("demo")
 HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
 
 
 def make_deployment(store: MemoryStore) -> Deployment:
-    clock, metrics = SystemClock(), ControllerMetrics(CollectorRegistry())
-    health = StoreHealth(clock, metrics)
-    # Neither is used here.
-    outside = Outside(store, store, clock, metrics, health, planner=None, spawn=None)  # type: ignore[arg-type]
-    return Deployment(DEMO, _deployment_options(Settings(), "127.0.0.1:1"), outside)
+    registry = make_registry(store, spawn=None)  # No task is started here.
+    return Deployment(DEMO, registry.options, registry.shared)
 
 
 async def lead(deployment: Deployment, store: MemoryStore):
     """Win the lease anew; the machine is told by its driver, which does not run here."""
-    lease = await store.acquire_lease(DEMO, deployment.options.replica_id, 60.0, 0)
-    await deployment._won(lease)
+    lease = await store.acquire_lease(DEMO, deployment.keeper.holder, 60.0, 0)
+    await deployment.leadership._won(lease)
     deployment.keeper.lease = lease
     return lease
 
@@ -47,14 +40,14 @@ async def leading():
     store = MemoryStore(SystemClock())
     deployment = make_deployment(store)
     lease = await lead(deployment, store)
-    leader = Leader(deployment.options.replica_id, lease.term)
+    leader = Leader(deployment.keeper.holder, lease.term)
     deployment.control.handle(ctl.LeaseAcquired(leader, ctl.StoredRecords()), 0.0)
     return store, deployment, lease
 
 
 async def test_what_an_earlier_term_decided_is_not_stored_under_a_later_one_of_the_same_replica():
     store, deployment, first = await leading()
-    assert await deployment.hands.persist([HOLD]) == ()
+    assert await deployment.executor.persist([HOLD]) == ()
     assert await store.fetch_document(DEMO, "control") == dict(HOLD.body)
 
     second = await lead(
@@ -62,7 +55,7 @@ async def test_what_an_earlier_term_decided_is_not_stored_under_a_later_one_of_t
     )  # lost and won again while the driver waited for the store
     assert second.term > first.term
     changed = ctl.PersistDocument("control", {"held": False, "frozen_until": 0.0})
-    assert await deployment.hands.persist([changed]) == (ctl.LeaseLost(),)
+    assert await deployment.executor.persist([changed]) == (ctl.LeaseLost(),)
     assert await store.fetch_document(DEMO, "control") == dict(HOLD.body)
     assert deployment.keeper.lease == second, "the newer lease is not given up for it"
 
@@ -71,17 +64,21 @@ async def test_a_lease_that_another_took_is_dropped_at_its_first_refused_write()
     store, deployment, lease = await leading()
     await store.release_lease(DEMO, lease)
     await store.acquire_lease(DEMO, "another", 60.0, 0)
-    assert await deployment.hands.persist([HOLD]) == (ctl.LeaseLost(),)
+    assert await deployment.executor.persist([HOLD]) == (ctl.LeaseLost(),)
     assert deployment.keeper.lease is None
 
 
 async def test_a_waves_map_is_learned_once_however_many_ranks_it_goes_to(monkeypatch):
     _, deployment, _ = await leading()
     learned = []
-    monkeypatch.setattr(deployment, "expect_wave", lambda prepare: learned.append(prepare.wave))
+    monkeypatch.setattr(
+        deployment.executor, "_expect_wave", lambda prepare: learned.append(prepare.wave)
+    )
     for key in (key_of("first"), key_of("second")):
         for rank in (0, 1, 0):
-            deployment.hands.perform(ctl.SendToRank(EpRank(rank), 10 + rank, prepare_of(key=key)))
+            deployment.executor.perform(
+                ctl.SendToRank(EpRank(rank), 10 + rank, prepare_of(key=key))
+            )
     assert learned == [key_of("first"), key_of("second")]
 
 
@@ -95,10 +92,12 @@ async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
         committed.phy2log.copy(), committed.num_ranks, committed.num_logical_experts + 1
     )
     control.executor.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
-    deployment = make_deployment(MemoryStore(SystemClock()))
-    deployment.control = control
-    deployment._follow_machine()
-    assembler = deployment.ingest._assembler
+    store = MemoryStore(SystemClock())
+    ingest = make_deployment(store).loads.ingest
+    loads = GroupLoads(control, store, ingest, 8, DispatchModel.EVEN)
+    loads.follow_generation()
+    loads.follow_placement()
+    assembler = ingest._assembler
     assert assembler is not None
     assert {1, 2, 3} & set(assembler._epochs) == {2, 3}
 
@@ -109,7 +108,7 @@ async def test_questions_go_out_while_the_store_is_away_and_what_decides_does_no
     assert leader is not None
     question = ctl.SendToRank(EpRank(0), 1, QueryState(leader, query=1))
     commit = ctl.SendToRank(EpRank(0), 1, Commit(leader, key_of()))
-    assert [deployment.hands.stage(action) for action in (HOLD, commit, question)] == [
+    assert [deployment.executor.stage(action) for action in (HOLD, commit, question)] == [
         ActionStage.PERSIST,
         ActionStage.SEND,
         ActionStage.OTHER,
@@ -120,11 +119,11 @@ async def test_a_leader_that_was_fenced_off_asks_nothing_more():
     """R13, also in the very batch whose write was refused."""
     store, deployment, lease = await leading()
     sent = []
-    deployment.send = lambda rank, stream, message: sent.append(message)  # type: ignore[method-assign]
+    deployment.ranks.send = lambda rank, stream, message: sent.append(message)  # type: ignore[method-assign]
     leader = deployment.control.leader
     assert leader is not None
     question = QueryState(leader, query=1)
-    deployment.hands.perform(ctl.SendToRank(EpRank(0), 1, question))
+    deployment.executor.perform(ctl.SendToRank(EpRank(0), 1, question))
     assert sent == [question]
     await store.release_lease(DEMO, lease)
     await store.acquire_lease(DEMO, "another", 60.0, 0)
@@ -137,18 +136,18 @@ async def test_a_plan_is_told_once_however_often_it_is_stored_and_not_held_for_i
     """The book keeps some fifty plans; of a large model one may be megabytes."""
     _, deployment, _ = await leading()
     told = []
-    deployment.hands._tell_plan = told.append  # type: ignore[method-assign]
+    deployment.executor._log._log_plan = told.append  # type: ignore[method-assign]
     book = PlanRecords()
     action = book.add(plan_of(), PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0.0)
     for again in (action, ctl.PersistPlan(action.record)):
-        await deployment.hands.persist([again])
+        await deployment.executor.persist([again])
     changed = book.change(action.record, "approved", 1.0, phase=PlanPhase.APPROVED)
-    await deployment.hands.persist([changed])
+    await deployment.executor.persist([changed])
     assert told == [action.record, changed.record]
     placement = ctl.PersistEpoch(Generation("g1"), Epoch(0), action.record.plan.base)
-    await deployment.hands.persist([placement])
+    await deployment.executor.persist([placement])
     known = [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)]
-    deployment.hands._told.clear()
+    deployment.executor._log._logged.clear()
     assert [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)] == known
 
 
@@ -156,9 +155,9 @@ async def test_each_decision_and_each_waves_end_is_told_once():
     _, deployment, _ = await leading()
     rows = [ctl.PersistDecision({"at": at, "reason": "no_change"}) for at in (1.0, 2.0)]
     waves = []
-    deployment.hands._tell_wave = lambda wave, *_: waves.append(wave)  # type: ignore[method-assign]
+    deployment.executor._log._log_wave = lambda wave, *_: waves.append(wave)  # type: ignore[method-assign]
     ends = [ctl.PersistOutcome(key_of(index=index), True, Reason.COMMITTED) for index in (0, 1)]
     for _ in range(2):
-        await deployment.hands.persist([*rows, *ends])
-    assert [row["at"] for row in deployment.hands.decisions] == [1.0, 2.0]
+        await deployment.executor.persist([*rows, *ends])
+    assert [row["at"] for row in deployment.decisions] == [1.0, 2.0]
     assert waves == [key_of(), key_of(index=1)]

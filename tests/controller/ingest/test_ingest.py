@@ -332,7 +332,7 @@ def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
     run = Fleet().run(range(4))
     size = run.report(0).counts.nbytes
     monkeypatch.setattr(
-        "evenkeel_moe.controller.ingest.ingest._MOST_WAITING_BYTES", int(3.5 * size)
+        "evenkeel_moe.controller.ingest.waiting_reports._MAX_BYTES", int(3.5 * size)
     )
     rig.ingest.begin_generation(GENERATION, SHAPE)
     for rank in (0, 0, 1, 2):
@@ -345,7 +345,7 @@ def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
 
 
 def test_one_report_larger_than_the_bound_still_waits(rig, monkeypatch):
-    monkeypatch.setattr("evenkeel_moe.controller.ingest.ingest._MOST_WAITING_BYTES", 1)
+    monkeypatch.setattr("evenkeel_moe.controller.ingest.waiting_reports._MAX_BYTES", 1)
     rig.ingest.begin_generation(GENERATION, SHAPE)
     rig.ingest.take(Fleet().run(range(4)).report(0), rig.answers.append)
     assert rig.answers == []

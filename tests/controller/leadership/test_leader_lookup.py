@@ -13,7 +13,7 @@ from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.ports import LedElsewhere, NotLeading
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
-from tests.controller.deployment.test_deployment import DEMO, feed, replicas
+from tests.controller.replicas import DEMO, feed, replicas
 from tests.waiting import until
 
 NOBODY = DeploymentId("nobody")
@@ -56,11 +56,11 @@ async def two_replicas(led_before):
         term = 0
         if led_before:
             sessions = await two.lead()
-            await two.fleet.set_policy(DEMO, {"cycle_s": 77.0}, "eve")
+            await two.operations.set_policy(DEMO, {"cycle_s": 77.0}, "eve")
             await two.yield_lease(sessions)
-            term = two.member.term
+            term = two.member.leadership.term
         await one.lead(first=11, highest_term=term)
-        await one.fleet.set_policy(DEMO, {"mode": "auto"}, "eve")
+        await one.operations.set_policy(DEMO, {"mode": "auto"}, "eve")
         yield one, two, store
 
 
@@ -70,21 +70,21 @@ def plan_of(phase):
 
 
 ASKED = {
-    "deployment": lambda fleet: fleet.deployment(DEMO),
-    "policy": lambda fleet: fleet.policy(DEMO),
-    "recommendation": lambda fleet: fleet.recommendation(DEMO, None),
-    "quarantine": lambda fleet: fleet.quarantine(DEMO),
-    "clear_quarantine": lambda fleet: fleet.clear_quarantine(DEMO, "eve"),
-    "set_policy": lambda fleet: fleet.set_policy(DEMO, {"mode": "observe"}, "eve"),
-    "set_policy on a document": lambda fleet: fleet.set_policy(
+    "deployment": lambda operations: operations.deployment(DEMO),
+    "policy": lambda operations: operations.policy(DEMO),
+    "recommendation": lambda operations: operations.recommendation(DEMO, None),
+    "quarantine": lambda operations: operations.quarantine(DEMO),
+    "clear_quarantine": lambda operations: operations.clear_quarantine(DEMO, "eve"),
+    "set_policy": lambda operations: operations.set_policy(DEMO, {"mode": "observe"}, "eve"),
+    "set_policy on a document": lambda operations: operations.set_policy(
         DEMO, {"mode": "observe"}, "eve", {}
     ),
-    "freeze": lambda fleet: fleet.freeze(DEMO, 60.0, "eve"),
-    "resume": lambda fleet: fleet.resume(DEMO, "eve"),
-    "approve": lambda fleet: fleet.approve(DEMO, PlanId("p"), "eve"),
-    "cancel": lambda fleet: fleet.cancel(DEMO, PlanId("p"), "eve"),
-    "rollback": lambda fleet: fleet.rollback(DEMO, None, "eve"),
-    "forget": lambda fleet: fleet.forget(DEMO, "eve"),
+    "freeze": lambda operations: operations.freeze(DEMO, 60.0, "eve"),
+    "resume": lambda operations: operations.resume(DEMO, "eve"),
+    "approve": lambda operations: operations.approve(DEMO, PlanId("p"), "eve"),
+    "cancel": lambda operations: operations.cancel(DEMO, PlanId("p"), "eve"),
+    "rollback": lambda operations: operations.rollback(DEMO, None, "eve"),
+    "forget": lambda operations: operations.forget(DEMO, "eve"),
 }
 
 
@@ -93,12 +93,12 @@ async def test_what_only_the_leader_knows_or_may_is_answered_with_the_leader(led
     async with two_replicas(led_before) as (one, two, _):
         for ask in ASKED.values():
             with pytest.raises(NotLeading) as caught:
-                await ask(two.fleet)
+                await ask(two.operations)
             assert caught.value.reason is Reason.NOT_LEADER
             assert caught.value.led == LedElsewhere(DEMO, "a", "a:1")
         assert "led by a at a:1" in str(caught.value)
-        assert (await one.fleet.policy(DEMO))["mode"] == "auto"
-        assert [view.status().deployment for view in await one.fleet.deployments()] == [DEMO]
+        assert (await one.operations.policy(DEMO))["mode"] == "auto"
+        assert [view.status().deployment for view in await one.operations.deployments()] == [DEMO]
         assert one.member.keeper.leading
 
 
@@ -108,21 +108,21 @@ async def test_what_is_stored_is_answered_from_the_store(led_before):
         plan = plan_of(PlanPhase.PROPOSED)
         if led_before:  # Of the time it led: another has ended the plan since.
             two.member.control.records.by_id[PlanId("p")] = plan
-        await store.store_plan(plan_of(PlanPhase.EXPIRED), one.member.term)
+        await store.store_plan(plan_of(PlanPhase.EXPIRED), one.member.leadership.term)
         await store.append_decision(DEMO, {"at": 1.0, "reason": "no_change"})
-        assert (await two.fleet.plan(DEMO, PlanId("p"))).phase is PlanPhase.EXPIRED
-        records, more = await two.fleet.plans(DEMO, 10)
+        assert (await two.operations.plan(DEMO, PlanId("p"))).phase is PlanPhase.EXPIRED
+        records, more = await two.operations.plans(DEMO, 10)
         assert [(record.plan.plan_id, record.phase) for record in records] == [
             ("p", PlanPhase.EXPIRED)
         ]
         assert not more
-        rows = await two.fleet.decisions(DEMO, 10)
+        rows = await two.operations.decisions(DEMO, 10)
         assert rows[0]["reason"] == "no_change"
         store.down = True
         for ask in (
-            two.fleet.decisions(DEMO, 10),
-            two.fleet.plans(DEMO, 10),
-            two.fleet.policy(DEMO),
+            two.operations.decisions(DEMO, 10),
+            two.operations.plans(DEMO, 10),
+            two.operations.policy(DEMO),
         ):
             with pytest.raises(Unavailable) as caught:
                 await ask
@@ -132,12 +132,12 @@ async def test_what_is_stored_is_answered_from_the_store(led_before):
 @pytest.mark.parametrize("led_before", [True, False], ids=["led before", "never led"])
 async def test_the_list_names_what_others_lead(led_before):
     async with two_replicas(led_before) as (one, two, store):
-        assert await one.fleet.led_elsewhere() == []
-        assert await two.fleet.deployments() == []
-        assert await two.fleet.led_elsewhere() == [LedElsewhere(DEMO, "a", "a:1")]
+        assert await one.operations.led_elsewhere() == []
+        assert await two.operations.deployments() == []
+        assert await two.operations.led_elsewhere() == [LedElsewhere(DEMO, "a", "a:1")]
         store.down = True
         expected = [LedElsewhere(DEMO, None, None)] if led_before else []
-        assert await two.fleet.led_elsewhere() == expected
+        assert await two.operations.led_elsewhere() == expected
 
 
 async def test_one_name_out_of_reach_hides_no_other():
@@ -152,7 +152,7 @@ async def test_one_name_out_of_reach_hides_no_other():
 
         store.fetch_lease = fetch_lease
         await store.store_document(NOBODY, "leader", {"replica_id": "c", "address": "c:1"}, 1)
-        led = {one.deployment: one.leader for one in await two.fleet.led_elsewhere()}
+        led = {one.deployment: one.leader for one in await two.operations.led_elsewhere()}
         assert led == {DEMO: "a", NOBODY: None}
 
 
@@ -160,57 +160,57 @@ async def test_while_the_store_is_away_who_led_last_and_still_counts_is_read():
     async with two_replicas(False) as (one, two, store):
         feed(one, 0, 20, incarnation=11)
         store.down = True
-        one.member.outside.health.failed(Unavailable("no answer"))
-        one.member.keeper.outlive("it ran out")
+        one.health.failed(Unavailable("no answer"))
+        one.member.keeper.lose("it ran out")
         await until(lambda: one.member.control.leader is None)
-        status = (await one.fleet.deployment(DEMO)).status()
+        status = (await one.operations.deployment(DEMO)).status()
         assert (status.state, status.mode, status.window_steps) == ("follower", "auto", 20)
         told = deployment_out(status)
         assert (told.leader, told.leader_address, told.ranks, told.epoch, told.term) == (None,) * 5
-        assert (await one.fleet.policy(DEMO))["mode"] == "auto"
-        assert [view.status().deployment for view in await one.fleet.deployments()] == [DEMO]
-        for replica, ask in ((one, one.fleet.resume), (two, two.fleet.policy)):
+        assert (await one.operations.policy(DEMO))["mode"] == "auto"
+        assert [view.status().deployment for view in await one.operations.deployments()] == [DEMO]
+        for replica, ask in ((one, one.operations.resume), (two, two.operations.policy)):
             with pytest.raises(Unavailable):
                 await (ask(DEMO, "eve") if replica is one else ask(DEMO))
         # Without a fault the lease is another's, or soon is, and what is here is of before.
-        one.member.outside.health.recovered()
+        one.health.recovered()
         with pytest.raises(Unavailable):
-            await one.fleet.policy(DEMO)
+            await one.operations.policy(DEMO)
 
 
 async def test_a_store_that_was_emptied_makes_no_deployment_unknown():
     async with two_replicas(False) as (one, _, store):
-        one.member.keeper.outlive("it is gone")
+        one.member.keeper.lose("it is gone")
         store._documents.clear()
         store._leases.clear()
         store._terms.clear()
         with pytest.raises(NotLeading):
-            await one.fleet.deployment(DEMO)
+            await one.operations.deployment(DEMO)
 
 
 async def test_nobody_is_named_while_nobody_leads():
     async with two_replicas(True) as (one, two, store):
-        sessions = list(one.member.sessions.values())
+        sessions = list(one.member.ranks.by_stream.values())
         await one.yield_lease(sessions)
         for replica in (one, two):
             with pytest.raises(NotLeading, match="no replica leads d at present") as caught:
-                await replica.fleet.policy(DEMO)
+                await replica.operations.policy(DEMO)
             assert caught.value.led == LedElsewhere(DEMO, None, None)
         # To let go of it is then for any replica that knows it.
-        await two.fleet.forget(DEMO, "eve")
+        await two.operations.forget(DEMO, "eve")
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == ""
         assert await store.deployments() == []
         for replica in (one, two):
             with pytest.raises(NotFound):
-                await replica.fleet.deployment(DEMO)
-            assert await replica.fleet.led_elsewhere() == []
+                await replica.operations.deployment(DEMO)
+            assert await replica.operations.led_elsewhere() == []
 
 
 async def test_a_plan_that_only_the_store_remembers_has_ended_and_is_not_unknown():
     async with replicas("a") as (one, store):
         await one.lead()
-        await store.store_plan(plan_of(PlanPhase.COMMITTED), one.member.term)
-        for ask in (one.fleet.approve, one.fleet.cancel):
+        await store.store_plan(plan_of(PlanPhase.COMMITTED), one.member.leadership.term)
+        for ask in (one.operations.approve, one.operations.cancel):
             with pytest.raises(Conflict, match="plan p is committed") as caught:
                 await ask(DEMO, PlanId("p"), "eve")
             assert caught.value.reason is Reason.WRONG_PHASE
@@ -220,19 +220,19 @@ async def test_a_plan_that_only_the_store_remembers_has_ended_and_is_not_unknown
 
 async def test_what_nobody_ever_led_is_not_found():
     async with two_replicas(False) as (one, two, store):
-        for ask in (one.fleet.deployment, two.fleet.policy, two.fleet.quarantine):
+        for ask in (one.operations.deployment, two.operations.policy, two.operations.quarantine):
             with pytest.raises(NotFound):
                 await ask(NOBODY)
         with pytest.raises(NotFound):
-            await two.fleet.plans(NOBODY, 10)
+            await two.operations.plans(NOBODY, 10)
 
 
 async def test_an_idle_deployment_that_nobody_leads_is_not_taken_up_again():
     async with two_replicas(False) as (one, _, store):
-        sessions = list(one.member.sessions.values())
+        sessions = list(one.member.ranks.by_stream.values())
         await one.yield_lease(sessions)
-        await one.fleet.forget_idle(0.0)
+        await one.registry.evict_idle(0.0)
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == ""
         async with replicas("a", store=store) as (again, _):
-            await again.fleet.return_to(await store.deployments())
-            assert again.fleet.members == {}
+            await again.registry.take_up(await store.deployments())
+            assert again.registry.deployments == {}

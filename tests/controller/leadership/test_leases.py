@@ -283,8 +283,8 @@ async def test_a_lease_that_ran_out_while_records_were_loaded_is_not_led_by(rig)
 async def test_a_fenced_write_that_the_machine_does_not_know_of_costs_the_lease(rig):
     keeper = rig.start("a")
     await keeper.decided(5)
-    keeper.outlive("term 9 has taken over")
+    keeper.lose("term 9 has taken over")
     assert not keeper.leading
     assert rig.happened[-1] == ("lost", "a")
-    keeper.outlive("once more")
+    keeper.lose("once more")
     assert rig.happened.count(("lost", "a")) == 1

@@ -6,7 +6,7 @@ import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.controller.cycles.cycle_inputs import last_plan_ended, plan_failures
-from evenkeel_moe.controller.leadership.operator_state import StandingOrders
+from evenkeel_moe.controller.leadership.operator_state import OperatorStateRecovery
 from evenkeel_moe.controller.leadership.takeover import take_over
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, PlanId
@@ -50,7 +50,7 @@ def store():
 
 async def records_of(store):
     """As the machine of a new leader has it."""
-    taken = await take_over(store, DEMO, 0, StandingOrders("a", DeploymentPolicy()))
+    taken = await take_over(store, DEMO, 0, OperatorStateRecovery("a", DeploymentPolicy()))
     book = PlanRecords()
     book.load(taken.records.plans)
     return book

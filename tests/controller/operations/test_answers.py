@@ -5,9 +5,9 @@ from prometheus_client import CollectorRegistry
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
-from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.operations import answers
 from evenkeel_moe.controller.operations.answers import AnswerLog
+from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import KeptAnswer

@@ -5,8 +5,8 @@ from prometheus_client import CollectorRegistry
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
-from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.operations.audit import AuditLog
+from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import AuditEntry
@@ -71,7 +71,7 @@ async def test_rows_outlive_the_controller(store):
         "POST",
         202,
     )
-    assert after.here(None, 9) == [row]
+    assert after.in_memory(None, 9) == [row]
 
 
 async def test_a_replica_adds_to_the_rows_of_another_and_never_replaces_them(store):
@@ -103,5 +103,5 @@ async def test_rows_are_bounded_in_the_store_and_in_memory(store):
     assert await paths(log_on(store)) == [f"/{number}" for number in range(299, 43, -1)]
     for number in range(1200):
         await log.record(entry(f"/{number}", None), None)
-    assert len(log.here(None, 5000)) == 1024
-    assert log.here(DEMO, 5000) == []
+    assert len(log.in_memory(None, 5000)) == 1024
+    assert log.in_memory(DEMO, 5000) == []

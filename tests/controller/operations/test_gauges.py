@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from evenkeel_moe.controller.operations import gauges as figures
+from evenkeel_moe.controller.operations import gauges
 from evenkeel_moe.controller.operations.gauges import (
-    Coverage,
-    FigureLimits,
-    Realised,
+    GaugeLimits,
+    RealisedGain,
+    ReplicaCoverage,
     live_replicas,
 )
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -43,9 +43,9 @@ def test_a_lost_rank_takes_experts_along_and_leaves_others_with_one_replica():
 def test_coverage_follows_the_map_and_the_ranks_alive(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        figures, "live_replicas", lambda *args: asked.append(args) or live_replicas(*args)
+        gauges, "live_replicas", lambda *args: asked.append(args) or live_replicas(*args)
     )
-    coverage, moved = Coverage(), Placement(PLACEMENT.phy2log[::-1].copy(), 2, 3)
+    coverage, moved = ReplicaCoverage(), Placement(PLACEMENT.phy2log[::-1].copy(), 2, 3)
     swapped = Placement(PLACEMENT.phy2log[:, ::-1].copy(), 2, 3)
     for placement in (PLACEMENT, moved, swapped, PLACEMENT):
         for live in ([True, True], [True, False], [False, True], [False, False]):
@@ -56,9 +56,9 @@ def test_coverage_follows_the_map_and_the_ranks_alive(monkeypatch):
 
 
 def test_layers_by_rank_fit_whole_under_the_cap():
-    assert FigureLimits(5, 0).layers_by_rank(72) == 0
-    assert FigureLimits(5, 4392).layers_by_rank(72) == 61
-    assert FigureLimits(5, 4391).layers_by_rank(72) == 60
+    assert GaugeLimits(5, 0).layers_by_rank(72) == 0
+    assert GaugeLimits(5, 4392).layers_by_rank(72) == 61
+    assert GaugeLimits(5, 4391).layers_by_rank(72) == 60
 
 
 def test_realised_gain_compares_target_and_base_on_the_same_later_steps():
@@ -67,7 +67,7 @@ def test_realised_gain_compares_target_and_base_on_the_same_later_steps():
     final = plan.base_epoch + len(plan.waves)
     rng = np.random.default_rng(3)
     counts = rng.integers(1, 50, (12, plan.target.num_layers, plan.target.num_logical_experts))
-    realised = Realised()
+    realised = RealisedGain()
     realised.update(record, {Phase.DECODE: [window(counts[:6], 0, plan.base_epoch)]}, EVEN_SPLIT)
     assert realised.gain is None
     assert realised.balancedness is None
@@ -85,7 +85,7 @@ def test_a_step_counts_once_and_another_plan_begins_anew():
     final = record.plan.base_epoch + len(record.plan.waves)
     shape = record.plan.target.num_layers, record.plan.target.num_logical_experts
     skewed = np.broadcast_to(np.arange(1, shape[1] + 1) ** 3, (4, *shape))
-    realised = Realised()
+    realised = RealisedGain()
     seen = {Phase.DECODE: [window(skewed, 0, final)]}
     realised.update(record, seen, EVEN_SPLIT)
     first = realised.gain

@@ -3,55 +3,38 @@
 import asyncio
 
 import pytest
-from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
-from evenkeel_moe.controller.deployment.action_executor import StoreHealth
-from evenkeel_moe.controller.deployment.deployment import Outside
-from evenkeel_moe.controller.operations.operator_service import Fleet
 from evenkeel_moe.controller.policy_document import change_policy
-from evenkeel_moe.controller.process.serve import _deployment_options
 from evenkeel_moe.errors import Conflict, InvalidInput, Reason
-from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
-from evenkeel_moe.settings import Settings
-from tests.contracts.memory_store import MemoryStore
+from tests.controller.replicas import DEMO, replicas
 from tests.waiting import until
-
-DEMO = DeploymentId("demo")
 
 
 @pytest.fixture
-async def fleet():
-    """Leads DEMO."""
-    clock, metrics, tasks = SystemClock(), ControllerMetrics(CollectorRegistry()), []
-    store = MemoryStore(clock)
-
-    def spawn(work, name):
-        tasks.append(asyncio.create_task(work, name=name))
-        return tasks[-1]
-
-    outside = Outside(store, store, clock, metrics, StoreHealth(clock, metrics), None, spawn)  # type: ignore[arg-type]
-    fleet = Fleet(_deployment_options(Settings(), "here:1"), outside, max_deployments=8)
-    member = fleet.add(DEMO)
-    await member.keeper.decided(10)
-    await until(lambda: member.control.leader is not None)
-    yield fleet
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def replica():
+    """A replica that leads DEMO."""
+    async with replicas("a") as (one, _):
+        deployment = one.registry.add(DEMO)
+        await deployment.keeper.decided(10)
+        await until(lambda: deployment.control.leader is not None)
+        yield one
 
 
-async def test_of_changes_that_rest_on_one_document_the_first_is_taken_and_told(fleet):
-    base = await fleet.policy(DEMO)
+@pytest.fixture
+def operations(replica):
+    return replica.operations
+
+
+async def test_of_changes_that_rest_on_one_document_the_first_is_taken_and_told(operations):
+    base = await operations.policy(DEMO)
     with capture_logs() as log:
         answers = await asyncio.gather(
-            *(fleet.set_policy(DEMO, {"cycle_s": 10.0 + n}, "me", base) for n in range(6)),
+            *(operations.set_policy(DEMO, {"cycle_s": 10.0 + n}, "me", base) for n in range(6)),
             return_exceptions=True,
         )
-    assert answers[0]["cycle_s"] == (await fleet.policy(DEMO))["cycle_s"] == 10.0
+    assert answers[0]["cycle_s"] == (await operations.policy(DEMO))["cycle_s"] == 10.0
     assert all(
         isinstance(late, Conflict) and late.reason is Reason.STALE_BASE for late in answers[1:]
     )
@@ -59,13 +42,13 @@ async def test_of_changes_that_rest_on_one_document_the_first_is_taken_and_told(
         {"cycle_s": 10.0}
     ]
     # The document that was answered is what the next change may rest on; without one it rests on any.
-    assert (await fleet.set_policy(DEMO, {"cycle_s": 3.0}, "me", answers[0]))["cycle_s"] == 3.0
-    assert (await fleet.set_policy(DEMO, {"cycle_s": 4.0}, "me"))["cycle_s"] == 4.0
+    assert (await operations.set_policy(DEMO, {"cycle_s": 3.0}, "me", answers[0]))["cycle_s"] == 3.0
+    assert (await operations.set_policy(DEMO, {"cycle_s": 4.0}, "me"))["cycle_s"] == 4.0
 
 
-async def test_a_change_that_is_refused_is_not_told_as_one(fleet):
+async def test_a_change_that_is_refused_is_not_told_as_one(operations):
     with capture_logs() as log, pytest.raises(InvalidInput, match="unknown policy fields"):
-        await fleet.set_policy(DEMO, {"cycles": 1}, "me")
+        await operations.set_policy(DEMO, {"cycles": 1}, "me")
     assert not [row for row in log if row["event"] == "policy_changed"]
 
 
@@ -86,21 +69,21 @@ async def test_a_change_that_is_refused_is_not_told_as_one(fleet):
         ),
     ],
 )
-async def test_a_gate_that_no_window_can_pass_is_refused(fleet, thresholds, words):
-    before = await fleet.policy(DEMO)
+async def test_a_gate_that_no_window_can_pass_is_refused(operations, thresholds, words):
+    before = await operations.policy(DEMO)
     with pytest.raises(InvalidInput, match=words):
-        await fleet.set_policy(DEMO, {"thresholds": thresholds}, "me")
-    assert await fleet.policy(DEMO) == before
+        await operations.set_policy(DEMO, {"thresholds": thresholds}, "me")
+    assert await operations.policy(DEMO) == before
     wanted = {"min_window_steps": 256, "min_held_out_steps": 128}
-    changed = await fleet.set_policy(DEMO, {"thresholds": wanted}, "me")
+    changed = await operations.set_policy(DEMO, {"thresholds": wanted}, "me")
     assert changed["thresholds"] | wanted == changed["thresholds"]
 
 
-async def test_a_stored_gate_that_no_window_can_pass_stops_no_other_change(fleet):
+async def test_a_stored_gate_that_no_window_can_pass_stops_no_other_change(replica, operations):
     """It was stored by a replica of longer windows."""
     policy = DeploymentPolicy(mode=Mode.AUTO, thresholds={"min_held_out_steps": 200})
-    fleet.members[DEMO].operator.set_policy(policy, {}, 0.0)
-    assert (await fleet.set_policy(DEMO, {"mode": "observe"}, "me"))["mode"] == "observe"
+    replica.member.operator.set_policy(policy, {}, 0.0)
+    assert (await operations.set_policy(DEMO, {"mode": "observe"}, "me"))["mode"] == "observe"
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.api.convert import deployment_out
-from evenkeel_moe.controller.operations.status import LiveView
+from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.protocol.control_messages import LeaseLost
-from tests.controller.deployment.test_deployment import DEMO, replicas
+from tests.controller.replicas import DEMO, replicas
 from tests.waiting import until
 
 
@@ -19,7 +19,7 @@ def series(view):
 async def test_a_leader_whose_ranks_have_not_told_where_they_stand_tells_no_epoch():
     async with replicas("a") as (one, _):
         sessions = await one.lead()
-        view = LiveView(one.member)
+        view = live_view(one.member)
         assert view.status().epoch == 0
         assert "evenkeel_epoch" in series(view)
         for session in sessions:
@@ -37,8 +37,8 @@ async def test_a_leader_whose_ranks_have_not_told_where_they_stand_tells_no_epoc
 async def test_a_freeze_is_told_until_it_ends():
     async with replicas("a") as (one, _):
         await one.lead()
-        await one.fleet.freeze(DEMO, 0.5, "eve")
-        view = LiveView(one.member)
+        await one.operations.freeze(DEMO, 0.5, "eve")
+        view = live_view(one.member)
         assert view.status().frozen_until_unix is not None
         await until(lambda: view.status().frozen_until_unix is None, within_s=5)
         assert "evenkeel_frozen_until_timestamp_seconds" not in series(view)

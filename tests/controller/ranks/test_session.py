@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import structlog
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
-from evenkeel_moe.controller.ranks.session import Session
+from evenkeel_moe.controller.ranks.session import RankSession, SessionTargets
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.wire.link import Heartbeat
-from tests.protocol.rigs import DEPLOYMENT, control_of, hello_of
+from tests.protocol.rigs import control_of, hello_of
 
 NOW = 0.5
 
@@ -17,10 +17,10 @@ NOW = 0.5
 async def test_a_heartbeat_with_trouble_takes_the_rank_out_of_migration_and_one_without_takes_it_back():
     """No plan is made for a group of which one rank would refuse it."""
     control = control_of(ControlState.READY)
-    deployment = SimpleNamespace(
-        deployment=DEPLOYMENT, tell=lambda event: control.handle(event, NOW)
-    )
-    session = Session(deployment, hello_of(1), RankStream(11, "peer", capacity=4))
+    # The lambda looks the machine up at each call: the test replaces it below.
+    inbox = SimpleNamespace(tell=lambda event: control.handle(event, NOW))
+    targets = SessionTargets(inbox, ingest=None, swapped=None, ended=None)  # type: ignore[arg-type]
+    session = RankSession(hello_of(1), RankStream(11, "peer", capacity=4), targets)
     assert control.state_reason(NOW)[0] is Reason.RECOVERED
     with structlog.testing.capture_logs() as logs:
         for _ in range(2):

@@ -1,14 +1,14 @@
-"""From a deployment's windows to what the planner is asked, and from its answer to a plan."""
+"""Pure steps from a deployment's windows to the planner's inputs, and from its answer to a plan."""
 
 import math
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
@@ -16,26 +16,27 @@ from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.objective import CostCurves, Objective
 from evenkeel_moe.planning.schedule.waves import schedule_waves
+from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.plan_records import is_failure
 
 __all__ = [
-    "Base",
     "CycleSettings",
+    "PlanBase",
     "WaveRequest",
     "build_waves",
+    "finite",
     "last_plan_ended",
     "merge_phases",
     "new_plan_id",
     "plan_failures",
     "price",
     "steps_since_move",
-    "topology_of",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class CycleSettings:
-    """What the planner is told besides the loads."""
+    """The planner's inputs besides the loads."""
 
     plan_steps: int
     recent_steps: int
@@ -48,8 +49,8 @@ class CycleSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """Where a plan starts from."""
+class PlanBase:
+    """The state of the group that a plan starts from."""
 
     deployment: DeploymentId
     generation: Generation
@@ -57,12 +58,30 @@ class Base:
     epoch: Epoch
     placement: Placement
 
+    @classmethod
+    def current(cls, control: DeploymentControl) -> "PlanBase":
+        """Return the present state.
+
+        Raises:
+            Unavailable: this replica does not lead, or the ranks have not told their state.
+        """
+        group, generation = control.group, control.generation
+        if control.leader is None:
+            raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
+        if group is None or generation is None:
+            raise Unavailable(
+                "the ranks have not told where they stand", control.state_reason(0.0)[0]
+            )
+        return cls(
+            control.deployment, generation, group.weights_version, group.epoch, group.placement
+        )
+
     def plan(
         self,
         target: Placement,
         waves: tuple[Wave, ...],
         *,
-        plan_id: PlanId,
+        plan_id: PlanId | None = None,
         kind: PlanKind,
         policy: str,
         reason: Reason,
@@ -70,9 +89,16 @@ class Base:
         expires_at: float | None,
         numbers: dict[str, float],
     ) -> Plan:
-        """A plan from here."""
+        """Return a plan from this base to a target.
+
+        Args:
+            plan_id: None chooses a new id.
+            created_at: Unix seconds.
+            expires_at: Unix seconds; None if a proposal of this plan never expires.
+            numbers: values that are not finite are left out.
+        """
         return Plan(
-            plan_id=plan_id,
+            plan_id=plan_id or new_plan_id(kind, self.epoch),
             deployment=self.deployment,
             kind=kind,
             policy=policy,
@@ -86,7 +112,7 @@ class Base:
             created_at=created_at,
             expires_at=expires_at,
             allow_duplicates=target.first_duplicate() is not None,
-            numbers=numbers,
+            numbers=finite(numbers),
         )
 
 
@@ -102,7 +128,7 @@ class WaveRequest:
 
 
 def build_waves(request: WaveRequest) -> tuple[Wave, ...]:
-    """The waves of a request, for another process.
+    """Schedule the waves of a request; runs in another process.
 
     Raises:
         InfeasiblePlan: no order of waves fits.
@@ -113,23 +139,17 @@ def build_waves(request: WaveRequest) -> tuple[Wave, ...]:
 
 
 def new_plan_id(kind: PlanKind, epoch: int) -> PlanId:
-    """An id no plan had before, telling where it came from."""
+    """Return an unused id that names the kind and the epoch of the plan."""
     return PlanId(f"{kind}-{epoch}-{uuid.uuid4().hex[:12]}")
-
-
-def topology_of(nodes: Sequence[str]) -> Topology:
-    """Node indices in the order in which the ranks name them."""
-    numbers: dict[str, int] = {}
-    return Topology(tuple(numbers.setdefault(node, len(numbers)) for node in nodes))
 
 
 def merge_phases(
     windows: Iterable[LoadWindow], shape: ModelShape, num_steps: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.float64] | None]:
-    """The newest steps of all phases in step order, which weighs phases by their tokens.
+    """Merge the newest steps of all phases in step order, which weights phases by their tokens.
 
     Returns:
-        (T, L, E) uint32 counts, T at most `num_steps`, and (R, L, E) source-side sums where known.
+        (T, L, E) uint32 counts, T at most `num_steps`, and (R, L, E) source-side sums if known.
     """
     chosen = [window for window in windows if len(window)]
     if not chosen:
@@ -142,7 +162,7 @@ def merge_phases(
     order = np.argsort(np.concatenate([part.steps for part in parts]), kind="stable")[-num_steps:]
     counts = np.empty((len(order), *parts[0].counts.shape[1:]), np.uint32)
     first = 0
-    for part in parts:  # A joined copy of all phases would be several times what is kept.
+    for part in parts:  # Joining all phases first would copy several times what is kept.
         of_part = (order >= first) & (order < first + len(part))
         counts[of_part] = part.counts[order[of_part] - first]
         first += len(part)
@@ -155,10 +175,10 @@ def price(
     settings: CycleSettings,
     curves: CostCurves | None = None,
 ) -> tuple[CostCurves | None, float]:
-    """Cost curves where rank speeds are to be used, and the price of one copy in the score's unit.
+    """Return the cost curves, if rank speeds are used, and the price of a copy in the score's unit.
 
-    Without curves the score is in tokens, and a copy costs as many as the mean rank computes in the time
-    the copy takes.
+    Without curves the score is in tokens, and a copy costs as many tokens as the mean rank computes
+    in the time of the copy.
     """
     measured = len(seconds_per_token) > 0 and bool(np.isfinite(seconds_per_token).all())
     copy_s = bytes_per_expert / settings.copy_bytes_per_s
@@ -175,16 +195,16 @@ _RAN = frozenset({PlanPhase.COMMITTED, PlanPhase.ABORTED, PlanPhase.CANCELLED})
 
 
 def last_plan_ended(records: Iterable[PlanRecord]) -> float | None:
-    """Unix seconds at which the newest plan that ran came to its end; None when none did."""
+    """Return the Unix seconds at which the newest plan that ran ended; None if none did."""
     ended = [record.updated_at for record in records if record.phase in _RAN]
     return max(ended, default=None)
 
 
 def plan_failures(records: Iterable[PlanRecord]) -> tuple[int, float | None]:
-    """Automatic plans that were refused or failed since the last one of any kind that was carried out.
+    """Count the automatic plans that were refused or failed since a plan of any kind was committed.
 
     Returns:
-        How many, and unix seconds at which the newest ended; None where there are none.
+        The number of plans, and the Unix seconds at which the newest ended; None if there are none.
     """
     ended_at: list[float] = []
     for record in sorted(records, key=lambda record: record.updated_at, reverse=True):
@@ -196,10 +216,10 @@ def plan_failures(records: Iterable[PlanRecord]) -> tuple[int, float | None]:
 
 
 def steps_since_move(windows: Iterable[LoadWindow], epoch: Epoch, num_steps: int) -> int:
-    """How many of the newest `num_steps` steps of all phases ran under the placement of an epoch, or a later one."""
+    """Count the steps of all phases that ran under an epoch or a later one, at most `num_steps`."""
     return min(num_steps, sum(int((window.epochs >= epoch).sum()) for window in windows))
 
 
 def finite(numbers: dict[str, float]) -> dict[str, float]:
-    """Only what can be compared and stored as JSON."""
+    """Return the finite numbers: only those can be compared and stored as JSON."""
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -1,59 +1,61 @@
-"""How many candidates a policy may look at: the planner's seconds, turned into evaluations at the rate it was seen to make."""
+"""Limits how many candidates a policy may evaluate, so that a cycle meets the planner's deadline."""
 
 import time
 
 from evenkeel_moe.adapters.processes.planner_pool import DeadlineMissed, PlannerPool
 from evenkeel_moe.planning.decision.cycle import CycleInputs, CycleResult, run_cycle
 
-__all__ = ["Effort"]
+__all__ = ["EvaluationBudget"]
 
 _SHARE = 0.25
-"""Of the deadline: the planner may be shared, and a plan is more than its search."""
-_WORTH_MEASURING_S = 0.05
-"""Shorter cycles are no search that could miss a deadline, and tell no rate."""
+"""Share of the deadline for the search: the planner may be shared, and a plan is more than that."""
+_MIN_MEASURED_S = 0.05
+"""Shorter cycles tell no rate, and cannot miss a deadline."""
 _AFTER_A_MISS = 4
+"""Divides the budget after a missed deadline."""
 _FIRST_AFTER_A_MISS = 1_000_000
-"""Evaluations where a policy missed its deadline before its rate was known."""
+"""Budget of a policy that missed its deadline before its rate was known."""
 
 
-class Effort:
-    """What each policy may evaluate in one cycle of one deployment.
+class EvaluationBudget:
+    """The evaluations each policy may make in one cycle of one deployment.
 
-    A plan records what it used; the same number replays it on a machine of any speed.
+    The planner's seconds become a number of evaluations at the measured rate of the policy. A plan
+    records the number it used, and the same number replays it on a machine of any speed.
 
     Args:
-        deadline_s: after which a cycle is given up.
+        deadline_s: seconds after which a cycle is given up.
     """
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._most: dict[str, int] = {}
+        self._limits: dict[str, int] = {}
 
-    def most(self, policy: str) -> int | None:
-        """Evaluations the policy may make, beside its own bound; None while no rate is known."""
-        return self._most.get(policy)
+    def limit(self, policy: str) -> int | None:
+        """Return the evaluations a policy may make; None while its rate is not known."""
+        return self._limits.get(policy)
 
     async def run(self, planner: PlannerPool, inputs: CycleInputs) -> CycleResult:
-        """A cycle in the planner, and what it teaches.
+        """Run a cycle in the planner, and adjust the budget to it.
 
         Raises:
-            DeadlineMissed: the next cycle may evaluate less.
+            DeadlineMissed: the cycle took too long; the next one may evaluate less.
             Unavailable: the planner failed.
         """
         try:
             result, seconds = await planner.run(_timed, inputs)
         except DeadlineMissed:
-            before = self._most.get(inputs.policy)
+            before = self._limits.get(inputs.policy)
             less = _FIRST_AFTER_A_MISS if before is None else max(1, before // _AFTER_A_MISS)
-            self._most[inputs.policy] = less
+            self._limits[inputs.policy] = less
             raise
         used = result.numbers.get("evaluations", 0.0)
-        if used > 0 and seconds >= _WORTH_MEASURING_S:
-            self._most[inputs.policy] = max(1, int(used / seconds * _SHARE * self._deadline_s))
+        if used > 0 and seconds >= _MIN_MEASURED_S:
+            self._limits[inputs.policy] = max(1, int(used / seconds * _SHARE * self._deadline_s))
         return result
 
 
 def _timed(inputs: CycleInputs) -> tuple[CycleResult, float]:
-    """The cycle and its seconds, in the planner's process: to wait for a free one is no part of its rate."""
+    """Run a cycle and time it in the planner's process: the wait for a free process is left out."""
     began = time.perf_counter()
     return run_cycle(inputs), time.perf_counter() - began

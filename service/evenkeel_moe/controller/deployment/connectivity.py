@@ -1,55 +1,63 @@
-"""Whether this replica and its ranks reach each other, and what follows where they do not."""
+"""Reacts when this replica and its ranks cannot reach each other."""
 
-from typing import TYPE_CHECKING
+from evenkeel_moe.controller.leadership.leases import LeaseKeeper
+from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
+from evenkeel_moe.controller.tasks import Spawn
+from evenkeel_moe.ports import Clock
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.transitions import ControlState
 
-from evenkeel_moe.wire.link import NotLeader
-
-if TYPE_CHECKING:
-    from evenkeel_moe.controller.deployment.deployment import Deployment
-
-__all__ = ["Reach"]
+__all__ = ["Connectivity"]
 
 
-class Reach:
-    """One deployment's: a leader no rank can reach gives its lease up; a follower keeps the streams it has."""
+class Connectivity:
+    """Gives the lease up when no rank is heard, and keeps the streams of a follower open.
 
-    def __init__(self, deployment: "Deployment") -> None:
-        self._deployment = deployment
-        self._heard_at = deployment.outside.clock.monotonic()
-        self._told_at = 0.0
+    Args:
+        alone: there is no other replica that could reach the ranks.
+    """
+
+    def __init__(
+        self,
+        control: DeploymentControl,
+        keeper: LeaseKeeper,
+        ranks: RankSessions,
+        clock: Clock,
+        spawn: Spawn,
+        alone: bool,
+    ) -> None:
+        self._control = control
+        self._keeper = keeper
+        self._ranks = ranks
+        self._clock = clock
+        self._spawn = spawn
+        self._alone = alone
+        self._heard_at = clock.monotonic()
+        self._sent_at = 0.0
 
     def check(self) -> None:
-        """Look whether ranks are heard; called a few times a second."""
-        if self._unheard():
-            deployment = self._deployment
-            self._heard_at = deployment.outside.clock.monotonic()
-            deployment.outside.spawn(self._yield_lease(), f"yield-{deployment.deployment}")
-
-    def keep_streams(self) -> None:
-        """While it does not lead, say something: ranks leave a controller that is silent."""
-        deployment, now = self._deployment, self._deployment.outside.clock.monotonic()
-        if now - self._told_at < deployment.options.timing.heartbeat_s:
-            return
-        self._told_at = now
-        for session in deployment.sessions.values():
-            if session.registered:
-                session.stream.send(deployment.flow)
-
-    def _unheard(self) -> bool:
-        """Whether this replica leads ranks that cannot reach it, and another might."""
-        deployment = self._deployment
-        now, lease_s = deployment.outside.clock.monotonic(), deployment.options.timing.rank_lease_s
-        membership = deployment.control.membership
-        if not deployment.keeper.leading or any(
+        """Give the lease up if no rank was heard for a whole lease; call a few times a second."""
+        now, membership = self._clock.monotonic(), self._control.membership
+        if not self._keeper.leading or any(
             membership.fresh(rank, now) for rank in membership.members
         ):
             self._heard_at = now
-        return not deployment.options.alone and now - self._heard_at > lease_s
+        if not self._alone and now - self._heard_at > self._control.timing.rank_lease_s:
+            self._heard_at = now
+            self._spawn(self._yield_lease(), f"yield-{self._control.deployment}")
 
     async def _yield_lease(self) -> None:
-        deployment = self._deployment
-        await deployment.keeper.yield_lease(
+        await self._keeper.yield_lease(
             "no rank was heard for a whole lease: another replica may reach them"
         )
-        for session in list(deployment.sessions.values()):
-            session.stream.close(NotLeader("", "", deployment.options.renew_s))
+        self._ranks.close_all()
+
+    def keep_streams(self) -> None:
+        """As a follower, send something now and then: ranks leave a controller that is silent."""
+        now = self._clock.monotonic()
+        if (
+            self._control.state is ControlState.FOLLOWER
+            and now - self._sent_at >= self._control.timing.heartbeat_s
+        ):
+            self._sent_at = now
+            self._ranks.repeat_flow()

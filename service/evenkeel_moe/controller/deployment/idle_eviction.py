@@ -1,27 +1,33 @@
-"""Which deployments are let go of: their ranks have been gone for long, or another needs the room."""
+"""Chooses the deployments that this replica lets go, because they are idle or make room."""
 
 from collections.abc import Iterable
 
 from evenkeel_moe.controller.deployment.deployment import Deployment
 
-__all__ = ["gives_way", "is_over"]
+__all__ = ["choose_evicted", "is_expired"]
 
 _UNPROVEN_S = 60.0
-"""A deployment of which no rank was ever taken is let go of sooner: anyone can say a name."""
-_GIVES_WAY_S = 10.0
-"""Without ranks for as long, a deployment makes room in a full table: names that come and go at once would each take a lease,
-and leave records, as fast as anyone can say them."""
+"""A deployment of which no rank was ever accepted is let go after this: any client can make up a
+name."""
+_EVICTABLE_S = 10.0
+"""A deployment must be without ranks for this long before it makes room for another. Otherwise
+made-up names would take leases and leave records as fast as a client can send them."""
 
 
-def is_over(member: Deployment, after_s: float) -> bool:
-    """Whether a deployment's ranks have been gone for long enough to let go of it."""
-    return member.idle_s() > (after_s if member.shape is not None else min(after_s, _UNPROVEN_S))
+def is_expired(deployment: Deployment, after_s: float) -> bool:
+    """Return True if a deployment has been without ranks for long enough to be let go."""
+    known = deployment.loads.shape is not None
+    return deployment.ranks.idle_s() > (after_s if known else min(after_s, _UNPROVEN_S))
 
 
-def gives_way(members: Iterable[Deployment]) -> Deployment | None:
-    """The one that makes room, first of those never seen whole; None while all have ranks, or had a moment ago."""
-    idle = [member for member in members if member.idle_s() >= _GIVES_WAY_S]
-    # What one rank said may be anything; a generation has all of its ranks.
+def choose_evicted(deployments: Iterable[Deployment]) -> Deployment | None:
+    """Return the deployment that makes room; None while all have, or just had, ranks.
+
+    Deployments that never had all of their ranks go first: what a single rank says may be anything.
+    """
+    idle = [one for one in deployments if one.ranks.idle_s() >= _EVICTABLE_S]
     return min(
-        idle, key=lambda one: (one.ingest.generation is not None, -one.idle_s()), default=None
+        idle,
+        key=lambda one: (one.loads.ingest.generation is not None, -one.ranks.idle_s()),
+        default=None,
     )

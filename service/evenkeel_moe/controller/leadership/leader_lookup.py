@@ -1,26 +1,25 @@
-"""Deployments that this replica does not lead: who does, as the store has it."""
+"""Finds the leaders of the deployments that this replica does not lead."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Sequence
 
-from evenkeel_moe.controller.deployment.action_executor import StoreHealth
+from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import DeploymentStore, LedElsewhere
 
-__all__ = ["Elsewhere"]
+__all__ = ["LeaderLookup"]
 
-_T = TypeVar("_T")
-_AT_ONCE = 16
-"""Names looked up at a time."""
+_CONCURRENT = 16
+"""Deployments looked up at a time."""
 
 
-class Elsewhere:
-    """Where to send who asks for what only a leader knows.
+class LeaderLookup:
+    """Tells which replica leads a deployment, as far as the store knows.
 
     Args:
-        replica_id: this replica; a lease it has while it reads the records is nobody's yet.
+        replica_id: this replica. A lease it holds while it still reads the records counts as
+            nobody's.
     """
 
     def __init__(self, store: DeploymentStore, health: StoreHealth, replica_id: str) -> None:
@@ -29,12 +28,12 @@ class Elsewhere:
         self._replica_id = replica_id
 
     async def leader(self, deployment: DeploymentId) -> LedElsewhere | None:
-        """Who leads; None for a deployment that nobody led, or that the last leader let go of.
+        """Return who leads; None if nobody ever led the deployment or its leader let it go.
 
         Raises:
             Unavailable: the store is out of reach.
         """
-        return await self._asked(lambda: self._fetch(deployment))
+        return await self._health.ask(lambda: self._fetch(deployment))
 
     async def _fetch(self, deployment: DeploymentId) -> LedElsewhere | None:
         last = await self._store.fetch_document(deployment, "leader") or {}
@@ -49,32 +48,25 @@ class Elsewhere:
     async def all(
         self, led_here: Collection[DeploymentId], known_here: Collection[DeploymentId]
     ) -> Sequence[LedElsewhere]:
-        """Those that others lead or whose records are out of reach, and of those known here those that nobody leads; all
-        known here while the store is away."""
+        """Return the deployments that this replica does not lead.
+
+        These are the ones that other replicas lead, those whose records are out of reach, and those
+        known here that nobody leads. While the store is away, all that are known here.
+        """
         here = {*known_here} - {*led_here}
         try:
-            names = {*await self._asked(self._store.deployments), *here} - {*led_here}
+            names = {*await self._health.ask(self._store.deployments), *here} - {*led_here}
         except Unavailable:
             return [LedElsewhere(name, None, None) for name in sorted(here)]
-        at_once = asyncio.Semaphore(_AT_ONCE)
+        slots = asyncio.Semaphore(_CONCURRENT)
 
         async def look(name: DeploymentId) -> LedElsewhere | None:
             nobody = LedElsewhere(name, None, None)
-            async with at_once:
+            async with slots:
                 try:
                     led = await self._fetch(name)
-                except Unavailable:  # Its shard alone may be away.
+                except Unavailable:  # Perhaps only the shard of this deployment is away.
                     return nobody
             return None if led == nobody and name not in here else led
 
         return [led for led in await asyncio.gather(*map(look, sorted(names))) if led is not None]
-
-    async def _asked(self, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """What the store answers, unless it failed a moment ago."""
-        if self._health.resting:
-            raise Unavailable(f"the store is out of reach: {self._health.fault}")
-        try:
-            return await ask()
-        except Unavailable as error:
-            self._health.failed(error)
-            raise

@@ -1,4 +1,4 @@
-"""Who leads a deployment: takes the lease, keeps it, and says at once when it may be gone."""
+"""Takes and keeps the lease of a deployment, and drops it before another replica can take it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -14,8 +14,9 @@ from evenkeel_moe.ports import Clock, DeploymentStore, Lease
 __all__ = ["LeaseKeeper"]
 
 _log = structlog.get_logger(__name__)
-_AGAIN_S = 1.0
-"""Longest wait before a lease that was not had is sought again."""
+_RETRY_S = 1.0
+"""Longest wait before the next attempt after the store refused a lease or did not answer."""
+_EXPIRED_WHILE_LOADING = "it ran out while the records were loaded"
 
 
 class LeaseKeeper:
@@ -23,9 +24,10 @@ class LeaseKeeper:
 
     Args:
         holder: this replica.
-        alone: there is no other replica, so that an unreachable store cannot have given the lease away.
-        won: told the lease; what it raises Unavailable for is tried again.
-        lost: told that it may be gone. outrun: told who holds it instead.
+        alone: there is no other replica, so an unreachable store cannot have given the lease away.
+        won: called with a new lease. If it raises Unavailable, the lease is taken again.
+        lost: called when the lease is lost or may be lost.
+        outrun: called with the lease when another replica holds it.
     """
 
     def __init__(
@@ -45,11 +47,12 @@ class LeaseKeeper:
         self.deployment = deployment
         self.holder = holder
         self.lease: Lease | None = None
-        """Ours, while it holds."""
+        """Our lease; None while we hold none."""
         self.winner: Lease | None = None
-        """The newest answer of the store: who leads, as far as known."""
+        """The newest answer of the store, which tells who leads."""
         self.fault: Unavailable | None = None
-        """Why the store gave no answer when it was last asked; None when it did, and while the lease is not wanted."""
+        """The error of the store's last answer; None after a good answer, and while no lease is
+        wanted."""
         self._store = store
         self._clock = clock
         self._lease_s = lease_s
@@ -65,31 +68,31 @@ class LeaseKeeper:
 
     @property
     def leading(self) -> bool:
-        """Whether the lease is ours and everything that comes with it is loaded."""
+        """True if we hold the lease and have loaded the records."""
         return self.lease is not None
 
     def want(self) -> None:
-        """Ranks are here: try for the lease now."""
+        """Try to take the lease from now on."""
         self._wanted.set()
 
     def raise_term(self, at_least: int) -> None:
-        """Ranks know a higher term: take the lease anew above it (R2)."""
+        """Take the lease again under a higher term: the ranks know a term above ours (R2)."""
         self._at_least = max(self._at_least, at_least)
         self.lease = None
         self._wanted.set()
 
     def drop(self, why: str) -> None:
-        """The store fenced a write of ours: another leads. The machine was told by the caller."""
+        """Drop the lease without telling the machine, which the caller has told."""
         _log.warning("lease_lost", deployment=self.deployment, why=why)
         self.lease = None
 
-    def outlive(self, why: str) -> None:
-        """The store fenced a write the machine does not know of: another leads."""
+    def lose(self, why: str) -> None:
+        """Drop the lease, if there is one, and tell the machine: another replica leads."""
         if self.lease is not None:
             self._lose(why)
 
     async def yield_lease(self, why: str) -> None:
-        """Let another replica have it, and do not try again before ranks come here."""
+        """Let another replica take the lease, and do not try again until `want` is called."""
         lease = self.lease
         if lease is None:
             return
@@ -99,28 +102,28 @@ class LeaseKeeper:
         await self._give_back(lease)
 
     async def decided(self, timeout_s: float) -> None:
-        """Wait until it is known whether this replica leads, or for the timeout."""
+        """Try to take the lease; wait until it is known who leads, or for the timeout."""
         self.want()
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self.lease is not None or self._is_led())
+                await self._changed.wait_for(lambda: self.lease is not None or self._other_leads())
         except TimeoutError:
             return
 
-    def _is_led(self) -> bool:
+    def _other_leads(self) -> bool:
         return self.winner is not None and self.winner.holder != self.holder
 
     async def run(self) -> None:
-        """Take the lease when wanted, keep it, take it again; until cancelled."""
+        """Take the lease when it is wanted, and keep it, until cancelled."""
         while True:
             await self._wanted.wait()
             if await self._acquire():
                 await self._keep()
             else:
-                await asyncio.sleep(min(self._renew_s, _AGAIN_S))
+                await asyncio.sleep(min(self._renew_s, _RETRY_S))
 
     async def release(self) -> None:
-        """Give the lease up, so that another replica need not wait for it to run out."""
+        """Give the lease up, so that another replica need not wait until it runs out."""
         lease, self.lease = self.lease, None
         if lease is not None:
             await self._give_back(lease)
@@ -132,6 +135,7 @@ class LeaseKeeper:
             _log.info("lease_not_released", deployment=self.deployment, error=str(error))
 
     async def _acquire(self) -> bool:
+        """Ask for the lease once; return True if we hold it and the records are loaded."""
         asked_at = self._clock.monotonic()
         try:
             self.winner = await self._store.acquire_lease(
@@ -142,7 +146,7 @@ class LeaseKeeper:
                 await self._load(self.winner)
                 self.lease = self.winner
                 if not self._alone and self._clock.monotonic() - self._held_since >= self._lease_s:
-                    self._lose("it ran out while the records were loaded")
+                    self._lose(_EXPIRED_WHILE_LOADING)
                     return False
                 self._at_least = max(self._at_least, self.winner.term)
                 _log.info("leading", deployment=self.deployment, term=self.winner.term)
@@ -158,36 +162,37 @@ class LeaseKeeper:
         return self.lease is not None
 
     async def _load(self, lease: Lease) -> None:
-        """What comes with a lease. It is renewed meanwhile: to read the records of large plans may take longer than one holds.
+        """Load the records, and renew the lease meanwhile: large plans may take longer to read.
 
         Raises:
-            Conflict: another replica took it.
+            Conflict: another replica took the lease.
         """
         loading = asyncio.create_task(self._won(lease))
         try:
             while not (await asyncio.wait((loading,), timeout=self._renew_s))[0]:
                 asked_at = self._clock.monotonic()
                 if not await self._store.renew_lease(self.deployment, lease, self._lease_s):
-                    raise Conflict("it ran out while the records were loaded", Reason.LEASE_LOST)
+                    raise Conflict(_EXPIRED_WHILE_LOADING, Reason.LEASE_LOST)
                 self._held_since = asked_at
             loading.result()
         except EvenkeelError:
             if loading.done() and loading.exception() is None:
-                self._lost()  # The records came as the renewal failed: the machine leads already.
+                self._lost()  # The records were loaded as the renewal failed: the machine leads.
             raise
         finally:
             await end_tasks((loading,))
 
     async def _keep(self) -> None:
-        """Renew until the lease is lost, may be lost, or is to be taken anew."""
+        """Renew the lease until it is lost, may be lost, or is to be taken again."""
         while (lease := self.lease) is not None:
             await asyncio.sleep(
-                self._renew_s if self.fault is None else min(self._renew_s, _AGAIN_S)
+                self._renew_s if self.fault is None else min(self._renew_s, _RETRY_S)
             )
             if self.lease is None:
                 break
             asked_at = self._clock.monotonic()
-            # Another replica may take a lease that ran out, so it is dropped before it does, also while the store is silent.
+            # Another replica may take a lease that ran out. So drop it before that, also while the
+            # store does not answer.
             gone_at = self._held_since + self._lease_s - self._renew_s
             left = None if self._alone else max(self._lease_s / 10, gone_at - asked_at)
             try:
@@ -195,12 +200,12 @@ class LeaseKeeper:
                     held = await self._store.renew_lease(self.deployment, lease, self._lease_s)
                 self.fault = None
                 if not held:
-                    self._lose("the store says it is another's")
+                    self._lose("the store says another replica has it")
                     break
                 self._held_since = asked_at
             except (Unavailable, TimeoutError) as error:
                 if self.lease is not lease:
-                    break  # It was given up meanwhile, and nobody may ever ask the store for it again.
+                    break  # It was given up meanwhile: no later answer of the store would end a fault.
                 silent = Unavailable(f"the store did not answer within {left or 0:g} s")
                 self.fault = error if isinstance(error, Unavailable) else silent
                 if self.fault is silent or (not self._alone and self._clock.monotonic() >= gone_at):

@@ -1,29 +1,32 @@
-"""Answers to requests with an `Idempotency-Key`, in the store, so that a key holds over a restart and a takeover."""
+"""Keeps the answers to requests with an `Idempotency-Key` in the store.
+
+A key therefore holds over a restart, and when another replica takes over.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.operations.stored_rows import Row, StoredRows
+from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import Clock, DeploymentStore, KeptAnswer
 
 __all__ = ["AnswerLog"]
 
 _KEPT = 512
-"""Answers of one deployment: about 120 kB."""
+"""Answers kept for each deployment: about 120 kB."""
 _KEPT_S = 86_400.0
 
 
 class AnswerLog:
-    """The newest answers of each deployment; what an answer said is found again by its plan."""
+    """The newest answers of each deployment. An answer names its plan, whose record has the rest."""
 
     def __init__(self, store: DeploymentStore, health: StoreHealth, clock: Clock) -> None:
         self._stored = StoredRows(store, health, "answers", _KEPT)
         self._clock = clock
 
     async def keep(self, deployment: DeploymentId, answer: KeptAnswer, term: int) -> None:
-        """Store an answer, and forget those too old."""
+        """Store an answer, and drop those that are too old."""
         row = {**asdict(answer), "at": self._clock.unix()}
 
         def edit(rows: Sequence[Row]) -> Sequence[Row]:
@@ -32,10 +35,10 @@ class AnswerLog:
         await self._stored.change(deployment, edit, term)
 
     async def find(self, deployment: DeploymentId, name: str) -> KeptAnswer | None:
-        """The answer of that name; None when there is none, or none any more.
+        """Return the answer of a name; None if there is none, or it is too old.
 
         Raises:
-            Unavailable: the store is out of reach, so that nobody knows.
+            Unavailable: the store is out of reach, so the answer is not known.
         """
         for row in self._young(await self._stored.fetch(deployment)):
             if row["name"] == name:

@@ -1,4 +1,4 @@
-"""Who asked for which change: the newest rows in memory, and those of each deployment in the store."""
+"""Records who asked for which change, in memory and in the store."""
 
 import secrets
 from collections import deque
@@ -8,8 +8,8 @@ from typing import Any
 
 import structlog
 
-from evenkeel_moe.controller.deployment.action_executor import StoreHealth
 from evenkeel_moe.controller.operations.stored_rows import Row, StoredRows
+from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import AuditEntry, Clock, DeploymentStore
 
@@ -23,7 +23,10 @@ _STORED = 256
 
 
 class AuditLog:
-    """Each row is also one log line, `audit`: where logs are collected nothing is lost beyond the bounds here."""
+    """The newest audit rows.
+
+    Each row is also a log line `audit`: where logs are collected, rows outlive the limits here.
+    """
 
     def __init__(self, store: DeploymentStore, health: StoreHealth, clock: Clock) -> None:
         self._stored = StoredRows(store, health, "audit", _STORED)
@@ -35,8 +38,9 @@ class AuditLog:
         """Keep a row.
 
         Args:
-            entry: what was asked and answered.
-            term: to store it under; None where this replica does not lead the deployment, or there is none.
+            entry: the request and its answer.
+            term: the term to store the row under; None keeps it only in memory, because the request
+                named no deployment, or one that this replica does not lead.
         """
         row = {"at": self._clock.unix(), "id": secrets.token_hex(8), **asdict(entry)}
         self._rows.append(row)
@@ -44,30 +48,28 @@ class AuditLog:
         deployment = entry.deployment
         if term is None or deployment is None or self._health.resting:
             return
-        await self._stored.change(
-            deployment, lambda stored: self._with_ours(deployment, stored), term
-        )
+        await self._stored.change(deployment, lambda stored: self._merged(deployment, stored), term)
 
     async def rows(self, deployment: DeploymentId, limit: int) -> Sequence[Row]:
-        """Rows of one deployment, newest first: the stored ones and those only in memory.
+        """Return the rows of one deployment, newest first: those stored and those in memory.
 
         Raises:
             Unavailable: the store is out of reach.
         """
         stored = await self._stored.fetch(deployment)
-        return self._with_ours(deployment, stored)[: -limit - 1 : -1]
+        return self._merged(deployment, stored)[: -limit - 1 : -1]
 
-    def _with_ours(self, deployment: DeploymentId, stored: Sequence[Row]) -> Sequence[Row]:
-        """Stored rows and those in memory, oldest first."""
-        found = {str(row["id"]): row for row in stored}
-        found |= {row["id"]: row for row in self._rows if row["deployment"] == deployment}
-        return sorted(found.values(), key=lambda row: float(row["at"]))
-
-    def here(self, deployment: DeploymentId | None, limit: int) -> Sequence[Row]:
-        """Rows in memory, newest first; None: of all deployments."""
+    def in_memory(self, deployment: DeploymentId | None, limit: int) -> Sequence[Row]:
+        """Return the rows in memory, newest first, of one deployment or, with None, of all."""
         chosen = (
             row
             for row in reversed(self._rows)
             if deployment is None or row["deployment"] == deployment
         )
         return [row for row, _ in zip(chosen, range(limit), strict=False)]
+
+    def _merged(self, deployment: DeploymentId, stored: Sequence[Row]) -> Sequence[Row]:
+        """Return the stored rows and those in memory, oldest first, each once."""
+        found = {str(row["id"]): row for row in stored}
+        found |= {row["id"]: row for row in self._rows if row["deployment"] == deployment}
+        return sorted(found.values(), key=lambda row: float(row["at"]))

@@ -1,8 +1,11 @@
-"""What the gauges tell beyond a deployment's status: live replicas, the worst layers, what the last plan brought."""
+"""Works out the gauges that a deployment's status does not hold.
+
+These are the replicas on live ranks, the worst layers, and the effect of the last plan.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +15,7 @@ from evenkeel_moe.adapters.prometheus.metric_families import (
     LayerGauges,
     PlanGauges,
 )
+from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.ids import EpRank, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -19,37 +23,34 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.ports import Clock
+from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.windows import newest_parts
 
-if TYPE_CHECKING:
-    from evenkeel_moe.controller.deployment.deployment import Deployment
-
-__all__ = ["Coverage", "FigureLimits", "Figures", "Realised", "live_replicas"]
+__all__ = ["GaugeLimits", "GaugeReader", "RealisedGain", "ReplicaCoverage", "live_replicas"]
 
 
-class FigureLimits:
-    """How many layers may have series.
+@dataclass(frozen=True, slots=True)
+class GaugeLimits:
+    """Limits on the number of layers with series of their own."""
 
-    Args:
-        worst_layers: layers, worst balancedness first, that have a series each.
-        layer_rank_series: most series by layer and rank of a deployment; as many of the worst layers as fit
-            whole. 0: none.
-    """
-
-    def __init__(self, worst_layers: int, layer_rank_series: int) -> None:
-        self.worst_layers = worst_layers
-        self.layer_rank_series = layer_rank_series
+    worst_layers: int
+    """Layers, worst balancedness first, that have a series each."""
+    layer_rank_series: int
+    """Most series by layer and rank of a deployment, given to as many of the worst layers as fit
+    whole. 0: none."""
 
     def layers_by_rank(self, num_ranks: int) -> int:
-        """Layers that get a series for each rank."""
+        """Return the number of layers that get a series for each rank."""
         return self.layer_rank_series // num_ranks
 
 
-class Realised:
-    """What the newest committed plan saved on the steps since, step by step as they arrive.
+class RealisedGain:
+    """The measured effect of the newest committed plan, updated step by step.
 
-    Saving means modelled MoE time: the load of the fullest rank, summed over layers, under the plan's target
-    against its base, on the same counted steps. A step is looked at once.
+    The gain is saved MoE time as a model gives it: the load of the fullest rank, summed over
+    layers, under the plan's target against its base, on the same counted steps. Each step is
+    evaluated once.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Realised:
     def update(
         self, record: PlanRecord, windows: Mapping[Phase, Sequence[LoadWindow]], split: SplitModel
     ) -> None:
-        """Take in the steps that ran under the plan's last epoch and are new since the last call.
+        """Add the new steps that ran under the plan's last epoch.
 
         Args:
             record: of the plan.
@@ -107,15 +108,15 @@ class Realised:
 def live_replicas(
     placement: Placement, live: NDArray[np.bool_]
 ) -> tuple[tuple[int, int, int], int]:
-    """How well experts are covered by ranks that are alive.
+    """Count how well live ranks cover the experts.
 
     Args:
         placement: (L, S) slots on R ranks.
-        live: (R,) whether a rank is heard.
+        live: (R,) True for each rank that is heard.
 
     Returns:
-        (layer, expert) pairs with a copy on no, one, and more live ranks; and those among the pairs with one
-        that the placement has on several.
+        The (layer, expert) pairs with a copy on no, one, and more live ranks; and, of the pairs
+        with one, those that the placement has on several ranks.
     """
     layers, experts = placement.num_layers, placement.num_logical_experts
     layer, slot = np.nonzero(placement.phy2log >= 0)
@@ -126,40 +127,44 @@ def live_replicas(
     return counts, int(((alive == 1) & (placed > 1)).sum())
 
 
-class Coverage:
-    """`live_replicas`, worked out anew only when the map or the ranks alive have changed: it takes milliseconds."""
+class ReplicaCoverage:
+    """The last result of `live_replicas`, which takes milliseconds to work out."""
 
     def __init__(self) -> None:
-        self._known: tuple[str, bytes] | None = None
-        self._found: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
+        self._arguments: tuple[str, bytes] | None = None
+        self._result: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
 
     def live_replicas(
         self, placement: Placement, live: NDArray[np.bool_]
     ) -> tuple[tuple[int, int, int], int]:
-        """As the function of that name."""
-        asked = (placement.digest, live.tobytes())
-        if asked != self._known:
-            self._known, self._found = asked, live_replicas(placement, live)
-        return self._found
+        """Return `live_replicas` of the arguments; see there."""
+        arguments = (placement.digest, live.tobytes())
+        if arguments != self._arguments:
+            self._arguments, self._result = arguments, live_replicas(placement, live)
+        return self._result
 
 
-class Figures:
-    """`DeploymentGauges` of one deployment, kept up to date."""
+class GaugeReader:
+    """Reads the `DeploymentGauges` of one deployment."""
 
-    def __init__(self, deployment: "Deployment", limits: FigureLimits) -> None:
-        self._deployment = deployment
+    def __init__(
+        self, control: DeploymentControl, loads: GroupLoads, clock: Clock, limits: GaugeLimits
+    ) -> None:
+        self._control = control
+        self._loads = loads
+        self._clock = clock
         self._limits = limits
-        self._realised = Realised()
-        self._coverage = Coverage()
+        self._realised = RealisedGain()
+        self._coverage = ReplicaCoverage()
 
-    def now(self) -> DeploymentGauges:
-        """What is so now; the deployment's balance must be up to date."""
-        deployment, control = self._deployment, self._deployment.control
-        newest_at, placement = deployment.ingest.newest_at, control.placement
-        newest_at_unix = None if newest_at is None else newest_at + deployment.unix_offset_s
+    def read(self) -> DeploymentGauges:
+        """Return the present values; the balance of the loads must be up to date."""
+        control, newest_at = self._control, self._loads.ingest.newest_at
+        placement, membership = control.placement, control.membership
+        newest_at_unix = None if newest_at is None else newest_at + control.unix_offset_s
         if placement is None:
-            return DeploymentGauges(newest_at_unix, last_failure=self._failure())
-        now, membership = deployment.outside.clock.monotonic(), control.membership
+            return DeploymentGauges(newest_at_unix, last_failure=self._last_failure())
+        now = self._clock.monotonic()
         live = np.array(
             [membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks)], bool
         )
@@ -172,17 +177,17 @@ class Figures:
             redundant=(int(redundant.min()), float(redundant.mean()), int(redundant.max())),
             layers=self._layers(placement, redundant),
             last_plan=self._last_plan(),
-            last_failure=self._failure(),
+            last_failure=self._last_failure(),
         )
 
     def _layers(
         self, placement: Placement, redundant: NDArray[np.int64]
     ) -> tuple[LayerGauges, ...]:
-        by_layer = self._deployment.balance.by_layer()
+        by_layer = self._loads.balance.by_layer()
         if by_layer is None:
             return ()
         by_rank = self._limits.layers_by_rank(placement.num_ranks)
-        # NaN sorts last: a layer nothing was routed to is not the worst.
+        # NaN sorts last: a layer without tokens is not the worst.
         worst = np.argsort(by_layer, kind="stable")[: max(self._limits.worst_layers, by_rank)]
         loads = self._layer_loads(placement) if by_rank else None
         return tuple(
@@ -198,9 +203,9 @@ class Figures:
         )
 
     def _layer_loads(self, placement: Placement) -> NDArray[np.float64] | None:
-        """(L, R) [tokens] over all windows; None without load."""
+        """Return the (L, R) [tokens] of all windows; None without load."""
         shape = (placement.num_layers, placement.num_logical_experts)
-        parts = [part for parts in self._deployment.ingest.parts().values() for part in parts]
+        parts = [part for parts in self._loads.ingest.parts().values() for part in parts]
         sums = [
             part.counts.sum(axis=0, dtype=np.float64)
             for part in parts
@@ -209,17 +214,16 @@ class Figures:
         if not sums:
             return None
         load = np.sum(sums, axis=0)
-        return metrics.window_rank_load(load[None], placement, self._deployment.split())
+        return metrics.window_rank_load(load[None], placement, self._loads.split())
 
     def _last_plan(self) -> PlanGauges | None:
         record = self._newest(PlanPhase.COMMITTED)
         if record is None:
             return None
-        deployment = self._deployment
         try:
-            self._realised.update(record, deployment.ingest.parts(), deployment.split())
+            self._realised.update(record, self._loads.ingest.parts(), self._loads.split())
         except EvenkeelError:
-            # The plan is of a group of another shape: nothing of it can be measured here.
+            # The plan is of a group of another shape: its effect cannot be measured here.
             return PlanGauges(record.updated_at, None, None, None, None)
         numbers = record.plan.numbers
         return PlanGauges(
@@ -230,12 +234,12 @@ class Figures:
             self._realised.balancedness,
         )
 
-    def _failure(self) -> tuple[float, str] | None:
+    def _last_failure(self) -> tuple[float, str] | None:
         record = self._newest(PlanPhase.ABORTED)
         return None if record is None else (record.updated_at, str(record.reason))
 
     def _newest(self, phase: PlanPhase) -> PlanRecord | None:
-        records = self._deployment.control.records.by_id.values()
+        records = self._control.records.by_id.values()
         return max(
             (r for r in records if r.phase is phase), key=lambda r: r.updated_at, default=None
         )

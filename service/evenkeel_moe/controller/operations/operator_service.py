@@ -1,22 +1,20 @@
-"""All deployments of this replica: where rank streams arrive and operators ask."""
+"""Answers what operators ask and change through REST, for the deployments of this replica."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import structlog
 
-from evenkeel_moe.adapters.grpc.rank_stream import RankStream
-from evenkeel_moe.controller.deployment.deployment import Deployment, DeploymentOptions, Outside
-from evenkeel_moe.controller.deployment.idle_eviction import gives_way, is_over
-from evenkeel_moe.controller.leadership.leader_lookup import Elsewhere
+from evenkeel_moe.controller.deployment.deployment import Deployment
+from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
+from evenkeel_moe.controller.leadership.leader_lookup import LeaderLookup
 from evenkeel_moe.controller.logs import log_level, set_log_level
 from evenkeel_moe.controller.operations.answers import AnswerLog
 from evenkeel_moe.controller.operations.audit import AuditLog
 from evenkeel_moe.controller.operations.plan_pages import page_of_plans
-from evenkeel_moe.controller.operations.status import LiveView
+from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.controller.policy_document import change_policy, policy_document
-from evenkeel_moe.controller.ranks.session import Session
-from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, PeerViolation, Reason, Unavailable
+from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.planning.decision.gates import GateSettings
@@ -33,205 +31,130 @@ from evenkeel_moe.ports import (
 )
 from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.settings import never_met
-from evenkeel_moe.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
 
-__all__ = ["Fleet"]
+__all__ = ["OperatorService"]
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
-_LEASE_WAIT_S = 3.0
 
 
-class Fleet:
-    """`adapters.grpc_server.RankHub` and `ports.Operations` over this replica's deployments."""
+class OperatorService:
+    """`ports.Operations` over the deployments of a registry; errors are described there."""
 
-    def __init__(
-        self, options: DeploymentOptions, outside: Outside, *, max_deployments: int
-    ) -> None:
-        self.members: dict[DeploymentId, Deployment] = {}
-        self._options = options
-        self._outside = outside
-        self._max_deployments = max_deployments
-        self._flow = options.flow
-        self._audit = AuditLog(outside.store, outside.health, outside.clock)
-        self._answers = AnswerLog(outside.store, outside.health, outside.clock)
-        self._elsewhere = Elsewhere(outside.store, outside.health, options.replica_id)
+    def __init__(self, registry: DeploymentRegistry) -> None:
+        shared = registry.shared
+        self._registry = registry
+        self._store = shared.store
+        self._windows = shared.windows
+        self._health = shared.health
+        self._planner = shared.planner
+        self._plan_steps = registry.options.cycle.plan_steps
+        self._audit = AuditLog(shared.store, shared.health, shared.clock)
+        self._answers = AnswerLog(shared.store, shared.health, shared.clock)
+        self._lookup = LeaderLookup(shared.store, shared.health, registry.options.leader.replica_id)
 
-    def add(self, name: DeploymentId) -> Deployment:
-        """The deployment of a name, made if it is new here."""
-        known = self.members.get(name)
-        if known is None:
-            known = self.members[name] = Deployment(name, self._options, self._outside)
-            if self._flow != self._options.flow:
-                known.pace(self._flow)
-            known.run_tasks()
-        return known
+    # --- finding a deployment -----------------------------------------------------------------------
 
-    def pace(self, flow: FlowControl) -> None:
-        """Have the ranks of every deployment report so, also of those that come later."""
-        self._flow = flow
-        for member in self.members.values():
-            member.pace(flow)
+    def _here(self, name: DeploymentId) -> Deployment | None:
+        """Return a deployment whose state in memory is current; None if there is none."""
+        deployment = self._registry.deployments.get(name)
+        return deployment if deployment is not None and self._is_current(deployment) else None
 
-    async def return_to(self, names: Sequence[DeploymentId]) -> None:
-        """Take up again what this replica led when it went away, before its ranks are back.
+    def _all_here(self) -> list[Deployment]:
+        return [one for one in self._registry.deployments.values() if self._is_current(one)]
 
-        Raises:
-            Unavailable: the store is out of reach.
+    def _is_current(self, deployment: Deployment) -> bool:
+        """Return True if this replica leads.
+
+        While the store is away nobody can take the lease: then the replica that led last still
+        counts the reports of its ranks.
         """
-        for name in names:
-            leader = await self._outside.store.fetch_document(name, "leader") or {}
-            if (
-                leader.get("replica_id") == self._options.replica_id
-                and len(self.members) < self._max_deployments
-            ):
-                self.add(name).keeper.want()
-
-    async def forget_idle(self, after_s: float) -> None:
-        """Let go of deployments whose ranks have all been gone for that long."""
-        for name in list(self.members):
-            # Looked at when it is its turn: meanwhile its ranks may be back, or an operator let it go.
-            member = self.members.get(name)
-            if member is not None and is_over(member, after_s):
-                await self._let_go(self.members.pop(name))
-
-    async def _let_go(self, member: Deployment) -> None:
-        """What is left to do for a deployment that is no member any more."""
-        name = member.deployment
-        _log.info("deployment_forgotten", deployment=name)
-        await self._seek_lease(member)
-        await member.leave(forgotten=True)
-        if name not in self.members:
-            self._outside.metrics.forget(name)
-
-    async def _seek_lease(self, member: Deployment) -> None:
-        """Take the lease of a deployment that nobody leads, as once its ranks are gone: only its leader can let go of it."""
-        if not member.keeper.leading and not self._outside.health.resting:
-            await member.keeper.decided(_LEASE_WAIT_S)
-
-    # --- ranks ------------------------------------------------------------------------------------
-
-    async def attach(self, hello: Hello, stream: RankStream) -> Session | None:
-        """Register a rank; None when it was turned away."""
-        name = hello.identity.deployment
-        if name not in self.members and not self._make_room():
-            detail = f"{len(self.members)} deployments are here, no more are taken"
-            _log.error("deployment_refused", deployment=name, detail=detail)
-            stream.close(self._refusal(Reason.LIMIT_EXCEEDED, detail))
-            return None
-        return await self.add(name).attach(hello, stream)
-
-    def _make_room(self) -> bool:
-        """Whether one more may come; a full table lets go of an idle deployment."""
-        if len(self.members) < self._max_deployments:
+        if deployment.keeper.leading:
             return True
-        member = gives_way(self.members.values())
-        if member is None:
-            return False
-        del self.members[member.deployment]
-        self._outside.spawn(self._let_go(member), f"let-go-{member.deployment}")
-        return True
+        return bool(self._health.fault) and any(deployment.ranks.registered())
 
-    def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
-        """A first message that is no usable Hello."""
-        _log.warning(
-            "hello_refused", peer=stream.peer, reason=violation.reason, detail=str(violation)
-        )
-        stream.close(self._refusal(violation.reason, str(violation)))
-
-    def _refusal(self, reason: Reason, detail: str) -> Registration:
-        timing = self._options.timing
-        return Registration(
-            RegistrationOutcome.REFUSED,
-            timing.heartbeat_s,
-            timing.rank_lease_s,
-            self._options.flow,
-            reason,
-            detail,
-        )
-
-    def say_goodbye(self) -> None:
-        """End every stream: the ranks look for another replica, or wait for this one."""
-        for deployment in self.members.values():
-            for session in list(deployment.sessions.values()):
-                session.stream.close(NotLeader("", "", self._options.renew_s))
-
-    # --- operators: reading -------------------------------------------------------------------------
-
-    async def deployments(self) -> Sequence[DeploymentView]:
-        """All deployments this replica can tell of and knows the shape of."""
-        return [LiveView(member) for member in self._known_here() if member.shape is not None]
-
-    async def led_elsewhere(self) -> Sequence[LedElsewhere]:
-        """Deployments that others lead, and those known here that nobody does; without the store only what is known here."""
-        return await self._elsewhere.all(
-            [one.deployment for one in self._known_here()], list(self.members)
-        )
-
-    def _known_here(self) -> list[Deployment]:
-        return [member for member in self.members.values() if self._tells_of(member)]
-
-    def _tells_of(self, member: Deployment) -> bool:
-        """Whether what is in memory is so: this replica leads, or it led last, and counts on while nobody can lead."""
-        counts = bool(self._outside.health.fault) and any(
-            s.registered for s in member.sessions.values()
-        )
-        return member.keeper.leading or counts
-
-    def _known(self, deployment: DeploymentId) -> Deployment | None:
-        member = self.members.get(deployment)
-        return member if member is not None and self._tells_of(member) else None
-
-    async def _telling(self, deployment: DeploymentId) -> Deployment:
-        """A deployment to be read from memory.
+    async def _readable(self, name: DeploymentId) -> Deployment:
+        """Return a deployment that can be read from memory.
 
         Raises:
-            NotLeading: another leads it, or nobody.
-            NotFound: nobody ever led it, or it was let go of.
+            NotLeading: another replica leads it, or nobody.
+            NotFound: nobody ever led it, or it was let go.
             Unavailable: the store is out of reach, so that nobody knows.
         """
-        member = self._known(deployment)
-        if member is None:
-            raise NotLeading(await self._led_by(deployment))
-        return member
+        deployment = self._here(name)
+        if deployment is None:
+            raise NotLeading(await self._leader_of(name))
+        return deployment
+
+    async def _changeable(self, name: DeploymentId) -> Deployment:
+        """Return a deployment that this replica leads.
+
+        Raises:
+            NotLeading, NotFound: as `_readable`.
+            Unavailable: a change could not be stored now.
+        """
+        deployment = await self._readable(name)
+        self._health.check()
+        if not deployment.keeper.leading:
+            raise NotLeading(await self._leader_of(name))
+        return deployment
+
+    async def _leader_of(self, name: DeploymentId) -> LedElsewhere:
+        led = await self._lookup.leader(name)
+        if led is not None:
+            return led
+        known = self._registry.deployments.get(name)
+        if known is not None and known.ranks.by_stream:
+            # Its ranks are here, so it exists: the store lost its data.
+            return LedElsewhere(name, None, None)
+        raise NotFound(f"no deployment {name} is known")
+
+    async def _stored(self, ask: Callable[[DeploymentStore], Awaitable[_T]]) -> _T | None:
+        """Return the store's answer; None while the store is out of reach."""
+        try:
+            return await self._health.ask(lambda: ask(self._store))
+        except Unavailable:
+            return None
+
+    # --- reading ------------------------------------------------------------------------------------
+
+    async def deployments(self) -> Sequence[DeploymentView]:
+        """Return the deployments that can be read from memory and whose shape is known."""
+        return [live_view(one) for one in self._all_here() if one.loads.shape is not None]
+
+    async def led_elsewhere(self) -> Sequence[LedElsewhere]:
+        """Return the deployments that this replica does not lead; see `LeaderLookup.all`."""
+        here = [one.deployment for one in self._all_here()]
+        return await self._lookup.all(here, list(self._registry.deployments))
 
     async def deployment(self, deployment: DeploymentId) -> DeploymentView:
-        """One deployment."""
-        member = await self._telling(deployment)
-        if member.shape is None:
+        """Return the view of one deployment."""
+        known = await self._readable(deployment)
+        if known.loads.shape is None:
             raise NotFound(f"no rank of {deployment} has connected yet")
-        return LiveView(member)
+        return live_view(known)
 
-    async def _led_by(self, deployment: DeploymentId) -> LedElsewhere:
-        led = await self._elsewhere.leader(deployment)
-        if led is None and deployment in self.members and self.members[deployment].sessions:
-            return LedElsewhere(
-                deployment, None, None
-            )  # Its ranks are here: the store was emptied.
-        if led is None:
-            raise NotFound(f"no deployment {deployment} is known")
-        return led
-
-    async def _plans_here(self, deployment: DeploymentId) -> Mapping[PlanId, PlanRecord]:
-        """Plans in memory; none where this replica does not lead: what it remembers has gone on without it."""
-        member = self._known(deployment)
-        if member is not None:
-            return member.control.records.by_id
-        await self._led_by(deployment)
+    async def _plans_in_memory(self, deployment: DeploymentId) -> Mapping[PlanId, PlanRecord]:
+        """Return the plans in memory; none if this replica does not lead: its copy is outdated."""
+        known = self._here(deployment)
+        if known is not None:
+            return known.control.records.by_id
+        await self._leader_of(deployment)
         return {}
 
     async def plans(
         self, deployment: DeploymentId, limit: int, after: PlanId | None = None
     ) -> tuple[Sequence[PlanRecord], bool]:
-        """Plan records, newest first, and whether there are more; only those in memory while the store is out of reach.
+        """Return a page of plan records, newest first, and True if more follow.
+
+        While the store is out of reach, only the plans in memory.
 
         Raises:
-            InvalidInput: no plan `after` is known any more.
-            Unavailable: what comes after one is in the store, and that is out of reach.
+            InvalidInput: the plan `after` is not known any more.
+            Unavailable: the page is only in the store, and that is out of reach.
         """
-        records = dict(await self._plans_here(deployment))
+        records = dict(await self._plans_in_memory(deployment))
         order = {plan_id: record.plan.created_at for plan_id, record in records.items()}
         listed = await self._stored(lambda store: store.plan_order(deployment))
         if listed is not None:
@@ -242,55 +165,44 @@ class Fleet:
             if stored is not None:
                 found |= {record.plan.plan_id: record for record in stored}
                 return [found[name] for name in names if name in found], more
-        if after is not None or self._known(deployment) is None:
-            raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
+        if after is not None or self._here(deployment) is None:
+            raise self._health.unreachable()
         names, more = page_of_plans(order, limit, None)
         return [records[name] for name in names], more
 
-    async def _stored(self, ask: Callable[[DeploymentStore], Awaitable[_T]]) -> _T | None:
-        """What the store answers; None while it is out of reach."""
-        if self._outside.health.resting:
-            return None
-        try:
-            answer = await ask(self._outside.store)
-            self._outside.health.answered()
-            return answer
-        except Unavailable as error:
-            self._outside.health.failed(error)
-            return None
-
     async def plan(self, deployment: DeploymentId, plan_id: PlanId) -> PlanRecord:
-        """One plan record with its story."""
-        record = (await self._plans_here(deployment)).get(plan_id)
+        """Return one plan record with its story."""
+        record = (await self._plans_in_memory(deployment)).get(plan_id)
         if record is not None:
             return record
         stored = await self._stored(lambda store: store.fetch_plans(deployment, [plan_id]))
         if stored is None:
-            raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
+            raise self._health.unreachable()
         if not stored:
             raise NotFound(f"no plan {plan_id}")
         return stored[0]
 
     async def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
-        """The policy document."""
-        return policy_document((await self._telling(deployment)).control.policy)
+        """Return the policy document."""
+        return policy_document((await self._readable(deployment)).control.policy)
 
     async def decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Decision log, newest first; the leader has only the rows in memory while the store is out of reach."""
-        if self._known(deployment) is None:
-            await self._led_by(deployment)
+        """Return the decision log, newest first; the leader's own rows while the store is away."""
+        if self._here(deployment) is None:
+            await self._leader_of(deployment)
         rows = await self._stored(lambda store: store.fetch_decisions(deployment, limit))
         if rows is not None:
             return rows
-        return list(reversed((await self._telling(deployment)).hands.decisions))[:limit]
+        return list(reversed((await self._readable(deployment)).decisions))[:limit]
 
     async def recommendation(self, deployment: DeploymentId, max_age_s: float | None) -> Advice:
-        """What would pay now, and why; a kept answer if it is young enough. Moves nothing."""
-        return await (await self._telling(deployment)).planning.what_if.recommendation(max_age_s)
+        """Return a recommendation; a kept one if it is young enough. Nothing is moved."""
+        known = await self._readable(deployment)
+        return await known.planner.recommender.recommendation(max_age_s)
 
     async def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
-        """What was rejected of the ranks' reports, by reason."""
-        kept = (await self._telling(deployment)).ingest.quarantine
+        """Return the rejected parts of the ranks' reports, by reason."""
+        kept = (await self._readable(deployment)).loads.ingest.quarantine
         return [
             QuarantineRow(
                 reason.value,
@@ -304,62 +216,42 @@ class Fleet:
     async def audit(
         self, deployment: DeploymentId | None, limit: int
     ) -> Sequence[Mapping[str, Any]]:
-        """Audit rows, newest first; only those in memory while the store is out of reach."""
+        """Return audit rows, newest first; only those in memory while the store is away."""
         if deployment is None:
-            return self._audit.here(None, limit)
-        if deployment not in self.members:
-            await self._led_by(deployment)
-        if not self._outside.health.resting:
-            try:
-                return await self._audit.rows(deployment, limit)
-            except Unavailable as error:
-                self._outside.health.failed(error)
-        return self._audit.here(deployment, limit)
+            return self._audit.in_memory(None, limit)
+        if deployment not in self._registry.deployments:
+            await self._leader_of(deployment)
+        rows = await self._stored(lambda _store: self._audit.rows(deployment, limit))
+        return self._audit.in_memory(deployment, limit) if rows is None else rows
 
     def log_level(self) -> str:
-        """How much this replica says."""
+        """Return the log level of this replica."""
         return log_level()
 
     def set_log_level(self, level: str, by: str) -> None:
-        """Change it until the next start."""
+        """Set the log level until the next start."""
         set_log_level(level, by)
 
     async def healthy(self) -> Mapping[str, str]:
-        """Component -> `ok` or what is wrong."""
-        return {
-            "store": self._outside.health.fault or "ok",
-            "planner": self._outside.planner.fault or "ok",
-        }
+        """Return `ok` or the fault of each component."""
+        return {"store": self._health.fault or "ok", "planner": self._planner.fault or "ok"}
 
-    # --- operators: changing ------------------------------------------------------------------------
-
-    async def _durable(self, deployment: DeploymentId) -> Deployment:
-        """A deployment to be changed.
-
-        Raises:
-            Unavailable: the change could not be stored now.
-        """
-        member = await self._telling(deployment)
-        if self._outside.health.resting:
-            raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
-        if not member.keeper.leading:
-            raise NotLeading(await self._led_by(deployment))
-        return member
+    # --- changing -----------------------------------------------------------------------------------
 
     async def create_plan(self, deployment: DeploymentId, request: PlanRequest) -> PlanRecord:
-        """Plan by hand. Same id and body: the same plan; same id, other body: Conflict(ID_REUSED)."""
-        return await (await self._durable(deployment)).planning.by_hand(request)
+        """Make a plan by hand. The same id and body give the same plan."""
+        return await (await self._changeable(deployment)).planner.manual.create(request)
 
     async def approve(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
-        """Start a proposed plan; Conflict(STALE_BASE) when the epoch moved (R16)."""
+        """Start a proposed plan; Conflict(STALE_BASE) if the epoch moved (R16)."""
         return await self._change_plan(
-            deployment, plan_id, lambda one, now: one.approve(plan_id, by, now)
+            deployment, plan_id, lambda operator, now: operator.approve(plan_id, by, now)
         )
 
     async def cancel(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
         """Stop a plan; after the votes it takes effect at the next wave (R16)."""
         return await self._change_plan(
-            deployment, plan_id, lambda one, now: one.cancel(plan_id, by, now)
+            deployment, plan_id, lambda operator, now: operator.cancel(plan_id, by, now)
         )
 
     async def _change_plan(
@@ -368,11 +260,11 @@ class Fleet:
         plan_id: PlanId,
         change: Callable[[Operator, float], tuple[PlanRecord, list[ControlAction]]],
     ) -> PlanRecord:
-        member = await self._durable(deployment)
+        known = await self._changeable(deployment)
         try:
-            return await member.driver.call(lambda now: change(member.operator, now))
+            return await known.inbox.call(lambda now: change(known.operator, now))
         except NotFound:
-            # The leader forgets the oldest of many ended plans; the store may still know one.
+            # The leader forgets the oldest of many ended plans; the store may still have the plan.
             record = await self.plan(deployment, plan_id)
             raise Conflict(f"plan {plan_id} is {record.phase}") from None
 
@@ -383,68 +275,24 @@ class Fleet:
         by: str,
         plan_id: PlanId | None = None,
     ) -> PlanRecord:
-        """Return to an earlier epoch's placement (None: the one before the last plan) and hold `auto`.
+        """Return to an earlier epoch's placement (None: before the last plan) and hold `auto`.
 
-        Same id and epoch: the same plan; same id, other epoch: Conflict(ID_REUSED).
+        The same id and epoch give the same plan.
         """
-        return await (await self._durable(deployment)).planning.rollback(to_epoch, by, plan_id)
+        known = await self._changeable(deployment)
+        return await known.planner.manual.rollback(to_epoch, by, plan_id)
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
         """Let automatic plans run again after a rollback."""
-        member = await self._durable(deployment)
+        known = await self._changeable(deployment)
         _log.info("resumed", deployment=deployment, by=by)
-        await member.driver.call(lambda now: (None, member.operator.resume(now)))
+        await known.inbox.call(lambda now: (None, known.operator.resume(now)))
 
     async def freeze(self, deployment: DeploymentId, seconds: float, by: str) -> None:
-        """No new plan for that long; 0 thaws."""
-        member = await self._durable(deployment)
+        """Begin no plan for that many seconds; 0 ends a freeze."""
+        known = await self._changeable(deployment)
         _log.info("frozen", deployment=deployment, seconds=seconds, by=by)
-        await member.driver.call(lambda now: (None, member.operator.freeze(seconds, now)))
-
-    async def clear_quarantine(self, deployment: DeploymentId, by: str) -> None:
-        """Count from zero and drop the samples; metrics go on counting."""
-        member = await self._telling(deployment)
-        _log.info("quarantine_cleared", deployment=deployment, by=by)
-        member.ingest.clear_quarantine()
-
-    async def forget(self, deployment: DeploymentId, by: str) -> None:
-        """Let go of a deployment: lease, memory, series and stored windows; plans and epochs stay stored."""
-        if (known := self.members.get(deployment)) is not None:
-            await self._seek_lease(known)
-        member = await self._durable(deployment)
-        if member.sessions:
-            raise Conflict(
-                f"{len(member.sessions)} ranks of {deployment} are connected", Reason.BUSY
-            )
-        _log.info("forget_asked", deployment=deployment, by=by)
-        await self._outside.windows.forget(deployment)
-        if self.members.get(deployment) is member and not member.sessions:
-            await self._let_go(self.members.pop(deployment))
-
-    async def record(self, entry: AuditEntry) -> None:
-        """Write down who asked for what; stored where this replica leads the deployment."""
-        member = None if entry.deployment is None else self.members.get(entry.deployment)
-        await self._audit.record(
-            entry, member.term if member is not None and member.keeper.leading else None
-        )
-
-    async def keep_answer(self, deployment: DeploymentId, answer: KeptAnswer) -> None:
-        """Store an answer where this replica leads; elsewhere nothing was changed."""
-        member = self.members.get(deployment)
-        if member is not None and member.keeper.leading:
-            await self._answers.keep(deployment, answer, member.term)
-
-    async def kept_answer(self, deployment: DeploymentId, name: str) -> KeptAnswer | None:
-        """A stored answer of a deployment that is here."""
-        if deployment not in self.members:
-            return None
-        if self._outside.health.resting:
-            raise Unavailable(f"the store is out of reach: {self._outside.health.fault}")
-        try:
-            return await self._answers.find(deployment, name)
-        except Unavailable as error:
-            self._outside.health.failed(error)
-            raise
+        await known.inbox.call(lambda now: (None, known.operator.freeze(seconds, now)))
 
     async def set_policy(
         self,
@@ -453,27 +301,68 @@ class Fleet:
         by: str,
         base: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Change mode, policy name, limits or gate settings; returns the whole policy document."""
-        member = await self._durable(deployment)
+        """Change the policy; return the whole policy document."""
+        known = await self._changeable(deployment)
 
         def change(now: float) -> tuple[Mapping[str, Any], list[ControlAction]]:
-            if member.control.leader is None:
+            if known.control.leader is None:
                 raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
-            # Compared here and not by the caller: another change may be applied before this one's turn comes.
-            if base is not None and base != policy_document(member.control.policy):
+            # Compared here and not by the caller: another change may be applied first.
+            if base is not None and base != policy_document(known.control.policy):
                 raise Conflict(
                     "the policy document has changed since it was read", Reason.STALE_BASE
                 )
-            policy = change_policy(member.control.policy, changes)
+            policy = change_policy(known.control.policy, changes)
             gates = GateSettings.from_thresholds(policy.thresholds)
-            # Only when asked for: a stored threshold must not stop another change.
-            if "thresholds" in changes and (
-                words := [*never_met(gates, self._options.cycle.plan_steps)]
-            ):
+            # Checked only when thresholds change: a stored one must not prevent another change.
+            if "thresholds" in changes and (words := [*never_met(gates, self._plan_steps)]):
                 raise InvalidInput("; ".join(words))
             document = policy_document(policy)
-            actions = member.operator.set_policy(policy, document, now)
+            actions = known.operator.set_policy(policy, document, now)
             _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)
             return document, actions
 
-        return await member.driver.call(change)
+        return await known.inbox.call(change)
+
+    async def clear_quarantine(self, deployment: DeploymentId, by: str) -> None:
+        """Reset the counts and samples of rejected reports; the metrics keep counting."""
+        known = await self._readable(deployment)
+        _log.info("quarantine_cleared", deployment=deployment, by=by)
+        known.loads.ingest.clear_quarantine()
+
+    async def forget(self, deployment: DeploymentId, by: str) -> None:
+        """Let a deployment go: lease, memory, series and stored windows. Plans stay stored."""
+        if (registered := self._registry.deployments.get(deployment)) is not None:
+            await self._registry.seek_lease(registered)
+        known = await self._changeable(deployment)
+        if known.ranks.by_stream:
+            raise Conflict(
+                f"{len(known.ranks.by_stream)} ranks of {deployment} are connected", Reason.BUSY
+            )
+        _log.info("forget_asked", deployment=deployment, by=by)
+        await self._windows.forget(deployment)
+        if not known.ranks.by_stream:
+            await self._registry.let_go(known)
+
+    # --- records of requests ------------------------------------------------------------------------
+
+    def _led_here(self, name: DeploymentId | None) -> Deployment | None:
+        deployment = None if name is None else self._registry.deployments.get(name)
+        return deployment if deployment is not None and deployment.keeper.leading else None
+
+    async def record(self, entry: AuditEntry) -> None:
+        """Record who asked for what; stored if this replica leads the deployment."""
+        led = self._led_here(entry.deployment)
+        await self._audit.record(entry, None if led is None else led.leadership.term)
+
+    async def keep_answer(self, deployment: DeploymentId, answer: KeptAnswer) -> None:
+        """Store an answer if this replica leads; otherwise it changed nothing."""
+        led = self._led_here(deployment)
+        if led is not None:
+            await self._answers.keep(deployment, answer, led.leadership.term)
+
+    async def kept_answer(self, deployment: DeploymentId, name: str) -> KeptAnswer | None:
+        """Return a stored answer of a deployment that is here."""
+        if deployment not in self._registry.deployments:
+            return None
+        return await self._health.ask(lambda: self._answers.find(deployment, name))

@@ -1,4 +1,4 @@
-"""Pages of a deployment's plans."""
+"""Cuts the list of a deployment's plans into pages."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,13 +11,15 @@ __all__ = ["page_of_plans"]
 def page_of_plans(
     order: Mapping[PlanId, float], limit: int, after: PlanId | None
 ) -> tuple[Sequence[PlanId], bool]:
-    """The plans that come after one, or the first ones, newest first; and whether there are more.
+    """Return the page after a plan, newest plan first, and True if more plans follow.
 
     Args:
-        order: when each plan was made.
+        order: creation time of each plan.
+        limit: most plans on the page.
+        after: last plan of the page before; None for the first page.
 
     Raises:
-        InvalidInput: no plan `after` is known any more.
+        InvalidInput: the plan `after` is not known any more.
     """
     names = sorted(order, key=lambda name: (order[name], name), reverse=True)
     if after is not None and after not in order:

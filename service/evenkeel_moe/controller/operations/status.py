@@ -1,125 +1,179 @@
-"""One deployment as operators see it. None always means unknown, never zero."""
+"""Shows one deployment to operators. None always means unknown, never zero."""
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.prometheus.metric_families import PhaseBalance
 from evenkeel_moe.controller.deployment.deployment import Deployment
+from evenkeel_moe.controller.ingest.group_loads import GroupLoads
+from evenkeel_moe.controller.leadership.leadership import Leadership
+from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.ports import DeploymentStatus, RankStatus
+from evenkeel_moe.ports import Clock, DeploymentStatus, RankStatus
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.membership import Member
 
-__all__ = ["LiveView"]
+__all__ = ["LiveView", "live_view"]
 
 
 class LiveView:
-    """`ports.DeploymentView` of a deployment on this replica."""
+    """`ports.DeploymentView` of a deployment on this replica.
 
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
+    Args:
+        decisions: rows of the decision log, newest last.
+    """
+
+    def __init__(
+        self,
+        control: DeploymentControl,
+        loads: GroupLoads,
+        ranks: RankSessions,
+        leadership: Leadership,
+        decisions: Sequence[Mapping[str, Any]],
+        clock: Clock,
+    ) -> None:
+        self._control = control
+        self._loads = loads
+        self._ranks = ranks
+        self._leadership = leadership
+        self._decisions = decisions
+        self._clock = clock
 
     def placement(self) -> Placement | None:
-        """The committed placement; None before the ranks told it."""
-        return self._deployment.control.placement
+        """Return the committed placement; None before the ranks told it."""
+        return self._control.placement
 
     def topology(self) -> Topology:
-        """Which node each rank is on."""
-        return self._deployment.planning.topology()
+        """Return the node of each rank."""
+        return self._loads.topology()
 
     def window(self, phase: Phase) -> LoadWindow | None:
-        """The window in memory."""
-        ring = self._deployment.ingest.rings.get(phase)
+        """Return the window of a phase; None while it has no step."""
+        ring = self._loads.ingest.rings.get(phase)
         return ring.window() if ring is not None else None
 
     def balance(self) -> PhaseBalance:
-        """Balancedness (mean, worst layer) of each phase's window."""
-        self._refresh()
-        return {phase: self._deployment.balance.summary(phase) for phase in Phase}
+        """Return the balancedness (mean, worst layer) of each phase's window."""
+        self._update_balance()
+        return {phase: self._loads.balance.summary(phase) for phase in Phase}
 
-    def _refresh(self) -> None:
-        placement = self._deployment.control.placement
+    def _update_balance(self) -> None:
+        placement = self._control.placement
         if placement is None:
             return
         layers, experts = placement.num_layers, placement.num_logical_experts
         windows = {
             phase: parts
-            for phase, parts in self._deployment.ingest.parts().items()
+            for phase, parts in self._loads.ingest.parts().items()
             if parts[-1].counts.shape[1:] == (layers, experts)
         }
-        self._deployment.balance.update(windows, placement)
+        self._loads.balance.update(windows, placement)
 
     def status(self) -> DeploymentStatus:
-        """Now.
+        """Return the present status.
 
         Raises:
-            Unavailable: no rank ever said what it is made of.
+            Unavailable: no rank has declared its shape yet.
         """
-        deployment, control = self._deployment, self._deployment.control
-        if deployment.shape is None:
-            raise Unavailable(f"no rank of {deployment.deployment} has connected yet")
-        self._refresh()
-        now = deployment.outside.clock.monotonic()
-        mean, worst = deployment.balance.summary()
+        control, loads, leadership = self._control, self._loads, self._leadership
+        if loads.shape is None:
+            raise Unavailable(f"no rank of {control.deployment} has connected yet")
+        self._update_balance()
+        now = self._clock.monotonic()
+        mean, worst = loads.balance.summary()
         staged = control.executor.staged.values() if control.executor is not None else ()
-        winner, decisions = deployment.keeper.winner, deployment.hands.decisions
+        winner, leading = leadership.keeper.winner, leadership.keeper.leading
         frozen_until = control.frozen_until
         return DeploymentStatus(
-            deployment=deployment.deployment,
+            deployment=control.deployment,
             state=control.state,
             reason=control.state_reason(now)[0],
             mode=control.policy.mode,
             policy=control.policy.policy,
-            leader=winner.holder if winner is not None and deployment.keeper.leading else "",
+            leader=winner.holder if winner is not None and leading else "",
             term=control.leader.term if control.leader is not None else 0,
             generation=control.generation or "",
             epoch=control.epoch,
-            shape=deployment.shape,
-            ranks=self._ranks(now),
-            step=deployment.ingest.newest_step,
-            window_steps=max((len(ring) for ring in deployment.ingest.rings.values()), default=0),
+            shape=loads.shape,
+            ranks=self._rank_rows(now),
+            step=loads.ingest.newest_step,
+            window_steps=max((len(ring) for ring in loads.ingest.rings.values()), default=0),
             balancedness_mean=mean,
             balancedness_worst=worst,
             active_plan=control.active_plan,
             staging_bytes_done=sum(done for done, _ in staged),
             staging_bytes_total=sum(total for _, total in staged),
-            last_decision=decisions[-1] if decisions else None,
+            last_decision=self._decisions[-1] if self._decisions else None,
             frozen_until_unix=frozen_until if frozen_until > now + control.unix_offset_s else None,
             held=control.held,
-            leader_address=deployment.options.advertise if deployment.keeper.leading else None,
+            leader_address=leadership.advertise if leading else None,
         )
 
-    def _ranks(self, now: float) -> tuple[RankStatus, ...]:
-        deployment = self._deployment
-        membership = deployment.control.membership
-        shares, speeds = deployment.balance.load_shares(), deployment.balance.seconds_per_token()
-        factors = deployment.balance.speed_factors()
-        rows = []
-        for rank in sorted(membership.members):
-            member = membership.members[rank]
-            hello, state = member.hello, member.state
-            session = deployment.sessions.get(member.stream)
-            speed = float(speeds[rank]) if rank < len(speeds) else math.nan
-            factor = float(factors[rank]) if rank < len(factors) else math.nan
-            rows.append(
-                RankStatus(
-                    rank=rank,
-                    node=hello.node,
-                    gpu_uuid=hello.gpu_uuid,
-                    fresh=membership.fresh(rank, now),
-                    last_seen_unix=member.last_seen + deployment.unix_offset_s,
-                    epoch=session.epoch if session is not None else hello.epoch,
-                    state=state.state if state is not None else "unknown",
-                    load_share=float(shares[rank])
-                    if shares is not None and rank < len(shares)
-                    else None,
-                    seconds_per_token=speed if np.isfinite(speed) else None,
-                    free_bytes=session.free_bytes if session is not None else hello.free_bytes,
-                    staging_bytes=hello.staging_bytes,
-                    slowness=factor if np.isfinite(factor) else None,
-                    trouble=session.trouble if session is not None else "",
-                )
+    def _rank_rows(self, now: float) -> tuple[RankStatus, ...]:
+        balance, members = self._loads.balance, self._control.membership.members
+        shares = balance.load_shares()
+        speeds, factors = balance.seconds_per_token(), balance.speed_factors()
+        return tuple(
+            self._rank_row(
+                rank,
+                members[rank],
+                now,
+                load_share=None if shares is None else _known(shares, rank),
+                seconds_per_token=_known(speeds, rank),
+                slowness=_known(factors, rank),
             )
-        return tuple(rows)
+            for rank in sorted(members)
+        )
+
+    def _rank_row(
+        self,
+        rank: int,
+        member: Member,
+        now: float,
+        *,
+        load_share: float | None,
+        seconds_per_token: float | None,
+        slowness: float | None,
+    ) -> RankStatus:
+        hello, state = member.hello, member.state
+        session = self._ranks.by_stream.get(member.stream)
+        return RankStatus(
+            rank=rank,
+            node=hello.node,
+            gpu_uuid=hello.gpu_uuid,
+            fresh=self._control.membership.is_fresh(member, now),
+            last_seen_unix=member.last_seen + self._control.unix_offset_s,
+            epoch=session.epoch if session is not None else hello.epoch,
+            state=state.state if state is not None else "unknown",
+            load_share=load_share,
+            seconds_per_token=seconds_per_token,
+            free_bytes=session.free_bytes if session is not None else hello.free_bytes,
+            staging_bytes=hello.staging_bytes,
+            slowness=slowness,
+            trouble=session.trouble if session is not None else "",
+        )
+
+
+def live_view(deployment: Deployment) -> LiveView:
+    """Return the view of a deployment."""
+    return LiveView(
+        deployment.control,
+        deployment.loads,
+        deployment.ranks,
+        deployment.leadership,
+        deployment.decisions,
+        deployment.clock,
+    )
+
+
+def _known(values: NDArray[np.float64], rank: int) -> float | None:
+    """Return the value of a rank; None if it was not measured."""
+    value = float(values[rank]) if rank < len(values) else math.nan
+    return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""A few rows about one deployment, kept as one document of the store."""
+"""Keeps a few rows about each deployment as one document in the store."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from evenkeel_moe.controller.deployment.action_executor import StoreHealth
+from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import DeploymentStore
@@ -19,11 +19,11 @@ Row = Mapping[str, Any]
 
 
 class StoredRows:
-    """The newest rows of each deployment; the document is rewritten whole, so keep them few and small.
+    """The newest rows of each deployment. Each change writes the whole document: keep it small.
 
     Args:
-        name: of the document.
-        most: rows kept of one deployment.
+        name: name of the document.
+        most: rows kept for each deployment.
     """
 
     def __init__(self, store: DeploymentStore, health: StoreHealth, name: str, most: int) -> None:
@@ -34,7 +34,7 @@ class StoredRows:
         self._writing = asyncio.Lock()
 
     async def fetch(self, deployment: DeploymentId) -> Sequence[Row]:
-        """What is stored, oldest first.
+        """Return the stored rows, oldest first.
 
         Raises:
             Unavailable: the store is out of reach.
@@ -45,7 +45,10 @@ class StoredRows:
     async def change(
         self, deployment: DeploymentId, edit: Callable[[Sequence[Row]], Sequence[Row]], term: int
     ) -> None:
-        """Replace the rows by what `edit` makes of them. What cannot be stored is said in the log: what it tells of is done."""
+        """Replace the rows by those that `edit` returns.
+
+        A failure is only logged: what the rows report was done, whether they are stored or not.
+        """
         try:
             async with self._writing:
                 rows = edit(await self.fetch(deployment))[-self._most :]

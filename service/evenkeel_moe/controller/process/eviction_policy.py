@@ -1,4 +1,4 @@
-"""Whether the store may drop records by itself when its memory is short: said in the log and as a metric."""
+"""Warns if the store may drop records when its memory is short."""
 
 import asyncio
 
@@ -18,46 +18,48 @@ _RETRY_S = 1.0
 
 
 class EvictionWatch:
-    """Looks at the start and now and then; warns when what it sees is new and not safe.
+    """Checks the store's eviction policy at the start and now and then; logs each new finding.
 
-    All our records carry a time to live, so `volatile-...` policies drop them as readily as `allkeys-...` do: terms, plans
-    and windows would be gone one by one, which looks like a store that was never written.
+    All our records have a time to live, so `volatile-...` policies drop them just as `allkeys-...`
+    do. Terms, plans and windows would vanish one by one, as if they had never been written.
     """
 
     def __init__(self, client: Client, metrics: ControllerMetrics) -> None:
         self._client = client
         self._metrics = metrics
-        self._told: object = ()
+        self._reported: object = ()
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Check until cancelled."""
         while True:
             try:
-                await self.look()
+                await self.check()
             except Unavailable:
                 await asyncio.sleep(_RETRY_S)
             else:
                 await asyncio.sleep(_EVERY_S)
 
-    async def look(self) -> None:
-        """Ask once.
+    async def check(self) -> None:
+        """Check once.
 
         Raises:
-            Unavailable: no answer; nothing is said.
+            Unavailable: the store did not answer; nothing is logged.
         """
         found = await eviction_policies(self._client)
         self._metrics.store_policies(found or ())
-        if found == self._told:
+        if found == self._reported:
             return
-        self._told = found
+        self._reported = found
         if found is None:
             _log.warning(
                 "store_eviction_unknown",
-                detail="the store does not tell its maxmemory-policy; grant +info, and see that it is noeviction",
+                detail="the store does not tell its maxmemory-policy; grant +info, and see that it"
+                " is noeviction",
             )
         elif found != {_SAFE}:
             _log.warning(
                 "store_may_evict",
                 maxmemory_policy=sorted(found - {_SAFE}),
-                detail="short of memory the store would drop plans, terms and windows; set maxmemory-policy noeviction",
+                detail="short of memory the store would drop plans, terms and windows; set"
+                " maxmemory-policy noeviction",
             )

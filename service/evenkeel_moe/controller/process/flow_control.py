@@ -1,4 +1,4 @@
-"""Slower reports while this replica cannot keep up, and the old pace again when it can."""
+"""Slows the ranks' reports down while this replica cannot keep up with them."""
 
 from dataclasses import replace
 
@@ -7,19 +7,23 @@ from evenkeel_moe.wire.link import FlowControl
 __all__ = ["Pacer"]
 
 _BEHIND_S = 0.25
-"""Lag of the event loop from which it is behind; ranks notice nothing of a few hundred milliseconds."""
+"""Lag of the event loop that counts as behind. Ranks do not notice a few hundred milliseconds."""
 _IDLE_S = 0.05
 _SLOWER_AFTER = 4
-"""Samples behind in a row, so that one long garbage collection slows nobody down."""
+"""Samples behind in a row: a single long garbage collection must not slow the ranks down."""
 _FASTER_AFTER = 40
-"""Samples idle in a row: going back too soon would swing."""
-_LONGER = 3
-"""Levels that only make reports rarer and larger, which costs nothing but delay; those above leave steps out."""
+"""Samples idle in a row: speeding up too soon would make the pace swing."""
+_INTERVAL_LEVELS = 3
+"""Levels that only make reports rarer and larger, which costs nothing but delay. Levels above
+leave steps out."""
 _LEVELS = 7
 
 
 class Pacer:
-    """Level 0 is the pace of the settings; each level doubles the interval, from the fourth on the stride.
+    """Chooses the pace of reports from the lag of the event loop.
+
+    Level 0 is the pace of the settings. Each level doubles the report interval, and from the fourth
+    on the stride.
 
     Args:
         flow: the pace of the settings.
@@ -33,8 +37,8 @@ class Pacer:
 
     @property
     def flow(self) -> FlowControl:
-        """What ranks are told at this level; `from_step` is each deployment's own."""
-        longer, sparser = min(self.level, _LONGER), max(0, self.level - _LONGER)
+        """The flow control of this level; each deployment sets `from_step` itself."""
+        longer, sparser = min(self.level, _INTERVAL_LEVELS), max(0, self.level - _INTERVAL_LEVELS)
         return replace(
             self._base,
             report_interval_s=self._base.report_interval_s * 2**longer,
@@ -42,7 +46,7 @@ class Pacer:
         )
 
     def sample(self, lag_s: float) -> bool:
-        """Take one measurement of how late the event loop is; whether the pace changed."""
+        """Take one measurement of the event loop's lag; return True if the level changed."""
         self._behind = self._behind + 1 if lag_s >= _BEHIND_S else 0
         self._idle = self._idle + 1 if lag_s <= _IDLE_S else 0
         if self._behind >= _SLOWER_AFTER and self.level < _LEVELS - 1:

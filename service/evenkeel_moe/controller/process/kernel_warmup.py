@@ -1,4 +1,4 @@
-"""The compiled code that the event loop calls itself."""
+"""Compiles, before the controller serves, the kernels that its event loop calls."""
 
 from collections.abc import Callable, Iterator
 
@@ -28,28 +28,31 @@ __all__ = ["warm_kernels"]
 
 _log = structlog.get_logger(__name__)
 _SHAPE = ModelShape(1, 2, 2, 1, 1, 1)
-_MOST_KERNELS = 20
-"""That one use may call."""
+_MAX_KERNELS = 20
+"""Most kernels that a single use may call."""
 
 
 def warm_kernels(dispatch: DispatchModel) -> None:
-    """Compile it, or load it from the disk, by one step of a toy group: a first report must not hold up the others.
+    """Compile the kernels, or load them from the disk, by one step of a toy group.
+
+    Otherwise the first report of a rank would delay all others.
 
     Args:
-        dispatch: how the engines split tokens over replicas; balance is worked out under that.
+        dispatch: how the engines split tokens over replicas; it decides which kernels are used.
     """
     for use in _uses(dispatch):
-        for _ in range(_MOST_KERNELS):
+        for _ in range(_MAX_KERNELS):
             try:
                 use()
                 break
             except OSError as error:
-                # Numba could not write one to its cache. It is compiled all the same, and kept in memory: on to the next.
+                # Numba could not write a kernel to its cache. The kernel is compiled all the same
+                # and stays in memory, so the next attempt goes one kernel further.
                 _log.warning("kernel_not_cached", error=str(error))
 
 
 def _uses(dispatch: DispatchModel) -> Iterator[Callable[[], object]]:
-    """Each calls some kernels for the first time."""
+    """Yield functions that each call some kernels for the first time."""
     placement, split, load = Placement.initial(_SHAPE), SplitModel(dispatch), np.ones((1, 1, 2))
     yield _assemble
     yield lambda: metrics.rank_load(load.astype(np.uint32), placement, split)
@@ -69,5 +72,5 @@ def _assemble() -> None:
             who.deployment, who.generation, who.rank, 0, CountingSide.DESTINATION, step,
             np.ones((1, 1, 1), np.int32),
         )  # fmt: skip
-        # Over the wire: arrays that may not be written are another type to the compiler.
+        # Encoded and decoded, because read-only arrays are another type to the compiler.
         assembler.take(decode_report(encode_report(report), who, _SHAPE))

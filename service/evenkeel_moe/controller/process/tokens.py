@@ -1,4 +1,4 @@
-"""The token file, followed while the controller runs."""
+"""Reads the token file, and reads it again when it changes while the controller runs."""
 
 import os
 from pathlib import Path
@@ -14,12 +14,12 @@ _log = structlog.get_logger(__name__)
 
 
 class TokenFile:
-    """`api.auth.Tokens` of a file that is read anew when it has changed, so that tokens rotate without a restart.
+    """`api.auth.Tokens` from a file, so that tokens can be changed without a restart.
 
-    A changed file that cannot be used leaves the tokens as they were, and is said once.
+    If a changed file cannot be used, the tokens stay as they were and one error is logged.
 
     Raises:
-        InvalidInput: the file cannot be read, or holds no tokens, when it is read first.
+        InvalidInput: at the first reading the file cannot be read, or holds no tokens.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class TokenFile:
             raise InvalidInput(f"cannot read the token file {path}: {error}") from error
 
     def find(self, secret: str) -> Token | None:
-        """The token with this secret, as the file is now."""
+        """Return the token with this secret, as the file is now; None if there is none."""
         self._follow()
         return self._tokens.find(secret)
 

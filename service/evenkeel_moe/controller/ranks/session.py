@@ -1,10 +1,13 @@
-"""One rank's stream: what it says goes to the machine or to telemetry."""
+"""Passes one rank's messages to the machine or to the load windows."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
+from evenkeel_moe.controller.ingest.ingest import Ingest
+from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.errors import PeerViolation
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import LoadReport
@@ -12,49 +15,60 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Ack, Hello, RankMessage, RankState
 from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat
 
-if TYPE_CHECKING:
-    from evenkeel_moe.controller.deployment.deployment import Deployment
-
-__all__ = ["Session"]
+__all__ = ["RankSession", "SessionTargets"]
 
 _log = structlog.get_logger(__name__)
 _TELEMETRY = (LoadReport, Heartbeat, CostCurve)
 
 
-class Session:
-    """`adapters.grpc_server.Attached` for one rank of a deployment."""
+@dataclass(frozen=True, slots=True)
+class SessionTargets:
+    """What the messages of a deployment's ranks are passed to."""
 
-    def __init__(self, deployment: "Deployment", hello: Hello, stream: RankStream) -> None:
+    inbox: MachineInbox
+    ingest: Ingest
+    swapped: Callable[[float], None]
+    """Note the seconds for which a swap stalled a rank."""
+    ended: Callable[["RankSession"], None]
+    """Remove a session whose stream ended."""
+
+
+class RankSession:
+    """`adapters.grpc.server.Attached` for one rank of a deployment."""
+
+    def __init__(self, hello: Hello, stream: RankStream, targets: SessionTargets) -> None:
         self.hello = hello
         self.stream = stream
         self.registered = False
-        """Whether the rank was told that it is taken; nothing else may be sent before."""
+        """True once the rank was told that it is accepted; nothing else may be sent before."""
         self.free_bytes = hello.free_bytes
         """As of the newest heartbeat."""
         self.epoch: int = hello.epoch
-        """As the rank last said."""
+        """The epoch the rank named last."""
         self.trouble = ""
-        """Why the rank takes no wave any more; empty while all is well."""
+        """Why the rank takes no more waves; empty while it takes them."""
         self.curve: CostCurve | None = None
-        """As its profiler measured; None until it did."""
-        self._deployment = deployment
+        """The cost curve its profiler measured; None until then."""
+        self._targets = targets
 
     @property
     def rank(self) -> EpRank:
-        """Whose stream it is."""
+        """The rank that owns the stream."""
         return self.hello.identity.rank
 
     def event(self, message: RankMessage) -> ctl.FromRank:
-        """A message as the machine takes it."""
+        """Return a message in the form in which the machine takes it."""
         return ctl.FromRank(self.rank, self.hello.identity.incarnation, self.stream.number, message)
 
     def received(self, message: FromRankLink) -> None:
-        """Telemetry stops here; the rest is the machine's. Both say that the rank lives."""
-        deployment = self._deployment
+        """Pass on one message. Telemetry goes to the windows, all else to the machine.
+
+        Every message shows that the rank lives.
+        """
         if isinstance(message, _TELEMETRY):
-            self.tell_heard()
+            self._heard()
             if isinstance(message, LoadReport):
-                deployment.ingest.take(message, self.stream.send)
+                self._targets.ingest.take(message, self.stream.send)
             elif isinstance(message, CostCurve):
                 self.curve = message
             else:
@@ -63,8 +77,12 @@ class Session:
         if isinstance(message, Ack | RankState):
             self.epoch = message.epoch
         if isinstance(message, Ack):
-            deployment.outside.metrics.swap_stall(deployment.deployment, message.swap_s)
-        deployment.driver.post(self.event(message))
+            self._targets.swapped(message.swap_s)
+        self._targets.inbox.post(self.event(message))
+
+    def _heard(self) -> None:
+        incarnation = self.hello.identity.incarnation
+        self._targets.inbox.tell(ctl.RankHeard(self.rank, incarnation, self.stream.number))
 
     def _beat(self, beat: Heartbeat) -> None:
         self.free_bytes = beat.free_bytes
@@ -72,29 +90,26 @@ class Session:
             self.trouble = beat.trouble
             _log.error(
                 "rank_trouble",
-                deployment=self._deployment.deployment,
+                deployment=self.hello.identity.deployment,
                 rank=self.rank,
                 node=self.hello.node,
                 gpu_uuid=self.hello.gpu_uuid,
                 detail=beat.trouble or "over",
             )
-        self.tell_trouble()
+        self.repeat_trouble()
 
-    def tell_heard(self) -> None:
-        """Tell the machine that the rank is alive."""
-        incarnation = self.hello.identity.incarnation
-        self._deployment.tell(ctl.RankHeard(self.rank, incarnation, self.stream.number))
-
-    def tell_trouble(self) -> None:
-        """Tell the machine what keeps the rank from waves."""
-        self._deployment.tell(ctl.RankTroubled(self.rank, self.stream.number, self.trouble))
+    def repeat_trouble(self) -> None:
+        """Tell the machine again why the rank takes no waves."""
+        self._targets.inbox.tell(ctl.RankTroubled(self.rank, self.stream.number, self.trouble))
 
     def malformed(self, violation: PeerViolation, steps: tuple[int, ...]) -> None:
-        """A report that cannot be right."""
-        self._deployment.malformed(self, violation, steps)
+        """Count a report that cannot be right, and answer it so that it is not sent again.
+
+        The rank lives all the same.
+        """
+        self._heard()
+        self.stream.send(self._targets.ingest.malformed(self.rank, violation, steps))
 
     def lost(self) -> None:
-        """The stream ended. May be called twice."""
-        if self._deployment.sessions.pop(self.stream.number, None) is not None:
-            self._deployment.seen()
-            self._deployment.driver.post(ctl.StreamClosed(self.rank, self.stream.number))
+        """Note that the stream ended. May be called twice."""
+        self._targets.ended(self)

@@ -1,0 +1,169 @@
+"""Collects the planner's inputs from the machine, the loads and the ranks of a deployment."""
+
+import math
+from dataclasses import replace
+
+from evenkeel_moe.controller.cycles.cycle_inputs import (
+    CycleSettings,
+    PlanBase,
+    last_plan_ended,
+    merge_phases,
+    plan_failures,
+    price,
+    steps_since_move,
+)
+from evenkeel_moe.controller.cycles.evaluation_budget import EvaluationBudget
+from evenkeel_moe.controller.ingest.group_loads import GroupLoads
+from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
+from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.cycle import CycleInputs
+from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
+from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.ports import Clock, PlanRequest
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks, join_curves
+
+__all__ = ["InputBuilder", "StepPace"]
+
+_PACE_S = 5.0
+
+
+class StepPace:
+    """The seconds from one step to the next.
+
+    Measured over stretches long enough that it does not matter that reports arrive in batches.
+    """
+
+    def __init__(self) -> None:
+        self.step_s: float | None = None
+        """None before it is known."""
+        self._since: tuple[float, int] | None = None
+        """Monotonic seconds and number of the step that the stretch began with."""
+
+    def measure(self, newest_at: float | None, newest_step: int | None) -> None:
+        """Take the newest step into account; both values are None before the first step."""
+        if newest_at is None or newest_step is None:
+            return
+        if self._since is not None:
+            seconds, steps = newest_at - self._since[0], newest_step - self._since[1]
+            if steps > 0 and seconds < _PACE_S:
+                return
+            if steps > 0:
+                self.step_s = seconds / steps
+        self._since = (newest_at, newest_step)
+
+
+class InputBuilder:
+    """The planner's inputs of one deployment."""
+
+    def __init__(
+        self,
+        control: DeploymentControl,
+        loads: GroupLoads,
+        ranks: RankSessions,
+        clock: Clock,
+        settings: CycleSettings,
+        budget: EvaluationBudget,
+    ) -> None:
+        self.gate_memory = GateMemory()
+        """What the gates remember of the last cycle; each cycle replaces it."""
+        self._control = control
+        self._loads = loads
+        self._ranks = ranks
+        self._clock = clock
+        self._settings = settings
+        self._budget = budget
+        self._pace = StepPace()
+        self._slow = SlowRanks()
+
+    def forget(self) -> None:
+        """Start again: the windows begin again for another generation."""
+        self.gate_memory = GateMemory()
+        self._pace = StepPace()
+
+    def measure_pace(self) -> None:
+        """Measure the time between steps; call once a cycle."""
+        self._pace.measure(self._loads.ingest.newest_at, self._loads.ingest.newest_step)
+
+    def build(
+        self,
+        base: PlanBase,
+        policy: str,
+        limits: PlanLimits,
+        phases: tuple[Phase, ...] = tuple(Phase),
+        *,
+        request: PlanRequest | None = None,
+    ) -> CycleInputs:
+        """Return the inputs for a policy.
+
+        Args:
+            request: what an operator asked for; None for an automatic plan.
+
+        Raises:
+            Unavailable: the ranks have not all connected.
+        """
+        control, ingest, settings = self._control, self._loads.ingest, self._settings
+        membership, now = control.membership, self._clock.monotonic()
+        shape = membership.shape
+        if shape is None:
+            raise Unavailable("the ranks have not all connected", Reason.RANKS_MISSING)
+        found = ingest.windows(settings.plan_steps)
+        windows = [window for phase, window in found.items() if phase in phases]
+        load, source = merge_phases(windows, shape, settings.plan_steps)
+        starts = request is None or not request.dry_run
+        failed_plans, ended_at = self._plan_history()
+        return CycleInputs(
+            load=load,
+            shape=shape,
+            topology=self._loads.topology(),
+            current=base.placement,
+            policy=policy,
+            settings=GateSettings.from_thresholds(control.policy.thresholds),
+            staging_bytes=membership.staging_bytes(),
+            now_unix=self._clock.unix(),
+            mode=control.policy.mode,
+            ranks_fresh=sum(membership.fresh(rank, now) for rank in membership.members),
+            newest_step_age_s=math.nan if ingest.newest_at is None else now - ingest.newest_at,
+            memory=self.gate_memory,
+            manual=request is not None,
+            target=None if request is None else request.target,
+            plan_in_progress=starts and control.active_plan is not None,
+            frozen_until_unix=control.frozen_until if starts else 0.0,
+            held=control.held,
+            last_plan_ended_unix=ended_at,
+            failed_plans=failed_plans,
+            steps_since_move=steps_since_move(windows, base.epoch, settings.plan_steps),
+            step_s=self._pace.step_s,
+            source_load=source,
+            objective=self._objective(shape, base.placement, limits),
+            max_evaluations=self._budget.limit(policy),
+            recent_steps=settings.recent_steps,
+        )
+
+    def _objective(self, shape: ModelShape, placement: Placement, limits: PlanLimits) -> Objective:
+        balance = self._loads.balance
+        balance.update(self._loads.ingest.parts(), placement)
+        curves = self._rank_curves()
+        costs, copy_cost = price(balance.comparable_seconds_per_token(), shape.bytes_per_expert, self._settings, curves)
+        return replace(self._settings.objective, costs=costs, copy_cost=copy_cost, limits=limits)
+
+    def _rank_curves(self) -> CostCurves | None:
+        """Return the measured curves if every rank has one; log ranks that have become slow."""
+        members = self._control.membership.members
+        devices = {
+            int(rank): Device(one.hello.node, one.hello.gpu_uuid) for rank, one in members.items()
+        }
+        self._slow.update(self._control.deployment, self._loads.balance.speed_factors(), devices)
+        sessions = [self._ranks.by_stream.get(members[rank].stream) for rank in sorted(members)]
+        return join_curves([None if session is None else session.curve for session in sessions])
+
+    def _plan_history(self) -> tuple[int, float | None]:
+        """Return the plans that failed in a row, and the Unix seconds at which the last plan ended."""
+        records = self._control.records.by_id.values()
+        failed, failed_at = plan_failures(records)
+        times = [at for at in (last_plan_ended(records), failed_at) if at is not None]
+        return failed, max(times, default=None)

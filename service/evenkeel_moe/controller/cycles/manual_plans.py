@@ -1,0 +1,236 @@
+"""Makes the plans and rollbacks that operators ask for."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
+from evenkeel_moe.controller.cycles.cycle_inputs import (
+    PlanBase,
+    WaveRequest,
+    build_waves,
+    finite,
+)
+from evenkeel_moe.controller.cycles.evaluation_budget import EvaluationBudget
+from evenkeel_moe.controller.cycles.input_builder import InputBuilder
+from evenkeel_moe.controller.ingest.group_loads import GroupLoads
+from evenkeel_moe.controller.machine_inbox import MachineInbox
+from evenkeel_moe.errors import (
+    Conflict,
+    EvenkeelError,
+    InfeasiblePlan,
+    InvalidInput,
+    Reason,
+    Unavailable,
+)
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanRecord
+from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.planning.decision.cycle import CycleResult
+from evenkeel_moe.planning.policies.registry import resolve_policy
+from evenkeel_moe.ports import Clock, DeploymentStore, PlanRequest
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.leader.plan_records import repeated
+
+__all__ = ["ManualPlanner", "request_digest"]
+
+_INFEASIBLE = frozenset(
+    {
+        Reason.EXPERT_WITHOUT_REPLICA,
+        Reason.EXPERT_OUT_OF_RANGE,
+        Reason.DUPLICATE_ON_RANK,
+        Reason.POOL_EXCEEDED,
+        Reason.MEMORY_EXCEEDED,
+        Reason.NO_SOURCE,
+        Reason.LIMIT_EXCEEDED,
+        Reason.STAGING_TOO_SMALL,
+        Reason.PLANNER_FAILED,
+    }
+)
+
+
+class ManualPlanner:
+    """The operators' plans for one deployment."""
+
+    def __init__(
+        self,
+        operator: Operator,
+        builder: InputBuilder,
+        budget: EvaluationBudget,
+        loads: GroupLoads,
+        planner: PlannerPool,
+        inbox: MachineInbox,
+        store: DeploymentStore,
+        clock: Clock,
+    ) -> None:
+        self._operator = operator
+        self._control = operator.control
+        self._builder = builder
+        self._budget = budget
+        self._loads = loads
+        self._planner = planner
+        self._inbox = inbox
+        self._store = store
+        self._clock = clock
+
+    async def create(self, request: PlanRequest) -> PlanRecord:
+        """Make a plan, and start it if the request or the mode says so.
+
+        The same id and body give the same plan.
+
+        Raises:
+            InvalidInput: the request contradicts itself, or names an unknown policy.
+            Conflict: another request has the id, or a gate is closed.
+            InfeasiblePlan: no plan satisfies the limits.
+            Unavailable: the planner or the store failed, or this replica does not lead.
+        """
+        digest = request_digest(request)
+        known = await self._repeated(request.plan_id, digest)
+        if known is not None:
+            return known
+        if request.dry_run and request.approve:
+            raise InvalidInput("dry_run plans and does not start, approve starts at once: not both")
+        policy = self._control.policy
+        name = "explicit" if request.target is not None else request.policy or policy.policy
+        if request.target is None:
+            resolve_policy(name)
+        base = PlanBase.current(self._control)
+        limits = _tighter(policy.limits, request.limits)
+        phases = request.phases or tuple(Phase)
+        inputs = self._builder.build(base, name, limits, phases, request=request)
+        result = await self._budget.run(self._planner, inputs)
+        if not result.passed or result.target is None:
+            raise _refusal(result)
+        unix = self._clock.unix()
+        plan = base.plan(
+            result.target,
+            result.waves,
+            plan_id=request.plan_id,
+            kind=PlanKind.MANUAL,
+            policy=name,
+            reason=Reason.MANUAL_REQUEST,
+            created_at=unix,
+            expires_at=unix + policy.proposal_ttl_s,
+            numbers=result.numbers,
+        )
+        starts = request.approve or (policy.mode is Mode.AUTO and not request.dry_run)
+        return await self._submit(plan, starts, request.requested_by, digest)
+
+    async def rollback(
+        self, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None
+    ) -> PlanRecord:
+        """Plan and start the return to the placement of an earlier epoch (R16).
+
+        Args:
+            to_epoch: None for the epoch before the last plan.
+            by: the operator.
+            plan_id: chosen by the client; None chooses a new id.
+
+        Raises:
+            NotFound, Conflict: there is no such epoch, or it is the present one.
+            Unavailable: the planner or the store failed, or this replica does not lead.
+        """
+        digest = _digest({"kind": PlanKind.ROLLBACK.value, "to_epoch": to_epoch})
+        # Look for a repeated request first: once a rollback is carried out, the epoch before the
+        # last plan is the one that the rollback left.
+        known = await self._repeated(plan_id, digest)
+        if known is not None:
+            return known
+        epoch, target = self._operator.rollback_target(to_epoch)
+        base, membership = PlanBase.current(self._control), self._control.membership
+        assert membership.shape is not None
+        request = WaveRequest(
+            base.placement,
+            target,
+            membership.shape,
+            self._loads.topology(),
+            membership.staging_bytes(),
+        )
+        waves = await self._planner.run(build_waves, request)
+        if not waves:
+            raise Conflict(f"the placement of epoch {epoch} is the present one", Reason.NO_CHANGE)
+        plan = base.plan(
+            target,
+            waves,
+            plan_id=plan_id,
+            kind=PlanKind.ROLLBACK,
+            policy="rollback",
+            reason=Reason.MANUAL_REQUEST,
+            created_at=self._clock.unix(),
+            expires_at=None,
+            numbers={"to_epoch": float(epoch)},
+        )
+        return await self._submit(plan, True, by, digest)
+
+    async def _repeated(self, plan_id: PlanId | None, digest: str) -> PlanRecord | None:
+        """Return the plan of a request that was made before under the id it chose.
+
+        Raises:
+            Conflict: another request has that id.
+            Unavailable: the store does not answer, or still does not take the plan.
+        """
+        if plan_id is None:
+            return None
+
+        def look(_now: float) -> tuple[PlanRecord | None, list[ctl.ControlAction]]:
+            known = self._control.records.same_request(plan_id, digest)
+            # The first call may have failed because of the store: what it left unwritten is
+            # written before this call is answered.
+            return known, self._control.outgoing([], flush=known is not None)
+
+        known = await self._inbox.call(look)
+        if known is not None:
+            return known
+        stored = await self._store.fetch_plans(self._control.deployment, [plan_id])
+        return repeated(stored[0], digest) if stored else None
+
+    async def _submit(self, plan: Plan, starts: bool, by: str, digest: str) -> PlanRecord:
+        try:
+            return await self._inbox.call(
+                lambda now: self._operator.submit(
+                    plan, now, approve=starts, by=by, request_digest=digest
+                )
+            )
+        except Unavailable as error:
+            # The plan may still be carried out. With its id the caller can look it up, and can
+            # repeat the request without making a second plan.
+            raise Unavailable(f"plan {plan.plan_id}: {error}", error.reason) from error
+
+
+def request_digest(request: PlanRequest) -> str:
+    """Return a digest of everything in a request but its id and its author."""
+    form = {
+        "policy": request.policy,
+        "limits": asdict(request.limits),
+        "phases": sorted(request.phases),
+        "dry_run": request.dry_run,
+        "approve": request.approve,
+        "target": None if request.target is None else request.target.digest,
+    }
+    return _digest(form)
+
+
+def _digest(form: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(form, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _tighter(one: PlanLimits, other: PlanLimits) -> PlanLimits:
+    """Return limits that satisfy both."""
+    pairs = zip(asdict(one).items(), asdict(other).values(), strict=True)
+    return PlanLimits(
+        **{name: min((v for v in (a, b) if v is not None), default=None) for (name, a), b in pairs}
+    )
+
+
+def _refusal(result: CycleResult) -> EvenkeelError:
+    """Return the error that tells a caller why there is no plan."""
+    numbers = ", ".join(
+        f"{name} {value:.6g}" for name, value in sorted(finite(result.numbers).items())
+    )
+    words = f"{result.reason}: {result.detail or numbers or 'no numbers'}"
+    if result.reason in _INFEASIBLE:
+        return InfeasiblePlan(words, result.reason)
+    return Conflict(words, result.reason)

@@ -1,0 +1,157 @@
+"""Logs and counts what the control machine decides, each thing once however often it is stored."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+
+from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, PlanId
+from evenkeel_moe.model.plan import PlanRecord, WaveKey
+from evenkeel_moe.ports import Clock
+from evenkeel_moe.protocol import control_messages as ctl
+
+__all__ = ["ActionLog"]
+
+_log = structlog.get_logger(__name__)
+_REMEMBERED = 1024
+_ALERT_EVERY_S = 1.0
+"""Least time between two alerts with one reason: a faulty rank must not fill the log."""
+
+
+class ActionLog:
+    """The log lines and counters of one deployment's actions.
+
+    Args:
+        decisions: rows of the decision log in memory; new rows are appended.
+        find_plan: returns the record of a plan, if the machine still has it.
+    """
+
+    def __init__(
+        self,
+        deployment: DeploymentId,
+        clock: Clock,
+        metrics: ControllerMetrics,
+        decisions: deque[dict[str, Any]],
+        find_plan: Callable[[PlanId], PlanRecord | None],
+    ) -> None:
+        self._deployment = deployment
+        self._clock = clock
+        self._metrics = metrics
+        self._decisions = decisions
+        self._find_plan = find_plan
+        self._logged: deque[object] = deque(maxlen=_REMEMBERED)
+        """Subjects of the last actions that were logged."""
+        self._last_reason: object = None
+        self._alerts: dict[Reason, tuple[float, int]] = {}
+        """For each reason when it was last logged, and how many alerts were left out since."""
+        self._wave_began: dict[WaveKey, float] = {}
+
+    def wave_begins(self, wave: WaveKey) -> bool:
+        """Note that a wave goes out; return True the first time."""
+        if wave in self._wave_began:
+            return False
+        # There is one wave at a time: if the former one is still here, its end will not be seen.
+        self._wave_began = {wave: self._clock.monotonic()}
+        return True
+
+    def persisting(self, action: ctl.ControlAction) -> None:
+        """Log and count an action that is about to be stored, unless that was done before."""
+        subject = _subject(action)
+        if subject is None or subject in self._logged:
+            return
+        self._logged.append(subject)
+        match action:
+            case ctl.PersistDecision(row):
+                self._log_decision(dict(row))
+            case ctl.PersistPlan(record):
+                self._log_plan(record)
+            case ctl.PersistOutcome(wave, committed, reason):
+                self._log_wave(wave, committed, reason)
+
+    def wave_health(self, health: ctl.WaveHealth) -> None:
+        """Log that a wave waits, or runs again."""
+        if health.reason is None:
+            event = "wave_runs_again"
+        else:
+            event = "wave_stalled" if health.stalled else "wave_paused"
+        _log.warning(
+            event,
+            deployment=self._deployment,
+            plan_id=None if health.wave is None else health.wave.plan_id,
+            reason=health.reason,
+            detail=health.detail,
+        )
+
+    def alert(self, alert: ctl.Alert) -> None:
+        """Log an alert, or count it if one with the same reason was logged a moment ago."""
+        now = self._clock.monotonic()
+        logged_at, left_out = self._alerts.get(alert.reason, (float("-inf"), 0))
+        if now - logged_at < _ALERT_EVERY_S:
+            self._alerts[alert.reason] = logged_at, left_out + 1
+            return
+        self._alerts[alert.reason] = now, 0
+        _log.error(
+            "alert",
+            deployment=self._deployment,
+            reason=alert.reason,
+            detail=alert.detail,
+            left_out=left_out,
+        )
+
+    def _log_decision(self, row: dict[str, Any]) -> None:
+        self._decisions.append(row)
+        self._metrics.decision(self._deployment, row["reason"])
+        if row["reason"] != self._last_reason or row.get("plan_id"):
+            _log.info("decision", deployment=self._deployment, **row)
+        self._last_reason = row["reason"]
+
+    def _log_plan(self, record: PlanRecord) -> None:
+        row = dict(record.story[-1]) if record.story else {}
+        row["happened"] = row.pop("event", "")
+        _log.info(
+            "plan",
+            deployment=self._deployment,
+            plan_id=record.plan.plan_id,
+            kind=record.plan.kind,
+            epoch=record.plan.base_epoch + record.waves_committed,
+            **row,
+        )
+        if record.phase.terminal:
+            self._metrics.plan_ended(self._deployment, record.phase, record.reason)
+
+    def _log_wave(self, wave: WaveKey, committed: bool, reason: Reason) -> None:
+        began = self._wave_began.pop(wave, None)
+        _log.info(
+            "wave_ended",
+            deployment=self._deployment,
+            plan_id=wave.plan_id,
+            wave=wave.wave_index,
+            epoch=wave.base_epoch + wave.wave_index + committed,
+            committed=committed,
+            reason=reason,
+        )
+        record = self._find_plan(wave.plan_id)
+        if not committed or began is None or record is None:
+            return
+        plan = record.plan
+        per_rank = plan.target.slots_per_rank
+        body = plan.waves[wave.wave_index]
+        moves = sum(t.src_slot // per_rank != t.dst_slot // per_rank for t in body.transfers)
+        self._metrics.wave_committed(
+            self._deployment, self._clock.monotonic() - began, moves, body.nbytes(per_rank)
+        )
+
+
+def _subject(action: ctl.ControlAction) -> Mapping[str, Any] | tuple[object, ...] | WaveKey | None:
+    """Return what identifies an action over retries. A plan's record may be megabytes: not that."""
+    match action:
+        case ctl.PersistPlan(record):
+            return record.plan.plan_id, len(record.story), record.updated_at
+        case ctl.PersistDecision(row):
+            return row
+        case ctl.PersistOutcome(wave):
+            return wave
+    return None

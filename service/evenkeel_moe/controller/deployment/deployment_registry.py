@@ -1,0 +1,135 @@
+"""Holds the deployments of this replica: where the streams of ranks arrive."""
+
+from collections.abc import Sequence
+
+import structlog
+
+from evenkeel_moe.adapters.grpc.rank_stream import RankStream
+from evenkeel_moe.controller.deployment.deployment import (
+    Deployment,
+    DeploymentOptions,
+    SharedServices,
+)
+from evenkeel_moe.controller.deployment.idle_eviction import choose_evicted, is_expired
+from evenkeel_moe.controller.ranks.rank_sessions import refusal
+from evenkeel_moe.controller.ranks.session import RankSession
+from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.protocol.messages import Hello
+from evenkeel_moe.wire.link import FlowControl
+
+__all__ = ["DeploymentRegistry"]
+
+_log = structlog.get_logger(__name__)
+_LEASE_WAIT_S = 3.0
+
+
+class DeploymentRegistry:
+    """The deployments that exist on this replica; `adapters.grpc.server.RankHub` for their ranks."""
+
+    def __init__(
+        self, options: DeploymentOptions, shared: SharedServices, *, max_deployments: int
+    ) -> None:
+        self.deployments: dict[DeploymentId, Deployment] = {}
+        self.options = options
+        self.shared = shared
+        self._max_deployments = max_deployments
+        self._flow = options.flow
+
+    def add(self, name: DeploymentId) -> Deployment:
+        """Return the deployment of a name; create and start it if it is new here."""
+        known = self.deployments.get(name)
+        if known is None:
+            known = self.deployments[name] = Deployment(name, self.options, self.shared)
+            if self._flow != self.options.flow:
+                known.ranks.pace(self._flow)
+            known.start()
+        return known
+
+    async def take_up(self, names: Sequence[DeploymentId]) -> None:
+        """Seek the leases of the deployments that this replica led before it restarted.
+
+        Raises:
+            Unavailable: the store is out of reach.
+        """
+        for name in names:
+            leader = await self.shared.store.fetch_document(name, "leader") or {}
+            if (
+                leader.get("replica_id") == self.options.leader.replica_id
+                and len(self.deployments) < self._max_deployments
+            ):
+                self.add(name).keeper.want()
+
+    def pace(self, flow: FlowControl) -> None:
+        """Have the ranks of all deployments report like this, also those that come later."""
+        self._flow = flow
+        for deployment in self.deployments.values():
+            deployment.ranks.pace(flow)
+
+    # --- letting go -----------------------------------------------------------------------------------
+
+    async def evict_idle(self, after_s: float) -> None:
+        """Let go of the deployments that have been without ranks for that long."""
+        for name in list(self.deployments):
+            # Looked up one by one: meanwhile its ranks may be back, or an operator let it go.
+            deployment = self.deployments.get(name)
+            if deployment is not None and is_expired(deployment, after_s):
+                await self.let_go(deployment)
+
+    async def let_go(self, deployment: Deployment) -> None:
+        """Remove a deployment, unless that was done before: its lease, memory and series."""
+        name = deployment.deployment
+        if self.deployments.get(name) is deployment:
+            del self.deployments[name]
+            await self._end(deployment)
+
+    async def _end(self, deployment: Deployment) -> None:
+        name = deployment.deployment
+        _log.info("deployment_forgotten", deployment=name)
+        await self.seek_lease(deployment)
+        await deployment.stop(forget=True)
+        if name not in self.deployments:
+            self.shared.metrics.forget(name)
+
+    async def seek_lease(self, deployment: Deployment) -> None:
+        """Take the lease if nobody leads: only the leader of a deployment can let it go."""
+        if not deployment.keeper.leading and not self.shared.health.resting:
+            await deployment.keeper.decided(_LEASE_WAIT_S)
+
+    def _make_room(self) -> bool:
+        """Return True if one more deployment may come; if the table is full, evict an idle one."""
+        if len(self.deployments) < self._max_deployments:
+            return True
+        evicted = choose_evicted(self.deployments.values())
+        if evicted is None:
+            return False
+        del self.deployments[evicted.deployment]
+        self.shared.spawn(self._end(evicted), f"let-go-{evicted.deployment}")
+        return True
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    async def attach(self, hello: Hello, stream: RankStream) -> RankSession | None:
+        """Register the stream of a rank; return None if it was turned away."""
+        name = hello.identity.deployment
+        if name not in self.deployments and not self._make_room():
+            detail = f"{len(self.deployments)} deployments are here, no more are taken"
+            _log.error("deployment_refused", deployment=name, detail=detail)
+            self._refuse(stream, Reason.LIMIT_EXCEEDED, detail)
+            return None
+        return await self.add(name).attach(hello, stream)
+
+    def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
+        """Close a stream whose first message is not a valid Hello."""
+        _log.warning(
+            "hello_refused", peer=stream.peer, reason=violation.reason, detail=str(violation)
+        )
+        self._refuse(stream, violation.reason, str(violation))
+
+    def _refuse(self, stream: RankStream, reason: Reason, detail: str) -> None:
+        stream.close(refusal(self.options.timing, self.options.flow, reason, detail))
+
+    def close_streams(self) -> None:
+        """Close every stream: the ranks look for another replica, or wait for this one."""
+        for deployment in self.deployments.values():
+            deployment.ranks.close_all()

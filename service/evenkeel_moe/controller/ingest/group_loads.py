@@ -1,0 +1,212 @@
+"""Keeps the windows of a deployment in line with the control machine and with the store.
+
+The machine settles which generation of ranks is registered and which placement it runs under.
+Reports can be counted only under that placement, and windows belong to one generation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict
+from typing import Any
+
+import structlog
+
+from evenkeel_moe.controller.ingest.ingest import Ingest
+from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.model.ids import Epoch, Generation
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.problem.objective import DispatchModel
+from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.ports import DeploymentStore
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.messages import Prepare
+from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.telemetry.balance import Balance
+
+__all__ = ["GroupLoads", "shape_document", "shape_from_document", "topology_of"]
+
+_log = structlog.get_logger(__name__)
+_EARLIER_PLACEMENTS = 3
+"""Placements before the present one under which late reports are still counted."""
+
+
+class GroupLoads:
+    """The loads of one deployment's ranks: windows, balance, shape and topology.
+
+    Args:
+        control: the machine; only read.
+        store: keeps the shape, which says whose windows are stored.
+        plan_steps: newest steps of a phase that count for the balance.
+        dispatch: how the engines split an expert's tokens over its replicas.
+    """
+
+    def __init__(
+        self,
+        control: DeploymentControl,
+        store: DeploymentStore,
+        ingest: Ingest,
+        plan_steps: int,
+        dispatch: DispatchModel,
+    ) -> None:
+        self.ingest = ingest
+        self.balance = Balance(plan_steps, self.split)
+        self.shape: ModelShape | None = None
+        """As the ranks declared it; before they do, as stored. None while it is not known."""
+        self._control = control
+        self._store = store
+        self._dispatch = dispatch
+        self._settled_at: tuple[Epoch, str] | None = None
+        """Epoch and digest of the placement under which reports are counted."""
+        self._shape_unstored = False
+
+    def topology(self) -> Topology:
+        """Return the node of each rank; a single node until all ranks are known."""
+        members = self._control.membership.members
+        num_ranks = self.shape.num_ranks if self.shape is not None else 1
+        if len(members) != num_ranks:
+            return Topology.single_node(num_ranks)
+        return topology_of([members[rank].hello.node for rank in sorted(members)])
+
+    def split(self) -> SplitModel:
+        """Return how tokens split over replicas now, for the gauges as for the gates."""
+        return SplitModel(self._dispatch, self.topology())
+
+    # --- following the machine ----------------------------------------------------------------------
+
+    def declare_shape(self, shape: ModelShape) -> None:
+        """Note the shape a registered rank declared, unless one is known."""
+        self.shape = self.shape or shape
+
+    def follow_generation(self) -> bool:
+        """Begin empty windows for the registered generation; return True if it is a new one."""
+        shape, generation = self._control.membership.shape, self._control.generation
+        if generation is None or shape is None or generation == self.ingest.generation:
+            return False
+        self.ingest.begin_generation(generation, shape)
+        self.shape = shape
+        self.balance.clear()
+        self._settled_at = None
+        self._shape_unstored = True
+        return True
+
+    def follow_placement(self) -> None:
+        """Count reports under the committed placement, or let them wait while it is in question.
+
+        A follower goes on counting under the last placement while it seeks the lease.
+        """
+        control = self._control
+        if control.state is ControlState.FOLLOWER:
+            return
+        if control.state not in (ControlState.READY, ControlState.MIGRATING):
+            if self._settled_at is not None:
+                self._settled_at = None
+                self.ingest.unsettle()
+            return
+        epoch, placement = control.epoch, control.placement
+        assert epoch is not None and placement is not None
+        if (epoch, placement.digest) == self._settled_at:
+            return
+        self._settled_at = (epoch, placement.digest)
+        shape = control.membership.shape
+        earlier = sorted(known for known in control.history if known < epoch)
+        for known in earlier[-_EARLIER_PLACEMENTS:]:
+            if shape is not None and control.history[known].sizes == shape.sizes:
+                self.ingest.expect(known, control.history[known])
+        self.ingest.settle(epoch, placement)
+
+    def expect_wave(self, prepare: Prepare) -> None:
+        """Learn the placement of a wave: a rank may report steps under it before it acknowledges."""
+        placement = self._control.placement
+        if placement is None or self._control.epoch != prepare.base_epoch:
+            return
+        try:
+            after = placement.with_rows(prepare.body.layers, prepare.body.rows)
+            self.ingest.expect(Epoch(prepare.base_epoch + 1), after)
+        except EvenkeelError as error:
+            _log.error("wave_map_unusable", deployment=self._control.deployment, error=str(error))
+
+    # --- the copy in the store ----------------------------------------------------------------------
+
+    def store_shape_again(self) -> None:
+        """Store the shape with the next windows: the store knows nothing of the deployment."""
+        self._shape_unstored = True
+
+    async def store_windows(self, term: Callable[[], int]) -> None:
+        """Bring the stored windows and shape up to date.
+
+        Args:
+            term: returns the term to write under.
+
+        Raises:
+            Unavailable: the store is out of reach; a later call stores what is missing.
+            Conflict: another replica leads.
+        """
+        await self.ingest.store()
+        generation = self.ingest.generation
+        if not self._shape_unstored or self.shape is None or generation is None:
+            return
+        body = shape_document(generation, self.shape)
+        self._shape_unstored = False  # Before the write: another group may register during it.
+        try:
+            await self._store.store_document(self._control.deployment, "shape", body, term())
+        except BaseException:
+            self._shape_unstored = True
+            raise
+
+    async def restore(self, connected: Callable[[], Set[Generation]]) -> None:
+        """Load the stored windows, and keep the steps of theirs that are only in memory.
+
+        Args:
+            connected: returns the generations of the ranks that have a stream here.
+
+        Raises:
+            Unavailable: the store is out of reach.
+        """
+        deployment = self._control.deployment
+        known = shape_from_document(await self._store.fetch_document(deployment, "shape"))
+        if known is None:
+            return
+        generation, shape = known
+        steps = await self._restore_windows(generation, shape, connected())
+        _log.info("window_restored", deployment=deployment, steps=steps, generation=generation)
+
+    async def _restore_windows(
+        self, generation: Generation, shape: ModelShape, connected: Set[Generation]
+    ) -> int:
+        ingest = self.ingest
+        if generation != ingest.generation:
+            if connected == {ingest.generation}:
+                return 0  # The group restarted: the store still has the window of the one before.
+            ingest.leave_generation()
+        in_memory = dict(ingest.rings) if ingest.generation is not None else {}
+        # Reports wait until the machine settles: they may be of a generation that was here before.
+        ingest.unsettle()
+        self._settled_at = None
+        if ingest.generation is None:
+            self._shape_unstored = False
+        steps = await ingest.restore(generation, shape)
+        for phase, ring in in_memory.items():
+            for part in ring.parts():
+                steps += len(ingest.rings[phase].append(part))
+        self.declare_shape(shape)
+        return steps
+
+
+def topology_of(nodes: Sequence[str]) -> Topology:
+    """Number the nodes in the order in which the ranks name them."""
+    numbers: dict[str, int] = {}
+    return Topology(tuple(numbers.setdefault(node, len(numbers)) for node in nodes))
+
+
+def shape_document(generation: Generation, shape: ModelShape) -> dict[str, Any]:
+    """Return the document that says whose windows are stored."""
+    return {"generation": generation, "shape": asdict(shape)}
+
+
+def shape_from_document(body: Mapping[str, Any] | None) -> tuple[Generation, ModelShape] | None:
+    """Read the document back; None if none is stored or it cannot be read."""
+    if body is None:
+        return None
+    try:
+        return Generation(str(body["generation"])), ModelShape(**body["shape"])
+    except (EvenkeelError, KeyError, TypeError):
+        return None

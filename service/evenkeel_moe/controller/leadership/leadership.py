@@ -1,0 +1,180 @@
+"""Leads one deployment: takes the lease, loads the records, and lets the control machine lead."""
+
+import contextlib
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from evenkeel_moe.controller.ingest.group_loads import GroupLoads
+from evenkeel_moe.controller.leadership.leases import LeaseKeeper
+from evenkeel_moe.controller.leadership.operator_state import OperatorState, OperatorStateRecovery
+from evenkeel_moe.controller.leadership.takeover import Takeover, take_over
+from evenkeel_moe.controller.machine_inbox import MachineInbox
+from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
+from evenkeel_moe.controller.tasks import Spawn
+from evenkeel_moe.errors import Conflict, Unavailable
+from evenkeel_moe.ports import Clock, DeploymentStore, Lease
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.messages import Leader
+from evenkeel_moe.settings import LeaderSettings
+from evenkeel_moe.wire.link import NotLeader
+
+__all__ = ["Leadership"]
+
+_log = structlog.get_logger(__name__)
+_DECISIONS = 100
+"""Stored decision rows that a new leader loads."""
+
+
+class Leadership:
+    """The leadership of one deployment on this replica.
+
+    Args:
+        advertise: host:port by which ranks reach this replica.
+        decisions: rows of the decision log in memory, newest last; replaced when rows are loaded.
+    """
+
+    def __init__(
+        self,
+        control: DeploymentControl,
+        store: DeploymentStore,
+        clock: Clock,
+        settings: LeaderSettings,
+        advertise: str,
+        inbox: MachineInbox,
+        loads: GroupLoads,
+        ranks: RankSessions,
+        decisions: deque[dict[str, Any]],
+        spawn: Spawn,
+    ) -> None:
+        self.term = 0
+        """The term to write under; without a lease the last one we held."""
+        self.keeper = LeaseKeeper(
+            control.deployment,
+            settings.replica_id,
+            store,
+            clock,
+            lease_s=settings.lease_s,
+            renew_s=settings.renew_s,
+            alone=settings.replicas == 1,
+            won=self._won,
+            lost=lambda: inbox.post(ctl.LeaseLost()),
+            outrun=self._outrun,
+        )
+        self._deployment = control.deployment
+        self._control = control
+        self._store = store
+        self._clock = clock
+        self._replica_id = settings.replica_id
+        self._renew_s = settings.renew_s
+        self.advertise = advertise
+        self._loads = loads
+        self._ranks = ranks
+        self._decisions = decisions
+        self._inbox = inbox
+        self._spawn = spawn
+        self._recovery = OperatorStateRecovery(settings.replica_id, control.policy)
+        self._restored = False
+
+    @property
+    def machine_term(self) -> int:
+        """The term the machine leads under.
+
+        After a lease was lost and won again, this replica knows the new term before the machine
+        does. What the machine decides until then must not be stored under the new term, because
+        the records were already read under it.
+        """
+        leader = self._control.leader
+        return self.term if leader is None else leader.term
+
+    def remember_operator_state(self) -> None:
+        """Keep the operator's settings in memory, in case the store loses them."""
+        control = self._control
+        if control.leader is not None:
+            state = OperatorState(control.policy, control.held, control.frozen_until)
+            self._recovery.remember(control.leader.term, state)
+
+    def raise_term(self, at_least: int) -> None:
+        """Take the lease again under a term above the one that ranks know."""
+        self._recovery.ranks_know(at_least)
+        self.keeper.raise_term(at_least)
+
+    def fenced(self, why: str) -> None:
+        """Drop the lease after a refused write, unless we hold it under a later term."""
+        if self.machine_term == self.term:
+            self.keeper.drop(why)
+
+    async def release(self, *, forget: bool = False) -> None:
+        """Give the lease up.
+
+        Args:
+            forget: also note in the store that nobody leads the deployment any more, so that this
+                replica does not take it up again after a restart.
+        """
+        if forget and self.keeper.leading:
+            nobody = {"replica_id": "", "address": ""}
+            with contextlib.suppress(Unavailable, Conflict):
+                await self._store.store_document(self._deployment, "leader", nobody, self.term)
+                await self._store.unlist(self._deployment)
+        await self.keeper.release()
+
+    async def leader_address(self) -> NotLeader:
+        """Return the answer that sends a rank to the leader, as far as it is known."""
+        winner = self.keeper.winner
+        try:
+            body = await self._store.fetch_document(self._deployment, "leader") or {}
+        except Unavailable:
+            body = {}
+        leader = winner.holder if winner is not None else ""
+        known = leader != self._replica_id and body.get("replica_id") == leader
+        return NotLeader(leader, str(body.get("address", "")) if known else "", self._renew_s)
+
+    # --- a lease that is won, and one that another replica holds ------------------------------------
+
+    async def _won(self, lease: Lease) -> None:
+        """Load the records, then let the machine lead, and present the connected ranks to it."""
+        for session in self._ranks.by_stream.values():
+            self._recovery.ranks_know(session.hello.highest_term)
+        found = await take_over(self._store, self._deployment, lease.term, self._recovery)
+        if found.led_by is None:
+            self._loads.store_shape_again()
+        if not self._restored or found.led_by not in (None, self._replica_id):
+            await self._restore()
+        leader = {"replica_id": self._replica_id, "address": self.advertise}
+        await self._store.store_document(self._deployment, "leader", leader, lease.term)
+        self.term = lease.term
+        self._inbox.post(
+            ctl.LeaseAcquired(Leader(self._replica_id, lease.term), self._records(found))
+        )
+        for session in self._ranks.registered():
+            self._inbox.post(session.event(session.hello))
+
+    def _records(self, found: Takeover) -> ctl.StoredRecords:
+        """Return the records the machine starts with; log what the store lost."""
+        restored = found.restored
+        if not restored.loss:
+            return found.records
+        _log.error("store_came_back_empty", deployment=self._deployment, detail=restored.loss)
+        return replace(found.records, loss=restored.row(self._clock.unix()))
+
+    async def _restore(self) -> None:
+        """Load windows and decisions, also if another replica led since they were in memory."""
+        await self._loads.restore(self._ranks.generations)
+        rows = await self._store.fetch_decisions(self._deployment, _DECISIONS)
+        self._decisions.clear()
+        self._decisions.extendleft(dict(row) for row in rows)
+        self._restored = True
+
+    def _outrun(self, _winner: Lease) -> None:
+        """Send the ranks to the replica that leads."""
+        if any(self._ranks.registered()):
+            self._spawn(self._send_away(), f"send-away-{self._deployment}")
+
+    async def _send_away(self) -> None:
+        answer = await self.leader_address()
+        for session in self._ranks.registered():
+            if not self.keeper.leading:
+                session.stream.close(answer)

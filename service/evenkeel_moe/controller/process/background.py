@@ -1,0 +1,161 @@
+"""The endless tasks of a controller: stored windows, gauges, idle deployments, the pace of reports."""
+
+import asyncio
+from collections.abc import Iterable
+
+import structlog
+
+from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
+from evenkeel_moe.controller.deployment.deployment import Deployment
+from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
+from evenkeel_moe.controller.operations.gauges import GaugeLimits, GaugeReader
+from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.controller.process.flow_control import Pacer
+from evenkeel_moe.controller.store_health import StoreHealth
+from evenkeel_moe.errors import Conflict, EvenkeelError, Unavailable
+from evenkeel_moe.wire.link import FlowControl
+
+__all__ = [
+    "evict_idle",
+    "pace_reports",
+    "refresh_metrics",
+    "store_all_windows",
+    "store_windows",
+    "take_up_deployments",
+]
+
+_log = structlog.get_logger(__name__)
+_PACE_S = 0.25
+_PROBE_S = 1.0
+"""Time between writes that only check whether the store takes writes. A replica that leads nothing
+writes nothing else."""
+_RETRY_S = 1.0
+_EVICT_EVERY_S = 60.0
+
+
+async def take_up_deployments(registry: DeploymentRegistry) -> None:
+    """Take up the deployments that this replica led before it restarted; then end."""
+    store, health = registry.shared.store, registry.shared.health
+    while True:
+        try:
+            await registry.take_up(await store.deployments())
+        except Unavailable as error:
+            health.failed(error)
+            await asyncio.sleep(_RETRY_S)
+        else:
+            return
+
+
+async def store_windows(registry: DeploymentRegistry, interval_s: float) -> None:
+    """Keep the stored windows up to date; notice when the store fails, and when it recovers."""
+    shared, deployments = registry.shared, registry.deployments
+    health, clock = shared.health, shared.clock
+    probed_at = float("-inf")
+    while True:
+        await asyncio.sleep(interval_s)
+        if health.resting:
+            continue
+        try:
+            await store_all_windows(deployments.values(), health)
+            if clock.monotonic() - probed_at < _PROBE_S:
+                continue
+            await shared.store.ping()
+            probed_at = clock.monotonic()
+            _check_leases(deployments.values())
+        except Unavailable as error:
+            health.failed(error)
+        else:
+            health.recovered()
+
+
+def _check_leases(deployments: Iterable[Deployment]) -> None:
+    """Check the last answer about each lease: leases may be on another shard than the probe.
+
+    Raises:
+        Unavailable: the store did not answer, or refused a lease, when it was last asked.
+    """
+    for deployment in deployments:
+        if deployment.keeper.fault is not None:
+            raise deployment.keeper.fault
+
+
+async def store_all_windows(deployments: Iterable[Deployment], health: StoreHealth) -> None:
+    """Store the windows of all deployments.
+
+    Raises:
+        Unavailable: the store did not take all of them.
+    """
+    waiting = list(deployments)
+    while waiting:
+        fault = await _store_window(waiting.pop(0))
+        if fault is not None:
+            health.failed(fault)
+            # The others may be on a shard that answers. They are stored at the same time, so that a
+            # silent shard costs one more timeout, and not one for each deployment.
+            await asyncio.gather(*map(_store_window, waiting))
+            raise fault
+
+
+async def _store_window(deployment: Deployment) -> Unavailable | None:
+    """Store the windows of one deployment; return the error if the store did not take them."""
+    try:
+        await deployment.store_windows()
+    except Conflict as error:
+        deployment.keeper.lose(str(error))
+    except Unavailable as error:
+        return error
+    return None
+
+
+async def pace_reports(registry: DeploymentRegistry, flow: FlowControl) -> None:
+    """Measure the lag of the event loop; if it grows, let ranks report more rarely."""
+    loop, pacer = asyncio.get_running_loop(), Pacer(flow)
+    while True:
+        due = loop.time() + _PACE_S
+        await asyncio.sleep(_PACE_S)
+        if pacer.sample(loop.time() - due):
+            _log.warning(
+                "reports_paced",
+                level=pacer.level,
+                interval_s=pacer.flow.report_interval_s,
+                stride=pacer.flow.stride,
+            )
+            registry.pace(pacer.flow)
+
+
+async def refresh_metrics(
+    registry: DeploymentRegistry,
+    metrics: ControllerMetrics,
+    interval_s: float,
+    limits: GaugeLimits,
+) -> None:
+    """Refresh the gauges of the deployments that this replica leads."""
+    readers: dict[Deployment, GaugeReader] = {}
+    while True:
+        await asyncio.sleep(interval_s)
+        readers = {
+            one: readers.get(one) or GaugeReader(one.control, one.loads, one.clock, limits)
+            for one in registry.deployments.values()
+        }
+        for name, deployment in list(registry.deployments.items()):
+            # Each deployment takes milliseconds: let reports and heartbeats be read in between.
+            await asyncio.sleep(0)
+            if registry.deployments.get(name) is not deployment:
+                continue
+            if not deployment.keeper.leading or deployment.loads.shape is None:
+                metrics.follow(name)
+                continue
+            view = live_view(deployment)
+            try:
+                metrics.refresh(view.status(), view.balance(), readers[deployment].read())
+            except EvenkeelError as error:
+                # What the ranks of one group send must not end the controller of all groups.
+                _log.error("figures_failed", deployment=name, error=str(error))
+                metrics.follow(name)
+
+
+async def evict_idle(registry: DeploymentRegistry, after_s: float) -> None:
+    """Let go of the deployments that have been without ranks for that long."""
+    while True:
+        await asyncio.sleep(min(_EVICT_EVERY_S, after_s / 4))
+        await registry.evict_idle(after_s)

@@ -1,0 +1,51 @@
+"""Turns the settings of a controller into the options of its parts."""
+
+import socket
+
+from evenkeel_moe.adapters.addresses import host_port
+from evenkeel_moe.adapters.grpc.server import ServerOptions
+from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings
+from evenkeel_moe.controller.deployment.deployment import DeploymentOptions
+from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
+from evenkeel_moe.settings import GrpcSettings, Settings, from_sections
+from evenkeel_moe.wire.link import FlowControl
+
+__all__ = ["advertised_address", "deployment_options", "server_options"]
+
+
+def server_options(grpc: GrpcSettings) -> ServerOptions:
+    """Return the options of the gRPC server."""
+    return from_sections(ServerOptions, grpc)
+
+
+def advertised_address(grpc: GrpcSettings, port: int) -> str:
+    """Return the host:port by which ranks reach this replica; `port` is the one it listens on."""
+    if grpc.advertise:
+        return grpc.advertise
+    every_address = grpc.host in ("0.0.0.0", "::")
+    return host_port(socket.gethostname() if every_address else grpc.host, port)
+
+
+def deployment_options(settings: Settings, advertise: str) -> DeploymentOptions:
+    """Return the options of every deployment; `advertise` is this replica's host:port."""
+    planner, ingest, migration = settings.planner, settings.ingest, settings.migration
+    return DeploymentOptions(
+        leader=settings.leader,
+        advertise=advertise,
+        timing=from_sections(
+            ControlTiming,
+            ingest,
+            migration,
+            cycle_deadline_s=2 * planner.deadline_s,
+            wave=from_sections(WaveTiming, migration),
+        ),
+        policy=from_sections(DeploymentPolicy, planner),
+        cycle=from_sections(
+            CycleSettings, settings.window, planner, objective=from_sections(Objective, planner)
+        ),
+        window_steps=settings.window.steps,
+        max_pending=ingest.max_pending_steps,
+        flow=from_sections(FlowControl, ingest),
+    )

@@ -1,0 +1,170 @@
+"""Replicas of a controller without ports, for tests: over a store in memory, with scripted ranks."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.grpc.rank_stream import RankStream
+from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
+from evenkeel_moe.controller.deployment.deployment import SharedServices
+from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
+from evenkeel_moe.controller.operations.operator_service import OperatorService
+from evenkeel_moe.controller.process.options import deployment_options
+from evenkeel_moe.controller.store_health import StoreHealth
+from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.protocol.messages import QueryState
+from evenkeel_moe.settings import Settings
+from tests.contracts.memory_store import MemoryStore
+from tests.protocol.rigs import hello_of, state_of
+from tests.waiting import until
+
+DEMO = DeploymentId("d")
+"""The deployment of the ranks in `tests.protocol.rigs`."""
+
+
+class Spawned:
+    """The tasks of one rig, started as the controller starts them; no error in one goes unseen."""
+
+    def __init__(self):
+        self.tasks = []
+
+    def spawn(self, work, name):
+        self.tasks.append(asyncio.create_task(work, name=name))
+        return self.tasks[-1]
+
+    async def end(self):
+        for task in self.tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.tasks.clear()
+        assert [error for error in ended if isinstance(error, Exception)] == []
+
+
+def make_health(clock=None) -> StoreHealth:
+    return StoreHealth(clock or SystemClock(), ControllerMetrics(CollectorRegistry()))
+
+
+def make_registry(
+    store, spawn, *, clock=None, planner=None, settings=None, address="here:1", max_deployments=8
+) -> DeploymentRegistry:
+    clock, metrics = clock or SystemClock(), ControllerMetrics(CollectorRegistry())
+    health = StoreHealth(clock, metrics)
+    shared = SharedServices(store, store, clock, metrics, health, planner, spawn)  # type: ignore[arg-type]
+    options = deployment_options(settings or Settings(), address)
+    return DeploymentRegistry(options, shared, max_deployments=max_deployments)
+
+
+class Replica:
+    """One replica on a store; its ranks answer when they are asked."""
+
+    def __init__(self, store, name, *, max_deployments=8, **planner):
+        settings = Settings()
+        settings = replace(
+            settings,
+            planner=replace(settings.planner, **planner),
+            leader=replace(settings.leader, replica_id=name, replicas=2, lease_s=2.0, renew_s=0.05),
+        )
+        self.tasks, self.store = Spawned(), store
+        self.registry = make_registry(
+            store,
+            self.tasks.spawn,
+            settings=settings,
+            address=f"{name}:1",
+            max_deployments=max_deployments,
+        )
+        self.operations = OperatorService(self.registry)
+
+    @property
+    def health(self):
+        return self.registry.shared.health
+
+    @property
+    def member(self):
+        return self.registry.deployments[DEMO]
+
+    async def lead(self, generation="g1", first=1, highest_term=0):
+        """Lead two ranks and wait until they told their state; return their sessions."""
+        streams = [RankStream(first + rank, "peer", capacity=4096) for rank in range(2)]
+        sessions = []
+        for rank, stream in enumerate(streams):
+            hello = hello_of(rank, generation, first, highest_term=highest_term)
+            sessions.append(await self.registry.attach(hello, stream))
+        assert all(sessions)
+        self.tasks.spawn(_answer(streams, sessions), "ranks")
+        await until(lambda: self.member.control.state == "ready")
+        return sessions
+
+    async def yield_lease(self, sessions):
+        await self.member.keeper.yield_lease("a test")
+        for session in sessions:
+            session.lost()
+        await until(lambda: self.member.control.leader is None)
+
+    async def lose(self, store, other="b", *, seen=True):
+        """Lose the lease to another replica that leads for a moment without ranks.
+
+        Args:
+            seen: this replica sees the other lead, and sends its ranks to it.
+
+        Returns:
+            The other's term, once this replica leads again.
+        """
+        await store.release_lease(DEMO, self.member.keeper.lease)
+        lease = await store.acquire_lease(DEMO, other, 60.0, 0)
+        leader = {"replica_id": other, "address": f"{other}:1"}
+        await store.store_document(DEMO, "leader", leader, lease.term)
+        if seen:
+            await until(lambda: self.member.control.leader is None)
+        await store.release_lease(DEMO, lease)
+        self.member.keeper.want()
+        await until(
+            lambda: (
+                self.member.control.leader is not None and self.member.leadership.term > lease.term
+            )
+        )
+        return lease.term
+
+    async def reasons(self):
+        return [row["reason"] for row in await self.operations.decisions(DEMO, 100)]
+
+
+async def _answer(streams, sessions):
+    while True:
+        await asyncio.sleep(0.01)
+        for rank, stream in enumerate(streams):
+            for message in [stream._queue.popleft() for _ in range(len(stream._queue))]:
+                if isinstance(message, QueryState):
+                    identity = sessions[rank].hello.identity
+                    sessions[rank].received(state_of(rank, query=message.query, identity=identity))
+
+
+@asynccontextmanager
+async def replicas(*names, store=None, **options):
+    store = store or MemoryStore(SystemClock())
+    made = [Replica(store, name, **options) for name in names]
+    try:
+        yield (*made, store)
+    finally:
+        for replica in made:
+            await replica.tasks.end()
+
+
+def report(rank, first, end, generation, incarnation):
+    """Return a report of steps [first, end) with one token for each slot and step."""
+    steps = step_table([StepMeta(step, 0, Phase.DECODE, 3) for step in range(first, end)])
+    counts = np.ones((end - first, 2, 3), np.int32)
+    identity = (DEMO, Generation(generation), EpRank(rank), incarnation)
+    return LoadReport(*identity, CountingSide.DESTINATION, steps, counts)
+
+
+def feed(replica, first, end, generation="g1", incarnation=1):
+    """Report steps [first, end) from both ranks."""
+    for rank in range(2):
+        replica.member.loads.ingest.take(
+            report(rank, first, end, generation, incarnation), lambda _: None
+        )
