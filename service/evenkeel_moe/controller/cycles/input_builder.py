@@ -148,7 +148,9 @@ class InputBuilder:
         balance = self._loads.balance
         balance.update(self._loads.ingest.parts(), placement)
         curves = self._rank_curves()
-        costs, copy_cost = price(balance.comparable_seconds_per_token(), shape.bytes_per_expert, self._settings, curves)
+        costs, copy_cost = price(
+            balance.comparable_seconds_per_token(), shape.bytes_per_expert, self._settings, curves
+        )
         return replace(self._settings.objective, costs=costs, copy_cost=copy_cost, limits=limits)
 
     def _rank_curves(self) -> CostCurves | None:

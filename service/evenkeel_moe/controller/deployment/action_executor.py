@@ -57,7 +57,11 @@ class ActionExecutor:
         """
         if isinstance(action, ctl.PersistAction):
             return ActionStage.PERSIST
-        return ActionStage.SEND if isinstance(action, ctl.SendToRank) and action.decides else ActionStage.OTHER
+        return (
+            ActionStage.SEND
+            if isinstance(action, ctl.SendToRank) and action.decides
+            else ActionStage.OTHER
+        )
 
     async def persist(self, actions: Sequence[ctl.ControlAction]) -> Sequence[object]:
         """Store all actions in order.
