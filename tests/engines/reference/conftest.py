@@ -1,4 +1,4 @@
-"""One compute thread, as in a rank: a pool per test would only fight over the cores."""
+"""One compute thread, as in a rank, because thread pools of tests would compete for the cores."""
 
 import torch
 

@@ -1,5 +1,4 @@
-"""Every dispatch rule between real ranks: the undistributed model's bits, every token once, moved
-maps followed."""
+"""Every dispatch rule between ranks: exact outputs, every token once, also after a swap."""
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def config_of(rank, rule, **changes):
 
 
 def placements():
-    """Two maps of 16 experts with 4 to 8 replicas to spare, one layer with an empty slot on a rank."""
+    """Return two random maps of 16 experts with 8 replicas per layer and some empty slots."""
     rng = np.random.default_rng(8)
     found = []
     for _ in range(2):
@@ -59,7 +58,7 @@ def placements():
 
 
 class OneRank:
-    """What one rank process holds, without the process."""
+    """The state of a rank process, without the process."""
 
     def __init__(self, group, config, placement):
         cpu = torch.device("cpu")
@@ -100,7 +99,7 @@ class OneRank:
 
 
 def run_rule(rule, **changes):
-    """Steps under one map, then under another; (per step, per rank) results, and the ranks."""
+    """Run steps under one map, then another; return each rank's (results, rank), and the maps."""
     group = Group(RANKS)
     first, second = placements()
 
@@ -139,12 +138,11 @@ def test_outputs_are_the_undistributed_models_and_every_token_is_computed_once(r
         results = [results[step][0] for results, _ in ranks]
         assert [results[step][1] for results, _ in ranks] == [0] * RANKS
         served = np.sum([result.served for result in results], axis=0)
-        # Every routed choice once, every shared expert once.
+        # Every routed choice and every shared expert is computed once.
         assert served.tolist() == [RANKS * TOKENS * (2 + 1)] * LAYERS
         recorded = np.stack([result.counts for result in results], axis=1)
         assert (recorded.sum(axis=(1, 2)) == RANKS * TOKENS * 2).all()
-        # What is recorded is recorded for slots that hold an expert, and adds up to the demand of
-        # each.
+        # Tokens are recorded for filled slots only, and add up to the demand of each expert.
         phy2log = maps[step >= STEPS].phy2log
         flat = recorded.reshape(LAYERS, -1)
         assert (flat[phy2log < 0] == 0).all()
@@ -176,7 +174,7 @@ def test_lplb_realises_the_best_peak_whole_tokens_allow():
         assert recorded.sum(axis=2).max(axis=1) == pytest.approx(np.ceil(best - 1e-6))
 
 
-def test_fetched_experts_even_out_what_the_map_cannot_and_are_gone_afterwards():
+def test_fetched_experts_even_out_the_load_and_are_dropped_afterwards():
     peaks = {}
     for transient in (0, 5):
         ranks, _ = run_rule(DispatchRule.LIBRA, transient_experts=transient)
@@ -186,7 +184,7 @@ def test_fetched_experts_even_out_what_the_map_cannot_and_are_gone_afterwards():
         )
         for _, one in ranks:
             assert isinstance(one.dispatch, TwoStageDispatch)
-            # No map and no buffer of the pool knows of them.
+            # They are in no map and in no buffer of the pool.
             assert one.router.phy2log.shape == (LAYERS, RANKS * one.config.slots_per_rank)
             assert one.weights.free_buffers == 8 * LAYERS - int(
                 (one.router.phy2log.reshape(LAYERS, RANKS, -1)[:, one.config.rank] >= 0).sum()

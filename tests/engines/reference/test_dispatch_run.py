@@ -1,4 +1,4 @@
-"""Dispatch rules in real rank processes, while waves move experts under them."""
+"""Dispatch rules in real rank processes, while waves move experts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Exactness: any order of summation gives the same bits, and a single wrong weight shows."""
+"""Exact arithmetic: every order of sums gives the same bits, and one wrong weight shows."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_experts_come_from_the_seed_and_differ():
 
 
 def test_float32_equals_float64_bit_for_bit_through_all_layers():
-    """Were any sum rounded, double precision would show it."""
+    """A rounded sum would differ in double precision."""
     model = build()
     x = model.embed(tokens())
     for layer in range(model.num_layers):

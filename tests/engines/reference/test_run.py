@@ -1,17 +1,18 @@
-"""Whole runs: real processes under the supervisor, waves driven at the link's port."""
+"""Whole runs: real rank processes under the supervisor, with waves from a script."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, Fault, RankConfig
 from evenkeel_moe.engines.reference.supervisor import Supervisor
+from tests.waiting import deadline, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 SMALL = {"num_ranks": 2, "layers": 3, "experts": 8, "tokens_per_step": 64, "staging_bytes": 1 << 20}
@@ -32,32 +33,25 @@ def supervisor_for(folder, script, **changes):
     return Supervisor(config, module="tests.engines.reference.scripted")
 
 
-def run(folder, script, *, until=None, **changes):
-    """Run to the end; `until(supervisor)` is called between polls and may interfere."""
-    supervisor = supervisor_for(folder, script, **changes)
-    deadline = time.monotonic() + 100
+def run(folder, script, *, until=lambda supervisor: None, **changes):
+    """Run to the end; `until(supervisor)` is called between polls, and may kill a rank."""
+    return run_supervisor(supervisor_for(folder, script, **changes), until)
+
+
+def run_supervisor(supervisor, until=lambda supervisor: None):
+    def poll():
+        until(supervisor)
+        return supervisor.poll()
+
     supervisor.start()
     try:
-        while (report := supervisor.poll()) is None:
-            assert time.monotonic() < deadline, "the run does not end"
-            if until is not None:
-                until(supervisor)
-            wait_a_little(supervisor)
-        return report
+        return wait_until(poll, within_s=100, what="the end of the run")
     finally:
         supervisor.stop()
 
 
-def wait_a_little(supervisor):
-    """Blocks until a rank ends, at most for a moment."""
-    try:
-        supervisor._ranks[0].wait(0.05)
-    except subprocess.TimeoutExpired:
-        return
-
-
 def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
-    """Two plans with different replica counts per layer and one aborted; outputs equal the unmigrated model's."""
+    """Two plans with different replica counts per layer, and one aborted plan."""
     report = run(tmp_path, {"seed": 7, "plans": 3, "uneven": True, "abort": [1]}, steps=60)
     assert report.ok, report
     assert report.codes == (0, 0) and report.restarts == 0
@@ -66,7 +60,7 @@ def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
         assert [swap["epoch"] for swap in swaps] == list(range(1, len(swaps) + 1)) and len(
             swaps
         ) >= 4
-        # All ranks swapped after the same step.
+        # All ranks swapped at the same step.
         assert [swap["step"] for swap in swaps] == [
             swap["step"] for swap in lines(tmp_path, 0, "swap")
         ]
@@ -121,7 +115,7 @@ def test_a_killed_rank_restarts_the_group_warm_on_the_last_committed_placement(t
     assert not first["warm"] and second["warm"]
     assert second["epoch"] >= 2 and second["generation"] != first["generation"]
     assert second["step"] > 0 and second["attempt"] == 1
-    # The rank that was killed came back with the same map and computed exactly.
+    # The killed rank came back with the same map, and its outputs were exact.
     other = lines(tmp_path, 1, "start")[1]
     assert other["placement_digest"] == second["placement_digest"]
     assert all(check["mismatches"] == 0 for check in report.checks)
@@ -131,17 +125,11 @@ def test_a_killed_rank_restarts_the_group_warm_on_the_last_committed_placement(t
 
 
 def test_a_group_that_keeps_dying_is_given_up(tmp_path):
-    """Restarts are bounded; without the trace it names, no rank can start."""
+    """No rank can start, because its trace is missing; the restarts are limited."""
     config = RankConfig(
         run_folder=str(tmp_path), **{**SMALL, "trace": str(tmp_path / "missing.npz")}
     )
-    supervisor = Supervisor(config, max_restarts=1)
-    supervisor.start()
-    try:
-        while (report := supervisor.poll()) is None:
-            wait_a_little(supervisor)
-    finally:
-        supervisor.stop()
+    report = run_supervisor(Supervisor(config, max_restarts=1))
     assert not report.ok and report.restarts == 1 and set(report.codes) == {ExitCode.FAILED}
 
 
@@ -158,16 +146,14 @@ def start_fleet(folder):
     config = RankConfig(run_folder=str(folder / "run"), **{**SMALL, "steps": 0, "min_step_s": 0.01})
     path = folder / "fleet.json"
     path.write_text(config.to_json())
-    process = subprocess.Popen(
-        [sys.executable, "-c", FLEET, str(path)], stdout=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while len(lines(folder / "run", 0, "step")) < 3:
-        assert time.monotonic() < deadline and process.poll() is None
-        try:
-            process.wait(0.05)
-        except subprocess.TimeoutExpired:
-            continue
+    command = dying_with_parent([sys.executable, "-c", FLEET, str(path)])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def serves():
+        assert process.poll() is None
+        return len(lines(folder / "run", 0, "step")) >= 3
+
+    wait_until(serves, within_s=60, what="three steps")
     return process, psutil.Process(process.pid).children()
 
 
@@ -175,7 +161,7 @@ def test_sigint_stops_the_group_after_its_step_with_a_passed_check(tmp_path):
     process, children = start_fleet(tmp_path)
     assert len(children) == 2
     os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=deadline(30))
     assert process.returncode == 0 and output.startswith("ok")
     assert not any(child.is_running() for child in children)
     counts = {len(lines(tmp_path / "run", rank, "step")) for rank in range(2)}
@@ -185,6 +171,6 @@ def test_sigint_stops_the_group_after_its_step_with_a_passed_check(tmp_path):
 def test_a_supervisor_killed_outright_leaves_no_rank_behind(tmp_path):
     process, children = start_fleet(tmp_path)
     process.kill()
-    process.communicate(timeout=30)
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    process.communicate(timeout=deadline(30))
+    gone, alive = psutil.wait_procs(children, timeout=deadline(20))
     assert len(gone) == 2 and not alive

@@ -1,8 +1,8 @@
-"""Rank processes and a controller over gRPC on loopback: the agent's threads, streams and codec
-together."""
+"""Rank processes and a scripted controller over gRPC on loopback."""
 
 import asyncio
 import contextlib
+import dataclasses
 from typing import Any
 
 import grpc
@@ -30,6 +30,7 @@ from evenkeel_moe.protocol.messages import (
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import decode_rank_message, encode_controller_message
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome, ReportAck
+from tests.waiting import deadline
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 LEADER = Leader("test", 1)
@@ -45,7 +46,7 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
         self.counts: dict[int, dict[int, Any]] = {rank: {} for rank in range(ranks)}
         self.messages = asyncio.Queue()
         self.counted = asyncio.Event()
-        """Set once every rank reported the same five steps."""
+        """Set once every rank has reported the same five steps."""
 
     async def Attach(self, requests, context):
         hello = None
@@ -79,11 +80,11 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
             await self.write(context, message)
 
     def common_steps(self):
-        """The steps that every rank reported, ascending."""
+        """Return the steps that every rank reported, ascending."""
         return sorted(set.intersection(*(set(counts) for counts in self.counts.values())))
 
     async def all_of(self, kind):
-        """One message of the kind from every rank."""
+        """Return one message of the kind from every rank."""
         got = {}
         while len(got) < len(self.counts):
             rank, message = await self.messages.get()
@@ -119,11 +120,8 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
 
 
 def fixed(shape):
-    """The shape as if every slot had its own memory: replaced experts need no free buffer here."""
-    return type(shape)(
-        shape.num_layers, shape.num_logical_experts, shape.num_ranks, shape.slots_per_rank,
-        shape.top_k, shape.bytes_per_expert,
-    )  # fmt: skip
+    """Return the shape without a pool, because replaced experts need no free buffer here."""
+    return dataclasses.replace(shape, pool_slots_per_rank=None)
 
 
 @contextlib.asynccontextmanager
@@ -147,9 +145,9 @@ async def test_ranks_report_move_and_swap_over_grpc(tmp_path):
         supervisor = Supervisor(config)
         supervisor.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(deadline(60)):
                 target, acks = await servicer.lead(config.shape, config.staging_bytes)
-                # The plan may be over before the first report left: steps are reported in batches.
+                # Steps are reported in batches, so the plan may end before the first report.
                 await servicer.counted.wait()
             assert {int(ack.epoch) for ack in acks} == {1}
             assert {ack.placement_digest for ack in acks} == {target.digest}
@@ -157,7 +155,7 @@ async def test_ranks_report_move_and_swap_over_grpc(tmp_path):
             report = await asyncio.to_thread(supervisor.stop)
         assert report.ok, report
         assert report.codes == (0, 0)
-        # R19: over all ranks' slots every token counts top_k times in each layer.
+        # R19: over the slots of all ranks, every token counts top_k times in each layer.
         first, second = servicer.counts[0], servicer.counts[1]
         common = servicer.common_steps()
         assert common[0] == 0

@@ -1,4 +1,4 @@
-"""Traffic: real text that skews the load and shifts it, and routing read from traces."""
+"""Traffic: real text with an uneven load that shifts, and routing from traces."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ STEPS, SHIFT = 16, 8
 
 @pytest.fixture(scope="module")
 def loads():
-    """(STEPS, L, E) tokens of the default run, prose first, code from SHIFT on."""
+    """The shape, and (STEPS, L, E) tokens, of the default run: prose, and code from SHIFT on."""
     config = RankConfig(run_folder="unused")
     model = Model.build(
         seed=config.seed, layers=config.layers, experts=config.experts, top_k=config.top_k,
