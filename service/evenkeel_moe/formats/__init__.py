@@ -1,18 +1,17 @@
-"""Traces, engine dumps and placement files, read and written.
+"""Reads and writes traces, dumps of engines and placement files.
 
-A trace says how many tokens each expert got, step by step; `read_trace` takes four kinds. A placement says
-which expert sits in which slot; `read_placement` and `write_placement` take four formats. Engines number
-layers differently: both values carry `layer_ids`, the index of each MoE layer among the model's hidden
-layers, dense ones counted.
+A trace says how many tokens each expert got in each step; `read_trace` reads four kinds. A
+placement says which expert each slot holds; `read_placement` and `write_placement` handle four
+formats. Engines number layers differently, so both values have `layer_ids`: the index of each MoE
+layer among the model's hidden layers, dense layers included.
 """
 
+from evenkeel_moe.formats.placement_writing import render_placement, write_placement
 from evenkeel_moe.formats.placements import (
     PlacementFile,
     PlacementFormat,
     parse_placement,
     read_placement,
-    render_placement,
-    write_placement,
 )
 from evenkeel_moe.formats.trace import Trace
 from evenkeel_moe.formats.traces import read_trace, write_trace

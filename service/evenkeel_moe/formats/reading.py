@@ -1,4 +1,4 @@
-"""Checks that every reader needs: text, JSON and numbers from files nobody vouches for."""
+"""Checks text, JSON and numbers from files that are not trusted."""
 
 import json
 import reprlib
@@ -26,15 +26,15 @@ __all__ = [
 ]
 
 MAX_TEXT_BYTES = 512 << 20
-"""A placement of 100 layers x 1000 slots takes 500 kB; far beyond that it is another kind of file."""
+"""A placement of 100 layers x 1000 slots takes 500 kB; a much larger file is of another kind."""
 
 MAX_INT = 2**31 - 1
-"""Of numbers in files."""
+"""Greatest whole number accepted from a file."""
 
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Put the file's name in front of every error raised inside."""
+    """Prefix every error raised inside with the name of the file."""
     try:
         yield
     except EvenkeelError as error:
@@ -42,10 +42,10 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file's text.
+    """Return the text of a UTF-8 file.
 
     Raises:
-        InvalidInput: not there, not readable, too large, or not UTF-8.
+        InvalidInput: the file is missing, not readable, too large, or not UTF-8.
     """
     try:
         size = path.stat().st_size
@@ -61,10 +61,10 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """JSON without the liberties Python takes: no NaN, no key twice.
+    """Parse JSON more strictly than Python does: refuse NaN and repeated keys.
 
     Raises:
-        InvalidInput: anything else.
+        InvalidInput: the text is not such JSON.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -84,16 +84,22 @@ def parse_json(text: str) -> Any:
             f"not JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from error
     except (RecursionError, ValueError) as error:
-        raise InvalidInput(f"not JSON that can be read: {error}") from error
+        raise InvalidInput(f"JSON that cannot be read: {error}") from error
 
 
 def as_mapping(
     value: object, what: str, keys: Sequence[str], optional: Sequence[str] | None = ()
 ) -> dict[Any, Any]:
-    """A mapping with exactly these keys; `optional` ones may be there too, with None any others.
+    """Return `value` if it is a mapping with the right keys.
+
+    Args:
+        value: as parsed.
+        what: its name in errors.
+        keys: the required keys.
+        optional: other keys that are allowed; None allows all.
 
     Raises:
-        InvalidInput: not a mapping, keys missing or unknown ones present.
+        InvalidInput: it is not a mapping, or keys are missing or unknown.
     """
     if not isinstance(value, dict):
         raise InvalidInput(f"{what} must be a mapping, is {type(value).__name__}")
@@ -112,10 +118,10 @@ def as_mapping(
 
 
 def as_list(value: object, what: str) -> list[Any]:
-    """A list.
+    """Return `value` if it is a list.
 
     Raises:
-        InvalidInput: anything else.
+        InvalidInput: it is not.
     """
     if not isinstance(value, list):
         raise InvalidInput(f"{what} must be a list, is {type(value).__name__}")
@@ -123,11 +129,11 @@ def as_list(value: object, what: str) -> list[Any]:
 
 
 def check_layer_ids(layer_ids: Sequence[int], layers: int) -> None:
-    """Ids of hidden layers, one for each of `layers` rows.
+    """Check the ids of hidden layers, one for each of `layers` rows.
 
     Raises:
-        ShapeMismatch: more or fewer of them.
-        InvalidInput: not rising, or beyond what files hold.
+        ShapeMismatch: there are more or fewer ids than rows.
+        InvalidInput: the ids do not rise, or are out of range.
     """
     if len(layer_ids) != layers:
         raise ShapeMismatch(f"{len(layer_ids)} layer ids for {layers} layers")
@@ -137,13 +143,13 @@ def check_layer_ids(layer_ids: Sequence[int], layers: int) -> None:
 
 
 def as_int(value: object, what: str, least: int = 0, most: int = MAX_INT) -> int:
-    """A whole number within bounds; True is no number.
+    """Return `value` if it is a whole number (not a bool) within bounds.
 
     Raises:
-        InvalidInput: anything else.
+        InvalidInput: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        # Not repr: aliases make a few lines of YAML a value of gigabytes.
+        # Not repr(): with aliases, a few lines of YAML can stand for gigabytes of text.
         raise InvalidInput(f"{what} must be a whole number, is {reprlib.repr(value):.80}")
     if not least <= value <= most:
         raise InvalidInput(f"{what} is {str(value):.40}, must be {least}..{most}")
@@ -151,16 +157,16 @@ def as_int(value: object, what: str, least: int = 0, most: int = MAX_INT) -> int
 
 
 def expert_rows(rows: object, what: str, least: int) -> NDArray[np.int32]:
-    """A rectangular list of lists of expert ids, (L, S) int32.
+    """Convert lists of expert ids to an (L, S) int32 array.
 
     Args:
         rows: as parsed.
-        what: how to name it in errors.
-        least: smallest id allowed: 0, or -1 where slots may be empty.
+        what: their name in errors.
+        least: the smallest id allowed: 0, or -1 where slots may be empty.
 
     Raises:
-        InvalidInput: not lists of whole numbers.
-        ShapeMismatch: no rows, or rows of different length.
+        InvalidInput: they are not lists of whole numbers.
+        ShapeMismatch: there are no rows, or rows differ in length.
     """
     table = [as_list(row, f"{what} row {index}") for index, row in enumerate(as_list(rows, what))]
     if not table or not table[0]:
@@ -176,10 +182,10 @@ def expert_rows(rows: object, what: str, least: int) -> NDArray[np.int32]:
 
 
 def token_counts(values: NDArray[Any], what: str) -> NDArray[np.int64]:
-    """An array of token counts as int64; floats must be whole.
+    """Convert an array of token counts to int64.
 
     Raises:
-        InvalidInput: not numbers, not finite, negative, not whole, or beyond 2^53.
+        InvalidInput: a value is not a number, not finite, not whole, negative, or above 2^53.
     """
     if values.dtype.kind not in "iuf":
         raise InvalidInput(f"{what} must hold numbers, holds {values.dtype}")

@@ -1,11 +1,12 @@
-"""SGLang's expert distribution recorder: what its dumps hold, and in which order.
+"""Reads the dumps of SGLang's expert distribution recorder.
 
-Rows are hidden layers, dense ones included; those never count a token. In the modes stat and stat_approx the
-steps are a ring buffer whose write position is not in the file. A dump empties the buffer and leaves the position,
-so unless it is full its unwritten part may lie anywhere, and shows where the oldest step begins; steps that routed
-nothing look the same.
+Rows are hidden layers, including dense ones, which never count a token. In the modes stat and
+stat_approx the steps are a ring buffer whose write position is not in the file. A dump empties the
+buffer and keeps the position. So unless the buffer is full, its unwritten part may lie anywhere;
+the oldest step follows it. Steps that routed nothing look like the unwritten part.
 
-Source: sgl-project/sglang, python/sglang/srt/eplb/expert_distribution.py and eplb_simulator/reader.py, 0.5.23.
+Source: sgl-project/sglang 0.5.23, python/sglang/srt/eplb/expert_distribution.py and
+eplb_simulator/reader.py.
 """
 
 import pickle
@@ -24,15 +25,17 @@ __all__ = ["read_passes", "read_stat"]
 
 
 def read_stat(path: Path, first_moe_layer: int | None) -> Trace:
-    """A dump of mode stat or stat_approx: `logical_count` (steps, hidden layers, E), summed over ranks.
+    """Read a dump of mode stat or stat_approx.
+
+    Its `logical_count` is (steps, hidden layers, E), summed over ranks.
 
     Raises:
-        InvalidInput, ShapeMismatch: malformed, or torch is not installed.
+        InvalidInput, ShapeMismatch: the dump is malformed, or torch is not installed.
     """
     content = _load(path)
     if "logical_count" not in content:
         known = ", ".join(sorted(map(str, content)))
-        hint = "; per-pass dumps are read by naming their folder" if "records" in content else ""
+        hint = "; to read per-pass dumps, give their folder" if "records" in content else ""
         raise InvalidInput(f"has no logical_count, only: {known:.200}{hint}")
     counts = token_counts(_array(content["logical_count"], "logical_count"), "logical_count")
     if counts.ndim == 2:
@@ -42,13 +45,13 @@ def read_stat(path: Path, first_moe_layer: int | None) -> Trace:
 
 
 def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
-    """Dumps of mode per_pass or per_token, one file per rank, summed over ranks pass by pass.
+    """Read dumps of mode per_pass or per_token, one file per rank, and sum each pass over ranks.
 
-    Physical counts become logical ones by the map in the files, which is the last one in force: passes
-    recorded under an older map would be misread, so record without rebalancing.
+    Physical counts are converted to logical ones with the map in the files, which is the newest.
+    Passes recorded under an older map would be misread, so record without rebalancing.
 
     Raises:
-        InvalidInput, ShapeMismatch: malformed, ranks that disagree, or torch is not installed.
+        InvalidInput, ShapeMismatch: a dump is malformed, ranks disagree, or torch is not installed.
     """
     passes: dict[int, dict[int, NDArray[np.int64]]] = {}
     placed: NDArray[np.int64] | None = None
@@ -57,7 +60,7 @@ def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
             content = _load(path)
             for key in ("records", "last_physical_to_logical_map"):
                 if key not in content:
-                    raise InvalidInput(f"has no {key}, so it is no per-pass dump")
+                    raise InvalidInput(f"has no {key}, so it is not a per-pass dump")
             held = token_counts(_array(content["last_physical_to_logical_map"], "map"), "map")
             if held.ndim != 2 or 0 in held.shape:
                 raise ShapeMismatch(
@@ -67,7 +70,7 @@ def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
                 raise ShapeMismatch(f"its map {held.shape} is not the map of the other files")
             if held.max() >= held.shape[1]:
                 raise InvalidInput(
-                    f"its map names expert {held.max()}, {held.shape[1]} slots cannot hold so many"
+                    f"its map has expert {held.max()}, {held.shape[1]} slots cannot hold so many"
                 )
             placed = held
             for record in as_list(content["records"], "records"):
@@ -117,14 +120,15 @@ def _load(path: Path) -> dict[Any, Any]:
         import torch
     except ImportError as error:
         raise InvalidInput(
-            "reading *.pt files needs torch: install 'evenkeel-moe[rank]', or convert the dump to npz where torch is"
+            "reading *.pt files needs torch: run `pip install 'evenkeel-moe[rank]'`, or convert the"
+            " dump to npz on a machine with torch"
         ) from error
     try:
-        # weights_only: tensors and plain containers, no code of the file runs.
+        # weights_only: loads tensors and plain containers, and runs no code from the file.
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise InvalidInput(f"torch cannot read it: {str(error).splitlines()[0]:.200}") from error
-    # A broken pickle stream surfaces as whatever its opcodes ran into.
+    # A broken pickle stream raises whatever error its opcodes ran into.
     except (
         EOFError,
         ValueError,
@@ -150,7 +154,7 @@ def _array(value: object, what: str) -> NDArray[Any]:
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInput(f"{what} is no array: {error!s:.120}") from error
+        raise InvalidInput(f"{what} is not an array: {error!s:.120}") from error
 
 
 def _checked(counts: NDArray[np.int64], what: str) -> NDArray[np.int64]:
@@ -162,34 +166,34 @@ def _checked(counts: NDArray[np.int64], what: str) -> NDArray[np.int64]:
 
 
 def _in_order(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """The ring's steps from the oldest on, without the unwritten ones."""
+    """Return the steps of the ring buffer from the oldest on, without the unwritten ones."""
     busy = np.asarray(counts.any(axis=(1, 2)), np.bool_)
     if busy.all():
-        full = f"the buffer of {len(counts)} steps is full and does not say which is the oldest: taken as stored"
-        return counts, (full,)
+        full = f"the buffer of {len(counts)} steps is full and does not say which is the oldest"
+        return counts, (f"{full}: taken as stored",)
     if not busy.any():
         return drop_idle_steps(counts)
-    # The runs of empty slots, around the ring: where each begins, and the busy slot that ends it.
+    # The runs of empty slots around the ring: the first slot of each, and the busy slot after it.
     first = np.flatnonzero(~busy & np.roll(busy, 1))
     after = np.flatnonzero(busy & ~np.roll(busy, 1))
     if after[0] < first[0]:
         after = np.roll(after, -1)
     lengths = (after - first) % len(busy)
-    # What was written from or up to an end of the buffer is in order as it is stored.
+    # If the longest run touches an end of the buffer, the steps are stored in order.
     at_end = (first == 0) | (first + lengths >= len(busy))
     if lengths[at_end].max(initial=0) > lengths[~at_end].max(initial=0):
         return drop_idle_steps(counts)
     if len(lengths) > 1:
         rows, notes = drop_idle_steps(counts)
         ambiguous = (
-            f"the buffer is empty in {len(lengths)} places, and its unwritten part cannot be told from steps that"
-            " routed nothing: the order is ambiguous, taken as stored"
+            f"the buffer is empty in {len(lengths)} places, and its unwritten part cannot be told"
+            " from steps that routed nothing: the order is ambiguous, taken as stored"
         )
         return rows, (*notes, ambiguous)
     rows, notes = drop_idle_steps(np.roll(counts, -int(after[0]), axis=0))
     unrolled = (
-        f"slots {first[0]}..{after[0] - 1}, the only empty ones, are taken for the unwritten part of the buffer, so"
-        f" that its oldest step is in slot {after[0]}"
+        f"slots {first[0]}..{after[0] - 1}, the only empty ones, are assumed to be the unwritten"
+        f" part of the buffer, so its oldest step is in slot {after[0]}"
     )
     return rows, (*notes, unrolled)
 
@@ -201,9 +205,8 @@ def _trace(
     if first_moe_layer is None:
         rows, layer_ids = drop_idle_layers(counts)
         if len(layer_ids) < hidden:
-            notes += (
-                f"{hidden - len(layer_ids)} of {hidden} hidden layers never counted a token: taken as dense",
-            )
+            idle = f"{hidden - len(layer_ids)} of {hidden} hidden layers never counted a token"
+            notes += (f"{idle}: assumed to be dense",)
         return Trace(rows, layer_ids, name, notes=notes)
     if not 0 <= first_moe_layer < hidden:
         raise InvalidInput(

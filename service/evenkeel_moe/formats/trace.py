@@ -1,6 +1,6 @@
-"""Trace: recorded loads of one deployment, whatever tool recorded them."""
+"""Defines a trace: the recorded loads of one deployment, independent of the recording tool."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,25 +13,25 @@ __all__ = ["Trace", "drop_idle_steps", "drop_idle_layers"]
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Routed tokens per step, MoE layer and logical expert, with what else the recording knew."""
+    """The routed tokens per step, MoE layer and logical expert, with facts about the recording."""
 
     counts: NDArray[np.int64]
     """(T, L, E) [tokens], steps in order."""
     layer_ids: tuple[int, ...]
-    """(L,) index of each row among the model's hidden layers, dense layers counted; rising."""
+    """(L,) index of each row among the model's hidden layers, dense layers included; rising."""
     name: str = "trace"
     top_k: int | None = None
-    """Experts per token; None where the recording does not say."""
+    """Experts per token; None if the recording does not have it."""
     tokens: NDArray[np.int64] | None = None
     """(T,) tokens of each step."""
     source: NDArray[np.int64] | None = None
     """(T, R', L, E) [tokens] - the same counts by source rank."""
     mix: NDArray[np.float64] | None = None
-    """(T, D) share of each domain in each step."""
+    """(T, D) share of each domain of text in each step."""
     domains: tuple[str, ...] = ()
     """Names of the D domains."""
     notes: tuple[str, ...] = ()
-    """What a reader had to assume or leave out; shown to the user, never part of a file."""
+    """What the reader assumed or left out; shown to the user, never written to a file."""
 
     def __post_init__(self) -> None:
         counts = self.counts
@@ -54,7 +54,8 @@ class Trace:
         self._check_source()
         if self.mix is not None and self.mix.shape != (self.num_steps, len(self.domains)):
             raise ShapeMismatch(
-                f"mix must be ({self.num_steps}, {len(self.domains)}), steps by domains, got {self.mix.shape}"
+                f"mix must be ({self.num_steps}, {len(self.domains)}), steps by domains,"
+                f" got {self.mix.shape}"
             )
 
     def _check_tokens(self) -> None:
@@ -69,9 +70,9 @@ class Trace:
         if len(wrong):
             step, layer = wrong[0]
             raise InvalidInput(
-                f"{len(wrong)} (step, layer) sums are not tokens x top-k, first: step {step} layer {layer}"
-                f" counts {sums[step, layer]}, {self.tokens[step]} tokens x {self.top_k}"
-                f" = {self.tokens[step] * self.top_k}"
+                f"{len(wrong)} (step, layer) sums are not tokens x top-k, first: step {step}"
+                f" layer {layer} counts {sums[step, layer]}, {self.tokens[step]} tokens x"
+                f" {self.top_k} = {self.tokens[step] * self.top_k}"
             )
 
     def _check_source(self) -> None:
@@ -89,53 +90,49 @@ class Trace:
         if len(wrong):
             step, layer, expert = wrong[0]
             raise InvalidInput(
-                f"{len(wrong)} source counts do not sum to the counts, first: step {step} layer {layer}"
-                f" expert {expert}: {self.source[step, :, layer, expert].sum()}"
+                f"{len(wrong)} source counts do not sum to the counts, first: step {step}"
+                f" layer {layer} expert {expert}: {self.source[step, :, layer, expert].sum()}"
                 f" against {self.counts[step, layer, expert]}"
             )
 
     @property
     def num_steps(self) -> int:
-        """T."""
+        """T, the number of steps."""
         return int(self.counts.shape[0])
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """L, the number of MoE layers."""
         return int(self.counts.shape[1])
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """E, the number of logical experts."""
         return int(self.counts.shape[2])
 
     def cut(self, first: int, last: int) -> "Trace":
-        """Steps first..last-1.
+        """Return the steps first..last-1.
 
         Raises:
-            InvalidInput: an empty cut.
+            InvalidInput: there are no such steps.
         """
         if not 0 <= first < last <= self.num_steps:
             raise InvalidInput(f"cannot cut steps {first}..{last} from a trace of {self.num_steps}")
         part = slice(first, last)
-        return Trace(
-            self.counts[part],
-            self.layer_ids,
-            self.name,
-            self.top_k,
-            None if self.tokens is None else self.tokens[part],
-            None if self.source is None else self.source[part],
-            None if self.mix is None else self.mix[part],
-            self.domains,
-            self.notes,
+        return replace(
+            self,
+            counts=self.counts[part],
+            tokens=None if self.tokens is None else self.tokens[part],
+            source=None if self.source is None else self.source[part],
+            mix=None if self.mix is None else self.mix[part],
         )
 
 
 def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """(T, L, E) counts without the steps that routed nothing, and a note of how many those were.
+    """Return (T, L, E) counts without steps that routed nothing, and a note if there were any.
 
     Raises:
-        InvalidInput: nothing was routed in any step.
+        InvalidInput: no step routed anything.
     """
     busy = counts.any(axis=(1, 2))
     if not busy.any():
@@ -148,9 +145,9 @@ def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple
 
 
 def drop_idle_layers(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-    """(T, H, E) counts by hidden layer -> the rows that ever routed a token, and their indices.
+    """Return the rows of (T, H, E) counts that ever routed a token, and their hidden layers.
 
-    Dense layers have rows and never count. Needs at least one busy row.
+    Dense layers have rows that never count. At least one row must have routed a token.
     """
     busy = np.nonzero(counts.any(axis=(0, 2)))[0]
     return counts[:, busy], tuple(int(layer) for layer in busy)

@@ -1,10 +1,8 @@
-"""Recorded loads from four sources: our npz, SGLang's recorder, TensorRT-LLM's statistics folders."""
+"""Reads recorded loads of every supported kind, and writes our own npz files."""
 
 import io
-import re
 import zipfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +10,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats import sglang
-from evenkeel_moe.formats.reading import (
-    as_int,
-    as_mapping,
-    naming,
-    parse_json,
-    read_text,
-    token_counts,
-)
-from evenkeel_moe.formats.safetensors import read_tensors
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps
+from evenkeel_moe.formats import sglang, tensorrt_llm
+from evenkeel_moe.formats.reading import naming, token_counts
+from evenkeel_moe.formats.trace import Trace
 from evenkeel_moe.formats.writing import write_file
 
 __all__ = ["read_trace", "write_trace"]
 
 MAX_ARRAY_BYTES = 16 << 30
-"""Unpacked size from which an npz member is taken for a decompression bomb."""
+"""Unpacked size above which a member of an npz file is refused as a decompression bomb."""
 
 
 def read_trace(path: Path | str, *, first_moe_layer: int | None = None) -> Trace:
-    """Read a trace, told apart by what the path is.
+    """Read a trace; the path tells which kind it is.
 
-    `*.npz` is our own; `*.pt` is an SGLang recorder dump (modes stat and stat_approx); a folder with `*.pt`
-    files holds SGLang's per-pass dumps, one per rank; a folder with `meta_info.json` is a TensorRT-LLM
-    statistics folder.
+    `*.npz` is our own format. `*.pt` is a dump of SGLang's recorder (modes stat and stat_approx). A
+    folder with `*.pt` files holds SGLang's per-pass dumps, one for each rank. A folder with
+    `meta_info.json` holds TensorRT-LLM statistics.
 
     Args:
         path: file or folder.
-        first_moe_layer: hidden layers before the first MoE layer. None takes what the file says: our npz its
-            `layer_ids` (0.. without), SGLang every row that ever counted a token, TensorRT-LLM its keys.
+        first_moe_layer: number of hidden layers before the first MoE layer. None takes it from the
+            file: our npz has `layer_ids` (0.. if missing), SGLang has every row that ever counted a
+            token, TensorRT-LLM has its keys.
 
     Raises:
-        InvalidInput, ShapeMismatch: malformed, with the numbers and the file's name.
+        InvalidInput, ShapeMismatch: the trace is malformed; the message names the file.
     """
     path = Path(path)
     with naming(path):
         if path.is_dir():
             if (path / "meta_info.json").exists():
-                return _read_tensorrt_llm(path, first_moe_layer)
+                return tensorrt_llm.read_statistics(path, first_moe_layer)
             if any(path.glob("*.pt")):
                 return sglang.read_passes(path, first_moe_layer)
             raise InvalidInput("a folder with neither meta_info.json nor *.pt files")
@@ -74,14 +65,10 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         raise ShapeMismatch(
             f"T must be (steps, layers, experts), none of them 0, got {counts.shape}"
         )
-    if first_moe_layer is not None:
-        layer_ids = tuple(range(first_moe_layer, first_moe_layer + counts.shape[1]))
-    elif "layer_ids" in arrays:
-        layer_ids = tuple(
-            int(i) for i in token_counts(arrays["layer_ids"], "layer_ids").reshape(-1)
-        )
-    else:
-        layer_ids = tuple(range(counts.shape[1]))
+    first, layers = first_moe_layer or 0, counts.shape[1]
+    layer_ids = tuple(range(first, first + layers))
+    if first_moe_layer is None and "layer_ids" in arrays:
+        layer_ids = tuple(token_counts(arrays["layer_ids"], "layer_ids").reshape(-1).tolist())
     mix, domains = arrays.get("mix"), arrays.get("domains")
     if mix is None or domains is None or mix.dtype.kind != "f" or domains.dtype.kind != "U":
         mix, domains = None, np.array([], "U1")
@@ -101,13 +88,14 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
 
 
 def _load_npz(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
-    """The named arrays a file has; pickles are never opened."""
+    """Return those of the named arrays that a file has; pickles are never opened."""
     try:
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
                 if info.filename.removesuffix(".npy") in names and info.file_size > MAX_ARRAY_BYTES:
                     raise InvalidInput(
-                        f"{info.filename} unpacks to {info.file_size} bytes, at most {MAX_ARRAY_BYTES} are read"
+                        f"{info.filename} unpacks to {info.file_size} bytes,"
+                        f" at most {MAX_ARRAY_BYTES} are read"
                     )
         with np.load(path, allow_pickle=False) as archive:
             return {name: np.asarray(archive[name]) for name in names if name in archive.files}
@@ -120,7 +108,7 @@ def _load_npz(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
         RuntimeError,
     ) as error:
         raise InvalidInput(f"not a readable npz file: {error}") from error
-    # numpy reports a broken header by any of these, with the offending text in the message.
+    # numpy raises any of these for a broken header, with the wrong text in the message.
     except (ValueError, KeyError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
         raise InvalidInput(
             f"holds an array that cannot be read: {str(error).splitlines()[0]:.200}"
@@ -128,11 +116,12 @@ def _load_npz(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
-    """Write our own npz; `read_trace` gives the same trace back.
+    """Write our own npz file, from which `read_trace` returns the same trace.
 
     Counts are stored in the smallest type that holds them. Equal traces give equal bytes.
     """
-    arrays: dict[str, NDArray[Any]] = {
+    # Any: savez_compressed declares a flag among its keywords, which arrays by name do not match.
+    arrays: dict[str, Any] = {
         "T": _smallest(trace.counts),
         "layer_ids": np.array(trace.layer_ids, np.int32),
     }
@@ -146,95 +135,11 @@ def write_trace(path: Path | str, trace: Trace) -> None:
         arrays["mix"] = trace.mix.astype(np.float32)
         arrays["domains"] = np.array(trace.domains)
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **_any(arrays))
+    np.savez_compressed(buffer, **arrays)
     write_file(path, buffer.getvalue())
-
-
-def _any(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """savez_compressed declares a flag among its keywords; arrays by name do not type-check against it."""
-    return dict(arrays)
 
 
 def _smallest(counts: NDArray[np.int64]) -> NDArray[Any]:
     most = int(counts.max())
     dtype = np.uint16 if most < 2**16 else np.uint32 if most < 2**32 else np.int64
     return np.asarray(counts.astype(dtype))
-
-
-_RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
-_KEY = re.compile(r"(\d+)_(\d+)")
-
-
-def _read_tensorrt_llm(folder: Path, first_moe_layer: int | None) -> Trace:
-    """Sum a statistics folder over its ranks; keys are `{iteration}_{layer}`, layers counted from the first."""
-    if first_moe_layer is not None:
-        raise InvalidInput("the folder names its layers by absolute id: leave first_moe_layer out")
-    with naming("meta_info.json"):
-        text = read_text(folder / "meta_info.json")
-        keys = ("num_experts", "num_experts_per_token")
-        meta = as_mapping(parse_json(text), "the file", keys, optional=None)
-        experts = as_int(meta["num_experts"], "num_experts", 1)
-        top_k = as_int(meta["num_experts_per_token"], "num_experts_per_token", 1)
-    ranks = sorted(
-        (int(match[1]), file)
-        for file in folder.iterdir()
-        if (match := _RANK_FILE.fullmatch(file.name))
-    )
-    if [rank for rank, _ in ranks] != list(range(len(ranks))) or not ranks:
-        raise InvalidInput(
-            f"rank files must be rank0..rank{{R-1}}, found {[rank for rank, _ in ranks]}"
-        )
-    per_rank: list[NDArray[np.int64]] = []
-    axes: tuple[list[int], list[int]] = ([], [])
-    for rank, file in ranks:
-        with naming(file.name):
-            found, counts = _stacked(read_tensors(file), experts)
-            if rank == 0:
-                axes = found
-            # A rank may have ended before it wrote the last iterations; nothing else may differ.
-            shared = min(len(found[0]), len(axes[0]))
-            if found[1] != axes[1] or found[0][:shared] != axes[0][:shared]:
-                raise ShapeMismatch(
-                    f"has {len(found[0])} iterations x {len(found[1])} layers"
-                    f" ({found[0][0]}..{found[0][-1]}), rank 0 has {len(axes[0])} x {len(axes[1])}"
-                    f" ({axes[0][0]}..{axes[0][-1]})"
-                )
-            per_rank.append(counts)
-    least, most = min(map(len, per_rank)), max(map(len, per_rank))
-    source = np.stack([counts[:least] for counts in per_rank], axis=1)
-    counts, notes = drop_idle_steps(source.sum(axis=1))
-    if least < most:
-        notes += (
-            f"ranks recorded {least} to {most} iterations: cut to the first {least}, which all of them have",
-        )
-    return Trace(
-        counts,
-        tuple(axes[1]),
-        folder.name,
-        top_k,
-        source=source[source.any(axis=(1, 2, 3))],
-        notes=notes,
-    )
-
-
-def _stacked(
-    tensors: Mapping[str, NDArray[np.generic]], experts: int
-) -> tuple[tuple[list[int], list[int]], NDArray[np.int64]]:
-    """((iterations, layers), (T, L, E)) of one rank's tensors; every pair must be there."""
-    by_key: dict[tuple[int, int], NDArray[np.int64]] = {}
-    for name, values in tensors.items():
-        match = _KEY.fullmatch(name)
-        if match is None:
-            raise InvalidInput(f"tensor {name!r:.60} is not named iteration_layer")
-        if values.shape != (experts,):
-            raise ShapeMismatch(f"tensor {name!r} must be ({experts},), got {values.shape}")
-        by_key[int(match[1]), int(match[2])] = token_counts(values, f"tensor {name!r}")
-    steps = sorted({step for step, _ in by_key})
-    layers = sorted({layer for _, layer in by_key})
-    if not by_key or len(by_key) != len(steps) * len(layers):
-        raise ShapeMismatch(
-            f"{len(by_key)} tensors for {len(steps)} iterations x {len(layers)} layers"
-            f" = {len(steps) * len(layers)}"
-        )
-    stacked = np.array([[by_key[step, layer] for layer in layers] for step in steps], np.int64)
-    return (steps, layers), stacked

@@ -1,4 +1,4 @@
-"""The one way files are written."""
+"""Writes files, with typed errors."""
 
 from pathlib import Path
 
@@ -8,10 +8,11 @@ __all__ = ["write_file"]
 
 
 def write_file(path: Path | str, content: str | bytes) -> None:
-    """Write a file; text as UTF-8.
+    """Write a file; text is encoded as UTF-8.
 
     Raises:
-        InvalidInput: no folder, no right, no room; the message names the file.
+        InvalidInput: the folder is missing, or permission or space is lacking; the message names
+            the file.
     """
     try:
         Path(path).write_bytes(content.encode() if isinstance(content, str) else content)

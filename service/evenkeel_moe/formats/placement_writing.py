@@ -1,0 +1,134 @@
+"""Writes placement files of the formats that `placements` describes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
+from evenkeel_moe.formats.placements import (
+    NEUTRAL_FORMAT,
+    NEUTRAL_VERSION,
+    PlacementFile,
+    PlacementFormat,
+    refuse_duplicates,
+)
+from evenkeel_moe.formats.reading import naming
+from evenkeel_moe.formats.writing import write_file
+from evenkeel_moe.model.placement import EMPTY, Placement
+
+__all__ = ["render_placement", "write_placement"]
+
+MAX_HIDDEN_LAYERS = 10_000
+"""Most rows of an sglang file; far more than any model has, and small enough for memory."""
+
+
+def write_placement(
+    path: Path | str,
+    file: PlacementFile,
+    format_: PlacementFormat,
+    *,
+    num_hidden_layers: int | None = None,
+) -> None:
+    """Write a placement file; see `render_placement`."""
+    with naming(path):
+        text = render_placement(file, format_, num_hidden_layers=num_hidden_layers)
+    write_file(path, text)
+
+
+def render_placement(
+    file: PlacementFile, format_: PlacementFormat, *, num_hidden_layers: int | None = None
+) -> str:
+    """Return the text of a placement file; equal placements give equal text.
+
+    Args:
+        file: the placement.
+        format_: the format.
+        num_hidden_layers: number of rows of an sglang file; None: up to the last MoE layer. Rows of
+            dense layers hold the experts in order; the engine does not use them.
+
+    Raises:
+        InfeasiblePlan: the format cannot hold the placement's empty slots or duplicates.
+        InvalidInput: the placement has a layer beyond `num_hidden_layers`.
+    """
+    if format_ is PlacementFormat.NEUTRAL:
+        return _render_neutral(file)
+    _refuse_empty(file, format_)
+    if format_ is PlacementFormat.SGLANG:
+        return _render_sglang(file, num_hidden_layers)
+    if format_ is PlacementFormat.TRTLLM:
+        return _render_trtllm(file)
+    refuse_duplicates(file.placement)
+    return _render_ascend(file.placement)
+
+
+def _render_neutral(file: PlacementFile) -> str:
+    placement = file.placement
+    content = {
+        "format": NEUTRAL_FORMAT,
+        "version": NEUTRAL_VERSION,
+        "num_ranks": placement.num_ranks,
+        "num_logical_experts": placement.num_logical_experts,
+        "layer_ids": list(file.layer_ids),
+        "info": dict(file.info),
+    }
+    head = json.dumps(content, allow_nan=False)
+    return f'{head[:-1]}, "physical_to_logical": [\n{_rows(placement.phy2log)}\n]}}\n'
+
+
+def _render_sglang(file: PlacementFile, num_hidden_layers: int | None) -> str:
+    placement = file.placement
+    hidden = max(file.layer_ids) + 1 if num_hidden_layers is None else num_hidden_layers
+    if hidden <= max(file.layer_ids):
+        raise InvalidInput(f"{hidden} hidden layers, the placement has layer {max(file.layer_ids)}")
+    if hidden > MAX_HIDDEN_LAYERS:
+        raise InvalidInput(f"{hidden} hidden layers, at most {MAX_HIDDEN_LAYERS} are written")
+    in_order = np.arange(placement.num_slots, dtype=np.int32) % placement.num_logical_experts
+    rows = np.tile(in_order, (hidden, 1))
+    rows[list(file.layer_ids)] = placement.phy2log
+    return f'{{"physical_to_logical_map": [\n{_rows(rows)}\n]}}\n'
+
+
+def _render_trtllm(file: PlacementFile) -> str:
+    lines = [
+        f"num_slots: {file.placement.num_slots}",
+        "layer_updates_per_iter: 0",
+        "initial_global_assignments:",
+    ]
+    for layer, row in zip(file.layer_ids, file.placement.phy2log, strict=True):
+        lines.append(f"  {layer}: {json.dumps(row.tolist())}")
+    return "\n".join(lines) + "\n"
+
+
+def _render_ascend(placement: Placement) -> str:
+    by_rank = placement.phy2log.reshape(placement.num_layers, placement.num_ranks, -1)
+    layers = [
+        {
+            "layer_id": layer,
+            "device_count": placement.num_ranks,
+            "device_list": [
+                {"device_id": rank, "device_expert": experts.tolist()}
+                for rank, experts in enumerate(table)
+            ],
+        }
+        for layer, table in enumerate(by_rank)
+    ]
+    return json.dumps({"moe_layer_count": placement.num_layers, "layer_list": layers}) + "\n"
+
+
+def _rows(phy2log: NDArray[np.int32]) -> str:
+    """Return one line for each layer, so that diff can compare two files."""
+    return ",\n".join(json.dumps(row) for row in phy2log.tolist())
+
+
+def _refuse_empty(file: PlacementFile, format_: PlacementFormat) -> None:
+    empty = (file.placement.phy2log == EMPTY).sum(axis=1)
+    if empty.any():
+        row = int(empty.argmax())
+        raise InfeasiblePlan(
+            f"{format_} files cannot hold empty slots: {int(empty.sum())} in"
+            f" {int((empty > 0).sum())} layers, most in layer {file.layer_ids[row]}"
+            f" ({int(empty[row])} of {file.placement.num_slots})",
+            Reason.UNSUPPORTED,
+        )

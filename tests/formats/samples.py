@@ -1,0 +1,51 @@
+"""Sample values for the tests of formats, and damage to their files."""
+
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.formats import PlacementFile, Trace, read_trace
+from evenkeel_moe.model.placement import Placement
+
+
+def make_trace(steps=5, layers=2, experts=4, ranks=2):
+    rng = np.random.default_rng(3)
+    # Every token goes to two experts, so sums are tokens x 2.
+    source = np.zeros((steps, ranks, layers, experts), np.int64)
+    for index in np.ndindex(steps, ranks, layers):
+        for _ in range(3):
+            source[index][rng.permutation(experts)[:2]] += 1
+    mix = rng.dirichlet(np.ones(3), steps).astype(np.float32).astype(np.float64)
+    return Trace(
+        source.sum(axis=1),
+        tuple(range(1, 1 + layers)),
+        "five",
+        2,
+        np.full(steps, 3 * ranks, np.int64),
+        source,
+        mix,
+        ("a", "b", "c"),
+    )
+
+
+def damage_and_read(damaged: Path, path: Path, data):
+    blob = bytearray(damaged.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+    damaged.write_bytes(
+        bytes(blob[: data.draw(st.sampled_from([len(blob), len(blob) // 2, len(blob) - 1]))])
+    )
+    try:
+        trace = read_trace(path)
+    except EvenkeelError as error:
+        assert str(path) in str(error)
+    else:
+        assert trace.counts.min() >= 0
+
+
+def two_layers() -> PlacementFile:
+    """Return a placement of the layers 3 and 4: 3 experts on 2 ranks x 2 slots."""
+    rows = np.array([[0, 1, 2, 0], [2, 1, 0, 2]], np.int32)
+    return PlacementFile(Placement(rows, 2, 3), (3, 4), {"policy": "keel"})

@@ -1,0 +1,68 @@
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput
+from evenkeel_moe.formats import (
+    PlacementFile,
+    PlacementFormat,
+    render_placement,
+    write_placement,
+)
+from evenkeel_moe.model.placement import EMPTY, Placement
+from tests.formats.samples import two_layers
+
+
+def test_sglang_file_has_one_key_and_a_row_for_every_hidden_layer():
+    content = json.loads(
+        render_placement(two_layers(), PlacementFormat.SGLANG, num_hidden_layers=6)
+    )
+    assert list(content) == ["physical_to_logical_map"]
+    rows = content["physical_to_logical_map"]
+    assert rows[3:5] == [[0, 1, 2, 0], [2, 1, 0, 2]]
+    assert rows[:3] + rows[5:] == [[0, 1, 2, 0]] * 4
+
+
+def test_trtllm_file_is_the_engines_yaml_with_absolute_layers():
+    content = yaml.safe_load(render_placement(two_layers(), PlacementFormat.TRTLLM))
+    assert content == {
+        "num_slots": 4,
+        "layer_updates_per_iter": 0,
+        "initial_global_assignments": {3: [0, 1, 2, 0], 4: [2, 1, 0, 2]},
+    }
+
+
+def test_ascend_file_counts_moe_layers_and_lists_devices():
+    content = json.loads(render_placement(two_layers(), PlacementFormat.ASCEND))
+    assert content["moe_layer_count"] == 2
+    assert content["layer_list"][1] == {
+        "layer_id": 1,
+        "device_count": 2,
+        "device_list": [
+            {"device_id": 0, "device_expert": [2, 1]},
+            {"device_id": 1, "device_expert": [0, 2]},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "format_", [PlacementFormat.SGLANG, PlacementFormat.TRTLLM, PlacementFormat.ASCEND]
+)
+def test_engines_are_never_given_an_empty_slot(format_):
+    rows = np.array([[0, 1, 2, EMPTY]], np.int32)
+    with pytest.raises(InfeasiblePlan, match=r"1 in 1 layers, most in layer 7 \(1 of 4\)"):
+        render_placement(PlacementFile(Placement(rows, 2, 3), (7,)), format_)
+
+
+def test_sglang_needs_enough_hidden_layers():
+    with pytest.raises(InvalidInput, match="10000000000 hidden layers, at most 10000 are written"):
+        render_placement(two_layers(), PlacementFormat.SGLANG, num_hidden_layers=10**10)
+    with pytest.raises(InvalidInput, match="4 hidden layers, the placement has layer 4"):
+        render_placement(two_layers(), PlacementFormat.SGLANG, num_hidden_layers=4)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(InvalidInput, match=f"{tmp_path}: cannot be written: Is a directory"):
+        write_placement(tmp_path, two_layers(), PlacementFormat.NEUTRAL)

@@ -1,0 +1,171 @@
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.formats import read_trace
+from tests.formats.samples import damage_and_read, make_trace
+
+torch = pytest.importorskip("torch")
+
+
+def _dump(path, counts, **more):
+    torch.save(
+        {
+            "rank": 0,
+            "logical_count": torch.tensor(counts),
+            "average_utilization_rate_over_window": None,
+            **more,
+        },
+        path,
+    )
+
+
+def test_sglang_rows_are_hidden_layers_and_dense_ones_are_found(tmp_path):
+    counts = np.zeros((5, 4, 4), np.int32)
+    counts[:, [1, 3]] = make_trace().counts
+    _dump(tmp_path / "expert_distribution_recorder_1.0.pt", counts)
+    trace = read_trace(tmp_path / "expert_distribution_recorder_1.0.pt")
+    assert trace.layer_ids == (1, 3)
+    np.testing.assert_array_equal(trace.counts, make_trace().counts)
+    assert "2 of 4 hidden layers never counted a token" in " ".join(trace.notes)
+    assert "full" in " ".join(trace.notes)
+    assert read_trace(
+        tmp_path / "expert_distribution_recorder_1.0.pt", first_moe_layer=2
+    ).layer_ids == (2, 3)
+    with pytest.raises(InvalidInput, match="first MoE layer 4 is outside the 4 hidden layers"):
+        read_trace(tmp_path / "expert_distribution_recorder_1.0.pt", first_moe_layer=4)
+
+
+def test_sglang_dumps_of_another_kind_are_refused(tmp_path):
+    for content, message in (
+        ([1, 2], "holds a list, must be a mapping"),
+        ({"records": []}, "has no logical_count, only: records; to read per-pass dumps, give"),
+        ({"logical_count": "abc"}, "must hold numbers"),
+        ({"logical_count": torch.zeros(2, 2, 2, 2)}, r"must be \(steps, hidden layers, experts\)"),
+        ({"logical_count": torch.zeros(2, 2, 2)}, "none of the 2 steps routed a token"),
+        ({"logical_count": torch.full((2, 2, 2), -1)}, "holds -1..-1"),
+        (
+            {"logical_count": torch.ones(2, 2, 2, dtype=torch.bfloat16)},
+            "logical_count is bfloat16, which rounds counts above 256: dump it as int32 or float32",
+        ),
+    ):
+        torch.save(content, tmp_path / "d.pt")
+        with pytest.raises(InvalidInput, match=message):
+            read_trace(tmp_path / "d.pt")
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_a_damaged_sglang_dump_is_read_or_refused_in_our_own_words(tmp_path, data):
+    _dump(tmp_path / "d.pt", make_trace().counts)
+    damage_and_read(tmp_path / "d.pt", tmp_path / "d.pt", data)
+
+
+def test_sglang_per_pass_dumps_are_summed_over_ranks_and_mapped_to_logical(tmp_path):
+    placed = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 2]])
+    for rank in range(2):
+        records = []
+        for key in (12, 11):
+            physical = torch.zeros(2, 4, dtype=torch.int32)
+            physical[:, 2 * rank : 2 * rank + 2] = key
+            records.append(
+                {
+                    "forward_pass_id": key,
+                    "rank": rank,
+                    "gatherer_key": "primary",
+                    "global_physical_count": physical,
+                }
+            )
+        torch.save(
+            {"records": records, "last_physical_to_logical_map": placed}, tmp_path / f"r_{rank}.pt"
+        )
+    trace = read_trace(tmp_path)
+    np.testing.assert_array_equal(trace.counts[0], [[22, 11, 11], [11, 11, 22]])
+    np.testing.assert_array_equal(trace.counts[1], [[24, 12, 12], [12, 12, 24]])
+    torch.save(
+        {"records": records[:1], "last_physical_to_logical_map": placed}, tmp_path / "r_1.pt"
+    )
+    with pytest.raises(InvalidInput, match="passes have records of 1 to 2 ranks"):
+        read_trace(tmp_path)
+    torch.save(
+        {"records": records, "last_physical_to_logical_map": placed[:1]}, tmp_path / "r_1.pt"
+    )
+    with pytest.raises(
+        ShapeMismatch, match=r"r_1.pt: its map \(1, 4\) is not the map of the other files"
+    ):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("placed", "message"),
+    [
+        (torch.tensor([[0, 2**40]]), f"has expert {2**40}, 2 slots cannot hold so many"),
+        (
+            torch.zeros((0, 2), dtype=torch.int64),
+            r"must be \(layers, slots\), none of them 0, got \(0, 2\)",
+        ),
+        (
+            torch.zeros((2, 0), dtype=torch.int64),
+            r"must be \(layers, slots\), none of them 0, got \(2, 0\)",
+        ),
+    ],
+)
+def test_a_map_no_model_has_is_refused_before_memory_is_asked_for(tmp_path, placed, message):
+    record = {"forward_pass_id": 1, "rank": 0, "global_physical_count": torch.ones(placed.shape)}
+    torch.save({"records": [record], "last_physical_to_logical_map": placed}, tmp_path / "r_0.pt")
+    with pytest.raises(InvalidInput, match=f"r_0.pt: .*{message}"):
+        read_trace(tmp_path)
+
+
+STEPS = np.random.default_rng(3).integers(1, 9, (5, 2, 4), np.int32)
+
+
+def _ring(path, written_from, busy):
+    """The steps, written into a ring of 8 from some slot on; those not in `busy` routed nothing."""
+    ring = np.zeros((8, 2, 4), np.int32)
+    for step in busy:
+        ring[(written_from + step) % 8] = STEPS[step]
+    torch.save({"rank": 0, "logical_count": torch.tensor(ring)}, path)
+
+
+@pytest.mark.parametrize("written_from", [0, 3])
+def test_a_ring_is_read_as_stored_where_its_unwritten_stretch_lies_at_an_end(
+    tmp_path, written_from
+):
+    busy = [0, 1, 3, 4]
+    _ring(tmp_path / "d.pt", written_from, busy)
+    trace = read_trace(tmp_path / "d.pt")
+    np.testing.assert_array_equal(trace.counts, STEPS[busy])
+    assert trace.notes == ("left out 4 of 8 steps: they routed nothing",)
+
+
+@pytest.mark.parametrize("written_from", [4, 6, 7])
+def test_a_ring_is_unrolled_from_its_only_empty_stretch_with_a_note(tmp_path, written_from):
+    """A dump empties the ring and leaves the write position, so what follows may cross the end."""
+    _ring(tmp_path / "d.pt", written_from, range(5))
+    trace = read_trace(tmp_path / "d.pt")
+    np.testing.assert_array_equal(trace.counts, STEPS)
+    unrolled = (
+        f"slots {written_from - 3}..{written_from - 1}, the only empty ones, are assumed to be the"
+        f" unwritten part of the buffer, so its oldest step is in slot {written_from}"
+    )
+    assert trace.notes == ("left out 3 of 8 steps: they routed nothing", unrolled)
+
+
+@pytest.mark.parametrize(
+    ("written_from", "busy", "stored", "places"),
+    [(6, [0, 1, 3, 4], [3, 4, 0, 1], 2), (7, [0, 2, 4], [2, 4, 0], 3), (0, [0, 4], [0, 4], 2)],
+)
+def test_a_ring_with_empty_stretches_that_may_be_either_is_read_as_stored_with_a_note(
+    tmp_path, written_from, busy, stored, places
+):
+    _ring(tmp_path / "d.pt", written_from, busy)
+    trace = read_trace(tmp_path / "d.pt")
+    np.testing.assert_array_equal(trace.counts, STEPS[stored])
+    ambiguous = (
+        f"the buffer is empty in {places} places, and its unwritten part cannot be told from steps"
+        " that routed nothing: the order is ambiguous, taken as stored"
+    )
+    assert trace.notes[1:] == (ambiguous,)

@@ -1,0 +1,174 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.formats import Trace, read_trace
+from tests.formats.samples import damage_and_read, make_trace
+
+
+def _write_tensors(path, tensors):
+    save_file({name: values.astype(np.int64) for name, values in tensors.items()}, path)
+
+
+def _statistics(folder, trace):
+    (folder / "meta_info.json").write_text(
+        json.dumps({"num_experts": trace.num_experts, "num_experts_per_token": 2})
+    )
+    for rank in range(trace.source.shape[1]):
+        tensors = {
+            f"{100 + step}_{layer}": trace.source[step, rank, row]
+            for step in range(trace.num_steps)
+            for row, layer in enumerate(trace.layer_ids)
+        }
+        _write_tensors(folder / f"rank{rank}.safetensors", dict(reversed(tensors.items())))
+
+
+def test_tensorrt_llm_folder_is_summed_over_ranks_with_absolute_layers(tmp_path):
+    trace = make_trace(ranks=3)
+    _statistics(tmp_path, trace)
+    read = read_trace(tmp_path)
+    np.testing.assert_array_equal(read.counts, trace.counts)
+    np.testing.assert_array_equal(read.source, trace.source)
+    assert (read.layer_ids, read.top_k) == ((1, 2), 2)
+    with pytest.raises(InvalidInput, match="names its layers by absolute id"):
+        read_trace(tmp_path, first_moe_layer=1)
+
+
+def test_tensorrt_llm_meta_info_may_say_more(tmp_path):
+    _statistics(tmp_path, make_trace())
+    meta = {"num_experts": 4, "num_experts_per_token": 2, "version": 1, "model": {"name": "m"}}
+    (tmp_path / "meta_info.json").write_text(json.dumps(meta))
+    assert read_trace(tmp_path).top_k == 2
+    (tmp_path / "meta_info.json").write_text('{"num_experts": 4, "version": 1}')
+    with pytest.raises(
+        InvalidInput, match="meta_info.json: .*missing: num_experts_per_token; unknown: none"
+    ):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_tensorrt_llm_ranks_that_stopped_earlier_cut_the_others(tmp_path, stopped):
+    trace = make_trace(ranks=3)
+    _statistics(tmp_path, trace)
+    for rank, steps in ((stopped, 3), ((stopped + 1) % 3, 4)):
+        tensors = {
+            f"{100 + step}_{layer}": trace.source[step, rank, row]
+            for step in range(steps)
+            for row, layer in enumerate(trace.layer_ids)
+        }
+        _write_tensors(tmp_path / f"rank{rank}.safetensors", tensors)
+    read = read_trace(tmp_path)
+    np.testing.assert_array_equal(read.source, trace.source[:3])
+    np.testing.assert_array_equal(read.counts, trace.counts[:3])
+    assert read.notes == ("ranks recorded 3 to 5 iterations: all are cut to the first 3",)
+
+
+def test_tensorrt_llm_folders_with_holes_are_refused(tmp_path):
+    _statistics(tmp_path, make_trace())
+    ones = np.ones(4)
+    for tensors, message in (
+        ({"1_1": ones}, "has 1 iterations x 1 layers .*, rank 0 has 5 x 2"),
+        (
+            {f"{step}_{layer}": ones for step in range(101, 105) for layer in (1, 2)},
+            r"has 4 iterations x 2 layers \(101..104\), rank 0 has 5 x 2 \(100..104\)",
+        ),
+        (
+            {f"{step}_{layer}": ones for step in (100, 101, 103) for layer in (1, 2)},
+            r"has 3 iterations x 2 layers \(100..103\), rank 0 has 5 x 2",
+        ),
+        ({"1_1": ones, "2_1": ones, "2_2": ones}, "3 tensors for 2 iterations x 2 layers = 4"),
+        ({"a": ones}, "'a' is not named iteration_layer"),
+        ({"1_1": np.ones(5)}, r"must be \(4,\), got \(5,\)"),
+        ({"1_1": -ones}, "holds -1..-1"),
+        ({}, "0 tensors"),
+    ):
+        _write_tensors(tmp_path / "rank1.safetensors", tensors)
+        with pytest.raises(InvalidInput, match=f"rank1.safetensors: .*{message}"):
+            read_trace(tmp_path)
+    (tmp_path / "rank1.safetensors").rename(tmp_path / "rank2.safetensors")
+    with pytest.raises(InvalidInput, match=r"must be rank0..rank\{R-1\}, found \[0, 2\]"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("blob", "message"),
+    [
+        (b"", "header too small"),
+        (b"abc", "header too small"),
+        ((100).to_bytes(8, "little") + b"{}", "invalid header length"),
+        ((2**64 - 1).to_bytes(8, "little") + bytes(50), "header too large"),
+        ((2).to_bytes(8, "little") + b"[]", "invalid JSON in header"),
+        ((2).to_bytes(8, "little") + b"\xff\xff", "invalid UTF-8 in header"),
+        (
+            b'{"1_1": {"dtype": "I64", "shape": [4], "data_offsets": [0, 8]}}',
+            "invalid shape, data type, or offset",
+        ),
+        (
+            b'{"1_1": {"dtype": "I64", "shape": [1], "data_offsets": [0, 99]}}',
+            "invalid shape, data type, or offset",
+        ),
+        (
+            b'{"1_1": {"dtype": "I64", "shape": [%d, 2], "data_offsets": [0, 8]}}' % (2**64 - 1),
+            "overflow computing buffer size",
+        ),
+        (
+            b'{"1_1": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}',
+            "tensor that numpy cannot hold: .*bfloat16",
+        ),
+        (
+            b'{"1_1": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}',
+            "tensor that numpy cannot hold: .*float8",
+        ),
+        (
+            b'{"1_1": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}',
+            r"must be \(4,\), got \(1,\)",
+        ),
+        (
+            b'{"1_1": {"dtype": "I64", "shape": [1], "data_offsets": [8]}}',
+            "expected a tuple of size 2",
+        ),
+        (b'{"1_1": {"dtype": "I64", "shape": [1]}}', "missing field `data_offsets`"),
+        (
+            b'{"1_1": {"dtype": "I64", "shape": [' + b"1," * 99 + b'1], "data_offsets": [0, 8]}}',
+            "tensor that numpy cannot hold: .*found 100",
+        ),
+    ],
+)
+def test_malformed_safetensors_are_refused(tmp_path, blob, message):
+    _statistics(tmp_path, make_trace())
+    if blob.startswith(b'{"'):
+        blob = len(blob).to_bytes(8, "little") + blob + bytes(8)
+    (tmp_path / "rank1.safetensors").write_bytes(blob)
+    with pytest.raises(InvalidInput, match=f"rank1.safetensors: .*{message}"):
+        read_trace(tmp_path)
+
+
+def test_a_rank_file_that_cannot_be_opened_is_named(tmp_path):
+    _statistics(tmp_path, make_trace())
+    (tmp_path / "rank1.safetensors").unlink()
+    (tmp_path / "rank1.safetensors").mkdir()
+    with pytest.raises(InvalidInput, match="rank1.safetensors: cannot be read"):
+        read_trace(tmp_path)
+
+
+def test_a_long_recording_is_read_in_time_that_grows_with_its_keys(tmp_path):
+    # 2,000 iterations of 58 layers: comparing every key with every other would take minutes.
+    counts = np.ones((2_000, 1, 58, 1), np.int64)
+    trace = Trace(counts[:, 0], tuple(range(3, 61)), top_k=1, source=counts)
+    (tmp_path / "meta_info.json").write_text('{"num_experts": 1, "num_experts_per_token": 1}')
+    tensors = {f"{step}_{layer}": np.ones(1) for step in range(2_000) for layer in trace.layer_ids}
+    _write_tensors(tmp_path / "rank0.safetensors", tensors)
+    np.testing.assert_array_equal(read_trace(tmp_path).counts, trace.counts)
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+def test_a_damaged_statistics_folder_is_read_or_refused_in_our_own_words(tmp_path, data):
+    _statistics(tmp_path, make_trace())
+    name = data.draw(st.sampled_from(["rank0.safetensors", "rank1.safetensors", "meta_info.json"]))
+    damage_and_read(tmp_path / name, tmp_path, data)
