@@ -309,7 +309,7 @@ def test_store_away_while_committing_is_what_the_plan_says():
         control.handle(ctl.PersistFailed(tuple(unstored)), float(t))
         actions = control.handle(msg.Tick(), float(t))
         unstored = of_kind(actions, ctl.PersistAction)
-        for question in (a for a in of_kind(actions, ctl.SendToRank) if not a.decides):
+        for question in (a for a in of_kind(actions, ctl.SendToRank) if not a.needs_store):
             heard = state_of(question.rank, question.message.query, wave=key_of(), step=20 * t)
             control.handle(from_rank(question.rank, heard), float(t))
     assert control.coordinator.state is C.COMMITTING

@@ -99,7 +99,7 @@ def test_a_rank_of_a_larger_group_has_no_say_in_the_registered_one():
     assert membership.staging_bytes() == (1000, 1000)
     record, _ = group.operator.submit(plan_of(), group.now, approve=True)
     assert record.phase is PlanPhase.MIGRATING
-    assert set(group.control.executor.coordinator.peers) == {0, 1}
+    assert set(group.control.executor.coordinator.peers.by_rank) == {0, 1}
 
 
 def test_a_rank_of_a_larger_group_that_left_holds_nothing_up():
@@ -161,8 +161,8 @@ def test_as_many_placements_are_remembered_as_the_store_keeps():
         )
         executor.coordinator = None
         group.control.records.change(record, "approved", group.now, phase=PlanPhase.APPROVED)
-        group.control.carry_on(group.now)
-        executor._learned_commit(group.now)
+        group.control.advance_plan(group.now)
+        executor._record_commit(group.now)
         executor.coordinator = None
         done = group.control.records.get(record.plan.plan_id)
         group.control.records.complete(done, group.now)

@@ -116,7 +116,7 @@ FOCI = (
         "control follower Vote, Ack, AbortAnswer, StagingProgress, RankHeard, RankTroubled, ClockStepped",
         16,
         *(again(kind, "controller is follower", 2) for kind in (*ANSWERS, "Beat")),
-        set_clock("controller is follower"),
+        set_clock("controller is follower", 2),
         lapse("controller is ready", 0.5, same=1.0, within=0.3),
         CANCELLED,
     ),
@@ -165,7 +165,7 @@ FOCI = (
     ),
     # --- a rank: reloads, failing swaps -----------------------------------------------------------
     focus("participant staging ReloadRequested", 10, BUSY, reload("rank is staging", True)),
-    focus("participant staging WeightsReloaded", 4, BUSY, reload("rank is staging", False)),
+    focus("participant staging WeightsReloaded", 5, BUSY, reload("rank is staging", False)),
     focus(
         "participant prepared ReloadRequested; coordinator committing AbortAnswer",
         14,
@@ -180,7 +180,7 @@ FOCI = (
     focus("participant armed WeightsReloaded", 9, reload("rank is armed", False)),
     focus(
         "participant swapping ReloadRequested",
-        12,
+        13,
         reload("rank swaps", True, 0.9),
         like(slow_swaps=0.6),
     ),
@@ -213,7 +213,7 @@ FOCI = (
         BUSY,
         like(slow_swaps=0.2),
         disable("rank is staging", restart_s=1.5),
-        *(disable(f"rank {state}", 4) for state in RANK_STATES),
+        *(disable(f"rank {state}", 5) for state in RANK_STATES),
         disable("rank is aborted", 4, 1.0),
         wish("cancel", "rank is prepared", 0.15),
         lapse("controller is ready", 0.2, same=1.0, within=0.3),
@@ -223,7 +223,7 @@ FOCI = (
     # --- a wave: ranks that are lost and come back ------------------------------------------------
     focus(
         "coordinator preparing RankLost, RankConnected",
-        16,
+        18,
         quick(prepare_deadline_s=4.0),
         BUSY,
         silent("wave is preparing", 0.2, 0.5),
@@ -278,7 +278,7 @@ FOCI = (
     ),
     focus("coordinator preparing CancelWave", 18, wish("cancel", "wave is preparing")),
     focus("coordinator committing CancelWave", 4, wish("cancel", "wave is committing")),
-    focus("coordinator committed CancelWave", 8, wish("cancel", "wave is committed")),
+    focus("coordinator committed CancelWave", 11, wish("cancel", "wave is committed")),
     focus(
         "control ready CycleDecided; control migrating Tick",  # proposals are approved when the fleet moved on (R16)
         8,
@@ -417,7 +417,7 @@ FOCI = (
             for state in ("waiting_for_ranks", "recovering")
             for order in (
                 *(wish(what, f"controller is {state}") for what in 2 * ORDERS),
-                set_clock(f"controller is {state}"),
+                set_clock(f"controller is {state}", 2),
             )
         ),
         lapse("controller is ready", 0.9, same=1.0, within=0.3),

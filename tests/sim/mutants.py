@@ -167,17 +167,19 @@ class RemembersItsLastTerm(DeploymentControl):
 
 
 class StalledIsOver(Coordinator):
-    def gives_up(self):
-        return True
+    def _watch(self, now):
+        actions = super()._watch(now)
+        stalled = self.health is not None and self.health.stalled
+        return self._aborted(now) if stalled else actions
 
 
 class TrustsTheStore(Recovery):
-    def word_of_ranks(self, fleet):
+    def _bring_up(self, group):
         history = self.executor.history
-        if not history:
-            return fleet
-        newest = max(history)
-        return GroupState(newest, history[newest], fleet.weights_version, fleet.checksums)
+        if history:
+            newest = max(history)
+            group = GroupState(newest, history[newest], group.weights_version, group.checksums)
+        return super()._bring_up(group)
 
 
 class TakesStalePlans(PlanExecutor):

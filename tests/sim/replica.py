@@ -188,7 +188,7 @@ class Seat:
                     f"controller stores {type(action).__name__}", replica=self.replica, seat=self
                 )
             elif isinstance(action, ctl.SendToRank):
-                if not (failed and action.decides):
+                if not (failed and action.needs_store):
                     self.send(action)
             else:
                 self.other(action)

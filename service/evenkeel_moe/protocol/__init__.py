@@ -1,1 +1,1 @@
-"""Sans-IO state machines: no await, no clock, no lock."""
+"""The state machines of the migration protocol: they do no I/O, read no clock and hold no lock."""

@@ -1,9 +1,9 @@
-"""Events and actions of the controller's machines: coordinator and control.
+"""Events and actions of the controller's machines, coordinator and control.
 
-The shell carries out a batch of actions in order. Every Persist action of a batch finishes before
-its first SendToRank starts. If one fails, the batch's SendToRank actions are not carried out, but for
-questions, and `PersistFailed` names the persists that are not known to be stored; all else of the
-batch is carried out.
+The shell carries out a batch of actions in order. All Persist actions of a batch finish before its
+first SendToRank starts. If a Persist action fails, `PersistFailed` names the writes that are not
+known to be stored. The batch's SendToRank actions are then skipped, except questions; all other
+actions are carried out.
 """
 
 from collections.abc import Mapping
@@ -22,19 +22,19 @@ from evenkeel_moe.protocol.messages import ControllerMessage, Leader, QueryState
 
 @dataclass(frozen=True, slots=True)
 class FromRank:
-    """A rank's message as the controller's shell hands it in (R1)."""
+    """A rank's message, with the process and the stream it came from (R1)."""
 
     rank: EpRank
     incarnation: int
-    """As the stream's Hello said; for a Hello, its own."""
+    """The incarnation in the stream's Hello."""
     stream: int
-    """Number the shell gave the stream; rises, so a newer stream has a higher one."""
+    """The shell's number of the stream; a newer stream has a higher one."""
     message: RankMessage
 
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """A rank's stream ended; what was sent on it may be lost."""
+    """A rank's stream ended; messages sent on it may be lost."""
 
     rank: EpRank
     stream: int
@@ -91,7 +91,7 @@ class ClockStepped:
 
 @dataclass(frozen=True, slots=True)
 class StoredRecords:
-    """What the store held when the lease was won. A flushed store is all defaults (R15)."""
+    """The contents of the store when the lease was won; all defaults if it was flushed (R15)."""
 
     plans: tuple[PlanRecord, ...] = ()
     epochs: Mapping[Epoch, Placement] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class StoredRecords:
 
 @dataclass(frozen=True, slots=True)
 class LeaseAcquired:
-    """This replica leads, with a term above the stored one and any `RaiseTerm` asked for."""
+    """This replica leads; its term is above the stored one and above every `RaiseTerm`."""
 
     leader: Leader
     stored: StoredRecords = StoredRecords()
@@ -114,28 +114,28 @@ class LeaseAcquired:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost:
-    """The lease is gone or may be: nothing more may be sent under its term (R13).
+    """The lease is lost or may be lost: nothing more may be sent under its term (R13).
 
-    The shell closes the deployment's rank streams: the ranks look for the new leader.
+    The shell closes the deployment's streams, so that the ranks look for the new leader.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class CycleDecided:
-    """How a RunCycle ended."""
+    """The planner answered a RunCycle."""
 
     cycle: int
     reason: Reason
     plan: Plan | None = None
-    """Set when the gates passed; its base is what RunCycle was given."""
+    """The plan if the gates passed; its base is the placement of RunCycle."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     shadow: Mapping[str, Any] = field(default_factory=dict)
-    """What the deployment's shadow policies last scored, by name, for the decision row."""
+    """The last scores of the shadow policies by name, for the decision row."""
 
 
 @dataclass(frozen=True, slots=True)
 class PersistFailed:
-    """Writes that are not known to be stored, and why."""
+    """Some writes are not known to be stored."""
 
     failed: "tuple[PersistAction, ...]"
     detail: str = ""
@@ -146,7 +146,7 @@ class PersistFailed:
 
 @dataclass(frozen=True, slots=True)
 class RankConnected:
-    """The rank has a stream, perhaps a new one."""
+    """The rank has a stream; it may be a new one."""
 
     rank: EpRank
     incarnation: int
@@ -155,21 +155,21 @@ class RankConnected:
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """The rank's heartbeat lease ran out."""
+    """The rank was not heard for the length of its lease."""
 
     rank: EpRank
 
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """Steps the fleet has taken, dummy steps included (R14)."""
+    """The number of steps the group has taken, dummy steps included (R14)."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class CancelWave:
-    """Give the wave up if it was not voted through yet; `reason` is what the wave ends with."""
+    """Give the wave up, with this reason, unless all ranks have voted yes already."""
 
     reason: Reason
 
@@ -179,21 +179,21 @@ class CancelWave:
 
 @dataclass(frozen=True, slots=True)
 class SendToRank:
-    """Send on this stream; dropped if it is gone, the machine resends."""
+    """Send on this stream. If it is gone the message is dropped; the machine sends it again."""
 
     rank: EpRank
     stream: int
     message: ControllerMessage
 
     @property
-    def decides(self) -> bool:
-        """Whether it may go out only once its batch is stored: a question rests on nothing that is."""
+    def needs_store(self) -> bool:
+        """Return True if it must wait until its batch is stored; a question need not wait."""
         return not isinstance(self.message, QueryState)
 
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """Refuse a rank's Hello: tell it why and close the stream."""
+    """Refuse a rank's Hello with a reason, and close the stream."""
 
     rank: EpRank
     stream: int
@@ -203,7 +203,7 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class PersistIntent:
-    """All ranks voted yes, Commit follows: for the audit trail; recovery asks the ranks (R12)."""
+    """All ranks voted yes. Only for the audit trail: a recovery asks the ranks instead (R12)."""
 
     wave: WaveKey
     base_epoch: Epoch
@@ -211,7 +211,7 @@ class PersistIntent:
 
 @dataclass(frozen=True, slots=True)
 class PersistOutcome:
-    """How a wave ended, for the audit trail; never both outcomes for one wave."""
+    """The way a wave ended, for the audit trail; a wave never has both outcomes."""
 
     wave: WaveKey
     committed: bool
@@ -220,7 +220,7 @@ class PersistOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PersistEpoch:
-    """The group is at this epoch with this map; recorded epochs above it are dropped by the write."""
+    """The group is at this epoch with this placement; the write drops all later epochs."""
 
     generation: Generation
     epoch: Epoch
@@ -236,7 +236,7 @@ class PersistPlan:
 
 @dataclass(frozen=True, slots=True)
 class PersistDocument:
-    """Replace a small named document: `control` holds {held, frozen_until}."""
+    """Replace a small named document: `control` holds {held, frozen_until}; `policy` the policy."""
 
     name: str
     body: Mapping[str, Any]
@@ -256,9 +256,9 @@ PersistAction = (
 
 @dataclass(frozen=True, slots=True)
 class WaveHealth:
-    """A wave began to wait, or waits no longer: reason None means it runs again (R14).
+    """A wave began to wait, or goes on: then the reason is None (R14).
 
-    `stalled` False with a reason is `paused`: the fleet runs no steps, nothing is wrong.
+    `stalled` False with a reason means `paused`: the group runs no steps, and nothing is wrong.
     """
 
     wave: WaveKey | None
@@ -269,7 +269,7 @@ class WaveHealth:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A person should look; counted by reason."""
+    """A person should look into it; counted by reason."""
 
     reason: Reason
     detail: str
@@ -277,9 +277,9 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class RaiseTerm:
-    """Ranks know a higher term: give the lease up, acquire it anew above `at_least`, if it is ours to take (R2).
+    """Give the lease up and try to acquire it again with a term above `at_least` (R2).
 
-    Control has dropped its machine; LeaseAcquired starts it again.
+    Some rank knows that term. The machine is a follower again until LeaseAcquired.
     """
 
     at_least: int
@@ -287,7 +287,7 @@ class RaiseTerm:
 
 @dataclass(frozen=True, slots=True)
 class RunCycle:
-    """Evaluate the gates and plan, off the loop; answer with CycleDecided of the same number."""
+    """Evaluate the gates and plan in the background; the result is CycleDecided, same number."""
 
     cycle: int
     epoch: Epoch

@@ -1,4 +1,4 @@
-"""The page of the three machines, drawn from their tables: `python -m evenkeel_moe.protocol.diagram`."""
+"""Writes docs/machines.md from the tables: `python -m evenkeel_moe.protocol.diagram`."""
 
 import sys
 from collections.abc import Mapping
@@ -26,16 +26,19 @@ _MACHINES: tuple[
 
 
 def page() -> str:
-    """Markdown: for each machine its moves as a diagram and its whole table."""
+    """Return the Markdown page: for each machine a diagram of its moves and its whole table."""
     parts = [
-        "# The machines of the switch",
+        "# The state machines",
         "",
-        "Drawn from `service/evenkeel_moe/protocol/transitions.py` by `python -m evenkeel_moe.protocol.diagram`; a test holds the two",
-        "together. A cell names the method that takes the event; *ignored* may happen and changes nothing, *illegal* is a",
-        "bug of ours and raises, *violation* is what no correct peer sends and alerts. Arrows are what may move a state.",
+        "Written from `service/evenkeel_moe/protocol/transitions.py` by",
+        "`python -m evenkeel_moe.protocol.diagram`; a test checks that both agree. An arrow shows",
+        "which events may lead from one state to another. A cell of a table names the method that",
+        "handles the event. *ignored*: the event can occur and changes nothing. *illegal*: only a",
+        "bug of ours can cause the event, and it raises an error. *violation*: no correct peer sends",
+        "it, and it raises an alert.",
     ]
-    for name, what, table, moves in _MACHINES:
-        parts += ["", f"## {name}: {what}", "", *_diagram(moves), "", *_table(table)]
+    for name, subject, table, moves in _MACHINES:
+        parts += ["", f"## {name}: {subject}", "", *_diagram(moves), "", *_table(table)]
     return "\n".join(parts) + "\n"
 
 

@@ -1,9 +1,9 @@
-"""What machines say to each other, and the words they are said in.
+"""Messages between controller and ranks, and the events and actions of a rank's machine.
 
-Wire messages are events when received and the payload of Send actions when sent. Local events
-come from the shell: a finished copy, a resolved poll, a lost lease. Machines take (event, now)
-and return actions; a shell carries the actions out and feeds each result back as an event.
-Rule numbers refer to docs/protocol.md.
+A machine takes an event and the time, and returns actions. Its shell, the code around it that does
+I/O, carries the actions out and reports each result as a further event. A message is an event where
+it is received and part of a send action where it is sent. Rule numbers (R1) refer to
+docs/protocol.md.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
 
-# --- who speaks -----------------------------------------------------------------------------
+# --- identities -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Who leads a deployment. A rank binds a term to the first leader id that used it (R2)."""
+    """The leader of a deployment. A rank binds a term to the first leader id that used it (R2)."""
 
     leader_id: str
     term: int
@@ -28,17 +28,17 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class RankIdentity:
-    """One life of one rank process inside one generation of its EP group (R1)."""
+    """One process of one rank, in one generation of its EP group (R1)."""
 
     deployment: DeploymentId
     rank: EpRank
     generation: Generation
     incarnation: int
-    """Unix nanoseconds at process start; the newest wins."""
+    """Start of the process in Unix nanoseconds; the newest process speaks for the rank."""
 
 
 class ParticipantState(StrEnum):
-    """Where a rank stands with the wave it holds."""
+    """The state of a rank with respect to the wave it holds."""
 
     IDLE = "idle"
     STAGING = "staging"
@@ -46,11 +46,11 @@ class ParticipantState(StrEnum):
     ARMED = "armed"
     SWAPPING = "swapping"
     ABORTED = "aborted"
-    """The wave is given up here, its transport not yet drained (R7)."""
+    """The rank has given the wave up, and its copies have not drained yet (R7)."""
 
 
 class WaveOutcome(StrEnum):
-    """How a wave ended on a rank."""
+    """The way a wave ended on a rank."""
 
     SWAPPED = "swapped"
     REFUSED = "refused"
@@ -62,7 +62,7 @@ class WaveOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a stream: everything the controller must know of a rank."""
+    """The first message of a stream: all that the controller must know about a rank."""
 
     identity: RankIdentity
     shape: ModelShape
@@ -77,86 +77,89 @@ class Hello:
     """Digest over the (L, E) expert checksums; equal on all ranks (R4)."""
     free_bytes: int
     staging_bytes: int
-    """Room for staged experts; a wave's largest rank share must fit."""
+    """Space for staged experts; the rank's share of every wave must fit."""
     gate_digest: str
-    """Digest of K, D and the gate vector's layout, agreed by the EP group (R9)."""
+    """Digest of K, D and the layout of the gate's vector; equal on all ranks (R9)."""
     capabilities: frozenset[str] = frozenset({"migrate"})
-    """`migrate` absent means observe only."""
+    """Without `migrate` the rank refuses every wave."""
     highest_term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Answer to Prepare. A yes says: staged, verified, allocated, nothing left that can fail."""
+    """Answer to Prepare. After a yes nothing can fail: all is staged, verified and allocated."""
 
     wave: WaveKey
     yes: bool
     reason: Reason = Reason.COMMITTED
-    """Why not, when `yes` is false."""
+    """The reason for a no."""
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """The rank swapped: it is at the new epoch."""
+    """The rank has swapped and is at the new epoch."""
 
     wave: WaveKey
     epoch: Epoch
     placement_digest: str
     swap_s: float = 0.0
-    """Seconds the swap held up the step."""
+    """Time the swap delayed the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAnswer:
-    """Answer to Abort or to a Commit of a wave that is gone; sent after polls in flight resolved (R7)."""
+    """Answer to Abort, or to a Commit of a wave the rank no longer holds.
+
+    It is sent only after every poll that took the rank as armed has resolved (R7).
+    """
 
     wave: WaveKey
     epoch: Epoch
-    """The new epoch if the gate passed all the same."""
+    """The rank's epoch; the new one if the gate passed before the abort."""
     outcome: WaveOutcome
     drained: bool
-    """No byte of the wave is still on its way to this rank."""
+    """No byte of the wave is still in flight to this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Answer to QueryState: what a new leader rules on (R12)."""
+    """Answer to QueryState; a new leader decides from these answers how a wave ended (R12)."""
 
     identity: RankIdentity
     state: ParticipantState
     wave: WaveKey | None
-    """The wave held, None when IDLE."""
+    """The wave the rank holds; None in IDLE."""
     epoch: Epoch
     placement_digest: str
     weights_version: int
     drained: bool
     last_wave: WaveKey | None
-    """The last wave that ended here."""
+    """The last wave that ended on this rank."""
     last_outcome: WaveOutcome | None
     placement: Placement | None = None
-    """The full map when asked for (R15)."""
+    """The whole placement; None unless asked for (R15)."""
     checksums: tuple[int, ...] | None = None
-    """Unsigned 64-bit, layer-major (L * E), when asked for (R4)."""
+    """(L * E) unsigned 64-bit, layer-major; None unless asked for (R4)."""
     highest_term: int = 0
     step: int = 0
-    """step_boundary calls of the rank's EP group as of its last poll, dummy steps included (R14)."""
+    """`step_boundary` calls up to the rank's last poll, dummy steps included (R14)."""
     query: int = 0
-    """The `QueryState.query` answered; 0 when the rank reports unasked, after a reload."""
+    """The number of the query it answers; 0 if the rank reports unasked, after a reload."""
 
 
 @dataclass(frozen=True, slots=True)
 class TermRefused:
-    """The rank knows a newer leader, or bound this term to another one (R2)."""
+    """The rank knows a newer leader, or has bound this term to another one (R2)."""
 
     identity: RankIdentity
     leader: Leader
-    """The newest leader the rank has bound."""
+    """The newest leader the rank knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingProgress:
-    """Bytes copied so far, for progress bars; never a decision's input."""
+    """The bytes copied so far. Only for display: no decision depends on it."""
 
     wave: WaveKey
     bytes_done: int
@@ -170,24 +173,24 @@ RankMessage = Hello | Vote | Ack | AbortAnswer | RankState | TermRefused | Stagi
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Copy into staging, verify, allocate, then vote."""
+    """Tells a rank to copy into staging, verify, allocate, and vote."""
 
     leader: Leader
     wave: WaveKey
     base_epoch: Epoch
-    """Refused as stale unless equal to the rank's epoch (R3)."""
+    """The rank refuses the wave as stale unless it is at this epoch (R3)."""
     body: Wave
     checksums: tuple[int, ...]
-    """Expected unsigned 64-bit checksum of each transfer in batch order, as registered at load (R4)."""
+    """Unsigned 64-bit checksum of each transfer, in batch order, as registered at load (R4)."""
     batch_deadline_s: float
-    """Seconds one batch may take before its communicator is aborted (R10)."""
+    """Longest time for one batch; after it the communicator is aborted (R10)."""
     max_bytes_per_s: float = 0.0
-    """Throttle per rank; 0 is none."""
+    """Limit per rank; 0 means no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Arm: the gate decides the rest (R5)."""
+    """Arms the rank; the gate decides the rest (R5)."""
 
     leader: Leader
     wave: WaveKey
@@ -195,7 +198,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Give the wave up unless the gate already passed (R7)."""
+    """Tells a rank to give the wave up, unless the gate has passed already (R7)."""
 
     leader: Leader
     wave: WaveKey
@@ -203,13 +206,13 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class QueryState:
-    """Ask a rank where it stands; also how a leader keeps its lease known to idle ranks."""
+    """Asks a rank for its state; the regular questions also show the ranks that a leader lives."""
 
     leader: Leader
     want_placement: bool = False
     want_checksums: bool = False
     query: int = 0
-    """Number the rank answers with, so that a late answer to an earlier query is known as such."""
+    """The rank repeats this number, so that late answers to earlier queries are recognised."""
 
 
 ControllerMessage = Prepare | Commit | Abort | QueryState
@@ -219,28 +222,28 @@ ControllerMessage = Prepare | Commit | Abort | QueryState
 
 @dataclass(frozen=True, slots=True)
 class FromController:
-    """A controller's message as a rank's shell hands it in, with the stream it came by (R1)."""
+    """A controller's message, with the stream it arrived on (R1)."""
 
     stream: int
-    """Number the rank's shell gave the stream; answers go back by it or not at all."""
+    """The shell's number of the stream; an answer goes out on it or not at all."""
     message: ControllerMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; watchdogs and resends look at `now`."""
+    """Time has passed: deadlines and resends are due for a check."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingFinished:
-    """All transfers of the wave arrived, match their checksums, and the swap is allocated."""
+    """All transfers of the wave have arrived with the right checksums; the swap is allocated."""
 
     wave: WaveKey
 
 
 @dataclass(frozen=True, slots=True)
 class StagingFailed:
-    """The wave cannot be staged here; nothing reachable was touched."""
+    """The wave cannot be staged on this rank; nothing the router reaches was touched."""
 
     wave: WaveKey
     reason: Reason
@@ -256,7 +259,7 @@ class TransportDrained:
 
 @dataclass(frozen=True, slots=True)
 class SwapFinished:
-    """The swap is enqueued on the compute stream and the map installed."""
+    """The swap is enqueued on the compute stream, and the placement is installed."""
 
     wave: WaveKey
     placement_digest: str
@@ -265,7 +268,7 @@ class SwapFinished:
 
 @dataclass(frozen=True, slots=True)
 class SwapFailed:
-    """The swap raised half way: what the slots hold is unknown."""
+    """The swap failed half-way: the contents of the slots are unknown."""
 
     wave: WaveKey
     detail: str
@@ -273,16 +276,16 @@ class SwapFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReloadRequested:
-    """The engine wants to load other weights and waits for PermitReload (R4)."""
+    """The engine wants to load other weights, and waits for PermitReload (R4)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsReloaded:
-    """The engine loaded other weights: the version rises, waves of the old one end (R4)."""
+    """The engine has loaded other weights: the version rises, and waves of the old one end (R4)."""
 
     weights_version: int
     checksums: tuple[int, ...] = ()
-    """Unsigned 64-bit, layer-major (L * E), of the new weights."""
+    """(L * E) unsigned 64-bit, layer-major, of the new weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,12 +312,12 @@ class PollPassed:
 
 @dataclass(frozen=True, slots=True)
 class PollNotPassed:
-    """The poll resolved and nothing was agreed."""
+    """The poll resolved without an agreement."""
 
 
 @dataclass(frozen=True, slots=True)
 class PollDropped:
-    """The poll showed no rank armed and all wanting to drop: all drop at this boundary (R6)."""
+    """The poll showed no armed rank, and all ranks want to drop: all drop at this boundary (R6)."""
 
 
 # --- actions of a participant ---------------------------------------------------------------
@@ -322,7 +325,7 @@ class PollDropped:
 
 @dataclass(frozen=True, slots=True)
 class SendToController:
-    """Send on the stream the cause came by; dropped if that stream is gone."""
+    """Send on the stream the cause arrived on; the message is dropped if the stream is gone."""
 
     message: RankMessage
     stream: int = 0
@@ -330,17 +333,17 @@ class SendToController:
 
 @dataclass(frozen=True, slots=True)
 class StartStaging:
-    """Begin the wave's copies in the background; ends in StagingFinished or StagingFailed."""
+    """Begin the wave's copies in the background; the result is StagingFinished or StagingFailed."""
 
     prepare: Prepare
 
 
 @dataclass(frozen=True, slots=True)
 class CancelStaging:
-    """Stop the wave's copies and free its staging; ends in TransportDrained.
+    """Stop the wave's copies and free its staging; the result is TransportDrained.
 
-    TransportDrained may be said only when no operation of the wave is in flight here and, if its
-    communicator was aborted, the new one is up: it means "ready for the next wave".
+    TransportDrained means "ready for the next wave": no operation of the wave is in flight on this
+    rank, and if its communicator was aborted, the new one works.
     """
 
     wave: WaveKey
@@ -348,9 +351,9 @@ class CancelStaging:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Copy staging to slots and install the map, at this very boundary.
+    """Copy staging to slots and install the placement, at this boundary.
 
-    Ends in SwapFinished or SwapFailed before the boundary returns.
+    The result is SwapFinished or SwapFailed, before the boundary returns.
     """
 
     wave: WaveKey
@@ -359,7 +362,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
-    """Fail-stop: the gate's answer is unknown, the engine must restart the group (R8)."""
+    """Leave the group: the gate's result is unknown, and the engine must restart the group (R8)."""
 
     reason: Reason
     detail: str
@@ -367,14 +370,14 @@ class LeaveGroup:
 
 @dataclass(frozen=True, slots=True)
 class RebuildTransport:
-    """Every rank of the group agreed, at this boundary, to build a new transfer communicator (R10)."""
+    """Build a new transfer communicator: every rank agreed to it at this boundary (R10)."""
 
     serial: int
 
 
 @dataclass(frozen=True, slots=True)
 class PermitReload:
-    """No poll can pass a wave of the old weights any more: the engine may load (R4)."""
+    """Let the engine load: no poll can pass a wave of the old weights any more (R4)."""
 
 
 ParticipantAction = (

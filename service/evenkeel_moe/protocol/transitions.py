@@ -1,8 +1,8 @@
-"""Transition tables of the three machines: (state, event type) -> method name or a verdict.
+"""Transition tables of the three machines: (state, event type) -> method name or verdict.
 
-Rule 1: everything that decides which event may move which state of a machine lives in this file.
-A cell names the method that makes the move; the docs' diagrams are drawn from these rows, and a
-test walks every pair.
+Only this file decides which event may change which state of a machine. A cell names the method that
+handles the event. The diagrams in the documentation are drawn from these tables, and a test walks
+every pair.
 """
 
 from collections.abc import Mapping
@@ -69,38 +69,38 @@ __all__ = [
 ]
 
 IGNORED = "ignored"
-"""The pair may happen and changes nothing."""
+"""The event can occur in this state and changes nothing."""
 ILLEGAL = "illegal"
-"""A local event that cannot happen unless our own code is wrong: IllegalEvent, nothing changes."""
+"""A local event that only a bug of ours can cause here: it raises IllegalEvent."""
 VIOLATION = "violation"
-"""A remote message that no correct peer sends in this state: reported, nothing changes."""
+"""A message that no correct peer sends in this state: raises an Alert, changes nothing."""
 
 
 class CoordinatorState(StrEnum):
-    """Where a wave stands, as far as its leader knows."""
+    """The state of a wave, as its leader knows it."""
 
     PREPARING = "preparing"
     COMMITTING = "committing"
-    """All voted yes; Commit is out, the gate decides."""
+    """All ranks voted yes and Commit was sent: the gate decides."""
     ABORTING = "aborting"
-    """Abort is out; every rank must say that the wave is gone and drained."""
+    """Abort was sent: every rank must answer that it dropped the wave and has drained."""
     RECOVERING = "recovering"
-    """A wave found on the ranks: asking all of them what became of it (R12)."""
+    """The wave was found on a rank by a new leader: all ranks are asked how it ended (R12)."""
     COMMITTED = "committed"
-    """One rank is at the new epoch; the others' acks are being collected."""
+    """At least one rank is at the new epoch; the other ranks' answers are awaited."""
     ABORTED = "aborted"
 
 
 class ControlState(StrEnum):
-    """What a controller replica does for a deployment."""
+    """The state of one deployment on one controller replica."""
 
     FOLLOWER = "follower"
     WAITING_FOR_RANKS = "waiting_for_ranks"
     RECOVERING = "recovering"
-    """Asking all ranks where they stand, and ending waves found on them."""
+    """All ranks are asked for their state, and waves found on them are ended."""
     READY = "ready"
     MIGRATING = "migrating"
-    """A plan is active."""
+    """A plan is being carried out."""
 
 
 _P = ParticipantState
@@ -120,71 +120,71 @@ def _table(
 
 # fmt: off
 PARTICIPANT = _table((_P.IDLE, _P.STAGING, _P.PREPARED, _P.ARMED, _P.SWAPPING, _P.ABORTED), {
-    # A Commit cannot overtake the vote it rests on: while STAGING it is a stray, and a repeat comes if it is real.
-    #                 IDLE            STAGING            PREPARED           ARMED               SWAPPING           ABORTED
-    Prepare:          ("_begin",      "_vote_later",     "_vote_again",     "_vote_again",      "_vote_again",     "_refuse_again"),
-    Commit:           ("_gone",       IGNORED,           "_arm",            "_arm_again",       "_arm_again",      "_gone"),
-    Abort:            ("_gone",       "_abort",          "_abort",          "_abort_armed",     "_abort_later",    "_abort_again"),
-    QueryState:       ("_answer",     "_answer",         "_answer",         "_answer",          "_answer",         "_answer"),
-    StagingFinished:  (IGNORED,       "_vote_yes",       IGNORED,           IGNORED,            IGNORED,           IGNORED),
-    StagingFailed:    (IGNORED,       "_vote_no",        IGNORED,           IGNORED,            IGNORED,           IGNORED),
-    TransportDrained: (IGNORED,       IGNORED,           IGNORED,           IGNORED,            IGNORED,           "_drained"),
-    PollPassed:       (ILLEGAL,       ILLEGAL,           ILLEGAL,           "_pass",            ILLEGAL,           ILLEGAL),
-    PollNotPassed:    ("_resolve",    "_resolve",        "_resolve",        "_resolve_armed",   ILLEGAL,           "_resolve"),
-    PollDropped:      ("_resolve",    "_drop_together",  "_drop_together",  "_drop_together",   ILLEGAL,           "_resolve"),
-    SwapFinished:     (ILLEGAL,       ILLEGAL,           ILLEGAL,           ILLEGAL,            "_swapped",        ILLEGAL),
-    SwapFailed:       (ILLEGAL,       ILLEGAL,           ILLEGAL,           ILLEGAL,            "_swap_failed",    ILLEGAL),
-    ReloadRequested:  ("_permit",     "_reload_drops",   "_reload_drops",   "_reload_armed",    "_reload_later",   "_permit"),
-    WeightsReloaded:  ("_reloaded",   "_reloaded_drops", "_reloaded_drops", "_reloaded_armed",  "_reloaded_torn",  "_reloaded"),
-    MigrationDisabled: ("_disable",     "_disable",        "_disable",        "_disable",         "_disable",       "_disable"),
-    EngineRebalanced: ("_follow_engine", ILLEGAL,          ILLEGAL,           ILLEGAL,            ILLEGAL,           ILLEGAL),
+    # A Commit follows this rank's yes, so a Commit in STAGING is a stray; a real one is sent again.
+    #                   IDLE              STAGING            PREPARED           ARMED              SWAPPING          ABORTED
+    Prepare:           ("_begin",         "_vote_later",     "_vote_again",     "_vote_again",     "_vote_again",    "_refuse_again"),
+    Commit:            ("_not_held",          IGNORED,           "_arm",            "_arm_again",      "_arm_again",     "_not_held"),
+    Abort:             ("_not_held",          "_abort",          "_abort",          "_abort_armed",    "_abort_later",   "_abort_again"),
+    QueryState:        ("_answer",        "_answer",         "_answer",         "_answer",         "_answer",        "_answer"),
+    StagingFinished:   (IGNORED,          "_vote_yes",       IGNORED,           IGNORED,           IGNORED,          IGNORED),
+    StagingFailed:     (IGNORED,          "_vote_no",        IGNORED,           IGNORED,           IGNORED,          IGNORED),
+    TransportDrained:  (IGNORED,          IGNORED,           IGNORED,           IGNORED,           IGNORED,          "_drained"),
+    PollPassed:        (ILLEGAL,          ILLEGAL,           ILLEGAL,           "_pass",           ILLEGAL,          ILLEGAL),
+    PollNotPassed:     ("_resolve",       "_resolve",        "_resolve",        "_resolve_armed",  ILLEGAL,          "_resolve"),
+    PollDropped:       ("_resolve",       "_drop_together",  "_drop_together",  "_drop_together",  ILLEGAL,          "_resolve"),
+    SwapFinished:      (ILLEGAL,          ILLEGAL,           ILLEGAL,           ILLEGAL,           "_swapped",       ILLEGAL),
+    SwapFailed:        (ILLEGAL,          ILLEGAL,           ILLEGAL,           ILLEGAL,           "_swap_failed",   ILLEGAL),
+    ReloadRequested:   ("_permit",        "_reload_drops",   "_reload_drops",   "_reload_armed",   "_reload_later",  "_permit"),
+    WeightsReloaded:   ("_reloaded",      "_reloaded_drops", "_reloaded_drops", "_reloaded_armed", "_reloaded_torn", "_reloaded"),
+    MigrationDisabled: ("_disable",       "_disable",        "_disable",        "_disable",        "_disable",       "_disable"),
+    EngineRebalanced:  ("_follow_engine", ILLEGAL,           ILLEGAL,           ILLEGAL,           ILLEGAL,          ILLEGAL),
 })
 
 PARTICIPANT_OTHER_WAVE: Mapping[type, str] = {
-    # In every state but IDLE, when the event is not about the wave held.
+    # Replaces the cell in every state but IDLE if the event names another wave than the one held.
     Prepare:          "_busy",
-    Commit:           "_gone",
-    Abort:            "_gone",
+    Commit:           "_not_held",
+    Abort:            "_not_held",
     StagingFinished:  IGNORED,
     StagingFailed:    IGNORED,
     TransportDrained: IGNORED,
 }
 
 COORDINATOR = _table((_Q.PREPARING, _Q.COMMITTING, _Q.ABORTING, _Q.RECOVERING, _Q.COMMITTED, _Q.ABORTED), {
-    #              PREPARING          COMMITTING       ABORTING      RECOVERING    COMMITTED      ABORTED
-    Vote:          ("_vote",          IGNORED,         IGNORED,      VIOLATION,    IGNORED,       IGNORED),
-    Ack:           (VIOLATION,        "_ack",          "_ack",       VIOLATION,    "_ack",        VIOLATION),
-    AbortAnswer:   (VIOLATION,        "_gone_unasked", "_gone",      VIOLATION,    "_gone_late",  IGNORED),
-    RankState:     (IGNORED,          IGNORED,         IGNORED,      "_state",     IGNORED,       IGNORED),
-    RankConnected: ("_connected",     "_connected",    "_connected", "_connected", "_connected",  IGNORED),
-    RankLost:      ("_lost_preparing", "_lost",        "_lost",      "_lost",      "_lost",       IGNORED),
-    GroupProgress: ("_progress",      "_progress",     "_progress",  "_progress",  "_progress",   IGNORED),
-    CancelWave:    ("_cancel",        IGNORED,         IGNORED,      ILLEGAL,      IGNORED,       ILLEGAL),
-    Tick:          ("_tick",          "_tick",         "_tick",      "_tick",      "_tick",       IGNORED),
+    #               PREPARING          COMMITTING         ABORTING         RECOVERING     COMMITTED             ABORTED
+    Vote:          ("_vote",           IGNORED,           IGNORED,         VIOLATION,     IGNORED,              IGNORED),
+    Ack:           (VIOLATION,         "_ack",            "_ack",          VIOLATION,     "_ack",               VIOLATION),
+    AbortAnswer:   (VIOLATION,         "_commit_refused", "_abort_answer", VIOLATION,     "_late_abort_answer", IGNORED),
+    RankState:     (IGNORED,           IGNORED,           IGNORED,         "_rank_state", IGNORED,              IGNORED),
+    RankConnected: ("_connected",      "_connected",      "_connected",    "_connected",  "_connected",         IGNORED),
+    RankLost:      ("_lost_preparing", "_lost",           "_lost",         "_lost",       "_lost",              IGNORED),
+    GroupProgress: ("_progress",       "_progress",       "_progress",     "_progress",   "_progress",          IGNORED),
+    CancelWave:    ("_cancel",         IGNORED,           IGNORED,         ILLEGAL,       IGNORED,              ILLEGAL),
+    Tick:          ("_tick",           "_tick",           "_tick",         "_tick",       "_tick",              IGNORED),
 })
 
 CONTROL = _table((_C.FOLLOWER, _C.WAITING_FOR_RANKS, _C.RECOVERING, _C.READY, _C.MIGRATING), {
-    #                 FOLLOWER         WAITING_FOR_RANKS  RECOVERING          READY             MIGRATING
-    LeaseAcquired:    ("_lead",        ILLEGAL,           ILLEGAL,            ILLEGAL,          ILLEGAL),
-    LeaseLost:        (IGNORED,        "_follow",         "_follow",          "_follow",        "_follow"),
-    Hello:            ("_turn_away",   "_hello",          "_hello",           "_hello",         "_hello"),
-    Vote:             (IGNORED,        VIOLATION,         "_to_wave",         "_to_wave",       "_to_wave"),
-    Ack:              (IGNORED,        VIOLATION,         "_to_wave",         "_to_wave",       "_to_wave"),
-    AbortAnswer:      (IGNORED,        VIOLATION,         "_to_wave",         "_to_wave",       "_to_wave"),
-    RankState:        (IGNORED,        "_note",           "_query_answer",   "_check",         "_check"),
-    TermRefused:      (IGNORED,        "_refused",        "_refused",         "_refused",       "_refused"),
-    StagingProgress:  (IGNORED,        IGNORED,           IGNORED,            IGNORED,          "_staged"),
-    RankHeard:        (IGNORED,        "_heard",          "_heard",           "_heard",         "_heard"),
-    RankTroubled:     (IGNORED,        "_troubled",       "_troubled",        "_troubled",      "_troubled"),
-    StreamClosed:     (IGNORED,        "_closed",         "_closed",          "_closed",        "_closed"),
-    CycleDecided:     (IGNORED,        "_cycle_overtaken", "_cycle_overtaken", "_cycle_decided", "_cycle_overtaken"),
-    PersistFailed:    (IGNORED,        "_unsaved",        "_unsaved",         "_unsaved",       "_unsaved"),
-    CancelWave:       (ILLEGAL,        ILLEGAL,           ILLEGAL,            ILLEGAL,          "_to_wave"),
-    PolicySet:        (ILLEGAL,        "_set_policy",     "_set_policy",      "_set_policy",    "_set_policy"),
-    PlansFrozen:      (ILLEGAL,        "_freeze",         "_freeze",          "_freeze",        "_freeze"),
-    AutomaticPlansResumed: (ILLEGAL,   "_resume",         "_resume",          "_resume",        "_resume"),
-    ClockStepped:     ("_step_clock",  "_step_clock",     "_step_clock",      "_step_clock",    "_step_clock"),
-    Tick:             (IGNORED,        "_tick_waiting",   "_tick_recovering", "_tick_ready",    "_tick_migrating"),
+    #                       FOLLOWER         WAITING_FOR_RANKS   RECOVERING          READY              MIGRATING
+    LeaseAcquired:         ("_lead",         ILLEGAL,            ILLEGAL,            ILLEGAL,           ILLEGAL),
+    LeaseLost:             (IGNORED,         "_follow",          "_follow",          "_follow",         "_follow"),
+    Hello:                 ("_refuse_hello", "_hello",           "_hello",           "_hello",          "_hello"),
+    Vote:                  (IGNORED,         VIOLATION,          "_to_wave",         "_to_wave",        "_to_wave"),
+    Ack:                   (IGNORED,         VIOLATION,          "_to_wave",         "_to_wave",        "_to_wave"),
+    AbortAnswer:           (IGNORED,         VIOLATION,          "_to_wave",         "_to_wave",        "_to_wave"),
+    RankState:             (IGNORED,         "_note_state",      "_query_answer",    "_check_state",    "_check_state"),
+    TermRefused:           (IGNORED,         "_term_refused",    "_term_refused",    "_term_refused",   "_term_refused"),
+    StagingProgress:       (IGNORED,         IGNORED,            IGNORED,            IGNORED,           "_staged"),
+    RankHeard:             (IGNORED,         "_heard",           "_heard",           "_heard",          "_heard"),
+    RankTroubled:          (IGNORED,         "_troubled",        "_troubled",        "_troubled",       "_troubled"),
+    StreamClosed:          (IGNORED,         "_closed",          "_closed",          "_closed",         "_closed"),
+    CycleDecided:          (IGNORED,         "_cycle_overtaken", "_cycle_overtaken", "_cycle_decided",  "_cycle_overtaken"),
+    PersistFailed:         (IGNORED,         "_persist_failed",  "_persist_failed",  "_persist_failed", "_persist_failed"),
+    CancelWave:            (ILLEGAL,         ILLEGAL,            ILLEGAL,            ILLEGAL,           "_to_wave"),
+    PolicySet:             (ILLEGAL,         "_set_policy",      "_set_policy",      "_set_policy",     "_set_policy"),
+    PlansFrozen:           (ILLEGAL,         "_freeze",          "_freeze",          "_freeze",         "_freeze"),
+    AutomaticPlansResumed: (ILLEGAL,         "_resume",          "_resume",          "_resume",         "_resume"),
+    ClockStepped:          ("_step_clock",   "_step_clock",      "_step_clock",      "_step_clock",     "_step_clock"),
+    Tick:                  (IGNORED,         "_tick_waiting",    "_tick_recovering", "_tick_recovered", "_tick_recovered"),
 })
 # fmt: on
 
@@ -216,7 +216,7 @@ PARTICIPANT_MOVES: Mapping[_P, Mapping[type, tuple[_P, ...]]] = {
     _P.SWAPPING: {SwapFinished: (_P.IDLE,)},
     _P.ABORTED: {TransportDrained: (_P.IDLE,)},
 }
-"""Where an event may lead besides staying; the diagrams are drawn from these."""
+"""The states each event may lead to, besides the present one. The diagrams show these."""
 
 COORDINATOR_MOVES: Mapping[_Q, Mapping[type, tuple[_Q, ...]]] = {
     _Q.PREPARING: {
@@ -267,4 +267,4 @@ CONTROL_MOVES: Mapping[_C, Mapping[type, tuple[_C, ...]]] = {
         Tick: (_C.READY,),
     },
 }
-"""READY also becomes MIGRATING, and back, by what operators ask for."""
+"""Requests of operators also lead from READY to MIGRATING and back."""

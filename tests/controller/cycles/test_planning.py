@@ -142,7 +142,7 @@ class Rig:
             control = self.member.control
             return (
                 control.state is ControlState.READY
-                and not control._write_retry
+                and not control.write_retry
                 and not self.health.resting
             )
 

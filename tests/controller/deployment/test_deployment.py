@@ -36,7 +36,7 @@ async def hold(replica):
 
     def change(_now):
         replica.member.control.planning_loop.held = True
-        return None, replica.member.control.outgoing([replica.member.control.document()])
+        return None, replica.member.control.write_retry.order([replica.member.control.document()])
 
     await replica.member.driver.call(change)
 

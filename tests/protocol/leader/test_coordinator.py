@@ -85,7 +85,7 @@ def test_wave_is_recorded_when_one_rank_is_at_the_new_epoch_and_done_when_all_ar
     wave = coordinator_in(C.COMMITTING)
     actions = wave.handle(from_rank(1, ACK), 0.0)
     assert only(actions, ctl.PersistOutcome).committed
-    assert (wave.state, wave.done, wave.pending) == (C.COMMITTED, False, (0,))
+    assert (wave.state, wave.done, wave.peers.pending) == (C.COMMITTED, False, (0,))
     assert of_kind(wave.handle(from_rank(0, ACK), 0.0), ctl.PersistOutcome) == []
     assert wave.done
 
@@ -121,7 +121,7 @@ def test_abort_that_lost_to_the_gate_becomes_a_commit(evidence):
     actions = wave.handle(from_rank(0, evidence), 0.0)
     assert only(actions, ctl.PersistOutcome).committed
     assert [type(m) for m in sent(actions)] == [msg.Commit, msg.Commit]
-    assert wave.pending == (1,)
+    assert wave.peers.pending == (1,)
 
 
 def test_commit_of_a_wave_a_rank_dropped_aborts_it():
@@ -194,7 +194,7 @@ def unasked_in(state):
     elif state is C.ABORTING:
         asked = wave.handle(ctl.CancelWave(Reason.CANCELLED), 0.0)
     assert wave.state is state
-    wave.not_sent(of_kind(asked, ctl.SendToRank))
+    wave.peers.not_sent(of_kind(asked, ctl.SendToRank))
     return wave
 
 
@@ -208,7 +208,7 @@ def test_question_that_waits_for_the_store_says_so_and_the_ranks_time_begins_whe
     health = only(actions, ctl.WaveHealth)
     assert (health.stalled, health.reason) == (True, Reason.STORE_UNAVAILABLE)
     for t in range(2, 60):
-        wave.not_sent(of_kind(actions, ctl.SendToRank))
+        wave.peers.not_sent(of_kind(actions, ctl.SendToRank))
         actions = progress(wave, 20 * t, float(t))
         assert of_kind(actions, ctl.WaveHealth) == [], "said once"
         assert len(sent(actions)) == 2, (
@@ -227,7 +227,7 @@ def test_ranks_that_were_asked_are_waited_for_also_while_the_store_is_away(state
     """Only repeats are kept back then: it is their answers that are missing."""
     wave = coordinator_in(state)
     for t in range(1, 10):
-        wave.not_sent(of_kind(progress(wave, 20 * t, float(t)), ctl.SendToRank))
+        wave.peers.not_sent(of_kind(progress(wave, 20 * t, float(t)), ctl.SendToRank))
         assert wave.state is state and wave.health is None
     progress(wave, 200, 10.0)
     assert (wave.state, (wave.health or wave).reason) == (C.ABORTING, reason)

@@ -31,9 +31,8 @@ from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.ports import Clock, DeploymentStore, PlanRequest
-from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.protocol.leader.plan_records import repeated
+from evenkeel_moe.protocol.leader.plan_records import require_same_request
 
 __all__ = ["ManualPlanner", "request_digest"]
 
@@ -175,17 +174,11 @@ class ManualPlanner:
         if plan_id is None:
             return None
 
-        def look(_now: float) -> tuple[PlanRecord | None, list[ctl.ControlAction]]:
-            known = self._control.records.same_request(plan_id, digest)
-            # The first call may have failed because of the store: what it left unwritten is
-            # written before this call is answered.
-            return known, self._control.outgoing([], flush=known is not None)
-
-        known = await self._inbox.call(look)
+        known = await self._inbox.call(lambda _now: self._operator.repeat(plan_id, digest))
         if known is not None:
             return known
         stored = await self._store.fetch_plans(self._control.deployment, [plan_id])
-        return repeated(stored[0], digest) if stored else None
+        return require_same_request(stored[0], digest) if stored else None
 
     async def _submit(self, plan: Plan, starts: bool, by: str, digest: str) -> PlanRecord:
         try:

@@ -59,7 +59,7 @@ class ActionExecutor:
             return ActionStage.PERSIST
         return (
             ActionStage.SEND
-            if isinstance(action, ctl.SendToRank) and action.decides
+            if isinstance(action, ctl.SendToRank) and action.needs_store
             else ActionStage.OTHER
         )
 

@@ -9,7 +9,7 @@ from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from evenkeel_moe.ports import DeploymentStore
 from evenkeel_moe.protocol.control_messages import StoredRecords
-from evenkeel_moe.protocol.leader.plan_records import remembered
+from evenkeel_moe.protocol.leader.plan_records import select_remembered
 
 __all__ = ["Takeover", "take_over"]
 
@@ -84,5 +84,5 @@ async def _fetch_plans(
     while find_committed and rest and all(r.phase is not PlanPhase.COMMITTED for r in found):
         page, rest = rest[:_PAGE], rest[_PAGE:]
         found += await store.fetch_plans(deployment, page)
-        found = remembered(sorted(found, key=lambda record: record.plan.created_at))
+        found = select_remembered(sorted(found, key=lambda record: record.plan.created_at))
     return tuple(found)

@@ -1,46 +1,44 @@
-"""Who is in the EP group: generations, incarnations, freshness, and what all ranks must agree on.
+"""The ranks of a deployment: which processes speak for them, who is heard, and what all agree on.
 
-A generation is registered only when all R ranks of it are present (R1). Questions are answered
-with a Reason, also when the answer is yes.
+A generation is registered only when all its R ranks are present (R1). Every answer carries a
+Reason, also a positive one.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Hello, RankState
 
-if TYPE_CHECKING:
-    from evenkeel_moe.model.topology import ModelShape
-
-__all__ = ["Member", "Membership", "Quorum", "Registration"]
+__all__ = ["Admission", "Member", "Membership", "Quorum"]
 
 
-class Registration(NamedTuple):
-    """Answer to a Hello."""
+class Admission(NamedTuple):
+    """The answer to a Hello."""
 
     accepted: bool
     reason: Reason
     detail: str
     new_generation: bool = False
-    """This Hello completed a generation that was not registered before."""
+    """True if this Hello completed a generation that was not registered before."""
 
 
 class Quorum(NamedTuple):
-    """Whether the deployment may migrate now, and always why."""
+    """The answer to whether the deployment may migrate now."""
 
     ok: bool
     reason: Reason
-    """RECOVERED when `ok`."""
+    """RECOVERED if `ok`."""
     detail: str
     missing: tuple[EpRank, ...] = ()
-    """Ranks not connected or not fresh."""
+    """The ranks that are not connected or not fresh."""
 
 
 @dataclass(slots=True)
 class Member:
-    """The newest life of one rank."""
+    """The newest process of one rank."""
 
     hello: Hello
     stream: int
@@ -48,14 +46,14 @@ class Member:
     """Monotonic seconds of the last message on its stream."""
     weights_version: int
     trouble: str = ""
-    """Why the rank takes no wave any more, as its newest heartbeat says; empty while all is well."""
+    """The reason why the rank refuses every wave, from its newest heartbeat; empty if none."""
     connected: bool = True
     state: RankState | None = None
-    """Its newest answer to a query in this life."""
+    """The newest answer of this process to a query."""
 
 
 class Membership:
-    """Ranks of one deployment as their streams present them.
+    """The ranks of one deployment, as their streams present them.
 
     Args:
         lease_s: seconds without a message after which a rank is not fresh.
@@ -67,28 +65,28 @@ class Membership:
         self.generation: Generation | None = None
         """The registered generation; None until all R ranks of one were present."""
         self.shape: ModelShape | None = None
-        """Shape of the registered generation; another one may have another."""
+        """The shape of the registered generation; the next generation may have another one."""
         self.members: dict[EpRank, Member] = {}
-        """The newest life in each seat of the registered group, whichever generation it belongs to."""
+        """The newest process of each rank of the registered group, of whichever generation."""
         self._beyond: dict[EpRank, Member] = {}
-        """Ranks of a larger group that gathers, or seems to: they have no seat in the registered one and no say in it."""
+        """Ranks of a larger group that seems to gather; no members of the registered one."""
 
-    # --- changes ----------------------------------------------------------------------------------
+    # --- changes --------------------------------------------------------------------------------
 
-    def register(self, hello: Hello, stream: int, now: float) -> Registration:
+    def register(self, hello: Hello, stream: int, now: float) -> Admission:
         """Take a rank's Hello.
 
-        The newest incarnation of a rank wins, and of one incarnation the newest stream. Incarnations are
-        clock readings: one that seems older is taken all the same when the known life is no longer heard,
-        or a restart on a host whose clock lags would be locked out. A refusal changes nothing and says
-        which numbers disagree.
+        The newest incarnation of a rank wins, and the newest stream of an incarnation. Incarnations
+        are clock readings. An older one is accepted if the known process is no longer heard, else
+        a rank that restarts on a host with a slow clock would be locked out. A refusal changes
+        nothing and names the values that disagree.
         """
         refusal = self._refusal(hello, stream, now)
         if refusal is not None:
             return refusal
         rank = hello.identity.rank
-        seated = self.shape is None or rank < self.shape.num_ranks
-        (self.members if seated else self._beyond)[rank] = Member(
+        registered = self.shape is None or rank < self.shape.num_ranks
+        (self.members if registered else self._beyond)[rank] = Member(
             hello, stream, now, hello.weights_version
         )
         generation = hello.identity.generation
@@ -97,74 +95,74 @@ class Membership:
             self.shape = hello.shape
             self.members = {r: m for r, m in self.everyone.items() if r < hello.shape.num_ranks}
             self._beyond = {}
-            return Registration(True, Reason.GENERATION_CHANGED, f"all ranks of {generation}", True)
-        return Registration(True, Reason.RECOVERED, f"rank {rank} on stream {stream}")
+            return Admission(True, Reason.GENERATION_CHANGED, f"all ranks of {generation}", True)
+        return Admission(True, Reason.RECOVERED, f"rank {rank} on stream {stream}")
 
     def heard(self, rank: EpRank, incarnation: int, stream: int, now: float) -> bool:
-        """Note a message; False when it is not from the rank's newest life and stream (R1)."""
-        member = self.life(rank)
+        """Note a message; return False if it is not from the newest process and stream (R1)."""
+        member = self.newest(rank)
         if member is None or not self.is_current(member, incarnation, stream):
             return False
         member.last_seen = now
         return True
 
     def troubled(self, rank: EpRank, stream: int, trouble: str) -> None:
-        """Note what keeps a rank from waves, whatever its Hello offered; empty gives back what that did."""
-        member = self.life(rank)
+        """Note why a rank refuses every wave, even if its Hello offered to migrate."""
+        member = self.newest(rank)
         if member is not None and member.stream == stream:
             member.trouble = trouble
 
     def report(self, state: RankState) -> None:
         """Note a rank's answer; its weights version may have risen since its Hello (R4)."""
-        member = self.life(state.identity.rank)
+        member = self.newest(state.identity.rank)
         if member is not None and member.hello.identity == state.identity:
             member.state = state
             member.weights_version = state.weights_version
 
     def closed(self, rank: EpRank, stream: int) -> None:
-        """The stream ended; the rank keeps its seat and stops being fresh when its lease runs out."""
-        member = self.life(rank)
+        """Note the end of a stream; the rank stays a member, and fresh until its lease runs out."""
+        member = self.newest(rank)
         if member is not None and member.stream == stream:
             member.connected = False
             self._beyond.pop(rank, None)
 
-    # --- questions --------------------------------------------------------------------------------
+    # --- questions ------------------------------------------------------------------------------
 
     @property
     def everyone(self) -> dict[EpRank, Member]:
-        """The newest life of each rank that said hello, with or without a seat."""
+        """The newest process of each rank that said hello, member or not."""
         return self.members | self._beyond
 
-    def life(self, rank: EpRank) -> Member | None:
-        """The newest life of a rank; None when it never said hello."""
+    def newest(self, rank: EpRank) -> Member | None:
+        """Return the newest process of a rank; None if it never said hello."""
         return self.members.get(rank) or self._beyond.get(rank)
 
     def is_current(self, member: Member, incarnation: int, stream: int) -> bool:
-        """R1: only the newest life's newest stream speaks for a rank."""
+        """R1: only the newest stream of the newest process speaks for a rank."""
         return member.hello.identity.incarnation == incarnation and member.stream == stream
 
     def is_complete(self, generation: Generation) -> bool:
-        """R1: all R ranks are present and their newest lives are of this generation."""
-        lives = [
+        """R1: all R ranks are present, and their newest processes are of this generation."""
+        hellos = [
             m.hello for m in self.everyone.values() if m.hello.identity.generation == generation
         ]
-        return len(lives) > 0 and len(lives) == lives[0].shape.num_ranks
+        return len(hellos) > 0 and len(hellos) == hellos[0].shape.num_ranks
 
     def fresh(self, rank: EpRank, now: float) -> bool:
-        """Whether the rank's heartbeat lease holds."""
-        member = self.life(rank)
+        """Return True if the rank was heard within its lease."""
+        member = self.newest(rank)
         return member is not None and self.is_fresh(member, now)
 
     def is_fresh(self, member: Member, now: float) -> bool:
-        """Whether the heartbeat lease of a life holds."""
+        """Return True if the process was heard within its lease."""
         return now - member.last_seen < self.lease_s
 
     def step(self) -> int:
-        """Steps the group has taken in this generation, as far as told; dummy steps included."""
+        """Return the steps the group has taken in this generation, dummy steps included."""
         furthest = 0
         for member in self.members.values():
             state = member.state
-            # The cheap question first: every answer of every rank asks them all.
+            # The cheap comparison first: this runs for every answer of every rank.
             if (
                 state is not None
                 and state.step > furthest
@@ -174,20 +172,19 @@ class Membership:
         return furthest
 
     def weights_version(self) -> int | None:
-        """The version all members have; None while they differ or there are none."""
+        """Return the version all members have; None while they differ or there are none."""
         versions = {member.weights_version for member in self.members.values()}
         return versions.pop() if len(versions) == 1 else None
 
     def staging_bytes(self) -> tuple[int, ...]:
-        """(R,) bytes each rank offers for staging."""
+        """Return the (R,) bytes each rank offers for staging."""
         return tuple(self.members[rank].hello.staging_bytes for rank in sorted(self.members))
 
     def quorum(self, now: float) -> Quorum:
-        """Whether every rank of one generation is fresh and all agree on what a wave rests on."""
+        """Decide if every rank of one generation is fresh and all agree on what a wave needs."""
         if self.generation is None or self.shape is None:
-            return Quorum(
-                False, Reason.RANKS_MISSING, f"{len(self.members)} ranks said hello so far"
-            )
+            detail = f"{len(self.members)} ranks said hello so far"
+            return Quorum(False, Reason.RANKS_MISSING, detail)
         if not self.is_complete(self.generation):
             return Quorum(False, Reason.RANKS_MISSING, "the group is restarting")
         missing = tuple(rank for rank in sorted(self.members) if not self.fresh(rank, now))
@@ -197,71 +194,60 @@ class Membership:
         return self._agreement()
 
     def _agreement(self) -> Quorum:
-        for reason, what, values in (
-            (
-                Reason.WEIGHTS_VERSION_CHANGED,
-                "weights version",
-                {rank: m.weights_version for rank, m in self.members.items()},
-            ),
-            (
-                Reason.GATE_LAYOUT_DISAGREES,
-                "gate digest",
-                {rank: m.hello.gate_digest for rank, m in self.members.items()},
-            ),
-        ):
-            if len(set(values.values())) > 1:
-                return Quorum(False, reason, f"{what} by rank: {dict(sorted(values.items()))}")
-        troubles = {rank: m.trouble for rank, m in sorted(self.members.items()) if m.trouble}
+        members = dict(sorted(self.members.items()))
+        weights = {rank: m.weights_version for rank, m in members.items()}
+        gates = {rank: m.hello.gate_digest for rank, m in members.items()}
+        if len(set(weights.values())) > 1:
+            detail = f"weights version by rank: {weights}"
+            return Quorum(False, Reason.WEIGHTS_VERSION_CHANGED, detail)
+        if len(set(gates.values())) > 1:
+            return Quorum(False, Reason.GATE_LAYOUT_DISAGREES, f"gate digest by rank: {gates}")
+        troubles = {rank: m.trouble for rank, m in members.items() if m.trouble}
         if troubles:
-            first = next(iter(troubles))
-            detail = f"ranks {list(troubles)} take no wave any more; rank {first}: {troubles[first][:200]}"
+            rank, trouble = next(iter(troubles.items()))
+            detail = f"ranks {list(troubles)} take no wave any more; rank {rank}: {trouble[:200]}"
             return Quorum(False, Reason.OBSERVE_ONLY, detail)
-        watchers = [
-            rank
-            for rank in sorted(self.members)
-            if "migrate" not in self.members[rank].hello.capabilities
-        ]
-        if watchers:
-            return Quorum(False, Reason.OBSERVE_ONLY, f"ranks {watchers} do not offer to migrate")
-        return Quorum(True, Reason.RECOVERED, f"all {len(self.members)} ranks")
+        observers = [r for r, m in members.items() if "migrate" not in m.hello.capabilities]
+        if observers:
+            return Quorum(False, Reason.OBSERVE_ONLY, f"ranks {observers} do not offer to migrate")
+        return Quorum(True, Reason.RECOVERED, f"all {len(members)} ranks")
 
-    # --- refusals ---------------------------------------------------------------------------------
+    # --- refusals -------------------------------------------------------------------------------
 
-    def _refusal(self, hello: Hello, stream: int, now: float) -> Registration | None:
+    def _refusal(self, hello: Hello, stream: int, now: float) -> Admission | None:
         identity, shape = hello.identity, hello.shape
+        rank = identity.rank
         if identity.deployment != self.deployment:
             detail = f"this is {self.deployment}, the rank says {identity.deployment}"
-            return Registration(False, Reason.UNKNOWN_DEPLOYMENT, detail)
-        if not 0 <= identity.rank < shape.num_ranks:
-            detail = f"rank {identity.rank} of {shape.num_ranks}"
-            return Registration(False, Reason.WRONG_SHAPE, detail)
-        known = self.life(identity.rank)
+            return Admission(False, Reason.UNKNOWN_DEPLOYMENT, detail)
+        if not 0 <= rank < shape.num_ranks:
+            return Admission(False, Reason.WRONG_SHAPE, f"rank {rank} of {shape.num_ranks}")
+        known = self.newest(rank)
         if known is not None and self.is_outdated(known, hello, stream, now):
             detail = (
-                f"rank {identity.rank} incarnation {identity.incarnation} on stream {stream}; known is"
+                f"rank {rank} incarnation {identity.incarnation} on stream {stream}; known is"
                 f" {known.hello.identity.incarnation} on {known.stream}"
             )
-            return Registration(False, Reason.STALE_INCARNATION, detail)
-        for other in self.everyone.values():
-            if other.hello.identity.generation != identity.generation or other is known:
+            return Admission(False, Reason.STALE_INCARNATION, detail)
+        for member in self.everyone.values():
+            other = member.hello
+            if other.identity.generation != identity.generation or member is known:
                 continue
-            if other.hello.shape != shape:
-                detail = f"rank {identity.rank} has {shape}, rank {other.hello.identity.rank} {other.hello.shape}"
-                return Registration(False, Reason.SHAPE_DISAGREES, detail)
-            if (
-                other.hello.weights_version == hello.weights_version
-                and other.hello.checksums_digest != hello.checksums_digest
-            ):
+            if other.shape != shape:
+                detail = f"rank {rank} has {shape}, rank {other.identity.rank} {other.shape}"
+                return Admission(False, Reason.SHAPE_DISAGREES, detail)
+            same_version = other.weights_version == hello.weights_version
+            if same_version and other.checksums_digest != hello.checksums_digest:
                 detail = (
-                    f"weights {hello.weights_version}: rank {identity.rank} has {hello.checksums_digest},"
-                    f" rank {other.hello.identity.rank} {other.hello.checksums_digest}"
+                    f"weights {hello.weights_version}: rank {rank} has {hello.checksums_digest},"
+                    f" rank {other.identity.rank} {other.checksums_digest}"
                 )
-                return Registration(False, Reason.CHECKSUM_MISMATCH, detail)
+                return Admission(False, Reason.CHECKSUM_MISMATCH, detail)
         return None
 
     def is_outdated(self, known: Member, hello: Hello, stream: int, now: float) -> bool:
-        """R1: an older life of the rank while the newer one is heard, or an older stream of the same life."""
-        mine, other = hello.identity.incarnation, known.hello.identity.incarnation
-        if mine < other:
+        """R1: it is of an older process while the newer one is heard, or of an older stream."""
+        incarnation, newest = hello.identity.incarnation, known.hello.identity.incarnation
+        if incarnation < newest:
             return self.fresh(hello.identity.rank, now)
-        return mine == other and stream <= known.stream
+        return incarnation == newest and stream <= known.stream

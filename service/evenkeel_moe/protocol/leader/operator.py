@@ -1,6 +1,6 @@
-"""What an operator may ask of a deployment, and when the answer is no.
+"""The requests an operator may make of a deployment, and the reasons to refuse them.
 
-Every method either raises and has changed nothing, or returns what the shell must carry out, as
+A method either raises and has changed nothing, or returns the actions for the shell, as
 `DeploymentControl.handle` does. A call that returned may be repeated.
 """
 
@@ -26,16 +26,16 @@ from evenkeel_moe.protocol.transitions import ControlState
 
 __all__ = ["Operator"]
 
-_SETTLED = (ControlState.READY, ControlState.MIGRATING)
+_RECOVERED = (ControlState.READY, ControlState.MIGRATING)
 
 Answer = tuple[PlanRecord, list[ControlAction]]
 
 
 class Operator:
-    """An operator at one deployment's machine.
+    """An operator of one deployment.
 
-    All methods raise Unavailable (NOT_LEADER, RECOVERING or RANKS_MISSING) unless this replica
-    leads the deployment and all its ranks told where they stand.
+    All methods raise Unavailable (NOT_LEADER) unless this replica leads the deployment. Those that
+    make or start plans also raise it (RECOVERING, RANKS_MISSING) until all ranks have answered.
     """
 
     def __init__(self, control: DeploymentControl) -> None:
@@ -50,53 +50,66 @@ class Operator:
         by: str = "",
         request_digest: str | None = None,
     ) -> Answer:
-        """Enter a plan made by hand or for a rollback; begin it at once if `approve`.
+        """Enter a plan made by hand or for a rollback; start it at once if `approve`.
 
-        The same id with the same digest answers with the record there is. A rollback holds `auto`.
+        The same id with the same digest returns the existing record. A rollback holds `auto` mode.
 
         Raises:
-            Conflict: ID_REUSED, STALE_BASE, and with `approve` PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
+            Conflict: ID_REUSED, STALE_BASE, and with `approve` PLAN_IN_PROGRESS, FROZEN or
+                OUTSIDE_SCHEDULE.
             InfeasiblePlan: the plan breaks an invariant (R17).
         """
-        executor, planning_loop = self._ready()
+        executor, planning_loop = self._recovered()
         records = self.control.records
         known = records.same_request(plan.plan_id, request_digest)
         if known is not None:
             return known, []
-        if plan.generation != self.control.generation:
+        if executor.is_of_other_generation(plan):
             raise Conflict(f"planned for {plan.generation}", Reason.GENERATION_CHANGED)
         if executor.is_stale(plan, 0):
             raise Conflict(f"planned on epoch {plan.base_epoch}", Reason.STALE_BASE)
         refusal = executor.plan_problem(plan)
         if refusal is not None:
             raise InfeasiblePlan(refusal[1], refusal[0])
-        rollback = plan.kind is PlanKind.ROLLBACK
         if approve:
-            self._check_free(now, thawed=rollback)
+            self._require_free(plan, now)
         phase = PlanPhase.APPROVED if approve else PlanPhase.PROPOSED
         unix = now + self.control.unix_offset_s
         actions: list[ControlAction] = [
             records.add(plan, phase, plan.reason, unix, digest=request_digest, by=by)
         ]
         actions += records.drop_excess(unix)
-        if rollback and not planning_loop.held:
+        if plan.kind is PlanKind.ROLLBACK and not planning_loop.held:
             planning_loop.held = True
             actions.append(self.control.document())
-        actions += self.control.carry_on(now)
-        return records.get(plan.plan_id), self.control.outgoing(actions)
+        actions += self.control.advance_plan(now)
+        return records.get(plan.plan_id), self.control.write_retry.order(actions)
 
-    def approve(self, plan_id: PlanId, by: str, now: float) -> Answer:
-        """Begin a proposed plan.
+    def repeat(
+        self, plan_id: PlanId, request_digest: str
+    ) -> tuple[PlanRecord | None, list[ControlAction]]:
+        """Return the plan that this request created before; None if its id is new.
+
+        Writes that failed at the first request are tried again.
 
         Raises:
-            NotFound: no such plan. Conflict: STALE_BASE when the epoch moved (R16), EXPIRED,
-            WRONG_PHASE, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
+            Conflict: another request created the plan of this id.
         """
-        executor, _ = self._ready()
+        known = self.control.records.same_request(plan_id, request_digest)
+        return known, self.control.write_retry.order([], flush=known is not None)
+
+    def approve(self, plan_id: PlanId, by: str, now: float) -> Answer:
+        """Start a proposed plan.
+
+        Raises:
+            NotFound: no such plan.
+            Conflict: STALE_BASE if the epoch moved (R16), EXPIRED, WRONG_PHASE, PLAN_IN_PROGRESS,
+                FROZEN, OUTSIDE_SCHEDULE.
+        """
+        executor, _ = self._recovered()
         records = self.control.records
         record = records.get(plan_id)
-        unix = now + self.control.unix_offset_s
-        plan = record.plan
+        plan, unix = record.plan, now + self.control.unix_offset_s
         if record.phase.terminal and record.reason in (Reason.STALE_BASE, Reason.EXPIRED):
             raise Conflict(f"plan {plan_id} ended: {record.error}", record.reason)
         if record.phase is not PlanPhase.PROPOSED:
@@ -105,44 +118,45 @@ class Operator:
             raise Conflict(f"plan {plan_id} was made on epoch {plan.base_epoch}", Reason.STALE_BASE)
         if plan.expires_at is not None and unix >= plan.expires_at:
             raise Conflict(f"plan {plan_id} ran out at {plan.expires_at:.0f}", Reason.EXPIRED)
-        self._check_free(now, thawed=plan.kind is PlanKind.ROLLBACK)
+        self._require_free(plan, now)
         change = records.change(record, "approved", unix, phase=PlanPhase.APPROVED, by=by)
-        actions = [change, *self.control.carry_on(now)]
-        return records.get(plan_id), self.control.outgoing(actions)
+        actions = [change, *self.control.advance_plan(now)]
+        return records.get(plan_id), self.control.write_retry.order(actions)
 
     def cancel(self, plan_id: PlanId, by: str, now: float) -> Answer:
-        """Stop a plan: at once before the votes are in, else before its next wave (R16).
+        """Stop a plan: at once before all votes are in, else before its next wave (R16).
 
         Raises:
-            NotFound: no such plan. Conflict: WRONG_PHASE when it has ended.
+            NotFound: no such plan.
+            Conflict: WRONG_PHASE if it has ended.
         """
-        self._leading()
-        records = self.control.records
+        executor, _ = self._leading()
+        records, write_retry = self.control.records, self.control.write_retry
         record = records.get(plan_id)
         if record.phase.terminal:
             raise Conflict(f"plan {plan_id} is {record.phase}")
         unix = now + self.control.unix_offset_s
         if records.cancel_requested(record):
-            return record, self.control.outgoing([], flush=True)
+            return record, write_retry.order([], flush=True)
         actions: list[ControlAction] = [records.change(record, "cancel_requested", unix, by=by)]
         record = records.get(plan_id)
-        executor = self.control.executor
-        assert executor is not None
         if executor.runs(record):
             actions += self.control.handle(CancelWave(Reason.CANCELLED), now)
-        elif record.phase is PlanPhase.PROPOSED or self.control.state in _SETTLED:
+        elif record.phase is PlanPhase.PROPOSED or self.control.state in _RECOVERED:
             actions.append(records.end(record, Reason.CANCELLED, unix))
-            actions += self.control.carry_on(now)
-        return records.get(plan_id), self.control.outgoing(actions)
+            actions += self.control.advance_plan(now)
+        return records.get(plan_id), write_retry.order(actions)
 
     def rollback_target(self, to_epoch: Epoch | None) -> tuple[Epoch, Placement]:
-        """The placement a rollback leads to; None is the one before the plan that led to the current epoch.
+        """Return the epoch and placement a rollback leads to.
+
+        Without `to_epoch` it is the placement before the plan that led to the current epoch.
 
         Raises:
-            NotFound: that epoch is not recorded, for instance after a flushed store (R15).
+            NotFound: the epoch is not recorded, for instance after a flushed store (R15).
             Conflict: it is the current epoch.
         """
-        self._ready()
+        self._recovered()
         history, current = self.control.history, self.control.epoch
         earlier = sorted(epoch for epoch in history if current is not None and epoch < current)
         if to_epoch is None and not earlier:
@@ -155,12 +169,12 @@ class Operator:
         return epoch, history[epoch]
 
     def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
-        """Of the recorded epochs, the base of the plan that led to the current one; else the newest."""
-        executor = self.control.executor
+        """Return the recorded base of the plan that led to the current epoch, else the newest."""
+        executor, _ = self._leading()
         for record in reversed(self.control.records.by_id.values()):
             base, waves = record.plan.base_epoch, record.waves_committed
-            if executor is None or executor.is_of_other_generation(record.plan):
-                continue  # Epochs are counted anew after a cold start.
+            if executor.is_of_other_generation(record.plan):
+                continue  # Epochs begin at 0 again after a cold start.
             if waves and base + waves == self.control.epoch and base in earlier:
                 return base
         return earlier[-1]
@@ -183,7 +197,7 @@ class Operator:
         self._leading()
         return self.control.handle(PolicySet(policy, document), now)
 
-    # --- small parts ----------------------------------------------------------------------------
+    # --- preconditions --------------------------------------------------------------------------
 
     def _leading(self) -> tuple[PlanExecutor, PlanningLoop]:
         control = self.control
@@ -191,7 +205,7 @@ class Operator:
             raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
         return control.executor, control.planning_loop
 
-    def _ready(self) -> tuple[PlanExecutor, PlanningLoop]:
+    def _recovered(self) -> tuple[PlanExecutor, PlanningLoop]:
         leading = self._leading()
         if self.control.state is ControlState.WAITING_FOR_RANKS:
             raise Unavailable("the ranks have not all connected", Reason.RANKS_MISSING)
@@ -199,19 +213,20 @@ class Operator:
             raise Unavailable("the ranks are being asked where they stand", Reason.RECOVERING)
         return leading
 
-    def _check_free(self, now: float, *, thawed: bool) -> None:
+    def _require_free(self, plan: Plan, now: float) -> None:
+        """Refuse a plan beside another; a freeze and the schedule do not stop a rollback."""
         active = self.control.records.active
         if active is not None:
             raise Conflict(f"plan {active.plan.plan_id} is {active.phase}", Reason.PLAN_IN_PROGRESS)
+        if plan.kind is PlanKind.ROLLBACK:
+            return
         _, planning_loop = self._leading()
         unix = now + self.control.unix_offset_s
-        if unix < planning_loop.frozen_until and not thawed:
-            raise Conflict(
-                f"frozen for {planning_loop.frozen_until - unix:.0f} s more", Reason.FROZEN
-            )
+        if unix < planning_loop.frozen_until:
+            wait_s = planning_loop.frozen_until - unix
+            raise Conflict(f"frozen for {wait_s:.0f} s more", Reason.FROZEN)
         opens_at = self.control.policy.schedule.opens_at(unix)
-        if opens_at != unix and not thawed:
+        if opens_at != unix:
             assert opens_at is not None
-            raise Conflict(
-                f"the schedule opens in {opens_at - unix:.0f} s", Reason.OUTSIDE_SCHEDULE
-            )
+            wait_s = opens_at - unix
+            raise Conflict(f"the schedule opens in {wait_s:.0f} s", Reason.OUTSIDE_SCHEDULE)

@@ -1,7 +1,6 @@
-"""The plan records of one deployment: which there are, what each may become, and its story.
+"""The plan records of one deployment: what may become of each, and the history of its changes.
 
-Pure bookkeeping: every change returns the PersistPlan that stores it. Who may run is decided in
-`control`.
+Every change returns the PersistPlan that stores it. Which plan may run is decided in `control`.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,20 +12,20 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.protocol.control_messages import PersistPlan
 
-__all__ = ["PlanRecords", "is_failure", "remembered", "repeated"]
+__all__ = ["PlanRecords", "is_failure", "require_same_request", "select_remembered"]
 
 _KEPT_TERMINAL = 16
-"""Newest ended plans kept in memory; the store keeps more. One of a large model may have thousands of transfers, megabytes."""
+"""Ended plans kept in memory. The store keeps more: one plan of a large model takes megabytes."""
 
 _KEPT_FAILURES = 16
-"""Failed plans kept however old: the wait for the next plan, doubled so often, is at its longest."""
+"""Failed plans kept however old: after so many failures the wait for the next plan is longest."""
 
 _MOST_PROPOSALS = 32
-"""Proposals by hand that wait at a time."""
+"""Proposals made by hand that may wait at the same time."""
 
 _ACTIVE = frozenset({PlanPhase.APPROVED, PlanPhase.MIGRATING, PlanPhase.PAUSED, PlanPhase.STALLED})
 
-_MOVED_ON = frozenset(
+_OVERTAKEN = frozenset(
     {
         Reason.STALE_BASE,
         Reason.GENERATION_CHANGED,
@@ -34,35 +33,37 @@ _MOVED_ON = frozenset(
         Reason.LEASE_LOST,
     }
 )
-"""Ends that say nothing about whether the group can carry plans out."""
+"""Reasons that do not tell whether the group can carry plans out."""
 
 
-def repeated(record: PlanRecord, digest: str | None) -> PlanRecord:
-    """The record, asked for again by the request that created it.
+def require_same_request(record: PlanRecord, digest: str | None) -> PlanRecord:
+    """Return the record if this request created it.
 
     Raises:
-        Conflict: another request did.
+        Conflict: another request created it.
     """
     if record.request_digest != digest:
-        raise Conflict(
-            f"plan {record.plan.plan_id} was created by another request", Reason.ID_REUSED
-        )
+        plan_id = record.plan.plan_id
+        raise Conflict(f"plan {plan_id} was created by another request", Reason.ID_REUSED)
     return record
 
 
 def is_failure(record: PlanRecord) -> bool:
-    """Whether an automatic plan was refused or failed, and not because the world outran it."""
+    """Return True if an automatic plan was refused or failed, and was not merely overtaken."""
     failed = (
-        record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _MOVED_ON
+        record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _OVERTAKEN
     )
     return failed and record.plan.kind is PlanKind.AUTOMATIC
 
 
-def remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
-    """Of all records, oldest first, those a leader must know: what has not ended, and the newest that has.
+def select_remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
+    """Return the records a leader needs: all that have not ended, and some that have.
 
-    However many ended since: the plan that led to the present epoch, which a rollback undoes; the newest that was
-    carried out, cancelled or aborted, from whose end cooldowns count; the failures since one was carried out.
+    Besides the newest ended records these are, however old: the plan that led to the present epoch,
+    which a rollback undoes; the newest plan that was carried out, cancelled or aborted, from whose
+    end cooldowns count; the failures since the last plan that was carried out.
+
+    Order: as given, oldest first.
     """
     records = list(records)
     ended = [record for record in records if record.phase.terminal]
@@ -70,10 +71,9 @@ def remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
     kept = ended[-_KEPT_TERMINAL:] + [record for record in ended if record.waves_committed][-1:]
     for phase in (PlanPhase.COMMITTED, PlanPhase.CANCELLED, PlanPhase.ABORTED):
         kept += [record for record in by_end if record.phase is phase][-1:]
-    done_at = max(
-        (r.updated_at for r in ended if r.phase is PlanPhase.COMMITTED), default=float("-inf")
-    )
-    failures = [record for record in by_end if record.updated_at > done_at and is_failure(record)]
+    committed = [r.updated_at for r in ended if r.phase is PlanPhase.COMMITTED]
+    since = max(committed, default=float("-inf"))
+    failures = [record for record in by_end if record.updated_at > since and is_failure(record)]
     names = {record.plan.plan_id for record in kept + failures[-_KEPT_FAILURES:]}
     return [
         record for record in records if not record.phase.terminal or record.plan.plan_id in names
@@ -81,21 +81,22 @@ def remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
 
 
 class PlanRecords:
-    """Records by plan id, oldest first: all that have not ended, and of the others those in `remembered`."""
+    """All records that have not ended, and those of the ended ones that a leader needs."""
 
     def __init__(self) -> None:
         self.by_id: dict[PlanId, PlanRecord] = {}
+        """Oldest first."""
 
     def load(self, records: Iterable[PlanRecord]) -> None:
-        """Replace everything by what the store held."""
+        """Replace all records by those of the store."""
         self.by_id = {r.plan.plan_id: r for r in sorted(records, key=lambda r: r.plan.created_at)}
         self._forget_old()
 
     def get(self, plan_id: PlanId) -> PlanRecord:
-        """One record.
+        """Return one record.
 
         Raises:
-            NotFound: no such plan in memory.
+            NotFound: the plan is not in memory.
         """
         if plan_id not in self.by_id:
             raise NotFound(f"no plan {plan_id}")
@@ -108,11 +109,11 @@ class PlanRecords:
 
     @property
     def open(self) -> tuple[PlanRecord, ...]:
-        """Records that have not ended, oldest first."""
+        """The records that have not ended, oldest first."""
         return tuple(r for r in self.by_id.values() if not r.phase.terminal)
 
     def proposal(self) -> PlanRecord | None:
-        """The newest automatic proposal that waits for approval."""
+        """Return the newest automatic proposal that waits for approval."""
         waiting = (r for r in reversed(self.by_id.values()) if r.phase is PlanPhase.PROPOSED)
         return next((r for r in waiting if r.plan.kind is PlanKind.AUTOMATIC), None)
 
@@ -128,16 +129,9 @@ class PlanRecords:
         detail: str = "",
     ) -> PersistPlan:
         """Enter a new plan."""
-        row: dict[str, Any] = {
-            "at": unix,
-            "event": "created",
-            "phase": phase.value,
-            "reason": reason.value,
-        }
-        if by:
-            row["by"] = by
-        if detail:
-            row["detail"] = detail
+        row: dict[str, Any] = _story_row(unix, "created", phase, reason)
+        row |= {"by": by} if by else {}
+        row |= {"detail": detail} if detail else {}
         error = detail or reason.value if phase.terminal else None
         record = PlanRecord(
             plan, phase, reason, 0, unix, error, request_digest=digest, story=(row,)
@@ -158,22 +152,14 @@ class PlanRecords:
         by: str = "",
         waves_committed: int | None = None,
     ) -> PersistPlan:
-        """Replace a record and append a story row saying what happened, and why."""
+        """Replace a record; `event` and the arguments also become a row of its story."""
         phase = record.phase if phase is None else phase
         reason = record.reason if reason is None else reason
         waves = record.waves_committed if waves_committed is None else waves_committed
-        row: dict[str, Any] = {
-            "at": unix,
-            "event": event,
-            "phase": phase.value,
-            "reason": reason.value,
-        }
-        if waves_committed is not None:
-            row["waves_committed"] = waves
-        if detail:
-            row["detail"] = detail
-        if by:
-            row["by"] = by
+        row: dict[str, Any] = _story_row(unix, event, phase, reason)
+        row |= {"waves_committed": waves} if waves_committed is not None else {}
+        row |= {"detail": detail} if detail else {}
+        row |= {"by": by} if by else {}
         failed = phase.terminal and phase is not PlanPhase.COMMITTED
         new = replace(
             record,
@@ -189,7 +175,7 @@ class PlanRecords:
         return PersistPlan(new)
 
     def end(self, record: PlanRecord, reason: Reason, unix: float, detail: str = "") -> PersistPlan:
-        """End a plan early: CANCELLED if asked for, REFUSED before its first wave began, else ABORTED."""
+        """End a plan early: cancelled on request, refused before its first wave, else aborted."""
         if reason is Reason.CANCELLED:
             phase = PlanPhase.CANCELLED
         elif record.phase in (PlanPhase.PROPOSED, PlanPhase.APPROVED):
@@ -199,66 +185,69 @@ class PlanRecords:
         return self.change(record, "ended", unix, phase=phase, reason=reason, detail=detail)
 
     def complete(self, record: PlanRecord, unix: float) -> PersistPlan | None:
-        """End a plan whose every wave is committed; None if one is not."""
+        """End a plan if all its waves are committed; None if they are not."""
         if record.waves_committed < len(record.plan.waves):
             return None
         phase, reason = PlanPhase.COMMITTED, Reason.COMMITTED
         return self.change(record, "ended", unix, phase=phase, reason=reason)
 
     def sweep(self, is_stale: Callable[[PlanRecord], bool], unix: float) -> list[PersistPlan]:
-        """End proposals that ran out of time or whose base is no more."""
+        """End proposals that have expired or whose base is stale."""
         changes = []
         for record in self.open:
             expires_at = record.plan.expires_at
             if record.phase is not PlanPhase.PROPOSED:
                 continue
             if expires_at is not None and unix >= expires_at:
-                phase, reason = PlanPhase.EXPIRED, Reason.EXPIRED
-                changes.append(self.change(record, "ended", unix, phase=phase, reason=reason))
+                changes.append(self._expire(record, unix))
             elif is_stale(record):
                 detail = f"based on epoch {record.plan.base_epoch}"
                 changes.append(self.end(record, Reason.STALE_BASE, unix, detail))
         return changes
 
-    def same_request(self, plan_id: PlanId, digest: str | None) -> PlanRecord | None:
-        """The record an id already names; None if it is new.
-
-        Raises:
-            Conflict: the id names a plan another request created.
-        """
-        record = self.by_id.get(plan_id)
-        return None if record is None else repeated(record, digest)
-
-    @staticmethod
-    def cancel_requested(record: PlanRecord) -> bool:
-        """Whether an operator asked to stop it; survives a change of leader with the record."""
-        return any(row["event"] == "cancel_requested" for row in record.story)
-
-    @staticmethod
-    def has_begun(record: PlanRecord) -> bool:
-        """Whether a wave of it was ever sent out."""
-        return record.waves_committed > 0 or any(
-            row["event"] == "wave_started" for row in record.story
-        )
-
     def drop_excess(self, unix: float) -> list[PersistPlan]:
-        """End the oldest proposals by hand beyond a few: dry runs are many and each is kept until it expires."""
+        """End the oldest proposals made by hand if there are too many of them.
+
+        Dry runs are frequent, and each is kept until it expires.
+        """
         waiting = [
             record
             for record in self.open
             if record.phase is PlanPhase.PROPOSED and record.plan.kind is not PlanKind.AUTOMATIC
         ]
-        return [
-            self.change(
-                record,
-                "ended",
-                unix,
-                phase=PlanPhase.EXPIRED,
-                reason=Reason.EXPIRED,
-                detail=f"{_MOST_PROPOSALS} newer proposals wait",
-            )
-            for record in waiting[: max(0, len(waiting) - _MOST_PROPOSALS)]
-        ]
+        detail = f"{_MOST_PROPOSALS} newer proposals wait"
+        excess = waiting[: max(0, len(waiting) - _MOST_PROPOSALS)]
+        return [self._expire(record, unix, detail) for record in excess]
+
+    def _expire(self, record: PlanRecord, unix: float, detail: str = "") -> PersistPlan:
+        phase, reason = PlanPhase.EXPIRED, Reason.EXPIRED
+        return self.change(record, "ended", unix, phase=phase, reason=reason, detail=detail)
+
+    def same_request(self, plan_id: PlanId, digest: str | None) -> PlanRecord | None:
+        """Return the record of this id; None if the id is new.
+
+        Raises:
+            Conflict: another request created the plan of this id.
+        """
+        record = self.by_id.get(plan_id)
+        return None if record is None else require_same_request(record, digest)
+
+    @staticmethod
+    def cancel_requested(record: PlanRecord) -> bool:
+        """Return True if an operator asked this leader or an earlier one to stop the plan."""
+        return any(row["event"] == "cancel_requested" for row in record.story)
+
+    @staticmethod
+    def has_begun(record: PlanRecord) -> bool:
+        """Return True if a wave of the plan was ever sent out."""
+        return record.waves_committed > 0 or any(
+            row["event"] == "wave_started" for row in record.story
+        )
 
     def _forget_old(self) -> None:
-        self.by_id = {record.plan.plan_id: record for record in remembered(self.by_id.values())}
+        kept = select_remembered(self.by_id.values())
+        self.by_id = {record.plan.plan_id: record for record in kept}
+
+
+def _story_row(unix: float, event: str, phase: PlanPhase, reason: Reason) -> dict[str, Any]:
+    return {"at": unix, "event": event, "phase": phase.value, "reason": reason.value}

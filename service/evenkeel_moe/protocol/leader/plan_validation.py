@@ -1,4 +1,4 @@
-"""What a plan must satisfy before any rank hears of it (R17), and a wave before its Prepare (R10, R11)."""
+"""Checks of a plan before any rank hears of it (R17) and of a wave before Prepare (R10, R11)."""
 
 from collections.abc import Sequence
 
@@ -19,14 +19,14 @@ __all__ = [
 ]
 
 Refusal = tuple[Reason, str]
-"""Why not, and the same in words with the numbers."""
+"""The reason of a refusal, and a sentence with the numbers."""
 
 
 def placement_at(plan: Plan, waves_done: int) -> Placement:
-    """The placement after the first `waves_done` waves of a plan.
+    """Return the placement after the first `waves_done` waves of a plan.
 
     Raises:
-        EvenkeelError: a wave's rows do not fit the base.
+        EvenkeelError: the rows of a wave do not fit the base.
     """
     phy2log = plan.base.phy2log.copy()
     for wave in plan.waves[:waves_done]:
@@ -35,9 +35,9 @@ def placement_at(plan: Plan, waves_done: int) -> Placement:
 
 
 def plan_refusal(plan: Plan, shape: ModelShape) -> Refusal | None:
-    """Why a plan is not sound as a whole; None if it is.
+    """Return the reason why a plan as a whole is not valid; None if it is valid.
 
-    Holds the target against the placement invariants, and the waves against base and target.
+    Base and target must be valid placements, and the waves must lead from the base to the target.
     """
     try:
         plan.base.check(shape, allow_duplicates=True)
@@ -61,10 +61,11 @@ def wave_refusal(
     *,
     allow_duplicates: bool,
 ) -> Refusal | None:
-    """Why a wave is not sound on the placement before it; None if it is.
+    """Return the reason why a wave is not valid on the placement before it; None if it is valid.
 
-    Between waves the placement is whole; every slot that changes gets its bytes by one transfer from
-    a slot that holds the expert before the wave; a rank's share fits its staging.
+    The placement after the wave must be valid. Every slot that changes gets its bytes by exactly
+    one transfer, from a slot that holds the expert before the wave. Each rank's share must fit its
+    staging.
     """
     after = before.with_rows(wave.layers, wave.rows)
     try:
@@ -76,8 +77,8 @@ def wave_refusal(
     filled = np.zeros_like(changed)
     needed = np.zeros(shape.num_ranks, np.int64)
     for t in wave.transfers:
-        if before.phy2log[t.layer, t.src_slot] != t.logical_expert:
-            held = int(before.phy2log[t.layer, t.src_slot])
+        held = int(before.phy2log[t.layer, t.src_slot])
+        if held != t.logical_expert:
             return Reason.NO_SOURCE, f"{t}: the source slot holds expert {held}"
         if after.phy2log[t.layer, t.dst_slot] != t.logical_expert or filled[t.layer, t.dst_slot]:
             return (
@@ -102,7 +103,7 @@ def wave_refusal(
 
 
 def batch_refusal(wave: Wave, shape: ModelShape) -> Refusal | None:
-    """R10: in a batch a rank has at most one peer, and sends it and receives from it at most once."""
+    """R10: refuse a batch in which a rank has a second peer, or sends to its peer twice."""
     for number, batch in enumerate(wave.batches):
         peers: dict[int, int] = {}
         pairs = set()
@@ -121,9 +122,9 @@ def batch_refusal(wave: Wave, shape: ModelShape) -> Refusal | None:
 
 
 def pool_refusal(wave: Wave, before: Placement, shape: ModelShape) -> Refusal | None:
-    """R11: with pooled slots a wave fills empty slots only from buffers that were free before it.
+    """R11: refuse a wave that fills more empty pooled slots than buffers were free before it.
 
-    A slot that goes from one expert to another keeps its buffer: its bytes come from staging at the swap.
+    A slot that changes from one expert to another keeps its buffer: its bytes come from staging.
     """
     if shape.pool_slots_per_rank is None:
         return None

@@ -1,4 +1,4 @@
-"""Asking all ranks where they stand: what a leader must know before it plans (R12, R15)."""
+"""One question to all ranks and the comparison of their answers (R12, R15)."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ __all__ = ["Disagreement", "GroupState", "QueryRound"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GroupState:
-    """What all ranks agree on."""
+    """The state of the EP group, equal on all ranks."""
 
     epoch: Epoch
     placement: Placement
@@ -23,7 +23,7 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Why the ranks' answers do not make one group."""
+    """The reason why there is no common state of the ranks."""
 
     reason: Reason
     detail: str
@@ -31,52 +31,44 @@ class Disagreement:
 
 @dataclass(slots=True)
 class QueryRound:
-    """Answers to one query, asked of all R ranks."""
+    """The answers of all R ranks to one query."""
 
     query: int
     """Answers to earlier queries do not count."""
     ranks: frozenset[EpRank]
     answers: dict[EpRank, RankState] = field(default_factory=dict)
     resend_at: float = 0.0
-    again_at: float | None = None
-    """When to ask anew; set after a disagreement."""
+    repeat_at: float | None = None
+    """Time of the next round; set after a disagreement."""
 
     def take(self, state: RankState) -> None:
-        """Note one rank's answer, if it answers this query in full."""
+        """Add a rank's answer if it is complete and answers this query."""
         if state.query >= self.query and state.placement is not None:
             self.answers[state.identity.rank] = state
 
     @property
     def missing(self) -> tuple[EpRank, ...]:
-        """Ranks that have not answered."""
+        """The ranks that have not answered."""
         return tuple(sorted(self.ranks - self.answers.keys()))
 
     def held_wave(self) -> WaveKey | None:
-        """A wave some rank still holds."""
+        """Return a wave that some rank still holds, or None."""
         return next((a.wave for _, a in sorted(self.answers.items()) if a.wave is not None), None)
 
-    def group(self) -> GroupState | Disagreement:
-        """What the answers say together."""
+    def group_state(self) -> GroupState | Disagreement:
+        """Return the state all answers agree on, or how they differ."""
         states = dict(sorted(self.answers.items()))
-        for reason, what, values in (
-            (
-                Reason.WEIGHTS_VERSION_CHANGED,
-                "weights version",
-                [a.weights_version for a in states.values()],
-            ),
-            (Reason.EPOCH_DISAGREES, "epoch", [a.epoch for a in states.values()]),
-            (
-                Reason.EPOCH_DISAGREES,
-                "placement digest",
-                [a.placement_digest for a in states.values()],
-            ),
+        weights, epoch = Reason.WEIGHTS_VERSION_CHANGED, Reason.EPOCH_DISAGREES
+        for reason, name, values in (
+            (weights, "weights version", [a.weights_version for a in states.values()]),
+            (epoch, "epoch", [a.epoch for a in states.values()]),
+            (epoch, "placement digest", [a.placement_digest for a in states.values()]),
         ):
             if len(set(values)) > 1:
-                return Disagreement(reason, f"{what} of ranks {list(states)}: {values}")
+                return Disagreement(reason, f"{name} of ranks {list(states)}: {values}")
         if len({a.checksums for a in states.values()}) > 1:
-            return Disagreement(
-                Reason.CHECKSUM_MISMATCH, f"ranks {list(states)} registered other weights"
-            )
+            detail = f"ranks {list(states)} registered other weights"
+            return Disagreement(Reason.CHECKSUM_MISMATCH, detail)
         first = states[min(states)]
         assert first.placement is not None
         return GroupState(

@@ -1,4 +1,7 @@
-"""What a leader does before it plans: ask all ranks, end waves found on them, bring records up (R12, R15)."""
+"""What a new leader does before it plans (R12, R15).
+
+It asks all ranks for their state, ends waves found on them, and brings the records up to date.
+"""
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import EpRank
@@ -19,11 +22,12 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """Rounds of questions to all ranks until they make one group that holds no wave.
+    """Rounds of questions to all ranks, until all agree on one state and none holds a wave.
 
     Args:
-        executor: where waves found on the ranks are ended, and whose records are brought up.
-        again_s: wait before asking anew after the ranks disagreed; deadline_s: then it alerts.
+        executor: ends the waves found on the ranks; its records and group state are brought up.
+        again_s: wait before the next round after the ranks disagreed.
+        deadline_s: a recovery that lasts longer raises an alert.
     """
 
     def __init__(self, executor: PlanExecutor, *, again_s: float, deadline_s: float) -> None:
@@ -31,31 +35,21 @@ class Recovery:
         self.again_s = again_s
         self.deadline_s = deadline_s
         self.round: QueryRound | None = None
-        """The round under way; None while a found wave is being ended, and when there is nothing to ask."""
+        """The round under way; None while a found wave is ended, and when the recovery is over."""
         self.query = 0
-        """Newest query number used under this term, heartbeats included."""
+        """The newest query number used under this term, heartbeats included."""
         self.settled_query = 0
-        """Answers to this query and later ones were given after the group was last known to be at rest."""
+        """Answers to this and later queries were given after the group was last seen at rest."""
         self.over = True
-        """All ranks answered and agree; false from `begin` on."""
+        """True if all ranks have answered and agree; False from `begin` on."""
         self.disagreement: Disagreement | None = None
         self._began_at = 0.0
         self._alerted: Reason | None = None
 
-    # --- predicates: one rule each ----------------------------------------------------------------
-
-    def all_answered(self, round: QueryRound) -> bool:
-        """R15: no plan before all R ranks of the generation answered."""
-        return not round.missing
-
-    def word_of_ranks(self, group: GroupState) -> GroupState:
-        """R12, R15: the ranks are the truth about epoch and map; the store is a hint."""
-        return group
-
-    # --- rounds -----------------------------------------------------------------------------------
+    # --- rounds ---------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[ControlAction]:
-        """Ask all ranks anew, whatever was under way."""
+        """Begin a new round of questions to all ranks."""
         if self.over:
             self._began_at, self._alerted = now, None
         self.over = False
@@ -65,41 +59,40 @@ class Recovery:
         return self._ask(now)
 
     def tick(self, now: float) -> list[ControlAction]:
-        """Resend questions, ask anew after a disagreement, and say so when it takes long."""
-        round = self.round
+        """Repeat questions, begin a new round after a disagreement, alert after the deadline."""
+        current = self.round
         actions: list[ControlAction] = []
-        if round is not None and round.again_at is not None:
-            if now >= round.again_at:
+        if current is not None and current.repeat_at is not None:
+            if now >= current.repeat_at:
                 disagreement = self.disagreement
                 actions += self.begin(now)
                 self.disagreement = disagreement
-        elif round is not None and now >= round.resend_at:
+        elif current is not None and now >= current.resend_at:
             actions += self._ask(now)
         if not self.over and now - self._began_at >= self.deadline_s:
-            missing = list(round.missing) if round is not None else []
-            actions += self._alert(Reason.RECOVERY_DEADLINE, f"no answer from ranks {missing}")
+            actions += self._alert(self._no_answer(current))
         return actions
 
     def obstacle(self, now: float) -> Disagreement:
-        """Why it is not over yet, or has not begun."""
+        """Return the reason why the recovery is not over, or has not begun."""
         quorum = self.executor.membership.quorum(now)
         if quorum.reason is Reason.RANKS_MISSING:
             return Disagreement(quorum.reason, quorum.detail)
-        if self.disagreement is not None:
-            return self.disagreement
-        missing = list(self.round.missing) if self.round is not None else []
+        return self.disagreement or self._no_answer(self.round)
+
+    def _no_answer(self, current: QueryRound | None) -> Disagreement:
+        missing = list(current.missing) if current is not None else []
         return Disagreement(Reason.RECOVERY_DEADLINE, f"no answer from ranks {missing}")
 
     def question(self, rank: EpRank) -> SendToRank | None:
-        """The round's question again, for a rank that has a new stream; None if it has answered."""
-        round = self.round
+        """Return the round's question for a rank; None if the rank has answered it."""
+        current = self.round
         member = self.executor.membership.members.get(rank)
-        if round is None or member is None or rank not in round.missing:
+        if current is None or member is None or rank not in current.missing:
             return None
-        query = QueryState(
-            self.executor.leader, want_placement=True, want_checksums=True, query=round.query
-        )
-        return SendToRank(rank, member.stream, query)
+        leader, query = self.executor.leader, current.query
+        question = QueryState(leader, want_placement=True, want_checksums=True, query=query)
+        return SendToRank(rank, member.stream, question)
 
     def _ask(self, now: float) -> list[ControlAction]:
         assert self.round is not None
@@ -108,42 +101,45 @@ class Recovery:
         return [question for question in questions if question is not None]
 
     def answer(self, state: RankState, now: float) -> list[ControlAction]:
-        """Take one rank's answer; the last one ends the round."""
-        round = self.round
-        if round is None or round.again_at is not None:
+        """Take one rank's answer; the last answer ends the round."""
+        current = self.round
+        if current is None or current.repeat_at is not None:
             return []
-        round.take(state)
-        if not round.answers or not self.all_answered(round):
-            return []
-        wave = round.held_wave()
+        current.take(state)
+        if not current.answers or current.missing:
+            return []  # R15: no plan before all R ranks of the generation have answered.
+        wave = current.held_wave()
         if wave is not None:
             self.round = None
             self.query += 1
             return self.executor.recover(wave, self.query, now)
-        group = round.group()
+        group = current.group_state()
         if isinstance(group, Disagreement):
-            round.again_at = now + self.again_s
+            current.repeat_at = now + self.again_s
             self.disagreement = group
-            return self._alert(group.reason, group.detail)
+            return self._alert(group)
         self.round, self.over = None, True
         self.settled_query = self.query + 1
-        return [*self._bring_up(self.word_of_ranks(group)), *self._reconcile(now)]
+        return [*self._bring_up(group), *self._reconcile_all(now)]
 
     def after_wave(self, now: float) -> list[ControlAction]:
-        """A found wave may have ended: ask all ranks again, until none holds anything."""
+        """Ask all ranks again once a found wave has ended, until none holds a wave."""
         if self.over or self.round is not None or self.executor.running:
             return []
         return self.begin(now)
 
-    # --- records ----------------------------------------------------------------------------------
+    # --- records --------------------------------------------------------------------------------
 
     def _bring_up(self, group: GroupState) -> list[ControlAction]:
-        """Records follow the ranks; history above their epoch belongs to a life that is gone."""
+        """R12, R15: take the state the ranks report; the stored one is only a hint.
+
+        Recorded epochs above the group's belong to an earlier generation and are dropped.
+        """
         executor, known = self.executor, self.executor.history
         generation = executor.membership.generation
         assert generation is not None
         executor.group = group
-        executor.weights_moved = False
+        executor.weights_changed = False
         if known.get(group.epoch) == group.placement and max(known) == group.epoch:
             return []
         executor.history = {
@@ -153,7 +149,7 @@ class Recovery:
         return [PersistEpoch(generation, group.epoch, group.placement)]
 
     def end_old_plans(self, now: float) -> list[ControlAction]:
-        """R1: plans of an earlier generation end; what is left of their waves died with it."""
+        """R1: end the plans of an earlier generation; their waves ended with its ranks."""
         executor, records = self.executor, self.executor.records
         executor.coordinator = None
         unix = now + executor.unix_offset_s
@@ -171,15 +167,19 @@ class Recovery:
         return actions
 
     def _count_swapped(self, record: PlanRecord, unix: float) -> list[ControlAction]:
-        """Waves that no rank lived to acknowledge: a group that comes up where they lead has swapped them (R12)."""
+        """Count waves that all ranks swapped, and none lived to acknowledge (R12).
+
+        They are known from the epoch and placement at which the group comes up again.
+        """
         plan, records = record.plan, self.executor.records
         hellos = [member.hello for member in self.executor.membership.members.values()]
-        stands = {(hello.epoch, hello.placement_digest) for hello in hellos}
-        waves = hellos[0].epoch - plan.base_epoch
-        unheard = records.has_begun(record) and record.waves_committed < waves <= len(plan.waves)
-        if not unheard or stands != {(hellos[0].epoch, placement_at(plan, waves).digest)}:
+        found = {(hello.epoch, hello.placement_digest) for hello in hellos}
+        epoch = hellos[0].epoch
+        waves = epoch - plan.base_epoch
+        uncounted = records.has_begun(record) and record.waves_committed < waves <= len(plan.waves)
+        if not uncounted or found != {(epoch, placement_at(plan, waves).digest)}:
             return []
-        detail = f"the ranks came back at epoch {hellos[0].epoch}"
+        detail = f"the ranks came back at epoch {epoch}"
         return [
             records.change(record, "wave_committed", unix, waves_committed=waves, detail=detail),
             *(
@@ -188,46 +188,42 @@ class Recovery:
             ),
         ]
 
-    def _reconcile(self, now: float) -> list[ControlAction]:
-        """Hold every open plan against where the group is."""
-        records, actions, active = self.executor.records, [], self.executor.records.active
+    def _reconcile_all(self, now: float) -> list[ControlAction]:
+        """Compare every plan that was accepted with the state of the group."""
+        records, unix = self.executor.records, now + self.executor.unix_offset_s
+        actions, active = [], records.active
         for record in records.open:
-            if record.phase is PlanPhase.PROPOSED:
-                continue
-            actions += self._reconcile_one(
-                record, record is active, now + self.executor.unix_offset_s
-            )
+            if record.phase is not PlanPhase.PROPOSED:
+                actions += self._reconcile(record, record is active, unix)
         return actions
 
-    def _reconcile_one(self, record: PlanRecord, newest: bool, unix: float) -> list[ControlAction]:
+    def _reconcile(self, record: PlanRecord, newest: bool, unix: float) -> list[ControlAction]:
         executor, records, plan = self.executor, self.executor.records, record.plan
         group = executor.group
         assert group is not None
         if plan.weights_version != group.weights_version:
             return [records.end(record, Reason.WEIGHTS_VERSION_CHANGED, unix)]
         waves = group.epoch - plan.base_epoch
+        detail = f"the group is at epoch {group.epoch}"
         if (
             not newest
             or not 0 <= waves <= len(plan.waves)
             or placement_at(plan, waves).digest != group.placement.digest
         ):
-            return [
-                records.end(record, Reason.STALE_BASE, unix, f"the group is at epoch {group.epoch}")
-            ]
+            return [records.end(record, Reason.STALE_BASE, unix, detail)]
         actions: list[ControlAction] = []
         if waves != record.waves_committed:
-            change = records.change(
-                record, "recovered", unix, waves_committed=waves, detail=f"epoch {group.epoch}"
-            )
+            detail = f"epoch {group.epoch}"
+            change = records.change(record, "recovered", unix, waves_committed=waves, detail=detail)
             actions.append(change)
             record = change.record
-        if waves < len(plan.waves) and plan.key(waves) in executor.found_gone:
+        if waves < len(plan.waves) and plan.key(waves) in executor.aborted_found:
             return [*actions, records.end(record, Reason.WAVE_DROPPED, unix, "ended by a recovery")]
         return [*actions, *executor.settle(record, unix)]
 
-    def _alert(self, reason: Reason, detail: str) -> list[ControlAction]:
-        """Once per reason and recovery."""
-        if self._alerted is reason:
+    def _alert(self, obstacle: Disagreement) -> list[ControlAction]:
+        """Raise an alert, once for each reason in a recovery."""
+        if self._alerted is obstacle.reason:
             return []
-        self._alerted = reason
-        return [Alert(reason, detail)]
+        self._alerted = obstacle.reason
+        return [Alert(obstacle.reason, obstacle.detail)]

@@ -1,40 +1,62 @@
-"""Writes that are not known to be stored: kept, newest version only, until the store takes them."""
+"""Writes that failed are kept, each record in its newest version, until the store takes them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.control_messages import PersistAction
+from evenkeel_moe.protocol.control_messages import ControlAction, PersistAction, SendToRank
 
 __all__ = ["WriteRetry"]
 
 _MAX_DECISIONS = 100
-"""Decision rows kept for a store that is away; no more than a person would read."""
+"""Decision rows kept while the store is away; more than this nobody reads."""
 
 
 class WriteRetry:
-    """Failed writes in order; of every record only its newest version."""
+    """The failed writes in order, and the sends that depend on the newest batch of writes."""
 
     def __init__(self) -> None:
-        self._actions: list[PersistAction] = []
+        self._failed: list[PersistAction] = []
+        self._sends: tuple[SendToRank, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self._actions)
+        """Return True if some write failed and has not been tried again."""
+        return bool(self._failed)
 
-    def keep(self, failed: Iterable[PersistAction]) -> None:
-        """Add writes that failed."""
-        self._actions = _newest([*self._actions, *failed])
+    def order(self, actions: list[ControlAction], *, flush: bool = False) -> list[ControlAction]:
+        """Return a batch as the shell needs it: failed writes, then its own writes, then the rest.
 
-    def release(self, persists: Iterable[PersistAction]) -> list[PersistAction]:
-        """Everything to write now: what was kept, then `persists`, without versions they replace."""
-        actions, self._actions = _newest([*self._actions, *persists]), []
-        return actions
+        A batch without writes is returned as it is, unless `flush` and there are failed writes.
+        """
+        persists = [action for action in actions if isinstance(action, PersistAction)]
+        if not persists and not (flush and self._failed):
+            return actions
+        others = [action for action in actions if not isinstance(action, PersistAction)]
+        self._sends = tuple(a for a in others if isinstance(a, SendToRank) and a.needs_store)
+        writes, self._failed = _newest([*self._failed, *persists]), []
+        return [*writes, *others]
+
+    def failed(
+        self,
+        writes: Iterable[PersistAction],
+        current: Callable[[PersistAction], PersistAction | None],
+    ) -> Sequence[SendToRank]:
+        """Keep failed writes and return the sends that were skipped with them.
+
+        Args:
+            current: returns what is to be written now in place of a write; None if it is outdated.
+        """
+        renewed = [action for write in writes if (action := current(write)) is not None]
+        self._failed = _newest([*self._failed, *renewed])
+        skipped, self._sends = self._sends, ()
+        return skipped
 
 
 def _newest(persists: list[PersistAction]) -> list[PersistAction]:
-    """Of every record the newest version, where its oldest one was.
+    """Return the newest version of each record, in the place of its oldest version.
 
-    A wave's plan is written before its outcome. Were the plan's newest version written where it came about,
-    a store that takes only the first writes would have the outcome of a wave that no plan counts.
+    A wave's plan is written before the wave's outcome. If the newest version of the plan moved
+    behind the outcome, a store that takes only the first writes would have the outcome of a wave
+    that no plan counts.
     """
     kept: dict[object, PersistAction] = {}
     for number, action in enumerate(persists):

@@ -1,11 +1,11 @@
-"""The gate: the small all-reduce at a step boundary by which an EP group decides together.
+"""The gate: a small all-reduce at a step boundary, by which an EP group decides together.
 
-One gate serves all deployments of one EP group (R9). It counts `step_boundary` calls, says at
-which calls the shell must begin a poll and at which it must use its result, and turns results
-into actions. A poll begun at call n is used by every rank at call n + D, 1 <= D <= K, so at most
-one is in flight. The vectors are reduced with MIN over ranks; x and -x together give min and max.
+One gate serves all deployments of one EP group (R9). It counts `step_boundary` calls, tells the
+shell at which calls to begin a poll and at which to use its result, and turns results into actions.
+Every rank uses the poll begun at call n at call n + D, with 1 <= D <= K, so at most one poll is in
+flight. The vectors are reduced with MIN over the ranks; entries x and -x give minimum and maximum.
 
-The engine's thread, every step (the common case is one call and no lock)::
+The engine's thread runs this at every step, usually with one call and no lock::
 
     if gate.advance():
         with lock:
@@ -16,8 +16,8 @@ The engine's thread, every step (the common case is one call and no lock)::
                 vector = gate.begin_poll(now)
                 ...                    # start the MIN all-reduce of `vector` in the background
 
-A Swap must be carried out at once and reported to its participant (SwapFinished or SwapFailed)
-before `poll_due` is looked at.
+The shell must carry a Swap out at once, and report it to its participant (SwapFinished or
+SwapFailed), before it reads `poll_due`.
 """
 
 import hashlib
@@ -43,45 +43,45 @@ from evenkeel_moe.protocol.rank.participant import Participant
 __all__ = ["HEADER", "PER_DEPLOYMENT", "Gate", "GateAction", "PollFailed", "PollResolved"]
 
 HEADER = ("minus_wanted_serial", "digest", "minus_digest")
-"""First entries of the vector."""
+"""The first entries of the vector."""
 PER_DEPLOYMENT = ("armed_epoch", "minus_armed_epoch", "h", "minus_h", "want_drop")
-"""Entries of each deployment, in the order the gate was given them."""
+"""The entries of each deployment, in the order of the participants."""
 
 _NEVER = 2**62
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PollResolved:
-    """The reduction finished; the same values on every rank."""
+    """The reduction finished, with the same values on every rank."""
 
     minima: NDArray[np.int64]
-    """(vector_length,) int64 - minimum over ranks of each entry."""
+    """(vector_length,) int64 - the minimum of each entry over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PollFailed:
-    """The reduction raised or timed out here: what the others saw is unknown (R8)."""
+    """The reduction failed or timed out on this rank: the result of the others is unknown (R8)."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class GateAction:
-    """One thing the shell must do at this boundary."""
+    """An action for the shell at this boundary."""
 
     deployment: DeploymentId | None
-    """Whose participant asked for it; None when it concerns the whole group."""
+    """The deployment of the participant; None if the action concerns the whole group."""
     action: ParticipantAction
 
 
 class Gate:
-    """One poll per EP group for all deployments on it.
+    """The polls of one EP group, for all deployments on it.
 
     Args:
-        participants: one per deployment, in the same order on every rank.
-        poll_every: K, calls of `advance` between polls.
-        resolve_after: D, calls from a poll's beginning to the use of its result; at least the poll's
-            time divided by a step's, rounded up, or the engine waits for the network.
+        participants: one for each deployment, in the same order on every rank.
+        poll_every: K, the calls of `advance` between two polls.
+        resolve_after: D, the calls from the start of a poll to the use of its result. If D steps
+            take less time than the poll, the engine waits for the network.
 
     Raises:
         InvalidInput: not 1 <= D <= K, or two participants of one deployment.
@@ -99,32 +99,32 @@ class Gate:
         self.poll_every = poll_every
         self.resolve_after = resolve_after
         self.digest = _digest(names, poll_every, resolve_after)
-        """What all ranks must agree on before the first poll; also `Hello.gate_digest`."""
+        """All ranks must have the same digest before the first poll; also `Hello.gate_digest`."""
         self.vector_length = len(HEADER) + len(PER_DEPLOYMENT) * len(self.participants)
         self.calls = 0
-        """`advance` calls since the group started, dummy steps included."""
+        """The `advance` calls since the group started, dummy steps included."""
         self.next_due = _NEVER
-        """Call at which there is something to do; `_NEVER` until the ranks agreed."""
+        """The call at which a poll begins or is used next; `_NEVER` until the ranks have agreed."""
         self.observe_only = True
-        """No polls: the ranks' digests differ, or were not compared yet."""
+        """True while nothing is polled: the ranks' digests differ or were not compared yet."""
         self.left = False
-        """The rank must leave the group; nothing is polled any more."""
+        """True if the rank must leave the group; then nothing is polled any more."""
         self.transport_serial = 0
-        """Number of the transfer communicator all ranks agreed on."""
+        """The number of the transfer communicator on which all ranks agreed."""
         self.faults: list[str] = []
-        """Errors of our own that were kept from stopping the polling."""
+        """Errors of ours in a poll; the polling went on all the same."""
         self._wanted_serial = 0
         self._began: int | None = None
 
-    # --- at the start of the group ----------------------------------------------------------------
+    # --- start of the group ---------------------------------------------------------------------
 
     def agreement(self) -> NDArray[np.int64]:
-        """(2,) int64 to reduce with MIN over the ranks once, before the first `advance`."""
+        """Return the (2,) int64 to reduce with MIN over the ranks before the first `advance`."""
         number = self._digest_number
         return np.array([number, -number], np.int64)
 
     def settle(self, minima: NDArray[np.int64]) -> bool:
-        """Take the reduced `agreement`; False leaves the group in observe-only, alike on all ranks."""
+        """Take the reduced `agreement`; if False, every rank of the group stays observe-only."""
         self.observe_only = not self.agrees(minima)
         for participant in self.participants:
             participant.observe_only = participant.observe_only or self.observe_only
@@ -132,13 +132,13 @@ class Gate:
         return not self.observe_only
 
     def agrees(self, minima: NDArray[np.int64]) -> bool:
-        """R9: K, D and the layout are the same on every rank."""
+        """R9: K, D and the layout are equal on all ranks."""
         return int(minima[0]) == -int(minima[1]) == self._digest_number
 
-    # --- every step ---------------------------------------------------------------------------------
+    # --- every step -----------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Count one step boundary; True when a poll must be resolved or begun at this one."""
+        """Count one step boundary; return True if a poll must be used or begun at it."""
         self.calls += 1
         return self.calls >= self.next_due
 
@@ -150,24 +150,25 @@ class Gate:
 
     @property
     def resolve_due(self) -> bool:
-        """Whether the result of the poll in flight is to be used at this call."""
+        """True if the result of the poll in flight must be used at this call."""
         return self._began is not None and self.calls >= self._began + self.resolve_after
 
     @property
     def poll_due(self) -> bool:
-        """Whether a poll begins at this call."""
+        """True if a poll begins at this call."""
         return (
             not self.observe_only and not self.left and self._began is None and self.is_poll_call()
         )
 
     def is_poll_call(self) -> bool:
-        """R9: whether anyone holds a wave or not, polls begin at the same calls on all ranks."""
+        """R9: polls begin at the same calls on all ranks, even if no rank holds a wave."""
         return self.calls % self.poll_every == 0
 
     def begin_poll(self, now: float) -> NDArray[np.int64]:
-        """Snapshot every participant into the vector to reduce with MIN over the ranks.
+        """Return the vector to reduce with MIN over the ranks, from a snapshot of each participant.
 
-        Returns: (vector_length,) int64 - HEADER, then PER_DEPLOYMENT for each participant.
+        Returns:
+            (vector_length,) int64 - HEADER, then PER_DEPLOYMENT for each participant.
         """
         number = self._digest_number
         entries = [-self._wanted_serial, number, -number]
@@ -175,7 +176,7 @@ class Gate:
             participant.step = self.calls
             try:
                 view = participant.snapshot(now)
-            except Exception as error:  # a bug of ours must not stop the polling (R9)
+            except Exception as error:  # A bug of ours must not stop the polling (R9).
                 self.faults.append(f"snapshot of {participant.identity.deployment}: {error!r}")
                 participant.observe_only = True
                 entries += (0, 0, 0, 0, 0)
@@ -187,7 +188,7 @@ class Gate:
         return np.array(entries, np.int64)
 
     def handle(self, event: PollResolved | PollFailed, now: float) -> list[GateAction]:
-        """Use the result of the poll in flight, at the call where `resolve_due` is true."""
+        """Use the result of the poll in flight, at the call for which `resolve_due` is true."""
         self._began = None
         self.next_due = self._next_poll()
         match event:
@@ -199,11 +200,11 @@ class Gate:
                 assert_never(event)
 
     def on_failure(self, detail: str) -> list[GateAction]:
-        """R8: unknown is never "not agreed": the rank leaves and the engine restarts the group."""
+        """R8: unknown does not mean "not agreed": the rank leaves, and the group restarts."""
         return self._leave(detail)
 
     def request_rebuild(self, serial: int) -> None:
-        """The communicator `serial` was aborted here: ask all ranks to build the next one (R10)."""
+        """Ask all ranks to replace the communicator `serial`, which this rank aborted (R10)."""
         self._wanted_serial = max(self._wanted_serial, serial + 1)
 
     # --- results --------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ class Gate:
             deployment = participant.identity.deployment
             try:
                 answers = participant.handle(event, now)
-            except Exception as error:  # the others acted on this result, and we could not (R8)
+            except Exception as error:  # The other ranks acted on this result (R8).
                 return self._leave(f"{deployment} could not take {event}: {error!r}")
             for action in answers:
                 if isinstance(action, LeaveGroup):
@@ -234,11 +235,11 @@ class Gate:
         return actions
 
     def agreed_serial(self, minima: list[int]) -> int:
-        """R10: the highest communicator any rank wished for, known alike to all ranks."""
+        """R10: return the highest communicator any rank asked for, the same on all ranks."""
         return -minima[0]
 
     def verdict(self, entries: list[int]) -> PollPassed | PollNotPassed | PollDropped:
-        """What one deployment's reduced entries mean; the same on every rank."""
+        """Return the event that one deployment's reduced entries mean, the same on every rank."""
         armed_min, armed_max = entries[0], -entries[1]
         h_min, h_max = entries[2], -entries[3]
         if 0 < armed_min == armed_max and h_min == h_max:
@@ -247,7 +248,7 @@ class Gate:
             return PollDropped()
         return PollNotPassed()
 
-    # --- small parts ----------------------------------------------------------------------------
+    # --- end and schedule -----------------------------------------------------------------------
 
     def _leave(self, detail: str, reason: Reason = Reason.GATE_FAILED) -> list[GateAction]:
         self.left = True
@@ -255,7 +256,7 @@ class Gate:
         return [GateAction(None, LeaveGroup(reason, detail))]
 
     def _next_poll(self) -> int:
-        """The first poll call that is not behind us; this one if its poll has not begun."""
+        """Return the next call at which a poll begins, which may be the present one."""
         return -(-max(self.calls, 1) // self.poll_every) * self.poll_every
 
     @property

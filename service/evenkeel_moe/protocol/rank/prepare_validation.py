@@ -1,4 +1,4 @@
-"""What a rank checks of a Prepare's body before it touches anything: format, range and room."""
+"""A rank's checks of a Prepare, before it touches anything: format, ranges and space."""
 
 import numpy as np
 
@@ -7,13 +7,13 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Prepare
 
-__all__ = ["screen"]
+__all__ = ["prepare_refusal"]
 
 
-def screen(
+def prepare_refusal(
     prepare: Prepare, placement: Placement, rank: int, shape: ModelShape, staging_bytes: int
 ) -> tuple[Reason, str] | None:
-    """Why this rank cannot take the wave, in words with the numbers; None if it can."""
+    """Return the reason why this rank cannot take the wave, with the numbers; None if it can."""
     body = prepare.body
     layers, slots = body.layers, placement.num_slots
     if (
@@ -24,21 +24,16 @@ def screen(
     ):
         return Reason.MALFORMED, f"layers {layers} of {shape.num_layers}"
     if body.rows.shape != (len(layers), slots) or not np.issubdtype(body.rows.dtype, np.integer):
-        return (
-            Reason.MALFORMED,
-            f"rows are {body.rows.dtype} {body.rows.shape}, not ({len(layers)}, {slots})",
-        )
+        rows = f"{body.rows.dtype} {body.rows.shape}"
+        return Reason.MALFORMED, f"rows are {rows}, not ({len(layers)}, {slots})"
     try:
         new = placement.with_rows(layers, body.rows)
     except EvenkeelError as error:
         return error.reason, str(error)
-    transfers = body.transfers
-    if len(prepare.checksums) != len(transfers):
-        return (
-            Reason.MALFORMED,
-            f"{len(prepare.checksums)} checksums for {len(transfers)} transfers",
-        )
-    # Lists of the wave's rows: a wave may hold thousands of transfers, and this runs under the rank's lock.
+    checksums, transfers = prepare.checksums, body.transfers
+    if len(checksums) != len(transfers):
+        return Reason.MALFORMED, f"{len(checksums)} checksums for {len(transfers)} transfers"
+    # Lists are faster to read: a wave may have thousands of transfers, and the rank's lock is held.
     before = {layer: placement.phy2log[layer].tolist() for layer in layers}
     after = {layer: new.phy2log[layer].tolist() for layer in layers}
     needed = 0

@@ -1,4 +1,4 @@
-"""What a participant remembers of waves: the one it holds, those that ended, what a poll took of it."""
+"""A participant's memory of waves: the one it holds, the ended ones, and the view of a poll."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,58 +10,61 @@ from evenkeel_moe.protocol.messages import Prepare, Vote, WaveOutcome
 __all__ = ["EndedWaves", "HeldWave", "PollView"]
 
 _MAX_ENDED = 1024
-"""Waves remembered as ended at one epoch; far above what a network can still be carrying."""
+"""Waves remembered as ended at one epoch; far more than a network can still deliver."""
 
 
 class PollView(NamedTuple):
-    """What one poll took of a participant: its part of the gate vector."""
+    """A participant's part of the gate's vector, as one poll took it."""
 
     armed_epoch: int
-    """Epoch the held wave would bring if armed, else 0."""
+    """The epoch after the held wave if the rank is armed, else 0."""
     fingerprint: int
-    """h of the held wave if armed, else 0."""
+    """The entry `h` of the held wave if the rank is armed, else 0."""
     want_drop: bool
-    """Not armed, and no leader was heard for `drop_after_s`."""
+    """True if the rank is not armed and heard no leader for `drop_after_s`."""
     wave: WaveKey | None
-    """The wave held, armed or not."""
+    """The held wave, armed or not."""
 
 
 @dataclass(slots=True)
 class HeldWave:
-    """The wave between its Prepare and its end. Streams are where each answer was last asked for."""
+    """A wave between its Prepare and its end.
+
+    Each stream is the one on which the answer was last asked for.
+    """
 
     prepare: Prepare
     placement: Placement
-    """The map it brings."""
+    """The placement after the wave."""
     refusal: Vote
-    """The no to repeat once it is given up."""
+    """The no that is repeated once the rank has given the wave up."""
     vote_stream: int
     ack_stream: int
     abort_stream: int | None = None
-    """None until someone asked to abort."""
+    """None until an Abort arrives."""
     outcome: WaveOutcome = WaveOutcome.DROPPED
-    """How it ends unless it swaps."""
+    """The outcome if the wave does not swap."""
 
 
 class EndedWaves:
-    """Waves that ended at the present epoch, so that a late repeat of a message is known as one.
+    """The waves that ended at the present epoch; they identify late copies of a message.
 
-    Waves of earlier epochs need no memory: their base is stale (R3).
+    Waves of earlier epochs are not kept: their base is stale (R3).
     """
 
     def __init__(self) -> None:
         self._outcomes: dict[WaveKey, WaveOutcome] = {}
 
     def outcome(self, wave: WaveKey) -> WaveOutcome | None:
-        """How a wave ended here; None if it is not known."""
+        """Return how a wave ended on this rank; None if it is unknown."""
         return self._outcomes.get(wave)
 
     def add(self, wave: WaveKey, outcome: WaveOutcome) -> WaveOutcome:
-        """Remember an end; the first one stays."""
+        """Remember the end of a wave, and return its first outcome, which stays."""
         if len(self._outcomes) >= _MAX_ENDED:
             del self._outcomes[next(iter(self._outcomes))]
         return self._outcomes.setdefault(wave, outcome)
 
     def clear(self) -> None:
-        """The epoch rose."""
+        """Forget all waves: the epoch has risen."""
         self._outcomes.clear()

@@ -1,0 +1,133 @@
+"""The state of one deployment on one controller replica, and what others may read of it."""
+
+from itertools import count
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.protocol.control_messages import PersistDocument
+from evenkeel_moe.protocol.leader.coordinator import Coordinator
+from evenkeel_moe.protocol.leader.liveness import Liveness
+from evenkeel_moe.protocol.leader.membership import Membership
+from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
+from evenkeel_moe.protocol.leader.plan_records import PlanRecords
+from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
+from evenkeel_moe.protocol.leader.query_round import GroupState
+from evenkeel_moe.protocol.leader.recovery import Recovery
+from evenkeel_moe.protocol.leader.write_retry import WriteRetry
+from evenkeel_moe.protocol.messages import Leader
+from evenkeel_moe.protocol.timing import ControlTiming
+from evenkeel_moe.protocol.transitions import ControlState
+
+__all__ = ["DeploymentState"]
+
+
+class DeploymentState:
+    """One deployment. Only `DeploymentControl` changes it, by the events it handles.
+
+    Args:
+        unix_offset_s: Unix seconds minus the monotonic `now` of the events, for the records.
+    """
+
+    executor_type = PlanExecutor
+    recovery_type = Recovery
+    membership_type = Membership
+
+    def __init__(
+        self,
+        deployment: DeploymentId,
+        *,
+        timing: ControlTiming | None = None,
+        policy: DeploymentPolicy | None = None,
+        unix_offset_s: float = 0.0,
+    ) -> None:
+        self.deployment = deployment
+        self.timing = timing or ControlTiming()
+        self.unix_offset_s = unix_offset_s
+        self.policy = policy or DeploymentPolicy()
+        """The policy operators set last."""
+        self._cycle_numbers = count(1)
+        self._become_follower()
+
+    def _become_follower(self) -> None:
+        self.state = ControlState.FOLLOWER
+        self.leader: Leader | None = None
+        """This replica with its term; None unless it leads."""
+        self.membership = self.membership_type(self.deployment, lease_s=self.timing.rank_lease_s)
+        self.records = PlanRecords()
+        """The plan records; empty unless this replica leads."""
+        self.write_retry = WriteRetry()
+        self.executor: PlanExecutor | None = None
+        self.recovery: Recovery | None = None
+        self.planning_loop: PlanningLoop | None = None
+        self.liveness: Liveness | None = None
+        """These four are None exactly in FOLLOWER."""
+
+    @property
+    def group(self) -> GroupState | None:
+        """The state on which all ranks agree; None before they reported it."""
+        return self.executor.group if self.executor is not None else None
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """The committed epoch; None before the ranks reported it."""
+        return self.group.epoch if self.group is not None else None
+
+    @property
+    def placement(self) -> Placement | None:
+        """The committed placement; None before the ranks reported it."""
+        return self.group.placement if self.group is not None else None
+
+    @property
+    def generation(self) -> Generation | None:
+        """The registered generation."""
+        return self.membership.generation
+
+    @property
+    def history(self) -> dict[Epoch, Placement]:
+        """The recorded placements by epoch; short after the store was flushed (R15)."""
+        return self.executor.history if self.executor is not None else {}
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The machine of the newest wave, which may have ended."""
+        return self.executor.coordinator if self.executor is not None else None
+
+    @property
+    def active_plan(self) -> PlanRecord | None:
+        """The accepted plan that has not ended."""
+        return self.records.active
+
+    @property
+    def held(self) -> bool:
+        """True while automatic plans wait for `resume` after a rollback (R16)."""
+        return self.planning_loop is not None and self.planning_loop.held
+
+    @property
+    def frozen_until(self) -> float:
+        """Unix seconds until which no plan begins; 0 if not frozen."""
+        return self.planning_loop.frozen_until if self.planning_loop is not None else 0.0
+
+    def document(self) -> PersistDocument:
+        """Return the write of the operators' hold and freeze."""
+        body = {"held": self.held, "frozen_until": self.frozen_until}
+        return PersistDocument("control", body)
+
+    def state_reason(self, now: float) -> tuple[Reason, str]:
+        """Return the reason for the state, and a sentence for people."""
+        match self.state:
+            case ControlState.FOLLOWER:
+                return Reason.NOT_LEADER, "another replica leads, or none yet"
+            case ControlState.RECOVERING:
+                disagreement = self.recovery.disagreement if self.recovery is not None else None
+                if disagreement is not None:
+                    return disagreement.reason, disagreement.detail
+                return Reason.RECOVERING, "asking all ranks where they stand"
+            case ControlState.MIGRATING if self.records.active is not None:
+                record = self.records.active
+                return record.reason, f"plan {record.plan.plan_id} is {record.phase}"
+            case _:
+                quorum = self.membership.quorum(now)
+                return quorum.reason, quorum.detail
