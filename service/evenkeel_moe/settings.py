@@ -6,9 +6,9 @@ file.
 
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import field, fields
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -22,6 +22,7 @@ from evenkeel_moe.planning.problem.objective import DispatchModel
 
 __all__ = [
     "DEFAULT_THRESHOLDS",
+    "AdvancedSettings",
     "GrpcSettings",
     "IngestSettings",
     "LeaderSettings",
@@ -33,11 +34,8 @@ __all__ = [
     "Settings",
     "WindowSettings",
     "contradictions",
-    "from_sections",
     "never_met",
 ]
-
-T = TypeVar("T")
 
 _STRICT = ConfigDict(extra="forbid")
 DEFAULT_THRESHOLDS: Mapping[str, float] = {
@@ -74,14 +72,9 @@ class GrpcSettings:
     wrong value redirects ranks in circles."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, lt=1 << 31)] = 64 << 20
     """Largest message accepted. A rank with a larger map or report cannot register or report."""
-    send_queue: Count = 1024
-    """Messages that may wait for one rank; with more its stream is closed and it reconnects."""
     max_streams: Count = 4096
     """Largest number of open rank streams; further ranks must retry later. If there are more ranks,
     some never connect."""
-    max_messages_per_s: Annotated[float, Field(ge=10)] = 200.0
-    """Rate limit of one stream, with a burst of four seconds. A rank sends about ten a second. A
-    faster client is disconnected and told to wait."""
     keepalive_s: GrpcSeconds = 20.0
     """Silence before a ping. It must be shorter than the idle timeout of proxies on the way."""
     keepalive_timeout_s: GrpcSeconds = 10.0
@@ -172,8 +165,6 @@ class WindowSettings:
     """Newest steps that a cycle uses. More take longer to plan; with few, plans follow noise."""
     ttl_s: Seconds = 86_400.0
     """A stored window without new steps for this long is deleted."""
-    store_interval_s: Seconds = 0.35
-    """Time between writes to the store. If the controller dies, newer steps are lost."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -225,9 +216,8 @@ class MigrationSettings:
     prepare_deadline_s: Seconds = 120.0
     """Time from Prepare to the last vote. Shorter than the copies take, it aborts every wave."""
     commit_deadline_s: Seconds = 30.0
-    """Time from Commit to the first ack; a wave is aborted after this and commit_deadline_steps."""
-    commit_deadline_steps: Count = 256
-    """Steps from Commit to the first ack: at least 2 K + D of the gate."""
+    """Time from Commit to the first ack; a wave is aborted after this and
+    advanced.commit_deadline_steps."""
     stall_after_s: Seconds = 30.0
     """Time after which a wave with missing answers is reported as stalled."""
 
@@ -240,7 +230,6 @@ class IngestSettings:
     """Time between reports of a rank; the window lags by about this."""
     stride: Count = 1
     """Every n-th step is reported. Above 1 a window spans more time and may miss short phases."""
-    max_steps_per_report: Annotated[int, Field(ge=1, le=4096)] = 256
     max_pending_steps: Annotated[int, Field(ge=8)] = 512
     """Incomplete steps kept for each deployment; each takes layers x slots x 4 bytes once used. If
     a slow rank lags by more, steps are lost."""
@@ -272,6 +261,23 @@ class LeaderSettings:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class AdvancedSettings:
+    """Settings that operators should not need to change."""
+
+    send_queue: Count = 1024
+    """Messages that may wait for one rank; with more its stream is closed and it reconnects."""
+    max_messages_per_s: Annotated[float, Field(ge=10)] = 200.0
+    """Messages a second from one rank, with a burst of four seconds; a rank sends about ten. A faster
+    client is disconnected and told to wait."""
+    store_interval_s: Seconds = 0.35
+    """Time between writes of windows. If the controller dies, newer steps are lost."""
+    commit_deadline_steps: Count = 256
+    """Steps from Commit to the first ack: at least 2 K + D of the gate."""
+    max_steps_per_report: Annotated[int, Field(ge=1, le=4096)] = 256
+    """Largest number of steps in one report of a rank."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Settings:
     """All settings."""
 
@@ -287,15 +293,7 @@ class Settings:
     migration: MigrationSettings = MigrationSettings()
     ingest: IngestSettings = IngestSettings()
     leader: LeaderSettings = Field(default_factory=LeaderSettings)
-
-
-def from_sections(kind: type[T], *sections: Any, **others: Any) -> T:
-    """Build a dataclass from the settings with the names of its fields, and from other values."""
-    found = {
-        one.name: getattr(section, one.name) for section in sections for one in fields(section)
-    }
-    taken = {one.name for one in fields(kind)} & found.keys()  # type: ignore[arg-type]
-    return kind(**{**{name: found[name] for name in taken}, **others})
+    advanced: AdvancedSettings = AdvancedSettings()
 
 
 def never_met(gates: GateSettings, plan_steps: int) -> Iterator[str]:

@@ -77,7 +77,7 @@ async def test_the_largest_figures_that_settings_take_are_taken_by_grpc(monkeypa
         monkeypatch.setenv(f"EVENKEEL_GRPC__{name}", "2000000")
     monkeypatch.setenv("EVENKEEL_GRPC__MAX_MESSAGE_BYTES", str(2**31 - 1))
     monkeypatch.setenv("EVENKEEL_GRPC__PORT", "0")
-    server = GrpcServer(server_options(load_settings().grpc))
+    server = GrpcServer(server_options(load_settings()))
     server.bind()
     await close(server)
 

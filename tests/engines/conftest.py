@@ -26,7 +26,7 @@ def controller(tmp_path):
         PLANNER__CYCLE_S=1,
         PLANNER__THRESHOLDS=json.dumps(THRESHOLDS),
         MIGRATION__COMMIT_DEADLINE_S=2,
-        MIGRATION__COMMIT_DEADLINE_STEPS=64,
+        ADVANCED__COMMIT_DEADLINE_STEPS=64,
         MIGRATION__STALL_AFTER_S=2,
     )
     try:

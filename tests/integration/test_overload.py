@@ -104,7 +104,7 @@ async def test_a_link_waits_as_long_as_a_full_server_asks(unused_tcp_port):
 async def test_a_flood_is_cut_off_and_costs_no_memory(tmp_path):
     async with (
         Controller(
-            tmp_path, GRPC__MAX_MESSAGES_PER_S="100", INGEST__FORGET_AFTER_S="2"
+            tmp_path, ADVANCED__MAX_MESSAGES_PER_S="100", INGEST__FORGET_AFTER_S="2"
         ) as controller,
         Group() as group,
     ):

@@ -1,6 +1,8 @@
 """Turns the settings of a controller into the options of its parts."""
 
 import socket
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.grpc.server import ServerOptions
@@ -9,15 +11,17 @@ from evenkeel_moe.controller.deployment.deployment import DeploymentOptions
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
-from evenkeel_moe.settings import GrpcSettings, Settings, from_sections
+from evenkeel_moe.settings import GrpcSettings, Settings
 from evenkeel_moe.wire.link import FlowControl
 
 __all__ = ["advertised_address", "deployment_options", "server_options"]
 
+T = TypeVar("T")
 
-def server_options(grpc: GrpcSettings) -> ServerOptions:
+
+def server_options(settings: Settings) -> ServerOptions:
     """Return the options of the gRPC server."""
-    return from_sections(ServerOptions, grpc)
+    return _from_sections(ServerOptions, settings.grpc, settings.advanced)
 
 
 def advertised_address(grpc: GrpcSettings, port: int) -> str:
@@ -31,21 +35,31 @@ def advertised_address(grpc: GrpcSettings, port: int) -> str:
 def deployment_options(settings: Settings, advertise: str) -> DeploymentOptions:
     """Return the options of every deployment; `advertise` is this replica's host:port."""
     planner, ingest, migration = settings.planner, settings.ingest, settings.migration
+    advanced = settings.advanced
     return DeploymentOptions(
         leader=settings.leader,
         advertise=advertise,
-        timing=from_sections(
+        timing=_from_sections(
             ControlTiming,
             ingest,
             migration,
             cycle_deadline_s=2 * planner.deadline_s,
-            wave=from_sections(WaveTiming, migration),
+            wave=_from_sections(WaveTiming, migration, advanced),
         ),
-        policy=from_sections(DeploymentPolicy, planner),
-        cycle=from_sections(
-            CycleSettings, settings.window, planner, objective=from_sections(Objective, planner)
+        policy=_from_sections(DeploymentPolicy, planner),
+        cycle=_from_sections(
+            CycleSettings, settings.window, planner, objective=_from_sections(Objective, planner)
         ),
         window_steps=settings.window.steps,
         max_pending=ingest.max_pending_steps,
-        flow=from_sections(FlowControl, ingest),
+        flow=_from_sections(FlowControl, ingest, advanced),
     )
+
+
+def _from_sections(kind: type[T], *sections: Any, **others: Any) -> T:
+    """Build a dataclass from the settings with the names of its fields, and from other values."""
+    found = {
+        one.name: getattr(section, one.name) for section in sections for one in fields(section)
+    }
+    taken = {one.name for one in fields(kind)} & found.keys()  # type: ignore[arg-type]
+    return kind(**{**{name: found[name] for name in taken}, **others})

@@ -118,7 +118,7 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
         stack.push_async_callback(embedded.stop)
         with _usable(settings.data_dir):
             await embedded.start()
-    grpc = GrpcServer(server_options(settings.grpc))
+    grpc = GrpcServer(server_options(settings))
     grpc.bind()
     stack.push_async_callback(grpc.stop)
     metrics_server = MetricsServer(registry, settings.metrics.host, settings.metrics.port)
@@ -239,7 +239,7 @@ def _spawn_background(
     spawner.spawn(background.evict_idle(registry, ingest.forget_after_s), "forget-idle")
     spawner.spawn(background.pace_reports(registry, registry.options.flow), "pace-reports")
     return spawner.spawn(
-        background.store_windows(registry, settings.window.store_interval_s), "store-windows"
+        background.store_windows(registry, settings.advanced.store_interval_s), "store-windows"
     )
 
 
