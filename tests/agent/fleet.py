@@ -1,4 +1,4 @@
-"""Agents of one EP group, each on a thread that runs steps in lockstep, and links driven by hand."""
+"""Agents of one EP group on threads that run steps in lockstep, and links driven by the test."""
 
 import asyncio
 import queue
@@ -11,10 +11,11 @@ from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
 from tests.agent.ranks import CPU, GENERATION, Group, ToyMaps, ToyWeights, run_ranks, shape_of
+from tests.waiting import deadline, wait_until
 
 
 class PortLink:
-    """A RankLink without a network: the test speaks for the controller."""
+    """A RankLink without a network: the test sends the controller's messages."""
 
     def __init__(self):
         self.sent: queue.Queue[Any] = queue.Queue()
@@ -32,22 +33,23 @@ class PortLink:
     def say(self, message, stream=1):
         self.listener.received(stream, message)
 
-    def expect(self, kind, timeout_s=20.0, where=lambda message: True):
-        deadline = time.monotonic() + timeout_s
+    def expect(self, kind, where=lambda message: True):
+        """Wait for the next message of a kind; drop those before it."""
+        ends_at = time.monotonic() + deadline(20)
         while True:
-            _, message = self.sent.get(timeout=max(0.01, deadline - time.monotonic()))
+            _, message = self.sent.get(timeout=max(0.01, ends_at - time.monotonic()))
             if isinstance(message, kind) and where(message):
                 return message
 
     def nothing(self, kind):
-        """No such message was sent so far."""
+        """Assert that no message of a kind was sent so far."""
         while not self.sent.empty():
             assert not isinstance(self.sent.get()[1], kind)
         return True
 
 
 class Fleet:
-    """R ranks that step until told to stop; leaves them all at the same step."""
+    """R ranks that run steps until told to stop; they all stop at the same step."""
 
     def __init__(self, old, *, make_config=None, group=None, weights=None, steps=True):
         self.old = old
@@ -71,7 +73,7 @@ class Fleet:
             for rank in range(self.size)
         ]
         for link in self.links:
-            assert link.ready.wait(20)
+            assert link.ready.wait(deadline(20))
         if steps:
             for thread in self._threads:
                 thread.start()
@@ -109,7 +111,7 @@ class Fleet:
     def _steps(self, rank):
         try:
             while True:
-                self._barrier.wait(30)
+                self._barrier.wait(deadline(30))
                 if self._stop_now:
                     return
                 self.agents[rank].step_boundary()
@@ -121,7 +123,7 @@ class Fleet:
             self._last_steps(rank)
 
     def _last_steps(self, rank):
-        """A peer left: this rank goes on as it would between two exchanges, until the gate notices."""
+        """Run further steps after a peer has left, until the gate notices."""
         try:
             for _ in range(20):
                 self.agents[rank].step_boundary()
@@ -138,16 +140,13 @@ class Fleet:
             self.links[rank].say(message)
 
     def wait_steps(self, count):
-        """Let every rank run at least so many further steps."""
+        """Wait until every rank has run at least this number of further steps."""
         goal = max(len(epochs) for epochs in self.epochs) + count
-        deadline = time.monotonic() + 20
-        while min(len(epochs) for epochs in self.epochs) < goal:
-            assert time.monotonic() < deadline, "the ranks stand still"
-            threading.Event().wait(0.005)
+        wait_until(lambda: min(map(len, self.epochs)) >= goal, every_s=0.005, what="steps")
 
     def wait_left(self):
         for thread in self._threads:
-            thread.join(30)
+            thread.join(deadline(30))
             assert not thread.is_alive()
 
     def __enter__(self):
@@ -157,10 +156,10 @@ class Fleet:
         self._stop = True
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(30)
+                thread.join(deadline(30))
                 assert not thread.is_alive(), "a rank hangs in its step"
         for agent in self.agents:
             agent.close()
-        # The one invariant of every test: at every step all ranks route by the same epoch.
+        # The invariant of every test: at every step all ranks route by the same epoch.
         if not any(self.left):
             assert all(epochs == self.epochs[0] for epochs in self.epochs)

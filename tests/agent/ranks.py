@@ -14,6 +14,7 @@ from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Leader, Prepare
+from tests.waiting import deadline
 
 _distributed: Any = torch.distributed
 CPU = torch.device("cpu")
@@ -21,8 +22,8 @@ LEADER = Leader("tester", 1)
 GENERATION = Generation("11111111-2222-3333-4444-555555555555")
 
 
-def run_ranks(count, work, timeout_s=60.0):
-    """work(rank) on a thread per rank; the first error of any rank is raised, results come in rank order."""
+def run_ranks(count, work):
+    """Run work(rank) on a thread per rank; return the results by rank, or raise the first error."""
     results, errors = [None] * count, []
 
     def one(rank):
@@ -35,7 +36,7 @@ def run_ranks(count, work, timeout_s=60.0):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout_s)
+        thread.join(deadline(60))
         assert not thread.is_alive(), f"a rank hangs; errors so far: {errors}"
     if errors:
         raise errors[0]
@@ -57,7 +58,7 @@ class Group:
 
 
 def expert_tensors(layer, expert, version=0):
-    """Tensors as checkpoints have them: a matrix, a narrow one, a scalar scale."""
+    """Return tensors like those of a checkpoint: a matrix, a narrow one, a scalar scale."""
     rng = np.random.default_rng((layer, expert, version))
     return (
         torch.from_numpy(rng.standard_normal((16, 8)).astype(np.float32)),
@@ -70,7 +71,7 @@ EXPERT_BYTES = 16 * 8 * 4 + 8 * 4 + 2
 
 
 class ToyWeights:
-    """Fixed slots; every slot owns its tensors. Freed and reserved slots are noted."""
+    """Fixed slots that own their tensors; reserved and released slots are recorded."""
 
     def __init__(self, placement, rank, version=0):
         self.rank = rank
@@ -100,7 +101,7 @@ class ToyWeights:
         self.released += list(slots)
 
     def holds(self, placement, version=0):
-        """Whether every filled slot of this rank has the bytes the map promises."""
+        """Return True if every filled slot of this rank has the bytes of the map's expert."""
         per_rank = placement.slots_per_rank
         for (layer, local), tensors in self.slots.items():
             expert = int(placement.phy2log[layer, self.rank * per_rank + local])
@@ -143,7 +144,7 @@ def shape_of(placement, **changes):
 
 
 def prepare_for(old, new, *, plan="plan", index=0, epoch=0, one_batch=False, **changes):
-    """A Prepare that leads from one placement to the other, one transfer per batch unless told otherwise."""
+    """Return a Prepare from one placement to the other, with one transfer per batch by default."""
     transfers = []
     for layer, slot in np.argwhere((old.phy2log != new.phy2log) & (new.phy2log != EMPTY)).tolist():
         expert = int(new.phy2log[layer, slot])
@@ -163,7 +164,10 @@ def prepare_for(old, new, *, plan="plan", index=0, epoch=0, one_batch=False, **c
 
 
 def two_rank_placements(layers=2):
-    """Experts 0..3 on two ranks of three slots: expert 3 gains a replica on rank 0, 0 and 2 change places."""
+    """Return two maps of experts 0 to 3 on two ranks of three slots.
+
+    Expert 3 gains a replica on rank 0; experts 0 and 2 change places.
+    """
     old = Placement(np.tile(np.array([0, 1, EMPTY, 2, 3, EMPTY], np.int32), (layers, 1)), 2, 4)
     new = Placement(np.tile(np.array([2, 1, 3, 0, 3, EMPTY], np.int32), (layers, 1)), 2, 4)
     return old, new

@@ -33,6 +33,7 @@ from tests.agent.ranks import (
     run_ranks,
     two_rank_placements,
 )
+from tests.waiting import deadline
 
 OLD, NEW = two_rank_placements()
 
@@ -219,7 +220,7 @@ def test_new_weights_need_a_permit_and_raise_the_version():
         for link in fleet.links:
             assert link.expect(Vote).yes
         permits = [agent.request_reload() for agent in fleet.agents]
-        assert all(permit.wait(20) for permit in permits)
+        assert all(permit.wait(deadline(20)) for permit in permits)
         fleet.wait_steps(6)
         fleet.say(Commit(LEADER, prepare.wave))
         fleet.wait_steps(9)
@@ -234,7 +235,7 @@ def test_new_weights_need_a_permit_and_raise_the_version():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(deadline(20))
         assert not thread.is_alive()
     hello = fleet.agents[0].hello()
     assert hello.weights_version == 2 and "migrate" in hello.capabilities

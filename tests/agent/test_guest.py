@@ -1,8 +1,5 @@
 """The agent of an engine that copies by itself: what it agrees to, what it reports, and what it never costs the engine."""
 
-import threading
-import time
-
 import numpy as np
 import pytest
 
@@ -34,6 +31,7 @@ from tests.agent.ranks import (
     shape_of,
     two_rank_placements,
 )
+from tests.waiting import deadline, wait_until
 
 
 class ToyEngine:
@@ -98,7 +96,7 @@ class Guests:
         self.agents = run_ranks(2, self._make)
         for engine, agent, link in zip(self.engines, self.agents, self.links, strict=True):
             engine.agent = agent
-            assert link.ready.wait(20)
+            assert link.ready.wait(deadline(20))
             flow = FlowControl(report_interval_s=0.05)
             link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, flow))
 
@@ -124,10 +122,13 @@ class Guests:
             **self.settings,
         )
 
-    def steps(self, count, pause_s=0.0):
+    def steps(self, count):
         for _ in range(count):
             run_ranks(2, lambda rank: self.engines[rank].step())
-            time.sleep(pause_s)
+
+    def steps_until(self, ask):
+        """Run steps until the answer is true."""
+        wait_until(lambda: ask() or self.steps(1), every_s=0.005)
 
     def say(self, message):
         for link in self.links:
@@ -207,7 +208,7 @@ def test_an_engine_that_stops_half_way_is_said_to_have_stopped():
         for engine in guests.engines:
             engine.stop_after = 1
         guests.order(new)
-        guests.steps(40, 0.005)
+        guests.steps_until(lambda: all(guests.troubles()))
         for agent in guests.agents:
             assert "stopped with 1 of 2 layers switched: no layer for" in agent.trouble
             assert agent.heartbeat().trouble == agent.trouble
@@ -249,9 +250,7 @@ def test_wrong_bytes_are_found_after_the_copy():
         guests.steps(20)
         for link in guests.links:
             link.expect(Ack)
-        deadline = time.monotonic() + 10
-        while not guests.agents[1].trouble and time.monotonic() < deadline:
-            threading.Event().wait(0.01)
+        wait_until(lambda: guests.agents[1].trouble, every_s=0.01)
         assert "checksum_mismatch" in guests.agents[1].trouble
         assert guests.agents[0].trouble == ""
 
@@ -296,11 +295,7 @@ def test_an_armed_rank_that_cannot_know_leaves():
     with Guests(old) as guests:
         guests.order(new)
         agent = guests.agents[1]
-        deadline = time.monotonic() + 10
-        while (
-            agent._participant.state is not ParticipantState.ARMED and time.monotonic() < deadline
-        ):
-            threading.Event().wait(0.01)
+        wait_until(lambda: agent._participant.state is ParticipantState.ARMED, every_s=0.01)
         guests.agents[0].step_boundary()
         with pytest.raises(GateFailed):
             for _ in range(8):

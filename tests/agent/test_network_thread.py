@@ -11,6 +11,7 @@ from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import FlowControl
 from tests.agent.fleet import PortLink
 from tests.agent.ranks import GENERATION
+from tests.waiting import deadline
 
 
 class OnceUnreadable(Recorder):
@@ -33,7 +34,7 @@ def test_a_report_that_fails_does_not_end_the_reporter(monkeypatch):
     with structlog.testing.capture_logs() as logs:
         thread.start(None)
         try:
-            assert link.ready.wait(10)
+            assert link.ready.wait(deadline(10))
             recorder.record(0, np.array([[1]]), 0, 1, Phase.DECODE)
             thread._loop.call_soon_threadsafe(thread.reporter.registered, FlowControl(0.01), None)
             assert link.expect(LoadReport).steps["step"].tolist() == [0]

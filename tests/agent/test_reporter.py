@@ -11,6 +11,7 @@ from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import FlowControl
 from tests.agent.ranks import GENERATION
+from tests.waiting import deadline
 
 FLOW = FlowControl(report_interval_s=60.0, max_steps_per_report=2)
 
@@ -120,7 +121,7 @@ async def test_a_registration_wakes_the_reporter_at_once():
     task = asyncio.create_task(reporter.run())
     await asyncio.sleep(0)
     reporter.registered(FlowControl(60.0), None)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(deadline(5)):
         await link.rang.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -128,14 +129,14 @@ async def test_a_registration_wakes_the_reporter_at_once():
 
 
 async def test_a_cancellation_that_comes_with_the_wake_is_not_lost():
-    """At each of the first turns of the loop after the wake: the reporter ends, and with it the agent's thread."""
+    """Tried at each of the first turns of the loop after the wake: the reporter must end."""
     for turns in range(6):
         _, _, reporter = make()
         task = asyncio.create_task(reporter.run())
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
         reporter.paced(FlowControl(0.2))
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
-        await asyncio.wait([task], timeout=5)
+        await asyncio.wait([task], timeout=deadline(5))
         assert task.cancelled(), turns

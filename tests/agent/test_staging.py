@@ -6,6 +6,7 @@ from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.protocol.messages import Abort, AbortAnswer, Commit, QueryState, Vote
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import LEADER, ToyMaps, ToyWeights, prepare_for, two_rank_placements
+from tests.waiting import deadline
 
 OLD, NEW = two_rank_placements()
 
@@ -19,7 +20,7 @@ class Stuck(ToyWeights):
 
     def reserve(self, slots):
         self.began.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(deadline(30))
         return super().reserve(slots)
 
 
@@ -29,7 +30,7 @@ def test_whatever_a_controller_asks_meanwhile_a_stuck_wave_has_one_job_waiting()
     with Fleet(OLD, weights=[stuck, ToyWeights(OLD, 1)]) as fleet:
         held, jobs = prepare_for(OLD, NEW), fleet.agents[0]._worker._jobs
         fleet.say(held, ranks=[0])
-        assert stuck.began.wait(20)
+        assert stuck.began.wait(deadline(20))
         for number in range(200):
             other = prepare_for(OLD, NEW, plan=f"plan-{number}")
             for message in (
@@ -65,7 +66,7 @@ class SlowToConnect:
         self.tried.append(serial)
         if serial == 1:
             self.began.set()
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(deadline(30))
             raise OSError("the others did not come")
         self.broken = False
 
@@ -88,13 +89,13 @@ def test_communicators_the_group_gave_up_meanwhile_are_not_waited_for():
     worker.start()
     try:
         worker.rebuild(1)
-        assert transport.began.wait(20)
+        assert transport.began.wait(deadline(20))
         for serial in range(2, 100):
             worker.rebuild(serial)
         done = threading.Event()
         worker.later(done.set)
         transport.go_on.set()
-        assert done.wait(20)
+        assert done.wait(deadline(20))
         assert transport.tried == [1, 99] and wishes.serials == [1]
     finally:
         worker.close()

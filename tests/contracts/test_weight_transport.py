@@ -21,6 +21,7 @@ from tests.agent.ranks import (
     two_rank_placements,
 )
 from tests.contracts.memory_transport import Fabric, MemoryTransport
+from tests.waiting import deadline
 
 NEVER = threading.Event()
 
@@ -105,7 +106,9 @@ def test_four_ranks_move_many_experts_in_one_batch_of_pairs(kind):
         transport.rebuild(0)
         assert transport.stage(prepare, NEVER, ignore).ok
         staged_bytes_are_right(transport, prepare, rank, per_rank)
-        through.wait(30)  # One pair that hangs up ends the communicator for the other too.
+        through.wait(
+            deadline(30)
+        )  # One pair that hangs up ends the communicator for the other too.
         transport.abort()
 
     run_ranks(4, rank_work)
@@ -149,7 +152,7 @@ def test_missing_peer_breaks_the_batch_at_its_deadline_and_a_rebuild_heals(kind)
         transport.rebuild(0)
         began = time.monotonic()
         if rank == 1:
-            assert gave_up.wait(20)
+            assert gave_up.wait(deadline(20))
         outcome = transport.stage(late_wave, NEVER, ignore)
         gave_up.set()
         assert not outcome.ok and transport.broken
@@ -221,7 +224,7 @@ def test_abort_from_another_thread_ends_a_wait_by_its_deadline(kind):
         transport = seam.make(rank, old, ToyWeights(old, rank))
         transport.rebuild(0)
         if rank == 1:
-            assert ended.wait(30)
+            assert ended.wait(deadline(30))
             transport.abort()
             return None
         timer = threading.Timer(0.3, transport.abort)
@@ -251,7 +254,7 @@ def test_a_rank_that_gives_up_releases_the_peers_that_wait_for_it(kind):
         transport.rebuild(0)
         began = time.monotonic()
         if rank == 1:
-            assert ended.wait(30)
+            assert ended.wait(deadline(30))
         else:
             outcome = transport.stage(absent if rank == 0 else patient, NEVER, ignore)
             assert not outcome.ok

@@ -1,7 +1,9 @@
-"""The rank's end of the stream against a real gRPC server on loopback, scripted by the test."""
+"""The rank's end of the stream, against a real gRPC server on loopback that the test scripts."""
 
 import asyncio
 import contextlib
+import dataclasses
+import time
 
 import grpc
 import numpy as np
@@ -26,6 +28,7 @@ from evenkeel_moe.wire.link import (
     RegistrationOutcome,
 )
 from tests.adapters.serving import Listener
+from tests.waiting import deadline, until
 
 GENERATION = Generation("11111111-2222-3333-4444-555555555555")
 IDENTITY = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 77)
@@ -35,7 +38,7 @@ ACCEPTED = Registration(RegistrationOutcome.ACCEPTED, 0.05, 5.0, FlowControl(0.1
 
 
 class Server(agent_pb2_grpc.RankLinkServicer):
-    """Says what `answers` holds, one list per stream; remembers what it heard."""
+    """Sends `answers`, one list per stream, and records what it receives."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -71,7 +74,10 @@ HELLO = Hello(IDENTITY, SHAPE, "node-0", "", Epoch(0), "0" * 32, 1, "1" * 32, 10
 
 
 class Talker(Listener):
-    """Says something else before every heartbeat, and is in trouble from the eleventh on: not when one is due anyway."""
+    """Sends another message before every heartbeat, and is in trouble from the eleventh on.
+
+    The eleventh would be skipped without the trouble.
+    """
 
     WELL, IN_TROUBLE = CostCurve(1, (1.0,), 1.0), CostCurve(2, (1.0,), 1.0)
 
@@ -112,12 +118,6 @@ async def running(link):
             await task
 
 
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - conditions look at client and server
-            await asyncio.sleep(0.005)
-
-
 async def test_hello_comes_first_then_registration_heartbeats_and_orders():
     query = QueryState(Leader("a", 1))
     async with serving([ACCEPTED, query]) as (server, address):
@@ -130,7 +130,7 @@ async def test_hello_comes_first_then_registration_heartbeats_and_orders():
         assert server.of(Heartbeat)[0] == Heartbeat(7, 1, 2)
 
 
-async def test_a_rank_that_speaks_leaves_out_three_heartbeats_of_four_and_tells_its_trouble_at_once():
+async def test_a_rank_that_sends_skips_three_heartbeats_of_four_but_reports_trouble_at_once():
     async with serving([ACCEPTED]) as (server, address):
         link = GrpcRankLink([address], timing=FAST)
         rank = Talker(link)
@@ -230,7 +230,7 @@ async def test_no_leader_and_refusal_are_tried_again_later():
 
 @pytest.mark.parametrize("order", [1, -1])
 async def test_all_ranks_of_a_deployment_begin_with_the_same_controller(order):
-    """In whatever order of start: each deployment has an address of its own to begin with."""
+    """The order of their start does not matter: the deployment determines the first address."""
     async with (
         serving(*[[ACCEPTED]] * 4) as (first, one),
         serving(*[[ACCEPTED]] * 4) as (second, two),
@@ -253,7 +253,7 @@ async def test_cancelling_the_link_closes_its_stream():
     async with serving([ACCEPTED]) as (server, address):
         async with running(GrpcRankLink([address], timing=FAST)) as listener:
             await until(lambda: listener.got)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(deadline(5)):
             await server.closed.wait()
         assert server.open == 0
 
@@ -263,8 +263,8 @@ def test_a_link_needs_an_address():
         GrpcRankLink([])
 
 
-async def test_a_controller_that_falls_silent_for_a_lease_is_left_for_another():
-    """A paused leader's host keeps the connection open; only its words say that it lives."""
+async def test_a_controller_that_is_silent_for_a_lease_is_left_for_another():
+    """The host of a paused leader keeps the connection open; only messages show that it lives."""
     silent = Registration(RegistrationOutcome.ACCEPTED, 0.05, 0.3, FlowControl(0.1))
     query = QueryState(Leader("b", 2))
     async with serving([silent]) as (paused, one), serving([ACCEPTED, query]) as (other, two):
@@ -275,67 +275,54 @@ async def test_a_controller_that_falls_silent_for_a_lease_is_left_for_another():
             assert listener.lost_streams == [1]
 
 
-async def test_a_controller_that_speaks_within_its_lease_is_kept():
-    class Beating(Server):
-        async def Attach(self, requests, context):
-            self.streams += 1
-            await context.read()
-            await context.write(
-                encode_controller_message(
-                    Registration(RegistrationOutcome.ACCEPTED, 0.05, 2.0, FlowControl(0.1))
-                )
-            )
-            for term in range(1, 9):
-                await asyncio.sleep(0.4)
-                await context.write(encode_controller_message(QueryState(Leader("a", term))))
-            self.closed.set()
-            await asyncio.sleep(60)
+class Answering(Server):
+    """Answers every fourth heartbeat: several times in a lease of two seconds."""
 
-    server, servicer = grpc.aio.server(), Beating()
-    agent_pb2_grpc.add_RankLinkServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with running(GrpcRankLink([f"127.0.0.1:{port}"], timing=FAST)) as listener:
-            await asyncio.wait_for(servicer.closed.wait(), 20)
-            assert servicer.streams == 1
+    LEASE_S = 2.0
+
+    async def Attach(self, requests, context):
+        self.streams += 1
+        await context.read()
+        short = dataclasses.replace(ACCEPTED, lease_s=self.LEASE_S)
+        await context.write(encode_controller_message(short))
+        began, beats = time.monotonic(), 0
+        async for _ in requests:
+            beats += 1
+            if beats % 4 == 0:
+                await context.write(encode_controller_message(QueryState(Leader("a", beats))))
+            if time.monotonic() - began > 1.5 * self.LEASE_S:
+                self.closed.set()
+
+
+async def test_a_controller_that_sends_within_its_lease_is_kept():
+    async with serving(servicer=Answering()) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await asyncio.wait_for(server.closed.wait(), deadline(20))
+            assert server.streams == 1
             assert listener.lost_streams == []
-    finally:
-        await server.stop(0)
 
 
-# --- what ends beside the reader ---------------------------------------------------------------------------
+# --- tasks beside the reader ----------------------------------------------------------------------
 
 
-class Asking(Server):
-    """Asks on every stream, ten times a lease, and stops reading when told: the rank's reader is content."""
+class Patient(Server):
+    """Gives a lease longer than any test, and reads nothing before `reads` is set."""
 
     def __init__(self):
         super().__init__()
-        self.reads = True
+        self.reads = asyncio.Event()
 
     async def Attach(self, requests, context):
         self.streams += 1
         stream, hello = self.streams, decode_rank_message(await context.read(), None)
-        await context.write(encode_controller_message(ACCEPTED))
-
-        async def ask():
-            while True:
-                await context.write(encode_controller_message(QueryState(Leader("a", 1))))
-                await asyncio.sleep(0.05)
-
-        asking = asyncio.create_task(ask())
-        try:
-            while not self.reads:  # noqa: ASYNC110 - a test's switch
-                await asyncio.sleep(0.01)
-            async for request in requests:
-                self.heard.append((stream, decode_rank_message(request, hello)))
-        finally:
-            asking.cancel()
+        await context.write(encode_controller_message(dataclasses.replace(ACCEPTED, lease_s=600.0)))
+        await self.reads.wait()
+        async for request in requests:
+            self.heard.append((stream, decode_rank_message(request, hello)))
 
 
 class OnceFaint(Listener):
-    """The device does not answer when the first heartbeat is due."""
+    """The device fails when the first heartbeat is due."""
 
     def __init__(self):
         super().__init__(HELLO)
@@ -364,12 +351,11 @@ class OnceTorn(GrpcRankLink):
     ("link_type", "faint", "words"),
     [(GrpcRankLink, True, "illegal memory"), (OnceTorn, False, "half written")],
 )
-async def test_a_rank_whose_heartbeat_or_writer_ends_opens_another_stream_and_says_why(
-    link_type, faint, words
-):
-    """Its reader hears the controller all the while: nothing else would end a stream on which the rank is mute."""
+async def test_a_rank_whose_heartbeat_or_writer_ends_opens_another_stream(link_type, faint, words):
+    """The reader would wait for the whole lease: nothing else ends a stream on which the rank is mute."""
     listener = OnceFaint() if faint else Listener(HELLO)
-    async with serving(servicer=Asking()) as (server, address):
+    async with serving(servicer=Patient()) as (server, address):
+        server.reads.set()
         task = asyncio.create_task(link_type([address], timing=FAST).run(listener))
         try:
             with structlog.testing.capture_logs() as logs:
@@ -384,18 +370,17 @@ async def test_a_rank_whose_heartbeat_or_writer_ends_opens_another_stream_and_sa
 
 async def test_a_controller_that_takes_nothing_fills_the_outbox_and_is_left():
     vote = Vote(WaveKey(GENERATION, PlanId("p"), 0, 1), False, Reason.BUSY, "x" * 4000)
-    async with serving(servicer=Asking()) as (server, address):
-        server.reads = False
+    async with serving(servicer=Patient()) as (server, address):
         link, most = GrpcRankLink([address], timing=FAST), 0
         with structlog.testing.capture_logs() as logs:
             async with running(link) as listener:
                 await until(lambda: listener.registrations)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(deadline(20)):
                     while listener.registrations == [1]:
                         link.send(vote, 1)
                         most = max(most, 0 if link._outbox is None else link._outbox.qsize())
                         await asyncio.sleep(0)
-                server.reads = True
+                server.reads.set()
                 await until(lambda: server.of(Heartbeat))
     assert 1000 < most <= 1024
     cut = [log for log in logs if log["event"] == "controller_too_slow"]
