@@ -267,8 +267,8 @@ class AdvancedSettings:
     send_queue: Count = 1024
     """Messages that may wait for one rank; with more its stream is closed and it reconnects."""
     max_messages_per_s: Annotated[float, Field(ge=10)] = 200.0
-    """Messages a second from one rank, with a burst of four seconds; a rank sends about ten. A faster
-    client is disconnected and told to wait."""
+    """Messages a second from one rank, with a burst of four seconds; a rank sends about ten. A
+    faster client is disconnected and told to wait."""
     store_interval_s: Seconds = 0.35
     """Time between writes of windows. If the controller dies, newer steps are lost."""
     commit_deadline_steps: Count = 256

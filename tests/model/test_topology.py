@@ -1,7 +1,6 @@
 import pytest
 
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
-from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.model.topology import ModelShape, Topology
 
 
@@ -45,17 +44,3 @@ def test_topology_counts_nodes_and_refuses_gaps():
     assert (topology.num_ranks, topology.num_nodes) == (4, 2)
     with pytest.raises(InvalidInput, match="without gaps"):
         Topology((0, 2))
-
-
-def test_fingerprint_differs_by_every_member_and_fits_a_signed_word():
-    keys = [
-        WaveKey("g", "p", 0, 1),
-        WaveKey("h", "p", 0, 1),
-        WaveKey("g", "q", 0, 1),
-        WaveKey("g", "p", 1, 1),
-        WaveKey("g", "p", 0, 2),
-        WaveKey("g", "p", 0, 1, 1),
-    ]
-    prints = {key.fingerprint for key in keys}
-    assert len(prints) == len(keys)
-    assert all(0 < value < 2**62 for value in prints)

@@ -1,83 +1,16 @@
-"""Middleware of every request: size limits, idempotency keys and audit."""
+"""`Idempotency-Key`: a repeated request gets the first response again."""
 
 import asyncio
-import json
 
 import pytest
 
 from evenkeel_moe.api import create_app
-from evenkeel_moe.api.bodies import MAX_BODY_BYTES
 from evenkeel_moe.api.idempotency import Idempotency
 from evenkeel_moe.errors import Conflict, Unavailable
-from tests.api.conftest import ADMIN, OPERATE, READ, TOKENS, assert_problem, make_client
+from tests.api.conftest import ADMIN, OPERATE, TOKENS, assert_problem, make_client
 
 PLANS = "/v1/deployments/demo/plans"
 ROLLBACK = "/v1/deployments/demo/rollback"
-
-
-# --- size -------------------------------------------------------------------------------------
-
-
-async def test_a_body_over_the_limit_is_413_with_and_without_content_length(operations):
-    app = create_app(operations, TOKENS, max_body_bytes=1000)
-
-    async def drip():
-        for _ in range(11):
-            yield b" " * 100
-
-    async with make_client(app) as client:
-        body = assert_problem(await client.post(PLANS, content=b" " * 1001), 413, "limit_exceeded")
-        assert "1000 bytes" in body["detail"]
-        assert_problem(await client.post(PLANS, content=drip()), 413)
-        json_type = {"Content-Type": "application/json"}
-        fits = json.dumps({"plan_id": "p"}).encode().ljust(1000)
-        assert (await client.post(PLANS, content=fits, headers=json_type)).status_code == 202
-        for length in ("1001", "9" * 4301):
-            assert_problem(
-                await client.post(PLANS, content=b"{}", headers={"Content-Length": length}), 413
-            )
-        padded = {**json_type, "Content-Length": "2".rjust(4301, "0")}
-        assert (await client.post(PLANS, content=b"{}", headers=padded)).status_code == 202
-    async with make_client(app, None) as client:
-        assert_problem(await client.post(PLANS, content=b" " * 1001), 401)
-    assert len(operations.calls) == 2
-
-
-@pytest.mark.parametrize("key", [None, "k-1"])
-async def test_a_request_with_an_incomplete_body_is_ignored(app, operations, key):
-    """A rollback without its body would be another rollback."""
-    messages = [
-        {"type": "http.request", "body": b"", "more_body": True},
-        {"type": "http.disconnect"},
-    ]
-    sent = []
-
-    async def receive():
-        return messages.pop(0)
-
-    async def send(message):
-        sent.append(message)
-
-    headers = [(b"authorization", f"Bearer {OPERATE}".encode()), (b"content-length", b"14")]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": ROLLBACK,
-        "raw_path": ROLLBACK.encode(),
-        "query_string": b"",
-        "headers": headers if key is None else [*headers, (b"idempotency-key", key.encode())],
-    }
-    await app(scope, receive, send)
-    assert operations.calls == []
-    assert sent == []
-
-
-def test_the_largest_target_fits():
-    rows = [[-1] * (320 * 9)] * 61
-    assert len(json.dumps({"target": {"physical_to_logical": rows}})) < MAX_BODY_BYTES / 4
-
-
-# --- idempotency keys --------------------------------------------------------------------------
 
 
 async def test_a_key_with_the_same_body_repeats_the_response_and_does_nothing(client, operations):
@@ -248,7 +181,7 @@ async def test_a_repetition_while_the_first_is_in_progress_must_wait(
 
 
 class Counting:
-    """Return an application that responds with the number of the call and 100 bytes."""
+    """An application that responds with the number of the call and 100 bytes."""
 
     def __init__(self):
         self.calls = 0
@@ -289,53 +222,3 @@ async def test_responses_in_memory_are_bounded_by_keys_and_bytes(bounds, operati
     assert [await post(key) for key in "bcd"] == [2, 3, 4]
     assert await post("a") == 5
     assert inner.calls == 5
-
-
-# --- audit ------------------------------------------------------------------------------------
-
-
-async def test_every_request_for_a_change_is_recorded_with_its_outcome(app, operations):
-    async with make_client(app, READ) as client:
-        await client.post("/v1/deployments/demo/resume")
-    async with make_client(app, OPERATE) as client:
-        await client.post(PLANS, json={"plan_id": "p"}, headers={"Idempotency-Key": "k"})
-        await client.post(PLANS, json={"limits": 3})
-        await client.get(PLANS)
-        await client.patch("/v1/nothing")
-    async with make_client(app, "unknown-token-0123") as client:
-        await client.post(PLANS, json={})
-    rows = [
-        (row["by"], row["role"], row["method"], row["path"], row["status"], row["deployment"])
-        for row in reversed(operations.rows)
-    ]
-    assert rows == [
-        ("bob", "read", "POST", "/v1/deployments/demo/resume", 403, "demo"),
-        ("alice", "operate", "POST", PLANS, 202, "demo"),
-        ("alice", "operate", "POST", PLANS, 422, "demo"),
-        ("alice", "operate", "PATCH", "/v1/nothing", 404, None),
-    ]
-    assert [row["idempotency_key"] for row in reversed(operations.rows)] == [None, "k", None, None]
-
-
-async def test_an_internal_error_is_recorded_as_500(app, operations):
-    operations.error = ZeroDivisionError("1 / 0")
-    async with make_client(app) as client:
-        assert_problem(await client.post("/v1/deployments/demo/resume"), 500)
-    assert [row["status"] for row in operations.rows] == [500]
-
-
-async def test_the_audit_rows_are_read_in_pages(app, operations):
-    async with make_client(app) as client:
-        for seconds in range(5):
-            await client.post("/v1/deployments/demo/freeze", json={"seconds": seconds})
-        await client.post("/v1/deployments/fresh/resume")
-        first = (await client.get("/v1/deployments/demo/audit", params={"page_size": 3})).json()
-        token = first["next_page_token"]
-        rest = await client.get(
-            "/v1/deployments/demo/audit", params={"page_size": 3, "page_token": token}
-        )
-        everything = (await client.get("/v1/audit")).json()
-    seen = first["items"] + rest.json()["items"]
-    assert [row["id"] for row in seen] == [f"{n:04x}" for n in (4, 3, 2, 1, 0)]
-    assert rest.json()["next_page_token"] is None
-    assert [row["deployment"] for row in everything["items"]] == ["fresh"] + ["demo"] * 5

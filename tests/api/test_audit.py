@@ -1,0 +1,52 @@
+"""The audit rows of requests for changes."""
+
+from tests.api.conftest import OPERATE, READ, assert_problem, make_client
+
+PLANS = "/v1/deployments/demo/plans"
+
+
+async def test_every_request_for_a_change_is_recorded_with_its_outcome(app, operations):
+    async with make_client(app, READ) as client:
+        await client.post("/v1/deployments/demo/resume")
+    async with make_client(app, OPERATE) as client:
+        await client.post(PLANS, json={"plan_id": "p"}, headers={"Idempotency-Key": "k"})
+        await client.post(PLANS, json={"limits": 3})
+        await client.get(PLANS)
+        await client.patch("/v1/nothing")
+    async with make_client(app, "unknown-token-0123") as client:
+        await client.post(PLANS, json={})
+    rows = [
+        (row["by"], row["role"], row["method"], row["path"], row["status"], row["deployment"])
+        for row in reversed(operations.rows)
+    ]
+    assert rows == [
+        ("bob", "read", "POST", "/v1/deployments/demo/resume", 403, "demo"),
+        ("alice", "operate", "POST", PLANS, 202, "demo"),
+        ("alice", "operate", "POST", PLANS, 422, "demo"),
+        ("alice", "operate", "PATCH", "/v1/nothing", 404, None),
+    ]
+    assert [row["idempotency_key"] for row in reversed(operations.rows)] == [None, "k", None, None]
+
+
+async def test_an_internal_error_is_recorded_as_500(app, operations):
+    operations.error = ZeroDivisionError("1 / 0")
+    async with make_client(app) as client:
+        assert_problem(await client.post("/v1/deployments/demo/resume"), 500)
+    assert [row["status"] for row in operations.rows] == [500]
+
+
+async def test_the_audit_rows_are_read_in_pages(app, operations):
+    async with make_client(app) as client:
+        for seconds in range(5):
+            await client.post("/v1/deployments/demo/freeze", json={"seconds": seconds})
+        await client.post("/v1/deployments/fresh/resume")
+        first = (await client.get("/v1/deployments/demo/audit", params={"page_size": 3})).json()
+        token = first["next_page_token"]
+        rest = await client.get(
+            "/v1/deployments/demo/audit", params={"page_size": 3, "page_token": token}
+        )
+        everything = (await client.get("/v1/audit")).json()
+    seen = first["items"] + rest.json()["items"]
+    assert [row["id"] for row in seen] == [f"{n:04x}" for n in (4, 3, 2, 1, 0)]
+    assert rest.json()["next_page_token"] is None
+    assert [row["deployment"] for row in everything["items"]] == ["fresh"] + ["demo"] * 5

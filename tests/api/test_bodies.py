@@ -1,0 +1,71 @@
+"""The limit of request bodies."""
+
+import json
+
+import pytest
+
+from evenkeel_moe.api import create_app
+from evenkeel_moe.api.bodies import MAX_BODY_BYTES
+from tests.api.conftest import OPERATE, TOKENS, assert_problem, make_client
+
+PLANS = "/v1/deployments/demo/plans"
+ROLLBACK = "/v1/deployments/demo/rollback"
+
+
+async def test_a_body_over_the_limit_is_413_with_and_without_content_length(operations):
+    app = create_app(operations, TOKENS, max_body_bytes=1000)
+
+    async def drip():
+        for _ in range(11):
+            yield b" " * 100
+
+    async with make_client(app) as client:
+        body = assert_problem(await client.post(PLANS, content=b" " * 1001), 413, "limit_exceeded")
+        assert "1000 bytes" in body["detail"]
+        assert_problem(await client.post(PLANS, content=drip()), 413)
+        json_type = {"Content-Type": "application/json"}
+        fits = json.dumps({"plan_id": "p"}).encode().ljust(1000)
+        assert (await client.post(PLANS, content=fits, headers=json_type)).status_code == 202
+        for length in ("1001", "9" * 4301):
+            assert_problem(
+                await client.post(PLANS, content=b"{}", headers={"Content-Length": length}), 413
+            )
+        padded = {**json_type, "Content-Length": "2".rjust(4301, "0")}
+        assert (await client.post(PLANS, content=b"{}", headers=padded)).status_code == 202
+    async with make_client(app, None) as client:
+        assert_problem(await client.post(PLANS, content=b" " * 1001), 401)
+    assert len(operations.calls) == 2
+
+
+@pytest.mark.parametrize("key", [None, "k-1"])
+async def test_a_request_with_an_incomplete_body_is_ignored(app, operations, key):
+    """A rollback without its body would be another rollback."""
+    messages = [
+        {"type": "http.request", "body": b"", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {OPERATE}".encode()), (b"content-length", b"14")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": ROLLBACK,
+        "raw_path": ROLLBACK.encode(),
+        "query_string": b"",
+        "headers": headers if key is None else [*headers, (b"idempotency-key", key.encode())],
+    }
+    await app(scope, receive, send)
+    assert operations.calls == []
+    assert sent == []
+
+
+def test_the_largest_target_fits():
+    rows = [[-1] * (320 * 9)] * 61
+    assert len(json.dumps({"target": {"physical_to_logical": rows}})) < MAX_BODY_BYTES / 4
