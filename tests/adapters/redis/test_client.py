@@ -19,6 +19,7 @@ from evenkeel_moe.model.load import Phase
 from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, make_window
 
 # --- URL forms ---------------------------------------------------------------------------------
+from tests.waiting import deadline, until
 
 
 async def test_url_forms_are_told_apart():
@@ -114,6 +115,15 @@ def test_urls_of_another_form_are_refused_without_their_password(url):
     assert "secret" not in str(caught.value)
 
 
+async def answers(store):
+    """Return True if the store answers."""
+    try:
+        await store.ping()
+    except Unavailable:
+        return False
+    return True
+
+
 async def test_a_sentinel_leads_to_the_master(unused_tcp_port_factory, tmp_path):
     """A real sentinel process watching a real server."""
     master = EmbeddedValkey(tmp_path / "master")
@@ -130,12 +140,7 @@ async def test_a_sentinel_leads_to_the_master(unused_tcp_port_factory, tmp_path)
     client = connect(f"redis+sentinel://127.0.0.1:{sentinel_port}/main", timeout_s=2)
     store = RedisDeploymentStore(client)
     try:
-        for _ in range(100):
-            try:
-                await store.ping()
-                break
-            except Unavailable:
-                await asyncio.sleep(0.05)
+        await until(lambda: answers(store))
         await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)
         direct = RedisDeploymentStore(admin)
         assert await direct.fetch_document(DEMO, "policy") == {"mode": "auto"}
@@ -182,23 +187,23 @@ async def test_an_unreachable_store_is_unavailable_and_comes_back(valkey):
 
 @pytest.mark.parametrize("answer", [b"PONG", ConnectionError("gone")])
 async def test_a_cancellation_that_comes_with_the_answer_is_not_lost(answer):
-    """redis-py sends with `asyncio.wait_for`, which forgets it before Python 3.12."""
+    """redis-py sends with `asyncio.wait_for`, which loses it before Python 3.12."""
     sent = asyncio.get_running_loop().create_future()
 
     async def forever():
         while True:
             with contextlib.suppress(Unavailable), store_errors("ping"):
                 await asyncio.wait_for(sent, 60)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
 
     task = asyncio.create_task(forever())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     if isinstance(answer, Exception):
         sent.set_exception(answer)
     else:
         sent.set_result(answer)
     task.cancel()
-    await asyncio.wait([task], timeout=5)
+    await asyncio.wait([task], timeout=deadline(5))
     assert task.cancelled()
 
 
@@ -208,14 +213,14 @@ async def test_a_cancelled_task_may_still_write_what_it_leaves_behind(valkey):
 
     async def leave():
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             await store.store_plan(make_record(), 1)
 
     task = asyncio.create_task(leave())
     await asyncio.sleep(0)
     task.cancel()
-    await asyncio.wait([task], timeout=5)
+    await asyncio.wait([task], timeout=deadline(5))
     assert task.cancelled()
     assert len(await every_plan(store)) == 1
     await disconnect(client)

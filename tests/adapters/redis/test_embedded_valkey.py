@@ -1,6 +1,7 @@
-"""The store in the data folder: it is started again, keeps its data and serves one controller."""
+"""The embedded store: it is started again when it dies, keeps its data, and serves one controller."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import Phase
 from tests.contracts.test_stores import DEMO, assert_same, every_plan, make_record, make_window
+from tests.waiting import deadline, until
 
 
 async def test_the_server_is_started_again_when_it_dies_and_nothing_is_lost(valkey):
@@ -23,13 +25,12 @@ async def test_the_server_is_started_again_when_it_dies_and_nothing_is_lost(valk
     watch = asyncio.create_task(valkey.watch())
     await store.store_plan(make_record(), 1)
     os.kill(valkey.pid, signal.SIGKILL)
-    for _ in range(200):
-        try:
-            found = await every_plan(store)
-            break
-        except Unavailable:
-            await asyncio.sleep(0.02)
-    assert len(found) == 1
+
+    async def plans():
+        with contextlib.suppress(Unavailable):
+            return await every_plan(store)
+
+    assert len(await until(plans)) == 1
     assert valkey.starts == 2
     watch.cancel()
     await asyncio.gather(watch, return_exceptions=True)
@@ -71,7 +72,7 @@ async def test_a_killed_controllers_socket_folder_is_cleared_away(tmp_path):
     killed = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _KILLED, str(tmp_path / "data"), stdout=asyncio.subprocess.PIPE
     )
-    out, _ = await asyncio.wait_for(killed.communicate(), 60)
+    out, _ = await asyncio.wait_for(killed.communicate(), deadline(60))
     left = Path(out.decode().strip().removeprefix("unix://")).parent
     assert killed.returncode == -signal.SIGKILL and left.is_dir()
     server = EmbeddedValkey(tmp_path / "data")
