@@ -22,10 +22,10 @@ from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from evenkeel_moe.ports import (
     Advice,
     DeploymentStatus,
-    KeptAnswer,
     LedElsewhere,
     QuarantineRow,
     RankStatus,
+    StoredResponse,
 )
 
 SHAPE = ModelShape(
@@ -202,7 +202,7 @@ class FakeOperations:
         ]
         self.rows: list[dict[str, Any]] = []
         self.level = "info"
-        self.answers: dict[tuple[str, str], KeptAnswer] = {}
+        self.answers: dict[tuple[str, str], StoredResponse] = {}
 
     def _check(self, deployment):
         if self.error is not None:
@@ -352,10 +352,10 @@ class FakeOperations:
         self.calls.append(("set_log_level", level, by))
         self.level = level
 
-    async def keep_answer(self, deployment, answer):
+    async def store_response(self, deployment, answer):
         self.answers[deployment, answer.name] = answer
 
-    async def kept_answer(self, deployment, name):
+    async def fetch_response(self, deployment, name):
         return self.answers.get((deployment, name))
 
     async def healthy(self):

@@ -125,7 +125,7 @@ async def test_nothing_is_done_while_stored_responses_are_unavailable(client, op
     async def away(deployment, name):
         raise Unavailable("the store is out of reach")
 
-    operations.kept_answer = away
+    operations.fetch_response = away
     answer = await client.post(ROLLBACK, json={}, headers={"Idempotency-Key": "k-1"})
     assert_problem(answer, 503, "store_unavailable")
     assert answer.headers["retry-after"]

@@ -9,7 +9,7 @@ from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.load import STEP, LoadReport
 from evenkeel_moe.v1 import agent_pb2, telemetry_pb2
 from evenkeel_moe.wire.codec import decode_rank_message, encode_rank_message
-from evenkeel_moe.wire.reports import steps_said
+from evenkeel_moe.wire.reports import reported_steps
 from tests.wire.wires import HELLO, make_report, over_the_wire, refusal, same
 
 
@@ -74,9 +74,9 @@ def test_a_step_table_cut_off_in_a_row_is_refused_with_the_arithmetic():
 def test_the_step_numbers_of_a_refused_report_can_still_be_read():
     """The answer names them, so that the rank drops them."""
     wire = make_steps(1, step=-5)
-    assert steps_said(wire.load_report) == [7, -5]
+    assert reported_steps(wire.load_report) == [7, -5]
     wire.load_report.step_table = wire.load_report.step_table[:-1]
-    assert steps_said(wire.load_report) == [7]
+    assert reported_steps(wire.load_report) == [7]
 
 
 def test_an_unknown_side_is_refused():

@@ -92,7 +92,7 @@ class TokenSet:
             if words:
                 tokens.append(_parse_line(number, words))
         if not tokens:
-            raise InvalidInput("the token file holds no token, so nobody could use the API")
+            raise InvalidInput("the token file has no tokens, so the API could not be used")
         return cls(tuple(tokens))
 
     def find(self, secret: str) -> Token | None:
@@ -116,7 +116,7 @@ def _parse_line(number: int, words: list[str]) -> Token:
     if len(words) == 3:
         if words[1] not in set(Role):
             raise InvalidInput(
-                f"token file line {number}: role {words[1]} is none of {', '.join(Role)}"
+                f"token file line {number}: role {words[1]} is not one of {', '.join(Role)}"
             )
         role = Role(words[1])
     if len(secret) < 16:

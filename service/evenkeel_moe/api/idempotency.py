@@ -24,7 +24,7 @@ from evenkeel_moe.api.context import PLAN_ID_PATTERN
 from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import KeptAnswer, Operations
+from evenkeel_moe.ports import Operations, StoredResponse
 
 __all__ = ["Idempotency"]
 
@@ -114,10 +114,10 @@ class Idempotency:
         found = _DEPLOYMENT.match(scope["path"])
         deployment = None if found is None else DeploymentId(found[1])
         try:
-            kept = (
+            stored = (
                 None
                 if deployment is None
-                else await self._operations().kept_answer(deployment, _hash(name))
+                else await self._operations().fetch_response(deployment, _hash(name))
             )
         except Unavailable as error:
             headers = {"Retry-After": "1"}
@@ -126,12 +126,12 @@ class Idempotency:
             )
             await refusal(scope, receive, send)
             return
-        if kept is None:
+        if stored is None:
             await self._answer_from_app(name, digest, deployment, scope, receive, send)
-        elif kept.digest != digest.hex():
+        elif stored.digest != digest.hex():
             await _refuse_other_body(scope, receive, send)
         else:
-            await self._answer_as_kept(kept, scope, send)
+            await self._answer_as_stored(stored, scope, send)
 
     async def _answer_from_app(
         self,
@@ -154,18 +154,18 @@ class Idempotency:
                     self._remember(name, digest, tuple(messages))
                     if deployment is not None:
                         location = Headers(raw=messages[0].get("headers", [])).get("location")
-                        kept = KeptAnswer(_hash(name), digest.hex(), status, location)
-                        await self._operations().keep_answer(deployment, kept)
+                        stored = StoredResponse(_hash(name), digest.hex(), status, location)
+                        await self._operations().store_response(deployment, stored)
             await send(message)
 
         await self._app(scope, receive, keep)
 
-    async def _answer_as_kept(self, kept: KeptAnswer, scope: Scope, send: Send) -> None:
+    async def _answer_as_stored(self, stored: StoredResponse, scope: Scope, send: Send) -> None:
         """Send status and Location of the first response, with the plan as a GET shows it now."""
-        location = kept.location
+        location = stored.location
         if location is None:
             await send(
-                _marked({"type": "http.response.start", "status": kept.status, "headers": []})
+                _marked({"type": "http.response.start", "status": stored.status, "headers": []})
             )
             await send({"type": "http.response.body", "body": b""})
             return
@@ -173,7 +173,7 @@ class Idempotency:
         async def send_as_first(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
                 headers = [*message.get("headers", []), (b"location", location.encode())]
-                message = _marked({**message, "status": kept.status, "headers": headers})
+                message = _marked({**message, "status": stored.status, "headers": headers})
             await send(message)
 
         look = {

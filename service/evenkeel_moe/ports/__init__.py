@@ -3,16 +3,15 @@
 from evenkeel_moe.ports.operations import (
     Advice,
     AuditEntry,
-    CycleOutcome,
     DeploymentStatus,
     DeploymentView,
-    KeptAnswer,
     LedElsewhere,
     NotLeading,
     Operations,
     PlanRequest,
     QuarantineRow,
     RankStatus,
+    StoredResponse,
 )
 from evenkeel_moe.ports.stores import Clock, DeploymentStore, Lease, WindowStore
 
@@ -20,11 +19,10 @@ __all__ = [
     "Advice",
     "AuditEntry",
     "Clock",
-    "CycleOutcome",
     "DeploymentStatus",
     "DeploymentStore",
     "DeploymentView",
-    "KeptAnswer",
+    "StoredResponse",
     "Lease",
     "LedElsewhere",
     "NotLeading",

@@ -1,7 +1,7 @@
 """The operations that the controller offers to the REST API, and the values they return."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from evenkeel_moe.errors import Reason, Unavailable
@@ -15,10 +15,9 @@ from evenkeel_moe.planning.decision.recommendation import Recommendation
 __all__ = [
     "Advice",
     "AuditEntry",
-    "CycleOutcome",
     "DeploymentStatus",
     "DeploymentView",
-    "KeptAnswer",
+    "StoredResponse",
     "LedElsewhere",
     "NotLeading",
     "Operations",
@@ -112,16 +111,6 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class CycleOutcome:
-    """The decision of a cycle, as logged."""
-
-    at_unix: float
-    reason: str
-    plan_id: str | None
-    numbers: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Advice:
     """A recommendation with the time and the state it was computed for."""
 
@@ -170,7 +159,7 @@ class AuditEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAnswer:
+class StoredResponse:
     """The stored response to a request with an `Idempotency-Key`."""
 
     name: str
@@ -354,11 +343,11 @@ class Operations(Protocol):
         """Record a request for a change; never fails."""
         ...
 
-    async def keep_answer(self, deployment: DeploymentId, answer: KeptAnswer) -> None:
+    async def store_response(self, deployment: DeploymentId, answer: StoredResponse) -> None:
         """Store a response for a day, among the newest of the deployment; never fails."""
         ...
 
-    async def kept_answer(self, deployment: DeploymentId, name: str) -> KeptAnswer | None:
+    async def fetch_response(self, deployment: DeploymentId, name: str) -> StoredResponse | None:
         """Return a stored response; None if there is none. Unavailable without the store."""
         ...
 

@@ -17,9 +17,9 @@ from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.v1 import telemetry_pb2 as pb
 from evenkeel_moe.wire.fields import check_count
 
-__all__ = ["MAX_REPORT_STEPS", "decode_report", "encode_report", "steps_said"]
+__all__ = ["decode_report", "encode_report", "reported_steps"]
 
-MAX_REPORT_STEPS = 4096
+_MAX_REPORT_STEPS = 4096
 # `STEP` holds the phase as its number on the wire.
 assert all(pb.Phase.Value(f"PHASE_{phase.name}") == code for phase, code in PHASE_CODE.items())
 _STEP = STEP.newbyteorder("<")
@@ -72,7 +72,7 @@ def decode_report(message: pb.LoadReport, identity: RankIdentity, shape: ModelSh
     )
 
 
-def steps_said(message: pb.LoadReport) -> list[int]:
+def reported_steps(message: pb.LoadReport) -> list[int]:
     """Return the step numbers of a report that was refused, as far as they can be read."""
     whole_rows = message.step_table[: len(message.step_table) // STEP.itemsize * STEP.itemsize]
     return [int(step) for step in np.frombuffer(whole_rows, _STEP)["step"]]
@@ -102,9 +102,9 @@ def _decode_counts(
 
 def _decode_steps(data: bytes) -> StepTable:
     num_steps, rest = divmod(len(data), STEP.itemsize)
-    if num_steps > MAX_REPORT_STEPS:
+    if num_steps > _MAX_REPORT_STEPS:
         raise PeerViolation(
-            f"report holds {num_steps} steps, at most {MAX_REPORT_STEPS} are allowed"
+            f"report holds {num_steps} steps, at most {_MAX_REPORT_STEPS} are allowed"
         )
     if rest:
         raise PeerViolation(

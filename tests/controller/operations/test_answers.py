@@ -10,7 +10,7 @@ from evenkeel_moe.controller.operations.answers import AnswerLog
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import KeptAnswer
+from evenkeel_moe.ports import StoredResponse
 from tests.contracts.memory_store import MemoryStore
 
 DEMO = DeploymentId("demo")
@@ -43,8 +43,8 @@ def log_on(store, clock) -> AnswerLog:
 
 def answer(
     name: str, digest: str = "d", location: str | None = "/v1/deployments/demo/plans/p"
-) -> KeptAnswer:
-    return KeptAnswer(name, digest, 202, location)
+) -> StoredResponse:
+    return StoredResponse(name, digest, 202, location)
 
 
 async def test_an_answer_is_found_by_another_controller_for_a_day(clock):

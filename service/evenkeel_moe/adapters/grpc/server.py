@@ -22,7 +22,7 @@ from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire.codec import decode_rank_message
 from evenkeel_moe.wire.link import FromRankLink
-from evenkeel_moe.wire.reports import steps_said
+from evenkeel_moe.wire.reports import reported_steps
 from evenkeel_moe.wire.trace import trace_id_or_new
 
 __all__ = ["Attached", "GrpcServer", "RankHub", "ServerOptions"]
@@ -285,7 +285,7 @@ def _deliver(data: bytes, hello: Hello, attached: Attached) -> None:
     except PeerViolation as violation:
         if message.WhichOneof("body") != "load_report":
             raise
-        attached.malformed(violation, tuple(steps_said(message.load_report)))
+        attached.malformed(violation, tuple(reported_steps(message.load_report)))
 
 
 def _is_hang_up(error: Exception) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from evenkeel_moe.controller.operations.stored_rows import Row, StoredRows
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import Clock, DeploymentStore, KeptAnswer
+from evenkeel_moe.ports import Clock, DeploymentStore, StoredResponse
 
 __all__ = ["AnswerLog"]
 
@@ -25,7 +25,7 @@ class AnswerLog:
         self._stored = StoredRows(store, health, "answers", _KEPT)
         self._clock = clock
 
-    async def keep(self, deployment: DeploymentId, answer: KeptAnswer, term: int) -> None:
+    async def keep(self, deployment: DeploymentId, answer: StoredResponse, term: int) -> None:
         """Store an answer, and drop those that are too old."""
         row = {**asdict(answer), "at": self._clock.unix()}
 
@@ -34,7 +34,7 @@ class AnswerLog:
 
         await self._stored.change(deployment, edit, term)
 
-    async def find(self, deployment: DeploymentId, name: str) -> KeptAnswer | None:
+    async def find(self, deployment: DeploymentId, name: str) -> StoredResponse | None:
         """Return the answer of a name; None if there is none, or it is too old.
 
         Raises:
@@ -42,7 +42,7 @@ class AnswerLog:
         """
         for row in self._young(await self._stored.fetch(deployment)):
             if row["name"] == name:
-                return KeptAnswer(name, str(row["digest"]), int(row["status"]), row["location"])
+                return StoredResponse(name, str(row["digest"]), int(row["status"]), row["location"])
         return None
 
     def _young(self, rows: Sequence[Row]) -> Sequence[Row]:

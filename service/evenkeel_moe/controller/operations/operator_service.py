@@ -23,11 +23,11 @@ from evenkeel_moe.ports import (
     AuditEntry,
     DeploymentStore,
     DeploymentView,
-    KeptAnswer,
     LedElsewhere,
     NotLeading,
     PlanRequest,
     QuarantineRow,
+    StoredResponse,
 )
 from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.operator import Operator
@@ -355,13 +355,13 @@ class OperatorService:
         led = self._led_here(entry.deployment)
         await self._audit.record(entry, None if led is None else led.leadership.term)
 
-    async def keep_answer(self, deployment: DeploymentId, answer: KeptAnswer) -> None:
+    async def store_response(self, deployment: DeploymentId, answer: StoredResponse) -> None:
         """Store an answer if this replica leads; otherwise it changed nothing."""
         led = self._led_here(deployment)
         if led is not None:
             await self._answers.keep(deployment, answer, led.leadership.term)
 
-    async def kept_answer(self, deployment: DeploymentId, name: str) -> KeptAnswer | None:
+    async def fetch_response(self, deployment: DeploymentId, name: str) -> StoredResponse | None:
         """Return a stored answer of a deployment that is here."""
         if deployment not in self._registry.deployments:
             return None
