@@ -1,4 +1,4 @@
-"""The command line before servers that are no controller, and controllers that do not lead."""
+"""Commands that call no controller, a server of another kind, or a replica that does not lead."""
 
 import http.server
 import json
@@ -8,15 +8,56 @@ from contextlib import contextmanager
 import pytest
 
 from evenkeel_moe.cli import client
-from evenkeel_moe.cli.client import Exit
-from tests.cli.test_commands import command, operations, run, url
+from evenkeel_moe.cli.client import CliError, Exit, read_token
+from tests.cli.conftest import OPERATE, READ
 
-__all__ = ["command", "operations", "run", "url"]  # fixtures
+
+@pytest.mark.parametrize(
+    ("token", "arguments", "code"),
+    [
+        ("wrong-token-0123456789", ("status",), Exit.UNAUTHORIZED),
+        (READ, ("resume", "-d", "demo"), Exit.UNAUTHORIZED),
+        (OPERATE, ("status", "nope"), Exit.REFUSED),
+        (OPERATE, ("status", "--nope"), Exit.USAGE),
+        (OPERATE, ("policy", "mode", "-d", "demo"), Exit.USAGE),
+        (OPERATE, ("status", "--url", "http://127.0.0.1:9"), Exit.UNAVAILABLE),
+        (OPERATE, ("status", "--url", "nonsense"), Exit.USAGE),
+        (OPERATE, ("status", "--url", "http://controller:rest"), Exit.USAGE),
+        (OPERATE, ("status", "--url", f"http://{'a' * 64}"), Exit.USAGE),
+        ("geheim-\u00e4\u00f6\u00fc-0123456789", ("status",), Exit.USAGE),
+        ("two words-0123456789", ("status",), Exit.USAGE),
+        (OPERATE, ("status", "\udcff"), Exit.USAGE),
+        (OPERATE, ("policy", "cycle_s=NaN", "-d", "demo"), Exit.USAGE),
+        (OPERATE, ("export", "-d", "demo", "-o", "."), Exit.USAGE),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
+    got, out, err = run(*arguments, token=token)
+    assert got == code
+    assert out == ""
+    assert "Traceback" not in err
+    if arguments[-1] != "--nope":
+        assert len(err.splitlines()) == 1
+
+
+def test_which_token_is_sent(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("# all\nbob read bbbbbbbbbbbbbbbb\nalice operate aaaaaaaaaaaaaaaa\n")
+    missing = tmp_path / "missing"
+    assert read_token("given", path, missing) == "given"
+    assert read_token(None, path, missing) == "aaaaaaaaaaaaaaaa"
+    assert read_token(None, None, path) == "aaaaaaaaaaaaaaaa"
+    assert read_token(None, None, missing) is None
+    with pytest.raises(CliError):
+        read_token(None, missing, path)
+    path.write_bytes(b"\xff\xfe\0abc")
+    with pytest.raises(CliError, match="is not UTF-8 text"):
+        read_token(None, path, missing)
 
 
 @contextmanager
 def server_of(answer):
-    """The address of a server; answer: told a caller's address, the (status, body) it gets."""
+    """Run a server and yield its URL; `answer` maps a caller's address to (status, body)."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -55,9 +96,8 @@ def server_of(answer):
         (200, b'{"items": null, "next_page_token": null}'),
     ],
 )
-def test_a_server_that_is_no_controller(run, status, body):
-    """The metrics port, for one."""
-
+def test_a_server_that_is_not_a_controller_is_reported(run, status, body):
+    """For example, the address is that of the metrics port."""
     with server_of(lambda _: (status, body)) as address:
         code, out, err = run("status", "--url", address)
     assert (code, out) == (Exit.REFUSED, "")

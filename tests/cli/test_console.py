@@ -1,9 +1,25 @@
+import io
+import sys
+
 import pytest
 
 from evenkeel_moe.cli.console import work_bars
 
 
-def test_interrupts_come_out_of_compiled_code_as_interrupts():
+def test_work_bars_show_the_name_of_a_policy_unchanged(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with work_bars() as (on_work, _):
+        on_work("[/best]: planning", 0)
+    assert "[/best]: planning" in terminal.getvalue()
+
+
+def test_an_interrupt_of_compiled_code_is_raised_as_an_interrupt():
     inner = SystemError("unpickle returned a result with an exception set")
     inner.__cause__ = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt), work_bars():

@@ -1,5 +1,3 @@
-"""`evenkeel export` against a real REST server: what is written starts an engine on the same placement."""
-
 import json
 
 import numpy as np
@@ -7,9 +5,6 @@ import pytest
 
 from evenkeel_moe.formats import PlacementFormat, parse_placement
 from tests.api.fakes import SHAPE
-from tests.cli.test_commands import command, operations, run, url
-
-__all__ = ["command", "operations", "run", "url"]  # fixtures
 
 
 def test_every_format_reads_back_as_the_live_placement(run, operations, tmp_path):
@@ -19,17 +14,8 @@ def test_every_format_reads_back_as_the_live_placement(run, operations, tmp_path
     assert live.placement.num_ranks == SHAPE.num_ranks
     for format_ in PlacementFormat:
         path = tmp_path / format_.value
-        code, said, _ = run(
-            "export",
-            "-d",
-            "demo",
-            "-o",
-            str(path),
-            "--format",
-            format_.value,
-            "--first-moe-layer",
-            "1",
-        )
+        options = f"-d demo --format {format_} --first-moe-layer 1".split()
+        code, said, _ = run("export", "-o", str(path), *options)
         assert code == 0
         assert str(path) in said
         back = parse_placement(
@@ -45,19 +31,8 @@ def test_every_format_reads_back_as_the_live_placement(run, operations, tmp_path
 
 def test_an_sglang_file_has_a_row_for_every_hidden_layer(run, tmp_path):
     path = tmp_path / "map.json"
-    run(
-        "export",
-        "-d",
-        "demo",
-        "-o",
-        str(path),
-        "-f",
-        "sglang",
-        "--first-moe-layer",
-        "1",
-        "--num-hidden-layers",
-        "9",
-    )
+    options = "-d demo -f sglang --first-moe-layer 1 --num-hidden-layers 9".split()
+    run("export", "-o", str(path), *options)
     content = json.loads(path.read_text())
     assert list(content) == ["physical_to_logical_map"]
     assert len(content["physical_to_logical_map"]) == 9
@@ -77,7 +52,7 @@ def test_an_sglang_file_has_a_row_for_every_hidden_layer(run, tmp_path):
         (["-o", "/nowhere/at/all"], 2, "cannot write"),
     ],
 )
-def test_what_cannot_be_written_is_said(run, options, code, words):
+def test_a_file_that_cannot_be_written_is_reported(run, options, code, words):
     found, _, err = run("export", "-d", "demo", *options)
     assert found == code
     assert words in err

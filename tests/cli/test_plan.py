@@ -1,15 +1,84 @@
-"""What `evenkeel plan create` takes: files to move to, policies by name."""
-
 import json
 import re
 
+import pytest
+
 from evenkeel_moe.cli.client import Exit
+from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
-from tests.api.fakes import SHAPE, FakeView, make_status
-from tests.cli.test_commands import command, operations, run, url
+from tests.api.fakes import SHAPE, FakeView, make_plan, make_status
 
-__all__ = ["command", "operations", "run", "url"]  # fixtures
+
+def test_a_plan_from_dry_run_to_its_end(run, operations):
+    options = ("-d", "demo")
+    create = "plan create --dry-run --id mine --policy keel --max-moves 8"
+    code, out, _ = run(*create.split(), *options, "--phase", "decode", "--phase", "prefill")
+    assert code == 0
+    assert "proposed" in out
+    _, _, request = operations.calls[0]
+    assert (request.dry_run, request.policy, request.limits.max_moves) == (True, "keel", 8)
+    assert [str(phase) for phase in request.phases] == ["decode", "prefill"]
+    assert "approved" in run("plan", "approve", "mine", *options)[1]
+    assert "mine" in run("plan", "list", *options)[1]
+    assert "balancedness_before" in run("plan", "show", "mine", *options)[1]
+    assert "created" in run("plan", "story", "mine", *options)[1]
+    assert "cancelled" in run("plan", "cancel", "mine", *options)[1]
+    code, out, err = run("plan", "approve", "mine", *options)
+    assert (code, out) == (Exit.REFUSED, "")
+    problem = "The request does not fit the current state: plan mine is cancelled (wrong_phase)"
+    assert err == f"evenkeel: {problem}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"), [(("rollback",), "rollback"), (("create", "--policy", "keel"), "manual")]
+)
+def test_a_plan_that_may_have_been_accepted_can_be_repeated_by_its_id(
+    run, operations, arguments, kind
+):
+    words = "the store did not take it; it is tried again while this replica leads"
+    operations.error = Unavailable(words)
+    code, out, err = run("plan", *arguments, "-d", "demo")
+    assert (code, out, len(err.splitlines())) == (Exit.UNAVAILABLE, "", 1)
+    assert words in err
+    repeat = re.search(rf"--id ({kind}-[0-9a-f]{{12}})$", err.strip())
+    assert repeat
+    operations.error = None
+    for _ in range(2):
+        code, out, _ = run("plan", *arguments, "-d", "demo", "--id", repeat[1])
+        assert (code, repeat[1] in out) == (0, True)
+    assert [record.plan.plan_id for record in operations.records["demo"]] == [repeat[1]]
+
+
+def test_a_refused_plan_is_not_to_be_repeated(run, operations):
+    operations.error = Conflict("plan p is migrating")
+    code, _, err = run("plan", "rollback", "-d", "demo")
+    assert (code, "--id" in err) == (Exit.REFUSED, False)
+
+
+def test_each_rollback_has_an_id_of_its_own(run, operations):
+    for _ in range(2):
+        assert run("plan", "rollback", "-d", "demo")[0] == 0
+    first, second = (record.plan.plan_id for record in operations.records["demo"])
+    assert first != second
+
+
+def test_several_deployments_must_be_named(run):
+    code, _, err = run("plan", "list")
+    assert code == Exit.USAGE
+    assert "demo, fresh" in err
+
+
+def test_the_only_deployment_needs_no_name(run, operations):
+    del operations.views["fresh"]
+    assert run("plan", "list")[0] == 0
+    operations.views.clear()
+    assert run("plan", "list")[0] == Exit.REFUSED
+
+
+def test_long_lists_are_fetched_whole(run, operations):
+    operations.records["demo"] = [make_plan(f"p{number}") for number in range(230)]
+    assert len(json.loads(run("plan", "list", "-d", "demo", "--json")[1])) == 230
 
 
 def test_a_target_file_becomes_the_plan(run, operations, tmp_path):
@@ -32,18 +101,16 @@ def test_a_target_file_becomes_the_plan(run, operations, tmp_path):
 
 
 def test_a_target_file_of_other_ranks_is_refused(run, operations, tmp_path):
-    """Slots and experts may be as many, on other ranks: the same rows are then another placement."""
+    """With as many slots and experts on other ranks, the same rows mean another placement."""
     path = tmp_path / "target.json"
     want = Placement.initial(SHAPE)
     document = {"physical_to_logical": want.phy2log.tolist(), "num_ranks": SHAPE.num_ranks}
     create = ("plan", "create", "-d", "demo", "--target", str(path))
     for ranks in (2 * SHAPE.num_ranks, 1, str(SHAPE.num_ranks), True):
         path.write_text(json.dumps({**document, "num_ranks": ranks}))
-        assert run(*create) == (
-            Exit.REFUSED,
-            "",
-            f"evenkeel: {path} is for {ranks} ranks, demo has {SHAPE.num_ranks} ranks x {SHAPE.slots_per_rank} slots\n",
-        )
+        has = f"demo has {SHAPE.num_ranks} ranks x {SHAPE.slots_per_rank} slots"
+        said = f"evenkeel: {path} is for {ranks} ranks, {has}\n"
+        assert run(*create) == (Exit.REFUSED, "", said)
     assert operations.calls == []
     path.write_text(json.dumps(document))
     assert run(*create)[0] == 0

@@ -23,7 +23,7 @@ def _run(*args):
 
 @pytest.fixture
 def small(tmp_path):
-    """A trace of 3 MoE layers behind 2 dense ones, with source-side counts of 2 ranks."""
+    """Return a trace of 3 MoE layers after 2 dense ones, with source counts of 2 ranks."""
     source = np.random.default_rng(7).integers(0, 40, (40, 2, 3, 8))
     source[:, :, :, 2] += 60
     source[20:, :, :, 6] += 90
@@ -62,7 +62,7 @@ def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises():
     assert by_policy["initial"]["bytes"] == 0
 
 
-def test_saved_plans_score_the_same_with_a_tool_of_ones_own(small, tmp_path):
+def test_saved_plans_score_the_same_in_a_plain_recount(small, tmp_path):
     saved = tmp_path / "plans.npz"
     answer = json.loads(
         _run("compare", "-t", small, *SMALL, "-p", "eplb", "--save-plans", saved, "--json")
@@ -150,7 +150,7 @@ def test_without_matplotlib_only_the_page_is_refused(small, tmp_path, monkeypatc
     assert json.loads(_run(*args))["replans"] == 4
 
 
-def test_verdict_adds_every_policy_behind_it(small, tmp_path):
+def test_verdict_adds_every_policy_with_a_verdict(small, tmp_path):
     page = tmp_path / "page.html"
     answer = json.loads(
         _run("compare", "-t", small, *SMALL, "-p", "eplb", "--verdict", "--json", "--html", page)
@@ -211,7 +211,7 @@ def test_plan_looks_only_at_the_newest_steps(small, tmp_path):
     assert read_placement(tmp_path / "new").info["planned_on_steps"] == 10
 
 
-def test_inspect_describes_in_words_and_in_json(small):
+def test_inspect_prints_tables_or_json(small):
     text = _run("inspect", "-t", small, "--ranks", 2)
     assert "40 steps, 3 MoE layers, 8 experts" in text
     assert "Most correlated pairs" in text
@@ -310,27 +310,16 @@ def test_inspect_describes_in_words_and_in_json(small):
         ),
     ],
 )
-def test_wrong_questions_are_refused_with_the_numbers(small, args, error, message):
+def test_wrong_options_are_refused_with_the_numbers(small, args, error, message):
     with pytest.raises(error, match=message):
         _run(args[0], "-t", small, *args[1:])
 
 
-def test_a_placement_of_another_fleet_is_no_start(small, tmp_path):
+def test_a_current_placement_of_another_fleet_is_refused(small, tmp_path):
     out = tmp_path / "placement"
     _run("plan", "-t", small, "--ranks", 2, "--slots", 12, "-p", "eplb", "-o", out)
     with pytest.raises(ShapeMismatch, match=r"\(3, 12, 2, 8\), the fleet has \(3, 10, 2, 8\)"):
-        _run(
-            "plan",
-            "-t",
-            small,
-            *FLEET,
-            "-p",
-            "eplb",
-            "-o",
-            tmp_path / "b",
-            "--current",
-            out,
-        )
+        _run("plan", "-t", small, *FLEET, "-p", "eplb", "-o", tmp_path / "b", "--current", out)
 
 
 @pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
@@ -344,12 +333,12 @@ def test_dense_layers_may_lie_between_moe_layers(tmp_path, format_):
     assert json.loads(_run(*plan, tmp_path / "here.npz", *current))["copies"] == 0.0
     if format_ in ("neutral", "trtllm"):
         with pytest.raises(
-            ShapeMismatch, match=r"placement: the file is for layers \[1, 3, 5\], \[1, 2, 3\] were"
+            ShapeMismatch, match=r"placement: the file is for layers \[1, 3, 5\], \[1, 2, 3\] are"
         ):
             _run(*plan, tmp_path / "there.npz", *current)
 
 
-def test_figures_outlive_a_full_disk(small, tmp_path, monkeypatch):
+def test_results_are_printed_even_if_the_disk_is_full(small, tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
@@ -365,7 +354,7 @@ def test_figures_outlive_a_full_disk(small, tmp_path, monkeypatch):
         _run("plan", "-t", small, *FLEET, "-p", "eplb", "-o", tmp_path / "b")
 
 
-def test_places_of_files_are_looked_at_before_the_trace(tmp_path):
+def test_output_paths_are_checked_before_the_trace_is_read(tmp_path):
     one, same = tmp_path / "one", tmp_path / "." / ".." / tmp_path.name / "one"
     with pytest.raises(InvalidInput, match="one is named for two files"):
         _run("compare", "-t", tmp_path / "absent.npz", "--html", one, "--save-plans", same)
@@ -377,13 +366,13 @@ def test_places_of_files_are_looked_at_before_the_trace(tmp_path):
             _run("plan", "-t", tmp_path / "absent.npz", "-o", tmp_path / name)
 
 
-def test_what_is_assumed_of_where_tokens_start_is_said(small, tmp_path):
+def test_an_assumption_about_source_ranks_is_reported(small, tmp_path):
     page = tmp_path / "page.html"
     few = ("-t", str(small), "--ranks", "4", "--slots", "12")
     replay = ("compare", *few, "--window", "8", "--horizon", "8", "--no-baselines", "--json")
     note = (
-        "the trace has source counts of 2 ranks, not of 4: tokens are assumed to start evenly on all"
-        " ranks, which affects nearest dispatch and libra+verdict"
+        "the trace has source counts of 2 ranks, not of 4: tokens are assumed to start evenly on"
+        " all ranks, which affects nearest dispatch and libra+verdict"
     )
     args = [*replay, "-p", "libra+verdict", "--dispatch", "nearest", "--html", str(page)]
     result = CliRunner().invoke(app, args, catch_exceptions=False)
@@ -432,19 +421,7 @@ def test_a_seed_is_not_negative(small):
 def test_what_an_engine_cannot_read_is_not_written(small, tmp_path):
     out = tmp_path / "placement"
     with pytest.raises(InfeasiblePlan, match="cannot hold empty slots"):
-        _run(
-            "plan",
-            "-t",
-            small,
-            *FLEET,
-            "--pooled",
-            "-p",
-            "craft",
-            "-f",
-            "trtllm",
-            "-o",
-            out,
-        )
+        _run("plan", "-t", small, *FLEET, "--pooled", "-p", "craft", "-f", "trtllm", "-o", out)
     assert not out.exists()
 
 
@@ -461,23 +438,24 @@ def test_notes_of_the_reader_go_to_stderr(tmp_path):
     assert "note: 1 of 3 hidden layers never counted" in result.stderr
 
 
-def test_help_waits_for_nothing_heavy():
+def test_the_module_imports_nothing_heavy():
     import subprocess
     import sys
 
-    code = "import sys, evenkeel_moe.cli.replay; print(sorted({'numpy', 'torch', 'scipy', 'numba'} & set(sys.modules)))"
+    heavy = "{'numpy', 'torch', 'scipy', 'numba'}"
+    code = f"import sys, evenkeel_moe.cli.replay; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert run.stdout.strip() == "[]"
 
 
-def test_errors_are_ours(tmp_path):
+def test_a_missing_trace_is_a_typed_error(tmp_path):
     with pytest.raises(EvenkeelError, match="no such file"):
         _run("inspect", "-t", tmp_path / "absent.npz")
 
 
-def test_a_page_about_silence_says_so(tmp_path):
+def test_a_page_about_a_trace_without_load_says_so(tmp_path):
     counts = np.zeros((40, 2, 8), np.int64)
     counts[:8, 0] = 5
     write_trace(tmp_path / "t.npz", Trace(counts, (0, 1)))

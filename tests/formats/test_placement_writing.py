@@ -5,12 +5,7 @@ import pytest
 import yaml
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput
-from evenkeel_moe.formats import (
-    PlacementFile,
-    PlacementFormat,
-    render_placement,
-    write_placement,
-)
+from evenkeel_moe.formats import PlacementFile, PlacementFormat, render_placement, write_placement
 from evenkeel_moe.model.placement import EMPTY, Placement
 from tests.formats.samples import two_layers
 
@@ -25,7 +20,7 @@ def test_sglang_file_has_one_key_and_a_row_for_every_hidden_layer():
     assert rows[:3] + rows[5:] == [[0, 1, 2, 0]] * 4
 
 
-def test_trtllm_file_is_the_engines_yaml_with_absolute_layers():
+def test_trtllm_file_is_yaml_with_absolute_layers():
     content = yaml.safe_load(render_placement(two_layers(), PlacementFormat.TRTLLM))
     assert content == {
         "num_slots": 4,
@@ -50,7 +45,7 @@ def test_ascend_file_counts_moe_layers_and_lists_devices():
 @pytest.mark.parametrize(
     "format_", [PlacementFormat.SGLANG, PlacementFormat.TRTLLM, PlacementFormat.ASCEND]
 )
-def test_engines_are_never_given_an_empty_slot(format_):
+def test_empty_slots_are_never_written_for_engines(format_):
     rows = np.array([[0, 1, 2, EMPTY]], np.int32)
     with pytest.raises(InfeasiblePlan, match=r"1 in 1 layers, most in layer 7 \(1 of 4\)"):
         render_placement(PlacementFile(Placement(rows, 2, 3), (7,)), format_)

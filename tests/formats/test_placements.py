@@ -25,7 +25,7 @@ FIRST_MOE_LAYER = 3
 
 @st.composite
 def placement_files(draw, empty=False):
-    """Every expert placed, no duplicate on a rank, dense layers anywhere between."""
+    """Draw a placement of every expert without duplicates on a rank, with dense layers anywhere."""
     ranks = draw(st.integers(1, 4))
     experts = draw(st.integers(1, 9))
     layers = draw(st.integers(1, 3))
@@ -34,7 +34,7 @@ def placement_files(draw, empty=False):
     shape = ModelShape(layers, experts, ranks, per_rank, 1, 0)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     by_rank = Placement.initial(shape).phy2log.reshape(layers, ranks, per_rank)
-    # Renaming experts, ranks and local slots keeps a legal placement legal.
+    # A valid placement stays valid when experts, ranks and local slots are renamed.
     rows = np.stack([rng.permutation(experts)[rng.permutation(layer)] for layer in by_rank])
     rows = rng.permuted(rows, axis=2).reshape(layers, -1)
     if empty:
@@ -53,7 +53,7 @@ def _same(a, b):
 
 
 @given(placement_files(empty=True))
-def test_neutral_round_trip_needs_no_help(file):
+def test_neutral_round_trip_needs_no_arguments(file):
     text = render_placement(file, PlacementFormat.NEUTRAL)
     _same(parse_placement(text), file)
     assert render_placement(parse_placement(text), PlacementFormat.NEUTRAL) == text
@@ -75,14 +75,14 @@ def test_engine_formats_round_trip(file, format_):
 
 
 @pytest.mark.parametrize("format_", list(PlacementFormat))
-def test_the_first_moe_layer_will_do_where_dense_layers_are_in_front(format_):
+def test_the_first_moe_layer_suffices_if_dense_layers_come_first(format_):
     _same(
         parse_placement(render_placement(two_layers(), format_), num_ranks=2, first_moe_layer=3),
         two_layers(),
     )
 
 
-def test_neutral_keeps_what_it_was_told_and_has_a_version():
+def test_neutral_keeps_its_info_and_has_a_version():
     text = render_placement(two_layers(), PlacementFormat.NEUTRAL)
     content = json.loads(text)
     assert content["format"] == "evenkeel.placement"
@@ -110,12 +110,14 @@ def test_ascend_refuses_duplicates_on_a_device_both_ways():
     with pytest.raises(InfeasiblePlan, match="layer 0 device 0 has expert 0 twice") as caught:
         render_placement(PlacementFile(Placement(rows, 2, 3), (0,)), PlacementFormat.ASCEND)
     assert caught.value.reason is Reason.DUPLICATE_ON_RANK
-    text = '{"moe_layer_count": 1, "layer_list": [{"layer_id": 0, "device_count": 1, "device_list": [{"device_id": 0, "device_expert": [0, 0]}]}]}'
+    devices = [{"device_id": 0, "device_expert": [0, 0]}]
+    layer = {"layer_id": 0, "device_count": 1, "device_list": devices}
+    text = json.dumps({"moe_layer_count": 1, "layer_list": [layer]})
     with pytest.raises(InfeasiblePlan, match="twice"):
         parse_placement(text)
 
 
-def test_a_placement_without_some_expert_is_no_placement_file():
+def test_a_placement_that_lacks_an_expert_is_refused():
     with pytest.raises(
         InfeasiblePlan, match="1 experts without a replica, first: layer 5 expert 2"
     ):
@@ -136,18 +138,30 @@ MALFORMED = [
     ('{"physical_to_logical_map": [[0, NaN]]}', "NaN is not JSON"),
     ('{"physical_to_logical_map": [[0, 1, 0]]}', "3 slots do not divide over 2 ranks"),
     ('{"physical_to_logical_map": [[0, 5]]}', "2 slots cannot hold 6 experts"),
-    ('{"physical_to_logical_map": [[0, 1]], "physical_to_logical_map": [[1, 0]]}', "occurs 2 times"),
+    (
+        '{"physical_to_logical_map": [[0, 1]], "physical_to_logical_map": [[1, 0]]}',
+        "occurs 2 times",
+    ),
     ("[" * 100_000, "JSON that cannot be read"),
     ("num_slots: 2\n", "no known placement format"),
-    ("num_slots: 3\ninitial_global_assignments: {3: [0, 1]}", "layer 3 lists 2 experts, num_slots is 3"),
+    (
+        "num_slots: 3\ninitial_global_assignments: {3: [0, 1]}",
+        "layer 3 lists 2 experts, num_slots is 3",
+    ),
     ("num_slots: 2\ninitial_global_assignments: {3: [0, 1]}\nep: 1", "unknown: ep"),
-    ("num_slots: 2\ninitial_global_assignments: {3: [0, 1], 3: [1, 0]}", "2 keys, of which 1 differ"),
-    ("num_slots: 2\ninitial_global_assignments: {a: [0, 1]}", "layer id must be a whole number, is 'a'"),
+    (
+        "num_slots: 2\ninitial_global_assignments: {3: [0, 1], 3: [1, 0]}",
+        "2 keys, of which 1 differ",
+    ),
+    (
+        "num_slots: 2\ninitial_global_assignments: {a: [0, 1]}",
+        "layer id must be a whole number, is 'a'",
+    ),
     ("a: [", "neither JSON nor YAML"),
     ("a: 2026-99-99", "YAML that cannot be read"),
     ('{"moe_layer_count": 2, "layer_list": []}', "moe_layer_count is 2, layer_list has 0"),
     ('{"format": "other", "version": 1}', "missing: num_ranks"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "message"), MALFORMED)
@@ -156,7 +170,7 @@ def test_malformed_files_are_refused_with_the_numbers(text, message):
         parse_placement(text, num_ranks=2)
 
 
-def test_a_newer_version_is_not_guessed_at():
+def test_a_newer_version_is_refused():
     text = render_placement(two_layers(), PlacementFormat.NEUTRAL).replace(
         '"version": 1', '"version": 2'
     )
@@ -164,7 +178,7 @@ def test_a_newer_version_is_not_guessed_at():
         parse_placement(text)
 
 
-def test_what_the_file_says_and_what_was_asked_for_must_agree():
+def test_the_file_must_agree_with_what_the_caller_expects():
     text = render_placement(two_layers(), PlacementFormat.NEUTRAL)
     with pytest.raises(ShapeMismatch, match="for 2 ranks, 4 are expected"):
         parse_placement(text, num_ranks=4)
@@ -175,7 +189,7 @@ def test_what_the_file_says_and_what_was_asked_for_must_agree():
 
 
 @pytest.mark.parametrize("format_", list(PlacementFormat))
-def test_layers_asked_for_must_be_those_of_the_file_as_far_as_it_says(format_):
+def test_expected_layers_must_be_those_of_the_file(format_):
     text = render_placement(two_layers(), format_)
     said = {
         PlacementFormat.SGLANG: r"MoE layers \[1, 3, 5\] must be among the 5 hidden layers",
@@ -200,7 +214,7 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(list(PlacementFormat)), st.data())
-def test_a_file_with_one_part_replaced_is_read_or_refused_in_our_own_words(format_, data):
+def test_a_file_with_one_part_replaced_is_read_or_refused_with_a_typed_error(format_, data):
     content = yaml.safe_load(render_placement(two_layers(), format_))
     node = content
     while True:
@@ -224,7 +238,7 @@ def test_a_file_with_one_part_replaced_is_read_or_refused_in_our_own_words(forma
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_refused_in_our_own_words(text):
+def test_any_text_is_refused_with_a_typed_error(text):
     with pytest.raises(EvenkeelError):
         parse_placement(text)
 
@@ -239,7 +253,7 @@ def test_a_truncated_file_is_never_read_as_another_placement(format_, cut):
         raise InvalidInput("a prefix of YAML may hold fewer layers; those it holds are whole")
 
 
-def test_what_aliases_of_aliases_stand_for_is_never_written_out():
+def test_nested_aliases_are_never_expanded_in_an_error():
     # Each line lists the one before ten times: a million numbers in 300 bytes.
     lines = ["num_slots: 1", "initial_global_assignments: {0: [0]}", "layer_updates_per_iter:"]
     lines.append("- &a0 [1]")

@@ -58,7 +58,7 @@ def test_sglang_dumps_of_another_kind_are_refused(tmp_path):
 
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_a_damaged_sglang_dump_is_read_or_refused_in_our_own_words(tmp_path, data):
+def test_a_damaged_sglang_dump_is_read_or_refused_with_a_typed_error(tmp_path, data):
     _dump(tmp_path / "d.pt", make_trace().counts)
     damage_and_read(tmp_path / "d.pt", tmp_path / "d.pt", data)
 
@@ -112,7 +112,7 @@ def test_sglang_per_pass_dumps_are_summed_over_ranks_and_mapped_to_logical(tmp_p
         ),
     ],
 )
-def test_a_map_no_model_has_is_refused_before_memory_is_asked_for(tmp_path, placed, message):
+def test_an_impossible_map_is_refused_before_memory_is_allocated(tmp_path, placed, message):
     record = {"forward_pass_id": 1, "rank": 0, "global_physical_count": torch.ones(placed.shape)}
     torch.save({"records": [record], "last_physical_to_logical_map": placed}, tmp_path / "r_0.pt")
     with pytest.raises(InvalidInput, match=f"r_0.pt: .*{message}"):
@@ -123,7 +123,7 @@ STEPS = np.random.default_rng(3).integers(1, 9, (5, 2, 4), np.int32)
 
 
 def _ring(path, written_from, busy):
-    """The steps, written into a ring of 8 from some slot on; those not in `busy` routed nothing."""
+    """Write STEPS into a ring of 8 from a slot on; steps not in `busy` routed nothing."""
     ring = np.zeros((8, 2, 4), np.int32)
     for step in busy:
         ring[(written_from + step) % 8] = STEPS[step]
@@ -131,9 +131,7 @@ def _ring(path, written_from, busy):
 
 
 @pytest.mark.parametrize("written_from", [0, 3])
-def test_a_ring_is_read_as_stored_where_its_unwritten_stretch_lies_at_an_end(
-    tmp_path, written_from
-):
+def test_a_ring_is_read_as_stored_if_its_unwritten_part_lies_at_an_end(tmp_path, written_from):
     busy = [0, 1, 3, 4]
     _ring(tmp_path / "d.pt", written_from, busy)
     trace = read_trace(tmp_path / "d.pt")
@@ -142,8 +140,8 @@ def test_a_ring_is_read_as_stored_where_its_unwritten_stretch_lies_at_an_end(
 
 
 @pytest.mark.parametrize("written_from", [4, 6, 7])
-def test_a_ring_is_unrolled_from_its_only_empty_stretch_with_a_note(tmp_path, written_from):
-    """A dump empties the ring and leaves the write position, so what follows may cross the end."""
+def test_a_ring_is_unrolled_from_its_only_empty_part_with_a_note(tmp_path, written_from):
+    """A dump empties the ring and keeps the write position, so later steps may cross the end."""
     _ring(tmp_path / "d.pt", written_from, range(5))
     trace = read_trace(tmp_path / "d.pt")
     np.testing.assert_array_equal(trace.counts, STEPS)
@@ -158,7 +156,7 @@ def test_a_ring_is_unrolled_from_its_only_empty_stretch_with_a_note(tmp_path, wr
     ("written_from", "busy", "stored", "places"),
     [(6, [0, 1, 3, 4], [3, 4, 0, 1], 2), (7, [0, 2, 4], [2, 4, 0], 3), (0, [0, 4], [0, 4], 2)],
 )
-def test_a_ring_with_empty_stretches_that_may_be_either_is_read_as_stored_with_a_note(
+def test_an_ambiguous_ring_is_read_as_stored_with_a_note(
     tmp_path, written_from, busy, stored, places
 ):
     _ring(tmp_path / "d.pt", written_from, busy)

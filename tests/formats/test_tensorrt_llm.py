@@ -39,7 +39,7 @@ def test_tensorrt_llm_folder_is_summed_over_ranks_with_absolute_layers(tmp_path)
         read_trace(tmp_path, first_moe_layer=1)
 
 
-def test_tensorrt_llm_meta_info_may_say_more(tmp_path):
+def test_tensorrt_llm_meta_info_may_have_other_keys(tmp_path):
     _statistics(tmp_path, make_trace())
     meta = {"num_experts": 4, "num_experts_per_token": 2, "version": 1, "model": {"name": "m"}}
     (tmp_path / "meta_info.json").write_text(json.dumps(meta))
@@ -52,7 +52,7 @@ def test_tensorrt_llm_meta_info_may_say_more(tmp_path):
 
 
 @pytest.mark.parametrize("stopped", [0, 1, 2])
-def test_tensorrt_llm_ranks_that_stopped_earlier_cut_the_others(tmp_path, stopped):
+def test_tensorrt_llm_ranks_are_cut_to_the_shortest_recording(tmp_path, stopped):
     trace = make_trace(ranks=3)
     _statistics(tmp_path, trace)
     for rank, steps in ((stopped, 3), ((stopped + 1) % 3, 4)):
@@ -156,8 +156,8 @@ def test_a_rank_file_that_cannot_be_opened_is_named(tmp_path):
         read_trace(tmp_path)
 
 
-def test_a_long_recording_is_read_in_time_that_grows_with_its_keys(tmp_path):
-    # 2,000 iterations of 58 layers: comparing every key with every other would take minutes.
+def test_the_time_to_read_a_recording_grows_linearly_with_its_keys(tmp_path):
+    # With 2,000 iterations of 58 layers, comparing all pairs of keys would take minutes.
     counts = np.ones((2_000, 1, 58, 1), np.int64)
     trace = Trace(counts[:, 0], tuple(range(3, 61)), top_k=1, source=counts)
     (tmp_path / "meta_info.json").write_text('{"num_experts": 1, "num_experts_per_token": 1}')
@@ -168,7 +168,7 @@ def test_a_long_recording_is_read_in_time_that_grows_with_its_keys(tmp_path):
 
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-def test_a_damaged_statistics_folder_is_read_or_refused_in_our_own_words(tmp_path, data):
+def test_a_damaged_statistics_folder_is_read_or_refused_with_a_typed_error(tmp_path, data):
     _statistics(tmp_path, make_trace())
     name = data.draw(st.sampled_from(["rank0.safetensors", "rank1.safetensors", "meta_info.json"]))
     damage_and_read(tmp_path / name, tmp_path, data)

@@ -37,7 +37,7 @@ def test_a_trace_that_cannot_be_written_is_named(tmp_path):
 
 @given(npst.arrays(np.int64, st.tuples(*[st.integers(1, 4)] * 3), elements=st.integers(0, 2**40)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_counts_of_any_size_survive_the_smallest_type(tmp_path, counts):
+def test_counts_of_any_size_fit_their_smallest_type(tmp_path, counts):
     trace = Trace(counts, tuple(range(counts.shape[1])))
     write_trace(tmp_path / "t.npz", trace)
     _equal(read_trace(tmp_path / "t.npz"), trace)
@@ -49,13 +49,16 @@ def test_first_moe_layer_moves_the_layer_ids(tmp_path):
     assert read_trace(tmp_path / "t.npz", first_moe_layer=3).layer_ids == (3, 4)
 
 
-def test_cut_takes_whole_steps_of_everything():
+def test_cut_takes_whole_steps_of_all_arrays():
     part = make_trace().cut(1, 3)
     assert part.num_steps == 2
     np.testing.assert_array_equal(part.counts, make_trace().counts[1:3])
     np.testing.assert_array_equal(part.source, make_trace().source[1:3])
     with pytest.raises(InvalidInput, match="cannot cut steps 3..9 from a trace of 5"):
         make_trace().cut(3, 9)
+
+
+COUNTS = np.ones((1, 2, 3), np.uint16)
 
 
 @pytest.mark.parametrize(
@@ -68,26 +71,26 @@ def test_cut_takes_whole_steps_of_everything():
         ({"T": np.full((1, 2, 3), np.nan)}, "T holds 6 values that are not finite"),
         ({"T": np.full((1, 2, 3), 0.5)}, "T holds 6 counts that are not whole"),
         ({"T": np.full((1, 2, 3), "a")}, "T must hold numbers, holds <U1"),
-        ({"T": np.ones((1, 2, 3), np.uint16), "topk": np.int32(9)}, "top-k is 9, must be 1..3"),
-        ({"T": np.ones((1, 2, 3), np.uint16), "topk": np.arange(2)}, "topk must be one number"),
-        ({"T": np.ones((1, 2, 3), np.uint16), "tokens": np.arange(2)}, r"tokens must be \(1,\), got \(2,\)"),
+        ({"T": COUNTS, "topk": np.int32(9)}, "top-k is 9, must be 1..3"),
+        ({"T": COUNTS, "topk": np.arange(2)}, "topk must be one number"),
+        ({"T": COUNTS, "tokens": np.arange(2)}, r"tokens must be \(1,\), got \(2,\)"),
         (
-            {"T": np.ones((1, 2, 3), np.uint16), "tokens": np.array([2]), "topk": np.int32(2)},
+            {"T": COUNTS, "tokens": np.array([2]), "topk": np.int32(2)},
             r"2 \(step, layer\) sums .* counts 3, 2 tokens x 2 = 4",
         ),
-        ({"T": np.ones((1, 2, 3), np.uint16), "S": np.ones((1, 2, 3), np.uint16)}, r"\(1, ranks, 2, 3\)"),
+        ({"T": COUNTS, "S": np.ones((1, 2, 3), np.uint16)}, r"\(1, ranks, 2, 3\)"),
         (
-            {"T": np.ones((1, 2, 3), np.uint16), "S": np.ones((1, 2, 2, 3), np.uint16)},
+            {"T": COUNTS, "S": np.ones((1, 2, 2, 3), np.uint16)},
             "6 source counts do not sum to the counts, first: step 0 layer 0 expert 0: 2 against 1",
         ),
-        ({"T": np.ones((1, 2, 3), np.uint16), "layer_ids": np.array([1, 1])}, r"must rise .*\[1, 1\]"),
-        ({"T": np.ones((1, 2, 3), np.uint16), "layer_ids": np.array([1])}, "1 layer ids for 2 layers"),
+        ({"T": COUNTS, "layer_ids": np.array([1, 1])}, r"must rise .*\[1, 1\]"),
+        ({"T": COUNTS, "layer_ids": np.array([1])}, "1 layer ids for 2 layers"),
         (
-            {"T": np.ones((1, 2, 3), np.uint16), "mix": np.ones((2, 1), np.float32), "domains": np.array(["a"])},
+            {"T": COUNTS, "mix": np.ones((2, 1), np.float32), "domains": np.array(["a"])},
             r"mix must be \(1, 1\), steps by domains, got \(2, 1\)",
         ),
     ],
-)  # fmt: skip
+)
 def test_malformed_npz_is_refused_with_the_numbers(tmp_path, arrays, message):
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(InvalidInput, match=f"bad.npz: .*{message}"):
@@ -100,7 +103,7 @@ def test_pickles_are_never_opened(tmp_path):
         read_trace(tmp_path / "bad.npz")
 
 
-def test_a_member_that_unpacks_to_more_than_it_may_is_not_unpacked(tmp_path, monkeypatch):
+def test_a_decompression_bomb_is_not_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr("evenkeel_moe.formats.traces.MAX_ARRAY_BYTES", 1000)
     np.savez_compressed(tmp_path / "bomb.npz", T=np.zeros((10, 10, 10), np.int64))
     with pytest.raises(InvalidInput, match="T.npy unpacks to 8128 bytes, at most 1000 are read"):
@@ -119,13 +122,13 @@ def test_a_path_that_is_not_a_trace_is_refused(tmp_path):
 
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_damaged_npz_is_read_or_refused_in_our_own_words(tmp_path, data):
+def test_a_damaged_npz_is_read_or_refused_with_a_typed_error(tmp_path, data):
     path = tmp_path / "t.npz"
     np.savez(path, T=make_trace().counts.astype(np.uint16), topk=np.int32(2))
     damage_and_read(path, path, data)
 
 
-def test_source_counts_of_no_rank_are_refused(tmp_path):
+def test_source_counts_without_ranks_are_refused(tmp_path):
     np.savez(tmp_path / "t.npz", T=np.ones((5, 2, 4)), S=np.ones((5, 0, 2, 4)))
     with pytest.raises(
         ShapeMismatch, match=r"source counts must be \(5, ranks, 2, 4\), got \(5, 0, 2, 4\)"
@@ -133,7 +136,7 @@ def test_source_counts_of_no_rank_are_refused(tmp_path):
         read_trace(tmp_path / "t.npz")
 
 
-def test_zip_that_is_no_npz(tmp_path):
+def test_a_zip_file_that_is_not_npz_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
         archive.writestr("T.npy", b"\x93NUMPY\x01\x00\x04\x00junk")
     with pytest.raises(InvalidInput, match="holds an array that cannot be read"):

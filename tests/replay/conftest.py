@@ -16,7 +16,7 @@ def shipped_trace():
 
 @pytest.fixture
 def setup():
-    """30 steps of 2 layers x 8 experts on 2 ranks x 5 slots; window 6, horizon 4: 6 replans."""
+    """Return 30 steps of 2 layers x 8 experts on 2 ranks x 5 slots, with 6 replans."""
     load = np.random.default_rng(5).integers(0, 50, (30, 2, 8)).astype(np.float64)
     load[15:, :, 3] += 200
     return Setup(load, ModelShape(2, 8, 2, 5, 2, 10), Topology.single_node(2), 6, 4)

@@ -32,7 +32,7 @@ def test_every_layer_gets_the_asked_for_copies_on_ranks_even_to_one_slot(
     base = (experts + replicas) // ranks
     assert filled.max() <= base + ((experts + replicas) % ranks > 0)
     if filled.sum() == 3 * (experts + replicas):
-        # The slot more goes to other ranks in every layer, so memory is even as well.
+        # Which ranks have one more slot rotates over the layers, so memory is even as well.
         assert np.ptp(filled.sum(axis=0)) <= 1
 
 

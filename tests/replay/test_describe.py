@@ -38,7 +38,7 @@ def test_consistent_and_temporal_experts_are_told_apart_by_how_often_they_are_ho
     assert layer.temporal == (5, 9)
 
 
-def test_a_mean_hides_temporal_experts_and_a_step_shows_them():
+def test_temporal_experts_show_in_steps_but_not_in_the_mean():
     counts = _steady()
     counts[::20, 0, 5] = 100
     layer = _describe(counts).layers[0]
@@ -46,7 +46,7 @@ def test_a_mean_hides_temporal_experts_and_a_step_shows_them():
     assert _describe(counts).temporal_load == pytest.approx(100 * 16 / (100 + 15 * 11), rel=0.05)
 
 
-def test_pairs_are_picked_on_the_first_half_and_judged_on_the_second():
+def test_pairs_are_selected_on_the_first_half_and_scored_on_the_second():
     counts = _steady(experts=64)
     rng = np.random.default_rng(3)
     busy = np.nonzero(rng.random(200) < 0.2)[0]
@@ -73,7 +73,7 @@ def test_drift_shows_where_traffic_changed():
     assert abs(still.autocorrelation[10]) < 0.1 < drift.autocorrelation[10]
 
 
-def test_short_and_silent_traces_have_no_value_rather_than_a_wrong_one():
+def test_short_and_empty_traces_have_no_value_rather_than_a_wrong_one():
     counts = np.zeros((2, 1, 3), np.int64)
     described = _describe(counts, num_ranks=2)
     assert described.layers[0].skew != described.layers[0].skew
@@ -94,7 +94,7 @@ def test_short_and_silent_traces_have_no_value_rather_than_a_wrong_one():
         ("dsv2lite_prefill_phased", 4.02, 0.702, {1: 0.72, 10: 0.28}, 1.9, 0.21),
     ],
 )
-def test_figures_published_with_the_traces_come_out(
+def test_the_published_numbers_of_the_traces_are_reproduced(
     name, skew_step, balance, autocorrelation, temporal, pair_r
 ):
     described = describe(read_trace(TRACES / f"{name}.npz"), num_ranks=8)

@@ -13,13 +13,13 @@ from evenkeel_moe.replay.planners import choose_planners, craft_within, decayed_
 from evenkeel_moe.replay.walk import walk_forward
 
 
-def test_baselines_come_along_and_first():
+def test_baselines_are_added_in_front():
     assert list(choose_planners(["eplb"])) == ["initial", "once", "ewma", "eplb"]
     assert list(choose_planners(["eplb", "once"])) == ["initial", "ewma", "eplb", "once"]
     assert list(choose_planners(["once"], baselines=False)) == ["once"]
 
 
-def test_names_nobody_has_are_refused_with_those_that_exist():
+def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(
         InvalidInput, match="unknown policies best, worst; known: initial, once, ewma, .*eplb"
     ) as caught:
@@ -31,7 +31,7 @@ def test_names_nobody_has_are_refused_with_those_that_exist():
         choose_planners(["eplb", "eplb"])
 
 
-def test_one_form_of_eplb_is_a_policy_too():
+def test_each_form_of_eplb_is_a_policy_too():
     assert list(choose_planners(["eplb-global", "eplb-hierarchical+verdict"], baselines=False)) == [
         "eplb-global",
         "eplb-hierarchical+verdict",
@@ -58,13 +58,13 @@ def test_decayed_mean_halves_a_step_each_half_life():
     np.testing.assert_allclose(decayed_mean(history, 2), want)
 
 
-def test_ewma_hears_steps_before_the_window_and_the_newest_most(setup):
+def test_ewma_uses_steps_before_the_window_and_the_newest_most(setup):
     walk = walk_forward("ewma", choose_planners([])["ewma"], setup)
     # The load of expert 3 jumps at step 15: the plan made at 18 has seen three such steps.
     assert (walk.placements[3].logcnt[:, 3] == 2).all()
 
 
-def test_warming_up_calls_every_planner_cold_and_warm(setup):
+def test_warm_up_calls_every_planner_with_and_without_a_placement(setup):
     seen = []
 
     def planner(replan):
@@ -76,7 +76,7 @@ def test_warming_up_calls_every_planner_cold_and_warm(setup):
     assert names == ["a"]
 
 
-def test_any_name_may_come_with_a_verdict():
+def test_any_policy_may_have_a_verdict():
     assert list(choose_planners(["eplb", "eplb+verdict", "ewma+verdict"], baselines=False)) == [
         "eplb",
         "eplb+verdict",
@@ -91,7 +91,8 @@ def test_any_name_may_come_with_a_verdict():
 @pytest.mark.parametrize("pooled", [None, 10])
 def test_craft_never_fills_more_memory_of_a_rank_than_is_free(setup, pooled):
     problem = setup.problem(0, 20, None)
-    # 2 layers x 8 experts on 2 ranks: 8 slots of a rank hold one copy each, 2 are left for replicas of 10 bytes.
+    # 2 layers x 8 experts on 2 ranks: a rank needs 8 slots for one copy of each expert, and has 2
+    # more for replicas of 10 bytes.
     problem = replace(problem, shape=replace(problem.shape, pool_slots_per_rank=pooled))
     used = []
     for free_bytes in (0, 9, 10, 20, 10**9):
@@ -106,7 +107,7 @@ def test_craft_never_fills_more_memory_of_a_rank_than_is_free(setup, pooled):
     assert most == plan_craft(problem).placement
 
 
-def test_craft_takes_the_rule_it_is_given_and_needs_bytes_to_count_replicas(setup):
+def test_craft_uses_the_given_rule_and_needs_bytes_to_count_replicas(setup):
     problem = setup.problem(0, 20, None)
     picky = CraftOptions(rule=ReplicaRule.MARGINAL_GAIN, min_marginal_gain=1.0)
     assert craft_within(picky)(problem).numbers["replicas"] == 0.0
@@ -114,8 +115,10 @@ def test_craft_takes_the_rule_it_is_given_and_needs_bytes_to_count_replicas(setu
         craft_within(picky, 5)(replace(problem, shape=replace(problem.shape, bytes_per_expert=0)))
 
 
-def test_keel_ends_where_moves_made_together_undo_each_other(shipped_trace):
-    # Two exchanges there, made in one round, take each other's gain away, and so do the two that take them back.
+def test_keel_stops_where_moves_of_one_round_undo_each_other(shipped_trace):
+    # Two exchanges of one round cancel each other's gain there, and so do the two that undo them.
     load = np.load(shipped_trace)["T"][348:384, 2:3].astype(np.float64)
     problem = PlacementProblem(load, ModelShape(1, 64, 8, 9, 6, 1), Topology.single_node(8))
-    assert plan_keel(problem).evaluations < 500_000  # of 2,000,000; its neighbours use 90,000
+    assert (
+        plan_keel(problem).evaluations < 500_000
+    )  # The limit is 2,000,000; similar windows need 90,000.

@@ -35,7 +35,7 @@ def _printed(width):
 
 
 @pytest.mark.parametrize("width", [48, 60, 80, 120])
-def test_no_number_is_ever_cut_short(width):
+def test_no_number_is_cut(width):
     lines = _printed(width)
     assert "…" not in "".join(lines)
     assert max(map(len, lines)) <= width
@@ -46,7 +46,7 @@ def test_a_usual_terminal_shows_every_column():
     assert len(_printed(80)[-1].split()) >= len(COLUMNS)
 
 
-def test_best_is_marked_as_shown_and_only_where_an_order_is_meant():
+def test_the_best_values_are_those_shown_alike_in_columns_with_an_order():
     by_key = {column.key: column for column in COLUMNS}
     assert by_key["time_over_fluid"].best([1.30004, 1.3, 1.4]) == {0, 1}
     assert by_key["balancedness_mean"].best([0.8, 0.9, float("nan")]) == {1}

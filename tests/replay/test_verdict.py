@@ -23,7 +23,7 @@ def _eplb(replan):
     return plan_eplb(replan.problem)
 
 
-def test_skew_that_stays_is_acted_on_once_and_noise_after_it_is_not():
+def test_lasting_skew_causes_one_plan_and_noise_causes_none():
     load = _noise()
     load[:, :, :2] += 300
     open_ = walk_forward("eplb", _eplb, _setup(load))
@@ -34,8 +34,8 @@ def test_skew_that_stays_is_acted_on_once_and_noise_after_it_is_not():
     assert gated.times.sum() < 1.02 * open_.times.sum()
 
 
-def test_a_plan_that_only_the_older_part_speaks_for_is_not_adopted():
-    """Experts 0 and 1 were hot, now 2 and 6 are: splitting the former must not bring the latter together."""
+def test_a_plan_that_helps_only_on_older_steps_is_not_adopted():
+    """Replicas of experts 0 and 1, which were hot, would put 2 and 6, now hot, on one rank."""
     rows = np.tile(np.array([0, 1, 2, 6, 4, 1, 0, 3, 5, 7], np.int32), (2, 1))
 
     def planner(replan):
@@ -49,7 +49,7 @@ def test_a_plan_that_only_the_older_part_speaks_for_is_not_adopted():
     assert walk_forward("b", with_verdict(planner), _setup(both)).copies.sum() == 0
 
 
-def test_the_newest_steps_are_scored_on_and_never_planned_on():
+def test_the_newest_steps_are_used_for_scoring_and_not_for_planning():
     seen = []
 
     def planner(replan):
@@ -62,7 +62,7 @@ def test_the_newest_steps_are_scored_on_and_never_planned_on():
     assert seen == [(18, first, first), *((24, step, step) for step in later)]
 
 
-def test_a_plan_is_told_the_origins_and_the_price_of_the_steps_it_is_made_on():
+def test_source_ranks_and_copy_price_are_those_of_the_steps_planned_on():
     source = np.random.default_rng(1).poisson(20, (80, 2, 2, 8)).astype(np.float64)
     setup = replace(_setup(source.sum(axis=1)), source=source, copy_price=0.01)
     asked = []
@@ -80,8 +80,8 @@ def test_a_plan_is_told_the_origins_and_the_price_of_the_steps_it_is_made_on():
         assert replan.problem.objective.cost_per_move == want.objective.cost_per_move
 
 
-def test_a_plan_is_scored_by_the_origins_of_the_steps_that_decide():
-    """A second copy of the hot expert helps where its tokens start on both ranks, and no more once all start on one."""
+def test_a_plan_is_scored_with_the_source_ranks_of_the_held_out_steps():
+    """A second copy of the hot expert helps only while its tokens start on both ranks."""
     load = np.full((80, 2, 8), 20.0)
     load[:, :, 3] = 400.0
     rows = np.tile(np.array([0, 1, 2, 3, 6, 3, 4, 5, 7, 6], np.int32), (2, 1))
@@ -104,8 +104,8 @@ def test_a_plan_is_scored_by_the_origins_of_the_steps_that_decide():
     assert not adopted(both, one)
 
 
-def test_what_was_scored_is_what_runs():
-    """Ranks named otherwise are the same placement: nothing to gain, so nothing is done."""
+def test_the_scored_placement_is_the_one_adopted():
+    """With renamed ranks the placement is the same, so there is nothing to gain."""
     load = _noise()
     load[:, :, :2] += 300
 
@@ -120,7 +120,7 @@ def test_what_was_scored_is_what_runs():
     assert gated.copies_raw[1:].sum() == 0
 
 
-def test_copies_that_take_too_long_to_pay_are_not_made():
+def test_copies_that_take_too_long_to_pay_off_are_not_made():
     load = _noise()
     load[:, :, :2] += 300
     cheap = walk_forward("eplb", with_verdict(_eplb), _setup(load))

@@ -30,7 +30,7 @@ def test_fewer_than_four_replans_is_an_error_with_the_arithmetic(steps, count):
 
 
 def test_no_planner_sees_a_step_it_is_scored_on(setup):
-    """What comes after a replan may be anything: the plans up to it stay the same."""
+    """Load after a replan does not affect the plans up to it."""
     before = walk_forward("eplb", _eplb, setup)
     changed = setup.load.copy()
     changed[18:] = changed[18:, :, ::-1] * 7
@@ -49,7 +49,7 @@ def test_no_planner_sees_a_step_it_is_scored_on(setup):
     walk_forward("check", check, setup)
 
 
-def test_figures_are_those_of_a_plain_recount(setup):
+def test_metrics_equal_those_of_a_plain_recount(setup):
     walk = walk_forward("eplb", _eplb, setup)
     figures = measure_walk(walk, 10)
     balance, slowest, fluid = [], [], []
@@ -82,7 +82,7 @@ def test_figures_are_those_of_a_plain_recount(setup):
 
 
 def _received(old, new):
-    """Experts each rank gains, over layers: what has to be copied."""
+    """Return the number of experts that ranks gain, over layers, which must be copied."""
     total = 0
     for a, b in zip(old.phy2log, new.phy2log, strict=True):
         for rank in range(2):
@@ -94,7 +94,7 @@ def _received(old, new):
     return total
 
 
-def test_copies_are_counted_from_what_is_in_force_and_the_first_plan_is_apart(setup):
+def test_copies_are_counted_from_the_current_placement_without_the_first_plan(setup):
     walk = walk_forward("eplb", _eplb, setup)
     in_force = [Placement.initial(setup.shape), *walk.placements]
     want = [_received(a, b) for a, b in zip(in_force[:-1], in_force[1:], strict=True)]
@@ -107,7 +107,7 @@ def test_copies_are_counted_from_what_is_in_force_and_the_first_plan_is_apart(se
     assert figures.bytes == sum(want[1:]) * 10
 
 
-def test_ranks_that_only_changed_names_cost_nothing_after_relabelling(setup):
+def test_renamed_ranks_cost_nothing_after_relabelling(setup):
     def swap(replan):
         halves = replan.problem.current.phy2log.reshape(2, 2, 5)[:, ::-1]
         return Proposal(Placement(halves.reshape(2, 10), 2, 8), 0.0)
@@ -118,7 +118,7 @@ def test_ranks_that_only_changed_names_cost_nothing_after_relabelling(setup):
     assert all(placement == Placement.initial(setup.shape) for placement in walk.placements)
 
 
-def test_no_answer_keeps_the_placement_in_force(setup):
+def test_no_answer_keeps_the_current_placement(setup):
     walk = walk_forward(
         "first only", lambda replan: _eplb(replan) if replan.index == 0 else None, setup
     )
@@ -175,7 +175,7 @@ def test_setups_that_cannot_be_replayed_are_refused(setup):
         replace(setup, window_steps=0)
 
 
-def test_a_trace_without_load_has_no_balance_and_no_ratio(setup):
+def test_a_trace_without_load_has_no_balancedness_and_no_ratio(setup):
     silent = Setup(np.zeros((30, 2, 8)), setup.shape, setup.topology, 6, 4)
     figures = measure_walk(walk_forward("eplb", _eplb, silent), 10).as_dict()
     assert figures["balancedness_mean"] is None

@@ -74,13 +74,15 @@ def freeze(
     seconds: Annotated[
         float,
         typer.Argument(
-            min=0, max=7 * 86400, help="Seconds during which no new plan may start; 0 ends it now."
+            min=0,
+            max=7 * 86400,
+            help="Seconds during which no new plan may start; 0 ends a freeze.",
         ),
     ],
     *,
     connection: DeploymentConnection,
 ) -> None:
-    """Start no new plan for some time, for a reload or a resize. The freeze ends by itself."""
+    """Allow no new plans for some time, for a reload or a resize. The freeze ends by itself."""
     with connection.client() as client:
         client.post(connection.path(client, "/freeze"), {"seconds": seconds})
 

@@ -49,11 +49,13 @@ class PlanRequest:
     ] = None
     max_moves: Annotated[
         int | None,
-        typer.Option(min=0, help="Maximum copies between ranks.", show_default="no limit"),
+        typer.Option(
+            min=0, help="Maximum number of copies between ranks.", show_default="no limit"
+        ),
     ] = None
     max_bytes: Annotated[
         int | None,
-        typer.Option(min=0, help="Maximum bytes between ranks.", show_default="no limit"),
+        typer.Option(min=0, help="Maximum number of bytes between ranks.", show_default="no limit"),
     ] = None
     max_layers: Annotated[
         int | None,
@@ -208,7 +210,7 @@ def approve(
 def cancel(
     plan: PlanArgument, connection: DeploymentConnection, as_json: JsonOption = False
 ) -> None:
-    """Stop a plan. A wave with all its votes still commits; later waves do not start."""
+    """Stop a plan. A wave that has all its votes still commits; later waves do not start."""
     with connection.client() as client:
         answer = client.post(connection.path(client, f"/plans/{plan}/cancel"))
     show(answer, as_json, tables.plan_view(answer))

@@ -171,9 +171,6 @@ class OutputOptions:
 @with_option_groups
 def plan_command(
     trace: TraceOption,
-    output: OutputOptions,
-    fleet: FleetOptions,
-    planning: PlanningOptions,
     policy: Annotated[str, typer.Option("--policy", "-p", help="Name of a policy.")] = "keel",
     window: Annotated[
         int | None,
@@ -190,6 +187,10 @@ def plan_command(
             "--current", help="File with the current placement, in any format, to keep copies few."
         ),
     ] = None,
+    *,
+    output: OutputOptions,
+    fleet: FleetOptions,
+    planning: PlanningOptions,
     first_moe_layer: FirstMoeLayerOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -36,7 +36,7 @@ def rank(
         ),
     ] = None,
 ) -> None:
-    """Run one rank of the reference engine. Exits with its ExitCode (0: the final check passed)."""
+    """Run one rank of the reference engine. Exits with 0 if its final check passed."""
     from evenkeel_moe.engines.reference.config import RankConfig
 
     try:
@@ -162,10 +162,12 @@ def demo(
     arguments: DemoArguments,
     plain: Annotated[
         bool,
-        typer.Option("--plain", help="Print lines, as without a terminal, not the live view."),
+        typer.Option(
+            "--plain", help="Print lines instead of the live view, as without a terminal."
+        ),
     ] = False,
 ) -> None:
-    """Watch a real engine lose and regain its balance, and check every bit of its weights.
+    """Watch a real engine lose and regain its balance, and check its weights and outputs.
 
     The demo starts a controller and the ranks of a small MoE engine on this machine. The text that
     the engine serves changes from prose to code half way. Exits with 0 only if all checks pass:

@@ -99,7 +99,7 @@ class PlanningOptions:
         float,
         typer.Option(
             "--cross-node-factor",
-            help="Price of a copy from another node / price of a copy inside a node.",
+            help="Price of a copy from another node, relative to one inside a node.",
             min=1.0,
         ),
     ] = 1.0
@@ -107,7 +107,7 @@ class PlanningOptions:
         int | None,
         typer.Option(
             "--max-evaluations",
-            help="Maximum candidates that the search for one plan may evaluate.",
+            help="Maximum number of candidates that the search for one plan may evaluate.",
             min=1,
             show_default="the policy's own limit",
         ),

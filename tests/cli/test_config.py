@@ -1,0 +1,27 @@
+import json
+
+
+def test_settings_are_checked_and_printed_without_secrets(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("EVENKEEL_REDIS__URL", "redis://app:p@ss:w/rd@store:6379/0")
+    monkeypatch.setenv("EVENKEEL_REDIS__PASSWORD", "hunter2")
+    assert command("config", "check")[0] == 0
+    code, out, _ = command("config", "print")
+    assert code == 0
+    assert json.loads(out)["redis"]["url"] == "redis://***@store:6379/0"
+    assert "hunter2" not in out
+    assert "p@ss" not in out
+    sentinel = "redis+sentinel://app:one@s:26379/main?sentinel_password=two&sentinel_ssl=true"
+    monkeypatch.setenv("EVENKEEL_REDIS__URL", sentinel)
+    monkeypatch.setenv("EVENKEEL_REDIS__SENTINEL_PASSWORD", "three")
+    redis = json.loads(command("config", "print")[1])["redis"]
+    assert (
+        redis["url"] == "redis+sentinel://***@s:26379/main?sentinel_password=***&sentinel_ssl=true"
+    )
+    assert redis["sentinel_password"] == "***"
+    monkeypatch.delenv("EVENKEEL_REDIS__SENTINEL_PASSWORD")
+    file = tmp_path / "evenkeel.toml"
+    file.write_text("[rest]\nprot = 8080\n")
+    code, _, err = command("config", "check", "-c", str(file))
+    assert code == 2
+    assert "PROT" in err
+    assert "Traceback" not in err

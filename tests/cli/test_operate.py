@@ -1,0 +1,66 @@
+import json
+import re
+
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import LedElsewhere
+from tests.api.fakes import FakeView, make_plan, make_rank, make_status
+
+
+def test_status_lists_deployments(run):
+    code, out, _ = run("status")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split()[:3] == ["DEPLOYMENT", "STATE", "REASON"]
+    assert lines[1].split()[0] == "demo"
+    assert "0.800" in lines[1]
+    assert lines[2].split()[0] == "fresh"
+    assert " - " in lines[2]
+
+
+def test_status_of_one_shows_its_ranks(run):
+    code, out, _ = run("status", "demo")
+    assert code == 0
+    assert "2 layers x 4 experts" in out
+    assert "0.5000" in out
+
+
+def test_a_rank_outside_of_waves_is_named_with_its_reason(run, operations):
+    ranks = (make_rank(0), make_rank(1, trouble="the worker has ended"))
+    operations.views["demo"] = FakeView(make_status(ranks=ranks), {}, None)
+    assert "rank 1 does not take part in waves: the worker has ended" in run("status", "demo")[1]
+    troubles = [rank["trouble"] for rank in json.loads(run("status", "demo", "--json")[1])["ranks"]]
+    assert troubles == ["", "the worker has ended"]
+
+
+def test_json_is_the_controllers_answer(run):
+    code, out, _ = run("status", "demo", "--json")
+    assert code == 0
+    assert json.loads(out)["shape"]["top_k"] == 2
+
+
+def test_operating_commands(run, operations):
+    assert run("plan", "rollback", "-d", "demo", "--to-epoch", "2")[0] == 0
+    assert run("freeze", "60", "-d", "demo")[0] == 0
+    assert run("resume", "-d", "demo")[0] == 0
+    assert operations.calls == [
+        ("rollback", "demo", 2, "alice"),
+        ("freeze", "demo", 60.0, "alice"),
+        ("resume", "demo", "alice"),
+    ]
+    assert "observe" in run("policy", "mode=observe", "cooldown_s=30", "-d", "demo")[1]
+    assert operations.document["cooldown_s"] == 30
+    assert "no_change" in run("decisions", "-n", "3", "-d", "demo")[1]
+
+
+def test_a_running_plan_is_shown(run, operations):
+    operations.views["demo"] = FakeView(make_status(active_plan=make_plan("busy")), {}, None)
+    assert "busy" in run("status")[1]
+    assert "busy" in run("status", "demo")[1]
+
+
+def test_a_deployment_that_another_replica_leads_is_listed_without_numbers(run, operations):
+    operations.elsewhere = [LedElsewhere(DeploymentId("chat"), "b", "b:1")]
+    row = run("status")[1].splitlines()[1].split()
+    assert row == ["chat", "follower", "not_leader", *"-------"]
+    operations.views["demo"] = FakeView(make_status(epoch=None), {}, None)
+    assert re.search(r"epoch +- of generation", run("status", "demo")[1])

@@ -1,0 +1,40 @@
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from evenkeel_moe.cli.client import CliError
+from evenkeel_moe.cli.options import parse_value, with_option_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    width: Annotated[int, typer.Option("--width", "-w", min=1)]
+    height: Annotated[int, typer.Option()] = 3
+
+
+def test_a_group_of_options_reaches_the_command_as_one_argument():
+    app = typer.Typer()
+
+    @app.command()
+    @with_option_groups
+    def draw(name: Annotated[str, typer.Argument()], *, size: Size, bold: bool = False) -> None:
+        typer.echo(f"{name} {size} {bold}")
+
+    result = CliRunner().invoke(app, ["box", "-w", "5", "--bold"])
+    assert result.stdout == "box Size(width=5, height=3) True\n"
+    assert CliRunner().invoke(app, ["box"]).exit_code == 2
+    assert CliRunner().invoke(app, ["box", "-w", "0"]).exit_code == 2
+
+
+def test_values_are_json_or_text():
+    assert parse_value("a=1") == ("a", 1)
+    assert parse_value("a=null") == ("a", None)
+    assert parse_value("mode=auto") == ("mode", "auto")
+    assert parse_value("a=b=c") == ("a", "b=c")
+    for text in ("9" * 5000, "[" * 100_000):
+        assert parse_value(f"a={text}") == ("a", text)
+    with pytest.raises(CliError):
+        parse_value("=1")

@@ -1,0 +1,55 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from evenkeel_moe.cli.client import Exit
+from evenkeel_moe.engines.reference.config import RankConfig
+
+
+def write_config(tmp_path, **changes):
+    path = tmp_path / "config.json"
+    values = {
+        "run_folder": str(tmp_path / "run"),
+        "num_ranks": 1,
+        "slots_per_rank": 16,
+        "pool_slots_per_layer": 16,
+        "layers": 2,
+        "tokens_per_step": 32,
+        "steps": 3,
+        "rendezvous": f"file://{tmp_path}/rendezvous",
+    }
+    path.write_text(RankConfig(**{**values, **changes}).to_json())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        (None, (), "cannot read"),
+        ("{", (), "is not JSON"),
+        ('{"nonsense": 1}', (), "not a rank configuration"),
+        ("", (), "--rank"),
+        ("", ("--rank", "7"), "outside"),
+    ],
+)
+def test_a_rank_that_cannot_start_reports_why(command, tmp_path, text, options, says):
+    path = str(tmp_path / "missing") if text is None else write_config(tmp_path)
+    if text:
+        (tmp_path / "config.json").write_text(text)
+    code, _, err = command("rank", path, *options)
+    assert code == Exit.USAGE
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.integration
+def test_a_single_rank_runs_to_its_final_check(tmp_path):
+    command = [sys.executable, "-m", "evenkeel_moe", "rank", write_config(tmp_path), "--rank", "0"]
+    done = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()
+    ]
+    assert [line["ok"] for line in lines if line["kind"] == "check"] == [True]

@@ -1,0 +1,19 @@
+from tests.api.fakes import FakeView, make_plan, make_rank, make_status
+
+
+def test_texts_of_a_rank_are_shown_unchanged(run, operations):
+    """Brackets and colons are not markup; as markup, the place of a failure would be lost."""
+    words = "rank 3: [/lib/gloo/pair.cc:553] closed by [oncall] :warning:"
+    rows = ({"at": 1.0, "event": "ended", "detail": words},)
+    operations.records["demo"] = [make_plan("mine", story=rows, error=words)]
+    operations.views["demo"] = FakeView(
+        make_status(ranks=(make_rank(0, node="[a]", trouble=words),)), {}, None
+    )
+    for command in (("plan", "story", "mine"), ("plan", "show", "mine")):
+        code, out, _ = run(*command, "-d", "demo")
+        assert (code, words in out) == (0, True)
+    out = run("status", "demo")[1]
+    assert words in out
+    assert "[a]" in out
+    operations.document = {"schedule": {"note": words}}
+    assert words in run("policy", "-d", "demo")[1]
