@@ -1,7 +1,7 @@
-"""Per-batch dispatch on torch tensors: which replica serves which token, decided anew for every batch.
+"""Per-batch dispatch on torch tensors: chooses the replica that serves each token of a batch.
 
-A library for engines to call in their MoE layer; the controller never imports it. docs/dispatch.md says what
-each rule does, when it helps and what it costs.
+Engines call this library in their MoE layer; the controller never imports it. docs/dispatch.md
+describes each rule, when it helps and what it costs.
 """
 
 from evenkeel_moe.dispatch.choice import (
@@ -25,15 +25,15 @@ from evenkeel_moe.dispatch.libra_replicas import (
     resident_mask,
 )
 from evenkeel_moe.dispatch.libra_schedule import (
+    LibraStage,
     PrefetchBuffers,
     Resource,
-    Stage,
     Task,
     layer_tasks,
     timeline,
 )
 from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_tokens
-from evenkeel_moe.dispatch.lplb import ExactSplit, LplbChoice, Split
+from evenkeel_moe.dispatch.lplb import ExactSplit, LplbChoice, TokenSplit
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.dispatch.waterfill import Waterfill, expand_topk
 
@@ -54,8 +54,8 @@ __all__ = [
     "Resource",
     "Sharding",
     "ShardingRule",
-    "Split",
-    "Stage",
+    "TokenSplit",
+    "LibraStage",
     "Task",
     "TransientReplicas",
     "Waterfill",

@@ -1,17 +1,17 @@
-"""Replica choice: which copy of an expert serves a token.
+"""Rules that choose the replica of an expert that serves a token.
 
-Every rule maps (n, k) logical experts to (n, k) slots and keeps -1 where the engine padded. None loops
-over tokens, reads a value back to the host or allocates by data, so all of them can be captured in a
-CUDA graph. Rules that look at the batch say in `needs` what the ranks must exchange first.
+Every rule maps (n, k) logical experts to (n, k) slots and keeps the -1 of padding. No rule loops
+over tokens, reads a value back to the host or allocates by data, so all of them can be captured in
+a CUDA graph. A rule that depends on the batch names in `needs` what the ranks must exchange first.
 
-======================  ==================================================================================
-`EvenChoice`            every replica the same share, by a hash of the token's place in the batch
-`RandomChoice`          every replica the same share, drawn
-`NearestChoice`         own rank, else own node, else all; a hash where several qualify
+======================  ==========================================================================
+`EvenChoice`            equal shares of all replicas, by a hash of the token's place in the batch
+`RandomChoice`          equal shares of all replicas, drawn at random
+`NearestChoice`         own rank, else own node, else all; by the hash if there are several
 `WeightedChoice`        replicas by given probabilities
 `lplb.LplbChoice`       replicas by whole-token quotas from the exact split of the batch
-`libra.LibraChoice`     local tokens stay, the others sharded over resident and transient replicas
-======================  ==================================================================================
+`libra.LibraChoice`     local tokens stay, the others are split over resident and transient replicas
+======================  ==========================================================================
 """
 
 from enum import Enum
@@ -38,11 +38,11 @@ __all__ = [
 
 
 class DemandNeeded(Enum):
-    """What the ranks exchange before a rule can choose."""
+    """The data that ranks exchange before a rule can choose."""
 
     NOTHING = "nothing"
     DEMAND = "demand"
-    """One all-gather of (E,) int64: how many choices of this batch each source rank has for each expert."""
+    """One all-gather of (E,) int64: the number of choices of each source rank for each expert."""
 
 
 class ReplicaChoice(Protocol):
@@ -51,27 +51,30 @@ class ReplicaChoice(Protocol):
     needs: DemandNeeded
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """Slots that serve this rank's choices.
+        """Choose the slots that serve the choices of this rank.
 
         Args:
-            layer: which MoE layer.
-            experts: (n, k) int64 logical experts this rank's tokens chose, -1 where padded.
-            demand: (R, E) int64 [tokens] choices of every source rank, where `needs` asks for it.
+            layer: index of the MoE layer.
+            experts: (n, k) int64 logical experts that this rank's tokens chose, -1 for padding.
+            demand: (R, E) int64 [tokens] choices of every source rank, if `needs` asks for it.
 
         Returns:
-            (n, k) int64 slots, -1 where padded.
+            (n, k) int64 slots, -1 for padding.
 
         Raises:
-            InvalidInput: demand is missing, or of a type that cannot count.
+            InvalidInput: demand is missing, or of a type that cannot hold counts.
             ShapeMismatch: demand of another deployment.
         """
         ...
 
 
 def place_hash(experts: Tensor, salt: int) -> Tensor:
-    """(n, k) int64 in 0..2**31-1, a hash of each choice's place in the batch; equal salts give equal values."""
+    """Return (n, k) int64 hashes of the places of the choices in the batch, in 0..2**31-1.
+
+    Equal salts give equal values.
+    """
     place = torch.arange(experts.numel(), device=experts.device).reshape(experts.shape)
-    # Two rounds of multiply and fold; products stay below 2**62, so no integer overflows.
+    # Two rounds of multiply and fold. Products stay below 2**62, so integers do not overflow.
     mixed = (place + (salt * 2654435761 + 97) % 2**31) & 0x7FFFFFFF
     for factor in (0x45D9F3B, 0x3C6EF35F):
         mixed = ((mixed ^ (mixed >> 15)) * factor) & 0x7FFFFFFF
@@ -79,11 +82,11 @@ def place_hash(experts: Tensor, salt: int) -> Tensor:
 
 
 def check_experts(experts: Tensor) -> None:
-    """Refuse what cannot be expert ids.
+    """Check that a tensor can hold expert ids.
 
     Raises:
-        InvalidInput: not integers.
-        ShapeMismatch: not (n, k).
+        InvalidInput: it is not of integers.
+        ShapeMismatch: it is not (n, k).
     """
     if experts.dtype not in (torch.int64, torch.int32):
         raise InvalidInput(
@@ -94,7 +97,7 @@ def check_experts(experts: Tensor) -> None:
 
 
 def _spread(table: Tensor, count: Tensor, experts: Tensor, salt: int) -> Tensor:
-    """One of the first `count[e]` entries of `table[e]` for each choice, by hash."""
+    """Return one of the first `count[e]` entries of `table[e]` for each choice, by hash."""
     known = experts.clamp(min=0).to(torch.int64)
     index = place_hash(known, salt) % count[known]
     slots = table[known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
@@ -102,7 +105,7 @@ def _spread(table: Tensor, count: Tensor, experts: Tensor, salt: int) -> Tensor:
 
 
 class EvenChoice:
-    """Every replica takes the same share; the expectation is the planner's EVEN split."""
+    """Gives every replica the same share; on average this is the planner's EVEN split."""
 
     needs = DemandNeeded.NOTHING
 
@@ -117,9 +120,10 @@ class EvenChoice:
 
 
 class NearestChoice:
-    """Own replica, else one on the node, else any; the planner's NEAREST split.
+    """Chooses the own replica, else one on the node, else any: the planner's NEAREST split.
 
-    Saves traffic between ranks and balances badly: a hot expert's tokens follow their source.
+    It saves traffic between ranks but balances badly, because the tokens of a hot expert stay near
+    their source.
     """
 
     needs = DemandNeeded.NOTHING
@@ -137,7 +141,7 @@ class NearestChoice:
 
 
 class RandomChoice:
-    """Every replica with the same probability, drawn anew each time: SGLang's `dynamic`."""
+    """Draws replicas at random with equal probability, as SGLang's `dynamic` does."""
 
     needs = DemandNeeded.NOTHING
 
@@ -159,15 +163,15 @@ class RandomChoice:
 
 
 class WeightedChoice:
-    """Replicas by given probabilities, over the place hash: how engines sample from an LP's answer.
+    """Chooses replicas by given probabilities and the place hash, as engines sample an LP solution.
 
-    Sampling leaves noise of about the square root of the count; whole-token quotas leave none.
+    Sampling adds noise of about the square root of the count; whole-token quotas add none.
     """
 
     needs = DemandNeeded.NOTHING
 
     def __init__(self, tables: DispatchTables, probabilities: Tensor) -> None:
-        """probabilities: (L, E, X) float, aligned with `tables.log2phy`; see `set_probabilities`."""
+        """Start with (L, E, X) float probabilities; see `set_probabilities`."""
         self._tables = tables
         self._bounds = torch.zeros(tables.log2phy.shape, dtype=torch.float64, device=tables.device)
         self.set_probabilities(probabilities)
@@ -176,17 +180,19 @@ class WeightedChoice:
         """Replace the probabilities in place, so that a captured graph sees the new ones.
 
         Args:
-            probabilities: (L, E, X) float; 0 beyond an expert's replicas, each row sums to 1.
+            probabilities: (L, E, X) float, aligned with `log2phy` of the tables; 0 beyond the
+                replicas of an expert, each row sums to 1.
 
         Raises:
-            ShapeMismatch: another shape than the tables'.
-            InvalidInput: negative values, mass on a replica that does not exist, or rows that do not sum
-                to 1 (checked on the CPU only).
+            ShapeMismatch: the shape is not that of the tables.
+            InvalidInput: values are negative, not 0 for a replica that does not exist, or do not
+                sum to 1 (checked on the CPU only).
         """
         tables = self._tables
         if probabilities.shape != tables.log2phy.shape:
             raise ShapeMismatch(
-                f"probabilities must be {tuple(tables.log2phy.shape)}, got {tuple(probabilities.shape)}"
+                f"probabilities must be {tuple(tables.log2phy.shape)},"
+                f" got {tuple(probabilities.shape)}"
             )
         values = probabilities.to(device=tables.device, dtype=torch.float64)
         if tables.device.type == "cpu":
@@ -214,25 +220,25 @@ class WeightedChoice:
 def assign_quotas(
     experts: Tensor, slots: Tensor, holder: Tensor, quotas: Tensor, demand: Tensor, ep_rank: int
 ) -> Tensor:
-    """Give each choice a replica so that over all ranks every replica gets its quota exactly.
+    """Assign a replica to each choice so that over all ranks every replica gets exactly its quota.
 
-    Ranks need not talk: all hold the same quotas and demand, and each works out which of an expert's
-    tokens, counted over all ranks in rank order, are its own. A rank that holds a replica fills its
-    quota with its own tokens first, which never changes a rank's load and saves their journey.
+    Ranks do not communicate: all hold the same quotas and demand, and each determines which of an
+    expert's tokens, counted over all ranks in rank order, are its own. A rank that holds a replica
+    fills its quota with its own tokens first; this saves transfers and changes no rank load.
 
     Args:
-        experts: (n, k) int64 this rank's choices, -1 where padded; must count to `demand[ep_rank]`.
-        slots: (E, X) int64 replicas; beyond an expert's last, anything with a quota of 0.
-        holder: (E, X) int64 rank of each.
+        experts: (n, k) int64 choices of this rank, -1 for padding; must count to `demand[ep_rank]`.
+        slots: (E, X) int64 replicas; beyond the last one of an expert, any slot with a quota of 0.
+        holder: (E, X) int64 rank of each replica.
         quotas: (E, X) int64 [tokens] - row sums equal the column sums of demand.
         demand: (R, E) int64 [tokens].
-        ep_rank: whose choices these are.
+        ep_rank: the rank of these choices.
 
     Returns:
-        (n, k) int64 slots, -1 where padded.
+        (n, k) int64 slots, -1 for padding.
     """
     num_experts, width = slots.shape
-    # Of two replicas of an expert on one rank only the first serves at home.
+    # Of two replicas of an expert on one rank only the first serves the rank's own tokens.
     repeated = (holder.unsqueeze(2) == holder.unsqueeze(1)).tril(-1).any(dim=2)
     kept = torch.where(repeated, 0, torch.minimum(demand.t().gather(1, holder), quotas))
     kept_by_rank = torch.zeros_like(demand.t()).scatter_add_(1, holder, kept).t()
@@ -251,5 +257,6 @@ def assign_quotas(
 
 
 def _salt(tables: DispatchTables, layer: int) -> int:
-    """Ranks and layers hash differently, so that their rounding does not pile up on one replica."""
+    """Return a salt that differs by rank and layer, so that rounding does not favour one
+    replica."""
     return tables.ep_rank * 8191 + layer

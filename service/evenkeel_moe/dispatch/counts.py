@@ -1,4 +1,4 @@
-"""What arrays of token counts a dispatcher accepts, and how choices are counted."""
+"""Checks arrays of token counts, and counts choices."""
 
 import torch
 from torch import Tensor
@@ -13,22 +13,23 @@ _EXACT = (
 
 
 def check_counts(counts: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
-    """Hold token counts against what a dispatcher can use.
+    """Check that a dispatcher can use token counts.
 
-    Values are looked at on the CPU only: on a GPU that would stop the stream, and counts that come from
-    `count_choices` are right by construction.
+    Values are checked on the CPU only: on a GPU that would stop the stream, and the counts of
+    `count_choices` are valid by construction.
 
     Args:
         counts: [tokens], any integer type, float32 or float64.
-        shape: what is wanted.
-        what: name in messages.
+        shape: the shape wanted.
+        what: the name used in messages.
 
     Returns:
         The counts as float64.
 
     Raises:
-        ShapeMismatch: another shape.
-        InvalidInput: half precision (float16 cannot hold 2049, bfloat16 not 257), negative or not finite.
+        ShapeMismatch: the shape differs.
+        InvalidInput: half precision (float16 cannot hold 2049, bfloat16 not 257), or values that
+            are negative or not finite.
     """
     check_type(counts, shape, what)
     values = counts.to(torch.float64)
@@ -41,7 +42,7 @@ def check_counts(counts: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
 
 
 def check_type(counts: Tensor, shape: tuple[int, ...], what: str) -> None:
-    """The part of `check_counts` that looks at no value; raises the same."""
+    """Check type and shape as `check_counts` does, but no values."""
     if counts.dtype not in _EXACT:
         kind = str(counts.dtype).removeprefix("torch.")
         raise InvalidInput(
@@ -52,14 +53,14 @@ def check_type(counts: Tensor, shape: tuple[int, ...], what: str) -> None:
 
 
 def bad_values(values: Tensor, what: str) -> InvalidInput:
-    """The error for counts that are negative or not finite."""
+    """Return the error for counts that are negative or not finite."""
     if bool(torch.isfinite(values).all()):
         return InvalidInput(f"{what} hold negative values", Reason.NEGATIVE_COUNT)
     return InvalidInput(f"{what} hold values that are not finite", Reason.NOT_FINITE)
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """(n, k) chosen experts, -1 where padded -> (E,) int64 [tokens], without a host sync."""
+    """Count (n, k) chosen experts, -1 for padding -> (E,) int64 [tokens], without a host sync."""
     flat = experts.reshape(-1).to(torch.int64)
     bucket = torch.where(flat >= 0, flat, num_experts)
     out = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
@@ -67,10 +68,10 @@ def count_choices(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def occurrence(experts: Tensor, num_experts: int) -> Tensor:
-    """How many earlier choices in the batch were for the same expert.
+    """Return, for each choice, the number of earlier choices of the same expert in the batch.
 
     Args:
-        experts: (n, k) int64 - -1 where padded.
+        experts: (n, k) int64, -1 for padding.
         num_experts: E.
 
     Returns:

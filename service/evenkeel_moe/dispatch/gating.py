@@ -1,4 +1,4 @@
-"""Where a token's experts come from: scores of a gate, or a table indexed by the token's id."""
+"""Chooses the experts of a token, by the scores of a gate or by a table indexed by token id."""
 
 import torch
 from torch import Tensor
@@ -9,17 +9,17 @@ __all__ = ["hash_topk", "topk_gate"]
 
 
 def topk_gate(logits: Tensor, top_k: int, *, renormalise: bool = True) -> tuple[Tensor, Tensor]:
-    """The k experts with the largest softmax weight.
+    """Choose the k experts with the largest softmax weight.
 
     Args:
         logits: (n, E) float.
         top_k: k.
-        renormalise: scale the kept weights so that they sum to 1.
+        renormalise: if True, scale the kept weights so that they sum to 1.
 
     Returns:
-        (experts (n, k) int64, best first, weights (n, k) of the logits' type).
+        (experts (n, k) int64, best first, weights (n, k) of the same type as the logits).
 
-    Order: equal logits go to the lower expert id.
+    Order: among equal logits the lower expert id comes first.
 
     Raises:
         ShapeMismatch: logits are not (n, E).
@@ -30,14 +30,15 @@ def topk_gate(logits: Tensor, top_k: int, *, renormalise: bool = True) -> tuple[
     if not 1 <= top_k <= logits.shape[1]:
         raise InvalidInput(f"top_k {top_k} is outside 1..{logits.shape[1]}")
     weights = torch.softmax(logits, dim=1)
-    # topk leaves ties to the device; a stable sort does not.
+    # The order of ties in topk depends on the device; a stable sort has a fixed order.
     experts = torch.argsort(weights, dim=1, descending=True, stable=True)[:, :top_k]
     kept = weights.gather(1, experts)
     return experts, kept / kept.sum(dim=1, keepdim=True) if renormalise else kept
 
 
 def hash_topk(token_ids: Tensor, table: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Experts looked up by token id, weights from the gate: the hash layers of DeepSeek V4.
+    """Look up experts by token id, with weights from the gate, as in the hash layers of DeepSeek
+    V4.
 
     Args:
         token_ids: (n,) int64.
@@ -48,7 +49,7 @@ def hash_topk(token_ids: Tensor, table: Tensor, logits: Tensor) -> tuple[Tensor,
         (experts (n, k) int64, weights (n, k) summing to 1).
 
     Raises:
-        ShapeMismatch: sizes that do not belong together.
+        ShapeMismatch: the sizes do not fit together.
     """
     if token_ids.ndim != 1 or table.ndim != 2 or logits.shape[:1] != token_ids.shape:
         raise ShapeMismatch(
@@ -56,5 +57,6 @@ def hash_topk(token_ids: Tensor, table: Tensor, logits: Tensor) -> tuple[Tensor,
             f" {tuple(table.shape)}, {tuple(logits.shape)}"
         )
     experts = table[token_ids].to(torch.int64)
-    # Over the chosen ones alone: beside a much higher logit that was not chosen, all of them would be rounded to 0.
+    # Softmax over the chosen experts only: a much higher logit of another expert would round all of
+    # them to 0.
     return experts, torch.softmax(logits.gather(1, experts), dim=1)

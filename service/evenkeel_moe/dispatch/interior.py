@@ -1,18 +1,20 @@
-"""LPLB for GPUs: the program of `lplb` for many layers at once, by a primal-dual interior point in torch.
+"""LPLB for GPUs: solves the program of `lplb` for many layers at once, by a primal-dual interior
+point.
 
-Variables per layer: the load x of every copy of a shared expert, a slack s per rank, the peak M and one
-artificial variable a. Constraints, one row per rank and one per shared expert::
+Variables per layer: the load x of every copy of a shared expert, a slack s per rank, the peak M and
+    one artificial variable a. Constraints, one row per rank and one per shared expert::
 
     sum of x on the rank + s - M + a * column = -fixed load
     sum of x of the expert     + a * column =  its load
 
-The artificial (Big-M) column is the residual of the all-ones point, so that this point is feasible from
-the start whatever the batch brings; its price drives it to zero. The matrix is built once per placement;
-a batch writes the right-hand side and that column. The number of iterations is fixed, nothing is read
-back to the host, and all layers go through one batched Cholesky factorisation, so a call can be captured in a
-CUDA graph. Precision is float64: the last digits of the peak need it.
+The artificial (Big-M) column is the residual of the all-ones point, which makes this point feasible
+for any batch; its cost drives it to zero. The matrix is built once per placement; a batch writes
+the right-hand side and that column. The number of iterations is fixed, nothing is read back to the
+host, and all layers share one batched Cholesky factorisation, so a call can be captured in a CUDA
+graph. Precision is float64, which the last digits of the peak need.
 
-Source: mathematics of deepseek-ai/LPLB and SGLang's dispatch blog; Mehrotra's predictor and corrector.
+Source: mathematics of deepseek-ai/LPLB and SGLang's dispatch blog; Mehrotra's predictor and
+    corrector.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from evenkeel_moe.dispatch.counts import check_counts
-from evenkeel_moe.dispatch.lplb import Split
+from evenkeel_moe.dispatch.lplb import TokenSplit
 from evenkeel_moe.dispatch.split_structure import SplitStructure
 from evenkeel_moe.model.placement import Placement
 
@@ -29,7 +31,8 @@ __all__ = ["BatchedSplit"]
 
 _STEP_BACK = 0.995
 _CONVERGED = 1e-13
-"""Mean complementarity below which a layer's iterate is left alone: further steps would only add rounding."""
+"""Mean complementarity below which a layer is not changed any more, because further steps would
+only add rounding errors."""
 
 
 class BatchedSplit:
@@ -42,8 +45,9 @@ class BatchedSplit:
 
         Args:
             placement: (L, S) slots; every expert placed.
-            device: where to solve.
-            iterations: fixed number of predictor-corrector steps; 12 reach 1e-8 on every shape tried.
+            device: to solve on.
+            iterations: fixed number of predictor-corrector steps; 12 reached 1e-8 for all shapes
+                tested.
 
         Raises:
             InfeasiblePlan: an expert has no replica.
@@ -69,7 +73,6 @@ class BatchedSplit:
         present[at] = 1.0
         incidence = torch.zeros(layers, rows * width, ranks, dtype=torch.float64)
         incidence.scatter_(2, holder.reshape(layers, -1, 1), present.reshape(layers, -1, 1))
-        # Where each replica of log2phy finds its share: flat (row, edge) of its layer and expert.
         self.placement = placement
         self._iterations = iterations
         self._entry = [t.to(device) for t in self._entry_maps(structure, row_of, nth, width)]
@@ -87,7 +90,10 @@ class BatchedSplit:
     def _entry_maps(
         structure: SplitStructure, row_of: Tensor, nth: Tensor, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(layer, expert, replica, flat edge, copies) of every replica of a shared expert."""
+        """Return (layer, expert, replica, flat edge, copies) of every replica of a shared expert.
+
+        The flat edge, row * width + edge, is the index of its share in its layer.
+        """
         edge = torch.from_numpy(structure.entry_edge)
         shared, replica = torch.from_numpy(structure.entry_at).unbind(1)
         layer = torch.arange(len(structure.hosts)).repeat_interleave(
@@ -103,19 +109,20 @@ class BatchedSplit:
             torch.from_numpy(structure.copies)[edge].to(torch.float64),
         )
 
-    def solve(self, counts: Tensor) -> Split:
-        """Split one batch of every layer.
+    def solve(self, counts: Tensor) -> TokenSplit:
+        """TokenSplit one batch of every layer.
 
         Args:
-            counts: (L, E) [tokens] on the solver's device; any integer type, float32 or float64.
+            counts: (L, E) [tokens] on the device of the solver; any integer type, float32 or
+                float64.
 
         Returns:
-            Probabilities (each row sums to 1 exactly as floats allow) and the peak they realise, which is
-            never below the optimum.
+            Probabilities (each row sums to 1 up to rounding) and the peak they give, which is never
+            below the optimum.
 
         Raises:
             ShapeMismatch: counts of another placement.
-            InvalidInput: half precision; on the CPU also negative or not finite counts.
+            InvalidInput: half precision; on the CPU also counts that are negative or not finite.
         """
         layers, rows, width, ranks = self._shape
         shape = (layers, self.placement.num_logical_experts)
@@ -126,7 +133,8 @@ class BatchedSplit:
         fixed = torch.zeros(layers, ranks, dtype=torch.float64, device=load.device)
         fixed.scatter_add_(1, self._fixed_rank, load * self._is_fixed)
         wanted = load.gather(1, self._expert) * self._row_present
-        # An expert without tokens has no interior: its copies leave the program for this batch.
+        # With an expert without tokens the program has no interior point, so its copies are left
+        # out.
         live = self._present * (wanted > 0).unsqueeze(2)
         x = _interior_point(
             fixed, wanted, live.reshape(layers, -1), self._incidence, rows, self._iterations
@@ -143,13 +151,22 @@ class BatchedSplit:
         probabilities[layer, expert, replica] = torch.where(
             idle, self._even[layer, expert, replica], found
         )
-        return Split(probabilities, used.amax(dim=1) * scale.squeeze(1))
+        return TokenSplit(probabilities, used.amax(dim=1) * scale.squeeze(1))
 
 
 def _interior_point(
     fixed: Tensor, wanted: Tensor, live: Tensor, incidence: Tensor, rows: int, iterations: int
 ) -> Tensor:
-    """Loads of the copies: (L, rows * width) for fixed (L, R), wanted (L, rows), live (L, rows * width)."""
+    """Return the (L, rows * width) loads of the copies.
+
+    Args:
+        fixed: (L, R) fixed load of the ranks.
+        wanted: (L, rows) load of the shared experts.
+        live: (L, rows * width) 1 for copies in the program.
+        incidence: (L, rows * width, R) 1 if the copy is on the rank.
+        rows: largest number of shared experts of a layer.
+        iterations: number of predictor-corrector steps.
+    """
     program = _Program.of(fixed, wanted, live, incidence, rows)
     mask = program.mask
     v = mask.clone()
@@ -171,13 +188,14 @@ def _interior_point(
             weight: Tensor = weight,
             factor: Tensor = factor,
         ) -> tuple[Tensor, Tensor, Tensor]:
-            """Newton step (dv, dz, dy) that takes `aim` off every product v * z."""
+            """Return the Newton step (dv, dz, dy) that subtracts `aim` from every product v * z."""
             side = primal + program.product(weight * dual + aim / divisor)
             dy = torch.cholesky_solve(side.unsqueeze(2), factor).squeeze(2)
             dz = (dual - program.transposed(dy)) * mask
             return (-aim / divisor - weight * dz) * mask, dz, dy
 
-        # Predictor: straight for the optimum. How far it gets says how much centring the corrector needs.
+        # The predictor aims directly at the optimum. Its step length determines the centring of the
+        # corrector.
         dv, dz, _ = direction(v * z * mask)
         ahead = (v + _reach(v, dv, mask) * dv) * (z + _reach(z, dz, mask) * dz)
         left_over = ahead.sum(dim=1, keepdim=True) / unknowns
@@ -193,22 +211,25 @@ def _interior_point(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Program:
-    """One batch's programs in standard form. Unknowns are stacked as [x | s | M | a], rows as [ranks | experts]."""
+    """The programs of one batch in standard form.
+
+    Unknowns are stacked as [x | s | M | a], rows as [ranks | experts].
+    """
 
     rhs: Tensor
     """(L, R + rows)."""
     cost: Tensor
     """(L, unknowns)."""
     column: Tensor
-    """(L, R + rows) of the artificial variable: what the all-ones point misses."""
+    """(L, R + rows) column of the artificial variable: the residual of the all-ones point."""
     inside: Tensor
-    """(L, edges, R) 1 where a live copy is on a rank."""
+    """(L, edges, R) 1 if a live copy is on a rank."""
     live: Tensor
     """(L, edges)."""
     mask: Tensor
-    """(L, unknowns) 0 for dead copies, which stay 0 throughout."""
+    """(L, unknowns) 0 for copies outside the program, whose load stays 0."""
     filler: Tensor
-    """(L, R + rows) 1 on rows without unknowns, to keep the normal matrix regular."""
+    """(L, R + rows) 1 for rows without unknowns, to keep the normal matrix regular."""
     rows: int
     ranks: int
 
@@ -216,7 +237,7 @@ class _Program:
     def of(
         cls, fixed: Tensor, wanted: Tensor, live: Tensor, incidence: Tensor, rows: int
     ) -> "_Program":
-        """The programs of a batch."""
+        """Build the programs of a batch."""
         layers, ranks = fixed.shape
         edges = live.shape[1]
         rhs = torch.cat([-fixed, wanted], dim=1)
@@ -228,7 +249,7 @@ class _Program:
         column = (rhs - bare.product(mask)) * torch.cat([torch.ones_like(fixed), alive], dim=1)
         cost = torch.zeros_like(mask)
         cost[:, edges + ranks] = 1.0
-        # Duals of ranks sum to 1, those of experts are at most 1: no column can earn more than this.
+        # Duals of ranks sum to 1 and those of experts are at most 1, so this cost exceeds any gain.
         cost[:, -1] = 1.0 + 2.0 * (
             column[:, :ranks].abs().amax(dim=1) + column[:, ranks:].clamp(min=0).sum(dim=1)
         )
@@ -236,12 +257,15 @@ class _Program:
         return cls(rhs, cost, column, inside, live, mask, filler, rows, ranks)
 
     def dual_start(self) -> tuple[Tensor, Tensor]:
-        """A strictly feasible dual point (y, z): all duals at -1 / 2R leave every reduced cost positive."""
+        """Return a strictly feasible dual point (y, z).
+
+        With all duals at -1 / 2R every reduced cost is positive.
+        """
         y = torch.full_like(self.rhs, -0.5 / self.ranks)
         return y, (self.cost - self.transposed(y)) * self.mask
 
     def product(self, v: Tensor) -> Tensor:
-        """A v: (L, R + rows)."""
+        """Return A v: (L, R + rows)."""
         edges = self.live.shape[1]
         x = v[:, :edges] * self.live
         on_rank = torch.bmm(x.unsqueeze(1), self.inside).squeeze(1)
@@ -250,7 +274,7 @@ class _Program:
         return torch.cat([on_rank, of_expert], dim=1) + self.column * v[:, -1:]
 
     def transposed(self, y: Tensor) -> Tensor:
-        """A^T y: (L, unknowns)."""
+        """Return A^T y: (L, unknowns)."""
         on_rank, of_expert = y[:, : self.ranks], y[:, self.ranks :]
         width = self.live.shape[1] // self.rows
         x = torch.bmm(self.inside, on_rank.unsqueeze(2)).squeeze(2)
@@ -259,7 +283,7 @@ class _Program:
         return torch.cat([x, on_rank, peak, (self.column * y).sum(dim=1, keepdim=True)], dim=1)
 
     def factorised(self, weight: Tensor) -> Tensor:
-        """Cholesky factor of A diag(weight) A^T: (L, R + rows, R + rows)."""
+        """Return the Cholesky factor of A diag(weight) A^T: (L, R + rows, R + rows)."""
         layers, edges = self.live.shape
         ranks = self.ranks
         of_x = weight[:, :edges]
@@ -274,16 +298,17 @@ class _Program:
         normal[:, :ranks, :ranks] += weight[:, -2].reshape(-1, 1, 1)
         outer = self.column.unsqueeze(2) * self.column.unsqueeze(1)
         normal = normal + weight[:, -1].reshape(-1, 1, 1) * outer
-        # Near the end weights span 20 decades; a unit diagonal and a breath more keep the factor finite.
+        # Near the end weights span 20 decades; a unit diagonal plus a small number keeps the factor
+        # finite.
         size = normal.diagonal(dim1=1, dim2=2).rsqrt()
         scaled = normal * size.unsqueeze(2) * size.unsqueeze(1)
         scaled.diagonal(dim1=1, dim2=2).add_(1e-14)
-        # Unlike `cholesky`, this one does not ask the device whether it worked; a failure shows as NaN.
+        # Unlike `cholesky`, this does not synchronise to check for success; a failure gives NaN.
         factor: Tensor = torch.linalg.cholesky_ex(scaled).L
         return factor / size.unsqueeze(2)
 
 
 def _reach(value: Tensor, step: Tensor, mask: Tensor) -> Tensor:
-    """(L, 1) how far a step can go before an unknown turns negative, at most 1."""
+    """Return the (L, 1) largest step length, at most 1, that keeps every unknown non-negative."""
     ratio = torch.where((step < 0) & (mask > 0), value / -step.clamp(max=-1e-300), torch.inf)
     return ratio.amin(dim=1, keepdim=True).clamp(max=1.0)

@@ -1,7 +1,9 @@
-"""Libra as a replica choice: own tokens stay, the others are sharded over resident and transient replicas.
+"""Libra as a replica choice: own tokens stay, the others are split over resident and transient
+replicas.
 
-Transient replicas have slot ids of their own, behind the placement's: the j-th expert that rank r brought in for a
-layer is slot S + r * N + j. No placement holds such a slot, so none can be migrated, reported or copied from.
+Transient replicas have slot ids after those of the placement: the j-th expert that rank r has
+    fetched for a layer is slot S + r * N + j. No placement holds such a slot, so none can be
+    migrated, reported or copied from.
 """
 
 from dataclasses import dataclass
@@ -23,20 +25,20 @@ __all__ = ["LibraChoice", "LayerQuotas"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerQuotas:
-    """One layer's sharding as every rank applies it: a replica per expert and rank, and how much it serves."""
+    """The sharding of one layer as every rank applies it: replicas and their numbers of tokens."""
 
     slots: Tensor
-    """(E, R) int64 slot of the expert on the rank, resident or transient; 0 where it has none."""
+    """(E, R) int64 slot of the expert on the rank, resident or transient; 0 if it has none."""
     quotas: Tensor
-    """(E, R) int64 [tokens] the rank computes for the expert, its own included."""
+    """(E, R) int64 [tokens] that the rank computes for the expert, its own included."""
     demand: Tensor
     """(R, E) int64 [tokens]."""
     hosts: NDArray[np.bool_]
-    """(E, R) who has the expert."""
+    """(E, R) True if the rank has the expert."""
     sharding: Sharding
 
     def assign(self, experts: Tensor, source: int) -> Tensor:
-        """(n, k) slots of a source rank's choices; every rank gets the same answer for every source."""
+        """Return the (n, k) slots of the choices of a source rank; all ranks agree on them."""
         device = experts.device
         ranks = torch.arange(self.slots.shape[1], device=device).expand(self.slots.shape)
         slots, quotas, demand = (t.to(device) for t in (self.slots, self.quotas, self.demand))
@@ -44,7 +46,7 @@ class LayerQuotas:
 
 
 class LibraChoice:
-    """Two-stage dispatch of one rank. Every rank holds the same plans, computed from the same counts."""
+    """Two-stage dispatch of one rank; all ranks compute the same plans from the same counts."""
 
     needs = DemandNeeded.DEMAND
 
@@ -61,7 +63,8 @@ class LibraChoice:
 
         Args:
             tables: of this rank.
-            max_extra: N, transient experts per rank and layer; 0 shards over the placement's replicas only.
+            max_extra: N, transient experts per rank and layer; 0 shards over the placement's
+                replicas only.
             locality: alpha of `plan_replicas`.
             rule: of `shard_tokens`.
             tolerance: of `shard_tokens`.
@@ -81,22 +84,23 @@ class LibraChoice:
         ]
         self._planned: dict[int, TransientReplicas] = {}
         self.last_sharding: Sharding | None = None
-        """What the last batch was assigned: for figures, and for engines that run local before remote."""
+        """The assignment of the last batch, for statistics and for engines that run the local stage
+        first."""
 
     @property
     def num_slots(self) -> int:
-        """S + R * N: slots an engine must be able to address."""
+        """S + R * N, the number of slots an engine must be able to address."""
         return self._tables.placement.num_slots + self._tables.num_ranks * self._max_extra
 
     def plan(self, layer: int, predicted: Tensor) -> TransientReplicas:
-        """Choose what every rank brings in for a layer; called while the layer before computes.
+        """Choose the transient replicas of a layer; call it while the previous layer computes.
 
         Args:
-            layer: the layer the copies are for.
+            layer: the layer of the replicas.
             predicted: (R, E) [tokens] predicted demand of every source rank.
 
         Returns:
-            The plan, which the next `choose` for the layer uses, once.
+            The plan; the next `choose` for the layer uses it once.
 
         Raises:
             ShapeMismatch, InvalidInput: counts of another deployment or type.
@@ -110,7 +114,8 @@ class LibraChoice:
         return plan
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """See `ReplicaChoice.choose`; slots from S on are transient. Runs on the CPU, as Libra does."""
+        """See `ReplicaChoice.choose`; slots from S on are transient. Runs on the CPU, as in
+        Libra."""
         check_experts(experts)
         if demand is None:
             raise InvalidInput(
@@ -119,15 +124,17 @@ class LibraChoice:
         return self.shard(layer, demand).assign(experts, self._tables.ep_rank)
 
     def hosts(self, layer: int) -> NDArray[np.bool_]:
-        """(E, R) who can compute what in a layer, by the plan the next `shard` will use."""
+        """Return (E, R) True for ranks that have an expert under the plan the next `shard` uses."""
         plan = self._planned.get(layer)
         return plan.hosts if plan is not None else self._resident[layer]
 
     def shard(self, layer: int, demand: Tensor) -> LayerQuotas:
-        """Decide a layer, using up its plan. Holds no lock and calls no torch on a GPU: fit for a thread of its own.
+        """Assign the tokens of a layer and consume its plan.
+
+        It holds no lock and makes no GPU call, so it can run in a thread of its own.
 
         Args:
-            layer: which.
+            layer: index of the layer.
             demand: (R, E) int64 [tokens] of every source rank.
 
         Raises:
@@ -149,12 +156,12 @@ class LibraChoice:
         )
 
     def _slots(self, layer: int, plan: TransientReplicas | None) -> Tensor:
-        """(E, R) one slot per expert and rank that has it."""
+        """Return (E, R) one slot for each expert and rank that has it."""
         placement = self._tables.placement
         slots = np.zeros((placement.num_logical_experts, placement.num_ranks), np.int64)
         row = placement.phy2log[layer]
         held = np.flatnonzero(row >= 0)[::-1]
-        # Backwards, so that of two copies on one rank the first one stands.
+        # Backwards, so that of two copies on one rank the first one is kept.
         slots[row[held], held // placement.slots_per_rank] = held
         if plan is not None:
             for rank, place in np.argwhere(plan.extra >= 0):

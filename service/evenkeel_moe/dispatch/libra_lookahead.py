@@ -1,7 +1,8 @@
-"""Libra's lookahead predictor: the next layer's gate, asked early, about this layer's hidden state.
+"""Libra's lookahead predictor: applies the gate of the next layer to the hidden state of this
+layer.
 
-Hidden states change little from layer to layer, so the answer is mostly right, and it is there before the next
-layer needs it.
+Hidden states change little from layer to layer, so the prediction is mostly right, and it is known
+before the next layer starts.
 
 Source: Libra, section 3.2; accuracy as in its Table 1.
 """
@@ -19,24 +20,25 @@ class Lookahead:
     """Predicts the experts of layer l + 1 from the hidden state that enters the MoE of layer l."""
 
     def __init__(self, gates: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        """gates: (L,) the layers' routers as the model uses them, (n, D) hidden -> (n, k) experts.
+        """Take the routers of the (L,) layers as the model uses them: (n, D) hidden -> (n, k)
+        experts.
 
-        Passing the routers whole keeps norms, biases and group limits in the prediction.
+        Complete routers keep norms, biases and group limits in the prediction.
         """
         self._gates = gates
 
     def predict(self, layer: int, hidden: Tensor) -> Tensor | None:
-        """Experts the tokens will choose in layer + 1.
+        """Predict the experts the tokens will choose in layer + 1.
 
         Args:
-            layer: the layer at work.
+            layer: the present layer.
             hidden: (n, D) hidden state before its MoE.
 
         Returns:
             (n, k) int64, None after the last layer.
 
         Raises:
-            InvalidInput: no such layer.
+            InvalidInput: the layer does not exist.
         """
         if not 0 <= layer < len(self._gates):
             raise InvalidInput(f"layer {layer} is outside 0..{len(self._gates) - 1}")
@@ -44,17 +46,17 @@ class Lookahead:
 
 
 def prediction_accuracy(predicted: Tensor, actual: Tensor) -> float:
-    """Share of the experts really chosen that were predicted, order aside.
+    """Return the share of the chosen experts that were predicted, in any order.
 
     Args:
         predicted: (n, k') int64.
-        actual: (n, k) int64, -1 where padded.
+        actual: (n, k) int64, -1 for padding.
 
     Returns:
-        0..1; NaN where nothing was chosen.
+        0..1; NaN if no expert was chosen.
 
     Raises:
-        ShapeMismatch: another number of tokens.
+        ShapeMismatch: the numbers of tokens differ.
     """
     if predicted.ndim != 2 or actual.ndim != 2 or predicted.shape[0] != actual.shape[0]:
         raise ShapeMismatch(

@@ -1,7 +1,7 @@
-"""Libra's replication planning: which experts each rank brings in for one layer of one batch.
+"""Libra's replication planning: the experts each rank fetches for one layer of one batch.
 
-Planned on predicted demand while the layer before computes. The copies are transient: they live in a
-prefetch buffer for one layer, are in no placement, and nothing is ever copied from them.
+It uses predicted demand and runs while the previous layer computes. The copies are transient: they
+live in a prefetch buffer for one layer, are in no placement, and are never the source of a copy.
 
 Source: Libra, section 3.2 and Algorithm 1.
 """
@@ -20,21 +20,21 @@ __all__ = ["TransientReplicas", "extra_budget", "plan_replicas", "resident_mask"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TransientReplicas:
-    """What every rank prefetches for one layer, and what it then holds."""
+    """The experts every rank prefetches for one layer, and those it then holds."""
 
     hosts: NDArray[np.bool_]
-    """(E, R) rank r can compute expert e, resident or transient."""
+    """(E, R) True if rank r can compute expert e, resident or transient."""
     extra: NDArray[np.int64]
-    """(R, N) experts brought in, in the order chosen; -1 beyond."""
+    """(R, N) experts fetched, in the order chosen; -1 after the last."""
 
     @property
     def copies(self) -> int:
-        """Experts moved for this layer, all ranks together."""
+        """The number of experts fetched for this layer by all ranks."""
         return int((self.extra >= 0).sum())
 
 
 def resident_mask(placement: Placement, layer: int) -> NDArray[np.bool_]:
-    """(E, R) rank r holds expert e in the placement."""
+    """Return (E, R) True if rank r holds expert e in the placement."""
     row = placement.phy2log[layer]
     held = row >= 0
     mask = np.zeros((placement.num_logical_experts, placement.num_ranks), np.bool_)
@@ -50,26 +50,26 @@ def extra_budget(
     bytes_per_s: float,
     most: int | None = None,
 ) -> int:
-    """N: how many experts a rank can bring in, by memory and by time.
+    """Return N, the number of experts a rank can fetch, by memory and by time.
 
     Args:
         free_bytes: memory for both halves of the double buffer.
         bytes_per_expert: of one expert, scales included.
-        window_s: seconds the copies may take: the remote stage and what follows it until the next layer's local
-            stage needs the experts.
+        window_s: seconds the copies may take: from the start of the remote stage until the local
+            stage of the next layer needs the experts.
         bytes_per_s: peer-to-peer bandwidth of one rank.
-        most: upper limit, for example experts the model has.
+        most: upper limit, for example the number of experts of the model.
 
     Returns:
         N >= 0.
 
     Raises:
-        InvalidInput: sizes that are not positive, negative room or time.
+        InvalidInput: a size is not positive, or memory or time is negative.
     """
     if bytes_per_expert < 1 or bytes_per_s <= 0 or free_bytes < 0 or window_s < 0:
         raise InvalidInput(
-            f"{free_bytes} free bytes, {bytes_per_expert} bytes per expert, {window_s} s at {bytes_per_s} B/s"
-            " do not describe a budget"
+            f"{free_bytes} free bytes, {bytes_per_expert} bytes per expert,"
+            f" {window_s} s at {bytes_per_s} B/s do not describe a budget"
         )
     by_memory = free_bytes // (2 * bytes_per_expert)
     by_time = int(window_s * bytes_per_s / bytes_per_expert)
@@ -85,29 +85,30 @@ def plan_replicas(
     locality: float = 0.5,
     fill: bool = True,
 ) -> TransientReplicas:
-    """Choose transient replicas in two phases: first what a rank's own tokens want, then what balances.
+    """Choose transient replicas in two phases: for the own tokens of a rank, then for balance.
 
-    Phase 2 goes beyond the letter of the source: it counts remote tokens where token sharding will put them,
-    on copies that exist before it makes new ones, and where the hottest expert cannot be placed it tries the
-    next instead of giving the turn up. Otherwise it spends copies on ranks that need no relief.
+    Phase 2 differs from the source in two ways, without which it spends copies on ranks that need
+    no relief. It counts remote tokens where token sharding will put them, on existing copies before
+    it creates new ones; and if the hottest expert cannot be placed, it tries the next one.
 
     Args:
-        demand: (R, E) [tokens] predicted choices of each rank's tokens.
-        resident: (E, R) which rank holds which expert in the placement.
+        demand: (R, E) [tokens] predicted choices of the tokens of each rank.
+        resident: (E, R) True if the rank holds the expert in the placement.
         max_extra: N, transient experts per rank.
-        locality: alpha, share of N that phase 1 may use.
-        fill: spend what is left of N on further copies of the experts with the most remote tokens per host: N fits
-            the window anyway, and predictions are wrong somewhere. False stops when the prediction is balanced.
+        locality: alpha, the share of N that phase 1 may use.
+        fill: if True, use the rest of N for further copies of the experts with the most remote
+            tokens per host: N copies fit the window anyway, and predictions are never exact. If
+            False, stop when the prediction is balanced.
 
     Returns:
-        Hosts and extras.
+        The fetched experts and the resulting hosts.
 
     Order: ties go to the lower expert id and the lower rank.
 
     Raises:
-        ShapeMismatch: demand and residents of different deployments.
-        InvalidInput: negative demand or N, locality outside 0..1.
-        InfeasiblePlan: an expert no rank holds.
+        ShapeMismatch: demand and residents are of different deployments.
+        InvalidInput: demand or N is negative, or locality outside 0..1.
+        InfeasiblePlan: no rank holds an expert.
     """
     load = np.ascontiguousarray(demand, np.float64)
     if load.ndim != 2 or resident.shape != load.shape[::-1]:
@@ -142,10 +143,10 @@ def _plan_kernel(
     taken: NDArray[np.int64],
     local_extra: int,
 ) -> None:
-    """Algorithm 1 on (R, E) demand; writes hosts (E, R), extra (R, N) and taken (R,)."""
+    """Run Algorithm 1 on (R, E) demand; writes hosts (E, R), extra (R, N) and taken (R,)."""
     ranks, experts = demand.shape
     resident = hosts.copy()
-    # Phase 1: each rank brings in the remote experts its own tokens want most.
+    # Phase 1: each rank fetches the remote experts that its own tokens choose most.
     for rank in range(ranks):
         for _ in range(local_extra):
             best = -1
@@ -158,7 +159,7 @@ def _plan_kernel(
             hosts[best, rank] = True
             extra[rank, taken[rank]] = best
             taken[rank] += 1
-    # Load under the mapping: own tokens stay, remote ones go to the residents evenly.
+    # Load under these hosts: own tokens stay, remote ones are split evenly over the residents.
     remote = np.zeros((ranks, experts))
     load = np.zeros(ranks)
     for e in range(experts):
@@ -175,8 +176,9 @@ def _plan_kernel(
                 remote[rank, e] = away / homes
                 load[rank] += remote[rank, e]
     target = load.sum() / ranks
-    # Phase 2: relieve the fullest rank over hosts its experts have, else copy one to the emptiest rank.
-    # Both end: a move ends in a rank filled or relieved, or an expert moved away; a copy uses up budget.
+    # Phase 2: relieve the fullest rank over existing hosts of its experts, else copy an expert to
+    # the emptiest rank. Both end: each move fills or relieves a rank or moves an expert away; each
+    # copy uses up budget.
     for _ in range(4 * ranks * experts):
         source = int(np.argmax(load))
         if load[source] <= target * (1.0 + 1e-9):
@@ -185,7 +187,8 @@ def _plan_kernel(
             continue
         if _relieve(source, True, target, demand, hosts, extra, taken, remote, load, target):
             continue
-        # Where every rank's own tokens overfill it, less than the fullest rank is still a relief.
+        # If the own tokens of every rank exceed the target, a rank below the fullest is still a
+        # relief.
         if not _relieve(
             source, True, load[source], demand, hosts, extra, taken, remote, load, target
         ):
@@ -199,7 +202,7 @@ def _fill_kernel(
     extra: NDArray[np.int64],
     taken: NDArray[np.int64],
 ) -> None:
-    """Copy the experts with the most remote tokens per host to the ranks with the most places left."""
+    """Copy the experts with the most remote tokens per host to the ranks with the most room."""
     ranks, experts = demand.shape
     away = np.zeros(experts)
     count = np.zeros(experts, np.int64)
@@ -245,10 +248,11 @@ def _relieve(
     load: NDArray[np.float64],
     target: float,
 ) -> bool:
-    """Move remote tokens of the fullest rank's hottest expert to the emptiest rank that has, or gets, a copy.
+    """Move remote tokens of the hottest expert of the fullest rank to the emptiest rank with a
+    copy.
 
-    A rank that gets a copy computes its own tokens for the expert from then on, wanted there or not; no rank
-    may reach `ceiling` with them.
+    With `copying`, that rank first gets a copy. It then always computes its own tokens for the
+    expert, and must stay below `ceiling` with them.
     """
     ranks = remote.shape[0]
     for e in np.argsort(-remote[source], kind="mergesort"):
@@ -266,7 +270,7 @@ def _relieve(
                 goal = rank
         if goal < 0 or load[goal] >= target * (1.0 - 1e-9):
             continue
-        # Tokens that come home must be on their way to another rank, or nothing is gained.
+        # The new host must have own tokens that so far go to another rank, else nothing is gained.
         if copying and ceiling > target and demand[goal, e] <= 0.0:
             continue
         if copying:
@@ -292,7 +296,8 @@ def _localise(
     remote: NDArray[np.float64],
     load: NDArray[np.float64],
 ) -> None:
-    """A rank's own tokens come home: off the fullest rank first, then off whoever has the expert's remote tokens."""
+    """Move the own tokens of a new host to it, first from the fullest rank, then from other
+    ranks."""
     load[goal] += tokens
     for turn in range(remote.shape[0] + 1):
         rank = source if turn == 0 else turn - 1

@@ -1,12 +1,13 @@
-"""Libra's two-stage execution as a schedule: what runs on which resource, and after what.
+"""Libra's two-stage execution as a schedule of tasks with resources and dependencies.
 
-Local tokens first, remote ones second. Everything that decides about remote tokens, and the dispatch itself (an
-all-gather, which needs no decision), fits beside the local stage; planning and fetching the next layer's
-experts fits beside the remote stage. Experts sit in two buffers: even layers compute from one while
-the odd layer's experts arrive in the other, so a fetch never touches what is being computed on.
+Local tokens are computed first, remote ones second. Everything that decides about remote tokens,
+and the dispatch itself (an all-gather, which needs no decision), runs in parallel with the local
+stage; planning and fetching the experts of the next layer runs in parallel with the remote stage.
+There are two expert buffers: even layers compute from one while the experts of the odd layer arrive
+in the other, so a fetch never overwrites experts in use.
 
-`timeline` computes when each task starts and ends; engines issue the tasks in the listed order, and
-only wait where `after` says so.
+`timeline` computes when each task starts and ends; engines issue the tasks in the listed order and
+wait only for the tasks in `after`.
 
 Source: Libra, section 3.1, Figure 4, section 4 and Table 2.
 """
@@ -21,46 +22,46 @@ __all__ = [
     "PrefetchBuffers",
     "Resource",
     "Span",
-    "Stage",
+    "LibraStage",
     "Task",
-    "hidden_s",
     "layer_tasks",
     "timeline",
 ]
 
 
-class Stage(StrEnum):
+class LibraStage(StrEnum):
     """The parts of one MoE layer."""
 
     GATE = "gate"
     PREDICT = "predict"
-    """Lookahead: the next layer's gate on this layer's hidden state."""
+    """Lookahead: the gate of the next layer applied to the hidden state of this layer."""
     DISPATCH = "dispatch"
     """All-gather of the tokens."""
     EXCHANGE_DEMAND = "exchange_demand"
-    """Counts of this layer, and predicted ones of the next, to the CPU of every rank."""
+    """Sends the counts of this layer and the predicted ones of the next to the CPU of every
+    rank."""
     SHARD = "shard"
     """Algorithm 2, on the CPU."""
     RETURN_PLAN = "return_plan"
-    """Sharding back to the GPU."""
+    """Copies the sharding back to the GPU."""
     LOCAL = "local"
-    """Own tokens through own experts."""
+    """Computes own tokens with own experts."""
     PLAN = "plan"
     """Algorithm 1 for the next layer, on the CPU."""
     PREFETCH = "prefetch"
-    """Expert weights of the next layer into the other buffer."""
+    """Copies expert weights of the next layer into the other buffer."""
     REMOTE = "remote"
     COMBINE = "combine"
 
 
 class Resource(StrEnum):
-    """What a task occupies; one task at a time each."""
+    """A resource that a task occupies; each runs one task at a time."""
 
     COMPUTE = "compute"
-    """The GPU's compute stream."""
+    """The compute stream of the GPU."""
     CPU = "cpu"
     NETWORK = "network"
-    """The collectives' stream."""
+    """The stream of the collectives."""
     COPY = "copy"
     """The copy engines."""
 
@@ -70,21 +71,21 @@ class Task:
     """One stage of one layer."""
 
     layer: int
-    stage: Stage
+    stage: LibraStage
     resource: Resource
-    after: tuple[tuple[int, Stage], ...]
-    """(layer, stage) of what must have ended."""
+    after: tuple[tuple[int, LibraStage], ...]
+    """(layer, stage) of the tasks that must have ended before."""
 
 
 def layer_tasks(layer: int, num_layers: int) -> tuple[Task, ...]:
-    """The tasks of one MoE layer in the order an engine issues them.
+    """Return the tasks of one MoE layer in the order an engine issues them.
 
     Raises:
-        InvalidInput: no such layer.
+        InvalidInput: the layer does not exist.
     """
     if not 0 <= layer < num_layers:
         raise InvalidInput(f"layer {layer} is outside 0..{num_layers - 1}")
-    s, r = Stage, Resource
+    s, r = LibraStage, Resource
     before = ((layer - 1, s.COMBINE),) if layer else ()
     fetched = ((layer - 1, s.PREFETCH),) if layer else ()
     more = layer + 1 < num_layers
@@ -106,7 +107,7 @@ def layer_tasks(layer: int, num_layers: int) -> tuple[Task, ...]:
         ),
     ]
     if more:
-        # The buffer of the next layer was last read two layers ago, which has long ended.
+        # The buffer of the next layer was last read by the previous layer, which has ended.
         tasks += [
             Task(layer, s.PLAN, r.CPU, ((layer, s.SHARD),)),
             Task(layer, s.PREFETCH, r.COPY, ((layer, s.PLAN),)),
@@ -117,27 +118,27 @@ def layer_tasks(layer: int, num_layers: int) -> tuple[Task, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a task ran."""
+    """The time span in which a task ran."""
 
     task: Task
     start_s: float
     end_s: float
 
 
-def timeline(tasks: tuple[Task, ...], seconds: Mapping[Stage, float]) -> tuple[Span, ...]:
-    """Run tasks in order, each as soon as its resource and what it waits for are free.
+def timeline(tasks: tuple[Task, ...], seconds: Mapping[LibraStage, float]) -> tuple[Span, ...]:
+    """Compute the times of tasks that start as soon as their resource and dependencies allow.
 
     Args:
         tasks: in the order they are issued.
         seconds: duration of each stage; stages left out take no time.
 
     Raises:
-        InvalidInput: a negative duration, or a task that waits for one not issued before it.
+        InvalidInput: a duration is negative, or a task waits for one that is not issued before it.
     """
     if any(value < 0 for value in seconds.values()):
         raise InvalidInput("durations must not be negative")
     free: dict[Resource, float] = {}
-    ended: dict[tuple[int, Stage], float] = {}
+    ended: dict[tuple[int, LibraStage], float] = {}
     spans = []
     for task in tasks:
         for wanted in task.after:
@@ -153,42 +154,33 @@ def timeline(tasks: tuple[Task, ...], seconds: Mapping[Stage, float]) -> tuple[S
     return tuple(spans)
 
 
-def hidden_s(spans: tuple[Span, ...], stage: Stage) -> float:
-    """Seconds of a stage's tasks during which the compute stream was at work too."""
-    busy = [(s.start_s, s.end_s) for s in spans if s.task.resource is Resource.COMPUTE]
-    total = 0.0
-    for span in spans:
-        if span.task.stage is stage:
-            total += sum(
-                max(0.0, min(span.end_s, high) - max(span.start_s, low)) for low, high in busy
-            )
-    return total
-
-
 class PrefetchBuffers:
-    """Which transient expert is in which place of the even and the odd buffer.
+    """Tracks the transient experts in the places of the even and the odd buffer.
 
-    A layer's experts arrive while the layer before computes from the other buffer. What is here is never part
-    of a placement and never the source of a copy: it is gone with the next layer of the same parity.
+    The experts of a layer arrive while the previous layer computes from the other buffer. They are
+    never part of a placement and never the source of a copy: the next layer of the same parity
+    replaces them.
     """
 
     def __init__(self, size: int) -> None:
-        """size: N, places per buffer.
+        """Create two empty buffers of `size` = N places each.
 
         Raises:
-            InvalidInput: negative size.
+            InvalidInput: the size is negative.
         """
         if size < 0:
-            raise InvalidInput(f"a buffer of {size} places cannot be")
+            raise InvalidInput(f"buffer size is {size}, must not be negative")
         self.size = size
         self._held: list[tuple[int, tuple[int, ...]] | None] = [None, None]
         self._computing: int | None = None
 
     def prefetch(self, layer: int, experts: tuple[int, ...]) -> int:
-        """Claim the buffer of a layer for its experts; 0 for the even one, 1 for the odd one.
+        """Reserve the buffer of a layer for its experts; returns 0 for the even one, 1 for the odd
+        one.
 
         Raises:
-            InvalidInput: more experts than places, or the buffer is being computed from.
+            InvalidInput: there are more experts than places, or a layer is computing from the
+                buffer.
         """
         if len(experts) > self.size:
             raise InvalidInput(f"{len(experts)} experts for {self.size} places")
@@ -200,12 +192,12 @@ class PrefetchBuffers:
         return layer % 2
 
     def begin(self, layer: int) -> tuple[int, ...]:
-        """Experts a layer finds in its buffer, in place order; it keeps the buffer until `end`."""
+        """Start a layer, which keeps its buffer until `end`; returns its experts in place order."""
         self._computing = layer
         held = self._held[layer % 2]
         return held[1] if held is not None and held[0] == layer else ()
 
     def end(self, layer: int) -> None:
-        """The layer no longer reads its buffer; what was in it is gone."""
+        """End a layer and clear its buffer."""
         self._computing = None
         self._held[layer % 2] = None

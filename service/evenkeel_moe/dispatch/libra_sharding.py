@@ -1,10 +1,12 @@
-"""Libra's adaptive token sharding: which replica serves the tokens that have to travel.
+"""Libra's adaptive token sharding: chooses the replicas that serve remote tokens.
 
-A token whose expert is on its own rank stays there, untouched: that is the local stage, which starts right after
-the gate. Only the others are assigned, by a greedy rule cheap enough for a CPU thread beside that stage.
+A token whose expert is on its own rank stays there: that is the local stage, which starts directly
+    after the gate. Only the other tokens are assigned, by a rule fast enough for a CPU thread in
+    parallel with that stage.
 
-Two rules: GREEDY is Algorithm 2 as published; EXACT solves the same problem to its optimum in whole tokens with
-the flow of `split_kernels`, in less time. Greedy stops where relief would need two moves in a row.
+There are two rules. GREEDY is Algorithm 2 as published; it stops if a relief would need two moves
+in a row. EXACT solves the same problem to its optimum in whole tokens with the flow of
+`split_kernels`, in less time.
 
 Source: Libra, section 3.3 and Algorithm 2.
 """
@@ -24,26 +26,26 @@ __all__ = ["Sharding", "ShardingRule", "shard_tokens", "split_by_locality"]
 
 
 class ShardingRule(StrEnum):
-    """How remote tokens are assigned."""
+    """A rule that assigns remote tokens."""
 
     GREEDY = "greedy"
-    """Algorithm 2, which never moves more than the excess of the rank it relieves."""
+    """Algorithm 2, which never moves more than the excess of the relieved rank."""
     EXACT = "exact"
-    """The least peak whole tokens allow."""
+    """The least peak that is possible with whole tokens."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sharding:
-    """Who computes what in one layer of one batch."""
+    """The assignment of tokens to ranks in one layer of one batch."""
 
     local: NDArray[np.int64]
-    """(R, E) [tokens] of rank r's own that it computes for expert e: the local stage."""
+    """(R, E) own [tokens] that rank r computes for expert e: the local stage."""
     remote: NDArray[np.int64]
-    """(R, E) [tokens] from elsewhere that rank r computes for expert e: the remote stage."""
+    """(R, E) [tokens] of other ranks that rank r computes for expert e: the remote stage."""
 
     @property
     def rank_load(self) -> NDArray[np.int64]:
-        """(R,) [tokens], both stages."""
+        """(R,) [tokens] of both stages."""
         return np.asarray((self.local + self.remote).sum(axis=1), np.int64)
 
 
@@ -52,21 +54,22 @@ def split_by_locality(
     hosts: NDArray[np.bool_],
     resident: NDArray[np.bool_] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What stays, and where the rest would go if nothing were balanced.
+    """Split demand into tokens that stay and tokens that go, unbalanced, to other ranks.
 
     Args:
-        demand: (R, E) [tokens] each rank's tokens chose.
-        hosts: (E, R) who can compute what, transient copies included.
-        resident: (E, R) the placement's own copies, which remote tokens go to first, in even shares; None
-            means `hosts`.
+        demand: (R, E) [tokens] that the tokens of each rank chose.
+        hosts: (E, R) True if the rank has the expert, transient copies included.
+        resident: (E, R) the copies of the placement, over which remote tokens are split evenly;
+            None means `hosts`.
 
     Returns:
-        (local (R, E), remote (R, E)) int64 [tokens]; their sum over ranks is the demand of each expert.
+        (local (R, E), remote (R, E)) int64 [tokens]; their sum over ranks is the demand of each
+        expert.
 
     Raises:
-        ShapeMismatch: of different deployments.
-        InvalidInput: negative demand.
-        InfeasiblePlan: tokens for an expert no rank holds.
+        ShapeMismatch: the arguments are of different deployments.
+        InvalidInput: demand is negative.
+        InfeasiblePlan: no rank holds an expert that has tokens.
     """
     if demand.ndim != 2 or hosts.shape != demand.shape[::-1]:
         raise ShapeMismatch(
@@ -86,8 +89,8 @@ def split_by_locality(
     away = (tokens - local).sum(axis=0)
     number = np.maximum(homes.sum(axis=1), 1)
     nth = np.cumsum(homes, axis=1) - 1
-    # Whole tokens: the first residents take one more where the share is not whole. Starting at another
-    # resident for every expert keeps the odd tokens off one rank.
+    # Whole tokens: if the share is not whole, the first residents take one more. Each expert starts
+    # at another resident, so that the additional tokens do not all go to one rank.
     turn = (nth + np.arange(len(away))[:, None]) % number[:, None]
     share = away[:, None] // number[:, None] + (turn < (away % number)[:, None])
     return local, np.where(homes, share, 0).T.astype(np.int64)
@@ -101,22 +104,23 @@ def shard_tokens(
     rule: ShardingRule = ShardingRule.EXACT,
     tolerance: float = 0.0,
 ) -> Sharding:
-    """Assign the tokens that travel to ranks that host their expert, so that the fullest rank carries little.
+    """Assign remote tokens to hosts of their expert so that the load of the fullest rank is small.
 
     Args:
-        demand: (R, E) [tokens] each rank's tokens chose.
-        hosts: (E, R) who can compute what, transient copies included.
-        resident: (E, R) where remote tokens start from under GREEDY; None means `hosts`.
+        demand: (R, E) [tokens] that the tokens of each rank chose.
+        hosts: (E, R) True if the rank has the expert, transient copies included.
+        resident: (E, R) the copies with which GREEDY starts; None means `hosts`.
         rule: GREEDY or EXACT.
         tolerance: GREEDY stops once no rank is above (1 + tolerance) times the mean.
 
     Returns:
-        Whole tokens; every token is computed exactly once.
+        Whole tokens, each of which is computed exactly once.
 
     Order: ties go to the lower rank and the lower expert id.
 
     Raises:
-        ShapeMismatch, InvalidInput, InfeasiblePlan: as `split_by_locality`; tolerance negative.
+        ShapeMismatch, InvalidInput, InfeasiblePlan: as `split_by_locality`; or a negative
+            tolerance.
     """
     if tolerance < 0:
         raise InvalidInput(f"tolerance {tolerance} must not be negative")
@@ -130,7 +134,7 @@ def shard_tokens(
         return Sharding(local, remote)
     total = int(local.sum() + remote.sum())
     ranks = local.shape[0]
-    # Tokens are whole: no split is better than the mean rounded up.
+    # With whole tokens no split is better than the mean rounded up.
     target = -(-total // ranks)
     limit = max(float(target), (1.0 + tolerance) * total / ranks)
     _shard_kernel(np.ascontiguousarray(hosts), local.sum(axis=1), remote, target, limit)
@@ -145,7 +149,7 @@ def _shard_kernel(
     target: int,
     limit: float,
 ) -> None:
-    """Algorithm 2; changes remote (R, E) in place."""
+    """Run Algorithm 2; changes remote (R, E) in place."""
     load = local_load + remote.sum(axis=1)
     while load.max() > limit:
         moved = False
@@ -153,7 +157,7 @@ def _shard_kernel(
             if load[source] <= target:
                 break
             if _move_from(source, hosts, load, remote, target):
-                # Back to the top: the fullest rank may be another one now.
+                # Start again, because another rank may now be the fullest.
                 moved = True
                 break
         if not moved:
@@ -168,7 +172,7 @@ def _move_from(
     remote: NDArray[np.int64],
     target: int,
 ) -> bool:
-    """Move tokens of the hottest remote expert of `source` that has somewhere to go; False if none has."""
+    """Move tokens of the hottest remote expert of `source` that can be moved; False if none can."""
     for e in np.argsort(-remote[source], kind="mergesort"):
         if remote[source, e] <= 0:
             return False
@@ -194,7 +198,10 @@ def _exact_kernel(
     away: NDArray[np.float64],
     remote: NDArray[np.int64],
 ) -> None:
-    """Split (E,) tokens that travel over hosts (E, R) on top of local loads `used` (R,); writes remote (R, E)."""
+    """Split (E,) remote tokens over hosts (E, R), on top of local loads `used` (R,).
+
+    Writes remote (R, E).
+    """
     experts, ranks = hosts.shape
     expert = np.empty(experts, np.int64)
     edge_from = np.zeros(experts + 1, np.int64)
@@ -220,9 +227,10 @@ def _exact_kernel(
     rank_edge = np.argsort(edge_rank[:edges], kind="mergesort")
     flow = np.zeros(edges)
     split_layer(
-        away, 0, count, ranks, True, expert, edge_from, edge_rank, edge_expert, rank_from, rank_edge, flow,
-        used, np.empty(max(count, 1)), np.empty(ranks, np.bool_), np.empty(max(count, 1), np.bool_),
-        np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.empty(ranks, np.int64),
+        away, 0, count, ranks, True, expert, edge_from, edge_rank, edge_expert, rank_from,
+        rank_edge, flow, used, np.empty(max(count, 1)), np.empty(ranks, np.bool_),
+        np.empty(max(count, 1), np.bool_), np.empty(ranks, np.int64), np.empty(ranks, np.int64),
+        np.empty(ranks, np.int64),
     )  # fmt: skip
     remote[:] = 0
     for edge in range(edges):

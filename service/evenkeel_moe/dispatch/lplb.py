@@ -1,13 +1,14 @@
-"""LPLB: split every expert's tokens over its replicas so that the fullest rank carries as little as possible.
+"""LPLB: splits the tokens of every expert over its replicas so that the fullest rank has the least
+load.
 
-One linear program per layer and batch: minimise M subject to, for every rank, the load of its shared
-copies plus its fixed load plus a slack = M, and for every expert on several ranks, the loads of its
-copies summing to what the batch routed to it. The structure depends on the placement alone; a batch
-changes the right-hand side only. `ExactSplit` solves it exactly on a CPU thread; `interior.BatchedSplit`
-is the interior-point form for GPUs.
+This is one linear program per layer and batch: minimise M such that for every rank the load of its
+    shared copies + its fixed load + a slack = M, and for every expert on several ranks the loads of
+    its copies sum to the tokens routed to it. The matrix depends on the placement alone; a batch
+    changes only the right-hand side. `ExactSplit` solves it exactly on a CPU thread;
+    `interior.BatchedSplit` is the interior-point form for GPUs.
 
-The peak is what a perfect dispatcher could reach on this placement, no more: an expert with one replica
-goes where that replica is, however hot it is.
+The peak is the best that a dispatcher can reach on this placement: all tokens of an expert with one
+replica go to that replica, however hot it is.
 """
 
 from dataclasses import dataclass
@@ -25,23 +26,25 @@ from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["ExactSplit", "LplbChoice", "Split"]
+__all__ = ["ExactSplit", "LplbChoice", "TokenSplit"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Split:
-    """The answer for every layer asked."""
+class TokenSplit:
+    """The split of one batch in every layer."""
 
     probabilities: Tensor
-    """(L, E, X) float64, aligned with log2phy: share of an expert's tokens for each replica; rows sum to 1."""
+    """(L, E, X) float64, aligned with log2phy: share of the tokens of an expert for each replica;
+    rows sum to 1."""
     peak: Tensor
-    """(L,) float64 [tokens]: load of the fullest rank under these shares, the optimum of the program."""
+    """(L,) float64 [tokens]: load of the fullest rank with these shares, the optimum of the
+    program."""
 
 
 class ExactSplit:
     """The exact split of one placement on one CPU thread.
 
-    Not safe for concurrent use: buffers are reused from batch to batch. Its answers are too.
+    It is not safe for concurrent use: its buffers, and its results, are reused from batch to batch.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -56,7 +59,7 @@ class ExactSplit:
         self._used = np.zeros((placement.num_layers, placement.num_ranks))
         self._peak = np.zeros(placement.num_layers)
         self._shares = self.structure.even.copy()
-        self._split = Split(torch.from_numpy(self._shares), torch.from_numpy(self._peak))
+        self._split = TokenSplit(torch.from_numpy(self._shares), torch.from_numpy(self._peak))
         self._shape = (placement.num_layers, placement.num_logical_experts)
         starts = self.structure.entry_from
         layer_of = np.repeat(np.arange(placement.num_layers), np.diff(starts))
@@ -65,22 +68,22 @@ class ExactSplit:
 
     @property
     def rank_load(self) -> NDArray[np.float64]:
-        """(L, R) float64 [tokens] of the last batch under its split."""
+        """(L, R) float64 [tokens] load of the ranks after the split of the last batch."""
         return self._used
 
-    def solve(self, counts: Tensor) -> Split:
-        """Split one batch of every layer.
+    def solve(self, counts: Tensor) -> TokenSplit:
+        """TokenSplit one batch of every layer.
 
         Args:
-            counts: (L, E) [tokens] - integers or float32/float64 on the CPU, all ranks together; ranks that idle
-                simply add nothing.
+            counts: (L, E) [tokens] - integers or float32/float64 on the CPU, summed over all ranks;
+                idle ranks add nothing.
 
         Returns:
-            Probabilities and peaks; overwritten by the next call.
+            Probabilities and peaks; the next call overwrites them.
 
         Raises:
             ShapeMismatch: counts of another placement.
-            InvalidInput: half precision, negative or not finite counts.
+            InvalidInput: half precision, or counts that are negative or not finite.
         """
         load = self._run(counts, whole=False)
         s = self.structure
@@ -98,14 +101,14 @@ class ExactSplit:
         return self._split
 
     def quotas(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Split one batch of every layer into whole tokens.
+        """TokenSplit one batch of every layer into whole tokens.
 
         Args:
             counts: (L, E) [tokens], whole numbers.
 
         Returns:
-            (quotas (L, E, X) int64 [tokens] summing to the counts, peak (L,) float64: the least any split
-            into whole tokens can reach, the optimum of the program rounded up).
+            (quotas (L, E, X) int64 [tokens] summing to the counts, peak (L,) float64: the optimum
+            of the program rounded up, which is the least possible in whole tokens).
 
         Raises:
             ShapeMismatch, InvalidInput: as `solve`; also for counts that are not whole.
@@ -115,7 +118,7 @@ class ExactSplit:
         load = self._run(counts, whole=True)
         structure = self.structure
         shares = np.floor(load[:, :, None] * structure.even + 1e-9)
-        # Fixed experts: the tokens an even split leaves over go to the first replicas.
+        # Fixed experts: the remainder of an even split goes to the first replicas.
         over = load - shares.sum(axis=2)
         turn = np.arange(shares.shape[2])
         shares += (turn < over[:, :, None]) & (structure.even > 0)
@@ -128,6 +131,7 @@ class ExactSplit:
         return torch.from_numpy(shares.astype(np.int64)), torch.from_numpy(self._peak.copy())
 
     def _run(self, counts: Tensor, whole: bool) -> NDArray[np.float64]:
+        """Solve one batch into the buffers; returns the counts as float64."""
         s = self.structure
         check_type(counts, self._shape, "counts")
         load: NDArray[np.float64] = counts.to(torch.float64).contiguous().numpy()
@@ -141,7 +145,7 @@ class ExactSplit:
 
 
 def _nth_of_edge(entry_edge: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 for the first replica behind an edge, 1 for the second, ..."""
+    """Return 0 for the first replica of an edge, 1 for the second, ..."""
     order = np.argsort(entry_edge, kind="stable")
     ordered = entry_edge[order]
     first = np.searchsorted(ordered, ordered)
@@ -151,9 +155,9 @@ def _nth_of_edge(entry_edge: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class LplbChoice:
-    """LPLB as a replica choice: whole-token quotas from the exact split of the batch's demand.
+    """LPLB as a replica choice: whole-token quotas from the exact split of the demand of the batch.
 
-    The realised peak is the optimum of the program rounded up; sampling would add noise on top.
+    The peak is exactly the optimum of the program rounded up; sampling would add noise.
     """
 
     needs = DemandNeeded.DEMAND
@@ -172,7 +176,8 @@ class LplbChoice:
         ]
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """See `ReplicaChoice.choose`. On a GPU the counts visit the CPU: that is a sync."""
+        """See `ReplicaChoice.choose`. On a GPU the counts are copied to the CPU, which is a
+        sync."""
         check_experts(experts)
         if demand is None:
             raise InvalidInput("LPLB needs the demand of all ranks: all-gather the counts first")

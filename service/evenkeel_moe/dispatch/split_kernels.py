@@ -1,11 +1,13 @@
-"""Exact least-peak split on one CPU thread: a parametric flow, raised by Newton steps on the peak.
+"""Solves the least-peak split exactly on one CPU thread, as a parametric flow with Newton steps.
 
-Load of an expert may flow to any rank that holds it; a rank takes up to the peak. The peak starts at a
-lower bound. Greedy filling serves nearly everything; what is left looks for a rank with room along
-augmenting paths (breadth first). Where none is found, the ranks the search reached are full of load
-that can go nowhere else: that load, with what is left and confined to them, shared evenly over them,
-is a lower bound as well, and the peak jumps to it (the Newton step on the cut). So the peak never
-passes the optimum, and the split that fits under it is optimal.
+The load of an expert may flow to any rank that holds it; a rank takes up to the peak. The peak
+starts at a lower bound. Greedy filling places nearly all load; the rest searches for a rank with
+room along augmenting paths (breadth first). If there is none, the ranks that the search reached are
+full of load that can go nowhere else. This load, and the rest that is confined to these ranks,
+shared evenly over them, is also a lower bound, and the peak rises to it (the Newton step on the
+cut). So the peak never passes the optimum, and the split that fits under it is optimal.
+
+The planner has its own kernel for windows, `planning.problem.optimal_split`.
 """
 
 import numpy as np
@@ -18,7 +20,7 @@ __all__ = ["share_kernel", "split_kernel", "split_layer"]
 
 @kernel
 def _raised(peak: float, whole: bool) -> float:
-    """The peak as a capacity: rounded up where only whole tokens can be split off."""
+    """Return the peak as a capacity, rounded up if tokens must be whole."""
     return float(np.ceil(peak * (1.0 - 1e-12))) if whole else peak
 
 
@@ -34,7 +36,8 @@ def _lower_bound(
     edge_rank: NDArray[np.int64],
     total: float,
 ) -> float:
-    """The larger of: mean over hosts, fullest rank, and each shared expert over its own ranks."""
+    """Return the largest of: mean over hosts, fullest rank, each shared expert over its own
+    ranks."""
     peak = total / hosts
     for rank in range(used.shape[0]):
         if used[rank] > peak:
@@ -60,7 +63,8 @@ def _fill(
     used: NDArray[np.float64],
     flow: NDArray[np.float64],
 ) -> float:
-    """Pour an expert's load over its ranks in proportion to their room; returns what did not fit."""
+    """Split an expert's load over its ranks in proportion to their room; returns what did not
+    fit."""
     room = 0.0
     for edge in range(edge_from[d], edge_from[d + 1]):
         room += max(peak - used[edge_rank[edge]], 0.0)
@@ -99,10 +103,10 @@ def _search(
     queue: NDArray[np.int64],
     base: int,
 ) -> tuple[int, int]:
-    """Find a rank with room, breadth first from expert d: (rank or -1, ranks reached).
+    """Search breadth first from expert d for a rank with room; returns (rank or -1, ranks reached).
 
-    `into[r]` is the edge by which load would enter r, `out_of[r]` the edge of another rank that would
-    give it up (-1: it comes straight from d). `base` is the layer's first shared expert.
+    `into[r]` is the edge by which load would enter r, `out_of[r]` the edge of another rank that
+    would give it up (-1: it comes directly from d). `base` is the first shared expert of the layer.
     """
     seen[:] = False
     seen_expert[:] = False
@@ -177,7 +181,7 @@ def _confined(
     edge_rank: NDArray[np.int64],
     seen: NDArray[np.bool_],
 ) -> float:
-    """What is left of experts that sit on reached ranks only."""
+    """Return the remaining load of the experts whose ranks were all reached."""
     total = 0.0
     for d in range(first, last):
         if left[d - first] <= 0.0:
@@ -214,9 +218,13 @@ def split_layer(
     out_of: NDArray[np.int64],
     queue: NDArray[np.int64],
 ) -> float:
-    """Fill `flow` of one layer's edges on top of the fixed loads in `used` (R,); returns the optimal peak.
+    """Write `flow` of the edges of one layer, on top of the fixed loads in `used` (R,).
 
-    The arrays from `left` on are scratch: (shared experts), (R,), (shared experts), (R,), (R,), (R,).
+    The arrays from `left` on are scratch: (shared experts), (R,), (shared experts), (R,), (R,),
+        (R,).
+
+    Returns:
+        The optimal peak.
     """
     flow[edge_from[first] : edge_from[last]] = 0.0
     total = used.sum()
@@ -224,7 +232,7 @@ def split_layer(
         total += load[expert[d]]
     if total <= 0.0:
         return 0.0
-    # Whole tokens leave no rounding to forgive; in between, half a token tells full from not full.
+    # Whole tokens have no rounding errors, so half a token separates full from not full.
     slack = 0.5 if whole else 1e-13 * total
     peak = _raised(
         _lower_bound(first, last, load, used, hosts, expert, edge_from, edge_rank, total), whole
@@ -267,10 +275,13 @@ def split_kernel(
     used: NDArray[np.float64],
     peak: NDArray[np.float64],
 ) -> bool:
-    """(L, E) load -> flow (A,) of every edge, used (L, R) and peak (L,), written in place.
+    """Split (L, E) load; writes flow (A,) of every edge, used (L, R) and peak (L,).
 
-    Arrays as in `SplitStructure`; `whole` splits whole tokens, with the best peak whole tokens allow. False, with
-    nothing solved, where the load holds what is no count.
+    Arrays are as in `SplitStructure`. With `whole`, tokens stay whole and the peak is the least
+    possible for whole tokens.
+
+    Returns:
+        False, with nothing solved, if a load is negative or not finite.
     """
     for tokens in load.ravel():
         # NaN fails both comparisons.
@@ -293,8 +304,9 @@ def split_kernel(
             if fixed_rank[layer, e] >= 0:
                 used[layer, fixed_rank[layer, e]] += load[layer, e]
         peak[layer] = split_layer(
-            load[layer], shared_from[layer], shared_from[layer + 1], hosts[layer], whole, expert, edge_from, edge_rank, edge_expert, rank_from[layer], rank_edge, flow, used[layer],
-            left, seen, seen_expert, into, out_of, queue,
+            load[layer], shared_from[layer], shared_from[layer + 1], hosts[layer], whole, expert,
+            edge_from, edge_rank, edge_expert, rank_from[layer], rank_edge, flow, used[layer], left,
+            seen, seen_expert, into, out_of, queue,
         )  # fmt: skip
     return True
 
@@ -311,7 +323,8 @@ def share_kernel(
     entry_at: NDArray[np.int64],
     shares: NDArray[np.float64],
 ) -> None:
-    """Flows of edges as shares of each replica of the shared experts, in place; even where there are no tokens."""
+    """Write the flows as shares of each replica of the shared experts; even shares without
+    tokens."""
     for layer in range(load.shape[0]):
         for entry in range(entry_from[layer], entry_from[layer + 1]):
             logical = expert[entry_at[entry, 0]]

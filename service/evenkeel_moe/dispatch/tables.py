@@ -1,4 +1,5 @@
-"""What one rank looks up while it dispatches: a placement's maps as tensors, built once per epoch."""
+"""The maps of a placement as tensors, which a rank looks up during dispatch; built once per
+epoch."""
 
 from dataclasses import dataclass
 
@@ -23,13 +24,15 @@ class DispatchTables:
     """
 
     log2phy: Tensor
-    """(L, E, X) int64 slots of each expert in slot order; the first one again beyond `logcnt`."""
+    """(L, E, X) int64 slots of each expert in slot order; beyond `logcnt` the first one is
+    repeated."""
     logcnt: Tensor
     """(L, E) int64 replicas, at least 1."""
     nearest: Tensor
-    """(L, E, X) int64 slots this rank prefers: its own, else those on its node, else all; filled up like log2phy."""
+    """(L, E, X) int64 slots this rank prefers: its own, else those on its node, else all; filled up
+    like log2phy."""
     nearest_count: Tensor
-    """(L, E) int64 how many it prefers."""
+    """(L, E) int64 number of these slots."""
     num_ranks: int
     slots_per_rank: int
     ep_rank: int
@@ -47,12 +50,12 @@ class DispatchTables:
 
     @property
     def width(self) -> int:
-        """X, the most replicas any expert has."""
+        """X, the largest number of replicas of an expert."""
         return int(self.log2phy.shape[2])
 
     @property
     def device(self) -> torch.device:
-        """Where the maps are."""
+        """The device that holds the maps."""
         return self.log2phy.device
 
     @classmethod
@@ -63,12 +66,12 @@ class DispatchTables:
         ep_rank: int,
         device: torch.device | str = "cpu",
     ) -> "DispatchTables":
-        """The maps of a placement for one rank.
+        """Build the maps of a placement for one rank.
 
         Raises:
             ShapeMismatch: topology and placement differ in ranks.
-            InvalidInput: no such rank.
-            InfeasiblePlan: an expert has no replica, so its tokens would have nowhere to go.
+            InvalidInput: the rank does not exist.
+            InfeasiblePlan: an expert has no replica.
         """
         if topology.num_ranks != placement.num_ranks:
             raise ShapeMismatch(
@@ -111,7 +114,7 @@ class DispatchTables:
 
 
 def _filled(slots: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The wanted slots first, in order, the first of them repeated behind."""
+    """Return the wanted slots first, in order, followed by repetitions of the first."""
     order = np.argsort(~wanted, axis=2, kind="stable")
     front = np.take_along_axis(slots, order, axis=2)
     keep = np.take_along_axis(wanted, order, axis=2)

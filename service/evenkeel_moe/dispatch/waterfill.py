@@ -1,16 +1,18 @@
-"""Waterfill: the shared expert of a token runs on a rank that has room, not always at home.
+"""Waterfill: runs the shared expert of a token on a rank that has room, not always on its own.
 
-Every rank holds the shared expert, in one slot reserved behind its routed slots, and a token's top-k gets
-one more column that names the rank to use. The ranks' routed load is the ground, shared work is poured
-over it: with L_r the load score of rank r and N shared slots to place, the waterline is
-H = ceil((sum of L + N) / R), and a rank below it has slack max(H - L_r, 0). A token draws one of its candidate
-ranks in proportion to slack, with some preference for its own; where none has slack it stays, unless another
-candidate is clearly lighter. Candidates are the ranks the token visits anyway and its source: no new journeys.
-`all_ranks` lifts that bound: better balance, more traffic.
+Every rank holds the shared expert, in a slot reserved after its routed slots, and the top-k of a
+token gets one more column that names the rank to use. Shared work fills up the routed load of the
+ranks like water: with L_r the load score of rank r and N shared slots to place, the waterline is H
+= ceil((sum of L + N) / R), and a rank below it has slack max(H - L_r, 0). A token draws one of its
+candidate ranks in proportion to slack, with some preference for its own. If no candidate has slack
+it stays, unless another candidate has a clearly smaller load. Candidates are the source of the
+token and the ranks it visits anyway, so there is no new transfer; with `all_ranks` every rank is a
+candidate, for better balance and more traffic.
 
-Works on slots after replica choice, so it does not matter whether the top-k came from a gate or a table.
+Waterfill works on slots after replica choice, so the top-k may come from a gate or a table.
 
-Source: SGLang's dispatch blog, "Waterfill Dispatch Strategy"; sgl-project/sglang pull request 19290.
+Source: SGLang's dispatch blog, "Waterfill Dispatch Strategy"; sgl-project/sglang pull request
+    19290.
 """
 
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ __all__ = ["Waterfill", "count_by_rank", "expand_topk", "rank_slack", "shared_sl
 
 
 def waterline(score: Tensor, num_shared: int | Tensor, shared_cost: int = 1) -> Tensor:
-    """H = ceil((sum of L + N) / R): the level all ranks would reach if shared work could go anywhere.
+    """Return H = ceil((sum of L + N) / R), the level of all ranks if shared work could go anywhere.
 
     Args:
         score: (R,) int64 [tokens] load score of each rank.
@@ -42,18 +44,19 @@ def waterline(score: Tensor, num_shared: int | Tensor, shared_cost: int = 1) -> 
 
 
 def rank_slack(score: Tensor, level: Tensor) -> Tensor:
-    """max(H - L_r, 0): (R,) int64 [tokens]."""
+    """Return max(H - L_r, 0): (R,) int64 [tokens]."""
     return (level - score.to(torch.int64)).clamp(min=0)
 
 
 def count_by_rank(slots: Tensor, num_ranks: int, slots_per_rank: int) -> Tensor:
-    """Routed choices that land on each rank: (n, k) slots, -1 where padded -> (R,) int64 [tokens]."""
+    """Count the routed choices on each rank: (n, k) slots, -1 for padding -> (R,) int64
+    [tokens]."""
     ranks = torch.where(slots >= 0, torch.div(slots, slots_per_rank, rounding_mode="floor"), -1)
     return count_choices(ranks, num_ranks)
 
 
 def shared_slot(rank: Tensor, slots_per_rank: int) -> Tensor:
-    """Slot id of the reserved shared slot of a rank in the extended layout of `expand_topk`."""
+    """Return the id of the shared slot of a rank in the extended layout of `expand_topk`."""
     return rank * (slots_per_rank + 1) + slots_per_rank
 
 
@@ -65,24 +68,24 @@ def expand_topk(
     *,
     shared_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Add the shared column and make room for the reserved slots.
+    """Add the shared column and renumber slots to include the reserved ones.
 
-    In the extended layout rank r owns slots r * (P + 1) .. r * (P + 1) + P, P = slots_per_rank, the last of
-    them the shared expert: slot = rank * P + local becomes rank * (P + 1) + local.
+    In the extended layout rank r owns slots r * (P + 1) .. r * (P + 1) + P with P = slots_per_rank;
+    the last one holds the shared expert. Slot rank * P + local becomes rank * (P + 1) + local.
 
     Args:
-        slots: (n, k) int64, -1 where padded.
+        slots: (n, k) int64, -1 for padding.
         weights: (n, k) combination weights.
-        shared_rank: (n,) int64 rank that runs the token's shared expert, -1 where the row is padding.
+        shared_rank: (n,) int64 rank that runs the shared expert of the token, -1 for a padding row.
         slots_per_rank: P.
-        shared_weight: combination weight of the shared expert; the inverse of the routed scaling factor
-            where the engine applies that to the whole sum.
+        shared_weight: combination weight of the shared expert; the inverse of the routed scaling
+            factor if the engine applies that factor to the whole sum.
 
     Returns:
         (slots (n, k + 1) int64, weights (n, k + 1)); padded entries have slot -1 and weight 0.
 
     Raises:
-        ShapeMismatch: the three do not describe the same tokens.
+        ShapeMismatch: the arguments do not describe the same tokens.
     """
     if slots.shape != weights.shape or shared_rank.shape != slots.shape[:1]:
         raise ShapeMismatch(
@@ -103,18 +106,19 @@ def expand_topk(
 
 @dataclass(frozen=True, slots=True)
 class Waterfill:
-    """Where the shared experts of one rank's tokens run."""
+    """Chooses the ranks that run the shared expert for the tokens of one rank."""
 
     num_ranks: int
     slots_per_rank: int
     ep_rank: int
     """Source rank of the tokens."""
     all_ranks: bool = False
-    """Every rank is a candidate, not only those a token visits."""
+    """True if every rank is a candidate, not only those a token visits."""
     local_preference: float = 0.25
-    """The source counts as if it had this much more slack; 0 is indifferent."""
+    """The source counts as if it had this share more slack; 0 gives no preference."""
     lighter_by: float = 0.05
-    """Without slack anywhere a token leaves its source only for a rank lighter by this share of the waterline."""
+    """If no candidate has slack, a token leaves its source only for a rank whose load is lower by
+    this share of the waterline."""
     shared_cost: int = 1
     """Routed choices one shared slot costs."""
 
@@ -127,15 +131,15 @@ class Waterfill:
             raise InvalidInput("local_preference and lighter_by must not be negative")
 
     def static_score(self, slots: Tensor) -> tuple[Tensor, int]:
-        """Score without talking: this rank's own choices stand for everybody's.
+        """Estimate the score without communication, from the choices of this rank only.
 
         Returns:
-            ((R,) int64 [tokens] that land on each rank from here, N: rows of this rank).
+            ((R,) int64 [tokens] that this rank sends to each rank, N: rows of this rank).
         """
         return count_by_rank(slots, self.num_ranks, self.slots_per_rank), slots.shape[0]
 
     def dynamic_score(self, landed: Tensor) -> Tensor:
-        """Score after one collective: the global routed load.
+        """Compute the score after one collective: the global routed load.
 
         Args:
             landed: (R, R) int64 [tokens] - row s is `count_by_rank` of source s, all-gathered.
@@ -144,7 +148,7 @@ class Waterfill:
             (R,) int64 [tokens].
 
         Raises:
-            ShapeMismatch, InvalidInput: not counts of R ranks.
+            ShapeMismatch, InvalidInput: the counts are not of R ranks.
         """
         check_counts(landed, (self.num_ranks, self.num_ranks), "landed counts")
         return landed.to(torch.int64).sum(dim=0)
@@ -152,19 +156,19 @@ class Waterfill:
     def choose(
         self, slots: Tensor, score: Tensor, num_shared: int | Tensor, *, salt: int = 0
     ) -> Tensor:
-        """Rank that runs the shared expert of each of this rank's tokens.
+        """Choose the rank that runs the shared expert of each token of this rank.
 
-        Every token gets exactly one, so nothing is lost or done twice.
+        Every token gets exactly one rank, so none is lost or computed twice.
 
         Args:
-            slots: (n, k) int64 slots the tokens' routed choices go to, -1 where padded; a row of -1 is padding.
+            slots: (n, k) int64 slots of the routed choices, -1 for padding; a row of -1 is padding.
             score: (R,) [tokens] load score of each rank.
-            num_shared: N, shared slots the score's ranks place together: this rank's rows under a static score,
-                all ranks' rows under a dynamic one.
-            salt: another layer or step, another draw.
+            num_shared: N, the shared slots that are placed together: the rows of this rank with a
+                static score, the rows of all ranks with a dynamic one.
+            salt: differs by layer or step, so that draws differ.
 
         Returns:
-            (n,) int64 rank, -1 where the whole row is padding.
+            (n,) int64 rank, -1 if the whole row is padding.
 
         Raises:
             ShapeMismatch, InvalidInput: slots or score of another deployment.

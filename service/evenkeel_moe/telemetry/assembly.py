@@ -238,7 +238,8 @@ class StepAssembler:
             detail = f"rank {rank} steps {duplicate[0]}..{duplicate[-1]} were reported before"
             yield Rejection(Reason.DUPLICATE_STEP, len(duplicate), detail)
         if len(late := those(StepFlag.LATE)["step"]):
-            detail = f"rank {rank} steps {late[0]}..{late[-1]} came after step {buffer.closed_to} was closed"
+            closed = f"came after step {buffer.closed_to} was closed"
+            detail = f"rank {rank} steps {late[0]}..{late[-1]} {closed}"
             yield Rejection(Reason.LATE_STEP, len(late), detail)
         if len(refused := those(StepFlag.NO_ROOM)["step"]):
             waiting = f"{self.max_pending} later steps are waiting for other ranks"

@@ -139,8 +139,9 @@ class StepBuffer:
         steps = report.steps
         flags = np.empty(len(steps), np.uint8)
         new = kernels.check_steps(
-            steps, wrong, report.rank, self.highest[report.rank], self.closed_to, rules.stride, rules.stride_from,
-            rules.epochs, rules.active, self.rows, self._order, self.num_pending, flags,
+            steps, wrong, report.rank, self.highest[report.rank], self.closed_to, rules.stride,
+            rules.stride_from, rules.epochs, rules.active, self.rows, self._order, self.num_pending,
+            flags,
         )  # fmt: skip
         return flags, max(0, new - (len(self.rows) - self.num_pending))
 
@@ -152,8 +153,8 @@ class StepBuffer:
         steps, rank = report.steps, report.rank
         rows = np.empty(len(steps), np.int64)
         self.num_pending, num_steps, seen = kernels.add_steps(
-            steps, rank, rules.epochs, rules.needed, self.rows, self._order, self.num_pending, self.tokens,
-            self.compute_s, self.reported, flags, rows,
+            steps, rank, rules.epochs, rules.needed, self.rows, self._order, self.num_pending,
+            self.tokens, self.compute_s, self.reported, flags, rows,
         )  # fmt: skip
         if self.side is CountingSide.DESTINATION:
             # A dummy step of this rank still counts real tokens of other ranks; their sum decides.

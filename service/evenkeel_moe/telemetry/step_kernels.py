@@ -1,5 +1,7 @@
 """The numba kernels of the step buffer: check steps, add them, sum their counts, release rows."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -185,7 +187,7 @@ def check_steps(
 
 @inlined
 def _begin_step(
-    one: np.void, rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int
+    one: Any, rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int
 ) -> int:
     """Take the first free row for a step, put it at its place in the order, and return it."""
     free = order[num_pending]
@@ -200,7 +202,7 @@ def _begin_step(
     row.real = 0
     row.mixed_epochs = 0
     row.pending = 1
-    return free
+    return int(free)
 
 
 @kernel

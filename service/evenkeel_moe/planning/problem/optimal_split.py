@@ -175,7 +175,7 @@ def _push(
         flow[gives] -= amount
         walk = parent[walk]
     flow[through[walk]] += amount
-    return amount
+    return float(amount)
 
 
 @kernel
