@@ -1,1 +1,1 @@
-"""A Hugging Face MoE model under Evenkeel's control; see README.md."""
+"""A Hugging Face MoE model whose experts Evenkeel balances; see README.md."""

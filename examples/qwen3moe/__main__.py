@@ -1,9 +1,11 @@
-"""`python -m examples.qwen3moe`: a controller, and a Hugging Face MoE model split over ranks under its control."""
+"""`python -m examples.qwen3moe`: runs a controller, and a Hugging Face MoE model split over
+ranks."""
 
 import argparse
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +13,9 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
+from evenkeel_moe.adapters.processes.child_process import die_with_parent, dying_with_parent
 from examples.qwen3moe import rank
 
 THRESHOLDS = {
@@ -30,7 +34,7 @@ def free_port() -> int:
 
 
 def start_controller(folder: Path, grpc_port: int) -> subprocess.Popen[bytes]:
-    """A real controller with its data in a folder that goes away."""
+    """Start a controller with its data in a folder; it ends with this process."""
     settings = {
         "DATA_DIR": folder / "data",
         "GRPC__PORT": grpc_port,
@@ -49,16 +53,21 @@ def start_controller(folder: Path, grpc_port: int) -> subprocess.Popen[bytes]:
         **{f"EVENKEEL_{name}": str(value) for name, value in settings.items()},
     }
     log = (folder / "controller.log").open("wb")
-    return subprocess.Popen(
-        [sys.executable, "-m", "evenkeel_moe", "serve"], env=environment, stdout=log, stderr=log
-    )
+    command = dying_with_parent([sys.executable, "-m", "evenkeel_moe", "serve"], signal.SIGTERM)
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def run_rank(parent: int, *arguments: Any) -> None:
+    """Run a rank in a process that ends with its parent."""
+    die_with_parent(parent)
+    rank.run(*arguments)
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8))
     options.add_argument(
-        "--limit-s", type=float, default=120.0, help="give up when no plan was carried out by then"
+        "--limit-s", type=float, default=120.0, help="give up if no plan was carried out by then"
     )
     asked = options.parse_args()
     size = asked.ranks
@@ -75,7 +84,10 @@ def main() -> int:
             asked.limit_s,
             events,
         )
-        ranks = [context.Process(target=rank.run, args=(number, *shared)) for number in range(size)]
+        ranks = [
+            context.Process(target=run_rank, args=(os.getpid(), number, *shared))
+            for number in range(size)
+        ]
         try:
             for process in ranks:
                 process.start()
@@ -102,7 +114,7 @@ def main() -> int:
 
 
 def watch(events, ranks, size: int, limit_s: float) -> list[tuple[int, str, dict]]:
-    """What the ranks said, until all have ended."""
+    """Return the events of the ranks, once all have ended."""
     seen: list[tuple[int, str, dict]] = []
     deadline = time.monotonic() + limit_s
     while sum(kind == "end" for _, kind, _ in seen) < size and time.monotonic() < deadline:
@@ -118,16 +130,16 @@ def watch(events, ranks, size: int, limit_s: float) -> list[tuple[int, str, dict
 
 
 def judge(seen: list[tuple[int, str, dict]], size: int) -> str:
-    """What went wrong; empty when nothing did."""
+    """Return what went wrong; empty if nothing did."""
     ends = [detail for _, kind, detail in seen if kind == "end"]
     if len(ends) < size:
-        return f"{size - len(ends)} ranks did not come to their end"
+        return f"{size - len(ends)} ranks did not finish"
     if any(kind == "differs" for _, kind, _ in seen):
         return "an output changed"
     if not all(detail["as_untouched_model"] for _, kind, detail in seen if kind == "start"):
-        return "the split model does not compute what the library's model computes"
+        return "the split model's outputs differ from the library's model"
     if len({detail["digest"] for detail in ends}) > 1:
-        return "the ranks ended on different maps"
+        return "the ranks ended with different maps"
     if not all(detail["epoch"] > 0 for detail in ends):
         return "no plan was carried out in time"
     return ""

@@ -1,8 +1,9 @@
 """A Hugging Face Qwen3-MoE model whose experts are spread over ranks and can move while it runs.
 
-Everything but the experts is the library's own model, the same on every rank. `EpExperts` takes the place of each layer's
-experts: it holds the experts of this rank's slots, sends each token's hidden state to the slots that the table names, and
-adds up what comes back. `Slots` and `Tables` are what Evenkeel's agent asks of an engine.
+Everything except the experts is the library's own model, the same on every rank. `EpExperts`
+replaces the experts of each layer: it holds the experts of this rank's slots, sends the hidden
+state of each token to the slots in the table, and adds up the results. `Slots` and `Tables`
+implement the interfaces that Evenkeel's agent needs from an engine.
 """
 
 from collections.abc import Sequence
@@ -16,16 +17,17 @@ from torch import Tensor, nn
 from evenkeel_moe.agent import Communicator, Placement
 
 ROWS = 16
-"""Rows of every matrix product: of one shape, so that a token's result does not depend on its neighbours."""
+"""Rows of every matrix product. One shape, so that a token's result does not depend on other
+tokens."""
 
 
 class EpochMismatch(RuntimeError):
-    """Two ranks routed a step by different maps: it must not be computed."""
+    """Two ranks used different maps in a step, so it must not be computed."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """One layer's routing: (E, replicas) slots, and how many of each row count."""
+    """One layer's routing: (E, replicas) slots, and the number of valid slots in each row."""
 
     slots: Tensor
     replicas: Tensor
@@ -57,7 +59,7 @@ class Tables:
 
 
 class Slots:
-    """ExpertWeights: this rank's slots of all layers, each with memory of its own."""
+    """ExpertWeights: this rank's slots of all layers; each slot owns its memory."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []
@@ -113,12 +115,12 @@ class EpExperts(nn.Module):
         result[order] = back
         weighted = result.view(tokens, top_k, -1) * weights[..., None]
         total = weighted[:, 0]
-        for position in range(1, top_k):  # in this order on every rank and under every map
+        for position in range(1, top_k):  # the same order on every rank and with every map
             total = total + weighted[:, position]
         return total
 
     def _agree(self, sent: Tensor) -> Tensor:
-        """How many rows come from each rank; the epoch travels along, and a mismatch stops the step."""
+        """Return the number of rows from each rank; ranks with different epochs stop the step."""
         mine = torch.stack([sent, torch.full_like(sent, self.tables.epoch)], dim=1).contiguous()
         theirs = torch.empty_like(mine)
         self.group.all_to_all(theirs, mine, [1] * self.group.size, [1] * self.group.size)
@@ -143,7 +145,7 @@ class EpExperts(nn.Module):
 def spread_experts(
     model: Any, rank: int, placement: Placement, group: Communicator
 ) -> tuple[list[EpExperts], Slots, Tables]:
-    """Replace the experts of every MoE layer of the model; returns what the agent needs."""
+    """Replace the experts of every MoE layer; return the layers and the agent's interfaces."""
     tables, slots = Tables(placement), Slots()
     blocks = []
     for layer, block in enumerate(model.model.layers):

@@ -1,4 +1,4 @@
-"""One rank: a small random Qwen3-MoE from `transformers`, an Evenkeel agent beside it, and a watch over its outputs."""
+"""One rank: a small random Qwen3-MoE from `transformers`, its Evenkeel agent, and output checks."""
 
 import time
 from typing import Any
@@ -29,7 +29,7 @@ VOCABULARY, BATCH, LENGTH = 512, 4, 24
 
 
 def make_model() -> Any:
-    """The same random weights on every rank; nothing is downloaded."""
+    """Return a model with the same random weights on every rank; nothing is downloaded."""
     torch.manual_seed(7)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -61,7 +61,7 @@ def run(
     limit_s: float,
     events: Any,
 ) -> None:
-    """Serve until the experts have moved and some steps more were checked, or the time is over."""
+    """Serve until some steps after the experts have moved, or until the time is over."""
     torch.set_num_threads(1)
     store = torch.distributed.TCPStore("127.0.0.1", store_port, size, rank == 0)
 
@@ -101,7 +101,7 @@ def run(
         device=cpu,
         link=GrpcRankLink([controller], seed=rank),
     )
-    # A few words make most of the traffic, so a few experts do most of the work.
+    # A few words are most of the traffic, so a few experts do most of the work.
     words = np.random.default_rng(11).permutation(VOCABULARY)
     share = 1.0 / np.arange(1, VOCABULARY + 1) ** 1.3
     rng = np.random.default_rng(rank)

@@ -1,6 +1,6 @@
-"""Cut steps and arrays out of a trace: `python cut.py SOURCE TARGET FIRST LAST`.
+"""Copy some steps of a trace: `python cut.py SOURCE TARGET FIRST LAST`.
 
-Keeps the counts, tokens, top-k and domain mix; leaves out predictions and source-side counts.
+Keeps the counts, tokens, top-k and domain mix; drops predictions and counts by source rank.
 """
 
 import sys

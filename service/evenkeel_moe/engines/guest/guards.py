@@ -31,25 +31,25 @@ def check_version(engine: str, found: str, known: Sequence[str]) -> None:
         raise Unsupported(f"{engine} is {found}; this plugin supports {', '.join(known)}")
 
 
-def check_signatures(owner: Any, expected: Mapping[str, Sequence[str]]) -> None:
+def check_signatures(owner: Any, expected: Mapping[str, str]) -> None:
     """Compare the parameters of named callables with the expected ones.
 
     Args:
         owner: module or class.
-        expected: name -> parameter names in order.
+        expected: name -> parameter names in order, separated by spaces.
 
     Raises:
         Unsupported: a callable is missing or takes other parameters.
     """
     where = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", repr(owner))
-    for name, wanted in expected.items():
+    for name, parameters in expected.items():
         part = inspect.getattr_static(owner, name, None)
         if isinstance(part, classmethod | staticmethod):
             part = part.__func__
         if not callable(part):
             raise Unsupported(f"{where}.{name} is missing")
-        found = list(inspect.signature(part).parameters)
-        if found != list(wanted):
+        found, wanted = list(inspect.signature(part).parameters), parameters.split()
+        if found != wanted:
             raise Unsupported(
                 f"{where}.{name} takes ({', '.join(found)}), not ({', '.join(wanted)})"
             )

@@ -5,7 +5,7 @@ and nothing is hooked unless the version and every signature are known.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from evenkeel_moe.engines.guest.collective_start import protect_engine
@@ -23,46 +23,33 @@ _LOCATION = f"{_EPLB}.expert_location"
 _UPDATER = f"{_EPLB}.expert_location_updater"
 _ALGORITHMS = f"{_EPLB}.eplb_algorithms"
 
-_SIGNATURES: Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]] = {
+_SIGNATURES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     _MANAGER: {
         "EPLBManager": {
-            "on_forward_pass_end": ("self",),
-            "_entrypoint": ("self",),
-            "rebalance": ("self",),
-            "_check_rebalance_needed": ("self", "average_utilization_rate_over_window"),
+            "on_forward_pass_end": "self",
+            "_entrypoint": "self",
+            "rebalance": "self",
+            "_check_rebalance_needed": "self average_utilization_rate_over_window",
         }
     },
     _RECORDER: {
         "_Accumulator": {
-            "append": ("self", "forward_pass_id", "gatherer_key", "single_pass_data", "outputs"),
+            "append": "self forward_pass_id gatherer_key single_pass_data outputs",
         },
-        "_ExpertDistributionRecorderReal": {"_on_forward_pass_start": ("self", "forward_batch")},
-        "": {"get_global_expert_distribution_recorder": ()},
+        "_ExpertDistributionRecorderReal": {"_on_forward_pass_start": "self forward_batch"},
+        "": {"get_global_expert_distribution_recorder": ""},
     },
-    _LOCATION: {"": {"get_global_expert_location_metadata": ()}},
+    _LOCATION: {"": {"get_global_expert_location_metadata": ""}},
     _UPDATER: {
         "ExpertLocationUpdater": {
-            "update": (
-                "self",
-                "routed_experts_weights_of_layer",
-                "new_expert_location_metadata",
-                "update_layer_ids",
-                "nnodes",
-                "rank",
-                "use_flat_topology",
-            )
+            "update": "self routed_experts_weights_of_layer new_expert_location_metadata"
+            " update_layer_ids nnodes rank use_flat_topology"
         }
     },
     _ALGORITHMS: {
         "": {
-            "rebalance_experts": (
-                "tokens_per_expert",
-                "num_physical_experts",
-                "num_local_physical_experts",
-                "num_groups",
-                "num_nodes",
-                "algorithm",
-            )
+            "rebalance_experts": "tokens_per_expert num_physical_experts"
+            " num_local_physical_experts num_groups num_nodes algorithm"
         }
     },
 }
@@ -168,7 +155,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         return original(manager, average_utilization_rate_over_window)
 
     def _around_planner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        names = _SIGNATURES[_ALGORITHMS][""]["rebalance_experts"]
+        names = _SIGNATURES[_ALGORITHMS][""]["rebalance_experts"].split()
         asked = dict(zip(names, args, strict=False)) | kwargs
         for guest in list(self.guests.values()):
             answer = guest.plan(asked["tokens_per_expert"], int(asked["num_physical_experts"]))

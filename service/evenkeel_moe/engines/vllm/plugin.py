@@ -7,7 +7,7 @@ are known.
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -32,39 +32,23 @@ _POLICIES = "vllm.distributed.eplb.policy"
 _GROUPS = "vllm.distributed.parallel_state"
 _INSTALLED = "_evenkeel_plugin"
 
-_SIGNATURES: Mapping[str, Mapping[str, Sequence[str]]] = {
+_SIGNATURES: Mapping[str, Mapping[str, str]] = {
     "EplbState": {
-        "add_model": ("self", "model", "model_config", "model_name"),
-        "prepare_forward": ("self", "model_config", "num_unpadded_tokens", "ubatch_slices"),
-        "step": ("self", "is_dummy", "is_profile", "log_stats"),
-        "_should_record_current_step": ("self", "log_stats"),
-        "rearrange": ("self", "is_profile", "rank_mapping", "use_last_expert_load"),
+        "add_model": "self model model_config model_name",
+        "prepare_forward": "self model_config num_unpadded_tokens ubatch_slices",
+        "step": "self is_dummy is_profile log_stats",
+        "_should_record_current_step": "self log_stats",
+        "rearrange": "self is_profile rank_mapping use_last_expert_load",
     },
     "": {
-        "_move_to_workspace": ("model_state", "ep_rank"),
-        "_commit_eplb_maps": ("model_state", "new_physical_to_logical_map"),
-        "rearrange_expert_weights_inplace": (
-            "old_global_expert_indices",
-            "new_global_expert_indices",
-            "expert_weights",
-            "expert_buffer",
-            "ep_group",
-            "communicator",
-            "is_profile",
-            "rank_mapping",
-        ),
+        "_move_to_workspace": "model_state ep_rank",
+        "_commit_eplb_maps": "model_state new_physical_to_logical_map",
+        "rearrange_expert_weights_inplace": "old_global_expert_indices new_global_expert_indices"
+        " expert_weights expert_buffer ep_group communicator is_profile rank_mapping",
     },
 }
 """Class, or empty for the module -> its functions -> their parameters."""
-_PLANNER = (
-    "cls",
-    "weight",
-    "num_replicas",
-    "num_groups",
-    "num_nodes",
-    "num_ranks",
-    "old_global_expert_indices",
-)
+_PLANNER = "cls weight num_replicas num_groups num_nodes num_ranks old_global_expert_indices"
 _FIELDS = (
     "physical_to_logical_map",
     "expert_load_pass",
