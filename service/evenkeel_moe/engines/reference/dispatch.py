@@ -21,66 +21,44 @@ from evenkeel_moe.dispatch import (
 )
 from evenkeel_moe.dispatch.choice import DemandNeeded
 from evenkeel_moe.dispatch.waterfill import count_by_rank
-from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
+from evenkeel_moe.engines.reference.config import DispatchRule
 from evenkeel_moe.engines.reference.exchange import Exchange
 from evenkeel_moe.engines.reference.layers import LayerDispatch, LayerOutcome, tables_of
 from evenkeel_moe.engines.reference.libra import TwoStageDispatch
-from evenkeel_moe.engines.reference.model import Model
-from evenkeel_moe.engines.reference.slots import PooledWeights, Router
-from evenkeel_moe.engines.reference.traffic import TextTraffic, Traffic
+from evenkeel_moe.engines.reference.parts import RankParts
+from evenkeel_moe.engines.reference.traffic import TextTraffic
 
 __all__ = ["SlotDispatch", "make_dispatch"]
 
 
-def make_dispatch(
-    config: RankConfig,
-    model: Model,
-    traffic: Traffic,
-    weights: PooledWeights,
-    router: Router,
-    connect: Callable[[str], Communicator],
-    communicator: Communicator,
-) -> LayerDispatch:
-    """Make the dispatch of a configuration; collective over the group.
+def make_dispatch(parts: RankParts, connect: Callable[[str], Communicator]) -> LayerDispatch:
+    """Make the dispatch of a rank's configuration; collective over the group.
 
     Args:
-        config: of this rank.
-        model: has the gates and the shared experts.
-        traffic: the model's gates route text, so a lookahead can ask them; a recording has no
-        gates. weights: the rank's slots. router: the rank's tables. connect: makes another
-        communicator of the group. communicator: the engine's.
+        parts: of this rank.
+        connect: makes another communicator of the group.
     """
-    if config.dispatch is DispatchRule.LIBRA:
-        lookahead = isinstance(traffic, TextTraffic)
-        prefetch = connect("prefetch")
-        return TwoStageDispatch(
-            config, model, weights, router, communicator, prefetch, lookahead=lookahead
-        )
-    return SlotDispatch(config, model, weights, router, communicator)
+    if parts.config.dispatch is DispatchRule.LIBRA:
+        # The model's gates route text, so a lookahead can ask them. A recording has no gates.
+        lookahead = isinstance(parts.traffic, TextTraffic)
+        return TwoStageDispatch(parts, connect("prefetch"), lookahead=lookahead)
+    return SlotDispatch(parts)
 
 
 class SlotDispatch:
     """All rules that choose a slot of the placement for each choice."""
 
-    def __init__(
-        self,
-        config: RankConfig,
-        model: Model,
-        weights: PooledWeights,
-        router: Router,
-        communicator: Communicator,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._weights = weights
-        self._router = router
-        self._communicator = communicator
+    def __init__(self, parts: RankParts) -> None:
+        self._parts = parts
+        self._config = config = parts.config
+        self._router = parts.router
+        self._communicator = parts.communicator
         self._waterfill: Waterfill | None = None
         if config.dispatch is DispatchRule.WATERFILL:
             self._waterfill = Waterfill(config.num_ranks, config.slots_per_rank, config.rank)
         # With Waterfill, each rank has one more slot, for the shared expert.
         width = config.slots_per_rank + (self._waterfill is not None)
-        self._exchange = Exchange(communicator, width, config.d_model)
+        self._exchange = Exchange(parts.communicator, width, config.d_model)
         self._rule: ReplicaChoice | None = None
         self._rule_epoch = -1
 
@@ -127,7 +105,7 @@ class SlotDispatch:
 
     def _current_rule(self) -> ReplicaChoice:
         if self._rule is None or self._rule_epoch != self._router.epoch:
-            tables = tables_of(self._config, self._router, self._model.device)
+            tables = tables_of(self._config, self._router, self._parts.model.device)
             nearest = self._config.dispatch is DispatchRule.NEAREST
             self._rule = NearestChoice(tables) if nearest else LplbChoice(tables)
             self._rule_epoch = self._router.epoch
@@ -143,5 +121,5 @@ class SlotDispatch:
 
     def _tensors(self, layer: int, local: int) -> Sequence[Tensor]:
         if local == self._config.slots_per_rank:
-            return self._model.shared[layer]
-        return self._weights.tensors(layer, local)
+            return self._parts.model.shared[layer]
+        return self._parts.weights.tensors(layer, local)

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.engines.reference.layers import LayerDispatch
-from evenkeel_moe.engines.reference.model import Model, combine_weights, original_expert
-from evenkeel_moe.engines.reference.traffic import Traffic
+from evenkeel_moe.engines.reference.model import combine_weights
+from evenkeel_moe.engines.reference.parts import RankParts
 
 __all__ = ["Forward", "StepResult", "Witness"]
 
@@ -38,20 +38,11 @@ class StepResult:
 class Forward:
     """The distributed model on one rank."""
 
-    def __init__(
-        self,
-        model: Model,
-        traffic: Traffic,
-        dispatch: LayerDispatch,
-        rank: int,
-        num_ranks: int,
-    ) -> None:
-        self._model = model
-        self._traffic = traffic
+    def __init__(self, parts: RankParts, dispatch: LayerDispatch) -> None:
+        self._model, self._traffic = parts.model, parts.traffic
+        self._rank, self._num_ranks = parts.config.rank, parts.config.num_ranks
         self._dispatch = dispatch
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._share = combine_weights(model.top_k).to(model.device)
+        self._share = combine_weights(parts.model.top_k).to(parts.model.device)
 
     def step(self, step: int, stop: bool) -> StepResult:
         """Run one step; all ranks of the group call it for the same step.
@@ -84,16 +75,14 @@ class Forward:
 class Witness:
     """The same model without distribution, with the checkpoint's experts, for one rank's tokens."""
 
-    def __init__(self, model: Model, traffic: Traffic, rank: int) -> None:
-        self._model = model
-        self._traffic = traffic
-        self._rank = rank
+    def __init__(self, parts: RankParts) -> None:
+        self._model, self._traffic, self._rank = parts.model, parts.traffic, parts.config.rank
         self.experts = [
             [
-                tuple(t.to(model.device) for t in self._original(layer, expert))
-                for expert in range(model.num_experts)
+                tuple(t.to(self._model.device) for t in self._model.original(layer, expert))
+                for expert in range(self._model.num_experts)
             ]
-            for layer in range(model.num_layers)
+            for layer in range(self._model.num_layers)
         ]
         """(L, E) tensors of every logical expert."""
 
@@ -108,7 +97,3 @@ class Witness:
             x = self._model.next_layer(layer, x, total)
         wrong |= (x != result.final).any(dim=1)
         return int(wrong.sum())
-
-    def _original(self, layer: int, expert: int) -> tuple[Tensor, ...]:
-        model = self._model
-        return original_expert(model.seed, layer, expert, model.d_model, model.d_ffn)

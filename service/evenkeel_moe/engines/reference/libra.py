@@ -13,7 +13,6 @@ map, and every copy is sent from a slot of the placement.
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,61 +27,32 @@ from evenkeel_moe.dispatch import (
     TransientReplicas,
     count_choices,
 )
-from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.exchange import check_epochs
 from evenkeel_moe.engines.reference.layers import LayerOutcome, tables_of
-from evenkeel_moe.engines.reference.model import Model, expert_forward
-from evenkeel_moe.engines.reference.slots import PooledWeights, Router
+from evenkeel_moe.engines.reference.model import expert_forward
+from evenkeel_moe.engines.reference.parts import RankParts
 
-__all__ = ["StageSeconds", "TwoStageDispatch"]
-
-
-@dataclass(slots=True)
-class StageSeconds:
-    """Time spent in each stage so far."""
-
-    shard_s: float = 0.0
-    """Token sharding, on its own thread."""
-    shard_wait_s: float = 0.0
-    """The part of the sharding that the engine's thread waited for after the local stage."""
-    local_s: float = 0.0
-    remote_s: float = 0.0
-    prefetch_wait_s: float = 0.0
-    """Waiting for fetched experts that had not arrived in time."""
+__all__ = ["TwoStageDispatch"]
 
 
 class TwoStageDispatch:
     """The two-stage dispatch of one rank."""
 
-    def __init__(
-        self,
-        config: RankConfig,
-        model: Model,
-        weights: PooledWeights,
-        router: Router,
-        communicator: Communicator,
-        prefetch: Communicator,
-        *,
-        lookahead: bool,
-    ) -> None:
+    def __init__(self, parts: RankParts, prefetch: Communicator, *, lookahead: bool) -> None:
         """Collective.
 
         Args:
-            config: of this rank.
-            model: has the gates for the lookahead.
-            weights: the rank's slots.
-            router: the rank's maps.
-            communicator: the engine's.
-            prefetch: another one of the same group, because weights must not wait for tokens.
+            parts: of this rank.
+            prefetch: another communicator of the group, because weights must not wait for tokens.
             lookahead: predict with the next gate; otherwise with the layer's demand in the last
                 step.
         """
-        self._config = config
+        self._config = config = parts.config
         self._first_slot = config.rank * config.slots_per_rank
-        self._model = model
-        self._weights = weights
-        self._router = router
-        self._communicator = communicator
+        self._model = model = parts.model
+        self._weights = parts.weights
+        self._router = parts.router
+        self._communicator = parts.communicator
         self._prefetch = prefetch
         gates = [lambda x, layer=layer: model.route(layer, x) for layer in range(config.layers)]
         self._lookahead = Lookahead(gates) if lookahead else None
@@ -99,7 +69,6 @@ class TwoStageDispatch:
         self._choice: LibraChoice | None = None
         self._choice_epoch = -1
         self._sharder = ThreadPoolExecutor(1, thread_name_prefix="shard")
-        self.seconds = StageSeconds()
 
     def close(self) -> None:
         """End the sharding thread and the communicator of the weights."""
@@ -113,7 +82,7 @@ class TwoStageDispatch:
         choice = self._current_choice()
         demand, predicted, any_stop = self._exchange_demand(layer, x, chosen, stop)
         hosts = choice.hosts(layer)
-        sharding = self._sharder.submit(self._shard, choice, layer, demand)
+        sharding = self._sharder.submit(choice.shard, layer, demand)
         everyone = self._communicator.all_gather(x)
         all_chosen = self._communicator.all_gather(chosen)
 
@@ -123,17 +92,14 @@ class TwoStageDispatch:
         outputs = torch.empty(*chosen.shape, x.shape[1], device=x.device)
         stays = torch.from_numpy(hosts[:, self._config.rank].copy()).to(chosen.device)[chosen]
         _compute(x, chosen, stays, experts_here, outputs)
-        local_done = time.perf_counter()
+        local_s = time.perf_counter() - began
         quotas = sharding.result()
-        self.seconds.shard_wait_s += time.perf_counter() - local_done
         if predicted is not None:
             self._start_fetch(layer + 1, choice.plan(layer + 1, predicted))
 
-        remote_began = time.perf_counter()
+        began = time.perf_counter()
         results, sent_rows = self._compute_remote(quotas, everyone, all_chosen, experts_here)
-        local_s, remote_s = local_done - began, time.perf_counter() - remote_began
-        self.seconds.local_s += local_s
-        self.seconds.remote_s += remote_s
+        remote_s = time.perf_counter() - began
         self._combine(quotas, chosen, results, sent_rows, outputs)
         self._held.end(layer)
         return LayerOutcome(
@@ -175,12 +141,6 @@ class TwoStageDispatch:
         if layer + 1 >= self._config.layers or self._config.transient_experts == 0:
             predicted = None
         return demand, predicted, bool(gathered[:, 1].any())
-
-    def _shard(self, choice: LibraChoice, layer: int, demand: Tensor) -> LayerQuotas:
-        began = time.perf_counter()
-        quotas = choice.shard(layer, demand)
-        self.seconds.shard_s += time.perf_counter() - began
-        return quotas
 
     def _experts_here(self, layer: int) -> dict[int, Sequence[Tensor]]:
         """Return the tensors of every expert that this rank can compute in a layer."""
@@ -298,10 +258,8 @@ class TwoStageDispatch:
             return
         fetched, works = fetch
         assert fetched == layer, f"experts of layer {fetched} arrive in layer {layer}"
-        began = time.perf_counter()
         for work in works:
             work.wait()
-        self.seconds.prefetch_wait_s += time.perf_counter() - began
 
 
 def _compute(

@@ -120,6 +120,10 @@ class Model:
         embedded, gated = (torch.from_numpy(array).to(device) for array in (embedding, gates))
         return cls(seed, layers, experts, top_k, d_model, d_ffn, embedded, gated, shared, device)
 
+    def original(self, layer: int, expert: int) -> tuple[Tensor, ...]:
+        """Return one of this model's experts as in the checkpoint."""
+        return original_expert(self.seed, layer, expert, self.d_model, self.d_ffn)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the activations of (n,) int64 token ids: (n, D) integers in -8..8."""
         before = torch.roll(tokens, 1)

@@ -21,10 +21,9 @@ from evenkeel_moe.engines.reference.dispatch import make_dispatch
 from evenkeel_moe.engines.reference.exchange import EpochMismatch
 from evenkeel_moe.engines.reference.forward import Forward, StepResult, Witness
 from evenkeel_moe.engines.reference.lines import LineWriter
-from evenkeel_moe.engines.reference.model import Model
-from evenkeel_moe.engines.reference.slots import PooledWeights, Router
+from evenkeel_moe.engines.reference.parts import RankParts
 from evenkeel_moe.engines.reference.state import agree_on_placement, load_placement
-from evenkeel_moe.engines.reference.traffic import RecordedTraffic, TextTraffic, Traffic, read_trace
+from evenkeel_moe.engines.reference.traffic import read_trace
 from evenkeel_moe.engines.reference.wiring import connect_group, make_agent
 from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import Phase
@@ -109,27 +108,21 @@ class _Rank:
             Placement.initial(config.shape),
             self.communicator,
         )
-        self.model = _model(config, self.device)
-        self.traffic = _traffic(config, self.model)
-        self.weights = _weights(config, placement, self.device)
-        self.router = Router(placement, self.first_epoch, self.device)
-        self.dispatch = make_dispatch(
-            config,
-            self.model,
-            self.traffic,
-            self.weights,
-            self.router,
-            self._connect,
-            self.communicator,
+        self.parts = RankParts.build(
+            config, placement, self.first_epoch, self.communicator, self.device
         )
-        self.forward = Forward(
-            self.model, self.traffic, self.dispatch, config.rank, config.num_ranks
-        )
-        self.witness = Witness(self.model, self.traffic, config.rank)
+        self.router = self.parts.router
+        self.dispatch = make_dispatch(self.parts, self._connect)
+        self.forward = Forward(self.parts, self.dispatch)
+        self.witness = Witness(self.parts)
         self.mismatches = self.rows_checked = 0
         self.problems: list[str] = []
         self.fault_done = False
-        self.agent = self._make_agent(placement, link) if config.agent else None
+        self.agent: Agent | None = None
+        if config.agent:
+            self.agent = make_agent(
+                self.parts, self.store, self.generation, placement, lines, link=link
+            )
         lines.write(
             "start",
             attempt=config.attempt,
@@ -190,7 +183,7 @@ class _Rank:
         if mismatches and not self.mismatches:
             # Look for the cause now: a later swap may remove it.
             experts = self.witness.experts
-            _, self.problems = inspect_rank(config.rank, self.router, self.weights, experts)
+            _, self.problems = inspect_rank(config.rank, self.router, self.parts.weights, experts)
             self.lines.write("problem", step=step, problems=self.problems)
         self.mismatches += mismatches
         self.rows_checked += config.tokens_per_step
@@ -202,7 +195,7 @@ class _Rank:
             seconds=round(seconds, 6),
             tokens=self.config.tokens_per_step,
             epoch=epoch,
-            domain=self.traffic.domain(step),
+            domain=self.parts.traffic.domain(step),
             rank_load=result.counts.sum(axis=1).tolist(),
             served=result.served.tolist(),
             mismatches=self.mismatches,
@@ -218,7 +211,7 @@ class _Rank:
         if due and config.rank == config.fault_rank:
             self.fault_done = True
             detail = break_something(
-                config.fault, config.rank, self.router, self.weights, result.counts
+                config.fault, config.rank, self.router, self.parts.weights, result.counts
             )
             self.lines.write("fault", fault=config.fault.value, step=step, detail=detail)
 
@@ -226,7 +219,7 @@ class _Rank:
         check = final_check(
             self.config.rank,
             self.router,
-            self.weights,
+            self.parts.weights,
             self.witness.experts,
             self.mismatches,
             self.communicator,
@@ -245,20 +238,6 @@ class _Rank:
 
     def _connect(self, name: str) -> Communicator:
         return connect_group(self.config, self.store, name, self.device)
-
-    def _make_agent(self, placement: Placement, link: RankLink | None) -> Agent:
-        return make_agent(
-            self.config,
-            self.store,
-            self.generation,
-            placement,
-            self.first_epoch,
-            self.weights,
-            self.router,
-            self.lines,
-            device=self.device,
-            link=link,
-        )
 
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
         self._stop_wanted = True
@@ -282,34 +261,3 @@ def _join(config: RankConfig) -> tuple[Any, str]:
     if config.rank == 0:
         store.set("evenkeel/generation", str(uuid.uuid4()))
     return store, store.get("evenkeel/generation").decode()
-
-
-def _model(config: RankConfig, device: torch.device) -> Model:
-    return Model.build(
-        seed=config.seed,
-        layers=config.layers,
-        experts=config.experts,
-        top_k=config.top_k,
-        d_model=config.d_model,
-        d_ffn=config.d_ffn,
-        device=device,
-    )
-
-
-def _weights(config: RankConfig, placement: Placement, device: torch.device) -> PooledWeights:
-    """Return this rank's slots, filled from the checkpoint."""
-    buffers = config.layers * config.pool_slots_per_layer
-    weights = PooledWeights(
-        config.layers, config.slots_per_rank, buffers, config.d_model, config.d_ffn, device
-    )
-    weights.load(placement, config.rank, config.seed)
-    return weights
-
-
-def _traffic(config: RankConfig, model: Model) -> Traffic:
-    if not config.trace:
-        return TextTraffic(model, config.num_ranks, config.tokens_per_step, config.shift_at)
-    ids, counts, top_k = read_trace(config.trace)
-    return RecordedTraffic(
-        config.num_ranks, config.tokens_per_step, top_k, config.seed, ids, counts
-    )

@@ -12,7 +12,7 @@ from evenkeel_moe.agent import Agent, AgentConfig, RankLink, SwapRecord
 from evenkeel_moe.engines.identity import gpu_uuid, rank_identity
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.lines import LineWriter
-from evenkeel_moe.engines.reference.slots import PooledWeights, Router
+from evenkeel_moe.engines.reference.parts import RankParts
 from evenkeel_moe.engines.reference.state import SavedPlacement, save_placement
 from evenkeel_moe.model.placement import Placement
 
@@ -20,32 +20,25 @@ __all__ = ["connect_group", "make_agent"]
 
 
 def make_agent(
-    config: RankConfig,
+    parts: RankParts,
     store: Any,
     generation: str,
     placement: Placement,
-    epoch: int,
-    weights: PooledWeights,
-    router: Router,
     lines: LineWriter,
     *,
-    device: torch.device,
     link: RankLink | None = None,
 ) -> Agent:
     """Make the agent of one rank; collective over the group.
 
     Args:
-        config: of this rank.
+        parts: of this rank.
         store: of this attempt, for the agent's own communicators.
         generation: agreed by the group.
-        placement: the placement the group starts with, loaded into `weights`.
-        epoch: the placement's epoch.
-        weights: the rank's slots.
-        router: the rank's tables.
+        placement: the placement the group starts with.
         lines: receives the lines on swaps and staging.
-        device: where the weights are.
         link: used instead of gRPC to `config.controllers`.
     """
+    config, device = parts.config, parts.model.device
 
     def on_swap(record: SwapRecord, placement: Placement) -> None:
         # Saved before the Ack, because a restarted group must find what the controller was told.
@@ -66,9 +59,9 @@ def make_agent(
     return Agent(
         _agent_config(config, generation, device),
         placement,
-        epoch,
-        weights,
-        router,
+        parts.router.epoch,
+        parts.weights,
+        parts.router,
         connect=lambda name, where: connect_group(config, store, name, where),
         device=device,
         link=link,
