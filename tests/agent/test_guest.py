@@ -1,4 +1,6 @@
-"""The agent of an engine that copies by itself: what it agrees to, what it reports, and what it never costs the engine."""
+"""The agent of an engine that copies by itself: its votes, its reports, and how it spares the engine."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,15 +37,15 @@ from tests.waiting import deadline, wait_until
 
 
 class ToyEngine:
-    """Copies one layer a step, from the numbers experts are made of; can be told to misbehave."""
+    """Copies one layer per step; the attributes below make it misbehave."""
 
     def __init__(self, placement, rank):
         self.map = placement.phy2log.copy()
         self.rank = rank
         self.weights = ToyWeights(placement, rank)
-        self.agent = None
+        self.agent: Any = None
         self.todo: list[int] = []
-        self.target = None
+        self.target: Any = None
         self.broken = ""
         self.no = None
         self.stop_after = None

@@ -1,4 +1,6 @@
-"""The agent's network thread: a mistake costs what is in hand, not the reports or the stream for good."""
+"""The agent's network thread: an error costs the current message, not all reports or the stream."""
+
+from typing import Any
 
 import numpy as np
 import structlog
@@ -15,7 +17,7 @@ from tests.waiting import deadline
 
 
 class OnceUnreadable(Recorder):
-    """Its first take fails for a reason of its own."""
+    """Its first take fails."""
 
     failed = False
 
@@ -31,8 +33,9 @@ def test_a_report_that_fails_does_not_end_the_reporter(monkeypatch):
     recorder, link = OnceUnreadable(8, 1, 1), PortLink()
     identity = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 5)
     thread = network_thread.NetworkThread(link, recorder, identity, CountingSide.DESTINATION)
+    listener: Any = None
     with structlog.testing.capture_logs() as logs:
-        thread.start(None)
+        thread.start(listener)
         try:
             assert link.ready.wait(deadline(10))
             recorder.record(0, np.array([[1]]), 0, 1, Phase.DECODE)

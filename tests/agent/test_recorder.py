@@ -1,8 +1,9 @@
-"""The ring between the engine's steps and the reports."""
+"""The queue between the engine's steps and the reports."""
 
 import json
 import math
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel_moe.agent.recorder import Recorder
+from evenkeel_moe.agent.recorder import Recorded, Recorder
 from evenkeel_moe.model.load import Phase, StepMeta, step_table
 
 
@@ -20,12 +21,18 @@ def put(recorder, step, value=None, **meta):
     recorder.record(step, counts, **{"epoch": 0, "tokens": step, "phase": Phase.DECODE, **meta})
 
 
-def test_what_was_recorded_is_taken_in_order_with_its_words():
+def take(recorder, *arguments, **named) -> Recorded:
+    taken = recorder.take(*arguments, **named)
+    assert taken is not None
+    return taken
+
+
+def test_what_was_recorded_is_taken_in_order_with_its_metadata():
     recorder = Recorder(8, 2, 3)
     put(recorder, 4, epoch=2, phase=Phase.PREFILL, dummy=True, compute_s=0.5)
     put(recorder, 5)
     assert recorder.last_step == 5 and recorder.waiting == 2
-    taken = recorder.take(10)
+    taken = take(recorder, 10)
     assert (
         step_table(
             [
@@ -40,23 +47,23 @@ def test_what_was_recorded_is_taken_in_order_with_its_words():
 
 
 def test_the_recorder_keeps_the_array_and_refuses_later_writes():
-    """What an engine fills again would be counted twice, in silence."""
+    """An array that the engine wrote to again would silently be counted twice."""
     recorder, counts = Recorder(4, 2, 3), np.ones((2, 3), np.int64)
     recorder.record(0, counts, epoch=0, tokens=1, phase=Phase.DECODE)
-    assert (recorder.take(1).counts == 1).all()
+    assert (take(recorder, 1).counts == 1).all()
     with pytest.raises(ValueError, match="read-only"):
         counts[:] = 7
 
 
-def test_counts_of_another_shape_are_dropped_counted_and_said():
-    """A row of slots would fill every layer if it were only assigned; an engine must not end for its statistics."""
+def test_counts_of_another_shape_are_dropped_counted_and_logged():
+    """Assignment would broadcast a row of slots to every layer. An error must not end the engine."""
     recorder = Recorder(16, 2, 3)
     put(recorder, 0)
     for step, shape in enumerate([(3, 2), (3,), (2, 3, 1), (2, 0)], 1):
         recorder.record(step, np.zeros(shape, np.int64), epoch=0, tokens=1, phase=Phase.DECODE)
     put(recorder, 5)
     with structlog.testing.capture_logs() as logs:
-        taken = recorder.take(16)
+        taken = take(recorder, 16)
     assert taken.steps["step"].tolist() == [0, 5] and taken.counts[:, 0, 0].tolist() == [0, 5]
     assert taken.dropped_steps == 4 == recorder.dropped_total and recorder.last_step == 5
     assert [(log["event"], log["step"], log["shape"], log["wanted"]) for log in logs] == [
@@ -70,7 +77,7 @@ def test_counts_of_any_integer_type_are_taken_as_int64():
     recorder = Recorder(4, 1, 2)
     for step, kind in enumerate((np.int32, np.uint16, np.int64)):
         recorder.record(step, np.array([[step, 7]], kind), epoch=0, tokens=1, phase=Phase.DECODE)
-    taken = recorder.take(3)
+    taken = take(recorder, 3)
     assert taken.counts.dtype == np.int64 and taken.counts[:, 0].tolist() == [
         [0, 7],
         [1, 7],
@@ -82,17 +89,17 @@ def test_a_full_ring_drops_the_oldest_and_counts_them():
     recorder = Recorder(4, 2, 3)
     for step in range(10):
         put(recorder, step)
-    taken = recorder.take(100)
+    taken = take(recorder, 100)
     assert taken.steps["step"].tolist() == [6, 7, 8, 9]
     assert taken.dropped_steps == 6 == recorder.dropped_total and recorder.last_step == 9
     assert recorder.waiting == 0 and recorder.take(1) is None
 
 
-def test_a_stride_passes_over_steps_from_where_it_begins():
+def test_a_stride_skips_steps_from_where_it_begins():
     recorder = Recorder(32, 2, 3)
     for step in range(12):
         put(recorder, step)
-    taken = recorder.take(100, stride=4, from_step=3)
+    taken = take(recorder, 100, stride=4, from_step=3)
     assert taken.steps["step"].tolist() == [0, 1, 2, 4, 8]
     assert taken.dropped_steps == 0
 
@@ -118,7 +125,7 @@ def test_every_step_is_taken_once_or_counted_as_dropped(bursts, capacity, most):
 
 
 def test_a_reader_beside_the_writer_takes_each_step_once_or_counts_it():
-    """Counts and words of a step belong together, however the two threads meet."""
+    """Counts and metadata of a step stay together, however the two threads interleave."""
     recorder, steps = Recorder(8, 4, 64), 20_000
     torn, seen, done = [], 0, threading.Event()
 
@@ -149,9 +156,9 @@ def test_a_reader_beside_the_writer_takes_each_step_once_or_counts_it():
 
 
 class Raced(list):
-    """Rows of which the other thread takes all as soon as somebody has counted them."""
+    """Rows that the other thread takes as soon as somebody has read their number."""
 
-    then = None
+    then: Callable[[], None] | None = None
 
     def __len__(self):
         count, then, self.then = super().__len__(), self.then, None
@@ -160,18 +167,19 @@ class Raced(list):
         return count
 
 
-def test_the_writer_does_not_stumble_over_a_reader_that_took_everything():
-    recorder, taken = Recorder(2, 2, 3), []
+def test_the_writer_tolerates_a_reader_that_took_everything():
+    recorder = Recorder(2, 2, 3)
+    taken: list[Recorded] = []
     recorder._rows = Raced()
     for step in range(2):
         put(recorder, step)
-    recorder._rows.then = lambda: taken.append(recorder.take(9))
+    recorder._rows.then = lambda: taken.append(take(recorder, 9))
     put(recorder, 2)
     assert taken[0].steps["step"].tolist() == [0, 1, 2]
     assert recorder.dropped_total == 0 and recorder.last_step == 2 and recorder.take(9) is None
 
 
-def test_numbers_no_report_can_carry_cost_their_step_and_not_the_reporter():
+def test_a_step_with_numbers_out_of_range_is_dropped():
     recorder = Recorder(16, 2, 3)
     put(recorder, 0, value=1)
     for place, numbers in enumerate(
@@ -180,12 +188,12 @@ def test_numbers_no_report_can_carry_cost_their_step_and_not_the_reporter():
         put(recorder, place, value=1, **numbers)
     put(recorder, 5, value=1)
     put(recorder, 1 << 62, value=1)
-    taken = recorder.take(16)
+    taken = take(recorder, 16)
     assert taken.steps["step"].tolist() == [0, 5] and taken.dropped_steps == 5
 
 
-def test_numbers_of_numpy_are_made_plain():
-    """Engines count with arrays; a message takes plain numbers."""
+def test_numbers_of_numpy_are_converted():
+    """Engines count with arrays; a message holds plain numbers."""
     recorder = Recorder(4, 2, 3)
     put(
         recorder,
@@ -195,7 +203,7 @@ def test_numbers_of_numpy_are_made_plain():
         dummy=np.bool_(True),
         compute_s=np.float32(0.5),
     )
-    steps = recorder.take(1).steps
+    steps = take(recorder, 1).steps
     assert steps.tobytes() == step_table([StepMeta(3, 1, Phase.DECODE, 7, True, 0.5)]).tobytes()
 
 
@@ -218,8 +226,8 @@ def test_numbers_of_numpy_are_made_plain():
     ids=repr,
 )
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_step_that_is_none_is_refused_counted_and_said_and_the_next_is_taken(numbers, stride):
-    """A step is numbers and an array: the reporter would end for whatever else it cannot read."""
+def test_an_invalid_step_is_refused_counted_and_logged_and_the_next_is_taken(numbers, stride):
+    """A step consists of numbers and an array; anything else must not end the reporter."""
     recorder = Recorder(16, 2, 3)
     put(recorder, 2)
     recorder.record(
@@ -232,10 +240,10 @@ def test_a_step_that_is_none_is_refused_counted_and_said_and_the_next_is_taken(n
             **numbers,
         }
     )
-    assert recorder.last_step in (-1, 3), "asked on the engine's thread, at each swap"
+    assert recorder.last_step in (-1, 3), "read on the engine's thread, at each swap"
     put(recorder, 4)
     with structlog.testing.capture_logs() as logs:
-        taken = recorder.take(16, stride)
+        taken = take(recorder, 16, stride)
     assert taken.steps["step"].tolist() == [2, 4]
     assert taken.dropped_steps == 1 == recorder.dropped_total
     [log] = logs
@@ -246,4 +254,4 @@ def test_a_step_that_is_none_is_refused_counted_and_said_and_the_next_is_taken(n
 def test_seconds_that_are_not_measured_may_be_nan():
     recorder = Recorder(4, 2, 3)
     put(recorder, 0, compute_s=math.nan)
-    assert math.isnan(recorder.take(1).steps["compute_s"][0])
+    assert math.isnan(take(recorder, 1).steps["compute_s"][0])

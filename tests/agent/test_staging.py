@@ -1,6 +1,7 @@
-"""The transfer thread's queue: what can wait there while a peer does not answer."""
+"""The queue of the transfer thread while a peer does not answer."""
 
 import threading
+from typing import Any
 
 from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.protocol.messages import Abort, AbortAnswer, Commit, QueryState, Vote
@@ -12,7 +13,7 @@ OLD, NEW = two_rank_placements()
 
 
 class Stuck(ToyWeights):
-    """Reserving takes until it is let go on, as a transfer does whose peer is silent."""
+    """`reserve` waits for the test, like a transfer whose peer is silent."""
 
     def __init__(self, placement, rank):
         super().__init__(placement, rank)
@@ -25,7 +26,7 @@ class Stuck(ToyWeights):
 
 
 def test_whatever_a_controller_asks_meanwhile_a_stuck_wave_has_one_job_waiting():
-    """Its own end; every other wave is refused at once, and nothing else is queued."""
+    """That job ends the wave. Every other wave is refused at once, and nothing else is queued."""
     stuck = Stuck(OLD, 0)
     with Fleet(OLD, weights=[stuck, ToyWeights(OLD, 1)]) as fleet:
         held, jobs = prepare_for(OLD, NEW), fleet.agents[0]._worker._jobs
@@ -54,12 +55,13 @@ def test_whatever_a_controller_asks_meanwhile_a_stuck_wave_has_one_job_waiting()
 
 
 class SlowToConnect:
-    """A transport whose first rebuild takes until it is let go on, and fails."""
+    """A transport whose first rebuild waits for the test, and then fails."""
 
     serial, broken = 0, True
 
     def __init__(self):
-        self.tried, self.began, self.go_on = [], threading.Event(), threading.Event()
+        self.tried: list[int] = []
+        self.began, self.go_on = threading.Event(), threading.Event()
 
     def rebuild(self, serial):
         self.serial = serial
@@ -74,18 +76,19 @@ class SlowToConnect:
         """Nothing is in flight."""
 
 
-class Wishes:
+class Requests:
     def __init__(self):
-        self.serials = []
+        self.serials: list[int] = []
 
     def request_rebuild(self, serial):
         self.serials.append(serial)
 
 
-def test_communicators_the_group_gave_up_meanwhile_are_not_waited_for():
-    """R10: a rank that tried each in turn would come too late to every one, and the queue would only grow."""
-    transport, wishes = SlowToConnect(), Wishes()
-    worker = StagingWorker(0, transport, ToyWeights(OLD, 0), ToyMaps(OLD), wishes)
+def test_communicators_that_the_group_has_given_up_are_not_waited_for():
+    """R10: a rank that tried each in turn would be late for all of them, and the queue would grow."""
+    transport: Any = SlowToConnect()
+    requests: Any = Requests()
+    worker = StagingWorker(0, transport, ToyWeights(OLD, 0), ToyMaps(OLD), requests)
     worker.start()
     try:
         worker.rebuild(1)
@@ -96,6 +99,6 @@ def test_communicators_the_group_gave_up_meanwhile_are_not_waited_for():
         worker.later(done.set)
         transport.go_on.set()
         assert done.wait(deadline(20))
-        assert transport.tried == [1, 99] and wishes.serials == [1]
+        assert transport.tried == [1, 99] and requests.serials == [1]
     finally:
         worker.close()

@@ -161,7 +161,7 @@ async def test_a_message_the_wire_cannot_carry_costs_only_itself():
         async with running(link) as listener:
             await until(lambda: listener.got)
             link.send(Heartbeat(-1, 1, 2))
-            link.send(Heartbeat("seven", 1, 2))
+            link.send(Heartbeat("seven", 1, 2))  # type: ignore[arg-type]
             link.send(Heartbeat(1234, 1, 2))
             await until(lambda: Heartbeat(1234, 1, 2) in server.of(Heartbeat))
 
@@ -315,6 +315,7 @@ class Patient(Server):
     async def Attach(self, requests, context):
         self.streams += 1
         stream, hello = self.streams, decode_rank_message(await context.read(), None)
+        assert isinstance(hello, Hello)
         await context.write(encode_controller_message(dataclasses.replace(ACCEPTED, lease_s=600.0)))
         await self.reads.wait()
         async for request in requests:

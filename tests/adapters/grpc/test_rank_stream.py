@@ -55,7 +55,12 @@ async def test_a_joined_acknowledgement_names_the_step_that_either_knows(acks):
 async def test_a_rank_that_reports_often_is_answered_before_it_must_wait(monkeypatch):
     loop, timers = asyncio.get_running_loop(), []
     call_at = loop.call_at
-    monkeypatch.setattr(loop, "call_at", lambda *args: timers.append(call_at(*args)) or timers[-1])
+
+    def recording(*arguments):
+        timers.append(call_at(*arguments))
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_at", recording)
     stream = RankStream(1, "peer", capacity=4)
     stream.send(ReportAck(0))
     assert await stream.next() == ReportAck(0)
