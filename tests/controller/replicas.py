@@ -1,4 +1,4 @@
-"""Replicas of a controller without ports, for tests: over a store in memory, with scripted ranks."""
+"""Replicas of a controller for tests: without ports, over a store in memory, with scripted ranks."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -25,6 +25,33 @@ from tests.waiting import until
 
 DEMO = DeploymentId("d")
 """The deployment of the ranks in `tests.protocol.rigs`."""
+ONE, TWO = DeploymentId("one"), DeploymentId("two")
+"""The deployments that the fixture `leading_two` leads."""
+
+
+class SetClock(SystemClock):
+    """A Unix clock that can be set."""
+
+    ahead_s = 0.0
+
+    def unix(self):
+        return super().unix() + self.ahead_s
+
+
+class GatedStore(MemoryStore):
+    """Answers the release of one deployment's lease only while its gate is open."""
+
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.gated: DeploymentId | None = None
+        self.waiting = False
+        self.gate = asyncio.Event()
+
+    async def release_lease(self, deployment, *arguments):
+        if deployment == self.gated:
+            self.waiting = True
+            await self.gate.wait()
+        await super().release_lease(deployment, *arguments)
 
 
 class Spawned:

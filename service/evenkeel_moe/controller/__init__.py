@@ -2,10 +2,12 @@
 
 import os
 
-# gRPC reads this once, as it is loaded, which the import below does. With its event engine a rank's message passes
-# from thread to thread; its older loop reads it in the thread that waits for it, at half the cost
-# (docs/performance.md). What an operator set holds.
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")  # noqa: TID251 - written for gRPC, not read
+# gRPC reads this variable once, when the import below loads it. With its event engine, a message of
+# a rank passes from thread to thread. Its older loop reads the message in the thread that waits for
+# it, at half the cost (docs/performance.md). A value that an operator set is kept.
+os.environ.setdefault(  # noqa: TID251 - written for gRPC, not read
+    "GRPC_EXPERIMENTS", "-event_engine_listener"
+)
 
 from evenkeel_moe.controller.process.serve import run, serve
 

@@ -1,4 +1,4 @@
-"""The policy of a deployment as a document: as it is stored, and as operators read and change it."""
+"""The policy of a deployment as a document, which is stored and which operators read and change."""
 
 import contextlib
 import math

@@ -4,20 +4,17 @@ import sys
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.controller.deployment.deployment import Deployment
-from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.driver import ActionStage
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, EpRank, Generation
-from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
 from tests.controller.replicas import DEMO, make_registry
-from tests.protocol.rigs import answer_queries, control_of, key_of, plan_of, prepare_of
+from tests.protocol.rigs import key_of, plan_of, prepare_of
 
 HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
 
@@ -80,26 +77,6 @@ async def test_a_waves_map_is_learned_once_however_many_ranks_it_goes_to(monkeyp
                 ctl.SendToRank(EpRank(rank), 10 + rank, prepare_of(key=key))
             )
     assert learned == [key_of("first"), key_of("second")]
-
-
-async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
-    """Same layers, slots and ranks: only the experts tell that the map is of another model."""
-    control = control_of(ControlState.RECOVERING)
-    answer_queries(control, epoch=Epoch(3))
-    committed = control.placement
-    assert committed is not None and control.executor is not None
-    other = Placement(
-        committed.phy2log.copy(), committed.num_ranks, committed.num_logical_experts + 1
-    )
-    control.executor.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
-    store = MemoryStore(SystemClock())
-    ingest = make_deployment(store).loads.ingest
-    loads = GroupLoads(control, store, ingest, 8, DispatchModel.EVEN)
-    loads.follow_generation()
-    loads.follow_placement()
-    assembler = ingest._assembler
-    assert assembler is not None
-    assert {1, 2, 3} & set(assembler._epochs) == {2, 3}
 
 
 async def test_questions_go_out_while_the_store_is_away_and_what_decides_does_not():

@@ -1,7 +1,7 @@
-"""The lease: taken, kept, dropped before another can have it."""
+"""The lease is taken, kept, and dropped before another replica can have it."""
 
 import asyncio
-import time
+from collections import Counter
 
 import pytest
 
@@ -11,18 +11,32 @@ from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import Lease
 from tests.contracts.memory_store import MemoryStore
+from tests.waiting import deadline, until
 
 DEMO = DeploymentId("demo")
+
+
+class JumpingClock(SystemClock):
+    """A monotonic clock that can be set forward."""
+
+    ahead_s = 0.0
+
+    def monotonic(self):
+        return super().monotonic() + self.ahead_s
 
 
 class Rig:
     """Keepers on one store that can be told to fail."""
 
     def __init__(self):
-        self.store = MemoryStore(SystemClock())
+        self.clock = JumpingClock()
+        self.store = MemoryStore(self.clock)
         self.down = self.silent = False
-        self.load_s = 0.0
+        self.loaded = asyncio.Event()
+        """Set while the records can be read."""
+        self.loaded.set()
         self.happened = []
+        self.calls: Counter[str] = Counter()
 
     async def acquire_lease(self, *arguments):
         return await self._ask(self.store.acquire_lease, *arguments)
@@ -34,8 +48,9 @@ class Rig:
         return await self._ask(self.store.release_lease, *arguments)
 
     async def _ask(self, method, *arguments):
+        self.calls[method.__name__] += 1
         if self.silent:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         if self.down:
             raise Unavailable("down")
         return await method(*arguments)
@@ -44,7 +59,7 @@ class Rig:
         fails = [load_fails]
 
         async def won(lease):
-            await asyncio.sleep(self.load_s)
+            await self.loaded.wait()
             if fails[0]:
                 fails[0] -= 1
                 raise Unavailable("records cannot be read")
@@ -54,7 +69,7 @@ class Rig:
             DEMO,
             holder,
             self,  # type: ignore[arg-type]
-            SystemClock(),
+            self.clock,
             lease_s=0.3,
             renew_s=0.03,
             alone=alone,
@@ -64,11 +79,22 @@ class Rig:
         )
 
     async def until(self, ask):
-        for _ in range(500):
-            if ask():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(self.happened)
+        await until(ask, every_s=0.01, what=f"a change after {self.happened}")
+
+    async def after(self, method, count):
+        """Wait until the store was asked that many more times."""
+        wanted = self.calls[method] + count
+        await self.until(lambda: self.calls[method] >= wanted)
+
+
+LONGER_THAN_A_LEASE = 12
+"""Renewals that take longer than a lease lasts."""
+
+
+async def turns():
+    """Let every task run that can run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -90,8 +116,8 @@ async def rig():
 
 async def test_nobody_leads_what_nobody_wants(rig):
     keeper = rig.start("a")
-    await asyncio.sleep(0.1)
-    assert not keeper.leading
+    await turns()
+    assert not rig.calls
     await keeper.decided(5)
     assert keeper.leading
     assert rig.happened == [("won", "a", 1)]
@@ -103,7 +129,7 @@ async def test_a_follower_knows_who_leads_and_takes_over_when_the_leader_is_gone
     await two.decided(5)
     assert (one.leading, two.leading) == (True, False)
     assert two.winner == Lease("a", 1)
-    await asyncio.sleep(0.5)
+    await rig.after("renew_lease", LONGER_THAN_A_LEASE)
     assert not two.leading, "a lease that is renewed is not taken"
     await one.release()
     one.want = lambda: None  # type: ignore[method-assign]
@@ -118,12 +144,14 @@ async def test_leadership_waits_for_the_records(rig):
 
 
 async def test_a_lease_is_kept_while_the_records_are_read_for_longer_than_it_lasts(rig):
-    rig.load_s = 0.9
+    rig.loaded.clear()
     one = rig.start("a")
     one.want()
-    await asyncio.sleep(0.1)
+    await rig.after("acquire_lease", 1)
     two = rig.start("b")
     two.want()
+    await rig.after("renew_lease", LONGER_THAN_A_LEASE)
+    rig.loaded.set()
     await rig.until(lambda: one.leading)
     assert not two.leading
     assert rig.happened == [("won", "a", 1)] or ("outrun", "b", "a") in rig.happened
@@ -131,12 +159,14 @@ async def test_a_lease_is_kept_while_the_records_are_read_for_longer_than_it_las
 
 
 async def test_a_lease_lost_while_the_records_are_read_is_sought_anew(rig):
-    rig.load_s = 0.3
+    rig.loaded.clear()
     keeper = rig.start("a")
     keeper.want()
-    await asyncio.sleep(0.1)
+    await rig.after("renew_lease", 1)
     await rig.store.release_lease(DEMO, Lease("a", 1))
     assert await rig.store.acquire_lease(DEMO, "b", 0.5, 0) == Lease("b", 2)
+    await rig.after("renew_lease", 1)
+    rig.loaded.set()
     await rig.until(lambda: keeper.leading)
     assert rig.happened[-1] == ("won", "a", 3)
     assert ("won", "a", 1) not in rig.happened
@@ -147,7 +177,7 @@ async def test_who_was_told_to_lead_hears_it_when_the_lease_fails_as_the_records
     rig, refused
 ):
     """R13: or it leads without a lease, and is told to lead twice."""
-    rig.load_s = 0.05
+    rig.loaded.clear()
     renew, renewals = rig.renew_lease, 0
 
     async def renew_lease(*arguments):
@@ -155,7 +185,8 @@ async def test_who_was_told_to_lead_hears_it_when_the_lease_fails_as_the_records
         renewals += 1
         if renewals > 1:
             return await renew(*arguments)
-        await rig.until(lambda: rig.happened)  # the records arrive while it is on its way
+        rig.loaded.set()  # The records arrive while the renewal is on its way.
+        await rig.until(lambda: rig.happened)
         if refused:
             return False
         raise Unavailable("timeout")
@@ -194,7 +225,7 @@ async def test_alone_an_unreachable_store_costs_nothing(rig):
     keeper = rig.start("a", alone=True)
     await keeper.decided(5)
     rig.down = True
-    await asyncio.sleep(0.6)
+    await rig.after("renew_lease", LONGER_THAN_A_LEASE)
     assert keeper.leading
     rig.down = False
     # The lease ran out meanwhile; nobody else can have it, and it is taken anew.
@@ -227,11 +258,12 @@ async def test_a_lease_that_is_yielded_is_free_and_not_sought_before_ranks_come(
     assert not one.leading
     assert one.winner is None
     assert rig.happened[-1] == ("lost", "a")
-    await asyncio.sleep(0.5)
-    assert not one.leading, "it was sought again although nobody wants it"
+    asked = rig.calls["acquire_lease"]
     two = rig.start("b")
     await two.decided(5)
     assert two.leading
+    await rig.after("renew_lease", LONGER_THAN_A_LEASE)
+    assert rig.calls["acquire_lease"] == asked + 1, "only the other replica asks for it"
     await two.yield_lease("nor this")
     await one.decided(5)
     assert one.leading
@@ -242,30 +274,33 @@ async def test_a_renewal_that_fails_after_the_lease_was_yielded_leaves_no_fault(
     """Nobody asks the store for it again: the fault would stand for as long as no rank comes."""
     one = rig.start("a")
     await one.decided(5)
-    asked, renew = asyncio.Event(), rig._ask
+    asked, yielded, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    renew = rig._ask
 
     async def late(*arguments):
         asked.set()
-        await asyncio.sleep(60 if ends == "times out" else 0.1)
-        raise Unavailable("late")
+        try:
+            await (yielded if ends == "fails" else asyncio.Event()).wait()
+            raise Unavailable("late")
+        finally:
+            ended.set()
 
     rig._ask = late
-    await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(asked.wait(), deadline(5))
     rig._ask = renew
     await one.yield_lease("nobody reaches it")
-    await asyncio.sleep(0.6)
+    yielded.set()
+    await asyncio.wait_for(ended.wait(), deadline(5))
+    await turns()
     assert one.fault is None
     assert not one.leading
 
 
 async def test_a_lease_that_ran_out_while_records_were_loaded_is_not_led_by(rig):
-    slow = 0.5
-
     async def won(lease):
-        nonlocal slow
-        waited, slow = slow, 0.0
+        if not rig.happened:
+            rig.clock.ahead_s = 0.5  # The process stood still, so that nothing renewed the lease.
         rig.happened.append(("loaded", lease.term))
-        time.sleep(waited)  # noqa: ASYNC251 - the whole process stands still, so that nothing renews it
 
     keeper = rig.keeper("a")
     keeper._won = won

@@ -1,4 +1,4 @@
-"""Limits how many candidates a policy may evaluate, so that a cycle meets the planner's deadline."""
+"""Limits the candidates a policy may evaluate, so that a cycle meets the planner's deadline."""
 
 import time
 

@@ -1,7 +1,7 @@
 """Collects the planner's inputs from the machine, the loads and the ranks of a deployment."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     CycleSettings,
@@ -57,28 +57,20 @@ class StepPace:
         self._since = (newest_at, newest_step)
 
 
+@dataclass(eq=False)
 class InputBuilder:
     """The planner's inputs of one deployment."""
 
-    def __init__(
-        self,
-        control: DeploymentControl,
-        loads: GroupLoads,
-        ranks: RankSessions,
-        clock: Clock,
-        settings: CycleSettings,
-        budget: EvaluationBudget,
-    ) -> None:
-        self.gate_memory = GateMemory()
-        """What the gates remember of the last cycle; each cycle replaces it."""
-        self._control = control
-        self._loads = loads
-        self._ranks = ranks
-        self._clock = clock
-        self._settings = settings
-        self._budget = budget
-        self._pace = StepPace()
-        self._slow = SlowRanks()
+    control: DeploymentControl
+    loads: GroupLoads
+    ranks: RankSessions
+    clock: Clock
+    settings: CycleSettings
+    budget: EvaluationBudget
+    gate_memory: GateMemory = field(default_factory=GateMemory, init=False)
+    """The state of the gates after the last cycle; each cycle replaces it."""
+    _pace: StepPace = field(default_factory=StepPace, init=False)
+    _slow: SlowRanks = field(default_factory=SlowRanks, init=False)
 
     def forget(self) -> None:
         """Start again: the windows begin again for another generation."""
@@ -87,7 +79,7 @@ class InputBuilder:
 
     def measure_pace(self) -> None:
         """Measure the time between steps; call once a cycle."""
-        self._pace.measure(self._loads.ingest.newest_at, self._loads.ingest.newest_step)
+        self._pace.measure(self.loads.ingest.newest_at, self.loads.ingest.newest_step)
 
     def build(
         self,
@@ -106,8 +98,8 @@ class InputBuilder:
         Raises:
             Unavailable: the ranks have not all connected.
         """
-        control, ingest, settings = self._control, self._loads.ingest, self._settings
-        membership, now = control.membership, self._clock.monotonic()
+        control, ingest, settings = self.control, self.loads.ingest, self.settings
+        membership, now = control.membership, self.clock.monotonic()
         shape = membership.shape
         if shape is None:
             raise Unavailable("the ranks have not all connected", Reason.RANKS_MISSING)
@@ -119,12 +111,12 @@ class InputBuilder:
         return CycleInputs(
             load=load,
             shape=shape,
-            topology=self._loads.topology(),
+            topology=self.loads.topology(),
             current=base.placement,
             policy=policy,
             settings=GateSettings.from_thresholds(control.policy.thresholds),
             staging_bytes=membership.staging_bytes(),
-            now_unix=self._clock.unix(),
+            now_unix=self.clock.unix(),
             mode=control.policy.mode,
             ranks_fresh=sum(membership.fresh(rank, now) for rank in membership.members),
             newest_step_age_s=math.nan if ingest.newest_at is None else now - ingest.newest_at,
@@ -140,32 +132,32 @@ class InputBuilder:
             step_s=self._pace.step_s,
             source_load=source,
             objective=self._objective(shape, base.placement, limits),
-            max_evaluations=self._budget.limit(policy),
+            max_evaluations=self.budget.limit(policy),
             recent_steps=settings.recent_steps,
         )
 
     def _objective(self, shape: ModelShape, placement: Placement, limits: PlanLimits) -> Objective:
-        balance = self._loads.balance
-        balance.update(self._loads.ingest.parts(), placement)
+        balance = self.loads.balance
+        balance.update(self.loads.ingest.parts(), placement)
         curves = self._rank_curves()
         costs, copy_cost = price(
-            balance.comparable_seconds_per_token(), shape.bytes_per_expert, self._settings, curves
+            balance.comparable_seconds_per_token(), shape.bytes_per_expert, self.settings, curves
         )
-        return replace(self._settings.objective, costs=costs, copy_cost=copy_cost, limits=limits)
+        return replace(self.settings.objective, costs=costs, copy_cost=copy_cost, limits=limits)
 
     def _rank_curves(self) -> CostCurves | None:
         """Return the measured curves if every rank has one; log ranks that have become slow."""
-        members = self._control.membership.members
+        members = self.control.membership.members
         devices = {
             int(rank): Device(one.hello.node, one.hello.gpu_uuid) for rank, one in members.items()
         }
-        self._slow.update(self._control.deployment, self._loads.balance.speed_factors(), devices)
-        sessions = [self._ranks.by_stream.get(members[rank].stream) for rank in sorted(members)]
+        self._slow.update(self.control.deployment, self.loads.balance.speed_factors(), devices)
+        sessions = [self.ranks.by_stream.get(members[rank].stream) for rank in sorted(members)]
         return join_curves([None if session is None else session.curve for session in sessions])
 
     def _plan_history(self) -> tuple[int, float | None]:
-        """Return the plans that failed in a row, and the Unix seconds at which the last plan ended."""
-        records = self._control.records.by_id.values()
+        """Return the plans that failed in a row, and the Unix seconds at which a plan last ended."""
+        records = self.control.records.by_id.values()
         failed, failed_at = plan_failures(records)
         times = [at for at in (last_plan_ended(records), failed_at) if at is not None]
         return failed, max(times, default=None)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
@@ -51,29 +51,18 @@ _INFEASIBLE = frozenset(
 )
 
 
+@dataclass(eq=False)
 class ManualPlanner:
     """The operators' plans for one deployment."""
 
-    def __init__(
-        self,
-        operator: Operator,
-        builder: InputBuilder,
-        budget: EvaluationBudget,
-        loads: GroupLoads,
-        planner: PlannerPool,
-        inbox: MachineInbox,
-        store: DeploymentStore,
-        clock: Clock,
-    ) -> None:
-        self._operator = operator
-        self._control = operator.control
-        self._builder = builder
-        self._budget = budget
-        self._loads = loads
-        self._planner = planner
-        self._inbox = inbox
-        self._store = store
-        self._clock = clock
+    operator: Operator
+    builder: InputBuilder
+    budget: EvaluationBudget
+    loads: GroupLoads
+    planner: PlannerPool
+    inbox: MachineInbox
+    store: DeploymentStore
+    clock: Clock
 
     async def create(self, request: PlanRequest) -> PlanRecord:
         """Make a plan, and start it if the request or the mode says so.
@@ -92,18 +81,18 @@ class ManualPlanner:
             return known
         if request.dry_run and request.approve:
             raise InvalidInput("dry_run plans and does not start, approve starts at once: not both")
-        policy = self._control.policy
+        policy = self.operator.control.policy
         name = "explicit" if request.target is not None else request.policy or policy.policy
         if request.target is None:
             resolve_policy(name)
-        base = PlanBase.current(self._control)
+        base = PlanBase.current(self.operator.control)
         limits = _tighter(policy.limits, request.limits)
         phases = request.phases or tuple(Phase)
-        inputs = self._builder.build(base, name, limits, phases, request=request)
-        result = await self._budget.run(self._planner, inputs)
+        inputs = self.builder.build(base, name, limits, phases, request=request)
+        result = await self.budget.run(self.planner, inputs)
         if not result.passed or result.target is None:
             raise _refusal(result)
-        unix = self._clock.unix()
+        unix = self.clock.unix()
         plan = base.plan(
             result.target,
             result.waves,
@@ -138,17 +127,17 @@ class ManualPlanner:
         known = await self._repeated(plan_id, digest)
         if known is not None:
             return known
-        epoch, target = self._operator.rollback_target(to_epoch)
-        base, membership = PlanBase.current(self._control), self._control.membership
+        epoch, target = self.operator.rollback_target(to_epoch)
+        base, membership = PlanBase.current(self.operator.control), self.operator.control.membership
         assert membership.shape is not None
         request = WaveRequest(
             base.placement,
             target,
             membership.shape,
-            self._loads.topology(),
+            self.loads.topology(),
             membership.staging_bytes(),
         )
-        waves = await self._planner.run(build_waves, request)
+        waves = await self.planner.run(build_waves, request)
         if not waves:
             raise Conflict(f"the placement of epoch {epoch} is the present one", Reason.NO_CHANGE)
         plan = base.plan(
@@ -158,7 +147,7 @@ class ManualPlanner:
             kind=PlanKind.ROLLBACK,
             policy="rollback",
             reason=Reason.MANUAL_REQUEST,
-            created_at=self._clock.unix(),
+            created_at=self.clock.unix(),
             expires_at=None,
             numbers={"to_epoch": float(epoch)},
         )
@@ -174,16 +163,16 @@ class ManualPlanner:
         if plan_id is None:
             return None
 
-        known = await self._inbox.call(lambda _now: self._operator.repeat(plan_id, digest))
+        known = await self.inbox.call(lambda _now: self.operator.repeat(plan_id, digest))
         if known is not None:
             return known
-        stored = await self._store.fetch_plans(self._control.deployment, [plan_id])
+        stored = await self.store.fetch_plans(self.operator.control.deployment, [plan_id])
         return require_same_request(stored[0], digest) if stored else None
 
     async def _submit(self, plan: Plan, starts: bool, by: str, digest: str) -> PlanRecord:
         try:
-            return await self._inbox.call(
-                lambda now: self._operator.submit(
+            return await self.inbox.call(
+                lambda now: self.operator.submit(
                     plan, now, approve=starts, by=by, request_digest=digest
                 )
             )

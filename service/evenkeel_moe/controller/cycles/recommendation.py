@@ -1,6 +1,7 @@
 """Works out the recommendation an operator asks for. Nothing is moved."""
 
 import asyncio
+from dataclasses import dataclass, field
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
@@ -20,32 +21,23 @@ _REFERENCE = "eplb"
 """The policy that every engine ships: others are compared with it."""
 
 
+@dataclass(eq=False)
 class Recommender:
     """The recommendation of one deployment; the newest answer is kept.
 
     It runs in the process of the shadow policies, so that it cannot delay a cycle.
     """
 
-    def __init__(
-        self,
-        control: DeploymentControl,
-        builder: InputBuilder,
-        ingest: Ingest,
-        ranks: RankSessions,
-        shadows: ShadowPolicies,
-        planner: PlannerPool,
-        clock: Clock,
-    ) -> None:
-        self._control = control
-        self._builder = builder
-        self._ingest = ingest
-        self._ranks = ranks
-        self._shadows = shadows
-        self._planner = planner
-        self._clock = clock
-        self._kept: tuple[DeploymentPolicy, Advice] | None = None
-        """The newest advice, and the policy it was made for."""
-        self._asking = asyncio.Lock()
+    control: DeploymentControl
+    builder: InputBuilder
+    ingest: Ingest
+    ranks: RankSessions
+    shadows: ShadowPolicies
+    planner: PlannerPool
+    clock: Clock
+    _kept: tuple[DeploymentPolicy, Advice] | None = field(default=None, init=False)
+    """The newest advice, and the policy it was made for."""
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def forget(self) -> None:
         """Drop the kept advice: the windows begin again for another generation."""
@@ -65,11 +57,11 @@ class Recommender:
         """
         async with self._asking:
             base, policy, now = (
-                PlanBase.current(self._control),
-                self._control.policy,
-                self._clock.unix(),
+                PlanBase.current(self.control),
+                self.control.policy,
+                self.clock.unix(),
             )
-            active = self._control.active_plan
+            active = self.control.active_plan
             if self._kept is not None and self._kept[0] == policy:
                 advice = self._kept[1]
                 fits = (advice.generation, advice.epoch) == (base.generation, base.epoch)
@@ -86,11 +78,11 @@ class Recommender:
             return advice
 
     async def _work_out(self, base: PlanBase, policy: DeploymentPolicy, now: float) -> Advice:
-        inputs = self._builder.build(base, policy.policy, policy.limits)
-        newest = [ring.newest_step for ring in self._ingest.rings.values()]
+        inputs = self.builder.build(base, policy.policy, policy.limits)
+        newest = [ring.newest_step for ring in self.ingest.rings.values()]
         free_bytes = self._free_bytes()
         request = RecommendationInputs(inputs, (_REFERENCE, *policy.shadow_policies), free_bytes)
-        found = await self._planner.background.run(recommend, request)
+        found = await self.planner.background.run(recommend, request)
         return Advice(
             deployment=base.deployment,
             at_unix=now,
@@ -100,14 +92,14 @@ class Recommender:
             newest_step=max((step for step in newest if step is not None), default=None),
             free_bytes=free_bytes,
             recommendation=found,
-            shadow=self._shadows.rows(),
+            shadow=self.shadows.rows(),
         )
 
     def _free_bytes(self) -> int | None:
         """Return the free bytes of the rank with the least; None unless every rank is connected."""
-        shape, told = self._control.membership.shape, {}
-        for member in self._control.membership.members.values():
-            session = self._ranks.by_stream.get(member.stream)
+        shape, told = self.control.membership.shape, {}
+        for member in self.control.membership.members.values():
+            session = self.ranks.by_stream.get(member.stream)
             if session is not None:
                 told[session.rank] = session.free_bytes
         return min(told.values()) if shape is not None and len(told) == shape.num_ranks else None

@@ -1,6 +1,7 @@
 """Scores shadow policies: what policies on trial would have done in each cycle."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -22,18 +23,18 @@ __all__ = ["ShadowPolicies"]
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class ShadowPolicies:
     """The newest scores of one deployment's shadow policies.
 
     The policies run in a process of their own, so that a slow or broken one cannot stop a cycle.
     """
 
-    def __init__(self, control: DeploymentControl, planner: PlannerPool, spawn: Spawn) -> None:
-        self._control = control
-        self._planner = planner
-        self._spawn = spawn
-        self._rows: dict[str, dict[str, Any]] = {}
-        self._scoring = False
+    control: DeploymentControl
+    planner: PlannerPool
+    spawn: Spawn
+    _rows: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+    _scoring: bool = field(default=False, init=False)
 
     def forget(self) -> None:
         """Drop the scores: the windows begin again for another generation."""
@@ -41,7 +42,7 @@ class ShadowPolicies:
 
     def rows(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the newest row of each shadow policy that is set now and was scored, by name."""
-        names = self._control.policy.shadow_policies
+        names = self.control.policy.shadow_policies
         return {name: self._rows[name] for name in names if name in self._rows}
 
     def score(self, inputs: CycleInputs, split: WindowSplit, epoch: int) -> None:
@@ -49,18 +50,18 @@ class ShadowPolicies:
 
         Skipped while the scoring of an earlier cycle still runs.
         """
-        names = self._control.policy.shadow_policies
+        names = self.control.policy.shadow_policies
         if not names or self._scoring:
             return
         self._scoring = True
         request = ShadowRequest(inputs, split, names)
-        self._spawn(self._score(request, epoch), f"shadows-{self._control.deployment}")
+        self.spawn(self._score(request, epoch), f"shadows-{self.control.deployment}")
 
     async def _score(self, request: ShadowRequest, epoch: int) -> None:
-        deployment, generation = self._control.deployment, self._control.generation
+        deployment, generation = self.control.deployment, self.control.generation
         facts = {"at": request.inputs.now_unix, "epoch": epoch}
         try:
-            scores = await self._planner.background.run(score_shadows, request)
+            scores = await self.planner.background.run(score_shadows, request)
         except Exception as error:  # A policy that breaks its process must not end the controller.
             _log.warning("shadows_failed", deployment=deployment, error=str(error))
             reason = error.reason if isinstance(error, EvenkeelError) else Reason.PLANNER_FAILED
@@ -69,7 +70,7 @@ class ShadowPolicies:
             )
         finally:
             self._scoring = False
-        if generation == self._control.generation:
+        if generation == self.control.generation:
             self._rows |= {score.policy: facts | _row(score) for score in scores}
 
 

@@ -1,6 +1,7 @@
 """Carries out the actions of the control machine: stores records, sends to ranks, starts cycles."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from evenkeel_moe.controller.deployment.action_log import ActionLog
@@ -18,6 +19,7 @@ from evenkeel_moe.protocol.messages import Prepare
 __all__ = ["ActionExecutor"]
 
 
+@dataclass(eq=False)
 class ActionExecutor:
     """The executor of one deployment's actions; `driver.Hands` of its machine.
 
@@ -26,28 +28,16 @@ class ActionExecutor:
         begin_cycle: plans in the background; ends with `CycleDecided`.
     """
 
-    def __init__(
-        self,
-        deployment: DeploymentId,
-        store: DeploymentStore,
-        health: StoreHealth,
-        leadership: Leadership,
-        ranks: RankSessions,
-        log: ActionLog,
-        *,
-        expect_wave: Callable[[Prepare], None],
-        begin_cycle: Callable[[ctl.RunCycle], None],
-    ) -> None:
-        self._deployment = deployment
-        self._store = store
-        self._health = health
-        self._leadership = leadership
-        self._ranks = ranks
-        self._log = log
-        self._expect_wave = expect_wave
-        self._begin_cycle = begin_cycle
-        self._fenced_term = 0
-        """The last term under which the store refused a write."""
+    deployment: DeploymentId
+    store: DeploymentStore
+    health: StoreHealth
+    leadership: Leadership
+    ranks: RankSessions
+    log: ActionLog
+    expect_wave: Callable[[Prepare], None]
+    begin_cycle: Callable[[ctl.RunCycle], None]
+    _fenced_term: int = field(default=0, init=False)
+    """The last term under which the store refused a write."""
 
     def stage(self, action: ctl.ControlAction) -> ActionStage:
         """Return the stage of an action.
@@ -71,24 +61,24 @@ class ActionExecutor:
             leads, or nothing.
         """
         for action in actions:
-            self._log.persisting(action)
-        if self._health.resting:
-            return (_failed(actions, self._health.fault),)
+            self.log.persisting(action)
+        if self.health.resting:
+            return (_failed(actions, self.health.fault),)
         for position, action in enumerate(actions):
             try:
                 await self._write(action)
             except Unavailable as error:
-                self._health.failed(error)
+                self.health.failed(error)
                 return (_failed(actions[position:], str(error)),)
             except Conflict as error:
-                self._fenced_term = self._leadership.machine_term
-                self._leadership.fenced(str(error))
+                self._fenced_term = self.leadership.machine_term
+                self.leadership.fenced(str(error))
                 return (ctl.LeaseLost(),)
-        self._health.answered()
+        self.health.answered()
         return ()
 
     async def _write(self, action: ctl.ControlAction) -> None:
-        store, deployment, term = self._store, self._deployment, self._leadership.machine_term
+        store, deployment, term = self.store, self.deployment, self.leadership.machine_term
         match action:
             case ctl.PersistPlan(record):
                 await store.store_plan(record, term)
@@ -108,23 +98,23 @@ class ActionExecutor:
     def perform(self, action: ctl.ControlAction) -> None:
         """Carry out an action that is not a write."""
         match action:
-            case ctl.SendToRank() if self._leadership.machine_term <= self._fenced_term:
+            case ctl.SendToRank() if self.leadership.machine_term <= self._fenced_term:
                 return  # R13: another replica leads, and the machine does not know it yet.
             case ctl.SendToRank(rank, stream, message):
                 # A Prepare goes to every rank, and again: its wave begins once.
-                if isinstance(message, Prepare) and self._log.wave_begins(message.wave):
-                    self._expect_wave(message)
-                self._ranks.send(rank, stream, message)
+                if isinstance(message, Prepare) and self.log.wave_begins(message.wave):
+                    self.expect_wave(message)
+                self.ranks.send(rank, stream, message)
             case ctl.CloseStream(_, stream, reason, detail):
-                self._ranks.refuse(stream, reason, detail)
+                self.ranks.refuse(stream, reason, detail)
             case ctl.RunCycle():
-                self._begin_cycle(action)
+                self.begin_cycle(action)
             case ctl.RaiseTerm(at_least):
-                self._leadership.raise_term(at_least)
+                self.leadership.raise_term(at_least)
             case ctl.WaveHealth():
-                self._log.wave_health(action)
+                self.log.wave_health(action)
             case ctl.Alert():
-                self._log.alert(action)
+                self.log.alert(action)
 
 
 def _failed(actions: Sequence[ctl.ControlAction], detail: str) -> ctl.PersistFailed:

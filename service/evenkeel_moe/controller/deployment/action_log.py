@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -21,6 +22,7 @@ _ALERT_EVERY_S = 1.0
 """Least time between two alerts with one reason: a faulty rank must not fill the log."""
 
 
+@dataclass(eq=False)
 class ActionLog:
     """The log lines and counters of one deployment's actions.
 
@@ -29,32 +31,24 @@ class ActionLog:
         find_plan: returns the record of a plan, if the machine still has it.
     """
 
-    def __init__(
-        self,
-        deployment: DeploymentId,
-        clock: Clock,
-        metrics: ControllerMetrics,
-        decisions: deque[dict[str, Any]],
-        find_plan: Callable[[PlanId], PlanRecord | None],
-    ) -> None:
-        self._deployment = deployment
-        self._clock = clock
-        self._metrics = metrics
-        self._decisions = decisions
-        self._find_plan = find_plan
-        self._logged: deque[object] = deque(maxlen=_REMEMBERED)
-        """Subjects of the last actions that were logged."""
-        self._last_reason: object = None
-        self._alerts: dict[Reason, tuple[float, int]] = {}
-        """For each reason when it was last logged, and how many alerts were left out since."""
-        self._wave_began: dict[WaveKey, float] = {}
+    deployment: DeploymentId
+    clock: Clock
+    metrics: ControllerMetrics
+    decisions: deque[dict[str, Any]]
+    find_plan: Callable[[PlanId], PlanRecord | None]
+    _logged: deque[object] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), init=False)
+    """Subjects of the last actions that were logged."""
+    _last_reason: object = field(default=None, init=False)
+    _alerts: dict[Reason, tuple[float, int]] = field(default_factory=dict, init=False)
+    """For each reason when it was last logged, and how many alerts were left out since."""
+    _wave_began: dict[WaveKey, float] = field(default_factory=dict, init=False)
 
     def wave_begins(self, wave: WaveKey) -> bool:
         """Note that a wave goes out; return True the first time."""
         if wave in self._wave_began:
             return False
         # There is one wave at a time: if the former one is still here, its end will not be seen.
-        self._wave_began = {wave: self._clock.monotonic()}
+        self._wave_began = {wave: self.clock.monotonic()}
         return True
 
     def persisting(self, action: ctl.ControlAction) -> None:
@@ -79,7 +73,7 @@ class ActionLog:
             event = "wave_stalled" if health.stalled else "wave_paused"
         _log.warning(
             event,
-            deployment=self._deployment,
+            deployment=self.deployment,
             plan_id=None if health.wave is None else health.wave.plan_id,
             reason=health.reason,
             detail=health.detail,
@@ -87,7 +81,7 @@ class ActionLog:
 
     def alert(self, alert: ctl.Alert) -> None:
         """Log an alert, or count it if one with the same reason was logged a moment ago."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         logged_at, left_out = self._alerts.get(alert.reason, (float("-inf"), 0))
         if now - logged_at < _ALERT_EVERY_S:
             self._alerts[alert.reason] = logged_at, left_out + 1
@@ -95,17 +89,17 @@ class ActionLog:
         self._alerts[alert.reason] = now, 0
         _log.error(
             "alert",
-            deployment=self._deployment,
+            deployment=self.deployment,
             reason=alert.reason,
             detail=alert.detail,
             left_out=left_out,
         )
 
     def _log_decision(self, row: dict[str, Any]) -> None:
-        self._decisions.append(row)
-        self._metrics.decision(self._deployment, row["reason"])
+        self.decisions.append(row)
+        self.metrics.decision(self.deployment, row["reason"])
         if row["reason"] != self._last_reason or row.get("plan_id"):
-            _log.info("decision", deployment=self._deployment, **row)
+            _log.info("decision", deployment=self.deployment, **row)
         self._last_reason = row["reason"]
 
     def _log_plan(self, record: PlanRecord) -> None:
@@ -113,35 +107,35 @@ class ActionLog:
         row["happened"] = row.pop("event", "")
         _log.info(
             "plan",
-            deployment=self._deployment,
+            deployment=self.deployment,
             plan_id=record.plan.plan_id,
             kind=record.plan.kind,
             epoch=record.plan.base_epoch + record.waves_committed,
             **row,
         )
         if record.phase.terminal:
-            self._metrics.plan_ended(self._deployment, record.phase, record.reason)
+            self.metrics.plan_ended(self.deployment, record.phase, record.reason)
 
     def _log_wave(self, wave: WaveKey, committed: bool, reason: Reason) -> None:
         began = self._wave_began.pop(wave, None)
         _log.info(
             "wave_ended",
-            deployment=self._deployment,
+            deployment=self.deployment,
             plan_id=wave.plan_id,
             wave=wave.wave_index,
             epoch=wave.base_epoch + wave.wave_index + committed,
             committed=committed,
             reason=reason,
         )
-        record = self._find_plan(wave.plan_id)
+        record = self.find_plan(wave.plan_id)
         if not committed or began is None or record is None:
             return
         plan = record.plan
         per_rank = plan.target.slots_per_rank
         body = plan.waves[wave.wave_index]
         moves = sum(t.src_slot // per_rank != t.dst_slot // per_rank for t in body.transfers)
-        self._metrics.wave_committed(
-            self._deployment, self._clock.monotonic() - began, moves, body.nbytes(per_rank)
+        self.metrics.wave_committed(
+            self.deployment, self.clock.monotonic() - began, moves, body.nbytes(per_rank)
         )
 
 

@@ -68,7 +68,7 @@ class DeploymentOptions:
 
 @dataclass(frozen=True, slots=True)
 class SharedServices:
-    """What all deployments of a replica share."""
+    """The services that all deployments of a replica share."""
 
     store: DeploymentStore
     windows: WindowStore
@@ -130,14 +130,7 @@ class Deployment:
             options.cycle,
         )
         self.executor = self._build_executor(shared)
-        self.driver: Driver[ctl.ControlAction] = Driver(
-            self.control,
-            self.executor,
-            clock,
-            tick=Tick(),
-            tick_s=TICK_S,
-            after=self.follow_machine,
-        )
+        self.driver = self._build_driver(clock)
         self._registration = RankRegistration(
             self.control, self.leadership, self.ranks, self.loads, self.inbox
         )
@@ -165,6 +158,16 @@ class Deployment:
             log,
             expect_wave=self.loads.expect_wave,
             begin_cycle=self.planner.begin_cycle,
+        )
+
+    def _build_driver(self, clock: Clock) -> Driver[ctl.ControlAction]:
+        return Driver(
+            self.control,
+            self.executor,
+            clock,
+            tick=Tick(),
+            tick_s=TICK_S,
+            after=self.follow_machine,
         )
 
     @property

@@ -25,7 +25,7 @@ _LEASE_WAIT_S = 3.0
 
 
 class DeploymentRegistry:
-    """The deployments that exist on this replica; `adapters.grpc.server.RankHub` for their ranks."""
+    """The deployments on this replica; `adapters.grpc.server.RankHub` for their ranks."""
 
     def __init__(
         self, options: DeploymentOptions, shared: SharedServices, *, max_deployments: int
@@ -66,7 +66,7 @@ class DeploymentRegistry:
         for deployment in self.deployments.values():
             deployment.ranks.pace(flow)
 
-    # --- letting go -----------------------------------------------------------------------------------
+    # --- letting go -------------------------------------------------------------------------------
 
     async def evict_idle(self, after_s: float) -> None:
         """Let go of the deployments that have been without ranks for that long."""

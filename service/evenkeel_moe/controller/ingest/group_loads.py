@@ -70,7 +70,7 @@ class GroupLoads:
         """Return how tokens split over replicas now, for the gauges as for the gates."""
         return SplitModel(self._dispatch, self.topology())
 
-    # --- following the machine ----------------------------------------------------------------------
+    # --- following the machine --------------------------------------------------------------------
 
     def declare_shape(self, shape: ModelShape) -> None:
         """Note the shape a registered rank declared, unless one is known."""
@@ -114,7 +114,7 @@ class GroupLoads:
         self.ingest.settle(epoch, placement)
 
     def expect_wave(self, prepare: Prepare) -> None:
-        """Learn the placement of a wave: a rank may report steps under it before it acknowledges."""
+        """Learn the placement of a wave: ranks may report steps under it before they acknowledge."""
         placement = self._control.placement
         if placement is None or self._control.epoch != prepare.base_epoch:
             return
@@ -124,7 +124,7 @@ class GroupLoads:
         except EvenkeelError as error:
             _log.error("wave_map_unusable", deployment=self._control.deployment, error=str(error))
 
-    # --- the copy in the store ----------------------------------------------------------------------
+    # --- the copy in the store --------------------------------------------------------------------
 
     def store_shape_again(self) -> None:
         """Store the shape with the next windows: the store knows nothing of the deployment."""

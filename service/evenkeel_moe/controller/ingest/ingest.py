@@ -133,15 +133,15 @@ class Ingest:
         if self._assembler is not None:
             self._assembler.sample(stride, from_step)
 
-    # --- reading ------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def windows(self, most: int) -> dict[Phase, LoadWindow]:
-        """Return the newest steps of each phase in one piece; phases without a step are left out."""
+        """Return the newest steps of each phase in one piece; omit phases without a step."""
         found = {phase: ring.window(most) for phase, ring in self.rings.items()}
         return {phase: window for phase, window in found.items() if window is not None}
 
     def parts(self) -> dict[Phase, list[LoadWindow]]:
-        """Return each window in its parts, oldest first; phases without a step are left out."""
+        """Return each window in its parts, oldest first; omit phases without a step."""
         return {phase: ring.parts() for phase, ring in self.rings.items() if len(ring)}
 
     def highest_step(self, rank: EpRank, generation: Generation) -> int | None:
@@ -154,7 +154,7 @@ class Ingest:
         """Reset the counts and samples of rejected reports."""
         self.quarantine = Quarantine()
 
-    # --- reports ------------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def take(self, report: LoadReport, answer: ReportAnswer) -> None:
         """Take one report, now or when the placement is known, and answer it."""
@@ -228,7 +228,7 @@ class Ingest:
             detail=rejection.detail,
         )
 
-    # --- the copy in the store ----------------------------------------------------------------------
+    # --- the copy in the store --------------------------------------------------------------------
 
     async def restore(self, generation: Generation, shape: ModelShape) -> int:
         """Load the stored windows of a generation, in case it is still running.
@@ -267,7 +267,7 @@ class Ingest:
         """Append the new steps to the stored windows.
 
         Raises:
-            Unavailable: the store is out of reach. The next call stores what the windows still hold.
+            Unavailable: the store is out of reach. The next call stores what the windows hold.
         """
         if self._forget_stored:
             await self._store.forget(self.deployment)

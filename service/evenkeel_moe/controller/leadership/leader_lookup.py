@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Unavailable
@@ -14,6 +15,7 @@ _CONCURRENT = 16
 """Deployments looked up at a time."""
 
 
+@dataclass(eq=False, frozen=True)
 class LeaderLookup:
     """Tells which replica leads a deployment, as far as the store knows.
 
@@ -22,10 +24,9 @@ class LeaderLookup:
             nobody's.
     """
 
-    def __init__(self, store: DeploymentStore, health: StoreHealth, replica_id: str) -> None:
-        self._store = store
-        self._health = health
-        self._replica_id = replica_id
+    store: DeploymentStore
+    health: StoreHealth
+    replica_id: str
 
     async def leader(self, deployment: DeploymentId) -> LedElsewhere | None:
         """Return who leads; None if nobody ever led the deployment or its leader let it go.
@@ -33,14 +34,14 @@ class LeaderLookup:
         Raises:
             Unavailable: the store is out of reach.
         """
-        return await self._health.ask(lambda: self._fetch(deployment))
+        return await self.health.ask(lambda: self._fetch(deployment))
 
     async def _fetch(self, deployment: DeploymentId) -> LedElsewhere | None:
-        last = await self._store.fetch_document(deployment, "leader") or {}
-        lease = await self._store.fetch_lease(deployment)
+        last = await self.store.fetch_document(deployment, "leader") or {}
+        lease = await self.store.fetch_lease(deployment)
         if lease is None and not last.get("replica_id"):
             return None
-        if lease is None or lease.holder == self._replica_id:
+        if lease is None or lease.holder == self.replica_id:
             return LedElsewhere(deployment, None, None)
         address = str(last["address"]) if last.get("replica_id") == lease.holder else None
         return LedElsewhere(deployment, lease.holder, address)
@@ -55,7 +56,7 @@ class LeaderLookup:
         """
         here = {*known_here} - {*led_here}
         try:
-            names = {*await self._health.ask(self._store.deployments), *here} - {*led_here}
+            names = {*await self.health.ask(self.store.deployments), *here} - {*led_here}
         except Unavailable:
             return [LedElsewhere(name, None, None) for name in sorted(here)]
         slots = asyncio.Semaphore(_CONCURRENT)

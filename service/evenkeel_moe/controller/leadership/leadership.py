@@ -132,7 +132,7 @@ class Leadership:
         known = leader != self._replica_id and body.get("replica_id") == leader
         return NotLeader(leader, str(body.get("address", "")) if known else "", self._renew_s)
 
-    # --- a lease that is won, and one that another replica holds ------------------------------------
+    # --- a lease that is won, and one that another replica holds ----------------------------------
 
     async def _won(self, lease: Lease) -> None:
         """Load the records, then let the machine lead, and present the connected ranks to it."""

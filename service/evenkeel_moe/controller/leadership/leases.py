@@ -205,7 +205,7 @@ class LeaseKeeper:
                 self._held_since = asked_at
             except (Unavailable, TimeoutError) as error:
                 if self.lease is not lease:
-                    break  # It was given up meanwhile: no later answer of the store would end a fault.
+                    break  # It was given up: no later answer would end a fault.
                 silent = Unavailable(f"the store did not answer within {left or 0:g} s")
                 self.fault = error if isinstance(error, Unavailable) else silent
                 if self.fault is silent or (not self._alone and self._clock.monotonic() >= gone_at):

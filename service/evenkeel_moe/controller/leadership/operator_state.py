@@ -1,4 +1,7 @@
-"""Restores the operator's settings when a replica begins to lead, also after the store lost its data."""
+"""Restores the operator's settings when a replica begins to lead.
+
+They also survive a store that lost its data.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ __all__ = ["OperatorState", "OperatorStateRecovery", "RestoredState"]
 
 @dataclass(frozen=True, slots=True)
 class OperatorState:
-    """What an operator set; in force until an operator changes it."""
+    """The settings of an operator; in force until an operator changes them."""
 
     policy: DeploymentPolicy
     held: bool = False
@@ -30,7 +33,7 @@ class RestoredState:
     unstored: Mapping[str, Mapping[str, Any]]
     """Documents that the store lacks, by name."""
     loss: str = ""
-    """What the store lost and what follows from it; empty if no loss is known."""
+    """The loss of the store and its consequence; empty if no loss is known."""
 
     def row(self, unix: float) -> dict[str, Any]:
         """Return the loss as a row of the decision log."""

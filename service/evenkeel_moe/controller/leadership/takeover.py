@@ -24,7 +24,7 @@ to read, and nobody leads meanwhile."""
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """What a new leader learned from the store."""
+    """The records that a new leader read from the store."""
 
     restored: RestoredState
     records: StoredRecords

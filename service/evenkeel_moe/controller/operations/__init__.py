@@ -1,1 +1,1 @@
-"""What operators read and change through REST."""
+"""The operators' view of the deployments, and their changes."""

@@ -19,7 +19,7 @@ _KEPT_S = 86_400.0
 
 
 class AnswerLog:
-    """The newest answers of each deployment. An answer names its plan, whose record has the rest."""
+    """The newest answers of each deployment. An answer names its plan, which has the rest."""
 
     def __init__(self, store: DeploymentStore, health: StoreHealth, clock: Clock) -> None:
         self._stored = StoredRows(store, health, "answers", _KEPT)

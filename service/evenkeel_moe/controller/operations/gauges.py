@@ -5,7 +5,7 @@ These are the replicas on live ranks, the worst layers, and the effect of the la
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,27 +144,25 @@ class ReplicaCoverage:
         return self._result
 
 
+@dataclass(eq=False)
 class GaugeReader:
     """Reads the `DeploymentGauges` of one deployment."""
 
-    def __init__(
-        self, control: DeploymentControl, loads: GroupLoads, clock: Clock, limits: GaugeLimits
-    ) -> None:
-        self._control = control
-        self._loads = loads
-        self._clock = clock
-        self._limits = limits
-        self._realised = RealisedGain()
-        self._coverage = ReplicaCoverage()
+    control: DeploymentControl
+    loads: GroupLoads
+    clock: Clock
+    limits: GaugeLimits
+    _realised: RealisedGain = field(default_factory=RealisedGain, init=False)
+    _coverage: ReplicaCoverage = field(default_factory=ReplicaCoverage, init=False)
 
     def read(self) -> DeploymentGauges:
         """Return the present values; the balance of the loads must be up to date."""
-        control, newest_at = self._control, self._loads.ingest.newest_at
+        control, newest_at = self.control, self.loads.ingest.newest_at
         placement, membership = control.placement, control.membership
         newest_at_unix = None if newest_at is None else newest_at + control.unix_offset_s
         if placement is None:
             return DeploymentGauges(newest_at_unix, last_failure=self._last_failure())
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         live = np.array(
             [membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks)], bool
         )
@@ -183,12 +181,12 @@ class GaugeReader:
     def _layers(
         self, placement: Placement, redundant: NDArray[np.int64]
     ) -> tuple[LayerGauges, ...]:
-        by_layer = self._loads.balance.by_layer()
+        by_layer = self.loads.balance.by_layer()
         if by_layer is None:
             return ()
-        by_rank = self._limits.layers_by_rank(placement.num_ranks)
+        by_rank = self.limits.layers_by_rank(placement.num_ranks)
         # NaN sorts last: a layer without tokens is not the worst.
-        worst = np.argsort(by_layer, kind="stable")[: max(self._limits.worst_layers, by_rank)]
+        worst = np.argsort(by_layer, kind="stable")[: max(self.limits.worst_layers, by_rank)]
         loads = self._layer_loads(placement) if by_rank else None
         return tuple(
             LayerGauges(
@@ -205,7 +203,7 @@ class GaugeReader:
     def _layer_loads(self, placement: Placement) -> NDArray[np.float64] | None:
         """Return the (L, R) [tokens] of all windows; None without load."""
         shape = (placement.num_layers, placement.num_logical_experts)
-        parts = [part for parts in self._loads.ingest.parts().values() for part in parts]
+        parts = [part for parts in self.loads.ingest.parts().values() for part in parts]
         sums = [
             part.counts.sum(axis=0, dtype=np.float64)
             for part in parts
@@ -214,14 +212,14 @@ class GaugeReader:
         if not sums:
             return None
         load = np.sum(sums, axis=0)
-        return metrics.window_rank_load(load[None], placement, self._loads.split())
+        return metrics.window_rank_load(load[None], placement, self.loads.split())
 
     def _last_plan(self) -> PlanGauges | None:
         record = self._newest(PlanPhase.COMMITTED)
         if record is None:
             return None
         try:
-            self._realised.update(record, self._loads.ingest.parts(), self._loads.split())
+            self._realised.update(record, self.loads.ingest.parts(), self.loads.split())
         except EvenkeelError:
             # The plan is of a group of another shape: its effect cannot be measured here.
             return PlanGauges(record.updated_at, None, None, None, None)
@@ -239,7 +237,7 @@ class GaugeReader:
         return None if record is None else (record.updated_at, str(record.reason))
 
     def _newest(self, phase: PlanPhase) -> PlanRecord | None:
-        records = self._control.records.by_id.values()
+        records = self.control.records.by_id.values()
         return max(
             (r for r in records if r.phase is phase), key=lambda r: r.updated_at, default=None
         )

@@ -54,7 +54,7 @@ class OperatorService:
         self._answers = AnswerLog(shared.store, shared.health, shared.clock)
         self._lookup = LeaderLookup(shared.store, shared.health, registry.options.leader.replica_id)
 
-    # --- finding a deployment -----------------------------------------------------------------------
+    # --- finding a deployment ---------------------------------------------------------------------
 
     def _here(self, name: DeploymentId) -> Deployment | None:
         """Return a deployment whose state in memory is current; None if there is none."""
@@ -117,7 +117,7 @@ class OperatorService:
         except Unavailable:
             return None
 
-    # --- reading ------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     async def deployments(self) -> Sequence[DeploymentView]:
         """Return the deployments that can be read from memory and whose shape is known."""
@@ -136,7 +136,7 @@ class OperatorService:
         return live_view(known)
 
     async def _plans_in_memory(self, deployment: DeploymentId) -> Mapping[PlanId, PlanRecord]:
-        """Return the plans in memory; none if this replica does not lead: its copy is outdated."""
+        """Return the plans in memory; none if this replica does not lead, for they are outdated."""
         known = self._here(deployment)
         if known is not None:
             return known.control.records.by_id
@@ -236,7 +236,7 @@ class OperatorService:
         """Return `ok` or the fault of each component."""
         return {"store": self._health.fault or "ok", "planner": self._planner.fault or "ok"}
 
-    # --- changing -----------------------------------------------------------------------------------
+    # --- changing ---------------------------------------------------------------------------------
 
     async def create_plan(self, deployment: DeploymentId, request: PlanRequest) -> PlanRecord:
         """Make a plan by hand. The same id and body give the same plan."""
@@ -344,7 +344,7 @@ class OperatorService:
         if not known.ranks.by_stream:
             await self._registry.let_go(known)
 
-    # --- records of requests ------------------------------------------------------------------------
+    # --- records of requests ----------------------------------------------------------------------
 
     def _led_here(self, name: DeploymentId | None) -> Deployment | None:
         deployment = None if name is None else self._registry.deployments.get(name)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from evenkeel_moe.protocol.leader.membership import Member
 __all__ = ["LiveView", "live_view"]
 
 
+@dataclass(eq=False, frozen=True)
 class LiveView:
     """`ports.DeploymentView` of a deployment on this replica.
 
@@ -30,51 +32,42 @@ class LiveView:
         decisions: rows of the decision log, newest last.
     """
 
-    def __init__(
-        self,
-        control: DeploymentControl,
-        loads: GroupLoads,
-        ranks: RankSessions,
-        leadership: Leadership,
-        decisions: Sequence[Mapping[str, Any]],
-        clock: Clock,
-    ) -> None:
-        self._control = control
-        self._loads = loads
-        self._ranks = ranks
-        self._leadership = leadership
-        self._decisions = decisions
-        self._clock = clock
+    control: DeploymentControl
+    loads: GroupLoads
+    ranks: RankSessions
+    leadership: Leadership
+    decisions: Sequence[Mapping[str, Any]]
+    clock: Clock
 
     def placement(self) -> Placement | None:
         """Return the committed placement; None before the ranks told it."""
-        return self._control.placement
+        return self.control.placement
 
     def topology(self) -> Topology:
         """Return the node of each rank."""
-        return self._loads.topology()
+        return self.loads.topology()
 
     def window(self, phase: Phase) -> LoadWindow | None:
         """Return the window of a phase; None while it has no step."""
-        ring = self._loads.ingest.rings.get(phase)
+        ring = self.loads.ingest.rings.get(phase)
         return ring.window() if ring is not None else None
 
     def balance(self) -> PhaseBalance:
         """Return the balancedness (mean, worst layer) of each phase's window."""
         self._update_balance()
-        return {phase: self._loads.balance.summary(phase) for phase in Phase}
+        return {phase: self.loads.balance.summary(phase) for phase in Phase}
 
     def _update_balance(self) -> None:
-        placement = self._control.placement
+        placement = self.control.placement
         if placement is None:
             return
         layers, experts = placement.num_layers, placement.num_logical_experts
         windows = {
             phase: parts
-            for phase, parts in self._loads.ingest.parts().items()
+            for phase, parts in self.loads.ingest.parts().items()
             if parts[-1].counts.shape[1:] == (layers, experts)
         }
-        self._loads.balance.update(windows, placement)
+        self.loads.balance.update(windows, placement)
 
     def status(self) -> DeploymentStatus:
         """Return the present status.
@@ -82,11 +75,11 @@ class LiveView:
         Raises:
             Unavailable: no rank has declared its shape yet.
         """
-        control, loads, leadership = self._control, self._loads, self._leadership
+        control, loads, leadership = self.control, self.loads, self.leadership
         if loads.shape is None:
             raise Unavailable(f"no rank of {control.deployment} has connected yet")
         self._update_balance()
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         mean, worst = loads.balance.summary()
         staged = control.executor.staged.values() if control.executor is not None else ()
         winner, leading = leadership.keeper.winner, leadership.keeper.leading
@@ -110,14 +103,14 @@ class LiveView:
             active_plan=control.active_plan,
             staging_bytes_done=sum(done for done, _ in staged),
             staging_bytes_total=sum(total for _, total in staged),
-            last_decision=self._decisions[-1] if self._decisions else None,
+            last_decision=self.decisions[-1] if self.decisions else None,
             frozen_until_unix=frozen_until if frozen_until > now + control.unix_offset_s else None,
             held=control.held,
             leader_address=leadership.advertise if leading else None,
         )
 
     def _rank_rows(self, now: float) -> tuple[RankStatus, ...]:
-        balance, members = self._loads.balance, self._control.membership.members
+        balance, members = self.loads.balance, self.control.membership.members
         shares = balance.load_shares()
         speeds, factors = balance.seconds_per_token(), balance.speed_factors()
         return tuple(
@@ -143,13 +136,13 @@ class LiveView:
         slowness: float | None,
     ) -> RankStatus:
         hello, state = member.hello, member.state
-        session = self._ranks.by_stream.get(member.stream)
+        session = self.ranks.by_stream.get(member.stream)
         return RankStatus(
             rank=rank,
             node=hello.node,
             gpu_uuid=hello.gpu_uuid,
-            fresh=self._control.membership.is_fresh(member, now),
-            last_seen_unix=member.last_seen + self._control.unix_offset_s,
+            fresh=self.control.membership.is_fresh(member, now),
+            last_seen_unix=member.last_seen + self.control.unix_offset_s,
             epoch=session.epoch if session is not None else hello.epoch,
             state=state.state if state is not None else "unknown",
             load_share=load_share,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -18,6 +19,7 @@ _log = structlog.get_logger(__name__)
 Row = Mapping[str, Any]
 
 
+@dataclass(eq=False)
 class StoredRows:
     """The newest rows of each deployment. Each change writes the whole document: keep it small.
 
@@ -26,12 +28,11 @@ class StoredRows:
         most: rows kept for each deployment.
     """
 
-    def __init__(self, store: DeploymentStore, health: StoreHealth, name: str, most: int) -> None:
-        self._store = store
-        self._health = health
-        self._name = name
-        self._most = most
-        self._writing = asyncio.Lock()
+    store: DeploymentStore
+    health: StoreHealth
+    name: str
+    most: int
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def fetch(self, deployment: DeploymentId) -> Sequence[Row]:
         """Return the stored rows, oldest first.
@@ -39,7 +40,7 @@ class StoredRows:
         Raises:
             Unavailable: the store is out of reach.
         """
-        document = await self._store.fetch_document(deployment, self._name) or {}
+        document = await self.store.fetch_document(deployment, self.name) or {}
         return list(document.get("rows", ()))
 
     async def change(
@@ -51,12 +52,12 @@ class StoredRows:
         """
         try:
             async with self._writing:
-                rows = edit(await self.fetch(deployment))[-self._most :]
+                rows = edit(await self.fetch(deployment))[-self.most :]
                 body = {"rows": [dict(row) for row in rows]}
-                await self._store.store_document(deployment, self._name, body, term)
+                await self.store.store_document(deployment, self.name, body, term)
         except (Unavailable, Conflict) as error:
             if isinstance(error, Unavailable):
-                self._health.failed(error)
+                self.health.failed(error)
             _log.warning(
-                "rows_not_stored", document=self._name, deployment=deployment, error=str(error)
+                "rows_not_stored", document=self.name, deployment=deployment, error=str(error)
             )

@@ -1,4 +1,4 @@
-"""The endless tasks of a controller: stored windows, gauges, idle deployments, the pace of reports."""
+"""The background tasks of a controller: stored windows, gauges, idle deployments, report pace."""
 
 import asyncio
 from collections.abc import Iterable

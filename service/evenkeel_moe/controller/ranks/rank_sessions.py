@@ -45,7 +45,7 @@ class RankSessions:
         self.by_stream: dict[int, RankSession] = {}
         """Open sessions by stream number."""
         self.flow = flow
-        """How the ranks are to report now."""
+        """The pace at which the ranks are to report now."""
         self.last_open_at = clock.monotonic()
         """Monotonic seconds at which a stream was last seen to be open."""
         self._deployment = deployment
@@ -66,7 +66,7 @@ class RankSessions:
             self.last_open_at = self._clock.monotonic()
             self._inbox.post(ctl.StreamClosed(session.rank, session.stream.number))
 
-    # --- reading ------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def registered(self) -> Iterator[RankSession]:
         """Yield the sessions whose ranks were accepted."""
@@ -80,7 +80,7 @@ class RankSessions:
         """Return the seconds since the last stream ended; 0 while one is open."""
         return 0.0 if self.by_stream else self._clock.monotonic() - self.last_open_at
 
-    # --- sending ------------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------
 
     def send(self, rank: int, stream: int, message: ControllerMessage) -> None:
         """Send on a stream if it is still open and belongs to the rank."""
@@ -124,10 +124,10 @@ class RankSessions:
             if session.trouble:
                 session.repeat_trouble()
 
-    # --- the pace of reports ------------------------------------------------------------------------
+    # --- the pace of reports ----------------------------------------------------------------------
 
     def pace(self, flow: FlowControl) -> None:
-        """Have the ranks report like this from now on; a new stride begins after the newest step."""
+        """Set the pace of reports from now on; a new stride begins after the newest step."""
         newest = self._ingest.newest_step
         from_step = 0 if newest is None or flow.stride == 1 else newest + 1
         self._set_flow(replace(flow, from_step=from_step))

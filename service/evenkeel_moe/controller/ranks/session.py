@@ -23,7 +23,7 @@ _TELEMETRY = (LoadReport, Heartbeat, CostCurve)
 
 @dataclass(frozen=True, slots=True)
 class SessionTargets:
-    """What the messages of a deployment's ranks are passed to."""
+    """The receivers of the messages of a deployment's ranks."""
 
     inbox: MachineInbox
     ingest: Ingest
@@ -46,7 +46,7 @@ class RankSession:
         self.epoch: int = hello.epoch
         """The epoch the rank named last."""
         self.trouble = ""
-        """Why the rank takes no more waves; empty while it takes them."""
+        """The reason for which the rank takes no waves; empty while it takes them."""
         self.curve: CostCurve | None = None
         """The cost curve its profiler measured; None until then."""
         self._targets = targets

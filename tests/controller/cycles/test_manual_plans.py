@@ -1,4 +1,4 @@
-"""Changes whose caller was told 503: what becomes of them, and that asking again does nothing twice."""
+"""Requests whose caller was told 503: they are carried out once, also if they are repeated."""
 
 import asyncio
 from dataclasses import replace
@@ -7,11 +7,13 @@ import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
+from evenkeel_moe.controller.cycles.manual_plans import request_digest
 from evenkeel_moe.controller.deployment.deployment import TICK_S
 from evenkeel_moe.controller.operations.operator_service import OperatorService
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
-from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.plan import PlanLimits, PlanPhase
 from evenkeel_moe.ports import PlanRequest
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.transitions import ControlState
@@ -338,3 +340,16 @@ async def test_who_lost_the_lease_promises_nothing(rig):
         0.0,
         None,
     )
+
+
+def test_requests_are_the_same_whoever_makes_them():
+    one = PlanRequest(
+        PlanId("a"), "eplb", PlanLimits(3), (Phase.DECODE, Phase.PREFILL), requested_by="x"
+    )
+    other = PlanRequest(
+        None, "eplb", PlanLimits(3), (Phase.PREFILL, Phase.DECODE), requested_by="y"
+    )
+    assert request_digest(one) == request_digest(other)
+    assert request_digest(one) != request_digest(PlanRequest(None, "eplb", PlanLimits(4)))
+    target = PlanRequest(target=BASE)
+    assert request_digest(target) != request_digest(PlanRequest())

@@ -1,5 +1,6 @@
 """Deployments that are let go of, taken up again, and make room for others."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import NotLeading
 from evenkeel_moe.wire.link import RegistrationOutcome
-from tests.controller.replicas import DEMO, replicas
+from tests.controller.replicas import DEMO, ONE, TWO, replicas
 from tests.protocol.rigs import hello_of
 from tests.waiting import until
 
@@ -128,3 +129,30 @@ async def test_a_deployment_that_was_whole_once_outlasts_names_that_never_were()
             one.registry.deployments[DeploymentId(f"x{number}")].ranks.last_open_at -= 60.0
         assert DEMO in one.registry.deployments
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == "a"
+
+
+async def test_a_deployment_let_go_of_by_an_operator_meanwhile_is_no_mistake(leading_two):
+    registry, operations, _ = leading_two
+    idle = await _begin_eviction(registry)
+    await operations.forget(TWO, "operator")
+    registry.shared.store.gate.set()
+    await idle
+    assert not registry.deployments
+
+
+async def test_a_deployment_whose_ranks_came_back_meanwhile_is_kept(leading_two):
+    registry, operations, _ = leading_two
+    idle = await _begin_eviction(registry)
+    registry.deployments[TWO].ranks.open(hello_of(0), RankStream(1, "peer", capacity=4))
+    registry.shared.store.gate.set()
+    await idle
+    assert list(registry.deployments) == [TWO]
+
+
+async def _begin_eviction(registry):
+    """Start to evict idle deployments; return the task while it releases the lease of ONE."""
+    store = registry.shared.store
+    store.gated = ONE
+    idle = asyncio.create_task(registry.evict_idle(0.0))
+    await until(lambda: store.waiting)
+    return idle

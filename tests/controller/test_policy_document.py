@@ -1,0 +1,115 @@
+"""Policies as documents, and changes that are refused."""
+
+import math
+
+import pytest
+
+from evenkeel_moe.controller.policy_document import (
+    change_policy,
+    policy_document,
+    policy_from_document,
+)
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.model.schedule import Schedule
+
+
+def test_a_policy_survives_its_document():
+    policy = DeploymentPolicy(
+        Mode.AUTO,
+        "eplb",
+        PlanLimits(max_moves=3),
+        5.0,
+        60.0,
+        ("keel", "gem"),
+        {"min_gain": 0.2},
+        Schedule(("daily 01:00 - 05:00",), ("fri 00:00 - mon 00:00",)),
+    )
+    again = policy_from_document(policy_document(policy), DeploymentPolicy())
+    assert policy_document(again) == policy_document(policy)
+    assert again.limits == policy.limits
+    assert again.schedule == policy.schedule
+    assert again.shadow_policies == ("keel", "gem")
+
+
+def test_a_change_touches_only_what_it_names():
+    policy = DeploymentPolicy(thresholds={"min_gain": 0.2})
+    changed = change_policy(
+        policy, {"mode": "auto", "limits": {"max_bytes": 9}, "thresholds": {"cooldown_s": 4}}
+    )
+    assert changed.mode is Mode.AUTO
+    assert changed.limits == PlanLimits(max_bytes=9)
+    assert (changed.thresholds["min_gain"], changed.thresholds["cooldown_s"]) == (0.2, 4.0)
+    assert changed.cycle_s == policy.cycle_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule": {"windows": ["sometimes"]}}, "'sometimes' is no weekly span"),
+        ({"schedule": {"windows": "daily 01:00 - 02:00"}}, "must be a list of weekly spans"),
+        ({"schedule": {"holidays": []}}, "unknown schedule holidays; known: blackouts, windows"),
+        ({"schedule": {"blackouts": ["daily 00:00 - 24:00"]}}, "no minute of the week"),
+        ({"modus": "auto"}, "unknown policy fields modus; known: mode"),
+        ({"mode": "never"}, "'never' is not observe"),
+        ({"mode": 3}, "3 is not observe"),
+        ({"policy": "best"}, "unknown policy 'best'"),
+        ({"policy": None}, "None is no name"),
+        ({"shadow_policies": "keel"}, "shadow_policies is 'keel', must be a list"),
+        ({"shadow_policies": ["keel", 3]}, "must be a list of policy names"),
+        ({"shadow_policies": ["keel", "keel"]}, "names 2 policies, at most 8 and each once"),
+        ({"shadow_policies": ["best"]}, "unknown policy 'best'"),
+        ({"limits": {"max_move": 1}}, "unknown limits max_move; known: max_bytes"),
+        ({"limits": {"max_moves": -1}}, "limits.max_moves is -1"),
+        ({"limits": {"max_moves": True}}, "limits.max_moves is True"),
+        ({"limits": 3}, "limits must be an object"),
+        ({"thresholds": {"min_gian": 1}}, "unknown thresholds min_gian"),
+        ({"thresholds": {"min_gain": "x"}}, "thresholds.min_gain is 'x'"),
+        ({"thresholds": {"stop_above": 0.1}}, "does not hold"),
+        ({"cycle_s": 0}, "cycle_s is 0"),
+        ({"cycle_s": math.nan}, "cycle_s is nan"),
+        ({"proposal_ttl_s": "1"}, "proposal_ttl_s is '1'"),
+    ],
+)
+def test_changes_that_cannot_be_right_are_refused_in_words(changes, words):
+    with pytest.raises(InvalidInput, match=words.replace("(", r"\(")):
+        change_policy(DeploymentPolicy(), changes)
+
+
+def test_a_stored_document_that_cannot_be_used_leaves_the_default():
+    default = DeploymentPolicy(cycle_s=3.0)
+    assert policy_from_document(None, default) is default
+    assert policy_from_document({"mode": "gone"}, default) is default
+    assert policy_from_document({"mode": "auto"}, default).cycle_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cycle_s": 10**400}, "cycle_s is 1000.*, must be a finite number"),
+        ({"cycle_s": -(10**400)}, "must be a finite number"),
+        ({"proposal_ttl_s": 10**400}, "must be a finite number"),
+        ({"thresholds": {"cooldown_s": 10**400}}, "thresholds.cooldown_s is 1000"),
+        ({"cycle_s": float("nan")}, "cycle_s is nan"),
+        ({"cycle_s": True}, "cycle_s is True"),
+        ({"cycle_s": "\ud800"}, "must be a finite number"),
+        (
+            {"limits": {"max_bytes": 2**62 + 1}},
+            r"limits.max_bytes is 4611686018427387905, .* from 0 to 2\^62",
+        ),
+        ({"limits": {"max_moves": 10**400}}, "limits.max_moves is 1000"),
+        ({"limits": {"max_layers": True}}, "limits.max_layers is True"),
+    ],
+)
+def test_a_number_that_cannot_be_used_is_refused_with_its_field(changes, words):
+    with pytest.raises(InvalidInput, match=words) as caught:
+        change_policy(DeploymentPolicy(), changes)
+    assert len(str(caught.value)) < 200
+
+
+def test_the_largest_limit_is_taken():
+    assert (
+        change_policy(DeploymentPolicy(), {"limits": {"max_bytes": 2**62}}).limits.max_bytes
+        == 2**62
+    )
