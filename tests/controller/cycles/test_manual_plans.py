@@ -333,7 +333,7 @@ async def test_freeze_resume_and_policy_hold_at_once_and_are_stored_when_the_sto
 async def test_who_lost_the_lease_promises_nothing(rig):
     member, store = rig.member, rig.store
     store._terms[DEPLOYMENT] += 5
-    with pytest.raises(Unavailable, match="the lease was lost: .* is not tried again") as caught:
+    with pytest.raises(Unavailable, match="the lease was lost; .* are not tried again") as caught:
         await rig.operations.freeze(DEPLOYMENT, 600, "me")
     assert caught.value.reason is Reason.LEASE_LOST
     assert (member.control.frozen_until, await store.fetch_document(DEPLOYMENT, "control")) == (

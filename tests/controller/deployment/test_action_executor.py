@@ -69,7 +69,7 @@ async def test_a_waves_map_is_learned_once_however_many_ranks_it_goes_to(monkeyp
     _, deployment, _ = await leading()
     learned = []
     monkeypatch.setattr(
-        deployment.executor, "_expect_wave", lambda prepare: learned.append(prepare.wave)
+        deployment.executor, "expect_wave", lambda prepare: learned.append(prepare.wave)
     )
     for key in (key_of("first"), key_of("second")):
         for rank in (0, 1, 0):
@@ -113,7 +113,7 @@ async def test_a_plan_is_told_once_however_often_it_is_stored_and_not_held_for_i
     """The book keeps some fifty plans; of a large model one may be megabytes."""
     _, deployment, _ = await leading()
     told = []
-    deployment.executor._log._log_plan = told.append  # type: ignore[method-assign]
+    deployment.executor.log._log_plan = told.append  # type: ignore[method-assign]
     book = PlanRecords()
     action = book.add(plan_of(), PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0.0)
     for again in (action, ctl.PersistPlan(action.record)):
@@ -124,7 +124,7 @@ async def test_a_plan_is_told_once_however_often_it_is_stored_and_not_held_for_i
     placement = ctl.PersistEpoch(Generation("g1"), Epoch(0), action.record.plan.base)
     await deployment.executor.persist([placement])
     known = [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)]
-    deployment.executor._log._logged.clear()
+    deployment.executor.log._logged.clear()
     assert [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)] == known
 
 
@@ -132,7 +132,7 @@ async def test_each_decision_and_each_waves_end_is_told_once():
     _, deployment, _ = await leading()
     rows = [ctl.PersistDecision({"at": at, "reason": "no_change"}) for at in (1.0, 2.0)]
     waves = []
-    deployment.executor._log._log_wave = lambda wave, *_: waves.append(wave)  # type: ignore[method-assign]
+    deployment.executor.log._log_wave = lambda wave, *_: waves.append(wave)  # type: ignore[method-assign]
     ends = [ctl.PersistOutcome(key_of(index=index), True, Reason.COMMITTED) for index in (0, 1)]
     for _ in range(2):
         await deployment.executor.persist([*rows, *ends])

@@ -57,7 +57,7 @@ class StepPace:
         self._since = (newest_at, newest_step)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class InputBuilder:
     """The planner's inputs of one deployment."""
 

@@ -51,7 +51,7 @@ _INFEASIBLE = frozenset(
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ManualPlanner:
     """The operators' plans for one deployment."""
 

@@ -21,7 +21,7 @@ _REFERENCE = "eplb"
 """The policy that every engine ships: others are compared with it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Recommender:
     """The recommendation of one deployment; the newest answer is kept.
 

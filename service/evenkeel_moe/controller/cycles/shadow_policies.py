@@ -23,7 +23,7 @@ __all__ = ["ShadowPolicies"]
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ShadowPolicies:
     """The newest scores of one deployment's shadow policies.
 

@@ -19,7 +19,7 @@ from evenkeel_moe.protocol.messages import Prepare
 __all__ = ["ActionExecutor"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ActionExecutor:
     """The executor of one deployment's actions; `driver.Hands` of its machine.
 

@@ -22,7 +22,7 @@ _ALERT_EVERY_S = 1.0
 """Least time between two alerts with one reason: a faulty rank must not fill the log."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ActionLog:
     """The log lines and counters of one deployment's actions.
 

@@ -24,7 +24,7 @@ _LEASE_WAIT_S = 3.0
 _ATTEMPTS = 3
 
 
-@dataclass(eq=False, frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class RankRegistration:
     """Answers the Hello of each new stream."""
 

@@ -15,7 +15,7 @@ _CONCURRENT = 16
 """Deployments looked up at a time."""
 
 
-@dataclass(eq=False, frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class LeaderLookup:
     """Tells which replica leads a deployment, as far as the store knows.
 

@@ -144,7 +144,7 @@ class ReplicaCoverage:
         return self._result
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GaugeReader:
     """Reads the `DeploymentGauges` of one deployment."""
 

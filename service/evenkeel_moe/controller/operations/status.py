@@ -24,7 +24,7 @@ from evenkeel_moe.protocol.leader.membership import Member
 __all__ = ["LiveView", "live_view"]
 
 
-@dataclass(eq=False, frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class LiveView:
     """`ports.DeploymentView` of a deployment on this replica.
 

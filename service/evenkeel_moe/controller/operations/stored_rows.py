@@ -19,7 +19,7 @@ _log = structlog.get_logger(__name__)
 Row = Mapping[str, Any]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StoredRows:
     """The newest rows of each deployment. Each change writes the whole document: keep it small.
 
