@@ -68,8 +68,8 @@ class Ranks:
         self._after = None
 
     async def attach(self, registry, first_stream=1):
-        self.streams = [RankStream(first_stream + rank, "peer", capacity=4096) for rank in range(2)]
-        self.sessions = [
+        streams = [RankStream(first_stream + rank, "peer", capacity=4096) for rank in range(2)]
+        sessions = [
             await registry.attach(
                 hello_of(
                     rank,
@@ -77,10 +77,11 @@ class Ranks:
                     placement_digest=self.placement.digest,
                     capabilities=frozenset({"migrate"}),
                 ),
-                self.streams[rank],
+                streams[rank],
             )
             for rank in range(2)
         ]
+        self.streams, self.sessions = streams, sessions
 
     async def serve(self):
         while True:
