@@ -1,5 +1,4 @@
-"""`python -m examples.qwen3moe`: runs a controller, and a Hugging Face MoE model split over
-ranks."""
+"""`python -m examples.qwen3moe`: a controller, and a Hugging Face MoE model split over ranks."""
 
 import argparse
 import json

@@ -1,5 +1,4 @@
-"""The parts that the toy ranks of all engines share: steps, a controller's messages, and
-answers."""
+"""The parts that the toy ranks of all engines share: steps, and a controller's messages."""
 
 import queue
 import threading

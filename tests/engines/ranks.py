@@ -1,5 +1,4 @@
-"""Ranks of a toy engine as processes over Gloo; each runs a scenario by name and returns a
-result."""
+"""Ranks of a toy engine as processes over Gloo; each runs a scenario by name."""
 
 import faulthandler
 import importlib

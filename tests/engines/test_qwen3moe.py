@@ -1,5 +1,4 @@
-"""The Hugging Face example end to end: real controller and ranks; experts move, outputs stay
-equal."""
+"""The Hugging Face example end to end: experts move, outputs stay equal."""
 
 import subprocess
 import sys

@@ -27,7 +27,7 @@ def test_a_step_counts_once_every_rank_wrote_it():
 def test_balance_is_taken_over_ranks_layer_by_layer():
     fleet = FleetLog(2)
     lines = step_lines(0, (0, 0))
-    # Each layer leans on another rank: summed over layers the ranks would look even.
+    # Each layer loads another rank. Summed over the layers, the ranks would look even.
     lines[0]["rank_load"], lines[1]["rank_load"] = [8, 0], [0, 8]
     fleet.feed(lines)
     assert fleet.balancedness() == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""The judgement of a run by its lines, and its words."""
+"""The results of a run, derived from its lines, and their text."""
 
 from dataclasses import dataclass
 
@@ -57,13 +57,13 @@ def test_a_good_run_keeps_every_promise():
     assert first.p99_before_s == pytest.approx(0.01)
 
 
-def test_the_summary_says_it_in_words():
+def test_the_summary_as_text():
     text = "\n".join(summary_lines(run(good_run())))
     for part in ("because load_changed", "0.667 -> 1.000", "3 experts, 300.0 kB", "FAIL"):
         assert (part in text) == (part != "FAIL")
 
 
-def test_a_rule_of_its_own_may_absorb_the_shift_but_not_lose_balance_to_it():
+def test_another_dispatch_rule_may_absorb_the_shift_but_not_lose_balance():
     lines = [line for line in good_run() if line.get("plan_id") != "p2"]
     lost = run(lines, dispatch=DispatchRule.LPLB)
     assert failed(lost) == ["dispatch absorbed the shift of domain"]
@@ -88,7 +88,7 @@ def test_one_plan_is_not_enough():
     ]
 
 
-def test_a_plan_that_helps_nobody_is_told():
+def test_a_plan_without_a_gain_is_reported():
     lines = []
     for step in range(80):
         lines += step_lines(step, (12, 4) if step < 70 else (8, 8))
@@ -115,7 +115,7 @@ def test_a_further_plan_may_gain_little_but_not_lose(last, promises):
     assert failed(run(lines, [*PLANS, third])) == promises
 
 
-def test_a_plan_by_hand_is_no_answer_of_the_controller():
+def test_a_manual_plan_is_no_reaction_of_the_controller():
     by_hand = [PLANS[1], plan("p2", 55.5, "manual_request", kind="manual")]
     assert failed(run(good_run(), by_hand)) == [
         "the controller answered the shift by its own decision"
@@ -175,7 +175,7 @@ def test_a_run_without_final_checks_fails():
     assert len(failed(summary)) == 3
 
 
-def test_a_restart_is_told():
+def test_a_restart_is_reported():
     assert failed(run(good_run(), restarts=1)) == ["no rank was lost"]
 
 
@@ -185,7 +185,7 @@ def test_observe_mode_must_move_nothing():
     assert run(still, plans=[], mode="observe").passed
 
 
-def test_a_run_cut_short_says_so():
+def test_a_run_that_ended_early_is_reported():
     cut = [line for line in good_run() if line["kind"] != "step" or line["step"] < 70]
     assert failed(run(cut)) == ["every step was served"]
 
@@ -196,14 +196,14 @@ def test_a_run_with_a_fault_is_judged_by_what_was_found():
     assert "at least two plans were committed" not in promises
 
 
-def test_ranks_that_say_the_same_are_named_together():
+def test_ranks_with_the_same_reason_are_named_together():
     lines = [exit_line(rank, 41, "epoch_mismatch", "rank 0 at 2, rank 1 at 1") for rank in range(2)]
     assert run(lines).faults_found == (
         "epoch: left because of epoch_mismatch: rank 0, 1; rank 0 at 2, rank 1 at 1",
     )
 
 
-def test_decisions_are_counted_and_the_last_judged_plan_is_told():
+def test_decisions_are_counted_and_the_last_judged_plan_is_reported():
     numbers = {"gain": 0.192, "gain_lower": 0.187, "held_out_steps": 42.0, "copies": 1.0}
     rows = [
         {"reason": "no_change", "numbers": {}},

@@ -127,7 +127,7 @@ def test_chart_rises_with_balance_and_marks_the_swap():
     assert lines[0].startswith("1.00")
 
 
-def test_chart_of_nothing_and_of_unknown_steps():
+def test_chart_without_steps_and_of_steps_without_load():
     assert chart([], {}, rows=2) == ["1.00 ", "0.50 ", "     "]
     nan = float("nan")
     assert chart([nan, nan], {}, rows=2)[0] == "1.00   "
@@ -138,11 +138,11 @@ def test_chart_of_nothing_and_of_unknown_steps():
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (3e13, "30.0 TB")],
 )
-def test_bytes_for_people(count, text):
+def test_bytes_with_a_unit(count, text):
     assert si_bytes(count) == text
 
 
-def test_layers_show_what_their_sum_hides():
+def test_layers_show_an_imbalance_that_their_sum_hides():
     hidden = snapshot(shares=[[1.0, 0.0], [0.0, 1.0]])
     rows = [line for line in text_of(render(hidden)).splitlines() if "50.0%" in line]
     assert [row.split("%")[1].split("│")[0].strip() for row in rows] == ["█▁", "▁█"]

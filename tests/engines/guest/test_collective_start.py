@@ -11,7 +11,7 @@ from evenkeel_moe.errors import Unavailable
 from tests.waiting import deadline, wait_until
 
 
-def test_a_rank_without_the_plugin_is_missed_before_any_collective():
+def test_a_rank_without_the_plugin_is_found_before_any_collective():
     store = torch.distributed.HashStore()
     patience_s = deadline(20.0)
 
@@ -43,7 +43,7 @@ def test_a_rank_without_the_plugin_is_missed_before_any_collective():
     assert 1 in errors, "a rank that comes after the others gave up does not start alone"
 
 
-def test_a_start_that_fails_anywhere_fails_everywhere_and_is_taken_back():
+def test_a_start_that_fails_on_one_rank_fails_on_all_and_is_undone():
     undone = []
 
     def among(*others):

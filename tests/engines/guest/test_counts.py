@@ -17,7 +17,7 @@ def test_an_error_of_every_step_does_not_fill_the_log():
     assert [line["times"] for line in said] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
-def test_counts_become_logical_by_the_map_of_their_own_step():
+def test_counts_by_slot_become_counts_by_expert_with_the_map_of_their_step():
     seen = []
     counts = StepCounts(3, lambda note, values: seen.append((note.step, values.tolist())))
     by_slot = torch.tensor([[5, 1, 2, 4]], dtype=torch.int32)

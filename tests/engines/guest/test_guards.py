@@ -12,7 +12,7 @@ from evenkeel_moe.engines.guest.guards import (
 )
 
 
-def test_guards_say_what_differs():
+def test_guards_name_the_difference():
     class Engine:
         @classmethod
         def plan(cls, weight, ranks):

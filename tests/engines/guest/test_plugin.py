@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def test_engines_find_the_plugins():
-    """The names under which the package offers them; each must be there and take nothing."""
+    """Each entry point of the package exists and takes no arguments."""
     text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     groups = tomllib.loads(text)["project"]["entry-points"]
     assert set(groups) == {"vllm.general_plugins", "sglang.srt.plugins"}
@@ -15,4 +15,4 @@ def test_engines_find_the_plugins():
         module, _, name = names["evenkeel"].partition(":")
         offered = getattr(importlib.import_module(module), name)
         assert not inspect.signature(offered).parameters
-        offered()  # off without an address: no engine is here, and nothing is raised
+        offered()  # without an address it is off, so it does not look for an engine

@@ -37,7 +37,7 @@ def test_the_environment_is_read_once_and_checked(monkeypatch):
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_name(monkeypatch, name, value, words):
+def test_invalid_settings_are_refused_by_name(monkeypatch, name, value, words):
     monkeypatch.setenv(f"EVENKEEL_RANK__{name}", value)
     with pytest.raises(InvalidInput, match=words):
         load_guest_settings()
@@ -52,7 +52,7 @@ def test_a_certificate_without_a_ca_is_refused(monkeypatch):
     assert load_guest_settings().tls_ca_file == Path("/ca")
 
 
-def test_an_empty_variable_is_one_that_was_not_set(monkeypatch):
+def test_an_empty_variable_counts_as_not_set(monkeypatch):
     for name in (
         "CONTROLLERS",
         "DEPLOYMENT",
@@ -64,6 +64,6 @@ def test_an_empty_variable_is_one_that_was_not_set(monkeypatch):
         monkeypatch.setenv(f"EVENKEEL_RANK__{name}", "")
     settings = load_guest_settings()
     assert settings.tls_ca_file is None, (
-        "a path of no letters would ask for TLS, with a folder as the CA"
+        "an empty path would switch TLS on with the current folder as the CA"
     )
     assert (settings.addresses, settings.deployment, settings.poll_every) == ((), "default", 16)

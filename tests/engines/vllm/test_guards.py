@@ -1,4 +1,4 @@
-"""What the plugin refuses; and vLLM's test vectors, asked of the planner that replaces vLLM's."""
+"""Versions of vLLM that the plugin refuses, and vLLM's test vectors for the replaced planner."""
 
 import pytest
 

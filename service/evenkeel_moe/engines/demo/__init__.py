@@ -1,2 +1,1 @@
-"""The demo: starts a controller and a real engine, shows them, checks the results, and stops
-them."""
+"""The demo: runs a controller and a real engine, shows them, and checks the results."""

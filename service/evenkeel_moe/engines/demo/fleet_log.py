@@ -118,8 +118,7 @@ class FleetLog:
         return self.rows[-RECENT_STEPS:]
 
     def layer_shares(self) -> NDArray[np.float64] | None:
-        """Return (L, R): each rank's share of a layer's recent tokens; NaN for a layer without
-        tokens.
+        """Return (L, R): each rank's share of a layer's recent tokens; NaN if it has none.
 
         Returns None before the first step.
         """

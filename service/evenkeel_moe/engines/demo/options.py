@@ -22,7 +22,7 @@ class DemoOptions:
     """Minimum duration of a step, so that a user can follow the run."""
     policy: str = "keel"
     dispatch: DispatchRule = DispatchRule.EVEN
-    """How the ranks choose replicas; the planner plans for this rule."""
+    """The rule by which ranks choose replicas; the planner plans for it."""
     mode: str = "auto"
     """auto, propose (the demo approves each proposal, like an operator) or observe."""
     redis_url: str = ""

@@ -33,7 +33,7 @@ class PlanResult:
 
     plan_id: str
     reason: str
-    """Why it was planned."""
+    """Reason for the plan."""
     manual: bool
     first_step: int
     """First and last step at which a wave of the plan took effect."""
@@ -48,8 +48,8 @@ class PlanResult:
     """Longest delay of a step by a swap, on any rank."""
     steps_during: int
     p99_during_s: float | None
-    """Of the slowest rank's step times, from the plan's creation to its last wave, and of as many
-    steps before the plan."""
+    """99th percentile of the slowest rank's step times, from the plan's creation to its last wave,
+    and of as many steps before."""
     p99_before_s: float | None
     median_step_s: float | None
 

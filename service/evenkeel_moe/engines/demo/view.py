@@ -35,7 +35,7 @@ class Snapshot:
     shares: Sequence[Sequence[float]] | None
     """(R, L) share of a layer's recent tokens on each rank; NaN for a layer without tokens."""
     balancedness: float | None
-    """Of the recent steps, as the ranks measured it."""
+    """Balancedness of the recent steps, as the ranks measured it."""
     history: Sequence[float]
     """Balancedness of every step so far."""
     marks: Mapping[int, str]

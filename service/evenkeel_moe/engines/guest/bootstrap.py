@@ -1,5 +1,4 @@
-"""Makes the agent of an engine's rank, with a store, a generation, an identity and a link of its
-own."""
+"""Makes the agent of an engine's rank, with its own store, generation, identity and link."""
 
 import json
 import socket

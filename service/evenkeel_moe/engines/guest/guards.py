@@ -1,5 +1,4 @@
-"""Checks of the engine before a plugin changes anything: its version, and each part the plugin
-uses.
+"""Checks of the engine's version and parts, made before a plugin changes anything.
 
 If a part is missing or takes other arguments than in the versions the plugin was written for, the
 whole plugin is refused with a message that names the difference. The engine then runs without it.

@@ -52,7 +52,7 @@ class PlanAgreement:
     step: int = 0
     """Step of the engine; the same on all ranks."""
     refused: str = ""
-    """Why the last plan was not given to the engine; empty if it was given."""
+    """Reason why the engine did not get the last plan; empty if it did."""
 
     def agree(self, current: NDArray[np.int64], gather: Gather) -> NDArray[np.int64]:
         """Return the map the engine must go to; collective.

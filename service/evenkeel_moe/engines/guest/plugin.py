@@ -1,5 +1,4 @@
-"""The parts of a plugin that do not depend on the engine: registration, and the guests of a
-process."""
+"""The engine-independent parts of a plugin: registration, and the guests of a process."""
 
 import importlib
 import time

@@ -1,5 +1,4 @@
-"""The settings of a plugin, read from the engine's environment once, when the engine loads the
-plugin.
+"""The settings of a plugin, read from the environment once, when the engine loads it.
 
 Only `EVENKEEL_RANK__CONTROLLERS` switches the plugin on. Without it the engine runs as if the
 plugin were not installed.
@@ -27,7 +26,7 @@ _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/]+):[0-9]{1,5}")
 
 
 class GuestMode(StrEnum):
-    """How much the controller controls in the engine."""
+    """The influence of the controller on the engine."""
 
     OBSERVE = "observe"
     """Report loads only; the engine's own balancer runs as configured."""
@@ -64,8 +63,8 @@ class GuestSettings(BaseSettings):
     resolve_after: Annotated[int, Field(ge=1)] = 8
     """Steps until the result of a poll is used. If the poll takes longer, the step waits for it."""
     group_timeout_s: _Seconds = 300.0
-    """How long the ranks wait for each other at the start. It must exceed the difference in load
-    time between the slowest and the fastest rank. It must be shorter than NCCL's ten minutes,
+    """Seconds that the ranks wait for each other at the start. It must exceed the difference in
+    load time between the slowest and the fastest rank. It must be shorter than NCCL's ten minutes,
     after which ranks without the plugin would give up waiting for the others."""
     gate_timeout_s: _Seconds = 20.0
     stall_after_s: _Seconds = 30.0

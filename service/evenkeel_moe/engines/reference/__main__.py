@@ -1,5 +1,4 @@
-"""`python -m evenkeel_moe.engines.reference CONFIG RANK`: one rank process, as the supervisor
-starts it."""
+"""`python -m evenkeel_moe.engines.reference CONFIG RANK`: one rank process."""
 
 import os
 import sys

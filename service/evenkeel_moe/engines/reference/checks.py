@@ -43,8 +43,7 @@ def final_check(
     mismatches: int,
     communicator: Communicator,
 ) -> FinalCheck:
-    """Compare epochs and maps over the group, and this rank's slots with the checkpoint;
-    collective.
+    """Compare the group's epochs and maps, and this rank's slots with the checkpoint; collective.
 
     Args:
         rank: this rank.

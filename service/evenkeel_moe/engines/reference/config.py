@@ -76,13 +76,11 @@ class DispatchRule(StrEnum):
     NEAREST = "nearest"
     """The own rank, else the own node, else `even`."""
     LPLB = "lplb"
-    """Quotas of whole tokens, computed for each batch, that minimize the load of the fullest
-    rank."""
+    """Quotas of whole tokens, computed for each batch, that minimize the largest rank load."""
     WATERFILL = "waterfill"
     """`even`, and shared experts run on the ranks with the least load."""
     LIBRA = "libra"
-    """First own tokens on own experts, then the rest, sharded; fetches the next layer's experts
-    ahead."""
+    """First own tokens on own experts, then the rest; fetches the next layer's experts ahead."""
 
     @property
     def model(self) -> DispatchModel:

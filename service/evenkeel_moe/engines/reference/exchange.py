@@ -1,5 +1,4 @@
-"""The exchange of a layer: sends rows to the ranks that hold their experts, and the results
-back."""
+"""The exchange of a layer: sends rows to the ranks of their experts, and the results back."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,5 +1,4 @@
-"""Libra: computes local tokens first, shards the rest meanwhile, and fetches the next experts
-ahead.
+"""Libra: computes local tokens while it shards the rest, and fetches the next experts ahead.
 
 The stages follow `dispatch.libra_schedule`. One all-gather carries the gate's counts and those of
 the lookahead. A thread shards the remote tokens while this one computes the local ones. The

@@ -141,8 +141,7 @@ class Model:
     def next_layer(
         self, layer: int, x: Tensor, routed: Tensor, shared: Tensor | None = None
     ) -> Tensor:
-        """Return the next activations: residual, shared expert and routed sum, as integers in
-        -8..8.
+        """Return the residual, the shared expert and the routed sum, as integers in -8..8.
 
         `shared` is the (n, D) output of the shared expert if another rank computed it.
         """

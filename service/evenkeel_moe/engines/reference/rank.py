@@ -1,5 +1,4 @@
-"""One rank of the reference engine: joins the group, serves steps, takes part in swaps, checks
-itself."""
+"""One rank of the reference engine: joins the group, serves steps, and checks itself."""
 
 import dataclasses
 import os

@@ -128,8 +128,7 @@ class Router:
         self.epoch = epoch
 
     def destinations(self, layer: int, chosen: Tensor, token_hash: Tensor) -> Tensor:
-        """Return the slot of each choice; a hash of the token's index spreads tokens over the
-        replicas.
+        """Return the slot of each choice; a hash of the token's index chooses the replica.
 
         Args:
             layer: the layer.

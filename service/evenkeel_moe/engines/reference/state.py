@@ -1,5 +1,4 @@
-"""The last committed placement of each rank, saved for a restart, and the group's choice among
-them."""
+"""The last committed placement of a rank, saved for a restart, and the group's choice."""
 
 import os
 import zipfile

@@ -1,5 +1,4 @@
-"""Connects an agent to the engine: its slots, its tables, a link, and the file of committed
-placements."""
+"""Connects an agent to the engine's slots, tables and lines, and to a link."""
 
 import socket
 from typing import Any
@@ -41,7 +40,7 @@ def make_agent(
     config, device = parts.config, parts.model.device
 
     def on_swap(record: SwapRecord, placement: Placement) -> None:
-        # Saved before the Ack, because a restarted group must find what the controller was told.
+        # Saved before the Ack, because a restarted group must have what the controller knows.
         save_placement(config.state_file, SavedPlacement(placement, record.epoch, generation))
         lines.write(
             "swap",

@@ -197,8 +197,7 @@ class SglangGuest(EngineGuest):
         return layers
 
     def run(self, original: Callable[[], Iterator[None]]) -> Iterator[None]:
-        """Replace the manager's entry point: rebalance when a plan is due, at one pass on all
-        ranks.
+        """Replace the manager's entry point: rebalance when a plan is due, on all ranks at once.
 
         Begins with the first forward pass. If the guest did not start, the manager runs as usual.
         """

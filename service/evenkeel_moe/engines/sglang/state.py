@@ -1,5 +1,4 @@
-"""The parts of SGLang that the plugin reads: layers, slots, weights, and what the recorder
-counts."""
+"""The parts of SGLang that the plugin reads: layers, slots, weights and counts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

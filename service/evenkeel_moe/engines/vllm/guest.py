@@ -1,5 +1,4 @@
-"""One rank's guest in vLLM: reports counts, delivers plans, and watches how vLLM carries them
-out."""
+"""One rank's guest in vLLM: reports counts, delivers plans, and watches the rearrangements."""
 
 from typing import Any
 

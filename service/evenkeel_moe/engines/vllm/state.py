@@ -1,5 +1,4 @@
-"""The parts of vLLM's EPLB state that the plugin reads, as Protocols; vLLM itself is not
-imported."""
+"""The parts of vLLM's EPLB state that the plugin reads; vLLM itself is not imported."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -26,21 +25,17 @@ class VllmModelState(Protocol):
     """True while a rearrangement runs."""
     pending_result: Any
     model: Any
-    model_name: str
 
 
 class VllmState(Protocol):
     """`EplbState`: all models of one rank."""
 
-    model_states: dict[str, Any]
     parallel_config: Any
-    device: Any
     policy: Any
     is_async: bool
     async_worker: Any
     expert_rearrangement_step: int
     expert_rearrangement_step_interval: int
-    expert_load_window_size: int
 
 
 class VllmWeights(OwnedSlots):
