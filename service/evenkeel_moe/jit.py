@@ -1,4 +1,4 @@
-"""How kernels are compiled: on one thread, without fastmath, so that the same input gives the same bytes on any machine."""
+"""Compiles kernels for one thread, without fastmath: the same bytes come out on any machine."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -11,13 +11,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def kernel(function: _F) -> _F:
-    """Cached on disk, without the GIL; the typed face of `numba.njit`."""
+    """Compile a function without the GIL and cache it on disk. `numba.njit` with types."""
     return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
 def inlined(function: _F) -> _F:
-    """Like `kernel`, pasted into the kernels that call it: counting references to the arrays handed over would
-    cost a short loop more than its work."""
+    """Compile a function into the kernels that call it.
+
+    In a short loop, counting references to the arguments would take longer than the work.
+    """
     return cast(
         _F, numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")(function)
     )

@@ -1,18 +1,16 @@
 """Records every request for a change, with its caller and its outcome, before it is answered."""
 
-import re
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evenkeel_moe.api.auth import Role, Token, needed_role
-from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.api.context import deployment_in
 from evenkeel_moe.ports import AuditEntry, Operations
 
 __all__ = ["Audit"]
 
-_DEPLOYMENT = re.compile(r"^/v1/deployments/([a-z0-9][a-z0-9._-]{0,62})(?:/|$)")
 _MOST_PATH = 256
 
 
@@ -40,11 +38,10 @@ class Audit:
             nonlocal recorded
             recorded = True
             path: str = scope["path"]
-            named = _DEPLOYMENT.match(path)
             key = Headers(scope=scope).get("idempotency-key")
             await self._operations().record(
                 AuditEntry(
-                    deployment=DeploymentId(named[1]) if named else None,
+                    deployment=deployment_in(path),
                     by=token.name,
                     role=token.role.value,
                     method=scope["method"],

@@ -4,6 +4,7 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -25,6 +26,7 @@ __all__ = [
     "PageSize",
     "PageToken",
     "PlanPath",
+    "deployment_in",
     "entity_tag",
     "page",
     "page_token_of",
@@ -33,6 +35,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_DEPLOYMENT_ID = "[a-z0-9][a-z0-9._-]{0,62}"
+_DEPLOYMENT_PATH = re.compile(rf"^/v1/deployments/({_DEPLOYMENT_ID})(?:/|$)")
 PLAN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 
@@ -66,7 +70,7 @@ IdempotencyKey = Annotated[
 ]
 DeploymentPath = Annotated[
     DeploymentId,
-    Path(alias="deployment", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Deployment id."),
+    Path(alias="deployment", pattern=f"^{_DEPLOYMENT_ID}$", description="Deployment id."),
 ]
 PlanPath = Annotated[PlanId, Path(alias="plan_id", pattern=PLAN_ID_PATTERN, description="Plan id.")]
 PageSize = Annotated[int, Query(ge=1, le=1000, description="Largest number of rows on a page.")]
@@ -77,6 +81,12 @@ PageToken = Annotated[
         description="`next_page_token` of the previous page; the first page needs none.",
     ),
 ]
+
+
+def deployment_in(path: str) -> DeploymentId | None:
+    """Return the deployment that a request's path names; None if it names none."""
+    named = _DEPLOYMENT_PATH.match(path)
+    return None if named is None else DeploymentId(named[1])
 
 
 def read_page_token(token: str | None) -> str | None:

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evenkeel_moe.api.bodies import read_body, replay
-from evenkeel_moe.api.context import PLAN_ID_PATTERN
+from evenkeel_moe.api.context import PLAN_ID_PATTERN, deployment_in
 from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
@@ -32,7 +32,6 @@ _TTL_S = 86_400.0
 _MOST_KEYS = 4096
 _MOST_BYTES = 64 << 20
 """Bytes of all responses; a plan of a large model is about 1 MB."""
-_DEPLOYMENT = re.compile(r"^/v1/deployments/([a-z0-9][a-z0-9._-]{0,62})/")
 
 _Name = tuple[str, str, str]
 """Token, path, key."""
@@ -111,8 +110,7 @@ class Idempotency:
         self, name: _Name, digest: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer from the store, or else from the application."""
-        found = _DEPLOYMENT.match(scope["path"])
-        deployment = None if found is None else DeploymentId(found[1])
+        deployment = deployment_in(scope["path"])
         try:
             stored = (
                 None
