@@ -1,4 +1,4 @@
-"""Servers of ranks, certificates for them, and a real store."""
+"""Fixtures: gRPC servers, certificates for them, and a real store."""
 
 import pytest
 

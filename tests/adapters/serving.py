@@ -1,4 +1,4 @@
-"""Support for tests of gRPC servers: options, hubs that accept every rank, a listener, a test CA."""
+"""Support for tests of gRPC servers: options, hubs that accept every rank, a listener, a CA."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Where the controller listens: addresses taken, addresses that are none, and IPv6."""
+"""The addresses a controller listens on: in use, invalid, and IPv6."""
 
 import socket
 
@@ -43,7 +43,7 @@ async def close(server) -> None:
         server.close()
 
 
-def test_an_ipv6_address_is_told_from_its_port():
+def test_an_ipv6_address_is_distinguished_from_its_port():
     assert host_port("::1", 5) == "[::1]:5"
     assert host_port("node-1", 5) == "node-1:5"
 
@@ -67,7 +67,7 @@ async def test_one_form_of_an_ipv6_address_serves_for_all_three(host):
 
 
 @pytest.mark.integration
-async def test_the_largest_figures_that_settings_take_are_taken_by_grpc(monkeypatch):
+async def test_grpc_accepts_the_largest_values_of_settings(monkeypatch):
     for name in (
         "KEEPALIVE_S",
         "KEEPALIVE_TIMEOUT_S",
@@ -84,7 +84,7 @@ async def test_the_largest_figures_that_settings_take_are_taken_by_grpc(monkeypa
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["rest", "metrics", "grpc"])
-async def test_an_address_that_cannot_be_had_is_named(kind):
+async def test_an_unusable_address_is_named(kind):
     server = listen(kind, "127.0.0.1")
     try:
         with pytest.raises(

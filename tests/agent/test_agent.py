@@ -1,4 +1,4 @@
-"""The agent against real Gloo groups: ranks are threads, the controller is the test."""
+"""The agent on real Gloo groups: ranks are threads, and the test is the controller."""
 
 import threading
 
@@ -39,7 +39,7 @@ OLD, NEW = two_rank_placements()
 
 
 def commit(fleet, prepare):
-    """Prepare, all yes, Commit, all Acks."""
+    """Send Prepare, expect only yes votes, send Commit, and return the Acks."""
     fleet.say(prepare)
     for link in fleet.links:
         vote = link.expect(Vote)
@@ -54,7 +54,7 @@ def abort(fleet, prepare):
 
 
 def test_a_committed_wave_changes_every_rank_on_the_same_step():
-    """Gate (step 4) and R11; the fleet checks on leaving that epochs were equal at every step."""
+    """Gate (step 4) and R11; on exit the fleet checks that epochs were equal at every step."""
     prepare = prepare_for(OLD, NEW)
     with Fleet(OLD) as fleet:
         acks = commit(fleet, prepare)
@@ -104,7 +104,7 @@ def test_commit_only_arms_and_one_unarmed_rank_holds_all():
 
 
 def test_abort_leaves_everything_as_it_was_and_the_next_wave_runs():
-    """R7: the answer says drained, and staging serves the next wave."""
+    """R7: the answer reports the drain, and staging serves the next wave."""
     prepare = prepare_for(OLD, NEW)
     with Fleet(OLD) as fleet:
         fleet.say(prepare)
@@ -119,7 +119,7 @@ def test_abort_leaves_everything_as_it_was_and_the_next_wave_runs():
 
 
 def test_wrong_bytes_make_the_receiver_vote_no_and_name_the_expert():
-    """R4: weights that were changed after load on the sender are caught by the receiver."""
+    """R4: the receiver detects weights that changed on the sender after loading."""
     prepare = prepare_for(OLD, NEW)
     with Fleet(OLD) as fleet:
         # Expert 2 of layer 1 lives on rank 1 in local slot 0 and goes to rank 0.
@@ -135,7 +135,7 @@ def test_wrong_bytes_make_the_receiver_vote_no_and_name_the_expert():
 
 
 def test_a_rank_that_cannot_reserve_votes_no_and_the_group_rebuilds_its_transfers():
-    """R10: its peer's batch ends at the deadline, the communicator is aborted, the gate agrees on a new one."""
+    """R10: the peer's batch ends at its deadline; the gate agrees on a new communicator."""
     prepare = prepare_for(OLD, NEW, batch_deadline_s=0.5)
     with Fleet(OLD) as fleet:
         fleet.weights[0].refuse = True
@@ -151,7 +151,7 @@ def test_a_rank_that_cannot_reserve_votes_no_and_the_group_rebuilds_its_transfer
 
 
 class OnceUnplugged(Group):
-    """Rank 0 cannot make the first new communicator, for a reason that no backend has a word for."""
+    """Rank 0 cannot create the first new communicator, with an error that no backend raises."""
 
     def connect(self, rank, name, device=CPU):
         if rank == 0 and name == "transfer-1":
@@ -159,8 +159,8 @@ class OnceUnplugged(Group):
         return super().connect(rank, name, device)
 
 
-def test_a_rebuild_that_fails_is_asked_for_again_whatever_it_failed_by():
-    """R10: were it forgotten, no wave would ever drain again, and no rank would say so."""
+def test_a_failed_rebuild_is_requested_again_after_any_error():
+    """R10: if it were forgotten, no wave would ever drain again, and no rank would report it."""
     prepare = prepare_for(OLD, NEW, batch_deadline_s=0.5)
     with Fleet(OLD, group=OnceUnplugged(2, timeout_s=2.0)) as fleet:
         fleet.weights[0].refuse = True
@@ -192,7 +192,7 @@ class TornMaps(ToyMaps):
 
 
 def test_a_swap_that_fails_takes_the_rank_out_of_the_group():
-    """R8: past the commit point a rank swaps or leaves; its peers find the gate broken and leave too."""
+    """R8: after the commit point a rank swaps or leaves. Its peers see the gate fail and leave."""
     prepare = prepare_for(OLD, NEW)
     fleet = Fleet(OLD, steps=False)
     fleet.agents[1]._worker._maps = TornMaps(OLD)
@@ -243,14 +243,14 @@ def test_new_weights_need_a_permit_and_raise_the_version():
 
 
 def reload(fleet, versions):
-    """New bytes in every slot between two boundaries, by rank; collective."""
+    """Load new bytes into every slot between two boundaries; `versions` by rank."""
     for rank, version in enumerate(versions):
         fleet.weights[rank].slots = ToyWeights(fleet.old, rank, version=version).slots
     run_ranks(fleet.size, lambda rank: fleet.agents[rank].finish_reload(2))
 
 
-def test_a_reload_that_leaves_no_checksums_is_said_with_every_heartbeat():
-    """R4: replicas that differ forbid copies; the Hello of a stream that stays open offers them still."""
+def test_a_reload_without_checksums_is_reported_with_every_heartbeat():
+    """R4: no copies of replicas that differ, though the Hello of the open stream offers them."""
     with Fleet(NEW, steps=False) as fleet:  # Expert 3 lies on both ranks.
         assert [agent.heartbeat().trouble for agent in fleet.agents] == ["", ""]
         reload(fleet, versions=(1, 2))
@@ -262,14 +262,14 @@ def test_a_reload_that_leaves_no_checksums_is_said_with_every_heartbeat():
             )
 
 
-def test_a_reload_that_all_ranks_did_alike_is_no_trouble():
+def test_an_equal_reload_on_all_ranks_is_no_trouble():
     with Fleet(NEW, steps=False) as fleet:
         reload(fleet, versions=(1, 1))
         assert not any(agent.trouble or agent.observe_only for agent in fleet.agents)
 
 
-def test_an_error_of_the_agents_own_is_said_with_every_heartbeat():
-    """R9: it keeps polling and refuses waves; a rank that only said no would leave people to guess why."""
+def test_an_error_of_the_agent_is_reported_with_every_heartbeat():
+    """R9: the rank keeps polling and refuses waves, and it must report why."""
     with Fleet(OLD) as fleet:
         fleet.agents[0].feed("no event at all")
         fleet.agents[1]._participant.snapshot = None
@@ -280,8 +280,8 @@ def test_an_error_of_the_agents_own_is_said_with_every_heartbeat():
         assert fleet.agents[0].observe_only and fleet.agents[1].observe_only
 
 
-def test_a_device_that_cannot_tell_its_free_memory_costs_no_heartbeat(monkeypatch):
-    """Without one the rank would be taken for gone; what is not known is said as last known, not as none."""
+def test_heartbeats_go_on_when_the_free_memory_is_unknown(monkeypatch):
+    """Without heartbeats the rank would count as lost, so they repeat the last known value."""
 
     def silent(device):
         raise RuntimeError("the driver does not answer")
@@ -294,7 +294,7 @@ def test_a_device_that_cannot_tell_its_free_memory_costs_no_heartbeat(monkeypatc
         assert agent.trouble == ""
 
 
-def test_state_is_told_with_map_and_checksums_and_lower_terms_are_refused():
+def test_state_has_map_and_checksums_and_lower_terms_are_refused():
     with Fleet(OLD) as fleet:
         fleet.say(QueryState(LEADER, want_placement=True, want_checksums=True))
         states = [link.expect(RankState) for link in fleet.links]
@@ -306,7 +306,7 @@ def test_state_is_told_with_map_and_checksums_and_lower_terms_are_refused():
         assert fleet.links[0].expect(TermRefused).leader == LEADER
 
 
-def test_recorded_steps_reach_the_controller_and_progress_is_told():
+def test_recorded_steps_and_progress_reach_the_controller():
     with Fleet(OLD) as fleet:
         fleet.register()
         counts = np.arange(6, dtype=np.int64).reshape(2, 3)
@@ -329,7 +329,7 @@ def test_recorded_steps_reach_the_controller_and_progress_is_told():
 
 
 def test_ranks_that_disagree_on_the_gate_only_observe():
-    """R9: K and D are in a digest agreed at the start."""
+    """R9: the ranks agree on a digest of K and D at the start."""
 
     def make(fleet, rank):
         return fleet.config(rank, poll_every=3 + rank)

@@ -1,4 +1,4 @@
-"""The agent of an engine that copies by itself: its votes, its reports, and how it spares the engine."""
+"""The agent of an engine that copies experts itself: votes, reports, and faults."""
 
 from typing import Any
 
@@ -87,7 +87,7 @@ class ToyEngine:
 
 
 class Guests:
-    """Two ranks that step in lockstep on threads."""
+    """Two ranks on threads that run steps in lockstep."""
 
     def __init__(self, old, **settings):
         self.old = old
@@ -169,7 +169,7 @@ def test_the_engine_copies_and_every_rank_is_at_the_new_epoch():
         assert guests.troubles() == ["", ""]
 
 
-def test_until_the_last_layer_the_rank_says_swapping_and_the_old_epoch():
+def test_until_the_last_layer_the_rank_reports_swapping_and_the_old_epoch():
     old, new = two_rank_placements()
     with Guests(old) as guests:
         for engine in guests.engines:
@@ -193,7 +193,7 @@ def test_until_the_last_layer_the_rank_says_swapping_and_the_old_epoch():
 
 
 def test_steps_go_on_counting_while_the_gate_rests():
-    """The controller's deadlines count steps: a move that stops must not look like a fleet that stands still."""
+    """The controller's deadlines count steps: a stopped move must not look like a stopped fleet."""
     old, new = two_rank_placements()
     with Guests(old) as guests:
         for engine in guests.engines:
@@ -204,7 +204,7 @@ def test_steps_go_on_counting_while_the_gate_rests():
         assert {agent.heartbeat().step for agent in guests.agents} == {40}
 
 
-def test_an_engine_that_stops_half_way_is_said_to_have_stopped():
+def test_an_engine_that_stops_half_way_is_reported():
     old, new = two_rank_placements()
     with Guests(old) as guests:
         for engine in guests.engines:
@@ -244,7 +244,7 @@ def test_a_map_that_is_not_the_agreed_one_is_no_success():
 
 
 def test_wrong_bytes_are_found_after_the_copy():
-    """wrong bytes (R4): what the engine copied is held against the checksums registered at load."""
+    """Wrong bytes (R4): copied experts are compared with the checksums registered at load."""
     old, new = two_rank_placements()
     with Guests(old) as guests:
         guests.engines[1].corrupt = True
@@ -257,7 +257,7 @@ def test_wrong_bytes_are_found_after_the_copy():
         assert guests.agents[0].trouble == ""
 
 
-def test_what_the_engine_cannot_do_is_voted_down():
+def test_a_wave_the_engine_refuses_gets_a_no_vote():
     old, new = two_rank_placements()
     with Guests(old) as guests:
         guests.engines[1].no = (Reason.UNSUPPORTED, "no empty slots here")
@@ -281,7 +281,7 @@ def test_a_map_the_engine_changed_by_itself_is_followed():
             assert link.expect(Vote).reason is Reason.STALE_BASE
 
 
-def test_a_failed_gate_costs_the_placement_and_not_the_engine():
+def test_a_failed_gate_disables_migration_and_the_engine_goes_on():
     old, _ = two_rank_placements()
     with Guests(old) as guests:
         guests.steps(4)
@@ -291,8 +291,8 @@ def test_a_failed_gate_costs_the_placement_and_not_the_engine():
         assert "the gate failed, and no wave was under way" in guests.agents[1].trouble
 
 
-def test_an_armed_rank_that_cannot_know_leaves():
-    """torn map (R8): the others may have begun; going on would leave their collectives unmatched."""
+def test_an_armed_rank_without_a_poll_result_leaves():
+    """Torn map (R8): the others may have begun, and would wait for this rank's collectives."""
     old, new = two_rank_placements()
     with Guests(old) as guests:
         guests.order(new)
@@ -311,7 +311,7 @@ class _Failed:
         raise RuntimeError("a peer went away")
 
 
-def test_a_curve_is_told_on_every_stream():
+def test_a_curve_is_sent_on_every_stream():
     old, _ = two_rank_placements()
     with Guests(old) as guests:
         curve = CostCurve(64, (1e-3, 2e-3), 1e-5)

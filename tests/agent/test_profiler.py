@@ -1,4 +1,4 @@
-"""GEM's profile: where it measures, that it recovers a known staircase, that it keeps to its budget."""
+"""GEM's profile: its measuring points, a known staircase, and its time budget."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from evenkeel_moe.errors import InvalidInput
 
 
 class Device:
-    """A clock, and a layer that takes as long as a known staircase says; every tenth call hiccups."""
+    """A clock, and a layer whose time follows a known staircase; every tenth call is an outlier."""
 
     def __init__(self, tile=64, base=1e-3, per_tile=1e-4):
         self.now, self.calls = 0.0, 0
@@ -52,7 +52,7 @@ def test_impossible_counts_are_refused(asked):
         token_counts(*asked)
 
 
-def test_a_known_staircase_is_recovered_through_hiccups():
+def test_a_known_staircase_is_recovered_despite_outliers():
     device = Device()
     counts = token_counts(64, 1024, 8192)
     found = measure(device.run, counts, 64, budget_s=60, rounds=15, clock=device.clock)
@@ -100,7 +100,7 @@ def test_a_real_layer_is_measured_on_this_machine():
     assert all(seconds > 0 for seconds in found.seconds)
 
 
-def test_shapes_that_cannot_be_are_refused():
+def test_impossible_shapes_are_refused():
     with pytest.raises(InvalidInput, match="d_ffn is 0"):
         ExpertShape(8, 0, 1)
     with pytest.raises(InvalidInput, match="no number type"):

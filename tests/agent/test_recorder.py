@@ -56,7 +56,7 @@ def test_the_recorder_keeps_the_array_and_refuses_later_writes():
 
 
 def test_counts_of_another_shape_are_dropped_counted_and_logged():
-    """Assignment would broadcast a row of slots to every layer. An error must not end the engine."""
+    """Assignment would broadcast a row to every layer; an error must not end the engine."""
     recorder = Recorder(16, 2, 3)
     put(recorder, 0)
     for step, shape in enumerate([(3, 2), (3,), (2, 3, 1), (2, 0)], 1):

@@ -85,7 +85,7 @@ class Requests:
 
 
 def test_communicators_that_the_group_has_given_up_are_not_waited_for():
-    """R10: a rank that tried each in turn would be late for all of them, and the queue would grow."""
+    """R10: a rank that tried each in turn would be late for all, and the queue would grow."""
     transport: Any = SlowToConnect()
     requests: Any = Requests()
     worker = StagingWorker(0, transport, ToyWeights(OLD, 0), ToyMaps(OLD), requests)

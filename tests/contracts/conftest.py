@@ -1,4 +1,4 @@
-"""The stores the suite is run on: dicts, and a real Valkey."""
+"""The stores under test: in memory, and on a real Valkey."""
 
 from collections.abc import AsyncIterator
 
@@ -25,7 +25,7 @@ async def valkey(tmp_path) -> AsyncIterator[EmbeddedValkey]:
 
 @pytest.fixture(params=["memory", pytest.param("valkey", marks=pytest.mark.integration)])
 async def stores(request, tmp_path):
-    """(deployment store, window store) on the same ground."""
+    """Yield (deployment store, window store) on the same data."""
     if request.param == "memory":
         store = MemoryStore(SystemClock(), capacity=CAPACITY, epochs_kept=EPOCHS_KEPT)
         yield store, store

@@ -1,6 +1,6 @@
-"""Both store ports over dicts, for tests that need a store and not its behaviour under failure.
+"""Both store ports in memory, for tests that need a store that does not fail.
 
-Held to the ports by the same suite as the real one.
+The same contract tests check it and the real one.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A WeightTransport inside one process's memory, for tests of what stands above it."""
+"""A WeightTransport in the memory of one process, for tests of the layers above it."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from evenkeel_moe.errors import Reason, Unavailable
 
 
 class Fabric:
-    """What connects the ranks: one mailbox for each (communicator, source, target, transfer)."""
+    """Connects the ranks: one mailbox for each (communicator, source, target, transfer)."""
 
     def __init__(self, size):
         self.size = size

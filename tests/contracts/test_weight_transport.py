@@ -1,4 +1,4 @@
-"""What every weight transport promises, held against the memory fake and real Gloo sockets."""
+"""The contract of weight transports, checked for the memory fake and real Gloo sockets."""
 
 import threading
 import time
@@ -91,7 +91,7 @@ def test_every_tensor_arrives_in_staging_and_slots_stay_untouched(kind):
 
 
 def test_four_ranks_move_many_experts_in_one_batch_of_pairs(kind):
-    """R10: a batch larger than what is posted at once; ranks 0-1 and 2-3 are pairs."""
+    """R10: the batch is larger than one chunk; ranks 0-1 and 2-3 are pairs."""
     per_rank, layers = 8, 4
     row = np.arange(4 * per_rank, dtype=np.int32)
     swapped = row.reshape(2, 2, per_rank)[:, ::-1].reshape(-1)
@@ -115,7 +115,7 @@ def test_four_ranks_move_many_experts_in_one_batch_of_pairs(kind):
 
 
 def test_wrong_checksum_is_named_by_the_receiver_and_peers_get_their_halves(kind):
-    """R4: the receiver compares with what was registered; the others must not wait for it."""
+    """R4: the receiver compares with the registered checksum; the others must not wait for it."""
     old, new = two_rank_placements(layers=1)
     seam, good = kind(2), prepare_for(old, new)
     spoiled = next(i for i, t in enumerate(good.body.transfers) if t.dst_slot // 3 == 0)
@@ -138,7 +138,7 @@ def test_wrong_checksum_is_named_by_the_receiver_and_peers_get_their_halves(kind
 
 
 def test_missing_peer_breaks_the_batch_at_its_deadline_and_a_rebuild_heals(kind):
-    """R10: late is aborted, never waited for; R7: bytes of the old wave never reach the next one's staging."""
+    """R10: a late batch is aborted. R7: its bytes never reach the staging of the next wave."""
     old, new = two_rank_placements(layers=1)
     seam = kind(2)
     late_wave = prepare_for(old, new, plan="late", batch_deadline_s=0.5)
@@ -146,7 +146,7 @@ def test_missing_peer_breaks_the_batch_at_its_deadline_and_a_rebuild_heals(kind)
     gave_up = threading.Event()
 
     def rank_work(rank):
-        # The late rank would send other bytes: were they to land anywhere, the next wave would show it.
+        # The late rank would send other bytes; the next wave would show if they arrived anywhere.
         weights = ToyWeights(old, rank, version=rank)
         transport = seam.make(rank, old, weights)
         transport.rebuild(0)
@@ -240,7 +240,7 @@ def test_abort_from_another_thread_ends_a_wait_by_its_deadline(kind):
 
 
 def test_a_rank_that_gives_up_releases_the_peers_that_wait_for_it(kind):
-    """R10: one deadline, not one after the other: rank 1 never comes, rank 0 gives up, rank 2 must not sit on."""
+    """R10: rank 1 never comes and rank 0 gives up; rank 2 must not wait for a second deadline."""
     old = Placement(np.array([[0, 3, 1, 3, 2, 3]], np.int32), 3, 4)
     new = Placement(np.array([[1, 3, 1, 3, 0, 3]], np.int32), 3, 4)
     seam = kind(3)

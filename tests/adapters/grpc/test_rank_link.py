@@ -353,7 +353,7 @@ class OnceTorn(GrpcRankLink):
     [(GrpcRankLink, True, "illegal memory"), (OnceTorn, False, "half written")],
 )
 async def test_a_rank_whose_heartbeat_or_writer_ends_opens_another_stream(link_type, faint, words):
-    """The reader would wait for the whole lease: nothing else ends a stream on which the rank is mute."""
+    """The reader would wait for the whole lease: only this ends a stream with a mute rank."""
     listener = OnceFaint() if faint else Listener(HELLO)
     async with serving(servicer=Patient()) as (server, address):
         server.reads.set()

@@ -1,4 +1,4 @@
-"""The send queue of a stream: its bound, its last message, and answers to reports that are joined."""
+"""The send queue of a stream: its bound, its last message, and joined answers to reports."""
 
 import asyncio
 

@@ -122,7 +122,7 @@ async def test_the_pings_of_a_link_are_no_abuse_to_the_server(serve):
     timing = LinkTiming(keepalive_s=1.0, keepalive_timeout_s=5.0)
     link = asyncio.create_task(GrpcRankLink([f"127.0.0.1:{server.port}"], timing=timing).run(rank))
     try:
-        # The pings have no visible effect but a lost stream; in eight seconds each side sends eight.
+        # Pings have no visible effect but a lost stream. Each side sends eight in this time.
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(rank.lost_one.wait(), 8.0)
         assert rank.got

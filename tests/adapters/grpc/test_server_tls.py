@@ -22,7 +22,7 @@ from tests.wire.wires import HELLO
 
 
 @pytest.mark.integration
-async def test_with_a_client_ca_only_ranks_with_a_certificate_get_in(serve, authority):
+async def test_with_a_client_ca_only_ranks_with_a_certificate_are_accepted(serve, authority):
     server, _ = await serve(**authority.files("leaf"))
     ca, key, leaf = authority.read("ca.pem", "leaf.key", "leaf.pem")
     target = f"127.0.0.1:{server.port}"
@@ -40,7 +40,7 @@ async def test_with_a_client_ca_only_ranks_with_a_certificate_get_in(serve, auth
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-# --- who a certificate speaks for -------------------------------------------------------------------
+# --- the ranks a certificate names ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_a_certificate_for_some_ranks_cannot_speak_as_another(serve, autho
 
 @pytest.mark.integration
 @pytest.mark.parametrize("required", [False, True])
-async def test_a_certificate_that_names_no_ranks_gets_in_unless_names_are_required(
+async def test_a_certificate_without_ranks_is_accepted_unless_names_are_required(
     serve, authority, required
 ):
     server, hub = await serve(**authority.files("leaf", tls_require_identity=required))
@@ -116,7 +116,7 @@ async def test_a_certificate_that_names_no_ranks_gets_in_unless_names_are_requir
     assert isinstance(answer, NotLeader if required else ReportAck)
 
 
-# --- certificates that change -----------------------------------------------------------------------
+# --- certificates that change ---------------------------------------------------------------------
 
 
 @pytest.mark.integration
@@ -162,7 +162,7 @@ async def test_a_server_takes_new_certificates_without_a_restart(serve, tmp_path
 
 @pytest.mark.integration
 async def test_a_rank_follows_its_certificates_with_the_next_connection(serve, tmp_path):
-    """The agent's own link, cut by age: both ends change to another CA under it, and it comes back by itself."""
+    """Both ends change to another CA; the agent's link, cut by age, reconnects by itself."""
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")

@@ -1,4 +1,4 @@
-"""Planner processes: their answers, their errors, and that none outlives its use."""
+"""Planner processes: answers, errors, deadlines, and processes that die."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ async def test_answers_and_errors_come_back_as_they_are(pool):
     assert pool.fault == ""
 
 
-async def test_what_runs_aside_takes_no_planner_with_it(pool):
+async def test_a_failing_background_process_leaves_the_planner_alone(pool):
     planner, background = await pool.run(whoami, 0), await pool.background.run(whoami, 0)
     assert planner != background
     with pytest.raises(Unavailable, match="died"):
@@ -84,14 +84,14 @@ async def test_a_process_that_dies_while_idle_is_replaced_before_anybody_asks(po
     asked = pool.background if background else pool
     pid = await asked.run(whoami, 0)
     os.kill(pid, signal.SIGKILL)
-    # The executor sees the death in a thread of its own; a call that comes before that fails and is not tried again.
+    # The executor notices the death in its own thread; an earlier call fails and is not repeated.
     await until(lambda: asked._pool._broken, within_s=30)
     assert await asked.run(whoami, 0) != pid
     assert asked.fault == ""
 
 
-async def test_the_deadline_begins_when_the_kernels_are_there():
-    """Loading them takes seconds, so that with a deadline from the start no first plan was ever made."""
+async def test_the_deadline_begins_when_the_kernels_are_loaded():
+    """Loading takes seconds: with a deadline from the start no first plan was ever made."""
     pool = PlannerPool(1, deadline_s=0.5)
     assert await pool.run(double, 3) == 6
     assert pool.warm
@@ -109,7 +109,7 @@ async def test_a_plan_that_takes_too_long_is_given_up_with_its_process():
 
 
 def test_a_worker_whose_parent_died_before_it_asked_to_die_with_it_ends():
-    """A controller killed while its planner loads left the process behind for ever: found by the chaos run."""
+    """A controller that was killed while its planner loaded left the process behind for ever."""
     orphan = (
         "import os, sys, time\n"
         "from evenkeel_moe.adapters.processes.child_process import die_with_parent\n"
@@ -124,7 +124,7 @@ def test_a_worker_whose_parent_died_before_it_asked_to_die_with_it_ends():
         f"child = subprocess.Popen([sys.executable, '-c', {orphan!r}, str(os.getpid())])\n"
         "print('started', flush=True)\n"
     )
-    # The pipe closes when the orphan is gone, too.
+    # The pipe closes only when the orphan has ended too.
     done = subprocess.run(
         [sys.executable, "-c", parent], capture_output=True, text=True, timeout=60, check=True
     )

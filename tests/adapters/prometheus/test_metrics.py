@@ -39,7 +39,7 @@ def metrics(registry):
 
 
 def series(registry):
-    """Every series as {name{labels}: value}."""
+    """Return every series as {(name, labels): value}."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in registry.collect()
@@ -111,7 +111,7 @@ def test_unknown_has_no_series_and_is_never_zero(metrics, registry):
     assert "evenkeel_rank_epoch" in names(registry)
 
 
-def test_an_ended_plan_takes_its_series_along(metrics, registry):
+def test_the_series_of_an_ended_plan_are_removed(metrics, registry):
     metrics.refresh(make_status(active_plan=make_plan()), {})
     assert (
         series(registry)["evenkeel_plan_created_timestamp_seconds", (("deployment", "demo"),)]
@@ -121,14 +121,14 @@ def test_an_ended_plan_takes_its_series_along(metrics, registry):
     assert not [name for name in names(registry) if name.startswith("evenkeel_plan_")]
 
 
-def test_a_departed_rank_takes_its_series_along(metrics, registry):
+def test_the_series_of_a_departed_rank_are_removed(metrics, registry):
     exercise(metrics)
     assert [key for key in series(registry) if ("rank", "1") in key[1]]
     metrics.refresh(make_status(ranks=(make_rank(0),)), BALANCE)
     assert not [key for key in series(registry) if ("rank", "1") in key[1]]
 
 
-def test_a_departed_deployment_takes_every_series_along(metrics, registry):
+def test_the_series_of_a_departed_deployment_are_removed(metrics, registry):
     exercise(metrics, "demo")
     exercise(metrics, "other")
     metrics.forget("demo")
@@ -138,7 +138,7 @@ def test_a_departed_deployment_takes_every_series_along(metrics, registry):
     assert series(registry)["evenkeel_report_steps_total", (("deployment", "demo"),)] == 3
 
 
-def test_a_replica_that_does_not_lead_tells_no_more_than_that(metrics, registry):
+def test_a_replica_that_does_not_lead_exports_no_gauges(metrics, registry):
     exercise(metrics)
     metrics.follow("demo")
     found = series(registry)
@@ -149,7 +149,7 @@ def test_a_replica_that_does_not_lead_tells_no_more_than_that(metrics, registry)
     assert series(registry)["evenkeel_leading", (("deployment", "demo"),)] == 1
 
 
-def test_predicted_and_realised_gain_stand_side_by_side(metrics, registry):
+def test_predicted_and_realised_gain_have_series(metrics, registry):
     exercise(metrics)
     found = series(registry)
     for basis, gain, balance in (("predicted", 0.2, 0.95), ("realised", 0.15, 0.93)):
@@ -185,8 +185,8 @@ def test_series_stay_few_at_72_ranks_61_layers_256_experts(metrics, registry):
         dict.fromkeys(Phase, (0.9, 0.8)),
         replace(GAUGES, layers=tuple(LayerGauges(layer, 0.5, 2) for layer in range(5))),
     )
-    # 72 ranks x 7 series, two counters over the closed list of reasons, 5 layers x 2, 28 buckets, the rest
-    # single: nothing grows with the 61 x 256 experts.
+    # 72 ranks x 7 series, two counters over the closed list of reasons, 5 layers x 2, 28 buckets;
+    # the rest are single series. Nothing grows with the 61 x 256 experts.
     assert len(series(registry)) <= 72 * 7 + 2 * len(Reason) + 5 * 2 + 80
 
 

@@ -1,4 +1,4 @@
-"""Connections to a store: forms of its URL, logins at Sentinels, outages and cancellations."""
+"""Connections to a store: URLs, credentials for Sentinels, outages and cancellations."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, mak
 from tests.waiting import deadline, until
 
 
-async def test_url_forms_are_told_apart():
+async def test_url_forms_are_distinguished():
     plain: Any = connect("redis://:secret@127.0.0.1:7001/3", timeout_s=1)
     assert plain.connection_pool.connection_kwargs["db"] == 3
     secure: Any = connect("rediss://127.0.0.1:7001", timeout_s=1)
@@ -87,7 +87,7 @@ def test_options_that_would_be_ignored_are_refused(url, words):
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
-def test_a_password_given_apart_beats_the_one_in_the_url(scheme):
+def test_a_separate_password_overrides_the_one_in_the_url(scheme):
     client: Any = connect(f"{scheme}://me:old@127.0.0.1:7001/3", timeout_s=1, password="new")
     options = client.connection_pool.connection_kwargs
     assert (options["username"], options["password"], options["db"]) == ("me", "new", 3)

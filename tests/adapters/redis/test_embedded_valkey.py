@@ -1,4 +1,4 @@
-"""The embedded store: it is started again when it dies, keeps its data, and serves one controller."""
+"""The embedded store: it restarts when it dies, keeps its data, and serves one controller."""
 
 import asyncio
 import contextlib

@@ -67,7 +67,7 @@ def test_counts_take_as_many_bytes_as_the_largest_needs(most, width):
 
 
 def test_a_chunk_that_claims_too_many_counts_is_not_unpacked():
-    """One byte a count on the wire is four in memory."""
+    """One byte per count on the wire is four in memory."""
     head = struct.pack("<BBIIII", 2, 1, 1 << 14, 1 << 7, 1 << 8, 1)
     with pytest.raises(Unreadable, match="16384 x 128 x 256 counts"):
         unpack_window(head + b"anything")

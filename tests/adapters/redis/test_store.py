@@ -25,7 +25,7 @@ from tests.contracts.test_stores import (
 from tests.waiting import until
 
 
-async def test_what_cannot_be_read_is_left_out(valkey):
+async def test_unreadable_values_are_skipped(valkey):
     client = connect(valkey.url, timeout_s=2)
     store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
     await store.store_plan(make_record("good"), 1)
@@ -122,7 +122,7 @@ async def test_plans_and_streams_are_bounded_in_the_server(valkey):
 
 
 class Replaying:
-    """A client that can carry a write out once more, as the network does with one it held back."""
+    """A client that can repeat a write, like a network that delivers it late."""
 
     def __init__(self, client):
         self._client, self.writes = client, []

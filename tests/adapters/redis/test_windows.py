@@ -47,8 +47,8 @@ async def test_a_window_stays_bounded_when_its_count_is_lost(valkey, lost):
     await disconnect(client)
 
 
-async def test_chunks_whose_answers_are_lost_are_counted_all_the_same(valkey, monkeypatch):
-    """The store did it, the controller does not know and gives the same steps again."""
+async def test_chunks_whose_answers_are_lost_are_still_counted(valkey, monkeypatch):
+    """The store has the steps, but the controller got no answer and appends them again."""
     client: Any = connect(valkey.url, timeout_s=2)
     windows, window = RedisWindowStore(client, capacity=20), make_window(range(400))
     execute = Pipeline.execute

@@ -1,4 +1,4 @@
-"""The checksum that runs on the device: held against a plain one in whole numbers, and what it must tell apart."""
+"""The device checksum: compared with a plain Python version, and what it must distinguish."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SPREAD, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
 def plain(tensors):
-    """The same by whole numbers, a word at a time."""
+    """Compute the checksum with Python integers, one word at a time."""
 
     def mixed(word, position):
         value = (word ^ (position * SPREAD % WRAP)) * MIX % WRAP
@@ -36,7 +36,7 @@ def plain(tensors):
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=4))
-def test_it_is_what_whole_numbers_give(parts):
+def test_it_equals_the_plain_version(parts):
     tensors = [torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for part in parts]
     assert device_checksum(tensors) == plain(tensors)
 

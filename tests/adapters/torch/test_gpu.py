@@ -1,4 +1,7 @@
-"""What needs a device: copies over NCCL, checksums at the speed of its memory, a profile with its stairs. Figures are printed."""
+"""Tests that need a GPU: copies over NCCL, the speed of checksums, and a profile.
+
+Measured values are printed.
+"""
 
 import threading
 import time
@@ -25,7 +28,7 @@ TILE = 64
 
 
 class DeviceWeights(ToyWeights):
-    """The toy experts on a device."""
+    """The toy experts on a GPU."""
 
     def __init__(self, placement, rank, device):
         super().__init__(placement, rank)
@@ -35,14 +38,14 @@ class DeviceWeights(ToyWeights):
 
 
 def test_nccl_stages_what_the_wave_says_on_one_rank():
-    """One device is one rank: the communicator is NCCL's, the copies are the device's own."""
+    """One GPU is one rank: NCCL connects it with itself, and the copies stay on the device."""
     device = torch.device("cuda", 0)
     old = Placement(np.array([[0, 1, 2, 0]], np.int32), 1, 3)
     new = Placement(np.array([[0, 1, 2, 2]], np.int32), 1, 3)
     weights, group = DeviceWeights(old, 0, device), Group(1)
     transport = TorchWeightTransport(
-        rank=0, slots_per_rank=4, staging_bytes=1 << 20, tensors_of=weights.tensors, tensors_per_expert=3,
-        min_expert_bytes=1, device=device,
+        rank=0, slots_per_rank=4, staging_bytes=1 << 20, tensors_of=weights.tensors,
+        tensors_per_expert=3, min_expert_bytes=1, device=device,
         connect=lambda serial: make_communicator(
             group.store, f"transfer-{serial}", 0, 1, device=device, timeout_s=60.0
         ),
@@ -66,7 +69,7 @@ def test_nccl_stages_what_the_wave_says_on_one_rank():
     transport.abort()
 
 
-def test_a_mark_in_a_busy_stream_is_not_over_at_its_deadline():
+def test_an_event_in_a_busy_stream_is_not_over_at_its_deadline():
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(50):
         matrix @ matrix
@@ -89,7 +92,7 @@ def test_checksums_run_at_the_speed_of_memory(capsys):
 
 
 def test_a_profile_at_the_shape_of_deepseek_v3(capsys):
-    """The stairs, the time it takes, and how far the curve is off where it was not measured."""
+    """Print the stairs, the time taken, and the error of the curve between measured points."""
     run, settle = moe_layer(DEEPSEEK_V3, torch.device("cuda", 0)), torch.cuda.synchronize
     profile = measure(run, token_counts(TILE, 2048, 16384), TILE, budget_s=60, settle=settle)
     curve = curve_of(profile)
@@ -101,7 +104,8 @@ def test_a_profile_at_the_shape_of_deepseek_v3(capsys):
     errors = np.abs(drawn / np.array(asked.seconds) - 1)
     with capsys.disabled():
         print(
-            f"\n{torch.cuda.get_device_name()}: {len(profile.tokens)} counts, {profile.rounds} rounds, {profile.took_s:.0f} s"
+            f"\n{torch.cuda.get_device_name()}: {len(profile.tokens)} counts,"
+            f" {profile.rounds} rounds, {profile.took_s:.0f} s"
         )
         for tokens, seconds in zip(profile.tokens, profile.seconds, strict=True):
             print(f"  {tokens:6} tokens {seconds * 1e6:9.1f} us")

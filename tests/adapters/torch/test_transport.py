@@ -1,4 +1,4 @@
-"""Experts as checkpoints of 8-bit models have them: eight-bit floats beside block scales and a scalar, moved as bytes."""
+"""The Gloo transport with experts of 8-bit models: 8-bit floats, block scales and a scalar."""
 
 import threading
 import time
@@ -32,11 +32,11 @@ OLD = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
 
 
 def staged_by_two(new, batches, deadline_s, missing=()):
-    """(outcome, staged tensors, whether the communicator broke) of each of two ranks after one wave.
+    """Return (outcome, staged tensors, True if the communicator broke) of both ranks after a wave.
 
     Args:
-        new: where the wave leads; it begins at OLD.
-        missing: (rank, local slot) of tensors that the engine does not give.
+        new: the map after the wave, which begins at OLD.
+        missing: (rank, local slot) whose tensors the engine does not return.
     """
     prepare = Prepare(
         LEADER,
@@ -71,7 +71,7 @@ def staged_by_two(new, batches, deadline_s, missing=()):
 
 
 def test_eight_bit_floats_and_scales_arrive_bit_for_bit():
-    """wrong bytes (R4): every tensor of an expert moves, scales too, whatever numbers it holds."""
+    """Wrong bytes (R4): every tensor of an expert moves, scales included, for any dtype."""
     new = Placement(np.array([[2, 1, 0, 3]], np.int32), 2, 4)
     batch = (Transfer(0, 2, 2, 0, NBYTES), Transfer(0, 0, 0, 2, NBYTES))
     for rank, (outcome, staged, _) in enumerate(staged_by_two(new, (batch,), 20.0)):
@@ -82,8 +82,8 @@ def test_eight_bit_floats_and_scales_arrive_bit_for_bit():
             assert torch.equal(have.view(-1).view(torch.uint8), must.view(-1).view(torch.uint8))
 
 
-def test_tensors_the_engine_does_not_give_break_the_communicator_and_leave_nothing_in_flight():
-    """late bytes (R11): what another rank still sends must not land in the next wave's staging."""
+def test_missing_tensors_break_the_communicator_and_leave_nothing_in_flight():
+    """Late bytes (R11): data still sent by another rank must not reach the next wave's staging."""
     new = Placement(np.array([[2, 3, 0, 1]], np.int32), 2, 4)
     slots_of = ((2, 2, 0), (0, 0, 2), (3, 3, 1), (1, 1, 3))
     batches = tuple((Transfer(0, logical, src, dst, NBYTES),) for logical, src, dst in slots_of)
@@ -98,7 +98,7 @@ def test_tensors_the_engine_does_not_give_break_the_communicator_and_leave_nothi
 
 
 class Mark:
-    """A device's event that is over after so many looks."""
+    """A device event that is over after a number of queries."""
 
     def __init__(self, looks, fails=False):
         self.looks, self.fails = looks, fails
