@@ -16,13 +16,7 @@ import typer
 
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit, read_token
 
-__all__ = [
-    "Connection",
-    "DeploymentConnection",
-    "JsonOption",
-    "parse_value",
-    "with_option_groups",
-]
+__all__ = ["Connection", "DeploymentConnection", "JsonOption", "parse_value", "with_option_groups"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 

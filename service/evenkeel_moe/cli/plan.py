@@ -29,7 +29,7 @@ IdOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRequest:
+class PlanArguments:
     """The options that say what to plan."""
 
     dry_run: Annotated[
@@ -99,7 +99,7 @@ class PlanRequest:
 @app.command()
 @with_option_groups
 def create(
-    connection: DeploymentConnection, request: PlanRequest, as_json: JsonOption = False
+    connection: DeploymentConnection, request: PlanArguments, as_json: JsonOption = False
 ) -> None:
     """Create a plan by hand."""
     target = None if request.target is None else _read_target(request.target)

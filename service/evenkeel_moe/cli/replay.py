@@ -25,8 +25,7 @@ from evenkeel_moe.replay.options import (
 __all__ = ["app"]
 
 app = typer.Typer(
-    no_args_is_help=True,
-    help="Try policies on recorded traffic, without a running fleet.",
+    no_args_is_help=True, help="Try policies on recorded traffic, without a running fleet."
 )
 
 
@@ -40,14 +39,11 @@ class ComparedOptions:
             "--policies", "-p", help="Names, separated by commas.", show_default="all policies"
         ),
     ] = None
-    window: Annotated[
-        int, typer.Option("--window", help="Number of steps on which a policy plans.", min=1)
-    ] = 100
+    window: Annotated[int, typer.Option(help="Number of steps on which a policy plans.", min=1)] = (
+        100
+    )
     horizon: Annotated[
-        int,
-        typer.Option(
-            "--horizon", help="Steps on which a plan is scored before the next replan.", min=1
-        ),
+        int, typer.Option(help="Steps on which a plan is scored before the next replan.", min=1)
     ] = 50
     verdict: Annotated[
         bool,
@@ -85,13 +81,10 @@ def compare_command(
     first_moe_layer: FirstMoeLayerOption = None,
     save_plans: Annotated[
         Path | None,
-        typer.Option(
-            "--save-plans", help="Write every plan to this npz file, for scoring with other tools."
-        ),
+        typer.Option(help="Write every plan to this npz file, for scoring with other tools."),
     ] = None,
     html: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a self-contained HTML page with charts to this file."),
+        Path | None, typer.Option(help="Write a self-contained HTML page with charts to this file.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -159,10 +152,7 @@ class OutputOptions:
     num_hidden_layers: Annotated[
         int | None,
         typer.Option(
-            "--num-hidden-layers",
-            help="Number of rows of an sglang file.",
-            min=1,
-            show_default="up to the last MoE layer",
+            help="Number of rows of an sglang file.", min=1, show_default="up to the last MoE layer"
         ),
     ] = None
 
@@ -183,9 +173,7 @@ def plan_command(
     ] = None,
     current: Annotated[
         Path | None,
-        typer.Option(
-            "--current", help="File with the current placement, in any format, to keep copies few."
-        ),
+        typer.Option(help="File with the current placement, in any format, to keep copies few."),
     ] = None,
     *,
     output: OutputOptions,
@@ -233,14 +221,10 @@ def inspect_command(
     ranks: Annotated[
         int | None,
         typer.Option(
-            "--ranks",
-            help="Also show the balancedness on this many ranks, without replicas.",
-            min=1,
+            help="Also show the balancedness on this many ranks, without replicas.", min=1
         ),
     ] = None,
-    window: Annotated[
-        int, typer.Option("--window", help="Number of steps per window for drift.", min=1)
-    ] = 100,
+    window: Annotated[int, typer.Option(help="Number of steps per window for drift.", min=1)] = 100,
     first_moe_layer: FirstMoeLayerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -282,10 +266,7 @@ def _read_current(path: Path, ranks: int, trace: Any) -> Any:
     from evenkeel_moe.formats import read_placement
 
     return read_placement(
-        path,
-        num_ranks=ranks,
-        num_logical_experts=trace.num_experts,
-        layer_ids=trace.layer_ids,
+        path, num_ranks=ranks, num_logical_experts=trace.num_experts, layer_ids=trace.layer_ids
     ).placement
 
 

@@ -9,81 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.formats.writing import write_file
-from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
+from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.replay.budget import BudgetPoint, budget_curve, budgets_to_try
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
 from evenkeel_moe.replay.walk_metrics import WalkMetrics, measure_walk
 
-__all__ = ["Comparison", "ReplayFleet", "compare", "load_by_source", "origin_notes", "save_plans"]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayFleet:
-    """The fleet on which a trace is replayed."""
-
-    ranks: int
-    slots: int
-    """Slots of one layer over all ranks."""
-    nodes: int = 1
-    expert_groups: int = 1
-    bytes_per_expert: int = 3 * 7168 * 2048
-    """Default: a DeepSeek-V3 expert in FP8."""
-    pooled: bool = False
-    """True if slots are pooled over layers: `slots` is then the average of a layer."""
-    rank_speeds: tuple[float, ...] | None = None
-    """(R,) relative speeds; None for equal ranks."""
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1 or self.slots < 1 or self.slots % self.ranks:
-            raise ShapeMismatch(f"{self.slots} slots do not divide over {self.ranks} ranks")
-        if self.nodes < 1 or self.ranks % self.nodes:
-            raise ShapeMismatch(f"{self.ranks} ranks do not divide over {self.nodes} nodes")
-        speeds = self.rank_speeds
-        if speeds is not None and (
-            len(speeds) != self.ranks
-            or not all(0 < s < float("inf") and 1 / s < float("inf") for s in speeds)
-        ):
-            raise ShapeMismatch(
-                f"{self.ranks} positive rank speeds are needed, got {len(speeds)}: {list(speeds)}"
-            )
-
-    def shape(self, trace: Trace) -> ModelShape:
-        """Return the shape of a deployment of the trace's model on this fleet.
-
-        Raises:
-            ShapeMismatch: a rank has more slots than the model has experts.
-        """
-        per_rank = self.slots // self.ranks
-        experts = trace.num_experts
-        if per_rank > experts:
-            raise ShapeMismatch(
-                f"{self.slots} slots on {self.ranks} ranks are {per_rank} per rank, the model has "
-                f"{experts} experts; at most {experts * self.ranks} slots can be used"
-            )
-        return ModelShape(
-            num_layers=trace.num_layers,
-            num_logical_experts=experts,
-            num_ranks=self.ranks,
-            slots_per_rank=min(experts, 2 * per_rank) if self.pooled else per_rank,
-            top_k=trace.top_k or 1,
-            bytes_per_expert=self.bytes_per_expert,
-            num_expert_groups=self.expert_groups,
-            pool_slots_per_rank=per_rank * trace.num_layers if self.pooled else None,
-        )
-
-    def topology(self) -> Topology:
-        """Return the topology: each node has consecutive ranks."""
-        return Topology(tuple(rank * self.nodes // self.ranks for rank in range(self.ranks)))
-
-    def costs(self) -> CostCurves | None:
-        """Return curves with 1 / speed seconds per token; None for equal ranks."""
-        speeds = self.rank_speeds
-        return None if speeds is None else CostCurves.linear(1.0 / np.array(speeds))
+__all__ = ["Comparison", "compare", "load_by_source", "origin_notes", "save_plans"]
 
 
 def load_by_source(

@@ -1,14 +1,18 @@
 """Turns the options of `evenkeel replay` into the fleet, the setup and the policies of a replay."""
 
+import math
 from collections.abc import Mapping, Sequence
 
-from evenkeel_moe.errors import InvalidInput
+import numpy as np
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace
+from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule
 from evenkeel_moe.planning.policies.registry import POLICIES
-from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
 from evenkeel_moe.planning.problem.placement_problem import Policy
-from evenkeel_moe.replay.compare import ReplayFleet, load_by_source
+from evenkeel_moe.replay.compare import load_by_source
 from evenkeel_moe.replay.options import FleetOptions, PlanningOptions
 from evenkeel_moe.replay.planners import VERDICT, craft_within
 from evenkeel_moe.replay.walk import Setup
@@ -18,7 +22,7 @@ __all__ = ["replay_policies", "replay_setup"]
 
 def replay_setup(
     trace: Trace,
-    fleet_options: FleetOptions,
+    fleet: FleetOptions,
     planning: PlanningOptions,
     *,
     window_steps: int,
@@ -27,9 +31,12 @@ def replay_setup(
     """Return the setup of a trace on the fleet that the options describe.
 
     Raises:
-        InvalidInput: an option has a value that is not known or does not fit the trace.
+        InvalidInput, ShapeMismatch: an option has an unknown value or does not fit the others or
+            the trace.
     """
-    fleet = _fleet(fleet_options, trace)
+    shape = _shape(fleet, trace)
+    if fleet.ranks % fleet.nodes:
+        raise ShapeMismatch(f"{fleet.ranks} ranks do not divide over {fleet.nodes} nodes")
     try:
         dispatch = DispatchModel(planning.dispatch)
     except ValueError as error:
@@ -40,13 +47,13 @@ def replay_setup(
     load, source = load_by_source(trace, fleet.ranks)
     return Setup(
         load=load,
-        shape=fleet.shape(trace),
-        topology=fleet.topology(),
+        shape=shape,
+        topology=Topology(tuple(rank * fleet.nodes // fleet.ranks for rank in range(fleet.ranks))),
         window_steps=window_steps,
         horizon_steps=horizon_steps,
         source=source,
         objective=Objective(
-            costs=fleet.costs(),
+            costs=_costs(fleet),
             dispatch=dispatch,
             cross_node_factor=planning.cross_node_factor,
             allow_duplicates=planning.allow_duplicates,
@@ -57,25 +64,44 @@ def replay_setup(
     )
 
 
-def _fleet(options: FleetOptions, trace: Trace) -> ReplayFleet:
-    slots = options.slots
-    if slots is None:
-        slots = (-(-trace.num_experts // options.ranks) + 1) * options.ranks
-    speeds = None
-    if options.rank_speeds is not None:
-        try:
-            speeds = tuple(float(part) for part in options.rank_speeds.split(","))
-        except ValueError as error:
-            raise InvalidInput(f"--rank-speeds {options.rank_speeds}: {error}") from error
-    return ReplayFleet(
-        options.ranks,
-        slots,
-        options.nodes,
-        options.expert_groups,
-        options.bytes_per_expert,
-        options.pooled,
-        speeds,
+def _shape(fleet: FleetOptions, trace: Trace) -> ModelShape:
+    """Return the shape of a deployment of the trace's model on the fleet."""
+    ranks, experts = fleet.ranks, trace.num_experts
+    slots = fleet.slots if fleet.slots is not None else (-(-experts // ranks) + 1) * ranks
+    if slots < 1 or slots % ranks:
+        raise ShapeMismatch(f"{slots} slots do not divide over {ranks} ranks")
+    per_rank = slots // ranks
+    if per_rank > experts:
+        raise ShapeMismatch(
+            f"{slots} slots on {ranks} ranks are {per_rank} per rank, the model has {experts}"
+            f" experts; at most {experts * ranks} slots can be used"
+        )
+    return ModelShape(
+        num_layers=trace.num_layers,
+        num_logical_experts=experts,
+        num_ranks=ranks,
+        slots_per_rank=min(experts, 2 * per_rank) if fleet.pooled else per_rank,
+        top_k=trace.top_k or 1,
+        bytes_per_expert=fleet.bytes_per_expert,
+        num_expert_groups=fleet.expert_groups,
+        pool_slots_per_rank=per_rank * trace.num_layers if fleet.pooled else None,
     )
+
+
+def _costs(fleet: FleetOptions) -> CostCurves | None:
+    """Return curves with 1 / speed seconds per token; None for equal ranks."""
+    if fleet.rank_speeds is None:
+        return None
+    try:
+        speeds = [float(part) for part in fleet.rank_speeds.split(",")]
+    except ValueError as error:
+        raise InvalidInput(f"--rank-speeds {fleet.rank_speeds}: {error}") from error
+    finite = all(0 < speed < math.inf and 1 / speed < math.inf for speed in speeds)
+    if len(speeds) != fleet.ranks or not finite:
+        raise ShapeMismatch(
+            f"{fleet.ranks} positive rank speeds are needed, got {len(speeds)}: {speeds}"
+        )
+    return CostCurves.linear(1.0 / np.array(speeds))
 
 
 def replay_policies(names: Sequence[str], planning: PlanningOptions) -> Mapping[str, Policy]:

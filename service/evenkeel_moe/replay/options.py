@@ -34,7 +34,7 @@ FirstMoeLayerOption = Annotated[
 class FleetOptions:
     """The options that describe the fleet."""
 
-    ranks: Annotated[int, typer.Option("--ranks", help="Number of EP ranks.", min=1)] = 8
+    ranks: Annotated[int, typer.Option(help="Number of EP ranks.", min=1)] = 8
     slots: Annotated[
         int | None,
         typer.Option(
@@ -44,31 +44,24 @@ class FleetOptions:
         ),
     ] = None
     nodes: Annotated[
-        int, typer.Option("--nodes", help="Number of nodes, each with consecutive ranks.", min=1)
+        int, typer.Option(help="Number of nodes, each with consecutive ranks.", min=1)
     ] = 1
     expert_groups: Annotated[
-        int,
-        typer.Option("--expert-groups", help="Routing groups of the model (DeepSeek).", min=1),
+        int, typer.Option(help="Routing groups of the model (DeepSeek).", min=1)
     ] = 1
     bytes_per_expert: Annotated[
-        int,
-        typer.Option(
-            "--bytes-per-expert", help="Bytes of one expert; default: DeepSeek-V3 in FP8.", min=0
-        ),
+        int, typer.Option(help="Bytes of one expert; default: DeepSeek-V3 in FP8.", min=0)
     ] = 3 * 7168 * 2048
     rank_speeds: Annotated[
         str | None,
         typer.Option(
-            "--rank-speeds",
-            help="Relative speed of every rank, for example 1,1,1,0.88.",
-            show_default="all equal",
+            help="Relative speed of every rank, for example 1,1,1,0.88.", show_default="all equal"
         ),
     ] = None
     pooled: Annotated[
         bool,
         typer.Option(
-            "--pooled",
-            help="Slots are pooled over layers; --slots is then the average of a layer.",
+            "--pooled", help="Slots are pooled over layers; --slots is then the average of a layer."
         ),
     ] = False
 
@@ -79,15 +72,11 @@ class PlanningOptions:
 
     dispatch: Annotated[
         str,
-        typer.Option(
-            "--dispatch",
-            help="How the engine splits tokens over replicas: even, nearest or optimal.",
-        ),
+        typer.Option(help="How the engine splits tokens over replicas: even, nearest or optimal."),
     ] = "even"
     copy_price: Annotated[
         float,
         typer.Option(
-            "--copy-price",
             help="Time that one copy must save per step, as a share of the time of a perfectly"
             " split layer. It applies to keel and to verdicts. keel computes its own price, which"
             " falls with the slots of a rank and their tokens, and uses the higher of the two."
@@ -98,23 +87,18 @@ class PlanningOptions:
     cross_node_factor: Annotated[
         float,
         typer.Option(
-            "--cross-node-factor",
-            help="Price of a copy from another node, relative to one inside a node.",
-            min=1.0,
+            help="Price of a copy from another node, relative to one inside a node.", min=1.0
         ),
     ] = 1.0
     max_evaluations: Annotated[
         int | None,
         typer.Option(
-            "--max-evaluations",
             help="Maximum number of candidates that the search for one plan may evaluate.",
             min=1,
             show_default="the policy's own limit",
         ),
     ] = None
-    seed: Annotated[
-        int, typer.Option("--seed", help="Seed of policies that use random numbers.", min=0)
-    ] = 0
+    seed: Annotated[int, typer.Option(help="Seed of policies that use random numbers.", min=0)] = 0
     allow_duplicates: Annotated[
         bool,
         typer.Option(
@@ -125,7 +109,6 @@ class PlanningOptions:
     craft_replicas: Annotated[
         str | None,
         typer.Option(
-            "--craft-replicas",
             help="How many replicas craft uses. memory: as many as fit. knee: up to the bend in the"
             " curve of gain over replicas. A number, for example 0.001: as long as one more replica"
             " gains this much balancedness, summed over layers.",
@@ -135,7 +118,6 @@ class PlanningOptions:
     free_bytes: Annotated[
         int | None,
         typer.Option(
-            "--free-bytes",
             help="Bytes of one rank that craft's replicas may use, all layers together.",
             min=0,
             show_default="what the slots hold",

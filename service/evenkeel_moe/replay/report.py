@@ -98,9 +98,7 @@ def render_report(comparison: Comparison) -> str:
             _heat_maps(comparison),
         ),
         _section(
-            "Replicas per layer",
-            "The last plan of each policy.",
-            _replicas(comparison, styles),
+            "Replicas per layer", "The last plan of each policy.", _replicas(comparison, styles)
         ),
     ]
     if comparison.budget:

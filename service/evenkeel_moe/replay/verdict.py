@@ -39,10 +39,7 @@ def with_verdict(planner: Planner) -> Planner:
         step = replan.step - held_out
         older = replan.setup.problem(max(0, step - len(problem.load)), step, current)
         part = replace(
-            problem,
-            load=older.load,
-            source_load=older.source_load,
-            objective=older.objective,
+            problem, load=older.load, source_load=older.source_load, objective=older.objective
         )
         proposal = planner(replace(replan, step=step, problem=part, history=replan.history[:step]))
         if proposal is None:
