@@ -39,6 +39,13 @@ def _without_duplicates(row, ranks):
     return by_rank.reshape(-1)
 
 
+def home_only(experts, ranks):
+    """(E, R) experts in contiguous blocks, no replicas."""
+    mask = np.zeros((experts, ranks), np.bool_)
+    mask[np.arange(experts), np.arange(experts) * ranks // experts] = True
+    return mask
+
+
 def random_demand(rng, ranks, experts, tokens=200):
     """(R, E) int64: skewed, with experts nobody chose and a rank that idles."""
     law = rng.permutation(1.0 / np.arange(1, experts + 1) ** 1.2)

@@ -1,0 +1,132 @@
+"""The choice of transient replicas."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenkeel_moe.dispatch import (
+    LibraChoice,
+    extra_budget,
+    plan_replicas,
+    resident_mask,
+    shard_tokens,
+)
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.placement import Placement
+from tests.dispatch.placements import (
+    all_tables,
+    home_only,
+    random_demand,
+    random_placement,
+)
+
+
+def test_phase_one_brings_in_what_own_tokens_want_most():
+    resident = home_only(8, 4)
+    demand = np.zeros((4, 8))
+    demand[0, [2, 4, 6]] = [5, 9, 7]
+    plan = plan_replicas(demand, resident, 2, locality=1.0, fill=False)
+    assert plan.extra[0].tolist() == [4, 6]
+    assert plan.hosts[4, 0] and plan.hosts[6, 0] and not plan.hosts[2, 0]
+
+
+def test_phase_two_copies_the_hot_expert_of_the_fullest_rank_to_the_emptiest():
+    # Everybody wants expert 0 of rank 0; rank 3 is idle.
+    resident = home_only(4, 4)
+    demand = np.array([[0.0, 0, 0, 0], [30, 6, 0, 0], [30, 0, 6, 0], [30, 0, 0, 0]])
+    plan = plan_replicas(demand, resident, 1, locality=0.0, fill=False)
+    # Loads 90, 6, 6, 0: the emptiest rank 3 comes first, then rank 1. Both exceed the mean of 25.5 with their own
+    # tokens, but relieve rank 0; a copy on rank 2 would no longer lower the peak of 36.
+    assert plan.extra.tolist() == [[-1], [0], [-1], [0]]
+    assert plan.copies == 2
+    loads = shard_tokens(demand.astype(np.int64), plan.hosts, resident).rank_load
+    assert loads.max() == 36
+
+
+def test_filling_spends_what_is_left_on_experts_with_the_most_remote_tokens_per_host():
+    resident = home_only(4, 4)
+    demand = np.array([[8.0, 0, 0, 4], [0, 8, 4, 0], [0, 4, 8, 0], [4, 0, 0, 8]])
+    # Balanced as it is: nothing to plan.
+    assert plan_replicas(demand, resident, 1, locality=0.0, fill=False).copies == 0
+    # Every expert has four remote tokens and one host; ties go to the lower expert and the rank with most room.
+    plan = plan_replicas(demand, resident, 1, locality=0.0)
+    assert plan.extra.tolist() == [[1], [0], [3], [2]]
+
+
+def test_filling_helps_when_the_prediction_is_wrong():
+    rng = np.random.default_rng(6)
+    resident = home_only(64, 8)
+    law = rng.permutation(1.0 / np.arange(1, 65) ** 0.8)
+    demand = np.stack([rng.multinomial(2000, law / law.sum()) for _ in range(8)])
+    wrong = demand * np.exp(rng.normal(0, 0.4, demand.shape))
+    peaks = []
+    for fill in (False, True):
+        plan = plan_replicas(wrong, resident, 4, fill=fill)
+        peaks.append(shard_tokens(demand, plan.hosts, resident).rank_load.max())
+    assert peaks[1] < peaks[0]
+    assert peaks[1] < 1.03 * demand.sum() / 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 100_000), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0]))
+def test_plans_hold_their_budget_and_never_copy_what_is_there(seed, most, locality):
+    rng = np.random.default_rng(seed)
+    placement = random_placement(rng, layers=1, experts=10, ranks=4, per_rank=4)
+    resident = resident_mask(placement, 0)
+    demand = random_demand(rng, 4, 10).numpy()
+    plan = plan_replicas(demand, resident, most, locality=locality)
+    assert plan.extra.shape == (4, most)
+    for rank in range(4):
+        brought = plan.extra[rank][plan.extra[rank] >= 0].tolist()
+        assert len(set(brought)) == len(brought)
+        assert not resident[brought, rank].any()
+        assert set(np.flatnonzero(plan.hosts[:, rank])) == set(
+            np.flatnonzero(resident[:, rank])
+        ) | set(brought)
+
+
+def test_exact_predictions_and_enough_replicas_balance_to_one():
+    rng = np.random.default_rng(2)
+    ranks, experts = 8, 64
+    resident = home_only(experts, ranks)
+    law = rng.permutation(1.0 / np.arange(1, experts + 1))
+    demand = np.stack([rng.multinomial(4096, law / law.sum()) for _ in range(ranks)])
+    plan = plan_replicas(demand, resident, 4)
+    load = shard_tokens(demand, plan.hosts, resident).rank_load
+    assert load.max() / load.mean() < 1.01
+    untouched = shard_tokens(demand, resident, resident).rank_load
+    assert untouched.max() / untouched.mean() > 1.3
+
+
+def test_budget_is_the_scarcer_of_memory_and_time():
+    # Two buffers: 10 experts of memory hold 5 places.
+    sizes: dict[str, Any] = {"bytes_per_expert": 1 << 20, "bytes_per_s": 900e9}
+    assert extra_budget(free_bytes=10 << 20, window_s=1.0, **sizes) == 5
+    assert extra_budget(free_bytes=1 << 40, window_s=10e-6, **sizes) == 8
+    assert extra_budget(free_bytes=1 << 40, window_s=1.0, most=3, **sizes) == 3
+    assert extra_budget(free_bytes=0, window_s=1.0, **sizes) == 0
+    with pytest.raises(InvalidInput):
+        extra_budget(free_bytes=1, bytes_per_expert=0, window_s=1.0, bytes_per_s=1.0)
+
+
+def test_what_cannot_be_planned_is_refused():
+    resident = home_only(4, 2)
+    demand = np.ones((2, 4), np.int64)
+    for bad in ({"max_extra": -1}, {"max_extra": 1, "locality": 1.5}):
+        with pytest.raises(InvalidInput):
+            plan_replicas(demand, resident, **bad)
+    with pytest.raises(ShapeMismatch):
+        plan_replicas(demand.T, resident, 1)
+    with pytest.raises(InvalidInput):
+        plan_replicas(-demand, resident, 1)
+    lost = resident.copy()
+    lost[3] = False
+    with pytest.raises(InfeasiblePlan):
+        plan_replicas(demand, lost, 1)
+    with pytest.raises(InfeasiblePlan):
+        shard_tokens(demand, lost)
+    with pytest.raises(InvalidInput):
+        LibraChoice(all_tables(Placement(np.array([[0, 1]]), 2, 2))[0], -1)
