@@ -38,8 +38,9 @@ def test_phase_two_copies_the_hot_expert_of_the_fullest_rank_to_the_emptiest():
     resident = home_only(4, 4)
     demand = np.array([[0.0, 0, 0, 0], [30, 6, 0, 0], [30, 0, 6, 0], [30, 0, 0, 0]])
     plan = plan_replicas(demand, resident, 1, locality=0.0, fill=False)
-    # Loads 90, 6, 6, 0: the emptiest rank 3 comes first, then rank 1. Both exceed the mean of 25.5 with their own
-    # tokens, but relieve rank 0; a copy on rank 2 would no longer lower the peak of 36.
+    # Loads 90, 6, 6, 0: the emptiest rank 3 comes first, then rank 1. Both exceed the mean of 25.5
+    # with their own tokens, but relieve rank 0; a copy on rank 2 would no longer lower the peak of
+    # 36.
     assert plan.extra.tolist() == [[-1], [0], [-1], [0]]
     assert plan.copies == 2
     loads = shard_tokens(demand.astype(np.int64), plan.hosts, resident).rank_load
@@ -51,7 +52,8 @@ def test_filling_spends_what_is_left_on_experts_with_the_most_remote_tokens_per_
     demand = np.array([[8.0, 0, 0, 4], [0, 8, 4, 0], [0, 4, 8, 0], [4, 0, 0, 8]])
     # Balanced as it is: nothing to plan.
     assert plan_replicas(demand, resident, 1, locality=0.0, fill=False).copies == 0
-    # Every expert has four remote tokens and one host; ties go to the lower expert and the rank with most room.
+    # Every expert has four remote tokens and one host; ties go to the lower expert and the rank
+    # with most room.
     plan = plan_replicas(demand, resident, 1, locality=0.0)
     assert plan.extra.tolist() == [[1], [0], [3], [2]]
 

@@ -94,7 +94,8 @@ def test_sharding_is_algorithm_two_or_optimal_and_loses_no_token(seed, rule):
 
 
 def test_sharding_by_hand():
-    # Rank 0 is home of both experts; expert 1 has a copy on rank 1. Ranks 1 and 2 ask for 6 of expert 0 and 4 of expert 1.
+    # Rank 0 is home of both experts; expert 1 has a copy on rank 1. Ranks 1 and 2 ask for 6 of
+    # expert 0 and 4 of expert 1.
     demand = np.array([[2, 0], [0, 0], [6, 4]])
     hosts = np.array([[True, False, False], [True, True, False]])
     resident = np.array([[True, False, False], [True, False, False]])

@@ -23,7 +23,8 @@ OPTIMAL = SplitModel(DispatchModel.OPTIMAL)
 
 
 def highs_peak(placement, layer, counts):
-    """The program as the source states it: a load per copy, a slack per rank, the peak; both kinds of rows."""
+    """The program as the source states it: a load per copy, a slack per rank, the peak; both kinds
+    of rows."""
     slots, ranks = placement.num_slots, placement.num_ranks
     row = placement.phy2log[layer]
     shared = [e for e in range(placement.num_logical_experts) if placement.logcnt[layer, e] > 1]

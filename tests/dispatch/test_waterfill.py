@@ -10,7 +10,8 @@ from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
 
 def test_waterline_and_slack_by_hand():
-    # Loads 10, 4, 1 and 6 shared slots: H = ceil(21 / 3) = 7, so rank 1 has 3 and rank 2 has 6 to spare.
+    # Loads 10, 4, 1 and 6 shared slots: H = ceil(21 / 3) = 7, so rank 1 has 3 and rank 2 has 6 to
+    # spare.
     score = torch.tensor([10, 4, 1])
     level = waterline(score, 6)
     assert int(level) == 7

@@ -150,7 +150,8 @@ def moves(old, new, num_ranks):
 
 
 def fading_errors(load, half_lives, first, ahead):
-    """(F, F) sums of products of the errors of fading means, and their (F, L, E) shares at the end, in mean experts."""
+    """(F, F) sums of products of the errors of fading means, and their (F, L, E) shares at the end,
+    in mean experts."""
 
     def shares(total):
         whole = total.sum(axis=1, keepdims=True)

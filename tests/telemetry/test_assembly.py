@@ -297,7 +297,8 @@ def test_a_report_that_makes_others_give_way_is_told_its_own_reason_first():
     ],
 )
 def test_a_report_of_a_group_of_another_shape_is_refused_whole(change):
-    """Compiled code has no bounds: a rank that said hello again with another shape must not write beyond the board."""
+    """Compiled code has no bounds: a rank that said hello again with another shape must not write
+    beyond the board."""
     assembler, run = make_assembler(), Fleet().run(range(2))
     intake = assembler.take(replace(run.report(0), **change))
     assert reasons(intake) == {Reason.BAD_LENGTH: 2} and intake.highest_step == 1
@@ -335,7 +336,8 @@ def test_an_epoch_told_again_is_the_newest_word():
 
 
 def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
-    """Compiled code has no bounds: empty slots, an expert without a slot, and what a rank that did not report left."""
+    """Compiled code has no bounds: empty slots, an expert without a slot, and what a rank that did
+    not report left."""
     placement = Placement(np.array([[0, 1, -1, 2, 0, 1], [3, 3, 3, 3, -1, 0]], np.int32), 3, 4)
     known = derive_epoch_map(placement, np.ones(3, np.bool_))
     # Two rows of (R, L * slots_per_rank), of which the second is added up.

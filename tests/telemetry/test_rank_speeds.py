@@ -1,4 +1,5 @@
-"""How fast ranks are, from serving alone: what a load must not change, what outliers must not change, who is named."""
+"""Speed factors from serving alone: neither load nor outliers change them; slow ranks are
+logged."""
 
 from dataclasses import replace
 
@@ -19,7 +20,8 @@ from evenkeel_moe.wire.link import CostCurve
 
 
 def served(factors, steps=200, seed=0, noise=0.02, shares=None):
-    """Tokens and seconds of ranks under a layer with a floor: 1 ms up to 512 tokens, 2 us a token beyond."""
+    """Tokens and seconds of ranks under a layer with a floor: 1 ms up to 512 tokens, 2 us a token
+    beyond."""
     rng = np.random.default_rng(seed)
     shares = rng.lognormal(0.0, 0.5, len(factors)) if shares is None else shares
     tokens = np.rint(

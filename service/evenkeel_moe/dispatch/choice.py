@@ -257,6 +257,5 @@ def assign_quotas(
 
 
 def _salt(tables: DispatchTables, layer: int) -> int:
-    """Return a salt that differs by rank and layer, so that rounding does not favour one
-    replica."""
+    """Return a salt by rank and layer, so that rounding does not favour one replica."""
     return tables.ep_rank * 8191 + layer

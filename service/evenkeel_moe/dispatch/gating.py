@@ -37,8 +37,7 @@ def topk_gate(logits: Tensor, top_k: int, *, renormalise: bool = True) -> tuple[
 
 
 def hash_topk(token_ids: Tensor, table: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Look up experts by token id, with weights from the gate, as in the hash layers of DeepSeek
-    V4.
+    """Look up experts by token id, weights from the gate: the hash layers of DeepSeek V4.
 
     Args:
         token_ids: (n,) int64.

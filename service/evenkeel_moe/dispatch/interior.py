@@ -1,5 +1,4 @@
-"""LPLB for GPUs: solves the program of `lplb` for many layers at once, by a primal-dual interior
-point.
+"""LPLB for GPUs: the program of `lplb` for many layers at once, by a primal-dual interior point.
 
 Variables per layer: the load x of every copy of a shared expert, a slack s per rank, the peak M and
     one artificial variable a. Constraints, one row per rank and one per shared expert::

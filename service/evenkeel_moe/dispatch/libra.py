@@ -1,5 +1,4 @@
-"""Libra as a replica choice: own tokens stay, the others are split over resident and transient
-replicas.
+"""Libra as a replica choice: own tokens stay, others go to resident and transient replicas.
 
 Transient replicas have slot ids after those of the placement: the j-th expert that rank r has
     fetched for a layer is slot S + r * N + j. No placement holds such a slot, so none can be
@@ -114,8 +113,7 @@ class LibraChoice:
         return plan
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """See `ReplicaChoice.choose`; slots from S on are transient. Runs on the CPU, as in
-        Libra."""
+        """See `ReplicaChoice.choose`; slots from S on are transient. Runs on the CPU."""
         check_experts(experts)
         if demand is None:
             raise InvalidInput(

@@ -1,5 +1,4 @@
-"""Libra's lookahead predictor: applies the gate of the next layer to the hidden state of this
-layer.
+"""Libra's lookahead predictor: the gate of the next layer on the hidden state of this layer.
 
 Hidden states change little from layer to layer, so the prediction is mostly right, and it is known
 before the next layer starts.
@@ -20,8 +19,7 @@ class Lookahead:
     """Predicts the experts of layer l + 1 from the hidden state that enters the MoE of layer l."""
 
     def __init__(self, gates: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        """Take the routers of the (L,) layers as the model uses them: (n, D) hidden -> (n, k)
-        experts.
+        """Take the (L,) routers as the model uses them: (n, D) hidden -> (n, k) experts.
 
         Complete routers keep norms, biases and group limits in the prediction.
         """

@@ -248,8 +248,7 @@ def _relieve(
     load: NDArray[np.float64],
     target: float,
 ) -> bool:
-    """Move remote tokens of the hottest expert of the fullest rank to the emptiest rank with a
-    copy.
+    """Move tokens of the fullest rank's hottest remote expert to the emptiest rank with a copy.
 
     With `copying`, that rank first gets a copy. It then always computes its own tokens for the
     expert, and must stay below `ceiling` with them.
@@ -296,8 +295,7 @@ def _localise(
     remote: NDArray[np.float64],
     load: NDArray[np.float64],
 ) -> None:
-    """Move the own tokens of a new host to it, first from the fullest rank, then from other
-    ranks."""
+    """Move the own tokens of a new host to it, first from the fullest rank."""
     load[goal] += tokens
     for turn in range(remote.shape[0] + 1):
         rank = source if turn == 0 else turn - 1

@@ -175,8 +175,7 @@ class PrefetchBuffers:
         self._computing: int | None = None
 
     def prefetch(self, layer: int, experts: tuple[int, ...]) -> int:
-        """Reserve the buffer of a layer for its experts; returns 0 for the even one, 1 for the odd
-        one.
+        """Reserve the buffer of a layer for its experts; returns 0 (even) or 1 (odd).
 
         Raises:
             InvalidInput: there are more experts than places, or a layer is computing from the

@@ -1,5 +1,4 @@
-"""LPLB: splits the tokens of every expert over its replicas so that the fullest rank has the least
-load.
+"""LPLB: splits tokens over replicas so that the fullest rank has the least load.
 
 This is one linear program per layer and batch: minimise M such that for every rank the load of its
     shared copies + its fixed load + a slack = M, and for every expert on several ranks the loads of
@@ -176,8 +175,7 @@ class LplbChoice:
         ]
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """See `ReplicaChoice.choose`. On a GPU the counts are copied to the CPU, which is a
-        sync."""
+        """See `ReplicaChoice.choose`. On a GPU it copies counts to the CPU, which is a sync."""
         check_experts(experts)
         if demand is None:
             raise InvalidInput("LPLB needs the demand of all ranks: all-gather the counts first")

@@ -36,8 +36,7 @@ def _lower_bound(
     edge_rank: NDArray[np.int64],
     total: float,
 ) -> float:
-    """Return the largest of: mean over hosts, fullest rank, each shared expert over its own
-    ranks."""
+    """Return the largest of: mean over hosts, fullest rank, shared experts over their ranks."""
     peak = total / hosts
     for rank in range(used.shape[0]):
         if used[rank] > peak:
@@ -63,8 +62,7 @@ def _fill(
     used: NDArray[np.float64],
     flow: NDArray[np.float64],
 ) -> float:
-    """Split an expert's load over its ranks in proportion to their room; returns what did not
-    fit."""
+    """Split an expert's load over its ranks in proportion to their room; returns the rest."""
     room = 0.0
     for edge in range(edge_from[d], edge_from[d + 1]):
         room += max(peak - used[edge_rank[edge]], 0.0)
@@ -323,8 +321,7 @@ def share_kernel(
     entry_at: NDArray[np.int64],
     shares: NDArray[np.float64],
 ) -> None:
-    """Write the flows as shares of each replica of the shared experts; even shares without
-    tokens."""
+    """Write the flows as shares of the replicas of shared experts; even without tokens."""
     for layer in range(load.shape[0]):
         for entry in range(entry_from[layer], entry_from[layer + 1]):
             logical = expert[entry_at[entry, 0]]

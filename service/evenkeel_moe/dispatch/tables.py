@@ -1,5 +1,4 @@
-"""The maps of a placement as tensors, which a rank looks up during dispatch; built once per
-epoch."""
+"""The maps of a placement as tensors that a rank looks up; built once per epoch."""
 
 from dataclasses import dataclass
 

@@ -49,8 +49,7 @@ def rank_slack(score: Tensor, level: Tensor) -> Tensor:
 
 
 def count_by_rank(slots: Tensor, num_ranks: int, slots_per_rank: int) -> Tensor:
-    """Count the routed choices on each rank: (n, k) slots, -1 for padding -> (R,) int64
-    [tokens]."""
+    """Count routed choices by rank: (n, k) slots, -1 for padding -> (R,) int64 [tokens]."""
     ranks = torch.where(slots >= 0, torch.div(slots, slots_per_rank, rounding_mode="floor"), -1)
     return count_choices(ranks, num_ranks)
 

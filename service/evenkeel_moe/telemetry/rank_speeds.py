@@ -1,5 +1,4 @@
-"""Determines how fast ranks are, from measured curves and from serving itself, and reports slow
-ranks.
+"""Determines the speeds of ranks, from measured curves or from serving, and reports slow ranks.
 
 Speed factors need neither a pause nor a profile: a step gives the tokens and the pre-collective
     seconds of every rank. Seconds per token alone would make a rank with few tokens look slow,
@@ -67,8 +66,7 @@ def _rising(parts: list[NDArray[np.int64]], seconds: NDArray[np.float64]) -> NDA
 
 
 def _median(values: NDArray[np.float64]) -> float:
-    """Return exactly `np.median` of finite values, without its checks, which would dominate
-    here."""
+    """Return exactly `np.median` of finite values, without its checks, which take longer."""
     ordered, count = np.sort(values), len(values)
     return float((ordered[(count - 1) // 2] + ordered[count // 2]) / 2)
 

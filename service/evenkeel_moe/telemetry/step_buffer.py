@@ -1,5 +1,4 @@
-"""The memory of the assembler: incomplete steps, and how the slots of an epoch add up to
-experts."""
+"""The memory of the assembler: incomplete steps, and the map of each epoch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +18,7 @@ NO_STEP = -1
 
 @dataclass(frozen=True, slots=True)
 class EpochMap:
-    """How the slots of one epoch add up to logical experts."""
+    """The map of one epoch: its active ranks, and the slots of each logical expert."""
 
     active: NDArray[np.bool_]
     """(R,) ranks that take part."""

@@ -281,8 +281,7 @@ def write_counts(
 def release_rows(
     closed: NDArray[np.int64], rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int
 ) -> int:
-    """Free some rows, which are then the first to be reused; returns the number of pending
-    steps."""
+    """Free some rows, to be reused first; returns the number of pending steps."""
     for row in closed:
         rows[row].pending = 0
     kept = 0

@@ -146,8 +146,7 @@ class StepRing:
         return newest_parts(self._parts, after)
 
     def window(self, most: int | None = None) -> LoadWindow | None:
-        """Return all steps, or the `most` newest, as one window with source-side sums; None if
-        empty."""
+        """Return all, or the `most` newest, steps with source-side sums; None if empty."""
         if not self._parts:
             return None
         held = join_windows(newest_parts(self._parts, most=most))

@@ -105,7 +105,7 @@ def test_a_change_that_a_plan_has_answered_is_no_reason_to_plan_again():
     assert run_cycle(inputs(load, steps_since_move=40)).reason is Reason.LOAD_CHANGED
     answered = run_cycle(inputs(load, steps_since_move=39))
     assert (answered.passed, answered.reason) == (True, Reason.BALANCE_BELOW_THRESHOLD)
-    # What was before the change says nothing of the future all the same.
+    # Steps before the change are still left out.
     assert answered.split is not None
     assert answered.split.begin == 64
 

@@ -1,4 +1,4 @@
-"""What a problem refuses, whatever the policy and the dispatch model, and what it takes."""
+"""The inputs a problem accepts and refuses, for every policy and dispatch model."""
 
 import numpy as np
 import pytest

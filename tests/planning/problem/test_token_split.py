@@ -65,7 +65,8 @@ def test_optimal_split_has_the_least_peak_and_no_more_than_even(data, shape):
 
 
 def test_optimal_split_passes_load_along_a_chain_of_ranks():
-    # Rank 0 is full of expert 0; relief reaches it only over experts 1 and 2, which each bridge two ranks.
+    # Rank 0 is full of expert 0; relief reaches it only over experts 1 and 2, which each bridge two
+    # ranks.
     row = np.array([[0, 1, 1, 2, 2, -1]])
     placement = Placement(row, num_ranks=3, num_logical_experts=3)
     split = slot_load(

@@ -33,7 +33,7 @@ def by_rank(placement, layer):
 
 
 def contents(placement, layer):
-    """What each rank holds in a layer, in rank order."""
+    """The experts of each rank in a layer, in rank order."""
     return [tuple(sorted(row[row >= 0].tolist())) for row in by_rank(placement, layer)]
 
 

@@ -182,8 +182,8 @@ def test_a_slot_that_changes_its_expert_needs_no_free_buffer():
 
 
 def test_a_full_pool_gives_up_a_redundant_copy_first():
-    # Experts 0 and 1 change ranks in layers 0 and 1, each into an empty slot of a full pool. The last layer's
-    # spare copies make way and come back.
+    # Experts 0 and 1 change ranks in layers 0 and 1, each into an empty slot of a full pool. The
+    # last layer's spare copies make way and come back.
     shape = ModelShape(3, 2, 2, 2, 1, 1, pool_slots_per_rank=4)
     base = Placement(np.array([[0, 1, -1, -1], [-1, -1, 0, 1], [0, 1, 0, 1]]), 2, 2)
     target = Placement(np.array([[0, -1, 1, -1], [-1, 1, 0, -1], [0, 1, 0, 1]]), 2, 2)
@@ -223,8 +223,8 @@ def test_a_layer_larger_than_staging_goes_in_steps():
 
 
 def test_two_steps_do_not_both_rely_on_the_replica_the_other_drops():
-    # Ranks 0 and 1 each turn a slot of expert 0 over to an expert they hold in the next slot; expert 0's new
-    # home, rank 2, has no room in this wave.
+    # Ranks 0 and 1 each turn a slot of expert 0 over to an expert they hold in the next slot;
+    # expert 0's new home, rank 2, has no room in this wave.
     old = np.array([0, 1, 0, 2, 3, 4, 5, 4], np.int32)
     new = np.array([1, 4, 2, 5, 0, 4, 3, 4], np.int32)
     left = np.array([[2, 2, 0, 0], [0, 0, 0, 0]])
@@ -234,9 +234,10 @@ def test_two_steps_do_not_both_rely_on_the_replica_the_other_drops():
 
 
 def test_a_cycle_longer_than_staging_is_opened_by_parking():
-    # Six experts without a second replica move round one cycle over ranks 0 and 1, three into each; two fit.
-    # Expert 6 has copies to spare on every rank. On rank 0 the parked expert would be there twice at once,
-    # on rank 1 in the end: only rank 2 may lend its slot, and gets its copy back.
+    # Six experts without a second replica move round one cycle over ranks 0 and 1, three into each;
+    # two fit. Expert 6 has copies to spare on every rank. On rank 0 the parked expert would be
+    # there twice at once, on rank 1 in the end: only rank 2 may lend its slot, and gets its copy
+    # back.
     shape = ModelShape(1, 10, 3, 4, 1, 10)
     base = Placement(np.array([[0, 1, 2, 6, 3, 4, 5, 6, 6, 7, 8, 9]]), 3, 10)
     target = Placement(np.array([[3, 4, 5, 6, 1, 2, 0, 6, 6, 7, 8, 9]]), 3, 10)

@@ -1,4 +1,4 @@
-"""What part of a window speaks for the future."""
+"""Detection of changes of traffic, and the weights of steps."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Where the load of experts is expected, and what keel makes of it."""
+"""The forecast of expert loads, and its use by keel."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,8 @@ BLIND = KeelOptions(foresight=0.999)
 
 
 def drifting(rng, steps, begin=0.0, end=1.0, experts=16, tokens=4000):
-    """(steps, 2, experts) Poisson tokens, popularity going from one skew to another, a share of the way."""
+    """(steps, 2, experts) Poisson tokens, popularity going from one skew to another, a share of the
+    way."""
     old, new = rng.gamma(0.6, 1.0, (2, 2, experts))
     way = np.linspace(begin, end, steps)[:, None, None]
     mean = (1 - way) * old / old.sum(axis=1, keepdims=True) + way * new / new.sum(
@@ -122,7 +123,8 @@ def _problem(load, **changes):
 def test_keel_plans_for_where_loads_go():
     gained = []
     for seed in range(16):
-        # A while as before, a shift, and then as it is now: half of the window speaks of what is over.
+        # A while as before, a shift, and then as it is now: half of the window speaks of what is
+        # over.
         parts = ((50, 0.0, 0.0), (50, 0.0, 1.0), (40, 1.0, 1.0))
         load = np.concatenate(
             [drifting(np.random.default_rng(seed), *part, experts=16, tokens=300) for part in parts]

@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WindowSplit:
-    """How a window is divided: load[begin:cut] is planned on, load[cut:] is scored on."""
+    """The two parts of a window: load[begin:cut] is planned on, load[cut:] is scored on."""
 
     begin: int
     cut: int
@@ -104,7 +104,7 @@ class CycleInputs:
 
     @property
     def token_split(self) -> SplitModel:
-        """How tokens split over replicas."""
+        """The model of the dispatcher."""
         return SplitModel(self.objective.dispatch, self.topology, self.source_load)
 
 
@@ -115,7 +115,7 @@ class CycleResult:
     passed: bool
     """True if there is a plan to be stored, proposed or started, as the mode says."""
     reason: Reason
-    """Why the cycle ended; if it passed, why it planned: MANUAL_REQUEST, LOAD_CHANGED, ..."""
+    """The cause of the end; if it passed, of planning: MANUAL_REQUEST, LOAD_CHANGED, ..."""
     memory: GateMemory
     numbers: dict[str, float] = field(default_factory=dict)
     target: Placement | None = None

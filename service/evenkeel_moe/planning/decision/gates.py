@@ -127,7 +127,7 @@ class BeforeInputs:
     newest_step_age_s: float
     """NaN if no step was ever complete."""
     balancedness_mean: float
-    """Of the present placement on the window; NaN without load."""
+    """Balancedness of the present placement on the window; NaN without load."""
     change_strength: float = math.nan
     """`change_detection.Change.strength` of the window; NaN if the window is too short."""
     changed_steps: int = 0
@@ -136,7 +136,7 @@ class BeforeInputs:
     enough_changed_steps: int = 0
     """Steps after a change that are enough to plan on."""
     balancedness_changed: float = math.nan
-    """Of the present placement on the steps since the change; NaN if there are none."""
+    """The same on the steps since the change; NaN if there are none."""
     manual: bool = False
     """True if an operator asks: cooldown, hold and balance do not matter; data and safety do."""
     plan_in_progress: bool = False
@@ -268,7 +268,7 @@ class AfterInputs:
     base: Placement
     target: Placement
     verdict: Verdict | None
-    """Of the later steps; None if there were none to score on."""
+    """The verdict of the later steps; None if there were none."""
     limits: PlanLimits = PlanLimits()
     allow_duplicates: bool = False
     manual: bool = False

@@ -198,8 +198,7 @@ def _times(inputs: CycleInputs, split: WindowSplit, replicas: int) -> NDArray[np
 
 
 def _extra_bytes(inputs: CycleInputs, replicas: int) -> int | None:
-    """Return the additional bytes of the fullest rank if each layer gets this many more
-    replicas."""
+    """Return the additional bytes of the fullest rank with this many more replicas per layer."""
     shape = inputs.shape
     if shape.bytes_per_expert == 0:
         return None
@@ -218,7 +217,7 @@ class RecommendationInputs:
     compare: tuple[str, ...]
     """Further policies to compare."""
     free_bytes: int | None
-    """Of the rank with the least free memory; None if some rank has not reported it."""
+    """Free memory of the rank with least; None if some rank has not reported it."""
 
 
 @dataclass(frozen=True, slots=True)

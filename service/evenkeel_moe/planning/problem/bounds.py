@@ -53,8 +53,7 @@ def _hottest_copy(
 def hottest_copy(
     load: NDArray[np.generic], num_redundant: int, num_ranks: int
 ) -> NDArray[np.float64]:
-    """Return the least load of the hottest copy, or of the mean rank, with free replicas in each
-    step.
+    """Return the least load of the hottest copy if each step could choose its own replicas.
 
     Args:
         load: (T, L, E) [tokens].

@@ -31,8 +31,7 @@ def token_cost(
     tile_seconds: NDArray[np.float64],
     slope: NDArray[np.float64],
 ) -> float:
-    """Return C_r(n) of `objective.CostCurves`; tile 0 means C_r(n) = n. See
-    `metrics.cost_arrays`."""
+    """Return C_r(n) of `CostCurves`; tile 0 means C_r(n) = n. See `metrics.cost_arrays`."""
     if tile == 0.0:
         return tokens
     if tokens <= 0.0:
@@ -129,8 +128,7 @@ def nearest_shares_kernel(
     source: NDArray[np.float64],
     num_experts: int,
 ) -> NDArray[np.float64]:
-    """Return the (L, S) share of its expert's tokens each slot gets if sources pick the nearest
-    replica.
+    """Return the (L, S) share of its expert's tokens that each slot gets under NEAREST.
 
     source: (R, L, E) tokens routed by each source rank; an expert without tokens counts as even.
     """

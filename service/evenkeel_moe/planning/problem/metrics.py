@@ -158,8 +158,7 @@ def cost_arrays(
 
 
 def rank_seconds(rank_load: NDArray[np.float64], costs: CostCurves | None) -> NDArray[np.float64]:
-    """Return C_r(rank load): (..., R) [tokens] -> (..., R) float64 [s], or [tokens] without
-    curves."""
+    """Return C_r(rank load): (..., R) [tokens] -> [s], or [tokens] without curves."""
     tile, tile_seconds, slope = cost_arrays(costs, rank_load.shape[-1])
     if tile == 0.0:
         return np.array(rank_load, np.float64)
@@ -255,8 +254,7 @@ def _capacity_at(
     tile_seconds: NDArray[np.float64],
     slope: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the tokens all ranks take within each level of seconds, and the growth rate above
-    it."""
+    """Return the tokens all ranks take within each level of seconds, and their growth above."""
     capacity = np.zeros(len(levels))
     growth = np.zeros(len(levels))
     tiles = tile_seconds.shape[1]

@@ -1,5 +1,4 @@
-"""The objective of a plan: how the time of a placement is predicted, what a copy costs, and the
-limits of one plan.
+"""The objective of a plan: cost curves, dispatch model, price of copies and limits.
 
 The same value goes from the settings through a cycle (or a replay) to the policy, so that all of
 them minimise one thing.
@@ -20,7 +19,7 @@ __all__ = ["CostCurves", "DispatchModel", "Objective", "check_values"]
 
 
 class DispatchModel(StrEnum):
-    """How the engine splits an expert's tokens over its replicas; the planner scores under it."""
+    """The rule by which the engine splits an expert's tokens over its replicas."""
 
     EVEN = "even"
     """Every replica takes the same share."""
@@ -73,7 +72,7 @@ class CostCurves:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Objective:
-    """What a plan minimises, and the limits it must keep.
+    """The quantity that a plan minimises, and the limits it must keep.
 
     The score of a placement is its predicted MoE time, in seconds with `costs`, else in tokens.
     """
@@ -89,7 +88,7 @@ class Objective:
     """Price of a copy that no rank of the same node can send, as a multiple of `copy_cost`."""
     limits: PlanLimits = PlanLimits()
     allow_duplicates: bool = False
-    """Whether one rank may hold an expert twice in a layer."""
+    """True if one rank may hold an expert twice in a layer."""
 
     @property
     def cost_per_move(self) -> float:

@@ -19,8 +19,7 @@ __all__ = ["optimal_split_kernel"]
 def optimal_split_kernel(
     load: NDArray[np.float64], phy2log: NDArray[np.int32], num_ranks: int
 ) -> NDArray[np.float64]:
-    """(T, L, E) load -> (T, L, S) tokens per slot under the split with the least peak of each
-    batch."""
+    """Split (T, L, E) load with the least peak of each batch -> (T, L, S) tokens per slot."""
     steps, layers, _ = load.shape
     out = np.zeros((steps, layers, phy2log.shape[1]))
     used = np.zeros(num_ranks)
@@ -79,8 +78,7 @@ def _split_layer(
 def _slots_by_expert(
     phy2log: NDArray[np.int32], num_experts: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the (E,) first slot of each expert and the (S,) next slot of the same one; -1 for
-    none."""
+    """Return the (E,) first slot of each expert and the (S,) next slot of the same; -1: none."""
     first = np.full(num_experts, -1, np.int64)
     following = np.full(phy2log.shape[0], -1, np.int64)
     for slot in range(phy2log.shape[0] - 1, -1, -1):

@@ -92,8 +92,7 @@ def _single_changes(
 
 
 def _copies(old: NDArray[np.int32], new: NDArray[np.int32]) -> list[int]:
-    """Count the replicas of each expert in `old`; the last entry, which EMPTY indexes, counts empty
-    slots."""
+    """Count the replicas of each expert in `old`; the last entry, index EMPTY, the empty slots."""
     experts = int(max(old.max(), new.max())) + 1
     filled = np.bincount(old[old >= 0], minlength=experts)
     return [*filled.tolist(), int((old == EMPTY).sum())]

@@ -1,5 +1,4 @@
-"""Schedules the waves of a plan: which layers change together, and which transfers run in which
-order.
+"""Schedules the waves of a plan: the layers that change together, and their transfers.
 
 Rules R10 and R11 of the switch: within a batch a rank has at most one peer, and every rank runs the
     same list of batches. Every received expert waits in staging. With pooled slots, a slot that was
@@ -153,8 +152,7 @@ class _Room:
 def _pending_layers(
     rows: NDArray[np.int32], target: NDArray[np.int32], shape: ModelShape
 ) -> NDArray[np.int64]:
-    """Return the layers still to change; with pooled slots first those that leave no rank
-    fuller."""
+    """Return the layers to change; with pooled slots first those that leave no rank fuller."""
     layers = np.nonzero((rows != target).any(axis=1))[0]
     if not shape.pooled:
         return layers
@@ -239,8 +237,7 @@ def _transfers(
     shape: ModelShape,
     topology: Topology,
 ) -> list[Transfer]:
-    """Create a transfer for every slot that needs bytes, with a source that held the expert before
-    the wave."""
+    """Create a transfer for every slot that needs bytes, from a holder before the wave."""
     per_rank = shape.slots_per_rank
     node = topology.node_of_rank
     sent = [0] * shape.num_ranks
@@ -284,8 +281,7 @@ def _batches(transfers: list[Transfer], shape: ModelShape) -> tuple[tuple[Transf
 
 @kernel
 def _colour(src: NDArray[np.int64], dst: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """Return the (n,) batch of each transfer; a batch first takes ranks with the most rounds
-    left."""
+    """Return the (n,) batch of each transfer; ranks with the most rounds left come first."""
     count = src.shape[0]
     batch = np.full(count, -1, np.int64)
     pairs = np.zeros((num_ranks, num_ranks), np.int64)

@@ -19,7 +19,7 @@ __all__ = ["Change", "ChangeRules", "detect_change", "step_weights"]
 
 @dataclass(frozen=True, slots=True)
 class ChangeRules:
-    """How changes are detected and how steps are weighted."""
+    """The rules for detecting changes and weighting steps."""
 
     half_life_windows: float = 0.5
     """A step loses half its weight each time this share of the window has passed; inf for equal
@@ -66,8 +66,7 @@ class Change:
 
 @kernel
 def _difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return chi-square per degree of freedom of equal shares of two (L, E) loads in every
-    layer."""
+    """Return chi-square per degree of freedom for equal shares of two (L, E) loads."""
     layers, experts = a.shape
     chi = 0.0
     freedom = 0
