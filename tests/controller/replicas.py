@@ -20,11 +20,11 @@ from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, s
 from evenkeel_moe.protocol.messages import QueryState
 from evenkeel_moe.settings import Settings
 from tests.contracts.memory_store import MemoryStore
-from tests.protocol.rigs import hello_of, state_of
+from tests.protocol.machines import hello_of, state_of
 from tests.waiting import until
 
 DEMO = DeploymentId("d")
-"""The deployment of the ranks in `tests.protocol.rigs`."""
+"""The deployment of the ranks in `tests.protocol.machines`."""
 ONE, TWO = DeploymentId("one"), DeploymentId("two")
 """The deployments that the fixture `leading_two` leads."""
 

@@ -28,7 +28,7 @@ from evenkeel_moe.protocol.transitions import (
     ControlState,
     CoordinatorState,
 )
-from tests.protocol.rigs import (
+from tests.protocol.machines import (
     BASE,
     LEADER,
     control_of,

@@ -19,7 +19,7 @@ from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
 from tests.controller.replicas import Spawned, make_registry
-from tests.protocol.rigs import AFTER_ONE, BASE, DEPLOYMENT, SHAPE, hello_of, plan_of, state_of
+from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, SHAPE, hello_of, plan_of, state_of
 from tests.telemetry.reports import Fleet as LoadFleet
 from tests.waiting import until
 

@@ -14,7 +14,7 @@ from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
 from tests.controller.replicas import DEMO, make_registry
-from tests.protocol.rigs import key_of, plan_of, prepare_of
+from tests.protocol.machines import key_of, plan_of, prepare_of
 
 HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
 

@@ -11,7 +11,7 @@ from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import NotLeading
 from evenkeel_moe.wire.link import RegistrationOutcome
 from tests.controller.replicas import DEMO, ONE, TWO, replicas
-from tests.protocol.rigs import hello_of
+from tests.protocol.machines import hello_of
 from tests.waiting import until
 
 

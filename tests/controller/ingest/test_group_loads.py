@@ -21,7 +21,7 @@ from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
 from tests.controller.replicas import DEMO, feed, make_registry, replicas
-from tests.protocol.rigs import answer_queries, control_of
+from tests.protocol.machines import answer_queries, control_of
 from tests.telemetry.reports import SHAPE
 from tests.waiting import until
 

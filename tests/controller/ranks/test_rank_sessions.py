@@ -13,7 +13,7 @@ from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.wire.link import FlowControl, Registration
 from tests.controller.replicas import ONE
-from tests.protocol.rigs import BASE, hello_of
+from tests.protocol.machines import BASE, hello_of
 from tests.waiting import until
 
 

@@ -9,7 +9,7 @@ from evenkeel_moe.controller.ranks.session import RankSession, SessionTargets
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.wire.link import Heartbeat
-from tests.protocol.rigs import control_of, hello_of
+from tests.protocol.machines import control_of, hello_of
 
 NOW = 0.5
 

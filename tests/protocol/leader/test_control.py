@@ -13,7 +13,7 @@ from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
-from tests.protocol.rigs import (
+from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,

@@ -10,7 +10,7 @@ from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.messages import ParticipantState as P
 from evenkeel_moe.protocol.messages import WaveOutcome
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
-from tests.protocol.rigs import (
+from tests.protocol.machines import (
     LEADER,
     PEERS,
     TIMING,

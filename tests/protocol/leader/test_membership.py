@@ -6,7 +6,7 @@ import pytest
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.protocol.leader.membership import Membership
-from tests.protocol.rigs import DEPLOYMENT, SHAPE, hello_of, identity_of, state_of
+from tests.protocol.machines import DEPLOYMENT, SHAPE, hello_of, identity_of, state_of
 
 
 def group(*hellos, now=0.0):

@@ -11,7 +11,7 @@ from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.transitions import ControlState as S
-from tests.protocol.rigs import AFTER_ONE, AFTER_TWO, BASE, ack, control_of, plan_of, vote
+from tests.protocol.machines import AFTER_ONE, AFTER_TWO, BASE, ack, control_of, plan_of, vote
 
 P = PlanPhase
 

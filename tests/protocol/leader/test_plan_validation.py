@@ -16,7 +16,7 @@ from evenkeel_moe.protocol.leader.plan_validation import (
     pool_refusal,
     wave_refusal,
 )
-from tests.protocol.rigs import BASE, SHAPE, plan_of, wave_of
+from tests.protocol.machines import BASE, SHAPE, plan_of, wave_of
 
 
 def refusal_of(wave, **changes):

@@ -12,7 +12,7 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
-from tests.protocol.rigs import (
+from tests.protocol.machines import (
     BASE,
     answer_queries,
     both,

@@ -10,7 +10,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.messages import ParticipantState as State
 from evenkeel_moe.protocol.rank.gate import HEADER, PER_DEPLOYMENT, Gate, PollFailed, PollResolved
-from tests.protocol.rigs import (
+from tests.protocol.machines import (
     LEADER,
     from_controller,
     key_of,

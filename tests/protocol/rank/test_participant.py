@@ -9,7 +9,7 @@ from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.messages import ParticipantState as State
 from evenkeel_moe.protocol.messages import WaveOutcome
-from tests.protocol.rigs import (
+from tests.protocol.machines import (
     BASE,
     LEADER,
     STREAM,

@@ -15,7 +15,7 @@ from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.transitions import ControlState
-from tests.protocol.rigs import BASE, DEPLOYMENT, LEADER, SHAPE, plan_of
+from tests.protocol.machines import BASE, DEPLOYMENT, LEADER, SHAPE, plan_of
 
 AUTO = DeploymentPolicy(mode=Mode.AUTO)
 LARGER = ModelShape(2, 4, 4, 3, 1, 10)
