@@ -1,4 +1,4 @@
-"""The two halves back to back: a coordinator and the participants and gates of a whole group."""
+"""One wave of a coordinator with the participants and gates of both ranks."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ NEW = BASE.with_rows((0,), wave_of().rows)
 
 
 class Pair:
-    """One coordinator, two ranks, and between them whatever a test lets through."""
+    """One coordinator and two ranks, with messages that a test may lose."""
 
     def __init__(self, leader=LEADER, ranks=None, query=0, lose=None):
         self.ranks = ranks or [participant_of(0), participant_of(1)]
@@ -53,7 +53,7 @@ class Pair:
                 )
 
     def is_lost(self, message, rank) -> bool:
-        """The first message of the kind and rank to lose."""
+        """Return True for the first message of the kind and rank to lose."""
         if self.lose != (type(message), rank):
             return False
         self.lose = None
@@ -67,7 +67,7 @@ class Pair:
         self.tick(now)
 
     def from_rank(self, rank, actions, now=0.0):
-        """Copies and drains succeed at once."""
+        """Carry a rank's actions out; copies and drains succeed at once."""
         for action in actions:
             match action:
                 case msg.SendToController(message=message, stream=stream):
@@ -110,8 +110,8 @@ def test_wave_goes_through():
 
 @pytest.mark.parametrize("kind", [msg.Prepare, msg.Vote, msg.Commit, msg.Ack])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_message_lost_once_is_made_good(kind, rank):
-    """Idempotent resends: whatever is lost is asked for, or answered, again."""
+def test_lost_message_is_sent_again(kind, rank):
+    """A lost question or answer is sent again, and taking it twice changes nothing."""
     pair = Pair(lose=(kind, rank))
     pair.step(8)
     if kind is not msg.Ack:
@@ -124,7 +124,7 @@ def test_message_lost_once_is_made_good(kind, rank):
 
 
 @pytest.mark.parametrize("kind", [msg.Abort, msg.AbortAnswer])
-def test_abort_lost_once_is_made_good(kind):
+def test_lost_abort_is_sent_again(kind):
     pair = Pair(lose=(kind, 1))
     pair.cancel()
     assert pair.wave.state is C.ABORTING

@@ -1,4 +1,4 @@
-"""What weeks, strangers and changes of mind do to one deployment's machine, with every rank played by hand."""
+"""The machine of a deployment with two ranks that answer all its questions."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ LARGER = ModelShape(2, 4, 4, 3, 1, 10)
 
 
 class Group:
-    """A machine and two ranks that answer whatever it asks."""
+    """A leading machine and its two ranks."""
 
     def __init__(self, policy: DeploymentPolicy = AUTO) -> None:
         self.control = DeploymentControl(DEPLOYMENT, policy=policy)
@@ -41,7 +41,7 @@ class Group:
         hello = msg.Hello(
             identity, shape, "n", "", Epoch(0), BASE.digest, 1, "c", 1000, 1000, "gate"
         )
-        self.heed(
+        self.carry_out(
             self.control.handle(ctl.FromRank(EpRank(rank), 1, stream or rank + 1, hello), self.now)
         )
 
@@ -52,9 +52,11 @@ class Group:
             identity, msg.ParticipantState.IDLE, None, Epoch(0), BASE.digest, self.version, True,
             None, None, BASE if full else None, sums, 0, 5, query,
         )  # fmt: skip
-        self.heed(self.control.handle(ctl.FromRank(EpRank(rank), 1, rank + 1, state), self.now))
+        self.carry_out(
+            self.control.handle(ctl.FromRank(EpRank(rank), 1, rank + 1, state), self.now)
+        )
 
-    def heed(self, actions):
+    def carry_out(self, actions):
         for action in actions:
             if isinstance(action, ctl.RunCycle):
                 self.cycles.append(action)
@@ -65,7 +67,7 @@ class Group:
     def run(self, seconds):
         for _ in range(seconds):
             self.now += 1.0
-            self.heed(self.control.handle(msg.Tick(), self.now))
+            self.carry_out(self.control.handle(msg.Tick(), self.now))
         return True
 
     def next_cycle(self):
@@ -77,7 +79,7 @@ class Group:
         raise AssertionError("no cycle began")
 
     def decided(self, cycle, plan):
-        self.heed(
+        self.carry_out(
             self.control.handle(
                 ctl.CycleDecided(cycle.cycle, Reason.BALANCE_BELOW_THRESHOLD, plan), self.now
             )
@@ -88,10 +90,10 @@ def automatic(plan_id="a", waves=2):
     return replace(plan_of(waves, plan_id), kind=PlanKind.AUTOMATIC)
 
 
-# --- strangers ---------------------------------------------------------------------------------
+# --- ranks of another group -----------------------------------------------------------------
 
 
-def test_a_rank_of_a_larger_group_has_no_say_in_the_registered_one():
+def test_a_rank_of_a_larger_group_does_not_count_in_the_registered_one():
     group = Group()
     group.hello(3, "g9", LARGER, stream=9)
     membership = group.control.membership
@@ -102,13 +104,13 @@ def test_a_rank_of_a_larger_group_has_no_say_in_the_registered_one():
     assert set(group.control.executor.coordinator.peers.by_rank) == {0, 1}
 
 
-def test_a_rank_of_a_larger_group_that_left_holds_nothing_up():
+def test_a_rank_of_a_larger_group_that_left_blocks_nothing():
     group = Group()
     group.hello(3, "g9", LARGER, stream=9)
     group.control.handle(ctl.StreamClosed(EpRank(3), 9), group.now)
     group.run(100)
     assert group.control.membership.quorum(group.now).ok
-    group.version = 2  # A reload: everybody is asked anew.
+    group.version = 2  # A reload: all ranks are asked again.
     for rank in range(2):
         group.state(rank)
     group.run(20)
@@ -149,7 +151,7 @@ def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
     group.run(10)
 
 
-# --- weeks -------------------------------------------------------------------------------------
+# --- many plans -----------------------------------------------------------------------------
 
 
 def test_as_many_placements_are_remembered_as_the_store_keeps():
@@ -171,40 +173,40 @@ def test_as_many_placements_are_remembered_as_the_store_keeps():
 
 def test_ended_plans_a_leader_loads_are_forgotten_beyond_a_few():
     group = Group()
-    book = group.control.records
+    records = group.control.records
     for number in range(100):
-        book.add(plan_of(1, f"p{number}"), PlanPhase.REFUSED, Reason.STALE_BASE, float(number))
-    kept = len(book.by_id)
-    book.load([*book.by_id.values(), *(r for r in Group().control.records.by_id.values())])
-    assert len(book.by_id) == kept == 16
+        records.add(plan_of(1, f"p{number}"), PlanPhase.REFUSED, Reason.STALE_BASE, float(number))
+    kept = len(records.by_id)
+    records.load([*records.by_id.values(), *(r for r in Group().control.records.by_id.values())])
+    assert len(records.by_id) == kept == 16
 
 
 def test_dry_runs_do_not_pile_up():
     group = Group()
     for number in range(40):
         group.operator.submit(plan_of(1, f"p{number}"), group.now)
-    book = group.control.records
-    assert [record.plan.plan_id for record in book.open] == [
+    records = group.control.records
+    assert [record.plan.plan_id for record in records.open] == [
         f"p{number}" for number in range(8, 40)
     ]
-    assert book.get(PlanId("p7")).reason is Reason.EXPIRED
-    assert "newer proposals" in book.get(PlanId("p7")).error
+    assert records.get(PlanId("p7")).reason is Reason.EXPIRED
+    assert "newer proposals" in records.get(PlanId("p7")).error
 
 
 def test_a_rollback_undoes_the_newest_plan_of_this_generation():
     group = Group()
-    book, executor = group.control.records, group.control.executor
+    records, executor = group.control.records, group.control.executor
     before = replace(plan_of(2, "before", 1), generation=Generation("g0"))
     for plan, waves in ((plan_of(2, "older", 1), 2), (plan_of(1, "newest", 2), 1), (before, 2)):
-        book.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
-        book.change(book.get(plan.plan_id), "wave_committed", 0.0, waves_committed=waves)
+        records.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
+        records.change(records.get(plan.plan_id), "wave_committed", 0.0, waves_committed=waves)
     fleet = executor.group
     executor.group = GroupState(Epoch(3), fleet.placement, 1, fleet.checksums)
     executor.history = {Epoch(epoch): BASE for epoch in range(4)}
     assert group.operator.rollback_target(None)[0] == 2
 
 
-# --- changes of mind ---------------------------------------------------------------------------
+# --- settings that change -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_a_shorter_cycle_counts_from_when_it_is_set():
     assert len(group.cycles) == 1
 
 
-def test_a_plan_that_has_not_begun_waits_out_a_freeze():
+def test_a_plan_that_has_not_begun_waits_for_the_end_of_a_freeze():
     group = Group()
     group.now = 20.0
     group.state(0)  # Rank 1 has not been heard for longer than its lease.

@@ -110,8 +110,8 @@ def test_group_that_cannot_migrate_is_known_but_has_no_quorum(changes, reason):
     assert members.quorum(0.0)[:2] == (False, reason)
 
 
-def test_a_rank_in_trouble_has_no_say_in_migrating_until_its_trouble_is_over():
-    """What it offered when it said hello was before."""
+def test_a_troubled_rank_stops_migration_until_its_trouble_is_over():
+    """Its Hello offered to migrate, but the trouble is newer."""
     members, _ = group(hello_of(0), hello_of(1))
     members.troubled(1, 11, "after a reload its replicas differ")
     answer = members.quorum(0.0)
@@ -125,12 +125,12 @@ def test_a_rank_in_trouble_has_no_say_in_migrating_until_its_trouble_is_over():
 
 
 def test_trouble_counts_from_the_newest_stream_and_gives_nothing_that_was_not_offered():
-    """R1; and a heartbeat without trouble is no offer to migrate."""
+    """R1. A heartbeat without trouble does not offer to migrate."""
     members, _ = group(hello_of(0), hello_of(1))
     members.troubled(1, 11, "the engine has stopped")
     assert members.register(hello_of(1), 30, 1.0).accepted
     members.troubled(1, 11, "the engine has stopped")
-    assert members.quorum(1.0).ok, "a new stream says so anew"
+    assert members.quorum(1.0).ok, "trouble counts for its stream only"
     assert members.register(hello_of(1, capabilities=frozenset()), 31, 2.0).accepted
     members.troubled(1, 31, "")
     members.troubled(7, 31, "nobody's")
@@ -148,7 +148,7 @@ def test_wrong_deployment_and_rank_are_refused():
     assert (first.reason, second.reason) == (Reason.UNKNOWN_DEPLOYMENT, Reason.WRONG_SHAPE)
 
 
-def test_reports_raise_the_weights_version_and_the_fleets_step():
+def test_reports_raise_the_weights_version_and_the_groups_step():
     members, _ = group(hello_of(0), hello_of(1))
     members.report(state_of(0, weights_version=2, step=40))
     assert members.weights_version() is None and members.step() == 40
@@ -156,7 +156,7 @@ def test_reports_raise_the_weights_version_and_the_fleets_step():
     assert members.weights_version() == 2 and members.step() == 40
 
 
-def test_steps_of_a_group_that_still_gathers_are_not_the_fleets():
+def test_steps_of_a_group_that_still_gathers_are_not_the_groups():
     members, _ = group(hello_of(0), hello_of(1))
     members.report(state_of(1, step=38))
     members.register(hello_of(0, "g2", 5), 30, 1.0)
@@ -165,7 +165,7 @@ def test_steps_of_a_group_that_still_gathers_are_not_the_fleets():
 
 
 def test_closed_stream_leaves_the_rank_a_member_until_its_lease_runs_out():
-    """R18's spirit: a lost lease never shrinks the set."""
+    """A rank that is not heard stays a member of the group."""
     members, _ = group(hello_of(0), hello_of(1))
     members.closed(0, 10)
     assert not members.members[0].connected

@@ -1,12 +1,8 @@
-"""Plans, waves and cycles as one replica carries them out."""
+"""The plan executor, driven through the whole machine of one deployment."""
 
-import dataclasses
-
-import pytest
-
-from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, PlanId
-from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
@@ -20,7 +16,6 @@ from tests.protocol.machines import (
     abort_answers,
     ack,
     answer_queries,
-    both,
     control_of,
     from_rank,
     hello_of,
@@ -37,7 +32,7 @@ from tests.protocol.machines import (
 AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=10.0)
 
 
-# --- plans ------------------------------------------------------------------------------------------
+# --- waves ----------------------------------------------------------------------------------
 
 
 def test_plan_runs_wave_after_wave_and_records_every_epoch():
@@ -91,99 +86,6 @@ def test_prepare_carries_the_checksums_registered_at_load():
     assert prepare.checksums == (100 + transfer.layer * 4 + transfer.logical_expert,)
 
 
-def test_cancel_before_the_votes_aborts_the_wave():
-    """R16."""
-    control = control_of(S.MIGRATING)
-    _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)
-    assert {type(m) for m in sent(actions)} == {msg.Abort}
-    abort_answers(control)
-    assert (record(control).phase, control.state) == (PlanPhase.CANCELLED, S.READY)
-
-
-def test_cancel_after_the_votes_takes_effect_at_the_next_wave():
-    """R16."""
-    control = control_of(S.MIGRATING)
-    vote(control)
-    _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)
-    assert sent(actions) == []
-    ack(control, AFTER_ONE, 1)
-    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.CANCELLED, 1)
-    assert control.epoch == 1
-    with pytest.raises(Conflict):
-        Operator(control).cancel(PlanId("p"), "me", 0.0)
-
-
-def test_a_cancel_asked_again_is_answered_when_the_store_has_the_first():
-    """The caller of the first was told 503; a second that writes nothing would be told that all is well."""
-    control = control_of(S.MIGRATING)
-    vote(control)
-    _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)
-    control.handle(ctl.PersistFailed(tuple(of_kind(actions, ctl.PersistPlan))), 0.0)
-    _, again = Operator(control).cancel(PlanId("p"), "me", 0.1)
-    assert of_kind(again, ctl.PersistPlan)
-    assert Operator(control).cancel(PlanId("p"), "me", 0.2)[1] == []
-
-
-def test_approve_after_the_epoch_moved_is_a_stale_base():
-    """R16: approve after the epoch moved is 409 STALE_BASE."""
-    control = control_of()
-    operator = Operator(control)
-    operator.submit(plan_of(1, "late"), 0.0)
-    operator.submit(plan_of(1), 0.0, approve=True)
-    vote(control)
-    ack(control, AFTER_ONE, 1)
-    for _ in range(2):
-        with pytest.raises(Conflict) as caught:
-            operator.approve(PlanId("late"), "me", 0.0)
-        assert caught.value.reason is Reason.STALE_BASE
-        control.handle(msg.Tick(), 0.1)
-    assert record(control, "late").phase is PlanPhase.REFUSED
-
-
-def test_proposal_expires():
-    control = control_of()
-    operator = Operator(control)
-    operator.submit(plan_of(expires_at=50.0), 0.0)
-    with pytest.raises(Conflict) as caught:
-        operator.approve(PlanId("p"), "me", 50.0)
-    assert caught.value.reason is Reason.EXPIRED
-    control.handle(msg.Tick(), 50.0)
-    assert record(control).phase is PlanPhase.EXPIRED
-
-
-def test_same_id_and_body_is_the_same_plan_and_another_body_a_conflict():
-    operator = Operator(control_of())
-    first, _ = operator.submit(plan_of(), 0.0, request_digest="x")
-    again, actions = operator.submit(plan_of(), 0.0, request_digest="x")
-    assert (again, actions) == (first, [])
-    with pytest.raises(Conflict) as caught:
-        operator.submit(plan_of(), 0.0, request_digest="y")
-    assert caught.value.reason is Reason.ID_REUSED
-
-
-def test_one_plan_at_a_time():
-    control = control_of(S.MIGRATING)
-    operator = Operator(control)
-    operator.submit(plan_of(plan_id="q"), 0.0)
-    for call in (
-        lambda: operator.submit(plan_of(plan_id="r"), 0.0, approve=True),
-        lambda: operator.approve(PlanId("q"), "me", 0.0),
-    ):
-        with pytest.raises(Conflict) as caught:
-            call()
-        assert caught.value.reason is Reason.PLAN_IN_PROGRESS
-
-
-def test_unsound_plan_is_refused_before_prepare():
-    """R17: a plan that breaks an invariant is refused before Prepare."""
-    rows = BASE.phy2log.copy()
-    rows[0, :] = 0
-    target = dataclasses.replace(BASE, phy2log=rows)
-    with pytest.raises(InfeasiblePlan) as caught:
-        Operator(control_of()).submit(plan_of(target=target), 0.0)
-    assert caught.value.reason is Reason.EXPERT_WITHOUT_REPLICA
-
-
 def test_wave_too_large_for_a_ranks_staging_ends_the_plan():
     """R17: memory."""
     control = control_of(S.WAITING_FOR_RANKS)
@@ -195,50 +97,7 @@ def test_wave_too_large_for_a_ranks_staging_ends_the_plan():
     assert sent(actions) == [] and control.state is S.READY
 
 
-def test_rollback_undoes_the_whole_last_plan():
-    """R16: a plan of two waves raised the epoch twice; between them its placement was whole, but nobody asked for it."""
-    control = control_of()
-    operator = Operator(control)
-    operator.submit(plan_of(), 0.0, approve=True)
-    vote(control)
-    ack(control, AFTER_ONE, 1)
-    vote(control, 1)
-    ack(control, AFTER_TWO, 2, 1)
-    assert operator.rollback_target(None) == (0, BASE)
-    assert operator.rollback_target(Epoch(1)) == (1, AFTER_ONE)
-    del control.history[Epoch(0)]
-    assert operator.rollback_target(None) == (1, AFTER_ONE)
-
-
-def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
-    """R16."""
-    control = control_of(policy=AUTO)
-    operator = Operator(control)
-    operator.submit(plan_of(1), 0.0, approve=True)
-    vote(control)
-    ack(control, AFTER_ONE, 1)
-    assert operator.rollback_target(None) == (0, BASE)
-    with pytest.raises(Conflict):
-        operator.rollback_target(Epoch(1))
-    with pytest.raises(NotFound):
-        operator.rollback_target(Epoch(9))
-    back = plan_of(1, "back", 1, base=AFTER_ONE, kind=PlanKind.ROLLBACK)
-    _, actions = operator.submit(back, 0.0)
-    assert only(actions, ctl.PersistDocument).body["held"] is True
-    operator.cancel(PlanId("back"), "me", 0.0)
-    actions = control.handle(msg.Tick(), 10.0)
-    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.HELD_AFTER_ROLLBACK
-    assert only(operator.resume(11.0), ctl.PersistDocument).body["held"] is False
-    assert operator.resume(11.0) == []
-    control.handle(ctl.PersistFailed((control.document(),)), 11.0)
-    assert only(operator.resume(11.1), ctl.PersistDocument).body["held"] is False, (
-        "asked again after a 503"
-    )
-    both(control, lambda rank: state_of(rank, epoch=1, placement=AFTER_ONE), 19.9)
-    assert only(control.handle(msg.Tick(), 20.0), ctl.RunCycle).epoch == 1
-
-
-def test_reload_ends_the_plan_and_is_asked_about():
+def test_reload_ends_the_plan_and_all_ranks_are_asked():
     """R4: a reload ends plans of the old version as WEIGHTS_VERSION_CHANGED."""
     control = control_of(S.MIGRATING)
     control.handle(msg.Tick(), 1.0)
@@ -258,7 +117,7 @@ def test_reload_ends_the_plan_and_is_asked_about():
     assert control.state is S.READY and control.group.weights_version == 2
 
 
-# --- stalls and the store -------------------------------------------------------------------------------
+# --- stalls and the store -------------------------------------------------------------------
 
 
 def test_plan_without_quorum_stalls_with_the_reason_and_goes_on():
@@ -300,8 +159,8 @@ def test_failed_writes_are_kept_and_no_wave_begins_before_they_are_stored():
     assert [m for m in sent(actions) if isinstance(m, msg.Prepare)] == []
 
 
-def test_store_away_while_committing_is_what_the_plan_says():
-    """The leader asks on, so it hears the steps the fleet takes; Commit waits for its intent."""
+def test_plan_names_the_store_if_commit_waits_for_it():
+    """The leader still asks, so it learns of the group's steps; Commit waits for its intent."""
     control = control_of(S.MIGRATING)
     unstored = of_kind(vote(control), ctl.PersistAction)
     assert only(unstored, ctl.PersistIntent)
@@ -322,7 +181,7 @@ def test_store_away_while_committing_is_what_the_plan_says():
 
 
 def store_away(control, since, until):
-    """Ticks in which no write is stored, with ranks that are heard; ends as they would if it came back. What was stored last."""
+    """Tick while no write is stored and all ranks are heard; return the time of the last tick."""
     t = since
     while t < until:
         t += 0.25
@@ -333,12 +192,12 @@ def store_away(control, since, until):
     return t
 
 
-def test_store_away_as_a_wave_begins_is_what_the_plan_says():
-    """R14: one batch stores how a wave ended and begins the next. No rank hears of that, so none can be late."""
+def test_plan_names_the_store_if_its_next_wave_waits_for_it():
+    """R14: one batch stores the end of a wave and begins the next; no rank was asked yet."""
     control = control_of(S.MIGRATING)
     vote(control)
     unstored = of_kind(ack(control, AFTER_ONE, 1), ctl.PersistAction)
-    # The plan was written, what came after it was not: its Prepare is kept back all the same.
+    # The plan was written and the later writes were not: its Prepare is held back all the same.
     control.handle(ctl.PersistFailed(tuple(unstored[2:])), 0.0)
     now = store_away(control, 0.0, 60.0)
     assert (record(control).phase, record(control).reason) == (
@@ -359,7 +218,7 @@ def test_store_away_as_a_wave_begins_is_what_the_plan_says():
     assert record(control).phase is PlanPhase.COMMITTED
 
 
-def test_store_away_as_a_plan_is_cancelled_is_what_the_plan_says():
+def test_plan_names_the_store_if_its_cancellation_waits_for_it():
     """The Abort waits for the record that it was asked for; no rank owes an answer to it yet."""
     control = control_of(S.MIGRATING)
     _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)

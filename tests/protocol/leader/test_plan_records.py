@@ -1,4 +1,4 @@
-"""Which ended plans a leader still knows, however many have ended since."""
+"""Plan records: the ended plans a leader still knows after many more have ended."""
 
 import dataclasses
 
@@ -16,19 +16,19 @@ from tests.protocol.machines import AFTER_ONE, AFTER_TWO, BASE, ack, control_of,
 P = PlanPhase
 
 
-def enter(book, name, phase, reason=Reason.EXPIRED, *, waves=0, kind=PlanKind.AUTOMATIC):
-    """A plan that ended; each a second after the one before."""
-    at = float(len(book.seen))
-    book.seen.append(name)
+def enter(records, name, phase, reason=Reason.EXPIRED, *, waves=0, kind=PlanKind.AUTOMATIC):
+    """Enter a plan and end it, one second after the previous one."""
+    at = float(len(records.seen))
+    records.seen.append(name)
     plan = plan_of(plan_id=name, kind=kind, created_at=at)
-    book.add(plan, P.MIGRATING if waves else P.PROPOSED, Reason.MANUAL_REQUEST, at)
-    book.change(
-        book.get(PlanId(name)), "ended", at, phase=phase, reason=reason, waves_committed=waves
+    records.add(plan, P.MIGRATING if waves else P.PROPOSED, Reason.MANUAL_REQUEST, at)
+    records.change(
+        records.get(PlanId(name)), "ended", at, phase=phase, reason=reason, waves_committed=waves
     )
 
 
-class Book(PlanRecords):
-    """One that notes what was entered."""
+class NotedRecords(PlanRecords):
+    """Plan records that note the order of entry."""
 
     def __init__(self):
         super().__init__()
@@ -43,49 +43,49 @@ class Book(PlanRecords):
 
 
 @pytest.fixture
-def book():
-    return Book()
+def records():
+    return NotedRecords()
 
 
-def test_what_later_decisions_rest_on_outlives_newer_plans(book):
-    enter(book, "earlier", P.COMMITTED, Reason.COMMITTED, waves=2)
-    enter(book, "earlier-fault", P.ABORTED, Reason.RANK_LOST)
-    enter(book, "carried-out", P.COMMITTED, Reason.COMMITTED, waves=2)
-    enter(book, "partly", P.CANCELLED, Reason.CANCELLED, waves=1)
-    enter(book, "stopped", P.CANCELLED, Reason.CANCELLED)
-    enter(book, "failed", P.ABORTED, Reason.PREPARE_DEADLINE)
-    enter(book, "refused", P.REFUSED, Reason.NO_SOURCE)
-    enter(book, "outrun", P.ABORTED, Reason.GENERATION_CHANGED)
+def test_what_later_decisions_rest_on_outlives_newer_plans(records):
+    enter(records, "earlier", P.COMMITTED, Reason.COMMITTED, waves=2)
+    enter(records, "earlier-fault", P.ABORTED, Reason.RANK_LOST)
+    enter(records, "carried-out", P.COMMITTED, Reason.COMMITTED, waves=2)
+    enter(records, "partly", P.CANCELLED, Reason.CANCELLED, waves=1)
+    enter(records, "stopped", P.CANCELLED, Reason.CANCELLED)
+    enter(records, "failed", P.ABORTED, Reason.PREPARE_DEADLINE)
+    enter(records, "refused", P.REFUSED, Reason.NO_SOURCE)
+    enter(records, "outrun", P.ABORTED, Reason.GENERATION_CHANGED)
     wanted = ["carried-out", "partly", "stopped", "failed", "refused", "outrun"]
-    book.crowd()
-    assert book.kept() == wanted
-    assert len(book.by_id) <= 16 + 1 + len(wanted), "and no more than a few of the others"
+    records.crowd()
+    assert records.kept() == wanted
+    assert len(records.by_id) <= 16 + 1 + len(wanted), "and no more than a few of the others"
 
 
-def test_failures_are_kept_back_to_the_last_plan_that_was_carried_out_and_not_without_end(book):
-    enter(book, "fault-before", P.REFUSED, Reason.NO_SOURCE)
-    enter(book, "carried-out", P.COMMITTED, Reason.COMMITTED, waves=2)
+def test_failures_are_kept_back_to_the_last_plan_that_was_carried_out_and_not_without_end(records):
+    enter(records, "fault-before", P.REFUSED, Reason.NO_SOURCE)
+    enter(records, "carried-out", P.COMMITTED, Reason.COMMITTED, waves=2)
     for number in range(50):
-        enter(book, f"fault{number}", P.REFUSED, Reason.NO_SOURCE)
-    enter(book, "by-hand", P.REFUSED, Reason.NO_SOURCE, kind=PlanKind.MANUAL)
-    book.crowd()
-    assert book.kept() == ["carried-out", *(f"fault{number}" for number in range(34, 50))]
+        enter(records, f"fault{number}", P.REFUSED, Reason.NO_SOURCE)
+    enter(records, "by-hand", P.REFUSED, Reason.NO_SOURCE, kind=PlanKind.MANUAL)
+    records.crowd()
+    assert records.kept() == ["carried-out", *(f"fault{number}" for number in range(34, 50))]
 
 
-def test_plans_that_have_not_ended_are_kept_whatever_came_after(book):
-    book.add(plan_of(plan_id="waits", created_at=-1.0), P.PROPOSED, Reason.MANUAL_REQUEST, 0.0)
-    book.crowd()
-    assert book.kept() == ["waits"]
+def test_plans_that_have_not_ended_are_kept_whatever_came_after(records):
+    records.add(plan_of(plan_id="waits", created_at=-1.0), P.PROPOSED, Reason.MANUAL_REQUEST, 0.0)
+    records.crowd()
+    assert records.kept() == ["waits"]
 
 
-def test_a_book_loaded_knows_the_same_as_one_that_was_kept(book):
-    enter(book, "carried-out", P.COMMITTED, Reason.COMMITTED, waves=2)
-    records = dict(book.by_id)
+def test_loaded_records_are_those_that_were_kept(records):
+    enter(records, "carried-out", P.COMMITTED, Reason.COMMITTED, waves=2)
+    stored = dict(records.by_id)
     for number in range(40):
-        enter(book, f"dry{number}", P.EXPIRED)
-        records |= book.by_id
+        enter(records, f"dry{number}", P.EXPIRED)
+        stored |= records.by_id
     loaded = PlanRecords()
-    loaded.load(reversed(records.values()))
+    loaded.load(reversed(stored.values()))
     assert PlanId("carried-out") in loaded.by_id
     assert len(loaded.by_id) == 17
 

@@ -1,4 +1,4 @@
-"""What a plan and a wave must satisfy before any rank hears of them (R10, R11, R17)."""
+"""Validation of plans and waves before any rank hears of them (R10, R11, R17)."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def refusal_of(wave, **changes):
     return refusal[0] if refusal is not None else None
 
 
-def test_sound_plan_and_its_waves_are_taken():
+def test_valid_plan_and_its_waves_are_accepted():
     plan = plan_of()
     assert plan_refusal(plan, SHAPE) is None
     assert placement_at(plan, 0) == plan.base and placement_at(plan, 2) == plan.target
@@ -54,12 +54,12 @@ def replaced(plan, **changes):
         (replaced(plan_of(), batches=((Transfer(0, 0, -1, 1, 1),),)), Reason.WRONG_SHAPE),
     ],
 )
-def test_unsound_plans_are_refused(plan, reason):
+def test_invalid_plans_are_refused(plan, reason):
     """R17."""
     assert plan_refusal(plan, SHAPE)[0] is reason
 
 
-def test_target_is_held_against_the_invariants_of_a_placement():
+def test_target_must_be_a_valid_placement():
     """R17: every expert at least one replica, shape, no duplicate on a rank unless allowed."""
     lost, twice = BASE.phy2log.copy(), BASE.phy2log.copy()
     lost[0, [1]] = 2

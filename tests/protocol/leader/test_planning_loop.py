@@ -1,4 +1,4 @@
-"""The control loop: what each mode makes of a cycle, and that every cycle ends in a recorded decision."""
+"""The planning loop in each mode; every cycle ends in a recorded decision."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ def test_cycle_without_a_plan_is_recorded_with_its_reason():
     assert only(actions, ctl.PersistDecision).row["reason"] == Reason.GAIN_TOO_SMALL
 
 
-def test_unsound_plan_of_a_cycle_is_recorded_as_refused():
+def test_invalid_plan_of_a_cycle_is_recorded_as_refused():
     """R17."""
     control = fresh(AUTO)
     plan = plan_of(kind=PlanKind.AUTOMATIC, waves=1)
@@ -98,7 +98,7 @@ def test_plan_that_was_overtaken_is_not_begun():
 
 
 def test_plan_of_a_cycle_of_an_earlier_term_is_not_begun():
-    """It was made under the policy of its time, and the new term's cycle still waits for its own answer."""
+    """It was made under an earlier policy, and the new term's cycle waits for its own answer."""
     control = fresh(AUTO)
     late = only(control.handle(msg.Tick(), 10.0), ctl.RunCycle)
     control.handle(ctl.LeaseLost(), 10.1)
@@ -113,7 +113,7 @@ def test_plan_of_a_cycle_of_an_earlier_term_is_not_begun():
 
 
 def only_from(unix: float, minutes: int = 60) -> Schedule:
-    """A schedule that is open every day for that long from the minute of a Unix time on."""
+    """Return a schedule that opens every day at the minute of a Unix time."""
     first = int(unix // 60) % 1440
     begins, ends = divmod(first, 60), divmod((first + minutes) % 1440, 60)
     return Schedule(windows=(f"daily {begins[0]:02}:{begins[1]:02} - {ends[0]:02}:{ends[1]:02}",))
@@ -165,7 +165,7 @@ def test_a_rollback_may_begin_at_any_time():
     ],
 )
 def test_every_cycle_ends_in_a_recorded_decision(state, reason):
-    """Nothing is silent: also "no action because ..."."""
+    """A cycle that does nothing records the reason."""
     control = control_of(state, policy=AUTO)
     rows = of_kind(control.handle(msg.Tick(), 10.0), ctl.PersistDecision)
     assert [row.row["reason"] for row in rows] == [reason]

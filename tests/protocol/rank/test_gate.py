@@ -32,7 +32,7 @@ def gates_of(participants, poll_every=3, resolve_after=2):
 
 
 def steps(gates, count, now=0.0):
-    """All ranks take steps; returns (call, rank, action) of all that was decided."""
+    """Let all ranks take steps; return (call, rank, action) of every action."""
     decided, vectors = [], []
     for _ in range(count):
         due = [gate.advance() for gate in gates]
@@ -164,7 +164,7 @@ def test_error_of_ours_in_a_snapshot_does_not_stop_the_polling():
 
 
 def test_rank_that_cannot_follow_a_result_leaves_the_group():
-    """R8: the others acted on it."""
+    """R8: the other ranks acted on the result."""
     gates = gates_of([participant_in(State.ARMED), participant_in(State.ARMED)])
     gates[1].participants[0].handle = lambda event, now: 1 / 0
     calls = [

@@ -1,4 +1,4 @@
-"""A rank's half of the switch, rule by rule."""
+"""The rank's machine, rule by rule."""
 
 import dataclasses
 
@@ -301,8 +301,8 @@ def test_nothing_reachable_changes_before_the_swap():
     assert rank.placement == BASE.with_rows((0,), wave_of().rows)
 
 
-def test_a_pass_that_is_not_ours_leaves_the_group():
-    """R8: what cannot be true means that the gate's answer is unknown."""
+def test_a_pass_of_another_epoch_leaves_the_group():
+    """R8: an impossible result means that the gate's result is unknown."""
     rank = participant_in(State.ARMED, polled=True)
     assert (
         only(rank.handle(msg.PollPassed(Epoch(9)), 0.0), msg.LeaveGroup).reason
@@ -314,7 +314,7 @@ def test_a_pass_that_is_not_ours_leaves_the_group():
     assert only(half.handle(msg.SwapFailed(KEY, "out of memory"), 0.0), msg.LeaveGroup)
 
 
-def test_rank_state_tells_what_a_new_leader_rules_on():
+def test_rank_state_has_all_that_a_new_leader_decides_from():
     """R12, R15: epoch, wave held, last wave, and the full map when asked for."""
     rank = participant_in(State.SWAPPING)
     held = only(rank.handle(from_controller(msg.QueryState(LEADER)), 0.0), msg.RankState)
@@ -401,3 +401,22 @@ def test_commit_of_a_wave_given_up_is_answered_as_gone():
     )
     assert (answer.outcome, answer.drained) == (WaveOutcome.REFUSED, False)
     assert sent(rank.handle(msg.TransportDrained(KEY), 0.0)) == [], "nobody asked to abort"
+
+
+@pytest.mark.parametrize("state", State)
+def test_disabled_rank_refuses_the_next_wave_and_finishes_the_one_it_holds(state):
+    rank = participant_in(state)
+    assert rank.handle(msg.MigrationDisabled(), 0.0) == []
+    assert rank.state is state and rank.observe_only
+    if state is State.IDLE:
+        (answer,) = rank.handle(from_controller(prepare_of()), 0.0)
+        assert answer.message.reason is Reason.OBSERVE_ONLY
+
+
+def test_placement_changed_by_the_engine_makes_plans_for_the_old_one_stale():
+    """R3."""
+    rank, moved = participant_of(), BASE.with_rows((0,), wave_of().rows)
+    assert rank.handle(msg.EngineRebalanced(moved), 0.0) == []
+    assert (rank.placement, rank.epoch) == (moved, 1)
+    (answer,) = rank.handle(from_controller(prepare_of()), 0.0)
+    assert answer.message.reason is Reason.STALE_BASE

@@ -1,0 +1,168 @@
+"""Requests of operators, and the reasons to refuse them."""
+
+import dataclasses
+
+import pytest
+
+from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason
+from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.transitions import ControlState as S
+from tests.protocol.machines import (
+    AFTER_ONE,
+    AFTER_TWO,
+    BASE,
+    abort_answers,
+    ack,
+    both,
+    control_of,
+    of_kind,
+    only,
+    plan_of,
+    record,
+    sent,
+    state_of,
+    vote,
+)
+
+AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=10.0)
+
+
+def test_cancel_before_the_votes_aborts_the_wave():
+    """R16."""
+    control = control_of(S.MIGRATING)
+    _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)
+    assert {type(m) for m in sent(actions)} == {msg.Abort}
+    abort_answers(control)
+    assert (record(control).phase, control.state) == (PlanPhase.CANCELLED, S.READY)
+
+
+def test_cancel_after_the_votes_takes_effect_at_the_next_wave():
+    """R16."""
+    control = control_of(S.MIGRATING)
+    vote(control)
+    _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)
+    assert sent(actions) == []
+    ack(control, AFTER_ONE, 1)
+    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.CANCELLED, 1)
+    assert control.epoch == 1
+    with pytest.raises(Conflict):
+        Operator(control).cancel(PlanId("p"), "me", 0.0)
+
+
+def test_a_repeated_cancel_writes_what_the_first_could_not():
+    """The first caller got a 503. A repeated request that writes nothing would be told of success."""
+    control = control_of(S.MIGRATING)
+    vote(control)
+    _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)
+    control.handle(ctl.PersistFailed(tuple(of_kind(actions, ctl.PersistPlan))), 0.0)
+    _, again = Operator(control).cancel(PlanId("p"), "me", 0.1)
+    assert of_kind(again, ctl.PersistPlan)
+    assert Operator(control).cancel(PlanId("p"), "me", 0.2)[1] == []
+
+
+def test_approve_after_the_epoch_moved_is_a_stale_base():
+    """R16: approve after the epoch moved is 409 STALE_BASE."""
+    control = control_of()
+    operator = Operator(control)
+    operator.submit(plan_of(1, "late"), 0.0)
+    operator.submit(plan_of(1), 0.0, approve=True)
+    vote(control)
+    ack(control, AFTER_ONE, 1)
+    for _ in range(2):
+        with pytest.raises(Conflict) as caught:
+            operator.approve(PlanId("late"), "me", 0.0)
+        assert caught.value.reason is Reason.STALE_BASE
+        control.handle(msg.Tick(), 0.1)
+    assert record(control, "late").phase is PlanPhase.REFUSED
+
+
+def test_proposal_expires():
+    control = control_of()
+    operator = Operator(control)
+    operator.submit(plan_of(expires_at=50.0), 0.0)
+    with pytest.raises(Conflict) as caught:
+        operator.approve(PlanId("p"), "me", 50.0)
+    assert caught.value.reason is Reason.EXPIRED
+    control.handle(msg.Tick(), 50.0)
+    assert record(control).phase is PlanPhase.EXPIRED
+
+
+def test_same_id_and_body_is_the_same_plan_and_another_body_a_conflict():
+    operator = Operator(control_of())
+    first, _ = operator.submit(plan_of(), 0.0, request_digest="x")
+    again, actions = operator.submit(plan_of(), 0.0, request_digest="x")
+    assert (again, actions) == (first, [])
+    with pytest.raises(Conflict) as caught:
+        operator.submit(plan_of(), 0.0, request_digest="y")
+    assert caught.value.reason is Reason.ID_REUSED
+
+
+def test_one_plan_at_a_time():
+    control = control_of(S.MIGRATING)
+    operator = Operator(control)
+    operator.submit(plan_of(plan_id="q"), 0.0)
+    for call in (
+        lambda: operator.submit(plan_of(plan_id="r"), 0.0, approve=True),
+        lambda: operator.approve(PlanId("q"), "me", 0.0),
+    ):
+        with pytest.raises(Conflict) as caught:
+            call()
+        assert caught.value.reason is Reason.PLAN_IN_PROGRESS
+
+
+def test_invalid_plan_is_refused_before_prepare():
+    """R17: a plan that breaks an invariant is refused before Prepare."""
+    rows = BASE.phy2log.copy()
+    rows[0, :] = 0
+    target = dataclasses.replace(BASE, phy2log=rows)
+    with pytest.raises(InfeasiblePlan) as caught:
+        Operator(control_of()).submit(plan_of(target=target), 0.0)
+    assert caught.value.reason is Reason.EXPERT_WITHOUT_REPLICA
+
+
+def test_rollback_undoes_the_whole_last_plan():
+    """R16: a plan of two waves raised the epoch twice; nobody asked for the state between them."""
+    control = control_of()
+    operator = Operator(control)
+    operator.submit(plan_of(), 0.0, approve=True)
+    vote(control)
+    ack(control, AFTER_ONE, 1)
+    vote(control, 1)
+    ack(control, AFTER_TWO, 2, 1)
+    assert operator.rollback_target(None) == (0, BASE)
+    assert operator.rollback_target(Epoch(1)) == (1, AFTER_ONE)
+    del control.history[Epoch(0)]
+    assert operator.rollback_target(None) == (1, AFTER_ONE)
+
+
+def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
+    """R16."""
+    control = control_of(policy=AUTO)
+    operator = Operator(control)
+    operator.submit(plan_of(1), 0.0, approve=True)
+    vote(control)
+    ack(control, AFTER_ONE, 1)
+    assert operator.rollback_target(None) == (0, BASE)
+    with pytest.raises(Conflict):
+        operator.rollback_target(Epoch(1))
+    with pytest.raises(NotFound):
+        operator.rollback_target(Epoch(9))
+    back = plan_of(1, "back", 1, base=AFTER_ONE, kind=PlanKind.ROLLBACK)
+    _, actions = operator.submit(back, 0.0)
+    assert only(actions, ctl.PersistDocument).body["held"] is True
+    operator.cancel(PlanId("back"), "me", 0.0)
+    actions = control.handle(msg.Tick(), 10.0)
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.HELD_AFTER_ROLLBACK
+    assert only(operator.resume(11.0), ctl.PersistDocument).body["held"] is False
+    assert operator.resume(11.0) == []
+    control.handle(ctl.PersistFailed((control.document(),)), 11.0)
+    assert only(operator.resume(11.1), ctl.PersistDocument).body["held"] is False, (
+        "asked again after a 503"
+    )
+    both(control, lambda rank: state_of(rank, epoch=1, placement=AFTER_ONE), 19.9)
+    assert only(control.handle(msg.Tick(), 20.0), ctl.RunCycle).epoch == 1
