@@ -153,6 +153,7 @@ _CODEC_OF_TYPE: dict[Any, FieldCodec] = {
         lambda reason: reason or "",
     ),
 }
+"""The codec of a field by its type. Every float of the protocol is a duration."""
 
 
 def _codec_of_type(hint: Any, codecs: Mapping[Any, FieldCodec]) -> FieldCodec:
