@@ -19,7 +19,6 @@ from evenkeel_moe.api.context import (
     read_page_token,
 )
 from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
-from evenkeel_moe.api.schema_base import plain
 from evenkeel_moe.api.schemas import PlanIn, PlanOut, PlanPage, ProblemOut, RollbackIn, StoryOut
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
@@ -104,12 +103,8 @@ async def get_story(
 ) -> StoryOut:
     """Return the events of a plan and their reasons, in order."""
     record = await operations.plan(deployment, plan_id)
-    return StoryOut(
-        plan_id=plan_id,
-        phase=record.phase.value,
-        reason=record.reason.value,
-        rows=plain(record.story),
-    )
+    rows = list(record.story)
+    return StoryOut(plan_id=plan_id, phase=record.phase, reason=record.reason, rows=rows)
 
 
 @router.post(
