@@ -2,8 +2,8 @@
 
 The protocol is the same up to the commit point: Prepare is checked and voted on, Commit arms the
 rank, and the gate agrees on the step. From there on the engine acts: the agent hands it the agreed
-map, and the engine copies and switches layer by layer and tells the agent of each layer. So the map
-has a single writer, and every layer is whole at every step. The wave as a whole takes many steps.
+map, and the engine copies and switches layer by layer and reports each layer to the agent. The map
+thus has a single writer, and every layer is whole at every step. The wave as a whole takes many steps.
 Until its last layer the rank stays at the old epoch, and the gate is not polled. If the engine
 stops half way, the rank reports it as `trouble`.
 
@@ -193,7 +193,7 @@ class GuestAgent(Agent):
         wrong = np.argwhere(np.asarray(phy2log) != move.placement.phy2log)
         if len(wrong):
             layers = sorted({int(layer) for layer, _ in wrong})
-            reason = self._engine.fault() or "the engine did not say why"
+            reason = self._engine.fault() or "the engine gave no reason"
             slots = move.placement.phy2log.size
             self.disable_migration(
                 f"the engine ended {move.wave.plan_id} with {len(wrong)} of {slots} slots not as"
@@ -229,7 +229,7 @@ class GuestAgent(Agent):
             participant.handle(EngineRebalanced(placement), time.monotonic())
 
     def observe_as_asked(self) -> None:
-        """Refuse every wave because the engine is configured so; this is no trouble."""
+        """Refuse every wave, as the engine's configuration asks; this is not a fault."""
         self._participant.handle(MigrationDisabled(), time.monotonic())
 
     # --- called by the gate -----------------------------------------------------------------------
@@ -256,7 +256,7 @@ class GuestAgent(Agent):
         why = fault or f"no layer for {move.quiet_steps} steps and {quiet_s:.0f} s"
         self.disable_migration(
             f"{move.wave.plan_id} stopped with {len(move.done)} of {len(move.layers)} layers"
-            f" switched: {why}. Every layer is whole and serving goes on; only a restart of the"
+            f" switched: {why}. Every layer is whole and serving continues; only a restart of the"
             " group moves experts again"
         )
 

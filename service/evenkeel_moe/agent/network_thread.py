@@ -95,7 +95,7 @@ class NetworkThread:
             )
 
     async def _keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a task for ever; start it again after an error, which costs only what it held."""
+        """Run a task for ever, and start it again after an error."""
         while True:
             try:
                 await work()
@@ -123,6 +123,6 @@ class NetworkThread:
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
-    """Log the end of a task that should run for ever; the engine goes on."""
+    """Log the end of a task that should run for ever; the engine continues."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("agent_task_ended", task=task.get_name(), exc_info=error)

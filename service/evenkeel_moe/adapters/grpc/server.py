@@ -62,7 +62,7 @@ class RankHub(Protocol):
         ...
 
     def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
-        """Answer a first message that is no valid Hello, and close the stream."""
+        """Answer an invalid first message, and close the stream."""
         ...
 
 

@@ -47,7 +47,7 @@ class PlannerPool:
         self.warm = False
         """True once the kernels are compiled; earlier calls wait for that."""
         self.fault = ""
-        """Why the last call failed; empty if it succeeded."""
+        """The error of the last call; empty if it succeeded."""
         self._free = asyncio.Semaphore(workers)
 
     @property

@@ -201,7 +201,7 @@ async def eviction_policies(client: Client) -> frozenset[str] | None:
     """Return `maxmemory-policy` of the server, or of every primary of a Cluster.
 
     Returns:
-        None if the user has no right to ask, or the service does not tell.
+        None if the user has no right to ask, or the service hides the policy.
 
     Raises:
         Unavailable: no answer.

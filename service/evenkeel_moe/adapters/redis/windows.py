@@ -51,7 +51,7 @@ class _Keys(NamedTuple):
     total: str
     """Number of steps ever added."""
     chunks: str
-    """For each chunk, the number of steps before it."""
+    """The number of steps before each chunk."""
     source: str
     """Source-side sums."""
 

@@ -63,7 +63,7 @@ class StageOutcome:
     """The result of staging a wave on this rank."""
 
     reason: Reason | None = None
-    """Why staging failed; None when everything arrived and matches."""
+    """The cause of the failure; None when everything arrived and matches."""
     detail: str = ""
 
     @property
@@ -365,7 +365,7 @@ class TorchWeightTransport:
     # --- small parts ----------------------------------------------------------------------------
 
     def _pace_s(self, batch: Sequence[Transfer], max_bytes_per_s: float) -> float:
-        """Return the seconds a batch should take, by its busiest rank: all ranks pause alike."""
+        """Return the seconds a batch should take; its busiest rank sets the pace of all."""
         if max_bytes_per_s <= 0:
             return 0.0
         share: dict[int, int] = {}
