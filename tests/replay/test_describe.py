@@ -50,9 +50,9 @@ def test_pairs_are_selected_on_the_first_half_and_scored_on_the_second():
     counts = _steady(experts=64)
     rng = np.random.default_rng(3)
     busy = np.nonzero(rng.random(200) < 0.2)[0]
-    counts[np.ix_(busy, [0], [4, 11])] += 40
+    counts[busy[:, None], 0, [4, 11]] += 40
     lost = busy[busy < 100]
-    counts[np.ix_(lost, [0], [1, 2])] += 40
+    counts[lost[:, None], 0, [1, 2]] += 40
     described = _describe(counts)
     by_experts = {pair.experts: pair for pair in described.pairs}
     assert described.pairs[0].experts == (4, 11)

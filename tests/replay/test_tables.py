@@ -1,3 +1,5 @@
+import io
+
 import pytest
 from rich.console import Console
 
@@ -5,32 +7,30 @@ from evenkeel_moe.replay.tables import COLUMNS, comparison_table
 from evenkeel_moe.replay.walk_metrics import WalkMetrics
 
 
-def _figures(policy, time, balance=0.8):
-    nan = float("nan")
+def _metrics(policy, time):
     return WalkMetrics(
-        policy,
-        balance,
-        0.7,
-        0.6,
-        time,
-        1.1,
-        1.2,
-        1.3,
-        14,
-        48.6,
-        60.6,
-        50.6,
-        723_700_000_000,
-        nan,
-        1007.9,
-        nan,
+        policy=policy,
+        balancedness_mean=0.8,
+        balancedness_p5=0.7,
+        balancedness_worst=0.6,
+        time_over_fluid=time,
+        step_time_p50=1.1,
+        step_time_p90=1.2,
+        step_time_p99=1.3,
+        replans=14,
+        copies_per_layer=48.6,
+        copies_per_layer_raw=60.6,
+        first_copies_per_layer=50.6,
+        bytes=723_700_000_000,
+        first_bytes=0,
+        plan_ms=1007.9,
+        plan_ms_max=float("nan"),
     )
 
 
 def _printed(width):
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))
-    console.print(comparison_table([_figures("once", 1.4), _figures("keel+verdict", 1.2)], width))
-    console.file.close()
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(comparison_table([_metrics("once", 1.4), _metrics("keel+verdict", 1.2)], width))
     return console.export_text().splitlines()
 
 

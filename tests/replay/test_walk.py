@@ -51,7 +51,7 @@ def test_no_planner_sees_a_step_it_is_scored_on(setup):
 
 def test_metrics_equal_those_of_a_plain_recount(setup):
     walk = walk_forward("eplb", _eplb, setup)
-    figures = measure_walk(walk, 10)
+    result = measure_walk(walk, 10)
     balance, slowest, fluid = [], [], []
     for step, placement in zip(walk.steps, walk.placements, strict=True):
         for t in range(step, step + 4):
@@ -67,18 +67,18 @@ def test_metrics_equal_those_of_a_plain_recount(setup):
     by_layer = [
         np.mean([value for where, value in balance if where == layer]) for layer in range(2)
     ]
-    assert figures.balancedness_mean == pytest.approx(np.mean(by_layer))
-    assert figures.balancedness_worst == pytest.approx(min(by_layer))
-    assert figures.balancedness_p5 == pytest.approx(
+    assert result.balancedness_mean == pytest.approx(np.mean(by_layer))
+    assert result.balancedness_worst == pytest.approx(min(by_layer))
+    assert result.balancedness_p5 == pytest.approx(
         np.percentile([value for _, value in balance], 5)
     )
-    assert figures.time_over_fluid == pytest.approx(sum(slowest) / sum(fluid))
+    assert result.time_over_fluid == pytest.approx(sum(slowest) / sum(fluid))
     per_step = np.array(slowest).reshape(-1, 2).sum(axis=1) / (sum(fluid) / 24)
-    assert figures.step_time_p90 == pytest.approx(np.percentile(per_step, 90))
-    assert (figures.step_time_p50, figures.step_time_p99) == pytest.approx(
+    assert result.step_time_p90 == pytest.approx(np.percentile(per_step, 90))
+    assert (result.step_time_p50, result.step_time_p99) == pytest.approx(
         tuple(np.percentile(per_step, [50, 99]))
     )
-    assert figures.replans == 6
+    assert result.replans == 6
 
 
 def _received(old, new):
@@ -100,11 +100,11 @@ def test_copies_are_counted_from_the_current_placement_without_the_first_plan(se
     want = [_received(a, b) for a, b in zip(in_force[:-1], in_force[1:], strict=True)]
     assert walk.copies.tolist() == want
     assert want[0] > 0
-    figures = measure_walk(walk, 10)
-    assert figures.first_copies_per_layer == want[0] / 2
-    assert figures.first_bytes == want[0] * 10
-    assert figures.copies_per_layer == pytest.approx(np.mean(want[1:]) / 2)
-    assert figures.bytes == sum(want[1:]) * 10
+    result = measure_walk(walk, 10)
+    assert result.first_copies_per_layer == want[0] / 2
+    assert result.first_bytes == want[0] * 10
+    assert result.copies_per_layer == pytest.approx(np.mean(want[1:]) / 2)
+    assert result.bytes == sum(want[1:]) * 10
 
 
 def test_renamed_ranks_cost_nothing_after_relabelling(setup):
@@ -177,7 +177,7 @@ def test_setups_that_cannot_be_replayed_are_refused(setup):
 
 def test_a_trace_without_load_has_no_balancedness_and_no_ratio(setup):
     silent = Setup(np.zeros((30, 2, 8)), setup.shape, setup.topology, 6, 4)
-    figures = measure_walk(walk_forward("eplb", _eplb, silent), 10).as_dict()
-    assert figures["balancedness_mean"] is None
-    assert figures["time_over_fluid"] is None
-    assert figures["step_time_p90"] is None
+    result = measure_walk(walk_forward("eplb", _eplb, silent), 10).as_dict()
+    assert result["balancedness_mean"] is None
+    assert result["time_over_fluid"] is None
+    assert result["step_time_p90"] is None

@@ -99,7 +99,7 @@ class PlacementFile:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What the caller of the reader knows about the file."""
+    """Facts about the file that the caller of the reader knows."""
 
     num_ranks: int | None
     num_logical_experts: int | None

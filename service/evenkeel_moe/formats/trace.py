@@ -31,7 +31,7 @@ class Trace:
     domains: tuple[str, ...] = ()
     """Names of the D domains."""
     notes: tuple[str, ...] = ()
-    """What the reader assumed or left out; shown to the user, never written to a file."""
+    """Assumptions and omissions of the reader; shown to the user, never written to a file."""
 
     def __post_init__(self) -> None:
         counts = self.counts

@@ -154,8 +154,8 @@ def compare(
 def save_plans(path: Path, comparison: Comparison) -> None:
     """Write every plan to an npz file, so that other tools can score it.
 
-    The arrays are `<policy>_steps` and `<policy>_phy2log`. Plan i of a policy was in force, and was
-    scored, from step `steps[i]` for `horizon` steps.
+    The arrays are `<policy>_steps` and `<policy>_phy2log`. Plan i of a policy applied to the
+    `horizon` steps from `steps[i]`, and was scored on them.
 
     Raises:
         InvalidInput: the file cannot be written.

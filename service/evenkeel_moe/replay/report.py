@@ -317,7 +317,7 @@ def _replicas(comparison: Comparison, styles: Mapping[str, Style]) -> str:
             "<p>Slots are fixed per layer, so every layer of every policy has "
             f"{int(totals.pop())} redundant copies. Policies differ in which experts get them.</p>"
         )
-    return first + chart("copies of the most replicated expert", most, "copies of one expert, most")
+    return first + chart("copies of the most replicated expert", most, "most copies of one expert")
 
 
 def _budget(points: Sequence[BudgetPoint]) -> str:
