@@ -54,15 +54,10 @@ def read_grants(names: Iterable[str]) -> tuple[Grant, ...] | None:
     if not ours:
         return None
     grants = []
-    for name in ours:
-        found = _GRANT.fullmatch(name)
-        if found is None:
-            continue
-        first = found["first"]
-        if first is None:
-            grants.append(Grant(found["deployment"]))
-        else:
-            grants.append(Grant(found["deployment"], int(first), int(found["last"] or first)))
+    for found in filter(None, map(_GRANT.fullmatch, ours)):
+        deployment, first, last = found.group("deployment", "first", "last")
+        ranks = () if first is None else (int(first), int(last or first))
+        grants.append(Grant(deployment, *ranks))
     return tuple(grants)
 
 

@@ -162,7 +162,10 @@ class RedisDeploymentStore:
         return [(PlanId(name.decode()), float(created_at)) for name, created_at in rows]
 
     async def open_plans(self, deployment: DeploymentId) -> Sequence[PlanId]:
-        """Return the plans that had not ended when stored; versions without this list omit some."""
+        """Return the plans that had not ended when they were stored.
+
+        Plans stored by versions that did not keep this list are missing.
+        """
         with store_errors("reading which plans are open"):
             names = await self._client.hkeys(self._key(deployment, "plans_open"))
         return sorted(PlanId(name.decode()) for name in names)

@@ -1,6 +1,8 @@
 """`ports.WindowStore` on Redis or Valkey: a stream of chunks for each deployment and phase."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from evenkeel_moe.adapters.redis.client import Client, deployment_key, store_errors
@@ -117,17 +119,12 @@ class RedisWindowStore:
         if window is None:
             return None
         window = window.last(self._capacity)
-        if sums is None:
-            return window
-        try:
-            kept = unpack_source(sums)
-        except Unreadable:
-            return window
-        if kept.shape[1:] != window.counts.shape[1:]:
-            return window
-        return LoadWindow(
-            window.counts, window.steps, window.epochs, window.tokens, window.compute_s, kept
-        )
+        if sums is not None:
+            with suppress(Unreadable):
+                source = unpack_source(sums)
+                if source.shape[1:] == window.counts.shape[1:]:
+                    return replace(window, source=source)
+        return window
 
     async def forget(self, deployment: DeploymentId) -> None:
         """Drop every window of a deployment."""
