@@ -1,9 +1,20 @@
 import io
+import json
 import sys
 
 import pytest
 
-from evenkeel_moe.cli.console import work_bars
+from evenkeel_moe.cli.console import print_json, work_bars
+
+
+def test_json_has_null_for_numbers_that_json_does_not_have(capsys):
+    nan, infinity = float("nan"), float("inf")
+    print_json({"a": nan, "b": [1.5, (infinity, "text")], "c": {1: nan}})
+    assert json.loads(capsys.readouterr().out) == {
+        "a": None,
+        "b": [1.5, [None, "text"]],
+        "c": {"1": None},
+    }
 
 
 def test_work_bars_show_the_name_of_a_policy_unchanged(monkeypatch):

@@ -1,6 +1,7 @@
 """Prints the results of commands: tables and JSON on stdout, progress bars on stderr."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +28,18 @@ def stdout_console() -> Console:
 
 
 def print_json(answer: Any) -> None:
-    """Print a value as JSON; refuse NaN, which JSON does not have."""
-    typer.echo(json.dumps(answer, indent=2, allow_nan=False))
+    """Print a value as JSON; NaN and infinity, which JSON does not have, become null."""
+    typer.echo(json.dumps(_finite(answer), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
 
 
 def print_parts(*parts: RenderableType) -> None:

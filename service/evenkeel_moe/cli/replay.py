@@ -5,7 +5,7 @@ Heavy imports wait until a command runs, because `--help` must not load numpy.
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -234,7 +234,7 @@ def inspect_command(
 
     description = describe(_read(trace, first_moe_layer), num_ranks=ranks, window_steps=window)
     if as_json:
-        print_json(description.as_dict())
+        print_json(asdict(description))
         return
     high = sum(layer.skew_class == "high" for layer in description.layers)
     top_k = f"top-{description.top_k}, " if description.top_k else ""

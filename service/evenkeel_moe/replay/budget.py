@@ -10,7 +10,7 @@ Source: CRAFT figures 5 (balance against replicas, the crosses one replica per l
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +38,6 @@ class BudgetPoint:
     """Balancedness gained over the previous budget, per replica added; NaN for the first budget."""
     kv_bytes_lost: float
     """Mean bytes of replicas on one rank, over all layers: memory the KV cache cannot use."""
-
-    def as_dict(self) -> dict[str, float | None]:
-        """Return the point for JSON; NaN becomes None."""
-        return {key: value if np.isfinite(value) else None for key, value in asdict(self).items()}
 
 
 def budgets_to_try(num_experts: int, num_ranks: int, current: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Comparison:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the comparison for JSON: `results`, and the inputs they depend on."""
+        """Return the comparison as plain values: `results`, and the inputs they depend on."""
         shape = self.setup.shape
         answer: dict[str, Any] = {
             "trace": self.name,
@@ -95,10 +95,10 @@ class Comparison:
             "replans": len(self.walks[0].steps),
             "bytes_per_expert": self.bytes_per_expert,
             "notes": list(self.notes),
-            "results": [result.as_dict() for result in self.results],
+            "results": [asdict(result) for result in self.results],
         }
         if self.budget:
-            answer["budget"] = [point.as_dict() for point in self.budget]
+            answer["budget"] = [asdict(point) for point in self.budget]
         return answer
 
 

@@ -4,7 +4,7 @@ The description shows which policies can help: replication helps against skew, p
 (not on a mean) against temporal and correlated experts, and replanning against drift.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,22 +102,6 @@ class TraceDescription:
     """Mean r in the second half of the pairs selected on the first; NaN if there are none."""
     drift: Drift
     notes: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the description for JSON; NaN becomes None."""
-        cleaned = _without_nan(asdict(self))
-        assert isinstance(cleaned, dict)
-        return cleaned
-
-
-def _without_nan(value: object) -> object:
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return value
 
 
 def describe(

@@ -1,6 +1,6 @@
 """Defines the metrics of a walk: what the tables, the JSON output and the HTML report show."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,13 +40,6 @@ class WalkMetrics:
     plan_ms: float
     """Median milliseconds of one planning call."""
     plan_ms_max: float
-
-    def as_dict(self) -> dict[str, float | int | str | None]:
-        """Return the metrics for JSON; a metric without a value is None."""
-        return {
-            key: None if isinstance(value, float) and not np.isfinite(value) else value
-            for key, value in asdict(self).items()
-        }
 
 
 def measure_walk(walk: Walk, bytes_per_expert: int) -> WalkMetrics:
