@@ -21,7 +21,7 @@ __all__ = ["ActionExecutor"]
 
 @dataclass(eq=False, repr=False)
 class ActionExecutor:
-    """The executor of one deployment's actions; `driver.Hands` of its machine.
+    """The executor of one deployment's actions; `driver.Executor` of its machine.
 
     Args:
         expect_wave: prepares for reports under the placement that a wave leads to.
