@@ -48,8 +48,7 @@ class Gloo:
             slots_per_rank=placement.slots_per_rank,
             staging_bytes=64 * EXPERT_BYTES,
             tensors_of=weights.tensors,
-            tensors_per_expert=3,
-            min_expert_bytes=EXPERT_BYTES,
+            sample=weights.tensors(0, 0),
             connect=lambda serial: self.group.connect(rank, f"transfer-{serial}"),
             device=CPU,
         )

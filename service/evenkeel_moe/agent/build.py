@@ -49,14 +49,12 @@ def make_transport(
     rank, per_rank = config.identity.rank, placement.slots_per_rank
     held = np.argwhere(placement.phy2log[:, rank * per_rank : (rank + 1) * per_rank] >= 0)
     layer, local = held[0].tolist() if len(held) else (0, 0)
-    sample = weights.tensors(layer, local)
     return TorchWeightTransport(
         rank=rank,
         slots_per_rank=per_rank,
         staging_bytes=config.staging_bytes,
         tensors_of=weights.tensors,
-        tensors_per_expert=len(sample),
-        min_expert_bytes=sum(t.numel() * t.element_size() for t in sample),
+        sample=weights.tensors(layer, local),
         connect=lambda serial: connect(f"{TRANSFER}{serial}", device),
         device=device,
     )

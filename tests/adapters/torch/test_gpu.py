@@ -45,7 +45,7 @@ def test_nccl_stages_what_the_wave_says_on_one_rank():
     weights, group = DeviceWeights(old, 0, device), Group(1)
     transport = TorchWeightTransport(
         rank=0, slots_per_rank=4, staging_bytes=1 << 20, tensors_of=weights.tensors,
-        tensors_per_expert=3, min_expert_bytes=1, device=device,
+        sample=weights.tensors(0, 0), device=device,
         connect=lambda serial: make_communicator(
             group.store, f"transfer-{serial}", 0, 1, device=device, timeout_s=60.0
         ),

@@ -15,7 +15,7 @@ NBYTES = sum(tensor.nbytes for tensor in EXPERT)
 
 
 def make_memory(experts):
-    return StagingMemory(experts * NBYTES, len(EXPERT), NBYTES, CPU)
+    return StagingMemory(experts * NBYTES, EXPERT, CPU)
 
 
 def test_all_experts_fit_in_spite_of_alignment_and_share_no_byte():

@@ -56,8 +56,7 @@ def staged_by_two(new, batches, deadline_s, missing=()):
             slots_per_rank=2,
             staging_bytes=4 * NBYTES,
             tensors_of=lambda _layer, local: slots[local],
-            tensors_per_expert=4,
-            min_expert_bytes=NBYTES,
+            sample=expert(0),
             connect=lambda serial: group.connect(rank, f"transfer-{serial}", CPU),
             device=CPU,
         )

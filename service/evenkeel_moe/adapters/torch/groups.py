@@ -35,10 +35,6 @@ class Work(Protocol):
         """Return once it is done; raise RuntimeError if it failed or the timeout passed."""
         ...
 
-    def is_completed(self) -> bool:
-        """Return True if it is done or failed."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Operation:

@@ -16,16 +16,14 @@ class StagingMemory:
 
     Args:
         nbytes: room for experts, allocated once.
-        tensors_per_expert: number of tensors of an expert.
-        min_expert_bytes: bytes of the smallest expert; with it, alignment never uses up `nbytes`.
+        sample: tensors of one expert. Others have as many, and are not smaller; that bounds the
+            padding for alignment, which comes on top of `nbytes`.
         device: device to allocate on.
     """
 
-    def __init__(
-        self, nbytes: int, tensors_per_expert: int, min_expert_bytes: int, device: torch.device
-    ) -> None:
-        experts = -(-nbytes // max(1, min_expert_bytes))
-        padding = experts * tensors_per_expert * _ALIGN
+    def __init__(self, nbytes: int, sample: Sequence[Tensor], device: torch.device) -> None:
+        experts = -(-nbytes // max(1, sum(tensor.nbytes for tensor in sample)))
+        padding = experts * len(sample) * _ALIGN
         self._arena = torch.zeros(nbytes + padding, dtype=torch.uint8, device=device)
         self._used = 0
         self.staged: dict[tuple[int, int], tuple[Tensor, ...]] = {}

@@ -103,8 +103,7 @@ class TorchWeightTransport:
         staging_bytes: room for received experts, allocated once.
         tensors_of: (layer, local slot) -> all tensors of the expert there, also for slots that a
             wave fills.
-        tensors_per_expert: number of tensors of an expert.
-        min_expert_bytes: bytes of the smallest expert.
+        sample: tensors of one expert; others have as many, and are not smaller.
         connect: serial -> a new communicator over all ranks; collective.
         device: device of the weights and of staging.
     """
@@ -116,8 +115,7 @@ class TorchWeightTransport:
         slots_per_rank: int,
         staging_bytes: int,
         tensors_of: Callable[[int, int], Sequence[Tensor]],
-        tensors_per_expert: int,
-        min_expert_bytes: int,
+        sample: Sequence[Tensor],
         connect: Callable[[int], Communicator],
         device: torch.device,
     ) -> None:
@@ -126,7 +124,7 @@ class TorchWeightTransport:
         self._tensors_of = tensors_of
         self._connect = connect
         self._device = device
-        self._memory = StagingMemory(staging_bytes, tensors_per_expert, min_expert_bytes, device)
+        self._memory = StagingMemory(staging_bytes, sample, device)
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
         self._fence: Any = None
