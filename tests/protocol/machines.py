@@ -132,7 +132,7 @@ def of_kind(actions, kind) -> list:
 assert np.array_equal(BASE.phy2log[0], [0, 1, 2, 2, 3, 0])
 
 
-# --- the controller's side -------------------------------------------------------------------------
+# --- the controller's side ------------------------------------------------------------------------
 
 
 def from_rank(rank: int, message, incarnation: int = 1, stream: int | None = None) -> ctl.FromRank:

@@ -133,7 +133,7 @@ def test_lost_abort_is_sent_again(kind):
 
 
 def test_abort_races_with_the_poll_and_loses():
-    """R7: the answer to Abort is "at the new epoch", and the wave is recorded as committed, once."""
+    """R7: the answer to Abort is the new epoch, and the wave is recorded as committed once."""
     pair = Pair()
     pair.step(2)
     pair.cancel()

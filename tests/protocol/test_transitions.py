@@ -72,7 +72,7 @@ UNDER_A_POLL = {
     (P.ARMED, kind)
     for kind in (msg.Abort, msg.ReloadRequested, msg.WeightsReloaded, msg.PollNotPassed)
 }
-"""What waits while the poll in flight may pass (R4, R7), or had nothing to wait for; tested by name."""
+"""Pairs whose effect waits for the poll in flight (R4, R7); other tests name them."""
 
 
 @pytest.mark.parametrize(("state", "kind"), sorted(PARTICIPANT, key=str))

@@ -1,1 +1,1 @@
-"""Seeded simulation of whole fleets: controllers, store, network, ranks, copies and engine steps."""
+"""Seeded simulation of whole deployments: controllers, store, network, ranks, copies and steps."""

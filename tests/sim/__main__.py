@@ -1,8 +1,9 @@
-"""`python -m tests.sim --seeds N`: N seeds, then every mutant until an invariant catches it.
+"""`python -m tests.sim --seeds N` runs N seeds, and every mutant until an invariant catches it.
 
-The last line is `seeds N events M pairs P/P mutants K/K`; the exit code is 0 only when no invariant
-broke, every (state, event) pair of the tables was passed and every mutant was caught. A run of thirty million
-events or more (some 16,000 seeds) must have passed every pair a thousand times in ten million, too.
+The last line is `seeds N events M pairs P/P mutants K/K`. The exit code is 0 only if no invariant
+broke, every (state, event) pair of the tables passed and every mutant was caught. In a run of
+thirty million events or more (some 16,000 seeds) every pair must also pass 1,000 times in ten
+million.
 
     --seed X [--mutant R5] [--trace]   replay one seed exactly
 """
@@ -20,14 +21,14 @@ from tests.sim.run import run_seed
 from tests.sim.search import Hunt, Tally, hunt, run_seeds
 
 MUTANT_SEEDS = 20_000
-"""A mutant not caught within so many seeds has survived."""
+"""The seeds a mutant is searched for; a mutant that is not caught in them survives."""
 CHUNK = 100
 MAX_FAILURES = 10
 RAREST = 5
 OFTEN = 1000
-"""How often in ten million events a pair must pass, for a machine's answer there to count as tried."""
+"""The times each pair must pass in ten million events of a full run."""
 FULL = 3 * 10**7
-"""A run of fewer events leaves that to chance: what is rare comes in bursts, a few seeds have most of it."""
+"""The events of a full run. In shorter runs the rates of rare pairs vary too much."""
 
 
 def replay(seed: int, mutant: str | None, trace: bool) -> int:
@@ -70,23 +71,23 @@ def simulate(seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
     for result in results:
         report(result)
     caught = sum(result.seed is not None for result in results)
-    print(
-        f"{total.waves} waves swapped, {len(total.failures)} failures, {time.monotonic() - began:.0f} s"
-    )
+    seconds = time.monotonic() - began
+    print(f"{total.waves} waves swapped, {len(total.failures)} failures, {seconds:.0f} s")
     covered = sum(rate > 0 for rate in rates.values())
     print(
-        f"seeds {total.seeds} events {total.events} pairs {covered}/{len(rates)} mutants {caught}/{len(results)}"
+        f"seeds {total.seeds} events {total.events} pairs {covered}/{len(rates)}"
+        f" mutants {caught}/{len(results)}"
     )
     return 0 if is_clean(total) and caught == len(results) else 1
 
 
 def pair_rates(total: Tally) -> dict[tuple[str, str, str], float]:
-    """How often each pair of the tables passed in ten million events."""
+    """Return the times each pair of the tables passed, per ten million events."""
     return {pair: total.pairs[pair] * 10**7 / max(total.events, 1) for pair in all_pairs()}
 
 
 def is_clean(total: Tally) -> bool:
-    """No invariant broke, and every pair was passed: in a full run, often."""
+    """Return True if no invariant broke and every pair passed, in a full run often enough."""
     least = OFTEN if total.events >= FULL else 0
     return not total.failures and all(
         rate > 0 and rate >= least for rate in pair_rates(total).values()
@@ -98,9 +99,8 @@ def report(result: Hunt) -> None:
     if result.seed is None:
         print(f"mutant {mutant.name:4} SURVIVED {result.tried} seeds: {mutant.breaks}")
         return
-    print(
-        f"mutant {mutant.name:4} {mutant.breaks}: caught by {result.invariant} at seed {result.seed}"
-    )
+    found = f"caught by {result.invariant} at seed {result.seed}"
+    print(f"mutant {mutant.name:4} {mutant.breaks}: {found}")
     print(f"  replay: python -m tests.sim --seed {result.seed} --mutant {mutant.name} --trace")
 
 

@@ -1,8 +1,8 @@
-"""Causes: what makes one kind of event come about in one state, whenever that state is entered.
+"""Causes: each makes one kind of event occur whenever a machine enters a certain state.
 
-Each function takes the moments and kinds it is about and returns what arranges it in a world. None of
-them hands a machine a message or a decision of its own making: they let messages be late or arrive
-twice, streams break, leases lapse, engines reload and operators cancel, and the shells do the rest.
+Each function returns a function that prepares a world. A cause never gives a machine an event
+itself. It delays or repeats messages, breaks streams, ends leases, lets engines reload and
+operators cancel; the event follows from that as in a real deployment.
 """
 
 from dataclasses import replace
@@ -10,13 +10,13 @@ from dataclasses import replace
 from tests.sim.faults import clock_stepped
 
 TO_RANKS = frozenset({"Prepare", "Commit", "Abort", "QueryState", "NotLeading"})
-"""What controllers say; every other kind of message is a rank's."""
+"""The messages of controllers; all other kinds are messages of ranks."""
 SOON_S = 0.004
-"""Within so many virtual seconds of its beginning a state is met: less than most states last."""
+"""Virtual seconds after a moment within which a cause takes effect; most states last longer."""
 
 
 def meet(world, moment: str, chance: float, strike) -> None:
-    """Whenever a moment passes, until the calm, let `strike(context)` follow with a probability."""
+    """Call `strike(context)` with a probability whenever a moment passes, until the calm."""
 
     def pass_by(context) -> bool:
         if not world.calm and world.rng.random() < chance:
@@ -27,12 +27,12 @@ def meet(world, moment: str, chance: float, strike) -> None:
 
 
 def where(context):
-    """The site or seat a moment is about."""
+    """Return the site or seat of a moment."""
     return context.get("site") or context["seat"]
 
 
 def fits(context, owner) -> bool:
-    """Whether a stream, or a seat with news for itself, belongs to where a moment passed."""
+    """Return True if a stream or seat belongs to the place where a moment passed."""
     place = where(context)
     if owner.deployment != place.deployment:
         return False
@@ -45,7 +45,7 @@ def fits(context, owner) -> bool:
 
 
 def again(kind: str, moment: str, times: int = 2, chance: float = 0.8):
-    """Messages of one kind sent lately arrive once more, from or at whoever enters a state."""
+    """Recent messages of one kind arrive again, from or at the machine that enters a state."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -58,7 +58,7 @@ def again(kind: str, moment: str, times: int = 2, chance: float = 0.8):
 
 
 def twice(kind: str, times: int = 2, chance: float = 0.8):
-    """What ranks send of one kind arrives several times over on its stream."""
+    """Messages of one kind from ranks arrive several times on their stream."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -80,7 +80,7 @@ def late(
     chance: float = 0.8,
     one: bool = False,
 ):
-    """From one moment on, what is of these kinds does not arrive before another moment, or `longest`.
+    """Hold messages of these kinds from one moment until another, or for `longest` seconds.
 
     `one`: only what one rank says or is told is late, at whatever replica, and one rank at a time.
     """
@@ -110,7 +110,7 @@ def late(
 
 
 def release(hold, context, later) -> bool:
-    """Let go what was held back if the moment is about the same deployment and rank; True to wait on."""
+    """Deliver the delayed messages if the moment is of the same place; return True to wait on."""
     if hold not in hold.world.holds:
         return False
     place, other = where(context), where(later)
@@ -123,7 +123,7 @@ def release(hold, context, later) -> bool:
 
 
 def silent(moment: str, part: float, chance: float = 0.7):
-    """Ranks are not heard for longer than their lease, then are again, one after the other.
+    """Ranks are not heard for longer than their lease, and then return one after the other.
 
     `part`: probability that a rank of the deployment is among them; one always is.
     """
@@ -144,7 +144,7 @@ def silent(moment: str, part: float, chance: float = 0.7):
 
 
 def hush(world, context, rank, seconds: float) -> None:
-    """What one rank says arrives that many seconds later."""
+    """The messages of one rank arrive that many seconds later."""
     hold = world.hold(
         lambda kind, owner: (
             kind not in TO_RANKS and getattr(owner, "rank", None) is rank and fits(context, owner)
@@ -154,7 +154,7 @@ def hush(world, context, rank, seconds: float) -> None:
 
 
 def leaderless(moment: str, kinds: frozenset = frozenset(), chance: float = 0.5):
-    """The ranks of a deployment hear no leader for so long that they would drop their wave.
+    """The ranks of a deployment hear no leader for so long that they want to drop their wave.
 
     Once they have told a poll so, `kinds` arrive after all.
     """
@@ -182,7 +182,7 @@ def leaderless(moment: str, kinds: frozenset = frozenset(), chance: float = 0.5)
 
 
 def cut(moment: str, part: float, chance: float = 0.7):
-    """Streams to a replica break, each with a probability and at least one; their ranks connect again."""
+    """Streams to a replica break: one always, each other one with a probability."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -201,7 +201,7 @@ def cut(moment: str, part: float, chance: float = 0.7):
 
 
 def news(moment: str, chance: float = 0.8):
-    """Threads of copies that ended still have something to say."""
+    """Threads of ended copies report again."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -215,7 +215,7 @@ def news(moment: str, chance: float = 0.8):
 
 
 def reload(moment: str, announced: bool, chance: float = 0.5, within: float = SOON_S):
-    """The engine wants other weights just then."""
+    """The engine wants to load other weights at that moment."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -230,7 +230,7 @@ def reload(moment: str, announced: bool, chance: float = 0.5, within: float = SO
 
 
 def disable(moment: str, times: int = 1, chance: float = 0.5, restart_s: float = 0.0):
-    """An agent meets errors and refuses waves; `restart_s`: the group is restarted so much later, 0 for never."""
+    """An agent meets errors and refuses waves; `restart_s` later the group restarts, if not 0."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -260,7 +260,7 @@ def rebalance(moment: str, chance: float = 0.8):
 
 
 def wish(what: str, moment: str, chance: float = 0.8):
-    """An operator asks the leader for something just then."""
+    """An operator makes a request of the leader at that moment."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -275,7 +275,7 @@ def wish(what: str, moment: str, chance: float = 0.8):
 
 
 def ask(world, seat, what: str) -> None:
-    """An operator turns to one replica."""
+    """An operator makes a request of one replica."""
     if (
         not world.calm
         and seat.replica.alive
@@ -286,7 +286,7 @@ def ask(world, seat, what: str) -> None:
 
 
 def lapse(moment: str, chance: float = 0.7, same: float = 0.5, within: float = SOON_S):
-    """The leader's lease runs out early; with probability `same` it takes it again itself."""
+    """The leader's lease ends early; with probability `same` the same replica takes it again."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -301,7 +301,7 @@ def lapse(moment: str, chance: float = 0.7, same: float = 0.5, within: float = S
 
 
 def let_lapse(world, seat, itself: bool) -> None:
-    """A lease runs out; its holder notices at its next renewal, due at once if it is to take it again."""
+    """End a lease early; its holder notices at its next renewal, at once if `itself`."""
     shelf = world.store.shelf(seat.deployment)
     if (
         world.calm
@@ -320,7 +320,7 @@ def let_lapse(world, seat, itself: bool) -> None:
 
 
 def split(moment: str, after: float = 0.0, chance: float = 0.7):
-    """Leadership moves, the ranks follow it at once, and the old leader has yet to notice."""
+    """Leadership moves and the ranks follow at once, before the old leader notices."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -335,13 +335,13 @@ def split(moment: str, after: float = 0.0, chance: float = 0.7):
 
 
 def follow(world, site, seat) -> None:
-    """A rank turns away from a replica, to which its old socket stays open for a while."""
+    """A rank leaves a replica; its old stream stays open for a while."""
     if not world.calm and site.stream is not None and site.stream.replica is seat.replica:
         site.abandon()
 
 
 def set_clock(moment: str, times: int = 1, chance: float = 0.8):
-    """Somebody sets the controller's Unix clock just then."""
+    """The controller's Unix clock is set at that moment."""
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -354,7 +354,7 @@ def set_clock(moment: str, times: int = 1, chance: float = 0.8):
 
 
 def store_away(moment: str, seconds: float, chance: float = 0.7):
-    """The store does not answer for a moment."""
+    """The store does not answer for some time."""
 
     def arrange(world) -> None:
         def strike(_context) -> None:
@@ -376,7 +376,7 @@ def come_back(world) -> None:
 
 
 def like(**attributes):
-    """Attributes of the world: `copy_s`, `corruption`, `slow_swaps`, `failing_swaps`, `eagerness`."""
+    """Set attributes of the world: `copy_s`, `corruption`, `slow_swaps` and others."""
 
     def arrange(world) -> None:
         for name, value in attributes.items():
@@ -386,7 +386,7 @@ def like(**attributes):
 
 
 def fleet_like(**attributes):
-    """Attributes of the fleet: `drop_after_s`."""
+    """Set attributes of the group: `drop_after_s` and others."""
 
     def arrange(world) -> None:
         for name, value in attributes.items():
@@ -396,7 +396,7 @@ def fleet_like(**attributes):
 
 
 def quick(**times):
-    """Ranks are asked and missed quickly; `times` of waves in seconds or steps."""
+    """Ask ranks often and miss them soon; `times` are deadlines of waves, in seconds or steps."""
 
     def arrange(world) -> None:
         wave = replace(world.timing.wave, **times)

@@ -1,4 +1,4 @@
-"""The invariants: what must hold at every step, whatever fails."""
+"""The invariants that must hold at every step, whatever fails."""
 
 from evenkeel_moe.model.plan import PlanPhase
 
@@ -20,30 +20,30 @@ class Violation(Exception):
 
 
 class Checks:
-    """Ground truth as it comes about, and the invariants held against it."""
+    """The true state of the group, and the checks of machines and records against it."""
 
     def __init__(self, world) -> None:
         self.world = world
         self.truth: dict = {}
         """(deployment, generation, epoch) -> placement, as the first rank installed it."""
         self.swapped: set = set()
-        """(deployment, wave) some rank swapped in."""
+        """(deployment, wave) of every wave that some rank swapped."""
         self.outcomes: dict = {}
         """(deployment, wave) -> committed, as recorded."""
         self.kept: set = set()
-        """(deployment, wave) recorded as committed in a store that has forgotten nothing since."""
+        """(deployment, wave) recorded as committed since the store last lost data."""
         self.granted: dict = {}
-        """Deployment -> the leader the lease was granted to last, whatever the store remembers of it."""
+        """Deployment -> the leader that got the lease last, even if the store lost it."""
         self.disputed: set = set()
         """(deployment, plan) last recorded by a leader that should have been fenced off."""
 
     def fail(self, invariant: str, detail: str) -> None:
         raise Violation(invariant, detail)
 
-    # --- what the engine sees -----------------------------------------------------------------------
+    # --- what the engine sees ---------------------------------------------------------------------
 
     def installed(self, deployment, generation, epoch, placement, wave=None) -> None:
-        """A rank installed a map."""
+        """Check a placement that a rank has installed."""
         known = self.truth.setdefault((deployment, generation, epoch), placement)
         if known is not placement and known.digest != placement.digest:
             self.fail(TORN_MAP, f"{deployment} epoch {epoch} is two maps")
@@ -53,14 +53,14 @@ class Checks:
                 self.fail(RECORDS_DISAGREE, f"{wave} is recorded as aborted and was swapped")
 
     def step(self, ranks) -> None:
-        """All ranks exchange tokens: the moment a split would compute."""
+        """Check all ranks at the exchange of tokens, when different placements would do harm."""
         for deployment in self.world.deployments:
             first = ranks[0].sites[deployment]
             for rank in ranks[1:]:
                 site = rank.sites[deployment]
                 if site.epoch != first.epoch or site.map.digest != first.map.digest:
-                    detail = f"{deployment}: rank 0 at epoch {first.epoch}, rank {rank.rank} at {site.epoch}"
-                    self.fail(TORN_MAP, detail)
+                    other = f"rank {rank.rank} at {site.epoch}"
+                    self.fail(TORN_MAP, f"{deployment}: rank 0 at epoch {first.epoch}, {other}")
                 if site.version != first.version:
                     detail = f"{deployment}: weights {first.version} and {site.version}"
                     self.fail(WRONG_BYTES, detail)
@@ -69,17 +69,17 @@ class Checks:
             self.fail(UNMATCHED_OPERATION, f"transfer communicators {sorted(serials)} in one step")
 
     def reachable(self, site) -> None:
-        """Every slot the router can reach holds the bytes its map names, of the weights loaded."""
+        """Check that every slot in the placement holds the right bytes of the loaded weights."""
         base = site.rank.rank * site.shape.slots_per_rank
         for layer in range(site.shape.num_layers):
             row = site.rows[layer]
             for local in range(site.shape.slots_per_rank):
                 expert = row[base + local]
                 if expert >= 0 and site.read(layer, local) != (site.version, layer, expert):
-                    detail = (
-                        f"{site.deployment} rank {site.rank.rank} layer {layer} slot {base + local} should hold"
-                        f" expert {expert} of weights {site.version}, holds {site.read(layer, local)}"
-                    )
+                    slot = f"rank {site.rank.rank} layer {layer} slot {base + local}"
+                    found = site.read(layer, local)
+                    wanted = f"expert {expert} of weights {site.version}"
+                    detail = f"{site.deployment} {slot} should hold {wanted}, holds {found}"
                     self.fail(WRONG_BYTES, detail)
         for layer, row in enumerate(site.rows):
             missing = set(range(site.shape.num_logical_experts)) - set(row)
@@ -89,14 +89,14 @@ class Checks:
                     f"{site.deployment} layer {layer} has no slot for experts {missing}",
                 )
 
-    # --- what is recorded -----------------------------------------------------------------------------
+    # --- what is recorded -------------------------------------------------------------------------
 
     def forgot(self, deployment=None) -> None:
-        """The store lost what it had of a deployment, or of all."""
+        """Note that the store lost its data of one deployment, or of all."""
         self.kept = {key for key in self.kept if deployment is not None and key[0] != deployment}
 
     def outcome(self, deployment, wave, committed: bool) -> None:
-        """A controller recorded how a wave ended."""
+        """Check a controller's record of the end of a wave."""
         known = self.outcomes.setdefault((deployment, wave), committed)
         if known is not committed:
             self.fail(RECORDS_DISAGREE, f"{wave} is recorded as committed and as aborted")
@@ -107,15 +107,15 @@ class Checks:
             self.kept.add((deployment, wave))
 
     def is_rightful(self, deployment, leader) -> bool:
-        """A record is being written; False by a leader after whom another was granted the lease.
+        """Return False if another leader was granted the lease after the writing one.
 
-        A sound store fences such a writer off. One that forgot the newer leader, because it was flushed or
-        lost a write, cannot: what is written then says nothing about the machines.
+        A healthy store refuses the earlier leader's writes. A store that forgot the newer leader,
+        because it was flushed or lost a write, cannot. Then the record proves nothing.
         """
         return leader == self.granted.get(deployment, leader)
 
     def epoch(self, deployment, generation, epoch, placement, recorded, rightful: bool) -> None:
-        """A controller recorded an epoch; `recorded` is what the store has by epoch."""
+        """Check a controller's record of an epoch; `recorded`: the stored placements by epoch."""
         newest = max(recorded, default=epoch)
         falls_back = (
             newest > epoch and self.truth.get((deployment, generation, newest)) is recorded[newest]
@@ -133,7 +133,7 @@ class Checks:
             self.fail(RECORDS_DISAGREE, f"{deployment} epoch {epoch} is recorded with another map")
 
     def plan(self, deployment, record, before, rightful: bool) -> None:
-        """A controller recorded a plan; `before` is what it replaces."""
+        """Check a controller's record of a plan; `before` is the record it replaces."""
         key = (deployment, record.plan.plan_id)
         changed = before is not None and before.phase.terminal and record.phase is not before.phase
         if changed and rightful and key not in self.disputed:
@@ -157,5 +157,6 @@ class Checks:
         if record.phase.terminal and rightful and key not in self.disputed:
             for index in range(done, len(record.plan.waves)):
                 if (deployment, record.plan.key(index)) in self.kept:
-                    detail = f"{record.plan.plan_id} ended {record.phase} without wave {index}, which is committed"
+                    ended = f"{record.plan.plan_id} ended {record.phase}"
+                    detail = f"{ended} without wave {index}, which is committed"
                     self.fail(RECORDS_DISAGREE, detail)

@@ -1,4 +1,4 @@
-"""Copies between ranks: batches in one order, posted operations, late bytes, deadlines (R10, R11)."""
+"""Copies between ranks: batches in order, posted operations, late bytes, deadlines (R10, R11)."""
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.protocol.messages import (
@@ -12,7 +12,7 @@ from tests.sim.checks import UNMATCHED_OPERATION
 
 
 class Job:
-    """One wave's copies on one rank."""
+    """The copies of one wave on one rank."""
 
     def __init__(self, site, prepare) -> None:
         self.site = site
@@ -25,7 +25,7 @@ class Job:
         """(layer, local slot) -> buffer, for slots of this rank."""
         self.expected: dict = {}
         self.landing = 0
-        """Copies on their way into this rank's staging."""
+        """Copies in flight into this rank's staging."""
         self.posted: tuple | None = None
         """(peer, key, serial) of the operation this rank waits in."""
         self.matched = False
@@ -38,7 +38,7 @@ class Job:
     # --- staging ----------------------------------------------------------------------------------
 
     def reserve(self) -> None:
-        """The participant says that nothing flies here: all of the staging is free again."""
+        """The participant was told that nothing is in flight: all staging is free."""
         per_rank = self.site.shape.slots_per_rank
         for transfer, expected in zip(
             self.prepare.body.transfers, self.prepare.checksums, strict=True
@@ -61,7 +61,7 @@ class Job:
     # --- batches ----------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Go through the batches until one has to wait for a peer."""
+        """Run the batches until one has to wait for a peer."""
         if self.failed or self.finished:
             return
         rank, body = self.site.rank, self.prepare.body
@@ -100,12 +100,13 @@ class Job:
         if other is None:
             return
         if other.posted[1] != key:
-            detail = f"ranks {self.me} and {peer} meet in {key[0].plan_id}/{key[1]} and {other.posted[1]}"
+            mine = f"{key[0].plan_id}/{key[1]}"
+            detail = f"ranks {self.me} and {peer} meet in {mine} and {other.posted[1]}"
             self.world.checks.fail(UNMATCHED_OPERATION, detail)
         self.exchange(other)
 
     def other(self, peer: int):
-        """The peer's job, if it waits in an operation with this rank on this communicator."""
+        """Return the peer's job if it waits in an operation with this rank on this communicator."""
         ranks = self.site.rank.fleet.ranks
         if peer >= len(ranks) or not ranks[peer].alive:
             return None
@@ -140,7 +141,7 @@ class Job:
         self.site.rank.fleet.dirty = True
 
     def landed(self, transfer, value) -> None:
-        """Bytes arrive, wanted or not."""
+        """Bytes arrive, also after the wave was given up."""
         self.landing -= 1
         if self.site.rank.alive:
             self.land(transfer, value)
@@ -165,7 +166,7 @@ class Job:
             self.site.rank.abort_communicator()
 
     def verify(self) -> None:
-        """Hash what arrived and compare with what was registered at load (R4)."""
+        """Compare the checksums of the arrived bytes with the registered ones (R4)."""
         from tests.sim.rank import checksum
 
         if self.failed or self.cancelled or not self.site.rank.alive:
@@ -183,7 +184,7 @@ class Job:
     # --- ends -------------------------------------------------------------------------------------
 
     def fail(self, reason) -> None:
-        """The communicator is gone, or there is no room: nothing more of this wave is begun here."""
+        """The communicator is gone or there is no space: begin no further copy of this wave."""
         if self.finished or self.failed:
             self.posted = None
             self.check_drained()
@@ -199,7 +200,7 @@ class Job:
         self.check_drained()
 
     def check_drained(self) -> None:
-        """Nothing of the wave flies or waits here, and the communicator is up."""
+        """Return True if nothing of the wave is in flight and the communicator works."""
         site = self.site
         if not self.cancelled or self.told_drained or site.job is not self:
             return

@@ -1,4 +1,4 @@
-"""What goes wrong, when, and at which moment it would hurt most."""
+"""The faults of a run, at random times and at the moments where they do most harm."""
 
 from evenkeel_moe.protocol import control_messages as ctl
 
@@ -34,7 +34,7 @@ MOMENTS = (
 
 
 def plan_faults(world, until: float) -> None:
-    """Spread this seed's faults over virtual time and over moments."""
+    """Schedule this seed's faults, over virtual time and at moments."""
     rng = world.rng
     if rng.random() < 0.6:
         world.network.drop = rng.choice((0.02, 0.1, 0.3))
@@ -74,7 +74,7 @@ WISHES = (
 
 
 def operator_wish(world, wish: str) -> None:
-    """An operator turns to a replica that believes it leads."""
+    """An operator makes a request of a replica that believes it leads."""
     if world.calm:
         return
     seats = [
@@ -89,7 +89,7 @@ def operator_wish(world, wish: str) -> None:
 
 
 def arm(world, moment: str, fault, nth: int) -> None:
-    """Let a fault strike when a moment passes for the nth time."""
+    """Schedule a fault for the nth time a moment passes."""
     left = [nth]
 
     def strike(context) -> bool:
@@ -153,7 +153,7 @@ def cut_streams(world, _context) -> None:
 
 
 def partition(world, _context) -> None:
-    """Some ranks and replicas cannot reach each other for a while."""
+    """Cut some ranks off from some replicas for a while."""
     if world.calm:
         return
     pairs = {
@@ -228,7 +228,7 @@ def reload(world, _context) -> None:
 
 
 def rank_disabled(world, context) -> None:
-    """An agent meets an error and refuses waves from then on, until the group is restarted."""
+    """An agent meets an error and refuses waves until the group restarts."""
     if world.calm or not world.fleet.ranks:
         return
     rank, fleet = _rank(world, context), world.fleet
@@ -244,7 +244,7 @@ def engine_rebalances(world, _context) -> None:
 
 
 def clock_stepped(world, context) -> None:
-    """Somebody sets a controller's Unix clock."""
+    """A controller's Unix clock is set."""
     replica = _replica(world, context)
     if world.calm or not replica.alive or replica.paused:
         return
@@ -253,7 +253,7 @@ def clock_stepped(world, context) -> None:
 
 
 def lossy(world, _context) -> None:
-    """A while of very bad network."""
+    """The network is very bad for a while."""
     if world.calm:
         return
     network = world.network
@@ -268,7 +268,7 @@ def restore(world, before) -> None:
 
 
 def abandoned(world, _context) -> None:
-    """Ranks look for another replica, their old sockets still open."""
+    """Ranks connect to another replica while their old streams are still open."""
     if world.calm:
         return
     for rank in world.fleet.ranks:
@@ -278,7 +278,7 @@ def abandoned(world, _context) -> None:
 
 
 def echoes(world, _context) -> None:
-    """Old messages and old news of copies arrive once more, some of them out of another time."""
+    """Recent messages and reports of copies arrive again, some of ended waves."""
     if world.calm:
         return
     for _ in range(world.rng.choice((1, 2, 4))):
@@ -290,7 +290,7 @@ def echoes(world, _context) -> None:
 
 
 def handover(world, _context) -> None:
-    """The store lets a lease run out early: leadership moves with nobody dead."""
+    """The store ends a lease early: leadership moves although no replica died."""
     if world.calm:
         return
     world.note("leases run out")

@@ -1,4 +1,4 @@
-"""One EP group: engine steps in lockstep, polls, restarts, reloads, idleness."""
+"""One EP group: its engine's steps, polls, restarts, reloads and idle times."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Fleet:
         self.generations = 0
         self.steps = 0
         self.dirty = True
-        """Some byte or map changed since the bytes were last checked."""
+        """True if a byte or placement changed since the last check of all bytes."""
         self.polls: dict = {}
         self.failing_polls: dict = {}
         self.versions = dict.fromkeys(shapes, 1)
@@ -42,17 +42,17 @@ class Fleet:
         self.restarting = False
         self.reload: tuple | None = None
         self.rebalancing = None
-        """The deployment whose experts the engine moves by itself as soon as no rank holds a wave."""
+        """The deployment whose experts the engine moves as soon as no rank holds a wave."""
         self.loading = 0
-        """Ranks whose new weights are there and unsaid: loading is collective, one at a time."""
+        """The ranks that loaded other weights and have not reported it; one reload at a time."""
         self._waiting: set = set()
         self._reduced: tuple = (-1, None)
         self._sums: dict = {}
 
-    # --- lives of the group ---------------------------------------------------------------------------
+    # --- lives of the group -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Form a new generation from the map the supervisor picks."""
+        """Start a new generation with a placement that the supervisor picks."""
         world = self.world
         self.restarting = False
         self.generations += 1
@@ -90,11 +90,11 @@ class Fleet:
         world.after(self.step_s, self.step, self.generation)
 
     def clock_lag(self) -> int:
-        """Milliseconds a rank's clock is behind: some hosts are."""
+        """Return the milliseconds by which a rank's clock is slow; most are not."""
         return 5000 if self.world.rng.random() < 0.05 else 0
 
     def broken(self) -> None:
-        """A rank is gone: the others cannot go on; the supervisor ends them and starts anew."""
+        """A rank is gone: the supervisor ends the other ranks and restarts the group."""
         if self.restarting:
             return
         self.restarting = True
@@ -107,21 +107,21 @@ class Fleet:
         self.world.after(0.2 + 0.8 * self.world.rng.random(), self.start)
 
     def remember(self, _rank: int, site) -> None:
-        """A rank saves its map after a swap."""
+        """Save a rank's placement for the next start."""
         saved = self.saved[site.deployment]
         saved.append((site.epoch, site.map))
         if len(saved) > 4 * self.num_ranks:
             del saved[: self.num_ranks]
 
     def gate_numbers(self, rank: int) -> tuple[int, int]:
-        """(K, D) as configured on a rank."""
+        """Return (K, D) as configured on a rank."""
         extra = 1 if self.misconfigured and rank == self.num_ranks - 1 else 0
         return self.poll_every + extra, self.resolve_after
 
-    # --- steps ----------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def step(self, generation) -> None:
-        """All ranks pass a boundary; inline unless a poll makes the order of things matter."""
+        """Let all ranks pass a step boundary; ranks with a poll pass it in random order."""
         if generation != self.generation or self.restarting:
             return
         world = self.world
@@ -139,13 +139,13 @@ class Fleet:
             world.after(0.02 * world.rng.random(), rank.boundary)
 
     def boundary_done(self, rank) -> None:
-        """A rank is through its boundary; the last one lets all exchange."""
+        """A rank has passed its boundary; after the last one all ranks exchange tokens."""
         self._waiting.discard(rank.rank)
         if not self._waiting:
             self.world.after(0.001, self.exchange, self.generation)
 
     def exchange(self, generation) -> None:
-        """The step itself: nothing of it happens unless every rank is there."""
+        """Exchange tokens; if a rank is missing, the group breaks."""
         if generation != self.generation or self.restarting:
             return
         if not all(rank.alive for rank in self.ranks):
@@ -165,7 +165,7 @@ class Fleet:
         self.world.after(self.step_s * (0.8 + 0.4 * self.world.rng.random()), self.step, generation)
 
     def rebalance(self) -> None:
-        """The engine moves experts by itself, on every rank between the same two steps.
+        """Let the engine move experts by itself, on every rank between the same two steps.
 
         Each rank takes over what the rank before it held.
         """
@@ -184,14 +184,14 @@ class Fleet:
         self.dirty = True
 
     def replace(self, generation) -> None:
-        """The supervisor restarts the group, if it has not done so meanwhile."""
+        """Restart the group unless it has restarted since."""
         if generation == self.generation:
             self.broken()
 
-    # --- polls ----------------------------------------------------------------------------------------
+    # --- polls ------------------------------------------------------------------------------------
 
     def reduced(self, began: int):
-        """The MIN over ranks of the poll begun at a call."""
+        """Return the MIN over the ranks of the poll that began at a call."""
         key = (self.generation, began)
         if self._reduced[0] != key:
             vectors = list(self.polls[began].values())
@@ -203,17 +203,17 @@ class Fleet:
         return self._reduced[1]
 
     def fail_poll(self, ranks) -> None:
-        """The next poll that is used fails on these ranks."""
+        """Let the next poll fail on these ranks."""
         for rank in ranks:
             self.failing_polls[rank] = True
 
     def poll_fails_at(self, rank: int, _began: int) -> bool:
         return self.failing_polls.pop(rank, False)
 
-    # --- reloads (R4) ---------------------------------------------------------------------------------
+    # --- reloads (R4) -----------------------------------------------------------------------------
 
     def checksums(self, deployment, version: int) -> tuple[int, ...]:
-        """What every rank registers after load."""
+        """Return the checksums every rank registers after load."""
         key = (deployment, version)
         if key not in self._sums:
             shape = self.shapes[deployment]
@@ -225,7 +225,7 @@ class Fleet:
         return self._sums[key]
 
     def begin_reload(self, deployment, announced: bool) -> None:
-        """The engine wants other weights on all ranks."""
+        """The engine wants to load other weights on all ranks."""
         if self.reload is not None or self.loading or self.restarting:
             return
         self.world.note(f"reload of {deployment}, announced={announced}")
@@ -238,12 +238,12 @@ class Fleet:
             self.world.after(0.1 * self.world.rng.random(), site.feed, msg.ReloadRequested())
 
     def reload_permitted(self, site) -> None:
-        """One rank may load; when all may, they do, between two steps."""
+        """Note that one rank may load; when all may, they load between two steps."""
         if self.reload is not None and self.reload[0] == site.deployment:
             self.reload[1].add(site.rank.rank)
 
     def reload_blocks(self) -> bool:
-        """Between steps: load if every rank permits; the step waits while weights are loaded."""
+        """Load if every rank permits it; return True if the step has to wait for that."""
         if self.reload is None:
             return False
         deployment, permitted = self.reload
@@ -254,7 +254,7 @@ class Fleet:
         return True
 
     def load(self, deployment, announced: bool) -> None:
-        """New bytes in every slot. Only an announced reload holds the steps while ranks say so."""
+        """Put new bytes into every slot; an announced reload delays the steps until all report."""
         if not all(rank.alive for rank in self.ranks):
             return
         self.versions[deployment] += 1
@@ -273,6 +273,6 @@ class Fleet:
         self.dirty = True
 
     def loaded(self, site, event) -> None:
-        """One rank says that it has the other weights."""
+        """One rank reports that it has loaded the other weights."""
         self.loading -= 1
         site.feed(event)

@@ -1,7 +1,8 @@
-"""Foci: seeds in which the world sees to it that a few rare (state, event) pairs come about again and again.
+"""Foci: seeds in which a few rare (state, event) pairs occur often.
 
-Chance alone passes some pairs a few times in ten million events. A seed with a focus runs plan after plan
-and is gentle but for the causes of its pairs, so that the state they need is entered often.
+By chance alone some pairs pass only a few times in ten million events. A seed with a focus runs one
+plan after another with few faults besides the causes of its pairs, so that machines often enter the
+states of those pairs.
 """
 
 from dataclasses import dataclass
@@ -30,17 +31,17 @@ from tests.sim.causes import (
 
 @dataclass(frozen=True)
 class Focus:
-    """What a seed is about."""
+    """A set of rare pairs, and what makes them frequent."""
 
     pairs: str
-    """`machine state event[, event]`, several divided by `; `."""
+    """`machine state event[, event]`, several separated by `; `."""
     share: int
-    """Of a thousand seeds, so many have this focus; chosen so that its pairs pass often enough."""
+    """The seeds of a thousand with this focus; enough for its pairs to pass often."""
     causes: tuple
 
     @property
     def aims(self) -> list[tuple[str, str, str]]:
-        """Each pair as (machine, state, event)."""
+        """The pairs as (machine, state, event)."""
         found = []
         for part in self.pairs.split("; "):
             machine, state, events = part.split(" ", 2)
@@ -48,7 +49,7 @@ class Focus:
         return found
 
     def arrange(self, world) -> None:
-        """Make a world that has not begun one of this focus."""
+        """Prepare a new world for this focus."""
         world.note(f"focus: {self.pairs}")
         world.hurry()
         world.flaws = 0.0
@@ -58,18 +59,18 @@ class Focus:
 
 
 def focus(pairs: str, share: int, *causes) -> Focus:
-    """A focus, of its pairs, its share and its causes."""
+    """Return a focus of these pairs, share and causes."""
     return Focus(pairs, share, causes)
 
 
 def pick(rng) -> Focus | None:
-    """A focus for a seed; None for one that is left to chance."""
+    """Return the focus of a seed; None if the seed is left to chance."""
     shares = [each.share for each in FOCI]
     return rng.choices((*FOCI, None), (*shares, 1000 - sum(shares)))[0]
 
 
 BUSY = like(copy_s=(0.1, 0.5))
-"""Copies take their time: staging, and draining what was given up, last."""
+"""Slow copies: staging takes long, and so does draining after an abort."""
 COMMIT = frozenset({"Commit"})
 INTENT = "controller stores PersistIntent"
 """The moment before the first Commit is sent."""
@@ -82,8 +83,8 @@ CANCELLED = wish("cancel", "rank is staging", 0.15)
 FOCI = (
     # --- old messages and old news, in every state ------------------------------------------------
     focus(
-        "participant staging Commit; participant armed Prepare, Abort; participant swapping Prepare, Commit, Abort;"
-        " participant aborted Prepare, Commit",
+        "participant staging Commit; participant armed Prepare, Abort;"
+        " participant swapping Prepare, Commit, Abort; participant aborted Prepare, Commit",
         11,
         *(
             again(kind, f"rank {state}", 1)
@@ -94,7 +95,8 @@ FOCI = (
         CANCELLED,
     ),
     focus(
-        "participant idle StagingFinished, StagingFailed, TransportDrained; participant staging TransportDrained;"
+        "participant idle StagingFinished, StagingFailed, TransportDrained;"
+        " participant staging TransportDrained;"
         " participant prepared StagingFinished, StagingFailed, TransportDrained;"
         " participant armed StagingFinished, StagingFailed, TransportDrained;"
         " participant swapping StagingFinished, StagingFailed, TransportDrained;"
@@ -105,15 +107,16 @@ FOCI = (
         CANCELLED,
     ),
     focus(
-        "coordinator committing Vote; coordinator aborted Vote; coordinator committed Vote; control ready Vote,"
-        " StagingProgress",
+        "coordinator committing Vote; coordinator aborted Vote; coordinator committed Vote;"
+        " control ready Vote, StagingProgress",
         21,
         *(again(kind, f"wave is {state}", 1) for state in WAVE_STATES for kind in ANSWERS),
         *(again(kind, "controller is ready", 1) for kind in ANSWERS),
         CANCELLED,
     ),
     focus(
-        "control follower Vote, Ack, AbortAnswer, StagingProgress, RankHeard, RankTroubled, ClockStepped",
+        "control follower Vote, Ack, AbortAnswer, StagingProgress;"
+        " control follower RankHeard, RankTroubled, ClockStepped",
         16,
         *(again(kind, "controller is follower", 2) for kind in (*ANSWERS, "Beat")),
         set_clock("controller is follower", 2),
@@ -147,7 +150,8 @@ FOCI = (
         leaderless(INTENT, COMMIT),
     ),
     focus(
-        "participant armed PollNotPassed, PollPassed",  # whoever is armed waits, however long it hears nobody (R6)
+        # R6: an armed rank waits, however long it hears no leader.
+        "participant armed PollNotPassed, PollPassed",
         8,
         quick(commit_deadline_s=2.0),
         fleet_like(drop_after_s=0.4),
@@ -204,7 +208,7 @@ FOCI = (
         BUSY,
         reload("rank is aborted", False),
     ),
-    # --- a rank: errors of its agent, an engine with a mind of its own -----------------------------
+    # --- a rank: errors of its agent, an engine with a mind of its own ----------------------------
     focus(
         "participant idle MigrationDisabled; participant staging MigrationDisabled;"
         " participant prepared MigrationDisabled; participant armed MigrationDisabled;"
@@ -280,7 +284,8 @@ FOCI = (
     focus("coordinator committing CancelWave", 4, wish("cancel", "wave is committing")),
     focus("coordinator committed CancelWave", 11, wish("cancel", "wave is committed")),
     focus(
-        "control ready CycleDecided; control migrating Tick",  # proposals are approved when the fleet moved on (R16)
+        # R16: proposals are approved after the epoch moved.
+        "control ready CycleDecided; control migrating Tick",
         8,
         wish("propose", "controller is migrating"),
         wish("approve", "controller is ready"),
@@ -291,7 +296,7 @@ FOCI = (
         wish("cancel", "wave is aborting"),
         like(corruption=0.5),
     ),
-    # --- a controller: terms ------------------------------------------------------------------------
+    # --- a controller: terms ----------------------------------------------------------------------
     focus(
         "control waiting_for_ranks TermRefused; control follower LeaseLost",
         25,
@@ -341,7 +346,7 @@ FOCI = (
         lapse("controller is waiting_for_ranks", 0.6, same=1.0, within=0.4),
         lapse("controller is ready", 0.5, within=0.1),
     ),
-    # --- a controller: late answers of planner, store and ranks -------------------------------------
+    # --- a controller: late answers of planner, store and ranks -----------------------------------
     focus(
         "control follower CycleDecided",
         16,
@@ -406,7 +411,8 @@ FOCI = (
         twice("StagingProgress", 6),
     ),
     focus(
-        "control waiting_for_ranks PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped, RankHeard, RankTroubled;"
+        "control waiting_for_ranks PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
+        " control waiting_for_ranks RankHeard, RankTroubled;"
         " control recovering PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped",
         14,
         late(frozenset({"Hello"}), "controller is waiting_for_ranks", None, 0.4, 0.9, one=True),

@@ -1,4 +1,4 @@
-"""The production machines a run is made of, with every (state, event) pair they pass recorded.
+"""The production machines of a run, changed to count every (state, event) pair they pass.
 
 A mutant is a kit with one class replaced.
 """
@@ -28,7 +28,7 @@ __all__ = ["Kit", "all_pairs"]
 
 
 def all_pairs() -> set[tuple[str, str, str]]:
-    """Every pair a run may pass: neither our own bug nor a peer's."""
+    """Return every pair a run may pass: those that are neither illegal nor a violation."""
     tables = {"participant": PARTICIPANT, "coordinator": COORDINATOR, "control": CONTROL}
     return {
         (machine, str(state), event.__name__)
@@ -40,7 +40,7 @@ def all_pairs() -> set[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class Kit:
-    """Which class plays which part."""
+    """The classes of the machines in a run."""
 
     participant: type[Participant] = Participant
     gate: type[Gate] = Gate
@@ -51,7 +51,7 @@ class Kit:
     membership: type[Membership] = Membership
 
     def wired(self, pairs: Counter | None = None) -> "Kit":
-        """The same parts put together; (machine, state, event type) are counted in `pairs` as they pass."""
+        """Return the kit with its classes connected; passing pairs are counted in `pairs`."""
         participant, control, coordinator = self.participant, self.control, self.coordinator
         if pairs is not None:
             participant = recorded(participant, "participant", pairs)
@@ -74,7 +74,7 @@ MOVES = {
 
 
 def recorded(machine: type, name: str, pairs: Counter) -> type:
-    """The machine, counting each pair it dispatches and holding its moves against the table's."""
+    """Return the machine, changed to count each pair and to check each move against the table."""
     dispatch, moves = machine._dispatch, MOVES[name]  # type: ignore[attr-defined]
 
     def note(self, kind, *arguments):

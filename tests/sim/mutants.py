@@ -1,6 +1,6 @@
-"""Every rule once broken: the production machines with exactly one predicate or move replaced.
+"""Mutants: the production machines with one rule broken, by replacing one predicate or move.
 
-A mutant that no invariant catches would say that its rule is not needed, or not tested.
+If no invariant catches a mutant, its rule is not needed or not tested.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from tests.sim.kit import Kit
 
 @dataclass(frozen=True)
 class Mutant:
-    """One rule broken."""
+    """A kit that breaks one rule."""
 
     name: str
     rule: str
@@ -62,7 +62,7 @@ class TakesAnyBase(Participant):
 
 
 class IgnoresLatePasses(Participant):
-    """Not a rule broken by itself: without it, fail-stop (R8) hides what the next two do."""
+    """Breaks no rule by itself. Without it, leaving the group (R8) hides the next two mutants."""
 
     def handle(self, event, now):
         if isinstance(event, PollPassed) and self.state is not ParticipantState.ARMED:
@@ -150,7 +150,7 @@ class NeverAbortsFoundWaves(Coordinator):
 
 
 class RemembersItsLastTerm(DeploymentControl):
-    """Goes on with the records of a term that was lost, whatever happened in between."""
+    """Goes on with the records of a lost term."""
 
     kept: dict = {}
 

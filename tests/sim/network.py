@@ -39,11 +39,11 @@ class Stream:
         self.deployment = deployment
         self.broken = False
         self.hello: Hello | None = None
-        """What the rank said first: later messages are held against it."""
+        """The rank's first message; later ones are decoded with it."""
 
 
 class SimNetwork:
-    """All streams. A message may arrive after its stream broke: buffers outlive sockets."""
+    """All streams. A message may arrive after its stream broke, as from a buffer."""
 
     def __init__(self, world) -> None:
         self.world = world
@@ -55,7 +55,7 @@ class SimNetwork:
         self.cuts: set = set()
         """(rank number, replica name) that cannot reach each other."""
         self.sent: dict = defaultdict(lambda: deque(maxlen=24))
-        """What was sent lately by kind, for echoes."""
+        """The recent messages by kind, for echoes."""
         self._numbers = itertools.count(1)
 
     def open(self, rank, replica, deployment) -> Stream:
@@ -64,7 +64,7 @@ class SimNetwork:
         return stream
 
     def cut(self, stream: Stream) -> None:
-        """Break a stream; both ends hear of it a little later."""
+        """Break a stream; both ends learn of it a little later."""
         if stream.broken:
             return
         stream.broken = True
@@ -74,7 +74,7 @@ class SimNetwork:
         world.after(world.rng.uniform(0.01, 0.3), stream.replica.on_stream_closed, stream)
 
     def to_replica(self, stream: Stream, message) -> None:
-        """What a rank says, by way of the real codec."""
+        """Send a rank's message, through the real codec."""
         wire = encode_rank_message(message).SerializeToString()
         message = decode_rank_message(agent_pb2.RankMessage.FromString(wire), stream.hello)
         if isinstance(message, Hello):
@@ -82,7 +82,7 @@ class SimNetwork:
         self.send(stream, stream.replica.on_message, message)
 
     def to_rank(self, stream: Stream, message) -> None:
-        """What a controller says, by way of the real codec."""
+        """Send a controller's message, through the real codec."""
         wire = encode_controller_message(message).SerializeToString()
         message = decode_controller_message(agent_pb2.ControllerMessage.FromString(wire))
         self.send(stream, stream.rank.on_message, message)
@@ -92,7 +92,7 @@ class SimNetwork:
         self.send(stream, stream.rank.on_message, NotLeading(reason))
 
     def send(self, stream: Stream, deliver, message) -> None:
-        """Let a message travel, or not."""
+        """Deliver a message after a delay, or lose it."""
         world = self.world
         if stream.broken or (stream.rank.rank, stream.replica.name) in self.cuts:
             return
@@ -108,7 +108,7 @@ class SimNetwork:
             world.post(self._delay(random) + 0.1, kind, stream, deliver, stream, message)
 
     def echo(self, within: float, kind: str = "", fits=None) -> None:
-        """Something sent lately on a stream that fits arrives once more; of any kind if none is named."""
+        """Deliver a recent message again, of one kind and of streams that fit, if given."""
         rng = self.world.rng
         sent = self.sent[kind or rng.choice(_ECHOED)]
         items = [item for item in sent if fits is None or fits(item[1])]
@@ -126,7 +126,7 @@ class SimNetwork:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Telemetry of a rank: the rank is alive, and tells whether it refuses waves."""
+    """Telemetry of a rank: it shows that the rank is alive, and whether it refuses waves."""
 
     trouble: str
 
@@ -139,7 +139,7 @@ class NotLeading:
 
 
 def describe(message) -> str:
-    """One message in a few words."""
+    """Return one message in a few words."""
     words = [type(message).__name__]
     for name in (
         "wave",

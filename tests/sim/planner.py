@@ -1,4 +1,4 @@
-"""Random plans: sound ones, and on request unsound ones in every way the rules name."""
+"""Random plans: valid ones, and on request plans that break a certain rule."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ FLAWS = ("no_replica", "duplicate", "no_transfer", "wrong_source", "pool", "seco
 
 
 def random_target(rng, base: Placement, shape, changes: int) -> Placement:
-    """The base with some slots changed: swaps, other replicas, filled and emptied slots."""
+    """Return the base with some slots changed: swaps, other replicas, filled and emptied slots."""
     rows = base.phy2log.tolist()
     per_rank, pool = shape.slots_per_rank, shape.pool_slots_per_rank
     for _ in range(changes):
@@ -45,7 +45,7 @@ def random_target(rng, base: Placement, shape, changes: int) -> Placement:
 
 
 def overfull_target(rng, base: Placement, shape) -> Placement:
-    """A sound placement that one wave reaches only through buffers it frees itself (R11)."""
+    """Return a valid placement that one wave reaches only through buffers it frees itself (R11)."""
     rows, per_rank = base.phy2log.tolist(), shape.slots_per_rank
     rank = rng.randrange(shape.num_ranks)
     slots = [
@@ -70,7 +70,7 @@ def overfull_target(rng, base: Placement, shape) -> Placement:
 
 
 def transfers_of(rng, before, after, layers, shape) -> list[Transfer]:
-    """One transfer for every slot that needs bytes."""
+    """Return one transfer for every slot that needs bytes."""
     found = []
     for layer in layers:
         old, new = before[layer], after[layer]
@@ -84,7 +84,7 @@ def transfers_of(rng, before, after, layers, shape) -> list[Transfer]:
 
 
 def batches_of(found, shape) -> tuple[tuple[Transfer, ...], ...]:
-    """First fit: at most one peer per rank and batch, one transfer each way."""
+    """Return batches by first fit: one peer per rank and batch, one transfer each way."""
     per_rank = shape.slots_per_rank
     batches: list[list[Transfer]] = []
     peers: list[dict] = []
@@ -109,7 +109,7 @@ def batches_of(found, shape) -> tuple[tuple[Transfer, ...], ...]:
 
 
 def fits_pool(wave, before, shape) -> bool:
-    """Whether empty slots find buffers that were free before the wave."""
+    """Return True if empty slots find buffers that were free before the wave."""
     if shape.pool_slots_per_rank is None:
         return True
     old = np.array(before)
@@ -123,7 +123,7 @@ def fits_pool(wave, before, shape) -> bool:
 def build_plan(
     rng, deployment, fleet_view, shape, now, *, kind, plan_id, target=None, flaw=None, staging=4
 ):
-    """A plan from the base the controller knows to a random or given target; None if nothing changes.
+    """Return a plan to a random or given target; None if nothing changes.
 
     Args:
         fleet_view: (generation, epoch, placement, weights version).
@@ -173,7 +173,7 @@ def build_plan(
 
 
 def spoil(rng, flaw, target, waves, shape):
-    """Break one invariant of an otherwise sound plan."""
+    """Return a plan with one invariant broken."""
     last = waves[-1]
     rows, batches = last.rows.copy(), last.batches
     if flaw == "no_replica":

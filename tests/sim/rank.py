@@ -11,11 +11,11 @@ from tests.sim.copies import Job
 from tests.sim.network import Beat, NotLeading, Stream, describe
 
 SILENCE_S = 1.5
-"""A rank that hears nothing for so long on a stream opens another."""
+"""A rank that hears nothing for this long on a stream opens another one."""
 
 
 def checksum(value) -> int:
-    """Stands for xxh3 of an expert's bytes."""
+    """Return a number that stands for the checksum of an expert's bytes."""
     if value is None or value[0] == "corrupt":
         return 0
     version, layer, expert = value
@@ -23,7 +23,7 @@ def checksum(value) -> int:
 
 
 class Site:
-    """One deployment on one rank: buffers with real identities, the map in force, the copies."""
+    """One deployment on one rank: its buffers, its placement and its copies."""
 
     def __init__(self, rank, deployment, placement, epoch, version) -> None:
         fleet, world = rank.fleet, rank.world
@@ -37,20 +37,20 @@ class Site:
         self.install(placement, epoch)
         pool = shape.pool_slots_per_rank
         self.slot_buffers = pool if pool is not None else shape.num_layers * shape.slots_per_rank
-        """Buffers that slots use; those after them are for staging."""
+        """The number of buffers for slots; the buffers after them are for staging."""
         self.buffers: list = [None] * (self.slot_buffers + self.staging_experts)
         self.table: dict = {}
         """(layer, local slot) -> buffer."""
         self.lay_out()
         self.job: Job | None = None
         self.waves: deque = deque(maxlen=4)
-        """Whose copies were told of lately, for echoes."""
+        """The waves whose copies were reported recently, for echoes."""
         self.stream: Stream | None = None
         self.heard_at = 0.0
         self.wants = 0
-        """Replica to try next."""
+        """The replica to connect to next."""
         self.trouble = ""
-        """Why this rank refuses every wave; empty if it does not."""
+        """The reason why this rank refuses every wave; empty if it does not."""
         self.participant = world.kit.participant(
             msg.RankIdentity(deployment, EpRank(rank.rank), rank.generation, rank.incarnation),
             shape,
@@ -91,9 +91,9 @@ class Site:
         return self.buffers[buffer] if buffer is not None else None
 
     def buffer_for(self, layer: int, local: int, taken: set, body) -> int | None:
-        """Where a slot's bytes land: in staging; with pooled slots, those of an empty slot in a free buffer.
+        """Return the buffer for a slot's bytes: staging, or for an empty pooled slot a free buffer.
 
-        That there is a free buffer is the plan's word: without one, a buffer the wave frees is taken.
+        If a bad plan leaves no free buffer, a buffer that the wave frees is taken.
         """
         in_use = taken | set(self.table.values())
         if (layer, local) in self.table:
@@ -110,7 +110,7 @@ class Site:
         return free
 
     def swap(self, action: msg.Swap) -> None:
-        """Staging to slots, and the new map in force."""
+        """Copy staging to slots and install the new placement."""
         placement = self.participant.next_placement
         for key, buffer in (self.job.staged if self.job is not None else {}).items():
             if key in self.table:
@@ -129,10 +129,10 @@ class Site:
             self.deployment, self.rank.generation, action.epoch, placement, action.wave
         )
 
-    # --- shell --------------------------------------------------------------------------------------
+    # --- shell ------------------------------------------------------------------------------------
 
     def feed(self, event) -> None:
-        """Hand the participant a local event."""
+        """Give the participant a local event."""
         if not self.rank.alive:
             return
         before = self.participant.state
@@ -141,14 +141,14 @@ class Site:
             self.world.moment(f"rank is {self.participant.state}", rank=self.rank, site=self)
 
     def disable(self) -> None:
-        """The agent met an error: it refuses every wave from now on, and says so."""
+        """Refuse every wave from now on, because of an error of the agent, and tell the leader."""
         if self.rank.alive:
             self.trouble = "injected"
             self.feed(msg.MigrationDisabled())
             self.beat()
 
     def rebalanced(self, placement) -> None:
-        """The engine moved experts by itself."""
+        """Follow the engine, which moved experts by itself."""
         self.feed(msg.EngineRebalanced(placement))
         self.install(self.participant.placement, self.participant.epoch)
         self.lay_out()
@@ -158,7 +158,7 @@ class Site:
         self.rank.fleet.remember(self.rank.rank, self)
 
     def feed_soon(self, event) -> None:
-        """The same by way of another thread: a little later, and news of copies sometimes twice."""
+        """Give the participant an event from another thread: a little later, sometimes twice."""
         world, random = self.world, self.world.rng.random
         if event.wave not in self.waves:
             self.waves.append(event.wave)
@@ -167,12 +167,12 @@ class Site:
             world.after(3.0 * random(), self.feed, event)
 
     def wants_to_drop(self) -> bool:
-        """Whether the participant would let its wave go, were all of the same mind (R6)."""
+        """Return True if the participant would drop its wave together with all others (R6)."""
         part = self.participant
         return part.state in ("prepared", "armed") and part.leaderless(self.world.now)
 
     def old_news(self) -> list:
-        """What threads of ended waves may still have to say."""
+        """Return events that threads of ended waves may still report."""
         rng = self.world.rng
         kinds = [
             msg.StagingFinished,
@@ -215,15 +215,15 @@ class Site:
         if stream is not None:
             world.network.to_replica(stream, action.message)
 
-    # --- streams ------------------------------------------------------------------------------------
+    # --- streams ----------------------------------------------------------------------------------
 
     @property
     def streaming(self) -> int:
-        """Number of the stream in use; 0 for none."""
+        """The number of the stream in use; 0 for none."""
         return self.stream.number if self.stream is not None else 0
 
     def connect(self) -> None:
-        """Open a stream to a replica and say hello; keep trying."""
+        """Open a stream to a replica and say hello; repeat until it works."""
         rank, world = self.rank, self.world
         if not rank.alive or self.stream is not None:
             return
@@ -260,7 +260,7 @@ class Site:
             self.world.network.send(self.stream, replica.on_message, Beat(self.trouble))
 
     def abandon(self) -> None:
-        """Look for another replica; the old socket stays open for a while."""
+        """Connect to another replica; the old stream stays open for a while."""
         if self.stream is not None:
             self.world.after(4.0 * self.world.rng.random(), self.world.network.cut, self.stream)
             self.stream = None
@@ -268,7 +268,7 @@ class Site:
             self.world.after(0.2 * self.world.rng.random(), self.connect)
 
     def watch(self, stream) -> None:
-        """Nothing heard for long, not even heartbeats: try another replica."""
+        """Connect to another replica if nothing was heard for long, not even heartbeats."""
         if self.stream is not stream or not self.rank.alive:
             return
         if self.world.now - self.heard_at >= SILENCE_S:
@@ -279,7 +279,7 @@ class Site:
 
 
 class SimRank:
-    """One life of one rank."""
+    """One process of one rank."""
 
     def __init__(self, fleet, rank: int, generation, incarnation: int, start: dict) -> None:
         self.fleet = fleet
@@ -301,10 +301,10 @@ class SimRank:
             resolve_after=resolve_after,
         )
 
-    # --- messages -----------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def on_message(self, stream, message) -> None:
-        """A controller's message; one that outlived its stream still reaches this process."""
+        """Take a controller's message, also after its stream broke."""
         if not self.alive:
             return
         site = self.sites[stream.deployment]
@@ -331,10 +331,10 @@ class SimRank:
             site.wants += 1
             self.world.after(0.05 + 0.2 * self.world.rng.random(), site.connect)
 
-    # --- step boundary --------------------------------------------------------------------------------
+    # --- step boundary ----------------------------------------------------------------------------
 
     def boundary(self) -> None:
-        """The slow half of step_boundary: called when `gate.advance()` said there is something to do."""
+        """Use and begin polls, after `gate.advance()` returned True."""
         if not self.alive:
             return
         gate, fleet = self.gate, self.fleet
@@ -404,10 +404,10 @@ class SimRank:
                     self.world.moment("rank polls to drop", rank=self, site=site)
         self.fleet.boundary_done(self)
 
-    # --- transport communicator (R10) -----------------------------------------------------------------
+    # --- transport communicator (R10) -------------------------------------------------------------
 
     def abort_communicator(self) -> None:
-        """A batch's deadline passed: what is posted is gone, what flies may still land."""
+        """Abort the communicator after a batch's deadline; bytes in flight may still arrive."""
         if self.comm_broken:
             return
         self.world.note(f"rank {self.rank} aborts communicator {self.comm_serial}")
@@ -432,10 +432,10 @@ class SimRank:
                 if site.job is not None:
                     site.job.check_drained()
 
-    # --- ends -----------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def leave(self, why: str) -> None:
-        """Fail-stop: the engine restarts the group."""
+        """Leave the group; the engine restarts it."""
         if self.alive:
             self.world.note(f"rank {self.rank} leaves: {why}")
             self.die()

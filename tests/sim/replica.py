@@ -1,4 +1,4 @@
-"""A controller replica: DeploymentControl per deployment, its lease, its store, its planner."""
+"""A controller replica: for each deployment the machine, its lease, store and planner."""
 
 from collections import deque
 
@@ -19,7 +19,7 @@ TICK_S = 0.1
 
 
 def random_timing(rng, gate_steps: int) -> ControlTiming:
-    """Deadlines in proportion to the simulated fleet's steps, some tight enough to race with answers."""
+    """Return deadlines in proportion to the group's steps, some as short as answers take."""
     return ControlTiming(
         heartbeat_s=0.5,
         ask_again_s=0.5,
@@ -70,11 +70,11 @@ class Seat:
         self.try_at = 0.0
         self.streams: dict = {}
         self.troubled: dict = {}
-        """Stream number -> stream whose rank tells that it refuses every wave."""
+        """Stream number -> stream whose rank reported that it refuses every wave."""
         self.waves: set = set()
         """Waves begun under this term."""
 
-    # --- lease --------------------------------------------------------------------------------------
+    # --- lease ------------------------------------------------------------------------------------
 
     def keep_lease(self) -> None:
         now, store = self.world.now, self.world.store
@@ -114,7 +114,7 @@ class Seat:
         self.close_streams()
 
     def release(self) -> None:
-        """Give the lease up, as far as the store can be told."""
+        """Give the lease up, if the store answers."""
         if self.leader is None:
             return
         try:
@@ -127,7 +127,7 @@ class Seat:
             self.world.network.cut(stream)
         self.streams.clear()
 
-    # --- events and actions -------------------------------------------------------------------------
+    # --- events and actions -----------------------------------------------------------------------
 
     def feed(self, event) -> None:
         before = self.standing()
@@ -135,12 +135,12 @@ class Seat:
         self.tell_moves(before)
 
     def standing(self) -> tuple:
-        """States of the controller and of its newest wave."""
+        """Return the states of the controller and of its newest wave."""
         coordinator = self.control.coordinator
         return self.control.state, coordinator.state if coordinator is not None else None
 
     def tell_moves(self, before: tuple) -> None:
-        """Pass the moments of the states entered since `before`."""
+        """Report the moments of the states entered since `before`."""
         after = self.standing()
         if after != before and self.replica.alive:
             self.world.note(f"{self.replica.name} {self.deployment} is {after[0]}, wave {after[1]}")
@@ -150,7 +150,7 @@ class Seat:
                 self.world.moment(f"wave is {after[1]}", replica=self.replica, seat=self)
 
     def on_beat(self, stream, beat) -> None:
-        """A rank's telemetry: the machine hears that the rank is alive, and what keeps it from waves."""
+        """Tell the machine of a rank's telemetry: that it is alive, and its trouble."""
         rank = stream.rank
         self.feed(ctl.RankHeard(rank.rank, rank.incarnation, stream.number))
         if beat.trouble and stream.number in self.streams:
@@ -158,12 +158,12 @@ class Seat:
         self.feed(ctl.RankTroubled(rank.rank, stream.number, beat.trouble))
 
     def repeat_troubles(self) -> None:
-        """A machine that leads again knows its ranks by their Hellos alone."""
+        """Repeat what ranks reported: a machine that leads again knows only their Hellos."""
         for number, stream in self.troubled.items():
             self.feed(ctl.RankTroubled(stream.rank.rank, number, "injected"))
 
     def note_waves(self, actions) -> None:
-        """No wave may begin while a rank tells that it refuses every wave."""
+        """Check that no wave begins while a rank refuses every wave."""
         for action in actions:
             message = getattr(action, "message", None)
             if not isinstance(message, Prepare) or message.wave in self.waves:
@@ -176,7 +176,7 @@ class Seat:
                     )
 
     def carry(self, actions) -> None:
-        """Persists first, then sends; a failed persist keeps the batch's sends back, but for questions."""
+        """Carry out writes, then sends; after a failed write only questions are sent."""
         world, failed = self.world, []
         self.note_waves(actions)
         for action in actions:
@@ -202,12 +202,12 @@ class Seat:
                 world.after(delay, self.tell_failure, event, term, self.replica.life)
 
     def tell_failure(self, event, term: int, life: int) -> None:
-        """A failure told a little late, never under a later term: a driver tells it before anything else."""
+        """Report a failed write a little late, but never under a later term."""
         if self.leader is None or self.leader.term == term:
             self.feed_late(event, life)
 
     def feed_late(self, event, life: int) -> None:
-        """A result that took its time; what happened meanwhile came first."""
+        """Give the machine a late result, if this process still lives."""
         if not self.replica.alive or life != self.replica.life:
             return
         if self.replica.paused:
@@ -264,10 +264,10 @@ class Seat:
             case _:
                 raise AssertionError(action)
 
-    # --- planner --------------------------------------------------------------------------------------
+    # --- planner ----------------------------------------------------------------------------------
 
     def plan(self, cycle, life) -> None:
-        """What the process pool answers."""
+        """Answer a planning cycle, as the planner's process does."""
         world = self.world
         if not self.replica.alive or life != self.replica.life:
             return
@@ -280,7 +280,7 @@ class Seat:
         self.feed_late(ctl.CycleDecided(cycle.cycle, reason, plan), life)
 
     def by_hand(self, wish: str) -> None:
-        """An operator's wish; refusals are answers."""
+        """Carry out an operator's request; it may be refused."""
         world, control, now = self.world, self.control, self.world.now
         open_plans = [record.plan.plan_id for record in control.records.open]
         plan_id = world.rng.choice(open_plans) if open_plans else PlanId("none")
@@ -360,7 +360,7 @@ class Replica:
             seat.close_streams()
 
     def pause(self, seconds: float) -> None:
-        """SIGSTOP: the process stands still, its sockets stay open, its lease runs on."""
+        """Stop the process: its streams stay open and its lease goes on."""
         if self.alive and not self.paused:
             self.world.note(f"{self.name} is paused for {seconds:.1f} s")
             self.paused = True
@@ -388,7 +388,7 @@ class Replica:
                 seat.repeat_troubles()
 
     def on_message(self, stream, message) -> None:
-        """A rank's message; late ones of broken streams still arrive at the same life."""
+        """Take a rank's message, also a late one of a broken stream."""
         if not self.alive or stream.replica_life != self.life:
             return
         if self.paused:
@@ -424,7 +424,7 @@ class Replica:
 
 
 def describe_persist(action) -> str:
-    """One persist in a few words."""
+    """Return one write in a few words."""
     match action:
         case ctl.PersistOutcome(wave=wave, committed=committed, reason=reason):
             return f"outcome of {wave.plan_id}/{wave.wave_index}: committed={committed} {reason}"
@@ -433,7 +433,8 @@ def describe_persist(action) -> str:
         case ctl.PersistEpoch(epoch=epoch):
             return f"epoch {epoch}"
         case ctl.PersistPlan(record=record):
-            return f"plan {record.plan.plan_id} {record.phase} {record.reason} {record.story[-1].get('detail', '')}"
+            detail = record.story[-1].get("detail", "")
+            return f"plan {record.plan.plan_id} {record.phase} {record.reason} {detail}"
         case ctl.PersistDecision(row=row):
             return f"decision {row['reason']}"
         case _:

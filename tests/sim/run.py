@@ -1,4 +1,4 @@
-"""One seed: a fleet, its controllers, a time of faults, then a calm in which all must come right."""
+"""One seed: a time of faults, then a calm in which every plan must end and a new one succeed."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ from tests.sim.store import SimStore
 from tests.sim.world import World
 
 CALM_TICKS = 500
-"""Within so many ticks of calm every plan must have ended and a new one must have committed."""
+"""The ticks of calm in which every plan must end and a new one must be committed."""
 
 
 RETRY_S = 1.5
-"""In calm a plan that failed is tried again after so long: longer than between two heartbeats at rest."""
+"""The wait in calm before a failed plan is repeated: longer than a heartbeat at rest."""
 
 
 class FleetWorld(World):
-    """A whole deployment: replicas, store, network, fleet."""
+    """A whole deployment: replicas, store, network and EP group."""
 
     def __init__(
         self, seed: int, kit: Kit | None = None, pairs: Counter | None = None, trace: bool = False
@@ -37,22 +37,22 @@ class FleetWorld(World):
         self.slow_copies = self.corruption = self.rumours = self.slow_swaps = 0.0
         self.failing_swaps = 0.01
         self.copy_s = (0.01, 0.05)
-        """How long a copy takes when nothing is wrong with it."""
+        """The shortest and longest time of a copy without a fault."""
         self.prompt_failures = 0.5
-        """Probability that a failed write is told at once."""
+        """Probability that a failed write is reported at once."""
         self.slow_planning = 0.2
         self.plans_made = 0
         self.eagerness = 0.6
         """Probability that a cycle of planning finds a plan."""
         self.attempts = 1
-        """How often a cycle tries to find one."""
+        """The tries of a cycle to find a plan."""
         self.cycle_s = 1.5
         self.store = SimStore(self)
         self.network = SimNetwork(self)
         self.configure(self.rng)
 
     def configure(self, rng) -> None:
-        """What this seed's fleet and controllers are like."""
+        """Choose this seed's group and controllers."""
         self.mode = rng.choice((Mode.AUTO, Mode.AUTO, Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
         self.flaws = rng.choice((0.0, 0.2))
         names = ["target", "draft"] if rng.random() < 0.15 else ["target"]
@@ -68,7 +68,7 @@ class FleetWorld(World):
         self.fleet.misconfigured = rng.random() < 0.04
 
     def hurry(self) -> None:
-        """Plan after plan, as fast as waves allow."""
+        """Run one plan after another, as fast as waves allow."""
         self.mode, self.eagerness, self.attempts = Mode.AUTO, 1.0, 8
         self.cycle_s, self.slow_planning = 0.2, 0.02
 
@@ -95,17 +95,17 @@ class FleetWorld(World):
         )
 
     def copy_delay(self, deadline: float) -> float:
-        """Seconds one copy takes; in time of faults some take longer than a batch may."""
+        """Return the seconds of one copy; with faults some exceed a batch's deadline."""
         delay = self.rng.uniform(*((0.01, 0.05) if self.calm else self.copy_s))
         if not self.calm and self.rng.random() < self.slow_copies:
             delay += 3.0 * deadline * self.rng.random()
         return delay
 
     def corrupts(self) -> bool:
-        """Whether the bytes of one copy arrive damaged."""
+        """Return True if the bytes of one copy arrive damaged."""
         return not self.calm and self.rng.random() < self.corruption
 
-    # --- phases -------------------------------------------------------------------------------------
+    # --- phases -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         for replica in self.replicas:
@@ -113,7 +113,7 @@ class FleetWorld(World):
         self.fleet.start()
 
     def heal(self) -> None:
-        """No more faults; what is down comes up."""
+        """End all faults and start what is down."""
         self.note("calm")
         self.calm = True
         network = self.network
@@ -133,7 +133,7 @@ class FleetWorld(World):
             self.fleet.broken()
 
     def leading_seat(self, deployment):
-        """The seat whose lease the store has."""
+        """Return the seat that holds the lease in the store."""
         shelf = self.store.shelf(deployment)
         for replica in self.replicas:
             seat = replica.seats.get(deployment)
@@ -152,12 +152,12 @@ def random_shape(rng, num_ranks: int) -> ModelShape:
 
 
 NOT_GENTLE = 0.2
-"""Share of the seeds with a focus in which other things go wrong besides."""
+"""Share of the seeds with a focus that have random faults too."""
 
 
 @dataclass
 class Outcome:
-    """What one seed came to."""
+    """The result of one seed."""
 
     seed: int
     events: int
@@ -174,7 +174,7 @@ def run_seed(
     trace: bool = False,
     about: focus.Focus | None = None,
 ) -> Outcome:
-    """Run one seed to its end or to the first broken invariant; `about`: with a focus of the caller's choice."""
+    """Run one seed to its end or to the first broken invariant; `about` sets its focus."""
     world = FleetWorld(seed, kit, pairs, trace)
     world.print_trace = trace
     outcome = Outcome(seed, 0)
@@ -198,7 +198,7 @@ def run_seed(
 
 
 def prove_progress(world: FleetWorld) -> None:
-    """Every plan ends, and a new one commits on every deployment."""
+    """Check that every plan ends, and that a new one is committed on every deployment."""
     deadline = world.now + CALM_TICKS * TICK_S
     waiting = set(world.deployments)
     fresh: dict = {}
@@ -212,7 +212,7 @@ def prove_progress(world: FleetWorld) -> None:
 
 
 def advance_proof(world: FleetWorld, deployment, fresh: dict) -> bool:
-    """One look at a deployment in calm: submit the new plan once the old ones ended."""
+    """Submit a new plan once the old ones have ended; return True once it is committed."""
     seat = world.leading_seat(deployment)
     if seat is None:
         return False
@@ -243,7 +243,7 @@ def advance_proof(world: FleetWorld, deployment, fresh: dict) -> bool:
 
 
 def check_records(world: FleetWorld, deployment, seat) -> None:
-    """In calm, after a commit, store, controller and ranks say the same."""
+    """Check that store, controller and ranks agree in calm, after a commit."""
     site = world.fleet.ranks[0].sites[deployment]
     stored = world.store.shelf(deployment).epochs
     if not stored or max(stored) != site.epoch or stored[site.epoch].digest != site.map.digest:
@@ -270,8 +270,6 @@ def describe_standstill(world: FleetWorld, deployments) -> str:
         parts.append(
             f"{deployment}: {control.state} {control.state_reason(world.now)}, {plan}, {wave}"
         )
-        parts += [
-            f"rank {r.rank} {r.sites[deployment].participant.state} epoch {r.sites[deployment].epoch}"
-            for r in world.fleet.ranks
-        ]
+        sites = [rank.sites[deployment] for rank in world.fleet.ranks]
+        parts += [f"rank {s.rank.rank} {s.participant.state} epoch {s.epoch}" for s in sites]
     return "; ".join(parts)

@@ -1,12 +1,12 @@
-"""Scenario scripts: named failures step by step, with what happens written down beside each step.
+"""Scenario scripts: named failures step by step, with the expected trace after each step.
 
-A script is a list of blocks, a command, `----`, and its output up to an empty line. Lines that begin
-with # are comments. `python -m tests.sim.scenario --rewrite` writes the outputs anew.
+A script is a list of blocks: a command, `----`, and its output up to an empty line. Lines that
+begin with # are comments. `python -m tests.sim.scenario --rewrite` rewrites the outputs.
 
 Commands:
     fleet                           a group of two ranks, controllers c0 and c1, and c0 leads
     run SECONDS                     let time pass
-    submit PLAN WAVE...             begin a plan by hand; a wave is LAYER:SRC>DST, slot DST takes SRC's expert
+    submit PLAN WAVE...             begin a plan by hand; a wave is LAYER:SRC>DST, a copy into DST
     cancel PLAN
     drop KIND [rank=N] [times=N]    lose the next messages of a kind, to or from a rank
     delay KIND SECONDS [rank=N]     let the next message of a kind take so long
@@ -66,14 +66,14 @@ QUIET = ("QueryState", "RankState", "decision", "Hello", "StagingProgress", "Bea
 
 
 class Steady(random.Random):
-    """No chance at all: every delay is the middle of its range, so a script reads alike for ever."""
+    """No chance: every delay is the middle of its range, so a trace is always the same."""
 
     def random(self) -> float:
         return 0.5
 
 
 class ScriptedNetwork(SimNetwork):
-    """A calm network that loses or delays what a script names."""
+    """A calm network that loses or delays the messages a script names."""
 
     def __init__(self, world) -> None:
         super().__init__(world)
@@ -95,7 +95,7 @@ class ScriptedNetwork(SimNetwork):
 
 
 class ScriptedWorld(FleetWorld):
-    """Two ranks and two controllers, nothing left to chance."""
+    """Two ranks and two controllers, without chance."""
 
     def __init__(self) -> None:
         super().__init__(1, trace=True)
@@ -136,7 +136,7 @@ class Script:
         self.seen = 0
 
     def run(self, command: str) -> list[str]:
-        """Carry one command out; what happened meanwhile, without times."""
+        """Carry one command out, and return the trace of it without times."""
         name, *words = command.split()
         options = dict(word.split("=") for word in words if "=" in word and ">" not in word)
         plain = [word for word in words if word not in {f"{k}={v}" for k, v in options.items()}]
@@ -151,7 +151,7 @@ class Script:
         self.seen += len(lines)
         return [line for line in lines if not any(word in line for word in QUIET)] + answer
 
-    # --- commands -----------------------------------------------------------------------------------
+    # --- commands ---------------------------------------------------------------------------------
 
     def fleet(self):
         self.world.replicas[0].start()
@@ -263,9 +263,9 @@ class Script:
         for rank in world.fleet.ranks:
             part = rank.sites[TARGET].participant
             holds = f" holds {part.wave.plan_id}/{part.wave.wave_index}" if part.wave else ""
-            lines.append(
-                f"rank {rank.rank} {part.state}{holds}, epoch {part.epoch}, layer 0 {part.placement.phy2log[0].tolist()}"
-            )
+            layer = part.placement.phy2log[0].tolist()
+            state = f"{part.state}{holds}, epoch {part.epoch}, layer 0 {layer}"
+            lines.append(f"rank {rank.rank} {state}")
         seat = world.leading_seat(TARGET)
         if seat is not None:
             control = seat.control
@@ -282,7 +282,7 @@ Block = tuple[list[str], str, list[str]]
 
 
 def parse(text: str) -> list[Block]:
-    """(comment lines, command, expected lines) of each block."""
+    """Return (comment lines, command, expected lines) of each block."""
     blocks: list[Block] = []
     lines = iter(text.splitlines())
     comments: list[str] = []
@@ -302,7 +302,7 @@ def parse(text: str) -> list[Block]:
 
 
 def play(text: str) -> str:
-    """The script with its outputs as they are now."""
+    """Return the script with its present outputs."""
     script, parts = Script(), []
     for comments, command, _ in parse(text):
         name, *rest = command.split()

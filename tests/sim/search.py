@@ -1,4 +1,4 @@
-"""Running many seeds, and hunting mutants; what worker processes of the simulation do."""
+"""The work of the simulation's worker processes: run many seeds, and catch mutants."""
 
 import traceback
 from collections import Counter
@@ -10,7 +10,7 @@ from tests.sim.run import run_seed
 
 @dataclass
 class Tally:
-    """What a run of seeds came to."""
+    """The result of a range of seeds."""
 
     seeds: int = 0
     events: int = 0
@@ -21,7 +21,7 @@ class Tally:
 
 @dataclass
 class Hunt:
-    """What became of one mutant."""
+    """The result of the search with one mutant."""
 
     name: str
     seed: int | None = None
@@ -31,7 +31,7 @@ class Hunt:
 
 
 def run_seeds(first: int, count: int) -> Tally:
-    """Run seeds with the production machines, noting the pairs they pass."""
+    """Run seeds with the production machines, and count the pairs they pass."""
     tally, passed = Tally(), Counter()
     for seed in range(first, first + count):
         try:

@@ -1,4 +1,4 @@
-"""SimStore: durable records that can be out of reach, lose their last write, or be flushed."""
+"""SimStore: records that can be out of reach, lose their last write, or be flushed."""
 
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.protocol import control_messages as ctl
@@ -10,7 +10,7 @@ class StoreDown(Exception):
 
 
 class _Shelf:
-    """What is stored of one deployment."""
+    """The stored data of one deployment."""
 
     def __init__(self) -> None:
         self.holder = ""
@@ -56,7 +56,7 @@ class SimStore:
             raise StoreDown
         return self.shelf(deployment)
 
-    # --- faults -------------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
 
     def lose_last_write(self) -> None:
         """The store crashed and came back without its last write."""
@@ -72,7 +72,7 @@ class SimStore:
         self._before_last = None
         self.world.checks.forgot()
 
-    # --- leases ---------------------------------------------------------------------------------------
+    # --- leases -----------------------------------------------------------------------------------
 
     def acquire(self, deployment, holder: str, ttl: float, at_least: int) -> Leader | None:
         """Take the lease if it is free, expired or ours."""
@@ -101,7 +101,7 @@ class SimStore:
         if (shelf.holder, shelf.term) == (leader.leader_id, leader.term):
             shelf.lease_until = 0.0
 
-    # --- records --------------------------------------------------------------------------------------
+    # --- records ----------------------------------------------------------------------------------
 
     def write(self, deployment, action: ctl.PersistAction, leader: Leader | None) -> None:
         """Store one persist action; raises StoreDown, also when the term is fenced off."""

@@ -1,4 +1,4 @@
-"""A short run of the simulation, every mutant at a seed that catches it, and the scenario scripts."""
+"""A short run of the simulation, each mutant at a seed that catches it, and the scenarios."""
 
 import random
 import re
@@ -36,7 +36,7 @@ CATCHING_SEEDS = {
     "R16": 44,
     "R17": 13,
 }
-"""Where the search found each mutant; a changed simulation finds them elsewhere, the test searches then."""
+"""A seed that catches each mutant. If the simulation has changed, the test searches for another."""
 
 
 @pytest.mark.parametrize("first", range(0, 160, 40))
@@ -80,7 +80,7 @@ def test_pairs_are_those_of_the_tables():
     "focus", FOCI, ids=lambda focus: focus.pairs.partition(",")[0].replace(" ", "-")
 )
 def test_focus_brings_its_pairs_about(focus):
-    """Else its share of the seeds is spent for nothing."""
+    """Otherwise its share of the seeds is wasted."""
     missing = set(focus.aims)
     assert missing <= all_pairs()
     for seed in range(8):
@@ -128,7 +128,7 @@ def test_only_a_full_run_must_pass_every_pair_often():
 
 @pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.txt")), ids=lambda path: path.stem)
 def test_scenario(path):
-    """`python -m tests.sim.scenario --rewrite` writes the traces anew; read the difference."""
+    """`python -m tests.sim.scenario --rewrite` rewrites the traces; read the difference."""
     assert play(path.read_text()) == path.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Virtual time, one random stream, and what every part of the simulation shares."""
+"""Virtual time, one stream of random numbers, and all that the simulation's parts share."""
 
 import heapq
 import itertools
@@ -10,7 +10,7 @@ from tests.sim.kit import Kit
 
 
 class Hold:
-    """What is on its way and does not arrive yet."""
+    """Messages that are held back."""
 
     def __init__(self, world: "World", fits) -> None:
         self.world = world
@@ -18,7 +18,7 @@ class Hold:
         self.parcels: list = []
 
     def let_go(self, within: float, kinds: frozenset | None = None) -> None:
-        """What was held back arrives, in its order; of `kinds` only, if given."""
+        """Deliver held messages in their order; only of `kinds`, if given."""
         parcels = self.parcels
         going = [parcel for parcel in parcels if kinds is None or parcel[0] in kinds]
         self.parcels = [
@@ -28,14 +28,14 @@ class Hold:
             self.world.after(within * number / len(going), call, *args)
 
     def end(self, within: float = 0.02) -> None:
-        """Hold back nothing more."""
+        """Deliver all held messages, and hold no more."""
         if self in self.world.holds:
             self.world.holds.remove(self)
             self.let_go(within)
 
 
 class World:
-    """One run. Everything that happens is an event on one heap; the seed decides all the rest."""
+    """One run. All its events are on one heap; the seed decides everything."""
 
     def __init__(self, seed: int, kit: Kit | None = None, trace: bool = False) -> None:
         self.seed = seed
@@ -47,7 +47,7 @@ class World:
         self.trace_lines: list[str] | None = [] if trace else None
         self.print_trace = False
         self.calm = False
-        """Faults are over: the network delivers, nothing crashes."""
+        """True after the faults: the network delivers and nothing crashes."""
         self.deployments: tuple[DeploymentId, ...] = ()
         self._heap: list = []
         self._order = itertools.count()
@@ -63,7 +63,7 @@ class World:
         heapq.heappush(self._heap, (self.now + delay, next(self._order), call, args))
 
     def post(self, delay: float, kind: str, owner, call, *args) -> None:
-        """`after` for what travels: a message of a stream, or news for a seat, that may be held back."""
+        """`after` for a message of a stream, or a result for a seat, that may be held back."""
         for hold in self.holds:
             if hold.fits(kind, owner):
                 hold.parcels.append((kind, call, args))
@@ -71,12 +71,12 @@ class World:
         self.after(delay, call, *args)
 
     def hold(self, fits) -> "Hold":
-        """From now on hold back what travels and `fits(kind, owner)`."""
+        """Hold back from now on all messages for which `fits(kind, owner)`."""
         self.holds.append(Hold(self, fits))
         return self.holds[-1]
 
     def run_until(self, when: float, stop=None) -> None:
-        """Let events happen until a time, or until `stop()` is true (looked at after each event)."""
+        """Run events until a time, or until `stop()` is true after an event."""
         heap = self._heap
         while heap and heap[0][0] <= when:
             self.now, _, call, args = heapq.heappop(heap)
@@ -87,7 +87,7 @@ class World:
         self.now = max(self.now, when)
 
     def note(self, line: str) -> None:
-        """A line of the trace."""
+        """Add a line to the trace."""
         if self.trace_lines is not None:
             text = f"{self.now:9.3f} {line}"
             self.trace_lines.append(text)
@@ -97,11 +97,11 @@ class World:
     # --- moments: where a fault hurts most --------------------------------------------------------
 
     def when(self, moment: str, call) -> None:
-        """Run `call(context)` the next time something passes a named moment; it returns True to stay."""
+        """Run `call(context)` at the next named moment, and again while it returns True."""
         self._moments.setdefault(moment, []).append(call)
 
     def moment(self, name: str, **context) -> None:
-        """Something passes a named moment."""
+        """Report a named moment."""
         calls = self._moments.pop(name, None)
         if calls:
             staying = [call for call in calls if call(context)]

@@ -17,7 +17,7 @@ from evenkeel_moe.model.plan import Plan, PlanRecord, WaveKey
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol.messages import ControllerMessage, Leader, QueryState, RankMessage
 
-# --- events -----------------------------------------------------------------------------------
+# --- events ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class PersistFailed:
     detail: str = ""
 
 
-# --- events of a coordinator, made by control --------------------------------------------------
+# --- events of a coordinator, made by control -----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class CancelWave:
     reason: Reason
 
 
-# --- actions --------------------------------------------------------------------------------
+# --- actions --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

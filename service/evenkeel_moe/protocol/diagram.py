@@ -34,8 +34,8 @@ def page() -> str:
         "`python -m evenkeel_moe.protocol.diagram`; a test checks that both agree. An arrow shows",
         "which events may lead from one state to another. A cell of a table names the method that",
         "handles the event. *ignored*: the event can occur and changes nothing. *illegal*: only a",
-        "bug of ours can cause the event, and it raises an error. *violation*: no correct peer sends",
-        "it, and it raises an alert.",
+        "bug of ours can cause the event, and it raises an error. *violation*: no correct peer",
+        "sends it, and it raises an alert.",
     ]
     for name, subject, table, moves in _MACHINES:
         parts += ["", f"## {name}: {subject}", "", *_diagram(moves), "", *_table(table)]

@@ -15,7 +15,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
 
-# --- identities -----------------------------------------------------------------------------
+# --- identities -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class WaveOutcome(StrEnum):
     DROPPED = "dropped"
 
 
-# --- rank -> controller ---------------------------------------------------------------------
+# --- rank -> controller ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class StagingProgress:
 
 RankMessage = Hello | Vote | Ack | AbortAnswer | RankState | TermRefused | StagingProgress
 
-# --- controller -> rank ---------------------------------------------------------------------
+# --- controller -> rank ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class QueryState:
 
 ControllerMessage = Prepare | Commit | Abort | QueryState
 
-# --- local events ---------------------------------------------------------------------------
+# --- local events ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +320,7 @@ class PollDropped:
     """The poll showed no armed rank, and all ranks want to drop: all drop at this boundary (R6)."""
 
 
-# --- actions of a participant ---------------------------------------------------------------
+# --- actions of a participant ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

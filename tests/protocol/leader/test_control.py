@@ -61,7 +61,7 @@ def test_survey_is_resent_to_those_who_did_not_answer():
 
 
 def test_records_follow_the_ranks_not_the_store():
-    """R12, R15: the store is a hint: history above the ranks' epoch belongs to a life that is gone."""
+    """R12, R15: stored epochs above the ranks' epoch belong to an earlier generation."""
     stored = ctl.StoredRecords(epochs={Epoch(0): BASE, Epoch(1): AFTER_ONE, Epoch(7): AFTER_TWO})
     control = control_of(S.RECOVERING, stored)
     actions = answer_queries(control, epoch=1, placement=AFTER_ONE)

@@ -90,7 +90,7 @@ def automatic(plan_id="a", waves=2):
     return replace(plan_of(waves, plan_id), kind=PlanKind.AUTOMATIC)
 
 
-# --- ranks of another group -----------------------------------------------------------------
+# --- ranks of another group -----------------------------------------------------------------------
 
 
 def test_a_rank_of_a_larger_group_does_not_count_in_the_registered_one():
@@ -151,7 +151,7 @@ def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
     group.run(10)
 
 
-# --- many plans -----------------------------------------------------------------------------
+# --- many plans -----------------------------------------------------------------------------------
 
 
 def test_as_many_placements_are_remembered_as_the_store_keeps():
@@ -206,7 +206,7 @@ def test_a_rollback_undoes_the_newest_plan_of_this_generation():
     assert group.operator.rollback_target(None)[0] == 2
 
 
-# --- settings that change -------------------------------------------------------------------
+# --- settings that change -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

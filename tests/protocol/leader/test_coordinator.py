@@ -186,7 +186,7 @@ DEADLINES = [
 
 
 def unasked_in(state):
-    """A coordinator whose question of a state was not sent: what goes with it could not be stored."""
+    """Return a coordinator whose question was not sent because a write of its batch failed."""
     wave = Coordinator(key_of(), LEADER, PEERS, TIMING, prepare=prepare_of())
     asked = wave.start(0.0, 0)
     if state is C.COMMITTING:
@@ -202,7 +202,7 @@ def unasked_in(state):
 def test_question_that_waits_for_the_store_says_so_and_the_ranks_time_begins_when_it_goes_out(
     state, reason
 ):
-    """R14: the fleet steps on and no rank was asked, so neither `paused` nor a deadline of the ranks would be true."""
+    """R14: the group takes steps and no rank was asked: neither `paused` nor a deadline applies."""
     wave = unasked_in(state)
     actions = wave.handle(msg.Tick(), 1.0)
     health = only(actions, ctl.WaveHealth)

@@ -55,7 +55,7 @@ def test_cancel_after_the_votes_takes_effect_at_the_next_wave():
 
 
 def test_a_repeated_cancel_writes_what_the_first_could_not():
-    """The first caller got a 503. A repeated request that writes nothing would be told of success."""
+    """The first request got a 503. If the second wrote nothing, it would report a false success."""
     control = control_of(S.MIGRATING)
     vote(control)
     _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)

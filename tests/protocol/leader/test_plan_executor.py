@@ -32,7 +32,7 @@ from tests.protocol.machines import (
 AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=10.0)
 
 
-# --- waves ----------------------------------------------------------------------------------
+# --- waves ----------------------------------------------------------------------------------------
 
 
 def test_plan_runs_wave_after_wave_and_records_every_epoch():
@@ -117,7 +117,7 @@ def test_reload_ends_the_plan_and_all_ranks_are_asked():
     assert control.state is S.READY and control.group.weights_version == 2
 
 
-# --- stalls and the store -------------------------------------------------------------------
+# --- stalls and the store -------------------------------------------------------------------------
 
 
 def test_plan_without_quorum_stalls_with_the_reason_and_goes_on():
@@ -235,7 +235,7 @@ def test_plan_names_the_store_if_its_cancellation_waits_for_it():
 
 
 def test_a_plan_that_counts_a_wave_is_stored_before_the_waves_outcome():
-    """Also when the plan went on before the store came back: it may be lost again after any write."""
+    """Also if the plan went on before the store came back, for it may fail after any write."""
     control = control_of()
     submitted, _ = Operator(control).submit(plan_of(), 0.0)
     counted = control.records.change(submitted, "wave_committed", 0.0, waves_committed=1)

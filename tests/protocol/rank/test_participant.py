@@ -56,7 +56,7 @@ def test_wave_of_an_older_generation_is_refused():
     "leader", [msg.Leader("b", 4), msg.Leader("b", 5)], ids=["lower", "same, other id"]
 )
 def test_lower_term_and_bound_term_are_refused_with_the_newest_leader(leader):
-    """R2: ranks refuse lower terms and answer with theirs; a term belongs to its first leader id."""
+    """R2: ranks refuse lower terms and name theirs; a term belongs to its first leader id."""
     rank = participant_of()
     rank.handle(from_controller(msg.QueryState(msg.Leader("a", 5))), 0.0)
     refused = only(rank.handle(from_controller(prepare_of(leader=leader)), 0.0), msg.TermRefused)

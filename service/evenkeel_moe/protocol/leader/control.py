@@ -24,7 +24,7 @@ _FLUSHING = (Tick, ctl.AutomaticPlansResumed)
 class DeploymentControl(DeploymentState):
     """The moves of one deployment on one controller replica."""
 
-    # --- events ---------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def handle(self, event: object, now: float) -> list[ControlAction]:
         """Take one event and return the actions for the shell, writes first.
@@ -56,7 +56,7 @@ class DeploymentControl(DeploymentState):
         actions: list[ControlAction] = getattr(self, cell)(event, now)
         return actions
 
-    # --- leadership (R2, R13) -------------------------------------------------------------------
+    # --- leadership (R2, R13) ---------------------------------------------------------------------
 
     def _lead(self, event: ctl.LeaseAcquired, now: float) -> list[ControlAction]:
         stored, timing = event.stored, self.timing
@@ -110,7 +110,7 @@ class DeploymentControl(DeploymentState):
         """R2: the term must be above the one in the store and above all that ranks know."""
         return self.leader is None or self.leader.term < known_term
 
-    # --- membership (R1) ------------------------------------------------------------------------
+    # --- membership (R1) --------------------------------------------------------------------------
 
     def _refuse_hello(self, event: FromRank, _now: float) -> list[ControlAction]:
         detail = "this replica does not lead"
@@ -148,7 +148,7 @@ class DeploymentControl(DeploymentState):
         self.membership.closed(event.rank, event.stream)
         return []
 
-    # --- messages of ranks ----------------------------------------------------------------------
+    # --- messages of ranks ------------------------------------------------------------------------
 
     def _note_state(self, event: FromRank, now: float) -> list[ControlAction]:
         state = event.message
@@ -192,7 +192,7 @@ class DeploymentControl(DeploymentState):
         self.executor.progress(event.rank, event.message)
         return []
 
-    # --- waves ----------------------------------------------------------------------------------
+    # --- waves ------------------------------------------------------------------------------------
 
     def _to_wave(self, event: object, now: float) -> list[ControlAction]:
         """Pass an event to the newest wave's machine, which may have ended."""
@@ -251,7 +251,7 @@ class DeploymentControl(DeploymentState):
         self.state = ControlState.READY
         return self.advance_plan(now)
 
-    # --- requests of operators ------------------------------------------------------------------
+    # --- requests of operators --------------------------------------------------------------------
 
     def _set_policy(self, event: ctl.PolicySet, _now: float) -> list[ControlAction]:
         assert self.planning_loop is not None
@@ -270,7 +270,7 @@ class DeploymentControl(DeploymentState):
         self.planning_loop.held = False
         return [self.document()]
 
-    # --- time -----------------------------------------------------------------------------------
+    # --- time -------------------------------------------------------------------------------------
 
     def _step_clock(self, event: ctl.ClockStepped, _now: float) -> list[ControlAction]:
         self.unix_offset_s = event.unix_offset_s
@@ -318,7 +318,7 @@ class DeploymentControl(DeploymentState):
         at_rest = self.state is ControlState.READY
         return [*actions, *self.liveness.questions(now, at_rest=at_rest)]
 
-    # --- planning -------------------------------------------------------------------------------
+    # --- planning ---------------------------------------------------------------------------------
 
     def _cycle_decided(self, event: ctl.CycleDecided, now: float) -> list[ControlAction]:
         assert self.planning_loop is not None
@@ -331,7 +331,7 @@ class DeploymentControl(DeploymentState):
         blocked_by = Reason.PLAN_IN_PROGRESS if migrating else Reason.RECOVERING
         return self.planning_loop.take(event, now, blocked_by)
 
-    # --- failed writes --------------------------------------------------------------------------
+    # --- failed writes ----------------------------------------------------------------------------
 
     def _store_fault(self) -> Reason | None:
         return Reason.STORE_UNAVAILABLE if self.write_retry else None

@@ -98,7 +98,7 @@ class Coordinator:
         self._stepped_at = 0.0
         self._story: deque[tuple[str, str]] = deque(maxlen=16)
 
-    # --- events ---------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def start(self, now: float, step: int) -> list[CoordinatorAction]:
         """Send Prepare, or the recovery's query, to all ranks; `step` is the group's last known."""
@@ -144,7 +144,7 @@ class Coordinator:
             return not self.peers.pending
         return self.state is CoordinatorState.ABORTED
 
-    # --- rules ----------------------------------------------------------------------------------
+    # --- rules ------------------------------------------------------------------------------------
 
     def outcome(self, answers: Iterable[RankState]) -> CoordinatorState:
         """R12: return how a wave found on the ranks must end.
@@ -171,7 +171,7 @@ class Coordinator:
         """R14: the group takes no steps, so no answer of its gate can be expected."""
         return now - self._stepped_at >= self.timing.idle_after_s
 
-    # --- answers --------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     def _vote(self, event: FromRank, now: float) -> list[CoordinatorAction]:
         vote = event.message
@@ -257,7 +257,7 @@ class Coordinator:
             return self._abort(Reason.WAVE_DROPPED, "found on some ranks only", now)
         return self._enter(outcome, Reason.RECOVERED, "found prepared on all ranks", now)
 
-    # --- local events ---------------------------------------------------------------------------
+    # --- local events -----------------------------------------------------------------------------
 
     def _cancel(self, event: CancelWave, now: float) -> list[CoordinatorAction]:
         return self._abort(event.reason, "before the votes were in", now)
@@ -290,7 +290,7 @@ class Coordinator:
         actions = self._watch(now)
         return [*actions, *self.peers.ask_again(self._question(), now)]
 
-    # --- deadlines (R14) ------------------------------------------------------------------------
+    # --- deadlines (R14) --------------------------------------------------------------------------
 
     def _watch(self, now: float) -> list[CoordinatorAction]:
         """Check the state's deadline; its effect depends on whether the ranks can answer at all."""
@@ -337,7 +337,7 @@ class Coordinator:
         self.health = health
         return [health if health is not None else WaveHealth(self.wave, False, None)]
 
-    # --- moves ----------------------------------------------------------------------------------
+    # --- moves ------------------------------------------------------------------------------------
 
     def _abort(self, reason: Reason, detail: str, now: float) -> list[CoordinatorAction]:
         return self._enter(CoordinatorState.ABORTING, reason, detail, now)

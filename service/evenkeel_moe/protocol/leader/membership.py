@@ -71,7 +71,7 @@ class Membership:
         self._beyond: dict[EpRank, Member] = {}
         """Ranks of a larger group that seems to gather; no members of the registered one."""
 
-    # --- changes --------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def register(self, hello: Hello, stream: int, now: float) -> Admission:
         """Take a rank's Hello.
@@ -126,7 +126,7 @@ class Membership:
             member.connected = False
             self._beyond.pop(rank, None)
 
-    # --- questions ------------------------------------------------------------------------------
+    # --- questions --------------------------------------------------------------------------------
 
     @property
     def everyone(self) -> dict[EpRank, Member]:
@@ -212,7 +212,7 @@ class Membership:
             return Quorum(False, Reason.OBSERVE_ONLY, f"ranks {observers} do not offer to migrate")
         return Quorum(True, Reason.RECOVERED, f"all {len(members)} ranks")
 
-    # --- refusals -------------------------------------------------------------------------------
+    # --- refusals ---------------------------------------------------------------------------------
 
     def _refusal(self, hello: Hello, stream: int, now: float) -> Admission | None:
         identity, shape = hello.identity, hello.shape

@@ -197,7 +197,7 @@ class Operator:
         self._leading()
         return self.control.handle(PolicySet(policy, document), now)
 
-    # --- preconditions --------------------------------------------------------------------------
+    # --- preconditions ----------------------------------------------------------------------------
 
     def _leading(self) -> tuple[PlanExecutor, PlanningLoop]:
         control = self.control

@@ -92,7 +92,7 @@ class PlanExecutor:
         """Return True while a wave of this plan is under way on the ranks."""
         return self.running and self._record() is record
 
-    # --- rules ----------------------------------------------------------------------------------
+    # --- rules ------------------------------------------------------------------------------------
 
     def is_stale(self, plan: Plan, waves_committed: int) -> bool:
         """R16: the group is not in the state in which the plan's next wave begins."""
@@ -131,7 +131,7 @@ class PlanExecutor:
         assert shape is not None
         return pool_refusal(plan.waves[index], placement_at(plan, index), shape)
 
-    # --- waves ----------------------------------------------------------------------------------
+    # --- waves ------------------------------------------------------------------------------------
 
     def begin_wave(
         self, record: PlanRecord, now: float, *, may_persist: bool
@@ -296,7 +296,7 @@ class PlanExecutor:
             return [self.records.end(record, Reason.WEIGHTS_VERSION_CHANGED, unix)]
         return []
 
-    # --- waiting --------------------------------------------------------------------------------
+    # --- waiting ----------------------------------------------------------------------------------
 
     def _note_health(self, health: WaveHealth, now: float) -> list[PersistPlan]:
         """Write into the plan's record that its wave waits, or that it goes on (R14)."""

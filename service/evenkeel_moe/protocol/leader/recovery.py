@@ -46,7 +46,7 @@ class Recovery:
         self._began_at = 0.0
         self._alerted: Reason | None = None
 
-    # --- rounds ---------------------------------------------------------------------------------
+    # --- rounds -----------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[ControlAction]:
         """Begin a new round of questions to all ranks."""
@@ -128,7 +128,7 @@ class Recovery:
             return []
         return self.begin(now)
 
-    # --- records --------------------------------------------------------------------------------
+    # --- records ----------------------------------------------------------------------------------
 
     def _bring_up(self, group: GroupState) -> list[ControlAction]:
         """R12, R15: take the state the ranks report; the stored one is only a hint.

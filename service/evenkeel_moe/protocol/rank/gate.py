@@ -116,7 +116,7 @@ class Gate:
         self._wanted_serial = 0
         self._began: int | None = None
 
-    # --- start of the group ---------------------------------------------------------------------
+    # --- start of the group -----------------------------------------------------------------------
 
     def agreement(self) -> NDArray[np.int64]:
         """Return the (2,) int64 to reduce with MIN over the ranks before the first `advance`."""
@@ -135,7 +135,7 @@ class Gate:
         """R9: K, D and the layout are equal on all ranks."""
         return int(minima[0]) == -int(minima[1]) == self._digest_number
 
-    # --- every step -----------------------------------------------------------------------------
+    # --- every step -------------------------------------------------------------------------------
 
     def advance(self) -> bool:
         """Count one step boundary; return True if a poll must be used or begun at it."""
@@ -207,7 +207,7 @@ class Gate:
         """Ask all ranks to replace the communicator `serial`, which this rank aborted (R10)."""
         self._wanted_serial = max(self._wanted_serial, serial + 1)
 
-    # --- results --------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     def _resolve(self, minima: list[int], now: float) -> list[GateAction]:
         if len(minima) != self.vector_length or not minima[1] == -minima[2] == self._digest_number:
@@ -248,7 +248,7 @@ class Gate:
             return PollDropped()
         return PollNotPassed()
 
-    # --- end and schedule -----------------------------------------------------------------------
+    # --- end and schedule -------------------------------------------------------------------------
 
     def _leave(self, detail: str, reason: Reason = Reason.GATE_FAILED) -> list[GateAction]:
         self.left = True

@@ -25,7 +25,7 @@ _DROPPED = WaveOutcome.DROPPED
 class Participant(RankDeployment):
     """The moves of one deployment on one rank."""
 
-    # --- events ---------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def handle(self, event: object, now: float) -> list[ParticipantAction]:
         """Take one event and return the actions for the shell, in order.
@@ -75,7 +75,7 @@ class Participant(RankDeployment):
         )
         return self.poll
 
-    # --- Prepare --------------------------------------------------------------------------------
+    # --- Prepare ----------------------------------------------------------------------------------
 
     def _begin(self, prepare: msg.Prepare) -> list[ParticipantAction]:
         wave = prepare.wave
@@ -122,7 +122,7 @@ class Participant(RankDeployment):
         held.refusal = msg.Vote(held.prepare.wave, False, reason, detail)
         return [msg.SendToController(held.refusal, held.vote_stream), *self._give_up(outcome)]
 
-    # --- Commit ---------------------------------------------------------------------------------
+    # --- Commit -----------------------------------------------------------------------------------
 
     def _arm(self, commit: msg.Commit) -> list[ParticipantAction]:
         """R5: Commit only arms the rank; nothing the router reaches changes."""
@@ -143,7 +143,7 @@ class Participant(RankDeployment):
             return [self._reply(self._ack(wave))]
         return [self._reply(msg.AbortAnswer(wave, self.epoch, outcome, drained=True))]
 
-    # --- Abort ----------------------------------------------------------------------------------
+    # --- Abort ------------------------------------------------------------------------------------
 
     def _abort(self, _abort: msg.Abort) -> list[ParticipantAction]:
         self._holding.abort_stream = self._stream
@@ -174,7 +174,7 @@ class Participant(RankDeployment):
         answer = msg.AbortAnswer(event.wave, self.epoch, held.outcome, drained=True)
         return [msg.SendToController(answer, held.abort_stream)]
 
-    # --- the gate -------------------------------------------------------------------------------
+    # --- the gate ---------------------------------------------------------------------------------
 
     def _resolve(self, _event: object) -> list[ParticipantAction]:
         self.poll = None
@@ -223,7 +223,7 @@ class Participant(RankDeployment):
     def _swap_failed(self, event: msg.SwapFailed) -> list[ParticipantAction]:
         return [msg.LeaveGroup(Reason.GATE_FAILED, f"swap failed: {event.detail}")]
 
-    # --- reloads (R4) ---------------------------------------------------------------------------
+    # --- reloads (R4) -----------------------------------------------------------------------------
 
     def _permit_if_reloading(self) -> list[ParticipantAction]:
         return [msg.PermitReload()] if self.reloading else []
@@ -274,7 +274,7 @@ class Participant(RankDeployment):
         reason, detail = Reason.WEIGHTS_VERSION_CHANGED, "a reload is under way"
         return self._refuse(reason, detail, _DROPPED)
 
-    # --- decisions of the engine ----------------------------------------------------------------
+    # --- decisions of the engine ------------------------------------------------------------------
 
     def _disable(self, _event: msg.MigrationDisabled) -> list[ParticipantAction]:
         self.observe_only = True
@@ -284,7 +284,7 @@ class Participant(RankDeployment):
         self.placement, self.epoch = event.placement, Epoch(self.epoch + 1)
         return []
 
-    # --- answers --------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     def _reply(self, message: msg.RankMessage) -> msg.SendToController:
         return msg.SendToController(message, self._stream)

@@ -91,7 +91,7 @@ class RankDeployment:
         """The placement after the held wave; None exactly in IDLE."""
         return None if self.held is None else self.held.placement
 
-    # --- rules ----------------------------------------------------------------------------------
+    # --- rules ------------------------------------------------------------------------------------
 
     def accepts_leader(self, leader: msg.Leader) -> bool:
         """R2: refuse lower terms; a term belongs to the first leader id that used it."""
@@ -138,7 +138,7 @@ class RankDeployment:
         """R7: no byte of the held wave is in flight."""
         return self.state not in (ParticipantState.STAGING, ParticipantState.ABORTED)
 
-    # --- reports --------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     @property
     def _holding(self) -> HeldWave:
