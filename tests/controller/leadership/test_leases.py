@@ -303,7 +303,7 @@ async def test_a_lease_that_ran_out_while_records_were_loaded_is_not_led_by(rig)
         rig.happened.append(("loaded", lease.term))
 
     keeper = rig.keeper("a")
-    keeper._won = won
+    keeper.won = won
     keeper.want()
     task = asyncio.create_task(keeper.run())
     try:

@@ -59,7 +59,7 @@ class ManualPlanner:
     builder: InputBuilder
     budget: EvaluationBudget
     loads: GroupLoads
-    planner: PlannerPool
+    pool: PlannerPool
     inbox: MachineInbox
     store: DeploymentStore
     clock: Clock
@@ -89,7 +89,7 @@ class ManualPlanner:
         limits = _tighter(policy.limits, request.limits)
         phases = request.phases or tuple(Phase)
         inputs = self.builder.build(base, name, limits, phases, request=request)
-        result = await self.budget.run(self.planner, inputs)
+        result = await self.budget.run(self.pool, inputs)
         if not result.passed or result.target is None:
             raise _refusal(result)
         unix = self.clock.unix()
@@ -137,7 +137,7 @@ class ManualPlanner:
             self.loads.topology(),
             membership.staging_bytes(),
         )
-        waves = await self.planner.run(build_waves, request)
+        waves = await self.pool.run(build_waves, request)
         if not waves:
             raise Conflict(f"the placement of epoch {epoch} is the present one", Reason.NO_CHANGE)
         plan = base.plan(

@@ -3,6 +3,8 @@
 The work itself runs in the planner's processes.
 """
 
+from dataclasses import dataclass
+
 import structlog
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
@@ -29,37 +31,32 @@ __all__ = ["DeploymentPlanner"]
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class DeploymentPlanner:
     """The planner of one deployment."""
 
-    def __init__(
-        self,
-        operator: Operator,
-        loads: GroupLoads,
-        ranks: RankSessions,
-        inbox: MachineInbox,
-        store: DeploymentStore,
-        health: StoreHealth,
-        clock: Clock,
-        planner: PlannerPool,
-        spawn: Spawn,
-        settings: CycleSettings,
-    ) -> None:
-        control = operator.control
-        self._control = control
-        self._inbox = inbox
-        self._health = health
-        self._clock = clock
-        self._planner = planner
-        self._spawn = spawn
-        self._budget = EvaluationBudget(settings.deadline_s)
-        self._builder = InputBuilder(control, loads, ranks, clock, settings, self._budget)
-        self._shadows = ShadowPolicies(control, planner, spawn)
+    operator: Operator
+    loads: GroupLoads
+    ranks: RankSessions
+    inbox: MachineInbox
+    store: DeploymentStore
+    health: StoreHealth
+    clock: Clock
+    pool: PlannerPool
+    spawn: Spawn
+    settings: CycleSettings
+
+    def __post_init__(self) -> None:
+        control, loads, clock, pool = self.operator.control, self.loads, self.clock, self.pool
+        budget = self._budget = EvaluationBudget(self.settings.deadline_s)
+        builder = InputBuilder(control, loads, self.ranks, clock, self.settings, budget)
+        self._control, self._builder = control, builder
+        self._shadows = ShadowPolicies(control, pool, self.spawn)
         self.manual = ManualPlanner(
-            operator, self._builder, self._budget, loads, planner, inbox, store, clock
+            self.operator, builder, budget, loads, pool, self.inbox, self.store, clock
         )
         self.recommender = Recommender(
-            control, self._builder, loads.ingest, ranks, self._shadows, planner, clock
+            control, builder, loads.ingest, self.ranks, self._shadows, pool, clock
         )
 
     def forget(self) -> None:
@@ -71,7 +68,7 @@ class DeploymentPlanner:
     def begin_cycle(self, action: ctl.RunCycle) -> None:
         """Run a cycle in the background; it always ends with `CycleDecided`."""
         name = f"cycle-{self._control.deployment}-{action.cycle}"
-        self._spawn(self._run_cycle(action), name)
+        self.spawn(self._run_cycle(action), name)
 
     async def _run_cycle(self, action: ctl.RunCycle) -> None:
         deployment = self._control.deployment
@@ -84,18 +81,18 @@ class DeploymentPlanner:
         except Exception:
             _log.exception("cycle_failed", deployment=deployment)
         finally:
-            self._inbox.post(decided)
+            self.inbox.post(decided)
 
     async def _decide(self, action: ctl.RunCycle) -> ctl.CycleDecided:
         deployment, policy = self._control.deployment, self._control.policy
-        if self._health.fault:
+        if self.health.fault:
             return ctl.CycleDecided(action.cycle, Reason.STORE_UNAVAILABLE)
         self._builder.measure_pace()
         base = PlanBase(
             deployment, action.generation, action.weights_version, action.epoch, action.placement
         )
         inputs = self._builder.build(base, policy.policy, policy.limits)
-        result = await self._budget.run(self._planner, inputs)
+        result = await self._budget.run(self.pool, inputs)
         self._builder.gate_memory = result.memory
         shadow = self._shadows.rows()
         if result.split is not None:
@@ -107,7 +104,7 @@ class DeploymentPlanner:
         numbers = finite(result.numbers)
         if not result.passed or result.target is None:
             return ctl.CycleDecided(action.cycle, result.reason, numbers=numbers, shadow=shadow)
-        unix = self._clock.unix()
+        unix = self.clock.unix()
         plan = base.plan(
             result.target,
             result.waves,

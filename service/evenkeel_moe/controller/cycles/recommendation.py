@@ -33,7 +33,7 @@ class Recommender:
     ingest: Ingest
     ranks: RankSessions
     shadows: ShadowPolicies
-    planner: PlannerPool
+    pool: PlannerPool
     clock: Clock
     _kept: tuple[DeploymentPolicy, Advice] | None = field(default=None, init=False)
     """The newest advice, and the policy it was made for."""
@@ -82,7 +82,7 @@ class Recommender:
         newest = [ring.newest_step for ring in self.ingest.rings.values()]
         free_bytes = self._free_bytes()
         request = RecommendationInputs(inputs, (_REFERENCE, *policy.shadow_policies), free_bytes)
-        found = await self.planner.background.run(recommend, request)
+        found = await self.pool.background.run(recommend, request)
         return Advice(
             deployment=base.deployment,
             at_unix=now,

@@ -31,7 +31,7 @@ class ShadowPolicies:
     """
 
     control: DeploymentControl
-    planner: PlannerPool
+    pool: PlannerPool
     spawn: Spawn
     _rows: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
     _scoring: bool = field(default=False, init=False)
@@ -61,7 +61,7 @@ class ShadowPolicies:
         deployment, generation = self.control.deployment, self.control.generation
         facts = {"at": request.inputs.now_unix, "epoch": epoch}
         try:
-            scores = await self.planner.background.run(score_shadows, request)
+            scores = await self.pool.background.run(score_shadows, request)
         except Exception as error:  # A policy that breaks its process must not end the controller.
             _log.warning("shadows_failed", deployment=deployment, error=str(error))
             reason = error.reason if isinstance(error, EvenkeelError) else Reason.PLANNER_FAILED

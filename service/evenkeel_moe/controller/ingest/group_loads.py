@@ -5,7 +5,7 @@ Reports can be counted only under that placement, and windows belong to one gene
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import structlog
@@ -29,6 +29,7 @@ _EARLIER_PLACEMENTS = 3
 """Placements before the present one under which late reports are still counted."""
 
 
+@dataclass(eq=False, repr=False)
 class GroupLoads:
     """The loads of one deployment's ranks: windows, balance, shape and topology.
 
@@ -39,28 +40,24 @@ class GroupLoads:
         dispatch: how the engines split an expert's tokens over its replicas.
     """
 
-    def __init__(
-        self,
-        control: DeploymentControl,
-        store: DeploymentStore,
-        ingest: Ingest,
-        plan_steps: int,
-        dispatch: DispatchModel,
-    ) -> None:
-        self.ingest = ingest
-        self.balance = Balance(plan_steps, self.split)
-        self.shape: ModelShape | None = None
-        """As the ranks declared it; before they do, as stored. None while it is not known."""
-        self._control = control
-        self._store = store
-        self._dispatch = dispatch
-        self._settled_at: tuple[Epoch, str] | None = None
-        """Epoch and digest of the placement under which reports are counted."""
-        self._shape_unstored = False
+    control: DeploymentControl
+    store: DeploymentStore
+    ingest: Ingest
+    plan_steps: int
+    dispatch: DispatchModel
+    balance: Balance = field(init=False)
+    shape: ModelShape | None = field(default=None, init=False)
+    """As the ranks declared it; before they do, as stored. None while it is not known."""
+    _settled_at: tuple[Epoch, str] | None = field(default=None, init=False)
+    """Epoch and digest of the placement under which reports are counted."""
+    _shape_unstored: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.balance = Balance(self.plan_steps, self.split)
 
     def topology(self) -> Topology:
         """Return the node of each rank; a single node until all ranks are known."""
-        members = self._control.membership.members
+        members = self.control.membership.members
         num_ranks = self.shape.num_ranks if self.shape is not None else 1
         if len(members) != num_ranks:
             return Topology.single_node(num_ranks)
@@ -68,7 +65,7 @@ class GroupLoads:
 
     def split(self) -> SplitModel:
         """Return how tokens split over replicas now, for the gauges as for the gates."""
-        return SplitModel(self._dispatch, self.topology())
+        return SplitModel(self.dispatch, self.topology())
 
     # --- following the machine --------------------------------------------------------------------
 
@@ -78,7 +75,7 @@ class GroupLoads:
 
     def follow_generation(self) -> bool:
         """Begin empty windows for the registered generation; return True if it is a new one."""
-        shape, generation = self._control.membership.shape, self._control.generation
+        shape, generation = self.control.membership.shape, self.control.generation
         if generation is None or shape is None or generation == self.ingest.generation:
             return False
         self.ingest.begin_generation(generation, shape)
@@ -93,7 +90,7 @@ class GroupLoads:
 
         A follower goes on counting under the last placement while it seeks the lease.
         """
-        control = self._control
+        control = self.control
         if control.state is ControlState.FOLLOWER:
             return
         if control.state not in (ControlState.READY, ControlState.MIGRATING):
@@ -115,14 +112,14 @@ class GroupLoads:
 
     def expect_wave(self, prepare: Prepare) -> None:
         """Learn the placement of a wave: ranks may report steps under it before they acknowledge."""
-        placement = self._control.placement
-        if placement is None or self._control.epoch != prepare.base_epoch:
+        placement = self.control.placement
+        if placement is None or self.control.epoch != prepare.base_epoch:
             return
         try:
             after = placement.with_rows(prepare.body.layers, prepare.body.rows)
             self.ingest.expect(Epoch(prepare.base_epoch + 1), after)
         except EvenkeelError as error:
-            _log.error("wave_map_unusable", deployment=self._control.deployment, error=str(error))
+            _log.error("wave_map_unusable", deployment=self.control.deployment, error=str(error))
 
     # --- the copy in the store --------------------------------------------------------------------
 
@@ -147,7 +144,7 @@ class GroupLoads:
         body = shape_document(generation, self.shape)
         self._shape_unstored = False  # Before the write: another group may register during it.
         try:
-            await self._store.store_document(self._control.deployment, "shape", body, term())
+            await self.store.store_document(self.control.deployment, "shape", body, term())
         except BaseException:
             self._shape_unstored = True
             raise
@@ -161,8 +158,8 @@ class GroupLoads:
         Raises:
             Unavailable: the store is out of reach.
         """
-        deployment = self._control.deployment
-        known = shape_from_document(await self._store.fetch_document(deployment, "shape"))
+        deployment = self.control.deployment
+        known = shape_from_document(await self.store.fetch_document(deployment, "shape"))
         if known is None:
             return
         generation, shape = known

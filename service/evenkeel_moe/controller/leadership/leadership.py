@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -29,6 +29,7 @@ _DECISIONS = 100
 """Stored decision rows that a new leader loads."""
 
 
+@dataclass(eq=False, repr=False)
 class Leadership:
     """The leadership of one deployment on this replica.
 
@@ -37,47 +38,36 @@ class Leadership:
         decisions: rows of the decision log in memory, newest last; replaced when rows are loaded.
     """
 
-    def __init__(
-        self,
-        control: DeploymentControl,
-        store: DeploymentStore,
-        clock: Clock,
-        settings: LeaderSettings,
-        advertise: str,
-        inbox: MachineInbox,
-        loads: GroupLoads,
-        ranks: RankSessions,
-        decisions: deque[dict[str, Any]],
-        spawn: Spawn,
-    ) -> None:
-        self.term = 0
-        """The term to write under; without a lease the last one we held."""
+    control: DeploymentControl
+    store: DeploymentStore
+    clock: Clock
+    settings: LeaderSettings
+    advertise: str
+    inbox: MachineInbox
+    loads: GroupLoads
+    ranks: RankSessions
+    decisions: deque[dict[str, Any]]
+    spawn: Spawn
+    term: int = field(default=0, init=False)
+    """The term to write under; without a lease the last one we held."""
+    keeper: LeaseKeeper = field(init=False)
+    _restored: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        settings, control = self.settings, self.control
         self.keeper = LeaseKeeper(
             control.deployment,
             settings.replica_id,
-            store,
-            clock,
+            self.store,
+            self.clock,
             lease_s=settings.lease_s,
             renew_s=settings.renew_s,
             alone=settings.replicas == 1,
             won=self._won,
-            lost=lambda: inbox.post(ctl.LeaseLost()),
+            lost=lambda: self.inbox.post(ctl.LeaseLost()),
             outrun=self._outrun,
         )
-        self._deployment = control.deployment
-        self._control = control
-        self._store = store
-        self._clock = clock
-        self._replica_id = settings.replica_id
-        self._renew_s = settings.renew_s
-        self.advertise = advertise
-        self._loads = loads
-        self._ranks = ranks
-        self._decisions = decisions
-        self._inbox = inbox
-        self._spawn = spawn
         self._recovery = OperatorStateRecovery(settings.replica_id, control.policy)
-        self._restored = False
 
     @property
     def machine_term(self) -> int:
@@ -87,12 +77,12 @@ class Leadership:
         does. What the machine decides until then must not be stored under the new term, because
         the records were already read under it.
         """
-        leader = self._control.leader
+        leader = self.control.leader
         return self.term if leader is None else leader.term
 
     def remember_operator_state(self) -> None:
         """Keep the operator's settings in memory, in case the store loses them."""
-        control = self._control
+        control = self.control
         if control.leader is not None:
             state = OperatorState(control.policy, control.held, control.frozen_until)
             self._recovery.remember(control.leader.term, state)
@@ -117,64 +107,70 @@ class Leadership:
         if forget and self.keeper.leading:
             nobody = {"replica_id": "", "address": ""}
             with contextlib.suppress(Unavailable, Conflict):
-                await self._store.store_document(self._deployment, "leader", nobody, self.term)
-                await self._store.unlist(self._deployment)
+                await self.store.store_document(
+                    self.control.deployment, "leader", nobody, self.term
+                )
+                await self.store.unlist(self.control.deployment)
         await self.keeper.release()
 
     async def leader_address(self) -> NotLeader:
         """Return the answer that sends a rank to the leader, as far as it is known."""
         winner = self.keeper.winner
         try:
-            body = await self._store.fetch_document(self._deployment, "leader") or {}
+            body = await self.store.fetch_document(self.control.deployment, "leader") or {}
         except Unavailable:
             body = {}
         leader = winner.holder if winner is not None else ""
-        known = leader != self._replica_id and body.get("replica_id") == leader
-        return NotLeader(leader, str(body.get("address", "")) if known else "", self._renew_s)
+        known = leader != self.settings.replica_id and body.get("replica_id") == leader
+        return NotLeader(
+            leader, str(body.get("address", "")) if known else "", self.settings.renew_s
+        )
 
     # --- a lease that is won, and one that another replica holds ----------------------------------
 
     async def _won(self, lease: Lease) -> None:
         """Load the records, then let the machine lead, and present the connected ranks to it."""
-        for session in self._ranks.by_stream.values():
+        for session in self.ranks.by_stream.values():
             self._recovery.ranks_know(session.hello.highest_term)
-        found = await take_over(self._store, self._deployment, lease.term, self._recovery)
+        found = await take_over(self.store, self.control.deployment, lease.term, self._recovery)
         if found.led_by is None:
-            self._loads.store_shape_again()
-        if not self._restored or found.led_by not in (None, self._replica_id):
+            self.loads.store_shape_again()
+        if not self._restored or found.led_by not in (None, self.settings.replica_id):
             await self._restore()
-        leader = {"replica_id": self._replica_id, "address": self.advertise}
-        await self._store.store_document(self._deployment, "leader", leader, lease.term)
+        leader = {"replica_id": self.settings.replica_id, "address": self.advertise}
+        await self.store.store_document(self.control.deployment, "leader", leader, lease.term)
         self.term = lease.term
-        self._inbox.post(
-            ctl.LeaseAcquired(Leader(self._replica_id, lease.term), self._records(found))
+        self.inbox.post(
+            ctl.LeaseAcquired(Leader(self.settings.replica_id, lease.term), self._records(found))
         )
-        for session in self._ranks.registered():
-            self._inbox.post(session.event(session.hello))
+        for session in self.ranks.registered():
+            self.inbox.post(session.event(session.hello))
 
     def _records(self, found: Takeover) -> ctl.StoredRecords:
         """Return the records the machine starts with; log what the store lost."""
         restored = found.restored
         if not restored.loss:
             return found.records
-        _log.error("store_came_back_empty", deployment=self._deployment, detail=restored.loss)
-        return replace(found.records, loss=restored.row(self._clock.unix()))
+        _log.error(
+            "store_came_back_empty", deployment=self.control.deployment, detail=restored.loss
+        )
+        return replace(found.records, loss=restored.row(self.clock.unix()))
 
     async def _restore(self) -> None:
         """Load windows and decisions, also if another replica led since they were in memory."""
-        await self._loads.restore(self._ranks.generations)
-        rows = await self._store.fetch_decisions(self._deployment, _DECISIONS)
-        self._decisions.clear()
-        self._decisions.extendleft(dict(row) for row in rows)
+        await self.loads.restore(self.ranks.generations)
+        rows = await self.store.fetch_decisions(self.control.deployment, _DECISIONS)
+        self.decisions.clear()
+        self.decisions.extendleft(dict(row) for row in rows)
         self._restored = True
 
     def _outrun(self, _winner: Lease) -> None:
         """Send the ranks to the replica that leads."""
-        if any(self._ranks.registered()):
-            self._spawn(self._send_away(), f"send-away-{self._deployment}")
+        if any(self.ranks.registered()):
+            self.spawn(self._send_away(), f"send-away-{self.control.deployment}")
 
     async def _send_away(self) -> None:
         answer = await self.leader_address()
-        for session in self._ranks.registered():
+        for session in self.ranks.registered():
             if not self.keeper.leading:
                 session.stream.close(answer)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import structlog
@@ -19,6 +20,7 @@ _RETRY_S = 1.0
 _EXPIRED_WHILE_LOADING = "it ran out while the records were loaded"
 
 
+@dataclass(eq=False, repr=False)
 class LeaseKeeper:
     """The lease of one deployment.
 
@@ -30,41 +32,28 @@ class LeaseKeeper:
         outrun: called with the lease when another replica holds it.
     """
 
-    def __init__(
-        self,
-        deployment: DeploymentId,
-        holder: str,
-        store: DeploymentStore,
-        clock: Clock,
-        *,
-        lease_s: float,
-        renew_s: float,
-        alone: bool,
-        won: Callable[[Lease], Coroutine[Any, Any, None]],
-        lost: Callable[[], None],
-        outrun: Callable[[Lease], None],
-    ) -> None:
-        self.deployment = deployment
-        self.holder = holder
-        self.lease: Lease | None = None
-        """Our lease; None while we hold none."""
-        self.winner: Lease | None = None
-        """The newest answer of the store, which tells who leads."""
-        self.fault: Unavailable | None = None
-        """The error of the store's last answer; None after a good answer, and while no lease is
-        wanted."""
-        self._store = store
-        self._clock = clock
-        self._lease_s = lease_s
-        self._renew_s = renew_s
-        self._alone = alone
-        self._won = won
-        self._lost = lost
-        self._outrun = outrun
-        self._held_since = 0.0
-        self._at_least = 0
-        self._wanted = asyncio.Event()
-        self._changed = asyncio.Condition()
+    deployment: DeploymentId
+    holder: str
+    store: DeploymentStore
+    clock: Clock
+    _: KW_ONLY
+    lease_s: float
+    renew_s: float
+    alone: bool
+    won: Callable[[Lease], Coroutine[Any, Any, None]]
+    lost: Callable[[], None]
+    outrun: Callable[[Lease], None]
+    lease: Lease | None = field(default=None, init=False)
+    """Our lease; None while we hold none."""
+    winner: Lease | None = field(default=None, init=False)
+    """The newest answer of the store, which tells who leads."""
+    fault: Unavailable | None = field(default=None, init=False)
+    """The error of the store's last answer; None after a good answer, and while no lease is
+    wanted."""
+    _held_since: float = field(default=0.0, init=False)
+    _at_least: int = field(default=0, init=False)
+    _wanted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition, init=False)
 
     @property
     def leading(self) -> bool:
@@ -120,7 +109,7 @@ class LeaseKeeper:
             if await self._acquire():
                 await self._keep()
             else:
-                await asyncio.sleep(min(self._renew_s, _RETRY_S))
+                await asyncio.sleep(min(self.renew_s, _RETRY_S))
 
     async def release(self) -> None:
         """Give the lease up, so that another replica need not wait until it runs out."""
@@ -130,28 +119,28 @@ class LeaseKeeper:
 
     async def _give_back(self, lease: Lease) -> None:
         try:
-            await self._store.release_lease(self.deployment, lease)
+            await self.store.release_lease(self.deployment, lease)
         except Unavailable as error:
             _log.info("lease_not_released", deployment=self.deployment, error=str(error))
 
     async def _acquire(self) -> bool:
         """Ask for the lease once; return True if we hold it and the records are loaded."""
-        asked_at = self._clock.monotonic()
+        asked_at = self.clock.monotonic()
         try:
-            self.winner = await self._store.acquire_lease(
-                self.deployment, self.holder, self._lease_s, self._at_least
+            self.winner = await self.store.acquire_lease(
+                self.deployment, self.holder, self.lease_s, self._at_least
             )
             if self.winner.holder == self.holder:
                 self._held_since = asked_at
                 await self._load(self.winner)
                 self.lease = self.winner
-                if not self._alone and self._clock.monotonic() - self._held_since >= self._lease_s:
+                if not self.alone and self.clock.monotonic() - self._held_since >= self.lease_s:
                     self._lose(_EXPIRED_WHILE_LOADING)
                     return False
                 self._at_least = max(self._at_least, self.winner.term)
                 _log.info("leading", deployment=self.deployment, term=self.winner.term)
             else:
-                self._outrun(self.winner)
+                self.outrun(self.winner)
             self.fault = None
         except EvenkeelError as error:
             self.fault = error if isinstance(error, Unavailable) else None
@@ -167,17 +156,17 @@ class LeaseKeeper:
         Raises:
             Conflict: another replica took the lease.
         """
-        loading = asyncio.create_task(self._won(lease))
+        loading = asyncio.create_task(self.won(lease))
         try:
-            while not (await asyncio.wait((loading,), timeout=self._renew_s))[0]:
-                asked_at = self._clock.monotonic()
-                if not await self._store.renew_lease(self.deployment, lease, self._lease_s):
+            while not (await asyncio.wait((loading,), timeout=self.renew_s))[0]:
+                asked_at = self.clock.monotonic()
+                if not await self.store.renew_lease(self.deployment, lease, self.lease_s):
                     raise Conflict(_EXPIRED_WHILE_LOADING, Reason.LEASE_LOST)
                 self._held_since = asked_at
             loading.result()
         except EvenkeelError:
             if loading.done() and loading.exception() is None:
-                self._lost()  # The records were loaded as the renewal failed: the machine leads.
+                self.lost()  # The records were loaded as the renewal failed: the machine leads.
             raise
         finally:
             await end_tasks((loading,))
@@ -185,19 +174,17 @@ class LeaseKeeper:
     async def _keep(self) -> None:
         """Renew the lease until it is lost, may be lost, or is to be taken again."""
         while (lease := self.lease) is not None:
-            await asyncio.sleep(
-                self._renew_s if self.fault is None else min(self._renew_s, _RETRY_S)
-            )
+            await asyncio.sleep(self.renew_s if self.fault is None else min(self.renew_s, _RETRY_S))
             if self.lease is None:
                 break
-            asked_at = self._clock.monotonic()
+            asked_at = self.clock.monotonic()
             # Another replica may take a lease that ran out. So drop it before that, also while the
             # store does not answer.
-            gone_at = self._held_since + self._lease_s - self._renew_s
-            left = None if self._alone else max(self._lease_s / 10, gone_at - asked_at)
+            gone_at = self._held_since + self.lease_s - self.renew_s
+            left = None if self.alone else max(self.lease_s / 10, gone_at - asked_at)
             try:
                 async with asyncio.timeout(left):
-                    held = await self._store.renew_lease(self.deployment, lease, self._lease_s)
+                    held = await self.store.renew_lease(self.deployment, lease, self.lease_s)
                 self.fault = None
                 if not held:
                     self._lose("the store says another replica has it")
@@ -208,11 +195,11 @@ class LeaseKeeper:
                     break  # It was given up: no later answer would end a fault.
                 silent = Unavailable(f"the store did not answer within {left or 0:g} s")
                 self.fault = error if isinstance(error, Unavailable) else silent
-                if self.fault is silent or (not self._alone and self._clock.monotonic() >= gone_at):
+                if self.fault is silent or (not self.alone and self.clock.monotonic() >= gone_at):
                     self._lose(f"{self.fault}: it may have run out")
                     break
 
     def _lose(self, why: str) -> None:
         _log.warning("lease_lost", deployment=self.deployment, why=why)
         self.lease = None
-        self._lost()
+        self.lost()

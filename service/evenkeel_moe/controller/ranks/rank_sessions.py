@@ -1,7 +1,7 @@
 """The open streams of one deployment's ranks."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -22,39 +22,32 @@ __all__ = ["RankSessions", "refusal"]
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class RankSessions:
     """The sessions of one deployment, and the pace at which its ranks report.
 
     Args:
-        flow: how the ranks are to report at first.
         retry_s: seconds after which a rank that is sent away looks for a leader again.
         swapped: notes the seconds for which a swap stalled a rank.
     """
 
-    def __init__(
-        self,
-        deployment: DeploymentId,
-        inbox: MachineInbox,
-        ingest: Ingest,
-        clock: Clock,
-        timing: ControlTiming,
-        flow: FlowControl,
-        retry_s: float,
-        swapped: Callable[[float], None],
-    ) -> None:
-        self.by_stream: dict[int, RankSession] = {}
-        """Open sessions by stream number."""
-        self.flow = flow
-        """The pace at which the ranks are to report now."""
-        self.last_open_at = clock.monotonic()
-        """Monotonic seconds at which a stream was last seen to be open."""
-        self._deployment = deployment
-        self._inbox = inbox
-        self._ingest = ingest
-        self._clock = clock
-        self._timing = timing
-        self._retry_s = retry_s
-        self._targets = SessionTargets(inbox, ingest, swapped, self._remove)
+    deployment: DeploymentId
+    inbox: MachineInbox
+    ingest: Ingest
+    clock: Clock
+    timing: ControlTiming
+    flow: FlowControl
+    """The pace at which the ranks are to report now."""
+    retry_s: float
+    swapped: Callable[[float], None]
+    by_stream: dict[int, RankSession] = field(default_factory=dict, init=False)
+    """Open sessions by stream number."""
+    last_open_at: float = field(init=False)
+    """Monotonic seconds at which a stream was last seen to be open."""
+
+    def __post_init__(self) -> None:
+        self.last_open_at = self.clock.monotonic()
+        self._targets = SessionTargets(self.inbox, self.ingest, self.swapped, self._remove)
 
     def open(self, hello: Hello, stream: RankStream) -> RankSession:
         """Begin the session of a rank that is not registered yet."""
@@ -63,8 +56,8 @@ class RankSessions:
 
     def _remove(self, session: RankSession) -> None:
         if self.by_stream.pop(session.stream.number, None) is not None:
-            self.last_open_at = self._clock.monotonic()
-            self._inbox.post(ctl.StreamClosed(session.rank, session.stream.number))
+            self.last_open_at = self.clock.monotonic()
+            self.inbox.post(ctl.StreamClosed(session.rank, session.stream.number))
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -78,7 +71,7 @@ class RankSessions:
 
     def idle_s(self) -> float:
         """Return the seconds since the last stream ended; 0 while one is open."""
-        return 0.0 if self.by_stream else self._clock.monotonic() - self.last_open_at
+        return 0.0 if self.by_stream else self.clock.monotonic() - self.last_open_at
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -95,20 +88,20 @@ class RankSessions:
             return
         _log.warning(
             "rank_refused",
-            deployment=self._deployment,
+            deployment=self.deployment,
             rank=session.rank,
             reason=reason,
             detail=detail,
         )
         if reason is Reason.NOT_LEADER:
-            session.stream.close(NotLeader("", "", self._retry_s))
+            session.stream.close(NotLeader("", "", self.retry_s))
         else:
-            session.stream.close(refusal(self._timing, self.flow, reason, detail))
+            session.stream.close(refusal(self.timing, self.flow, reason, detail))
 
     def close_all(self) -> None:
         """Close every stream: the ranks look for another replica, or wait for this one."""
         for session in list(self.by_stream.values()):
-            session.stream.close(NotLeader("", "", self._retry_s))
+            session.stream.close(NotLeader("", "", self.retry_s))
 
     def repeat_flow(self) -> None:
         """Send the flow control once more: a rank leaves a controller that is silent."""
@@ -128,7 +121,7 @@ class RankSessions:
 
     def pace(self, flow: FlowControl) -> None:
         """Set the pace of reports from now on; a new stride begins after the newest step."""
-        newest = self._ingest.newest_step
+        newest = self.ingest.newest_step
         from_step = 0 if newest is None or flow.stride == 1 else newest + 1
         self._set_flow(replace(flow, from_step=from_step))
 
@@ -143,7 +136,7 @@ class RankSessions:
 
     def _set_flow(self, flow: FlowControl) -> None:
         self.flow = flow
-        self._ingest.sample(flow.stride, flow.from_step)
+        self.ingest.sample(flow.stride, flow.from_step)
         self.repeat_flow()
 
 
