@@ -1,4 +1,4 @@
-"""Replicas of a controller for tests: without ports, over a store in memory, with scripted ranks."""
+"""Replicas of a controller without ports, over a store in memory, with scripted ranks."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -55,7 +55,7 @@ class GatedStore(MemoryStore):
 
 
 class Spawned:
-    """The tasks of one rig, started as the controller starts them; no error in one goes unseen."""
+    """The tasks of one rig. `end` fails if one of them failed."""
 
     def __init__(self):
         self.tasks = []

@@ -1,4 +1,4 @@
-"""One JSON object a line, whoever speaks; a level that changes while the process runs."""
+"""All logs are one JSON object per line; the level can change while the process runs."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ _ours = structlog.get_logger("ours")
 
 @pytest.fixture
 def rows(capsys):
-    """rows() -> what was written to standard output; both logs are as before afterwards."""
+    """Return a function that reads the rows on standard output; restore both logs afterwards."""
     root, before = logging.getLogger(), structlog.get_config()
     handlers, level = root.handlers[:], root.level
     yield lambda: [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -35,7 +35,8 @@ def test_both_logs_are_one_object_a_line_with_time_level_and_trace(rows):
     ours, theirs, elsewhere = rows()
     assert elsewhere["trace_id"] == "other"
     assert ours == {
-        "event": "something", "deployment": "demo", "plan_id": "p", "epoch": 3, "trace_id": "t", "level": "info", "ts": ours["ts"],
+        "event": "something", "deployment": "demo", "plan_id": "p", "epoch": 3, "trace_id": "t",
+        "level": "info", "ts": ours["ts"],
     }  # fmt: skip
     assert ours["ts"].endswith("Z")
     assert (theirs["event"], theirs["logger"], theirs["level"]) == (

@@ -1,4 +1,4 @@
-"""Tasks end when told, also those that miss it the first time."""
+"""Tasks end when they are cancelled, even if they miss the first cancellation."""
 
 import asyncio
 import subprocess
@@ -68,7 +68,7 @@ threading.Event().wait(60)
 
 
 async def test_a_failure_ends_a_neighbour_that_misses_its_first_cancellation():
-    """The group cancels once; on this Python `asyncio.wait_for` may drop that, and the process lived on, half alive."""
+    """The group cancels once, and `asyncio.wait_for` may drop that: the process would live on."""
     lost = []
 
     async def hard_of_hearing():

@@ -1,4 +1,4 @@
-"""Seconds of the planner, turned into evaluations."""
+"""The planner's deadline becomes a number of evaluations."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tests.planning.decision.test_cycle import inputs, skewed
 
 
 class Planner:
-    """Answers with a cycle that evaluated so much in so many seconds, or fails."""
+    """A planner that reports given evaluations and seconds, or fails."""
 
     def __init__(self):
         self.evaluated, self.seconds = 0.0, 0.0
@@ -62,7 +62,7 @@ async def test_a_planner_that_died_teaches_nothing():
 
 
 class InThisProcess:
-    """The planner's calls, made here."""
+    """A planner that runs its calls in this process."""
 
     async def run(self, function, argument):
         return function(argument)

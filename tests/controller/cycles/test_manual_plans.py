@@ -28,7 +28,7 @@ BACK = PlanId("back")
 
 
 class FlakyStore(MemoryStore):
-    """Fails the next writes of plans and documents, before or after it took them."""
+    """Fails the next writes of plans and documents, before or after it stored them."""
 
     def __init__(self, clock):
         super().__init__(clock)
@@ -135,7 +135,7 @@ class Rig:
         await self.at_rest()
 
     async def restart(self):
-        """The replica dies and comes back with its name."""
+        """Let the replica die and come back under its name."""
         await self.tasks.end()
         self.start()
         await self.lead(first_stream=11)
@@ -152,7 +152,7 @@ class Rig:
         await until(settled)
 
     async def migrate(self):
-        """A plan that an operator regrets is carried out."""
+        """Carry out a plan that an operator regrets."""
         plan = plan_of(1, plan_id=BAD, created_at=self.clock.unix())
         await self.member.driver.call(
             lambda now: self.member.operator.submit(plan, now, approve=True)
@@ -161,7 +161,7 @@ class Rig:
         await self.at_rest()
 
     async def load(self):
-        """What a plan by hand is judged on: a few steps of load."""
+        """Report a few steps of load, which a manual plan is judged on."""
         await self.operations.set_policy(DEPLOYMENT, {"thresholds": {"min_window_steps": 1}}, "me")
         run = LoadFleet(placement=BASE, shape=SHAPE).run(range(8), epoch=Epoch(0))
         for rank, session in enumerate(self.ranks.sessions):
@@ -173,12 +173,12 @@ class Rig:
         await until(lambda: self.member.loads.ingest.windows(8))
 
     async def once_the_store_is_asked_again(self, ask):
-        """The answer, where the store's failure is not answered from memory any more."""
+        """Return the answer once the store is asked again after its failure."""
         await until(lambda: not self.health.resting)
         return await ask()
 
     async def look_on(self):
-        """Until the machine has ticked a few times: what it would do by itself, it has begun, and what it began has ended."""
+        """Wait for a few ticks: the machine has done by then what it does by itself."""
         first = self.clock.monotonic()
         await until(lambda: self.clock.monotonic() - first > 4 * TICK_S)
         await self.at_rest()
@@ -216,7 +216,7 @@ async def test_a_rollback_that_the_store_did_not_confirm_is_carried_out_once_and
     with pytest.raises(Conflict, match="plan back was created by another request") as caught:
         await rollback(rig, Epoch(1))
     assert caught.value.reason is Reason.ID_REUSED
-    # Another id is another rollback, and leads back again.
+    # Another id is another rollback: it leads to the epoch before the first one.
     await rollback(rig, plan_id=None)
     await until(lambda: rig.ranks.placement == AFTER_ONE)
 
@@ -238,7 +238,7 @@ async def test_a_rollback_nobody_stored_is_made_anew_by_the_next_leader(rig):
     with pytest.raises(Unavailable):
         await rollback(rig)
     rig.store.failing = 0
-    await rig.restart()  # Before it could try again.
+    await rig.restart()  # Before it could try to store it again.
     assert rig.ranks.placement == AFTER_ONE
     await rollback(rig)
     await until(lambda: rig.ranks.placement == BASE)

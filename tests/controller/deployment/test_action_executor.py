@@ -1,4 +1,4 @@
-"""What the machine decides is stored under the machine's own term, and what it knows is counted by."""
+"""Actions are stored under the machine's own term, sent in order, and logged once."""
 
 import sys
 
@@ -25,7 +25,7 @@ def make_deployment(store: MemoryStore) -> Deployment:
 
 
 async def lead(deployment: Deployment, store: MemoryStore):
-    """Win the lease anew; the machine is told by its driver, which does not run here."""
+    """Win the lease again. The machine does not learn of it: its driver does not run here."""
     lease = await store.acquire_lease(DEMO, deployment.keeper.holder, 60.0, 0)
     await deployment.leadership._won(lease)
     deployment.keeper.lease = lease
@@ -33,7 +33,7 @@ async def lead(deployment: Deployment, store: MemoryStore):
 
 
 async def leading():
-    """(store, deployment, lease) of a replica whose machine leads."""
+    """Return store, deployment and lease of a replica whose machine leads."""
     store = MemoryStore(SystemClock())
     deployment = make_deployment(store)
     lease = await lead(deployment, store)
@@ -93,7 +93,7 @@ async def test_questions_go_out_while_the_store_is_away_and_what_decides_does_no
 
 
 async def test_a_leader_that_was_fenced_off_asks_nothing_more():
-    """R13, also in the very batch whose write was refused."""
+    """R13; also in the batch whose write was refused."""
     store, deployment, lease = await leading()
     sent = []
     deployment.ranks.send = lambda rank, stream, message: sent.append(message)  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ async def test_a_leader_that_was_fenced_off_asks_nothing_more():
 
 
 async def test_a_plan_is_told_once_however_often_it_is_stored_and_not_held_for_it():
-    """The book keeps some fifty plans; of a large model one may be megabytes."""
+    """Records of large models are megabytes: the log must not keep them alive."""
     _, deployment, _ = await leading()
     told = []
     deployment.executor.log._log_plan = told.append  # type: ignore[method-assign]

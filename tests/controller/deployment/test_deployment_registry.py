@@ -42,7 +42,7 @@ async def test_letting_go_takes_nothing_from_the_replica_that_leads_now():
         sessions = await one.lead()
         await one.yield_lease(sessions)
         await two.lead(first=11, highest_term=1)
-        with pytest.raises(NotLeading):  # For its leader to do: here nothing of it would end.
+        with pytest.raises(NotLeading):  # Only its leader can let it go.
             await one.operations.forget(DEMO, "eve")
         await one.registry.evict_idle(0.0)
         assert one.registry.deployments == {}
@@ -66,7 +66,7 @@ async def test_a_live_rank_takes_the_place_of_a_deployment_without_ranks():
         assert len(one.registry.deployments) == 2
         await until(lambda: DeploymentId(displaced) not in store._leases)
         assert (await store.fetch_document(DeploymentId(displaced), "leader"))["replica_id"] == ""
-        # Both places have ranks, or are about to: a third deployment is refused.
+        # Both deployments have ranks, or will have them soon: a third one is refused.
         other = hello_of(0)
         for name, taken in (("second", True), ("third", False)):
             hello = replace(other, identity=replace(other.identity, deployment=DeploymentId(name)))
@@ -82,7 +82,7 @@ async def _after_leading(replica):
 
 
 async def said_hello(replica, name, number):
-    """One rank of two under that name, gone again at once; whether it was taken."""
+    """Let one rank of two register under a name and leave; return True if it was accepted."""
     hello, stream = hello_of(0, "g1", number), RankStream(number, "peer", capacity=64)
     hello = replace(hello, identity=replace(hello.identity, deployment=DeploymentId(name)))
     session = await replica.registry.attach(hello, stream)
@@ -110,7 +110,7 @@ async def test_names_that_are_made_up_do_not_push_each_other_into_the_store():
 async def test_a_deployment_is_idle_from_when_its_last_rank_went():
     async with replicas("a") as (one, _):
         sessions = await one.lead()
-        one.member.ranks.last_open_at -= 60.0  # Nobody asked while they were here.
+        one.member.ranks.last_open_at -= 60.0  # Nobody asked while the ranks were here.
         for session in sessions:
             session.lost()
         assert one.member.ranks.idle_s() < 10.0

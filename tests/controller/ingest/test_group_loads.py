@@ -46,7 +46,7 @@ async def test_a_replica_that_leads_again_has_the_steps_the_other_stored():
         sessions = await one.lead()
         feed(one, 0, 20)
         await one.member.store_windows()
-        feed(one, 20, 25)  # Never stored, and counted on by the other.
+        feed(one, 20, 25)  # Never stored; the other replica counts these steps too.
         await one.yield_lease(sessions)
         sessions = await two.lead(first=11, highest_term=1)
         feed(two, 20, 60, incarnation=11)
@@ -95,7 +95,7 @@ async def test_steps_that_only_this_replica_has_outlive_another_that_led_without
 async def test_a_group_that_restarted_before_the_store_was_told_is_counted_under_its_own_generation(
     stay,
 ):
-    """The stored window is of the group before: taken for the new one's, it would hide its steps for days."""
+    """The stored window is of the former group: it would hide the steps of the new one for days."""
     async with replicas("a") as (one, store):
         sessions = await one.lead()
         feed(one, 0, 200)
@@ -118,7 +118,7 @@ async def test_a_group_that_restarted_before_the_store_was_told_is_counted_under
         )
         feed(one, 20, 60, "g2", 11 if stay else 31)
         await one.member.store_windows()
-        # Without ranks nobody knew which of both groups would return: what was not stored of the new one is begun anew.
+        # Without ranks nobody knew which group returns: unstored steps of the new one are lost.
         assert steps_of(one) == list(range(0 if stay else 20, 60))
         assert (await store.fetch(DEMO, Phase.DECODE)).steps.tolist() == steps_of(one)
         assert (await store.fetch_document(DEMO, "shape"))["generation"] == "g2"
@@ -126,7 +126,7 @@ async def test_a_group_that_restarted_before_the_store_was_told_is_counted_under
 
 @pytest.mark.parametrize("fails", [None, Unavailable("a timeout"), asyncio.CancelledError()])
 async def test_a_group_that_restarts_while_the_shape_is_stored_has_its_own_stored(fails):
-    """The stored shape names the generation whose window it is: by an old one the next leader would drop the window."""
+    """The stored shape names the generation of the window: a wrong one would drop the window."""
     async with replicas("a") as (one, store):
         sessions = await one.lead()
         feed(one, 0, 20)
@@ -171,7 +171,7 @@ async def test_a_shape_that_was_not_stored_is_given_again(fails):
 
 
 async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
-    """Same layers, slots and ranks: only the experts tell that the map is of another model."""
+    """Layers, slots and ranks agree: only the number of experts shows that it is another model."""
     control = control_of(ControlState.RECOVERING)
     answer_queries(control, epoch=Epoch(3))
     committed = control.placement

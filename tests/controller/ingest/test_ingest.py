@@ -1,4 +1,4 @@
-"""Telemetry of one deployment: what waits, what is stored, what a new life of the group begins anew."""
+"""Reports wait, are stored, and start again with a new generation of the group."""
 
 import asyncio
 import dataclasses
@@ -142,7 +142,7 @@ def test_dropped_steps_are_counted_by_rank(rig):
 
 @pytest.mark.parametrize("settled", [True, False])
 def test_dropped_steps_of_a_report_that_is_sent_again_are_counted_once(rig, settled):
-    """After a reconnect a rank sends all that was not acknowledged; its reports may also wait for a map twice."""
+    """After a reconnect a rank repeats its unacknowledged reports, which may then wait twice."""
     if settled:
         rig.begin()
     run = Fleet().run(range(2))
@@ -174,14 +174,14 @@ def test_dropped_steps_of_reports_that_are_not_used_are_counted_too(rig):
 async def test_source_sums_taken_back_are_not_added_up_again_from_reports_sent_again(
     rig, settled_before
 ):
-    """A new leader does not know which reports were taken; the window it takes back holds their sums."""
+    """A new leader does not know which reports were taken: the stored window has their sums."""
     runs = [Fleet(seed).run(range(5 * seed, 5 * seed + 5)) for seed in range(3)]
     rig.begin()
     for run in runs[:2]:
         rig.report(run, side=CountingSide.SOURCE)
     await rig.ingest.store()
     leader = Rig(rig.store)
-    if settled_before:  # It led this generation before the other did.
+    if settled_before:  # It led this generation before the other replica did.
         leader.begin()
     await leader.ingest.restore(GENERATION, SHAPE)
     leader.begin()
@@ -260,7 +260,7 @@ async def test_a_window_taken_back_is_not_dropped_for_a_generation_left_before(r
     standby = Rig(rig.store)
     standby.begin(
         Generation("g-0")
-    )  # Before the store was told, another led, and the group restarted under it.
+    )  # Another replica led, and the group restarted, before this one stored it.
     assert await standby.ingest.restore(GENERATION, SHAPE) == 20
     standby.begin()
     standby.report(Fleet().run(range(20, 25)))
@@ -337,7 +337,7 @@ def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
     rig.ingest.begin_generation(GENERATION, SHAPE)
     for rank in (0, 0, 1, 2):
         rig.ingest.take(run.report(rank), rig.answers.append)
-    # The oldest of the rank that had most gave way, and it was told so that it does not keep it.
+    # The oldest report of the rank with the most gave way. It was answered, so the rank drops it.
     assert [answer.reason for answer in rig.answers] == [Reason.UNKNOWN_EPOCH]
     assert [rank for rank, _ in rig.ingest.quarantine.samples(Reason.UNKNOWN_EPOCH)] == [0]
     rig.ingest.settle(EPOCH, PLACEMENT)

@@ -1,4 +1,4 @@
-"""What a replica says of a deployment that another leads: who does, and nothing that only that one knows."""
+"""A replica names the leader of a deployment, and leaves the rest of the answer to that leader."""
 
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -51,7 +51,11 @@ class Silent(MemoryStore):
 
 @asynccontextmanager
 async def two_replicas(led_before):
-    """(leader a, follower b, store); led_before: b led, and has what was true then."""
+    """Yield leader a, follower b and their store.
+
+    Args:
+        led_before: b led before a, and still has its state of that time in memory.
+    """
     async with replicas("a", "b", store=Silent(SystemClock())) as (one, two, store):
         term = 0
         if led_before:
@@ -106,7 +110,7 @@ async def test_what_only_the_leader_knows_or_may_is_answered_with_the_leader(led
 async def test_what_is_stored_is_answered_from_the_store(led_before):
     async with two_replicas(led_before) as (one, two, store):
         plan = plan_of(PlanPhase.PROPOSED)
-        if led_before:  # Of the time it led: another has ended the plan since.
+        if led_before:  # From the time it led; the other replica has ended the plan since.
             two.member.control.records.by_id[PlanId("p")] = plan
         await store.store_plan(plan_of(PlanPhase.EXPIRED), one.member.leadership.term)
         await store.append_decision(DEMO, {"at": 1.0, "reason": "no_change"})
@@ -172,7 +176,7 @@ async def test_while_the_store_is_away_who_led_last_and_still_counts_is_read():
         for replica, ask in ((one, one.operations.resume), (two, two.operations.policy)):
             with pytest.raises(Unavailable):
                 await (ask(DEMO, "eve") if replica is one else ask(DEMO))
-        # Without a fault the lease is another's, or soon is, and what is here is of before.
+        # Without a fault another replica has the lease, or soon has: the state here is outdated.
         one.health.recovered()
         with pytest.raises(Unavailable):
             await one.operations.policy(DEMO)
@@ -196,7 +200,7 @@ async def test_nobody_is_named_while_nobody_leads():
             with pytest.raises(NotLeading, match="no replica leads d at present") as caught:
                 await replica.operations.policy(DEMO)
             assert caught.value.led == LedElsewhere(DEMO, None, None)
-        # To let go of it is then for any replica that knows it.
+        # Then any replica that knows the deployment may let it go.
         await two.operations.forget(DEMO, "eve")
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == ""
         assert await store.deployments() == []

@@ -23,7 +23,7 @@ async def test_a_new_leader_finds_an_open_plan_behind_many_newer_ones():
         for number in range(60):
             await stored(f"dry-{number}", 10.0 + number, PlanPhase.EXPIRED)
         await one.lead()
-        # Both were made for an earlier life of the group, and end as such.
+        # Both were made for an earlier generation of the group, and end for that reason.
         for name in ("moving", "waits"):
             record = await one.operations.plan(DEMO, PlanId(name))
             assert record.reason is Reason.GENERATION_CHANGED

@@ -176,7 +176,7 @@ async def test_a_lease_lost_while_the_records_are_read_is_sought_anew(rig):
 async def test_who_was_told_to_lead_hears_it_when_the_lease_fails_as_the_records_arrive(
     rig, refused
 ):
-    """R13: or it leads without a lease, and is told to lead twice."""
+    """R13: otherwise the machine leads without a lease, and is told twice to lead."""
     rig.loaded.clear()
     renew, renewals = rig.renew_lease, 0
 
@@ -216,7 +216,7 @@ async def test_a_silent_store_costs_the_lease_before_it_runs_out(rig):
     rig.silent = True
     await rig.until(lambda: not keeper.leading)
     assert rig.happened[-1] == ("lost", "a")
-    # It was renewed last before the store went silent, so it cannot have been another's yet.
+    # It was last renewed before the store went silent, so nobody else can have it yet.
     held = await rig.store.acquire_lease(DEMO, "b", 1.0, 0)
     assert held == Lease("a", 1)
 
@@ -228,7 +228,7 @@ async def test_alone_an_unreachable_store_costs_nothing(rig):
     await rig.after("renew_lease", LONGER_THAN_A_LEASE)
     assert keeper.leading
     rig.down = False
-    # The lease ran out meanwhile; nobody else can have it, and it is taken anew.
+    # The lease ran out meanwhile. Nobody else wants it, so it is taken again.
     await rig.until(lambda: ("won", "a", 2) in rig.happened)
     assert rig.happened == [("won", "a", 1), ("lost", "a"), ("won", "a", 2)]
 
@@ -271,7 +271,7 @@ async def test_a_lease_that_is_yielded_is_free_and_not_sought_before_ranks_come(
 
 @pytest.mark.parametrize("ends", ["fails", "times out"])
 async def test_a_renewal_that_fails_after_the_lease_was_yielded_leaves_no_fault(rig, ends):
-    """Nobody asks the store for it again: the fault would stand for as long as no rank comes."""
+    """The store is not asked for it again, so the fault would last until a rank comes."""
     one = rig.start("a")
     await one.decided(5)
     asked, yielded, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()

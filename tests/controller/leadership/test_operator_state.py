@@ -23,16 +23,13 @@ def orders(replica):
 
 
 async def hold(replica):
-    """As a rollback leaves it."""
+    """Hold automatic plans, as a rollback does."""
 
     def change(_now):
         replica.member.control.planning_loop.held = True
         return None, replica.member.control.write_retry.order([replica.member.control.document()])
 
     await replica.member.driver.call(change)
-
-
-# --- a store that comes back empty ----------------------------------------------------------------
 
 
 async def test_a_flushed_store_undoes_nothing_an_operator_set():
@@ -51,7 +48,7 @@ async def test_a_flushed_store_undoes_nothing_an_operator_set():
         control = await store.fetch_document(DEMO, "control")
         assert control["held"] and control["frozen_until"] > 0
         await until(lambda: _said(one, "stay as they were"))
-        # Nor is it forgotten whose steps are stored from now on.
+        # The store also learns again whose steps it holds.
         await one.member.store_windows()
         assert (await store.fetch_document(DEMO, "shape"))["generation"] == "g1"
 
@@ -107,12 +104,6 @@ async def test_a_new_deployment_is_held_by_nothing(again):
             await one.lead(first=11, highest_term=one.member.leadership.term)
         assert orders(one) == (Mode.AUTO, False, False)
         assert not [row for row in await one.operations.decisions(DEMO, 100) if "detail" in row]
-
-
-# --- plans ----------------------------------------------------------------------------------------
-
-
-# --- windows --------------------------------------------------------------------------------------
 
 
 async def test_an_order_the_store_did_not_take_is_not_led_without():

@@ -1,4 +1,4 @@
-"""What a new leader reads of the plans before its time."""
+"""A new leader reads the plans that matter, and not all there are."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from tests.contracts.test_stores import BASE, DEMO, TARGET, make_record
 
 
 class CountingStore(MemoryStore):
-    """Tells how many plans were read, and at a time."""
+    """Counts the plans that are read, in all and in one call."""
 
     def __init__(self):
         super().__init__(SystemClock())
@@ -49,7 +49,7 @@ def store():
 
 
 async def records_of(store):
-    """As the machine of a new leader has it."""
+    """Return the records as the machine of a new leader has them."""
     taken = await take_over(store, DEMO, 0, OperatorStateRecovery("a", DeploymentPolicy()))
     book = PlanRecords()
     book.load(taken.records.plans)

@@ -1,4 +1,4 @@
-"""Answers to keyed requests: kept for a day, the newest only, by whoever leads."""
+"""Answers to keyed requests are kept by the leader, for a day, and only the newest."""
 
 import pytest
 from prometheus_client import CollectorRegistry

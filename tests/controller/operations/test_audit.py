@@ -1,4 +1,4 @@
-"""Who asked for what: kept in order, bounded, shared between replicas through the store."""
+"""Audit rows are kept in order, limited, and shared between replicas through the store."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -25,7 +25,7 @@ class FlakyStore(MemoryStore):
 
 
 class Ticking(SystemClock):
-    """Every look is a second later."""
+    """A clock that advances by a second at each reading."""
 
     now = 1_700_000_000.0
 
@@ -78,7 +78,7 @@ async def test_a_replica_adds_to_the_rows_of_another_and_never_replaces_them(sto
     one, other = log_on(store), log_on(store)
     await one.record(entry("/1"), 1)
     await other.record(entry("/2"), 2)
-    # Fenced now: its row stays in its memory and its log, and the stored ones stay as they are.
+    # It is fenced now: its row stays in memory and in the log, and the stored rows do not change.
     await one.record(entry("/3"), 1)
     assert await paths(other) == ["/2", "/1"]
     assert await paths(one) == ["/3", "/2", "/1"]

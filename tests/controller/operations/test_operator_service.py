@@ -25,12 +25,12 @@ async def test_an_id_is_taken_also_by_a_plan_that_is_only_in_the_store(leading_t
     with pytest.raises(Conflict, match="plan old was created by another request") as caught:
         await operations.create_plan(ONE, replace(request, policy="eplb"))
     assert caught.value.reason is Reason.ID_REUSED
-    with pytest.raises(Unavailable):  # New to the store: it would be planned, were there ranks.
+    with pytest.raises(Unavailable):  # The id is new, so a plan is tried; there are no ranks.
         await operations.create_plan(ONE, replace(request, plan_id=PlanId("new")))
 
 
 class Shy(MemoryStore):
-    """Does not answer the calls that are named."""
+    """A store that does not answer the calls in `silent`."""
 
     def __init__(self, clock):
         super().__init__(clock)

@@ -1,4 +1,4 @@
-"""Changes of the policy document: several at the same time, and values no controller can use."""
+"""Changes of the policy: several at the same time, and thresholds that no window can meet."""
 
 import asyncio
 
@@ -40,7 +40,7 @@ async def test_of_changes_that_rest_on_one_document_the_first_is_taken_and_told(
     assert [row["changes"] for row in log if row["event"] == "policy_changed"] == [
         {"cycle_s": 10.0}
     ]
-    # The document that was answered is what the next change may rest on; without one it rests on any.
+    # The next change may name the answered document as its base, or no base at all.
     assert (await operations.set_policy(DEMO, {"cycle_s": 3.0}, "me", answers[0]))["cycle_s"] == 3.0
     assert (await operations.set_policy(DEMO, {"cycle_s": 4.0}, "me"))["cycle_s"] == 4.0
 
@@ -79,7 +79,7 @@ async def test_a_gate_that_no_window_can_pass_is_refused(operations, thresholds,
 
 
 async def test_a_stored_gate_that_no_window_can_pass_stops_no_other_change(replica, operations):
-    """It was stored by a replica of longer windows."""
+    """A replica with longer windows stored it."""
     policy = DeploymentPolicy(mode=Mode.AUTO, thresholds={"min_held_out_steps": 200})
     replica.member.operator.set_policy(policy, {}, 0.0)
     assert (await operations.set_policy(DEMO, {"mode": "observe"}, "me"))["mode"] == "observe"

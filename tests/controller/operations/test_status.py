@@ -1,4 +1,4 @@
-"""What is told of a deployment that its replica leads: what is over, or not known, is not told."""
+"""The status and the gauges leave out what is over and what is not known."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 

@@ -1,4 +1,4 @@
-"""The pace of reports follows how late the event loop is."""
+"""The pace of reports follows the lag of the event loop."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What the event loop calls itself is compiled before the first rank is let in."""
+"""The kernels that the event loop calls are compiled before the first rank connects."""
 
 import os
 import subprocess
@@ -36,7 +36,8 @@ def over_the_wire(report):
 
 def compiled():
     named = (kernels.rank_load_kernel, kernels.balancedness_kernel, optimal_split_kernel)
-    ours = [one for module in (step_kernels, step_checks) for one in vars(module).values() if hasattr(one, "signatures")]
+    functions = [one for module in (step_kernels, step_checks) for one in vars(module).values()]
+    ours = [one for one in functions if hasattr(one, "signatures")]
     return [len(one.signatures) for one in (*ours, *named)]
 
 warm_kernels(dispatch)
@@ -45,7 +46,8 @@ assert sum(before) >= 8, before
 run, assembler = Fleet().run(range(3)), make_assembler()
 got = [over_the_wire(run.report(rank)) for rank in range(3)]
 window = windows_of([assembler.take(report) for report in got])[Phase.DECODE]
-nothing = over_the_wire(replace(run.report(0), steps=got[0].steps[:0], counts=got[0].counts[:0], dropped_steps=3))
+no_steps = {"steps": got[0].steps[:0], "counts": got[0].counts[:0], "dropped_steps": 3}
+nothing = over_the_wire(replace(run.report(0), **no_steps))
 assembler.take(nothing)
 counts = window.slice(slice(1, None)).counts
 for load in (counts, counts.sum(axis=0, dtype=np.float64)[None]):

@@ -18,7 +18,7 @@ from tests.waiting import until
 
 
 def drained(stream):
-    """What was queued on a stream so far."""
+    """Return and remove the messages queued on a stream."""
     return [stream._queue.popleft() for _ in range(len(stream._queue))]
 
 

@@ -1,4 +1,4 @@
-"""What a rank's stream brings to the machine."""
+"""A rank's messages reach the machine."""
 
 from types import SimpleNamespace
 
@@ -14,8 +14,8 @@ from tests.protocol.machines import control_of, hello_of
 NOW = 0.5
 
 
-async def test_a_heartbeat_with_trouble_takes_the_rank_out_of_migration_and_one_without_takes_it_back():
-    """No plan is made for a group of which one rank would refuse it."""
+async def test_a_heartbeat_with_trouble_takes_a_rank_out_of_migration_until_one_without_it():
+    """No plan is made while one rank would refuse it."""
     control = control_of(ControlState.READY)
     # The lambda looks the machine up at each call: the test replaces it below.
     inbox = SimpleNamespace(tell=lambda event: control.handle(event, NOW))
@@ -29,7 +29,7 @@ async def test_a_heartbeat_with_trouble_takes_the_rank_out_of_migration_and_one_
             Reason.OBSERVE_ONLY,
             "ranks [1] take no wave any more; rank 1: its replicas differ",
         )
-        # The lease was lost and won again: members anew, by the same Hellos on the same streams.
+        # The lease was lost and won again: the machine knows its ranks by their old Hellos.
         control = control_of(ControlState.READY)
         assert control.state_reason(NOW)[0] is Reason.RECOVERED
         session.received(Heartbeat(1, 2, 3, "its replicas differ"))

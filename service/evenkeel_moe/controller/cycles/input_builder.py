@@ -156,7 +156,7 @@ class InputBuilder:
         return join_curves([None if session is None else session.curve for session in sessions])
 
     def _plan_history(self) -> tuple[int, float | None]:
-        """Return the plans that failed in a row, and the Unix seconds at which a plan last ended."""
+        """Count the plans that failed in a row; return also when the last plan ended [Unix s]."""
         records = self.control.records.by_id.values()
         failed, failed_at = plan_failures(records)
         times = [at for at in (last_plan_ended(records), failed_at) if at is not None]

@@ -111,7 +111,7 @@ class GroupLoads:
         self.ingest.settle(epoch, placement)
 
     def expect_wave(self, prepare: Prepare) -> None:
-        """Learn the placement of a wave: ranks may report steps under it before they acknowledge."""
+        """Learn the placement of a wave: ranks may report steps under it before their Ack."""
         placement = self.control.placement
         if placement is None or self.control.epoch != prepare.base_epoch:
             return
