@@ -1,4 +1,4 @@
-"""Random placements with anything the invariants allow, and some they do not."""
+"""Random placements and demand, including placements that break an invariant."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from evenkeel_moe.model.topology import Topology
 
 
 def random_placement(rng, layers=3, experts=12, ranks=4, per_rank=6, duplicates=True, empty=0.15):
-    """Every expert at least once, the rest random: any replica counts, any ownership."""
+    """Place every expert at least once and fill the other slots at random."""
     rows = []
     slots = ranks * per_rank
     for _ in range(layers):
@@ -47,7 +47,7 @@ def home_only(experts, ranks):
 
 
 def random_demand(rng, ranks, experts, tokens=200):
-    """(R, E) int64: skewed, with experts nobody chose and a rank that idles."""
+    """Return skewed (R, E) int64 demand with an unused expert and an idle rank."""
     law = rng.permutation(1.0 / np.arange(1, experts + 1) ** 1.2)
     law[rng.integers(experts)] = 0.0
     demand = np.stack([rng.multinomial(tokens, law / law.sum()) for _ in range(ranks)])
@@ -68,5 +68,5 @@ def all_tables(placement, topology=None):
 
 
 def landed(slots, num_slots):
-    """(num_slots,) how many choices each slot got."""
+    """Count the choices of each slot: (num_slots,)."""
     return count_choices(slots, num_slots)

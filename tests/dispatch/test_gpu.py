@@ -1,4 +1,4 @@
-"""Dispatch on a device: the same answers, and nothing that stops the stream."""
+"""Dispatch on a GPU gives the same results and never stops the stream."""
 
 import numpy as np
 import pytest

@@ -48,14 +48,14 @@ def test_one_hot_expert_pins_the_layer_whatever_the_others_do():
     loads = rank_load(load[None, None], placement)
     assert loads.max() == 50.0
     assert float(balancedness(loads)[0, 0]) < 0.03
-    # No dispatcher can help: one replica is one replica.
+    # No dispatcher can split an expert with one replica.
     assert ExactSplit(placement).solve(torch.from_numpy(load[None])).peak.tolist() == [50.0]
 
 
 def test_a_second_replica_of_the_hot_expert_halves_the_peak():
     placement = Placement(np.array([[0, 1, 0, 2, 3, -1, -1, -1]]), 4, 4)
     assert greedy_replicas(HOT, 5).tolist() == [2, 1, 1, 1]
-    # 45 beside a cold expert is 55 under the even split; the exact split moves ten over.
+    # 45 plus a cold expert is 55 under the even split; the exact split moves ten.
     assert even_peak(placement) == 55.0
     assert ExactSplit(placement).solve(torch.from_numpy(HOT[None])).peak.tolist() == [55.0]
     apart = Placement(np.array([[0, -1, 0, -1, 1, 2, 3, -1]]), 4, 4)
@@ -68,7 +68,7 @@ def test_a_seventh_slot_makes_the_best_even_split_worse(slots, peak):
 
 
 def test_the_exact_split_makes_the_seventh_slot_harmless():
-    # What the even split loses by stranding the cold experts, an uneven one gets back.
+    # An uneven split avoids the loss of the even split on ranks with cold experts.
     copies = greedy_replicas(HOT, 7)
     assert copies.tolist() == [4, 1, 1, 1]
     placement = Placement(np.array([[0, -1, 0, 1, 0, 2, 0, 3]]), 4, 4)
@@ -121,6 +121,6 @@ def test_a_path_table_predicts_what_followed_the_path():
     table = PathTable().build(ids)
     assert sorted(table.predict(1, [[0, 1]], 2)) == [2, 3]
     assert sorted(table.predict(1, [[1, 0]], 2)) == [4, 5]
-    # An unknown path falls back to what is popular.
+    # An unknown path falls back to the popular experts.
     assert sorted(table.predict(1, [[7, 7]], 2)) == [2, 3]
     assert table.accuracy(ids).tolist() == [1.0]

@@ -34,7 +34,7 @@ def test_phase_one_brings_in_what_own_tokens_want_most():
 
 
 def test_phase_two_copies_the_hot_expert_of_the_fullest_rank_to_the_emptiest():
-    # Everybody wants expert 0 of rank 0; rank 3 is idle.
+    # All ranks choose expert 0 of rank 0; rank 3 is idle.
     resident = home_only(4, 4)
     demand = np.array([[0.0, 0, 0, 0], [30, 6, 0, 0], [30, 0, 6, 0], [30, 0, 0, 0]])
     plan = plan_replicas(demand, resident, 1, locality=0.0, fill=False)
@@ -50,7 +50,7 @@ def test_phase_two_copies_the_hot_expert_of_the_fullest_rank_to_the_emptiest():
 def test_filling_spends_what_is_left_on_experts_with_the_most_remote_tokens_per_host():
     resident = home_only(4, 4)
     demand = np.array([[8.0, 0, 0, 4], [0, 8, 4, 0], [0, 4, 8, 0], [4, 0, 0, 8]])
-    # Balanced as it is: nothing to plan.
+    # The demand is balanced, so there is nothing to plan.
     assert plan_replicas(demand, resident, 1, locality=0.0, fill=False).copies == 0
     # Every expert has four remote tokens and one host; ties go to the lower expert and the rank
     # with most room.
@@ -104,7 +104,7 @@ def test_exact_predictions_and_enough_replicas_balance_to_one():
 
 
 def test_budget_is_the_scarcer_of_memory_and_time():
-    # Two buffers: 10 experts of memory hold 5 places.
+    # With two buffers, memory for 10 experts gives 5 places.
     sizes: dict[str, Any] = {"bytes_per_expert": 1 << 20, "bytes_per_s": 900e9}
     assert extra_budget(free_bytes=10 << 20, window_s=1.0, **sizes) == 5
     assert extra_budget(free_bytes=1 << 40, window_s=10e-6, **sizes) == 8

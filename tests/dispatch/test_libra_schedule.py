@@ -51,11 +51,11 @@ def test_everything_about_remote_tokens_hides_behind_the_local_stage():
 
 
 def test_short_local_stages_cannot_hide_it():
-    # What the source says of sequences of 1K tokens.
+    # As the source states for sequences of 1K tokens.
     short = TABLE_2 | {LibraStage.LOCAL: 0.3}
     at = {span.task.stage: span for span in timeline(layer_tasks(0, 2), short)}
     assert at[LibraStage.REMOTE].start_s > at[LibraStage.LOCAL].end_s
-    # Sharding on the critical path instead costs all of it.
+    # Sharding on the critical path would cost its full duration.
     assert end_of(layer_tasks(0, 2), short) < 9.07 - 2.77 + 0.3 + 0.99 + 0.34 + 0.57 + 0.09
 
 

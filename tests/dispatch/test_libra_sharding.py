@@ -51,7 +51,7 @@ def slow_sharding(demand, hosts, resident):
 
 
 def best_peak(local, demand, hosts):
-    """The least peak any assignment of the travelling tokens reaches, by linear programming."""
+    """Return the least peak of any assignment of remote tokens, by linear programming."""
     experts, ranks = hosts.shape
     edges = np.argwhere(hosts)
     away = (demand - local).sum(axis=0)
@@ -100,7 +100,7 @@ def test_sharding_by_hand():
     hosts = np.array([[True, False, False], [True, True, False]])
     resident = np.array([[True, False, False], [True, False, False]])
     answer = shard_tokens(demand, hosts, resident)
-    # 12 tokens, target 4. Expert 0 has nowhere to go; all 4 of expert 1 fit on rank 1.
+    # 12 tokens, target 4. Expert 0 has no other host; all 4 tokens of expert 1 fit on rank 1.
     assert answer.local.tolist() == [[2, 0], [0, 0], [0, 0]]
     assert answer.remote.tolist() == [[6, 0], [0, 4], [0, 0]]
     assert answer.rank_load.tolist() == [8, 4, 0]

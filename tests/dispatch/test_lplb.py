@@ -23,8 +23,8 @@ OPTIMAL = SplitModel(DispatchModel.OPTIMAL)
 
 
 def highs_peak(placement, layer, counts):
-    """The program as the source states it: a load per copy, a slack per rank, the peak; both kinds
-    of rows."""
+    """The linear program of the source: a load per copy, a slack per rank, the peak; both kinds of
+    rows."""
     slots, ranks = placement.num_slots, placement.num_ranks
     row = placement.phy2log[layer]
     shared = [e for e in range(placement.num_logical_experts) if placement.logcnt[layer, e] > 1]
@@ -143,7 +143,7 @@ def test_one_replica_is_one_replica():
     placement = Placement(np.array([[0, 1, 1, 2]]), 2, 3)
     answer = ExactSplit(placement).solve(torch.tensor([[100, 0, 0]]))
     assert answer.peak.tolist() == [100.0]
-    # With a second one it halves.
+    # A second replica halves the peak.
     twice = Placement(np.array([[0, 1, 0, 2]]), 2, 3)
     assert ExactSplit(twice).solve(torch.tensor([[100, 0, 0]])).peak.tolist() == [50.0]
 

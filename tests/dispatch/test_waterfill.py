@@ -51,7 +51,7 @@ def test_candidates_are_visited_ranks_and_the_source_only():
 
 
 def test_without_slack_only_a_clearly_lighter_rank_draws_tokens_away():
-    # Both candidates above the waterline: the valley is on rank 2, where no token goes.
+    # Both candidates are above the waterline; only rank 2, which no token visits, is below.
     slots = torch.tensor([[2]] * 8)
     rule = Waterfill(3, 2, 0, lighter_by=0.1)
     assert int(waterline(torch.tensor([100, 80, 0]), 8)) == 63

@@ -1,4 +1,4 @@
-"""Dumb second implementations of every kernel: plain loops over the definition."""
+"""Naive second implementations of the kernels: plain loops over the definitions."""
 
 import math
 

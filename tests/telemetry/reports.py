@@ -1,4 +1,4 @@
-"""Ranks that count, for the tests of steps and windows."""
+"""Simulated ranks that count tokens, for the tests of steps and windows."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ class Fleet:
         self.shape = shape
 
     def run(self, steps, *, phase=Phase.DECODE, epoch=EPOCH, idle=()):
-        """Routes of some steps: (n, R, L, E) by source rank, and tokens (n, R)."""
+        """Route tokens for some steps: (n, R, L, E) by source rank, and tokens (n, R)."""
         shape = self.shape
         tokens = self.rng.integers(1, 9, (len(steps), shape.num_ranks))
         tokens[:, list(idle)] = 0
@@ -58,7 +58,7 @@ class Run:
         self.received = self._dispatch()
 
     def _dispatch(self):
-        """(n, L, S): every expert's tokens split over its slots at random."""
+        """Split the tokens of every expert over its slots at random: (n, L, S)."""
         placement, rng = self.fleet.placement, self.fleet.rng
         received = np.zeros((len(self.steps), placement.num_layers, placement.num_slots), np.int64)
         for step, layer, expert in np.ndindex(*self.load.shape):

@@ -1,4 +1,4 @@
-"""R18 and R19: only whole steps that add up enter a window."""
+"""R18 and R19: only complete steps that add up enter a window."""
 
 from dataclasses import replace
 from random import Random
@@ -67,7 +67,8 @@ def test_r18_an_inactive_rank_is_not_waited_for():
 
 
 def test_a_row_used_again_has_no_counts_of_a_rank_that_takes_no_part():
-    """Rows are not cleared: what stands there for a rank is of an earlier step until it reports."""
+    """Rows are not cleared: until a rank reports, its counts in a row are those of an earlier
+    step."""
     assembler, first = make_assembler(max_pending=1), Fleet().run([0])
     assert windows_of([assembler.take(first.report(rank)) for rank in range(3)])
     with_third = Placement(np.array([[0, 1, 2, 3, 0, 1]] * 2, np.int32), 3, 4)
@@ -94,7 +95,7 @@ def test_r18_a_step_that_every_rank_passed_is_given_up():
     assembler, run = make_assembler(), Fleet().run(range(6))
     assembler.take(run.report(0))
     assembler.take(run.report(1))
-    # Rank 2's recorder dropped steps 2 and 3.
+    # The recorder of rank 2 dropped steps 2 and 3.
     first = assembler.take(run.report(2, only=slice(0, 2)))
     last = assembler.take(run.report(2, only=slice(4, 6)))
     assert windows_of([first, last])[Phase.DECODE].steps.tolist() == [0, 1, 4, 5]
@@ -111,13 +112,14 @@ def test_r19_destination_counts_must_sum_to_tokens_times_top_k():
     detail = intakes[-1].rejected[0].detail
     tokens = run.tokens[1].sum()
     assert detail == (
-        f"step 1 layer 0: counts of all ranks sum to {2 * tokens + 1}, tokens x top_k = {tokens} x 2"
+        f"step 1 layer 0: counts of all ranks sum to {2 * tokens + 1},"
+        f" tokens x top_k = {tokens} x 2"
     )
     assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0, 2]
 
 
 def test_r19_counts_too_large_to_add_up_are_not_taken_for_small_ones():
-    """Three copies whose sum passes 2**32 by exactly what was routed."""
+    """The sum of three copies exceeds 2**32 by exactly the routed tokens."""
     assembler, run = make_assembler(), Fleet().run(range(2))
     third = 2**32 // 3
     run.received[1, 1, [0, 4, 5]] += (third, third, 2**32 - 2 * third)
@@ -297,8 +299,8 @@ def test_a_report_that_makes_others_give_way_is_told_its_own_reason_first():
     ],
 )
 def test_a_report_of_a_group_of_another_shape_is_refused_whole(change):
-    """Compiled code has no bounds: a rank that said hello again with another shape must not write
-    beyond the board."""
+    """Compiled code has no bounds checks: a rank that reconnected with another shape must not write
+    beyond the buffer."""
     assembler, run = make_assembler(), Fleet().run(range(2))
     intake = assembler.take(replace(run.report(0), **change))
     assert reasons(intake) == {Reason.BAD_LENGTH: 2} and intake.highest_step == 1
@@ -306,7 +308,7 @@ def test_a_report_of_a_group_of_another_shape_is_refused_whole(change):
 
 
 def test_a_map_without_some_expert_breaks_nothing():
-    """Ranks tell maps; that one lacks an expert is for others to refuse."""
+    """Maps come from ranks; the assembler does not check that they hold every expert."""
     placement = Placement(np.array([[0, 1, 2, 2, 0, -1], [-1] * 6], np.int32), 3, 4)
     assembler = StepAssembler(SHAPE)
     assembler.learn_epoch(EPOCH, placement)
@@ -336,11 +338,11 @@ def test_an_epoch_told_again_is_the_newest_word():
 
 
 def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
-    """Compiled code has no bounds: empty slots, an expert without a slot, and what a rank that did
-    not report left."""
+    """Compiled code has no bounds checks: empty slots, an expert without a slot, and old counts of
+    a rank that did not report."""
     placement = Placement(np.array([[0, 1, -1, 2, 0, 1], [3, 3, 3, 3, -1, 0]], np.int32), 3, 4)
     known = derive_epoch_map(placement, np.ones(3, np.bool_))
-    # Two rows of (R, L * slots_per_rank), of which the second is added up.
+    # Two rows of (R, L * slots_per_rank), of which the second is summed.
     board = np.array([[[99] * 4] * 3, [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]], np.uint32)
     reported = np.array([[True] * 3, [True, False, True]])
     around = np.full((3, 2, 4), 99, np.uint32)
@@ -356,7 +358,7 @@ def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
 
 @pytest.mark.parametrize("tokens, overflows", [(2**31 - 1, False), (2**31, True)])
 def test_an_expert_of_more_tokens_than_32_bits_hold_is_told(tokens, overflows):
-    """Its sum alone would not tell where so much was routed."""
+    """The sum alone would not show the overflow of a count."""
     known = derive_epoch_map(Placement(np.zeros((1, 2), np.int32), 2, 1), np.ones(2, np.bool_))
     board, rows = np.array([[[tokens], [tokens]]], np.uint32), np.zeros(1, np.int64)
     total, sums = np.zeros((1, 1, 1), np.uint32), np.zeros((1, 1), np.int64)
@@ -388,7 +390,7 @@ def test_an_epoch_forgotten_while_its_steps_were_pending_voids_them_and_nothing_
     st.integers(0, 2**32 - 1),
 )
 def test_any_interleaving_and_any_resending_assembles_the_same_steps(seed, side, cuts, order):
-    """Dumb twin: the routes themselves, summed over source ranks."""
+    """The naive twin sums the routes over source ranks."""
     random, total = Random(order), sum(cuts)
     run = Fleet(seed).run(range(total))
     queues = []

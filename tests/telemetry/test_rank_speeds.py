@@ -1,5 +1,4 @@
-"""Speed factors from serving alone: neither load nor outliers change them; slow ranks are
-logged."""
+"""Speed factors from serving do not depend on load or outliers, and slow ranks are logged."""
 
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from evenkeel_moe.wire.link import CostCurve
 
 
 def served(factors, steps=200, seed=0, noise=0.02, shares=None):
-    """Tokens and seconds of ranks under a layer with a floor: 1 ms up to 512 tokens, 2 us a token
+    """Return tokens and seconds of a layer that takes 1 ms up to 512 tokens and 2 us per token
     beyond."""
     rng = np.random.default_rng(seed)
     shares = rng.lognormal(0.0, 0.5, len(factors)) if shares is None else shares
@@ -57,7 +56,7 @@ def test_outliers_move_nothing():
 
 
 def plain_factors(tokens, seconds):
-    """The same pass by pass, each from nothing."""
+    """Compute the same factors naively, every pass from scratch."""
     known = (tokens > 0) & (seconds > 0) & np.isfinite(seconds)
     enough = known.sum(axis=0) >= 16
     if not enough.any():
@@ -162,7 +161,7 @@ PLACEMENT = Placement(np.arange(4, dtype=np.int32)[None], 4, 4)
 
 
 def seen(balance, tokens, seconds, placement=PLACEMENT):
-    """Show a balance steps in which expert r got tokens[:, r]; rank r has it, and no other."""
+    """Add steps to a balance in which expert r, which only rank r holds, got tokens[:, r]."""
     counts, steps = tokens[:, None].astype(np.uint32), len(tokens)
     window = LoadWindow(
         counts, np.arange(steps), np.zeros(steps, int), np.ones(tokens.shape, np.int64), seconds

@@ -1,4 +1,4 @@
-"""The window in memory keeps the newest steps, and what it handed out."""
+"""The window in memory keeps the newest steps; windows handed out never change."""
 
 import itertools
 from dataclasses import replace

@@ -89,7 +89,7 @@ def test_unknown_closes_a_gate_and_is_never_zero():
 
 
 def run(values, settings=SETTINGS):
-    """Reasons of consecutive cycles, memory handed on."""
+    """Return the reasons of consecutive cycles that hand on their memory."""
     memory, reasons = GateMemory(), []
     for value in values:
         decision = decide_before(replace(POOR, balancedness_mean=value, memory=memory), settings)
@@ -105,7 +105,7 @@ def test_planning_starts_after_consecutive_windows_and_stops_with_hysteresis():
         Reason.BALANCE_ABOVE_THRESHOLD,
     )
     assert run([0.8, 0.8, 0.95, 0.8, 0.8, 0.8]) == [wait, wait, stop, wait, wait, go]
-    # 0.92 is between the two thresholds: it goes on once started, and does not start by itself.
+    # 0.92 is between the two thresholds: planning continues there, but does not start.
     assert run([0.8, 0.8, 0.8, 0.92, 0.94, 0.92]) == [wait, wait, go, go, stop, stop]
 
 

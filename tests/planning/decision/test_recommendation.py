@@ -119,7 +119,7 @@ def two_hot(steps=60, seed=0):
 
 
 BARE = ModelShape(2, 8, 4, 2, 2, 1000)
-"""Not one replica."""
+"""A shape without replicas."""
 
 
 def redundancy(load, shape=BARE, free_bytes=None, **changes):
@@ -136,7 +136,7 @@ def test_replicas_that_pay_are_advised_with_their_memory():
     level = next(level for level in found.levels if level.replicas_per_layer == found.advised)
     assert level.gain_lower > 0
     assert level.fits is True
-    # 2 layers x so many replicas on 4 ranks, 1000 bytes each, the fullest rank rounded up.
+    # 2 layers x replicas of 1000 bytes on 4 ranks; the fullest rank is rounded up.
     assert level.extra_bytes_per_rank == math.ceil(2 * found.advised / 4) * 1000
     assert "free on the fullest: 10000 B" in words[-1]
     assert found.levels[0].marginal_gain is None
@@ -157,7 +157,7 @@ def test_memory_bounds_the_advice_and_unknown_memory_does_not_pretend():
 
 
 def test_replicas_that_bring_nothing_are_called_superfluous():
-    """All experts alike and two on a rank: replicas can only unbalance."""
+    """All experts have the same load and ranks hold two each, so replicas can only unbalance."""
     load = np.full((60, 2, 8), 50, np.uint32)
     roomy = replace(SHAPE, slots_per_rank=4)
     found, words = redundancy(load, roomy)

@@ -38,8 +38,8 @@ def test_the_copies_are_counted_in_the_unit_of_the_saving():
     before, after = times(shift=0.1)
     free = judge(before, after)
     assert (free.cost, free.payback_steps) == (0.0, 0.0)
-    # 10 of 100 saved a step: 4000 are paid back after about 400 steps, and take 4 % of the time of
-    # 1000 steps.
+    # 10 of 100 are saved per step, so 4000 are paid back after about 400 steps. They are 4 % of the
+    # time of 1000 steps.
     paid = judge(before, after, copy_cost=4000.0, lifetime_steps=1000, step_s=0.02)
     assert paid.cost == pytest.approx(4000.0 / (1000 * before.mean()))
     assert paid.payback_steps == pytest.approx(4000.0 / (before - after).mean())
@@ -83,8 +83,7 @@ def test_a_plan_that_changes_nothing_is_not_for_now():
 
 
 def test_neighbouring_steps_that_are_alike_count_less():
-    """The same values in an order that repeats each for 8 steps are fewer facts than in a random
-    order."""
+    """The same values carry less information if each repeats for 8 steps."""
     rng = np.random.default_rng(3)
     gains = np.repeat(rng.normal(0.02, 0.06, 8), 8)
     before = np.full(64, 100.0)
@@ -112,8 +111,7 @@ def test_a_gain_that_fades_is_less_sure_than_one_that_stays():
 
 @pytest.mark.parametrize("true_gain", [0.0, 0.004, -0.004])
 def test_calls_on_noise_are_wrong_as_rarely_as_they_say(true_gain):
-    """Each bound leaves 5 % outside: of 400 verdicts at most 8 % may call the wrong sign of the
-    next window."""
+    """Each bound leaves 5 % outside: at most 8 % of 400 verdicts may have the wrong sign."""
     rng = np.random.default_rng(5)
     wrong = 0
     for seed in range(400):

@@ -142,7 +142,7 @@ def test_fluid_time_is_the_best_divisible_split(costs, tokens):
 
 
 def test_even_split_that_fills_a_stair_exactly_does_not_pay_for_the_next():
-    # A fifth of 1 and of 499 tokens: summed as floats a hair over 100.
+    # A fifth of 1 plus a fifth of 499 is slightly more than 100 in floating point.
     assert 1 * (1 / 5) + 499 * (1 / 5) > 100
     costs = CostCurves(100, np.array([[1.0, 2.0]] * 5), np.zeros(5))
     placement = Placement(np.array([[0, 1] * 5]), num_ranks=5, num_logical_experts=2)

@@ -28,7 +28,7 @@ def planned(name, **fields):
 
 
 def sources(value):
-    """Sound source loads but for one value."""
+    """Return valid source loads with one value replaced."""
     found = np.ones((4, 2, 8))
     found[1, 0, 3] = value
     return found

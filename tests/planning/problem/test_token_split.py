@@ -37,8 +37,8 @@ def test_shares_of_an_expert_sum_to_one_and_match_the_twin(data, shape, seed):
 def test_nearest_prefers_own_rank_then_own_node_then_all():
     placement = Placement(np.array([[0, 1, 0, 2]]), num_ranks=4, num_logical_experts=3)
     source = np.zeros((4, 1, 3))
-    source[1, 0, 0] = 30.0  # rank 1 has none itself, its node has rank 0's
-    source[2, 0, 0] = 10.0  # its own
+    source[1, 0, 0] = 30.0  # rank 1 has no replica, its node has the one of rank 0
+    source[2, 0, 0] = 10.0  # rank 2 has its own replica
     split = SplitModel(DispatchModel.NEAREST, Topology((0, 0, 1, 1)), source)
     assert slot_shares(placement, split).tolist() == [[0.75, 1.0, 0.25, 1.0]]
     apart = SplitModel(DispatchModel.NEAREST, Topology((0, 1, 2, 3)), source)
@@ -65,8 +65,8 @@ def test_optimal_split_has_the_least_peak_and_no_more_than_even(data, shape):
 
 
 def test_optimal_split_passes_load_along_a_chain_of_ranks():
-    # Rank 0 is full of expert 0; relief reaches it only over experts 1 and 2, which each bridge two
-    # ranks.
+    # Rank 0 is full of expert 0. It can be relieved only through experts 1 and 2, each of which is
+    # on two ranks.
     row = np.array([[0, 1, 1, 2, 2, -1]])
     placement = Placement(row, num_ranks=3, num_logical_experts=3)
     split = slot_load(

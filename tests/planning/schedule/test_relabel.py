@@ -109,7 +109,7 @@ def test_nodes_change_places_as_a_whole():
     target = Placement(np.array([[3, 2, 1, 0]]), num_ranks=4, num_logical_experts=4)
     nodes = Topology((0, 0, 1, 1))
     assert fewest_moves(current, target, topology=nodes) == current
-    # Crosswise, one expert of each pair is on the wrong node and must move.
+    # One expert of each pair is on the wrong node and must move.
     crossed = Placement(np.array([[0, 2, 1, 3]]), num_ranks=4, num_logical_experts=4)
     assert count_moves(current, fewest_moves(current, crossed, topology=nodes)) == 2
     assert count_moves(current, fewest_moves(current, crossed)) == 0

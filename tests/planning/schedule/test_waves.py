@@ -23,7 +23,7 @@ def migrations(draw, /, **kwargs):
 
 
 def replay(base, waves, shape, staging=None):
-    """Carry the waves out slot by slot and hold every rule on the way; returns the final map."""
+    """Execute the waves slot by slot and check every rule; returns the final map."""
     per_rank = shape.slots_per_rank
     rows = base.phy2log.copy()
     for index, wave in enumerate(waves):
@@ -66,7 +66,7 @@ def replay(base, waves, shape, staging=None):
                 elif new[slot] == EMPTY:
                     rows[layer, slot] = EMPTY
             assert (rows[layer] == new).all()
-        # Between waves the placement is whole.
+        # Between waves every expert has a replica.
         Placement(rows, shape.num_ranks, shape.num_logical_experts).check(shape)
     return rows
 
@@ -128,7 +128,7 @@ def test_nearer_sources_are_preferred():
     (wave,) = schedule_waves(base, target, shape, Topology((0, 0, 1, 1)), None)
     sources = {t.dst_slot: t.src_slot // 2 for t in wave.transfers}
     assert sources == {5: 3, 7: 2}
-    assert len(wave.batches) == 1  # both ways between one pair
+    assert len(wave.batches) == 1  # both directions of one pair
 
 
 def test_the_same_rank_is_the_nearest_source():
@@ -162,7 +162,7 @@ def test_batches_are_few():
 
 
 def test_layers_that_fill_a_rank_for_good_come_last_when_slots_are_pooled():
-    # One buffer is free on rank 0. Layer 0 would keep it; layer 1 borrows it and frees two.
+    # One buffer is free on rank 0. Layer 0 would keep it; layer 1 uses it and frees two.
     shape = ModelShape(2, 3, 3, 3, 1, 1, pool_slots_per_rank=4)
     base = Placement(
         np.array([[0, -1, -1, 1, 2, -1, -1, -1, -1], [0, 1, -1, 2, 0, -1, 1, -1, -1]]), 3, 3
@@ -183,7 +183,7 @@ def test_a_slot_that_changes_its_expert_needs_no_free_buffer():
 
 def test_a_full_pool_gives_up_a_redundant_copy_first():
     # Experts 0 and 1 change ranks in layers 0 and 1, each into an empty slot of a full pool. The
-    # last layer's spare copies make way and come back.
+    # redundant copies of the last layer are removed and then restored.
     shape = ModelShape(3, 2, 2, 2, 1, 1, pool_slots_per_rank=4)
     base = Placement(np.array([[0, 1, -1, -1], [-1, -1, 0, 1], [0, 1, 0, 1]]), 2, 2)
     target = Placement(np.array([[0, -1, 1, -1], [-1, 1, 0, -1], [0, 1, 0, 1]]), 2, 2)
@@ -204,7 +204,7 @@ def test_a_full_pool_without_a_redundant_copy_is_refused():
 
 
 def test_a_layer_larger_than_staging_goes_in_steps():
-    # Four experts rotate over four ranks; expert 0's spare copy opens the cycle.
+    # Four experts rotate over four ranks; the redundant copy of expert 0 opens the cycle.
     shape = ModelShape(1, 4, 5, 1, 1, 10)
     base = Placement(np.array([[0, 1, 2, 3, 0]]), 5, 4)
     target = Placement(np.array([[3, 0, 1, 2, 0]]), 5, 4)
@@ -223,8 +223,8 @@ def test_a_layer_larger_than_staging_goes_in_steps():
 
 
 def test_two_steps_do_not_both_rely_on_the_replica_the_other_drops():
-    # Ranks 0 and 1 each turn a slot of expert 0 over to an expert they hold in the next slot;
-    # expert 0's new home, rank 2, has no room in this wave.
+    # Ranks 0 and 1 each change a slot of expert 0 to an expert that they hold in the next slot.
+    # Rank 2, which is to receive expert 0, has no room in this wave.
     old = np.array([0, 1, 0, 2, 3, 4, 5, 4], np.int32)
     new = np.array([1, 4, 2, 5, 0, 4, 3, 4], np.int32)
     left = np.array([[2, 2, 0, 0], [0, 0, 0, 0]])
@@ -234,10 +234,10 @@ def test_two_steps_do_not_both_rely_on_the_replica_the_other_drops():
 
 
 def test_a_cycle_longer_than_staging_is_opened_by_parking():
-    # Six experts without a second replica move round one cycle over ranks 0 and 1, three into each;
-    # two fit. Expert 6 has copies to spare on every rank. On rank 0 the parked expert would be
-    # there twice at once, on rank 1 in the end: only rank 2 may lend its slot, and gets its copy
-    # back.
+    # Six experts with a single replica move in one cycle over ranks 0 and 1, three into each; two
+    # fit. Expert 6 has redundant copies on every rank. Rank 0 would hold the parked expert twice at
+    # once, rank 1 in the end, so only rank 2 can park it; its copy of expert 6 is restored
+    # afterwards.
     shape = ModelShape(1, 10, 3, 4, 1, 10)
     base = Placement(np.array([[0, 1, 2, 6, 3, 4, 5, 6, 6, 7, 8, 9]]), 3, 10)
     target = Placement(np.array([[3, 4, 5, 6, 1, 2, 0, 6, 6, 7, 8, 9]]), 3, 10)

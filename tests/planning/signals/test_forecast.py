@@ -23,12 +23,12 @@ from tests.strategies import loads, seeds
 
 HALF_LIVES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, np.inf)
 BLIND = KeelOptions(foresight=0.999)
-"""keel that believes no forecast."""
+"""Options with which keel ignores forecasts."""
 
 
 def drifting(rng, steps, begin=0.0, end=1.0, experts=16, tokens=4000):
-    """(steps, 2, experts) Poisson tokens, popularity going from one skew to another, a share of the
-    way."""
+    """Return (steps, 2, experts) Poisson tokens whose popularity moves part of the way to another
+    skew."""
     old, new = rng.gamma(0.6, 1.0, (2, 2, experts))
     way = np.linspace(begin, end, steps)[:, None, None]
     mean = (1 - way) * old / old.sum(axis=1, keepdims=True) + way * new / new.sum(
@@ -123,8 +123,7 @@ def _problem(load, **changes):
 def test_keel_plans_for_where_loads_go():
     gained = []
     for seed in range(16):
-        # A while as before, a shift, and then as it is now: half of the window speaks of what is
-        # over.
+        # The load is constant, shifts, and is constant again: half of the window is out of date.
         parts = ((50, 0.0, 0.0), (50, 0.0, 1.0), (40, 1.0, 1.0))
         load = np.concatenate(
             [drifting(np.random.default_rng(seed), *part, experts=16, tokens=300) for part in parts]
@@ -134,7 +133,7 @@ def test_keel_plans_for_where_loads_go():
         assert seen.numbers["forecast_error"] == blind.numbers["forecast_error"] < 0.5
         later = replace(problem, load=load[100:])
         gained.append(metrics.score(later, blind.placement) / metrics.score(later, seen.placement))
-        # What is told of the plan is of the window as it was.
+        # The figures of the plan refer to the original window.
         assert seen.score == pytest.approx(metrics.score(problem, seen.placement))
     assert np.mean(gained) > 1.005
 
@@ -152,7 +151,7 @@ def test_keel_believes_no_forecast_that_hardly_beats_the_mean():
 def test_a_copy_must_save_more_where_tokens_come_by_the_request():
     rng = np.random.default_rng(2)
     one_by_one = drifting(rng, 64, 0, 0)
-    # Requests that last four steps and send all their tokens the same way.
+    # Requests that last four steps and send all their tokens to the same experts.
     by_request = np.repeat(drifting(rng, 16, 0, 0, tokens=400), 4, axis=0) * 10
     prices = []
     for load in (one_by_one, by_request):
@@ -169,7 +168,7 @@ def test_a_copy_must_save_more_where_tokens_come_by_the_request():
 
 
 def _foreseen_time(problem, placement):
-    """Predicted time of the loads that keel plans for, their steps weighed as keel does."""
+    """Return the predicted time of the loads that keel plans for, with the step weights of keel."""
     weights, _ = step_weights(problem.load)
     expected = forecast(problem.load)
     load = problem.load
@@ -199,7 +198,7 @@ def test_a_first_plan_is_this_near_to_one_from_nothing(moves, speeds, within):
         assert (first.numbers["forecast_error"] < 0.875) == bool(moves)
         behind.append(1 - best / _foreseen_time(nothing, first.placement))
     assert max(behind) <= within + 1e-9
-    # Where it is nearer than that, it was not worth its copies.
+    # A smaller difference was not worth the copies.
     assert max(behind) > within / 2 or within == 0.0
     if within == 0.0:
         assert min(behind) < 0
