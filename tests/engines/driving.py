@@ -88,7 +88,7 @@ class DrivenRank:
             "checksums": tuple(
                 checksums[t.layer * old.num_logical_experts + t.logical_expert] for t in transfers
             ),
-            "batch_deadline_s": 10.0,
+            "batch_deadline_s": deadline(10),
         }
         return Prepare(**{**values, **changes})
 

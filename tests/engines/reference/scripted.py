@@ -39,6 +39,7 @@ from evenkeel_moe.protocol.messages import (
     WaveOutcome,
 )
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome, ReportAck
+from tests.waiting import deadline
 
 LEADER = Leader("script", 1)
 
@@ -69,6 +70,10 @@ class ScriptedLink:
         self.script = script
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
         self.seen = []
+        # The first call compiles a kernel, which may take longer than the whole run.
+        rng = np.random.default_rng(0)
+        initial = Placement.initial(config.shape)
+        self.waves_between(initial, random_placement(config.shape, rng, False))
 
     def send(self, message, stream=None):
         self.seen.append(message)
@@ -92,16 +97,7 @@ class ScriptedLink:
             rng = np.random.default_rng((self.script["seed"], epoch, number))
             target = random_placement(self.config.shape, rng, self.script.get("uneven", False))
             target.check(self.config.shape)
-            # One layer per wave, in order: layer 0 frees the buffers that layer 1 fills.
-            waves = schedule_waves(
-                placement,
-                target,
-                dataclasses.replace(self.config.shape, pool_slots_per_rank=None),
-                Topology.single_node(self.config.num_ranks),
-                self.config.staging_bytes,
-                max_layers_per_wave=1,
-            )
-            for wave in waves:
+            for wave in self.waves_between(placement, target):
                 key = WaveKey(hello.identity.generation, PlanId(f"plan-{number}"), wave.index, 1)
                 abort = number in self.script.get("abort", [])
                 if await self.drive(listener, key, wave, epoch, abort):
@@ -114,9 +110,20 @@ class ScriptedLink:
             if hasattr(message, "steps"):
                 listener.received(1, ReportAck(message.last_step))
 
+    def waves_between(self, placement, target):
+        """Return one wave per layer, in order: layer 0 frees the buffers that layer 1 fills."""
+        return schedule_waves(
+            placement,
+            target,
+            dataclasses.replace(self.config.shape, pool_slots_per_rank=None),
+            Topology.single_node(self.config.num_ranks),
+            self.config.staging_bytes,
+            max_layers_per_wave=1,
+        )
+
     async def drive(self, listener, key, wave, epoch, abort):
         prepare = Prepare(
-            LEADER, key, Epoch(epoch), wave, self.checksums(wave), batch_deadline_s=10.0
+            LEADER, key, Epoch(epoch), wave, self.checksums(wave), batch_deadline_s=deadline(10)
         )
         listener.received(1, prepare)
         vote = await self.wait_for(Vote, lambda vote: vote.wave == key)

@@ -16,6 +16,7 @@ from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.agent.ranks import Group, run_ranks
+from tests.waiting import deadline
 
 RANKS, LAYERS, EXPERTS, TOKENS = 4, 3, 16, 96
 STEPS = 3
@@ -81,7 +82,7 @@ class OneRank:
 
 def run_rule(rule, **changes):
     """Run steps under one map, then another; return each rank's (results, rank), and the maps."""
-    group = Group(RANKS)
+    group = Group(RANKS, timeout_s=deadline(20))
     first, second = placements()
 
     def work(rank):
@@ -175,7 +176,7 @@ def test_fetched_experts_even_out_the_load_and_are_dropped_afterwards():
 
 @pytest.mark.parametrize("rule", DispatchRule)
 def test_ranks_under_different_epochs_never_compute_together(rule):
-    group = Group(RANKS)
+    group = Group(RANKS, timeout_s=deadline(20))
     first, _ = placements()
 
     def work(rank):

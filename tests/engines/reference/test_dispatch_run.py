@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 @pytest.mark.parametrize("rule", [rule for rule in DispatchRule if rule is not DispatchRule.EVEN])
 def test_outputs_stay_exact_under_a_rule_while_experts_move(tmp_path, rule):
     script = {"seed": 7, "plans": 2, "uneven": True, "abort": []}
-    report = run(tmp_path, script, steps=40, dispatch=rule)
+    report = run(tmp_path, script, steps=40, min_step_s=0.02, dispatch=rule)
     assert report.ok, report
     for rank in range(2):
         [check] = lines(tmp_path, rank, "check")

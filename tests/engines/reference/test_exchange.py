@@ -7,6 +7,7 @@ import torch
 from evenkeel_moe.engines.reference.exchange import EpochMismatch, Exchange
 from evenkeel_moe.engines.reference.model import expert_forward, original_expert
 from tests.agent.ranks import Group, run_ranks
+from tests.waiting import deadline
 
 SLOTS, D = 3, 8
 
@@ -16,7 +17,7 @@ def expert_in(slot):
 
 
 def test_every_row_comes_back_from_the_expert_in_its_slot():
-    group = Group(2)
+    group = Group(2, timeout_s=deadline(20))
 
     def work(rank):
         exchange = Exchange(group.connect(rank, "engine"), SLOTS, D)
@@ -36,7 +37,7 @@ def test_every_row_comes_back_from_the_expert_in_its_slot():
 
 
 def test_ranks_with_nothing_to_send_or_receive_take_part():
-    group = Group(2)
+    group = Group(2, timeout_s=deadline(20))
 
     def work(rank):
         exchange = Exchange(group.connect(rank, "engine"), SLOTS, D)
@@ -51,7 +52,7 @@ def test_ranks_with_nothing_to_send_or_receive_take_part():
 
 def test_an_epoch_that_differs_is_refused_by_every_rank_before_it_computes():
     """R8: ranks with different maps never compute; the message has the epoch of each rank."""
-    group = Group(2)
+    group = Group(2, timeout_s=deadline(20))
 
     def work(rank):
         exchange = Exchange(group.connect(rank, "engine"), SLOTS, D)
@@ -68,7 +69,7 @@ def test_an_epoch_that_differs_is_refused_by_every_rank_before_it_computes():
 
 
 def test_a_request_to_stop_reaches_all_ranks_in_the_same_exchange():
-    group = Group(2)
+    group = Group(2, timeout_s=deadline(20))
 
     def work(rank):
         exchange = Exchange(group.connect(rank, "engine"), SLOTS, D)

@@ -15,7 +15,15 @@ from evenkeel_moe.engines.reference.supervisor import Supervisor
 from tests.waiting import deadline, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
-SMALL = {"num_ranks": 2, "layers": 3, "experts": 8, "tokens_per_step": 64, "staging_bytes": 1 << 20}
+SMALL = {
+    "num_ranks": 2,
+    "layers": 3,
+    "experts": 8,
+    "tokens_per_step": 64,
+    "staging_bytes": 1 << 20,
+    "group_timeout_s": deadline(60),
+    "gate_timeout_s": deadline(20),
+}
 
 
 def lines(folder, rank, kind):
@@ -27,10 +35,10 @@ def lines(folder, rank, kind):
 def supervisor_for(folder, script, **changes):
     config = RankConfig(run_folder=str(folder), **{**SMALL, **changes})
     if script is None:
-        return Supervisor(config)
+        return Supervisor(config, grace_s=deadline(10))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.json").write_text(json.dumps(script))
-    return Supervisor(config, module="tests.engines.reference.scripted")
+    return Supervisor(config, grace_s=deadline(10), module="tests.engines.reference.scripted")
 
 
 def run(folder, script, *, until=lambda supervisor: None, **changes):
@@ -82,7 +90,7 @@ def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
 )
 def test_each_fault_after_the_first_swap_is_detected_and_named(tmp_path, fault, named):
     script = {"seed": 7, "plans": 1, "stop_after": 1}
-    report = run(tmp_path, script, steps=40, fault=fault, fault_rank=1)
+    report = run(tmp_path, script, steps=40, min_step_s=0.02, fault=fault, fault_rank=1)
     assert not report.ok
     assert any(named in problem for problem in report.problems), report.problems
     [done] = lines(tmp_path, 1, "fault")

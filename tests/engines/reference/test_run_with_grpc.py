@@ -110,7 +110,7 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
         table = np.array(checksums, np.uint64).reshape(shape.num_layers, shape.num_logical_experts)
         expected = tuple(int(table[t.layer, t.logical_expert]) for t in wave.transfers)
         await self.tell_all(
-            Prepare(LEADER, key, states[0].epoch, wave, expected, batch_deadline_s=10.0)
+            Prepare(LEADER, key, states[0].epoch, wave, expected, batch_deadline_s=deadline(10))
         )
         votes = await self.all_of(Vote)
         assert all(vote.yes for vote in votes), votes
@@ -142,7 +142,7 @@ async def test_ranks_report_move_and_swap_over_grpc(tmp_path):
             run_folder=str(tmp_path), num_ranks=2, layers=2, experts=8, tokens_per_step=32,
             steps=0, min_step_s=0.01, controllers=(address,), staging_bytes=4 << 20,
         )  # fmt: skip
-        supervisor = Supervisor(config)
+        supervisor = Supervisor(config, grace_s=deadline(10))
         supervisor.start()
         try:
             async with asyncio.timeout(deadline(60)):

@@ -12,6 +12,7 @@ from evenkeel_moe.engines.reference.state import (
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from tests.agent.ranks import Group, run_ranks
+from tests.waiting import deadline
 
 SHAPE = ModelShape(1, 4, 2, 3, 1, 100)
 OLD = Placement(np.array([[0, 1, -1, 2, 3, -1]], np.int32), 2, 4)
@@ -44,7 +45,7 @@ def damage_to(whole):
 @pytest.mark.parametrize("epochs, want", [((0, 0), 0), ((3, 2), 3), ((0, 4), 4), ((2, 2), 2)])
 def test_the_newest_saved_placement_wins_on_every_rank(epochs, want):
     """A rank at the new epoch proves that the gate passed on all ranks."""
-    group = Group(2)
+    group = Group(2, timeout_s=deadline(20))
 
     def work(rank):
         communicator = group.connect(rank, "engine")

@@ -47,7 +47,7 @@ class Rank(DrivenRank):
         values = {
             "mode": mode,
             "node": f"node-{rank}",
-            "gate_timeout_s": 10.0,
+            "gate_timeout_s": deadline(10),
             "stall_after_s": 60.0,
         }
         self.hot = False

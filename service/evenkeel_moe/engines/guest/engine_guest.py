@@ -27,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 
 class EngineGuest(ABC):
-    """One rank's guest. Subclasses are the `HostEngine` of its agent.
+    """One rank's guest. Its subclasses implement `HostEngine` for the agent.
 
     Args:
         settings: the plugin's settings.

@@ -47,7 +47,7 @@ class EnginePlugin(Generic[_GuestT]):
         return self._make_link() if self._make_link is not None else None
 
     def _notify(self, hook: str, tell: Callable[[_GuestT], object]) -> None:
-        """Call every guest from inside an engine function; errors never reach the engine."""
+        """Call every guest from inside an engine function; see `protect_engine`."""
         for guest in list(self.guests.values()):
             with protect_engine(guest, hook):
                 tell(guest)
