@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
-from evenkeel_moe.cli.options import DeploymentConnection, with_option_groups
+from evenkeel_moe.cli.options import DeploymentClientOptions, with_option_groups
 from evenkeel_moe.errors import EvenkeelError
 
 __all__ = ["export"]
@@ -47,7 +47,7 @@ class ExportedFile:
 
 
 @with_option_groups
-def export(file: ExportedFile, connection: DeploymentConnection) -> None:
+def export(file: ExportedFile, connection: DeploymentClientOptions) -> None:
     """Write the current placement of a deployment, so that it starts balanced after a restart."""
     with connection.client() as client:
         name = client.deployment(connection.deployment)

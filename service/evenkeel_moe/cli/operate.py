@@ -7,8 +7,8 @@ import typer
 from evenkeel_moe.cli import tables
 from evenkeel_moe.cli.console import show
 from evenkeel_moe.cli.options import (
-    Connection,
-    DeploymentConnection,
+    ClientOptions,
+    DeploymentClientOptions,
     JsonOption,
     parse_value,
     with_option_groups,
@@ -22,7 +22,7 @@ def status(
         str | None, typer.Argument(help="Deployment id.", show_default="list all deployments")
     ] = None,
     *,
-    connection: Connection,
+    connection: ClientOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Show all deployments, or one deployment with its ranks."""
@@ -40,7 +40,7 @@ def decisions(
         int, typer.Option("--limit", "-n", min=1, max=1000, help="Number of newest rows to show.")
     ] = 20,
     *,
-    connection: DeploymentConnection,
+    connection: DeploymentClientOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Show what each cycle decided and why, newest first, including cycles that did nothing."""
@@ -59,7 +59,7 @@ def policy(
         ),
     ] = None,
     *,
-    connection: DeploymentConnection,
+    connection: DeploymentClientOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Show or change the policy document: mode, policy, limits and gates."""
@@ -80,14 +80,14 @@ def freeze(
         ),
     ],
     *,
-    connection: DeploymentConnection,
+    connection: DeploymentClientOptions,
 ) -> None:
     """Allow no new plans for some time, for a reload or a resize. The freeze ends by itself."""
     with connection.client() as client:
         client.post(connection.path(client, "/freeze"), {"seconds": seconds})
 
 
-def resume(connection: DeploymentConnection) -> None:
+def resume(connection: DeploymentClientOptions) -> None:
     """Let automatic plans run again after a rollback."""
     with connection.client() as client:
         client.post(connection.path(client, "/resume"))

@@ -16,7 +16,13 @@ import typer
 
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit, read_token
 
-__all__ = ["Connection", "DeploymentConnection", "JsonOption", "parse_value", "with_option_groups"]
+__all__ = [
+    "ClientOptions",
+    "DeploymentClientOptions",
+    "JsonOption",
+    "parse_value",
+    "with_option_groups",
+]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
@@ -57,7 +63,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Connection:
+class ClientOptions:
     """The options that say which controller to call."""
 
     url: Annotated[
@@ -94,7 +100,7 @@ class Connection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeploymentConnection(Connection):
+class DeploymentClientOptions(ClientOptions):
     """The options that say which deployment of which controller a command is about."""
 
     deployment: Annotated[

@@ -11,7 +11,7 @@ import typer
 from evenkeel_moe.cli import tables
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit
 from evenkeel_moe.cli.console import show
-from evenkeel_moe.cli.options import DeploymentConnection, JsonOption, with_option_groups
+from evenkeel_moe.cli.options import DeploymentClientOptions, JsonOption, with_option_groups
 
 __all__ = ["app"]
 
@@ -99,7 +99,7 @@ class PlanArguments:
 @app.command()
 @with_option_groups
 def create(
-    connection: DeploymentConnection, request: PlanArguments, as_json: JsonOption = False
+    connection: DeploymentClientOptions, request: PlanArguments, as_json: JsonOption = False
 ) -> None:
     """Create a plan by hand."""
     target = None if request.target is None else _read_target(request.target)
@@ -165,7 +165,7 @@ def _read_target(path: Path) -> dict[str, Any]:
 
 @app.command("list")
 @with_option_groups
-def list_plans(connection: DeploymentConnection, as_json: JsonOption = False) -> None:
+def list_plans(connection: DeploymentClientOptions, as_json: JsonOption = False) -> None:
     """List plans, newest first."""
     with connection.client() as client:
         rows = client.every(connection.path(client, "/plans"))
@@ -175,7 +175,7 @@ def list_plans(connection: DeploymentConnection, as_json: JsonOption = False) ->
 @app.command("show")
 @with_option_groups
 def show_plan(
-    plan: PlanArgument, connection: DeploymentConnection, as_json: JsonOption = False
+    plan: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
 ) -> None:
     """Show one plan and the numbers behind it."""
     with connection.client() as client:
@@ -186,7 +186,7 @@ def show_plan(
 @app.command()
 @with_option_groups
 def story(
-    plan: PlanArgument, connection: DeploymentConnection, as_json: JsonOption = False
+    plan: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
 ) -> None:
     """Show what happened to a plan and why, in order."""
     with connection.client() as client:
@@ -197,7 +197,7 @@ def story(
 @app.command()
 @with_option_groups
 def approve(
-    plan: PlanArgument, connection: DeploymentConnection, as_json: JsonOption = False
+    plan: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
 ) -> None:
     """Start a proposed plan. It is refused (stale_base) if the placement has changed since."""
     with connection.client() as client:
@@ -208,7 +208,7 @@ def approve(
 @app.command()
 @with_option_groups
 def cancel(
-    plan: PlanArgument, connection: DeploymentConnection, as_json: JsonOption = False
+    plan: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
 ) -> None:
     """Stop a plan. A wave that has all its votes still commits; later waves do not start."""
     with connection.client() as client:
@@ -229,7 +229,7 @@ def rollback(
     ] = None,
     plan_id: IdOption = None,
     *,
-    connection: DeploymentConnection,
+    connection: DeploymentClientOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Return to an earlier placement. Automatic plans then wait for `evenkeel resume`."""
