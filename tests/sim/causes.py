@@ -5,8 +5,6 @@ itself. It delays or repeats messages, breaks streams, ends leases, lets engines
 operators cancel; the event follows from that as in a real deployment.
 """
 
-from dataclasses import replace
-
 from tests.sim.faults import clock_stepped
 
 TO_RANKS = frozenset({"Prepare", "Commit", "Abort", "QueryState", "NotLeading"})
@@ -370,38 +368,3 @@ def store_away(moment: str, seconds: float, chance: float = 0.7):
 def come_back(world) -> None:
     """The store answers again."""
     world.store.down = False
-
-
-# --- what a fleet is like -------------------------------------------------------------------------
-
-
-def like(**attributes):
-    """Set attributes of the world: `copy_s`, `corruption`, `slow_swaps` and others."""
-
-    def arrange(world) -> None:
-        for name, value in attributes.items():
-            setattr(world, name, value)
-
-    return arrange
-
-
-def fleet_like(**attributes):
-    """Set attributes of the group: `drop_after_s` and others."""
-
-    def arrange(world) -> None:
-        for name, value in attributes.items():
-            setattr(world.fleet, name, value)
-
-    return arrange
-
-
-def quick(**times):
-    """Ask ranks often and miss them soon; `times` are deadlines of waves, in seconds or steps."""
-
-    def arrange(world) -> None:
-        wave = replace(world.timing.wave, **times)
-        world.timing = replace(
-            world.timing, heartbeat_s=0.25, ask_again_s=0.25, rank_lease_s=0.7, wave=wave
-        )
-
-    return arrange

@@ -6,7 +6,8 @@ from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol import messages as msg
 from tests.sim.checks import UNMATCHED_OPERATION
-from tests.sim.rank import SimRank, checksum
+from tests.sim.copies import checksum
+from tests.sim.rank import SimRank
 
 
 class Fleet:

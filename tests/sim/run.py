@@ -8,13 +8,16 @@ from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
-from tests.sim import faults, focus
+from tests.sim import faults
 from tests.sim.checks import NO_PROGRESS, RECORDS_DISAGREE, Violation
 from tests.sim.fleet import Fleet
+from tests.sim.foci import FOCI
+from tests.sim.focus import Focus
 from tests.sim.kit import Kit
 from tests.sim.network import SimNetwork
 from tests.sim.planner import FLAWS, build_plan
-from tests.sim.replica import TICK_S, Replica, random_timing
+from tests.sim.replica import TICK_S, Replica
+from tests.sim.seat import random_timing
 from tests.sim.store import SimStore
 from tests.sim.world import World
 
@@ -167,19 +170,25 @@ class Outcome:
     trace: list[str] = field(default_factory=list)
 
 
+def pick_focus(rng) -> Focus | None:
+    """Return the focus of a seed; None if the seed is left to chance."""
+    shares = [each.share for each in FOCI]
+    return rng.choices((*FOCI, None), (*shares, 1000 - sum(shares)))[0]
+
+
 def run_seed(
     seed: int,
     kit: Kit | None = None,
     pairs: Counter | None = None,
     trace: bool = False,
-    about: focus.Focus | None = None,
+    about: Focus | None = None,
 ) -> Outcome:
     """Run one seed to its end or to the first broken invariant; `about` sets its focus."""
     world = FleetWorld(seed, kit, pairs, trace)
     world.print_trace = trace
     outcome = Outcome(seed, 0)
     try:
-        about = about or focus.pick(world.rng)
+        about = about or pick_focus(world.rng)
         until = (8.0 if about is None else 12.0) + 12.0 * world.rng.random()
         if about is None or world.rng.random() < NOT_GENTLE:
             faults.plan_faults(world, until)

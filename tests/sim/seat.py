@@ -1,0 +1,343 @@
+"""One deployment on one controller replica: its machine, lease, store access and planner."""
+
+from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.model.ids import PlanId
+from evenkeel_moe.model.plan import PlanKind
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.messages import Prepare
+from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
+from tests.sim.checks import WAVE_REFUSED
+from tests.sim.store import StoreDown
+
+LEASE_S = 2.0
+
+
+def random_timing(rng, gate_steps: int) -> ControlTiming:
+    """Return deadlines in proportion to the group's steps, some as short as answers take."""
+    return ControlTiming(
+        heartbeat_s=0.5,
+        ask_again_s=0.5,
+        rank_lease_s=rng.choice((1.2, 2.0)),
+        recovery_deadline_s=4.0,
+        cycle_deadline_s=3.0,
+        batch_deadline_s=0.8,
+        wave=WaveTiming(
+            resend_s=0.3,
+            resend_max_s=1.0,
+            prepare_deadline_s=rng.choice((1.0, 4.0)),
+            commit_deadline_s=rng.choice((0.3, 0.6, 2.0)),
+            commit_deadline_steps=gate_steps + rng.choice((0, 4, 20)),
+            stall_after_s=rng.choice((1.5, 3.0)),
+            stall_after_steps=20,
+            idle_after_s=rng.choice((1.0, 2.0)),
+        ),
+    )
+
+
+PERSISTS = (
+    ctl.PersistIntent,
+    ctl.PersistOutcome,
+    ctl.PersistEpoch,
+    ctl.PersistPlan,
+    ctl.PersistDocument,
+    ctl.PersistDecision,
+)
+
+
+class Seat:
+    """One deployment on one replica."""
+
+    def __init__(self, replica, deployment) -> None:
+        world = replica.world
+        self.replica = replica
+        self.world = world
+        self.deployment = deployment
+        self.control = world.controls(
+            deployment,
+            timing=world.timing,
+            policy=DeploymentPolicy(mode=world.mode, cycle_s=world.cycle_s),
+        )
+        self.operator = Operator(self.control)
+        self.leader = None
+        self.at_least = 0
+        self.renewed_at = 0.0
+        self.try_at = 0.0
+        self.streams: dict = {}
+        self.troubled: dict = {}
+        """Stream number -> stream whose rank reported that it refuses every wave."""
+        self.waves: set = set()
+        """Waves begun under this term."""
+
+    # --- lease ------------------------------------------------------------------------------------
+
+    def keep_lease(self) -> None:
+        now, store = self.world.now, self.world.store
+        if self.leader is None:
+            if now >= self.try_at:
+                self.try_at = now + 0.3 + 0.3 * self.world.rng.random()
+                self.try_acquire()
+            return
+        if now - self.renewed_at < LEASE_S / 3:
+            return
+        try:
+            if store.renew(self.deployment, self.leader, LEASE_S):
+                self.renewed_at = now
+            else:
+                self.lose_lease()
+        except StoreDown:
+            if now - self.renewed_at >= LEASE_S:
+                self.lose_lease()
+
+    def try_acquire(self) -> None:
+        store = self.world.store
+        try:
+            leader = store.acquire(self.deployment, self.replica.name, LEASE_S, self.at_least)
+            if leader is None:
+                return
+            stored = store.load(self.deployment)
+        except StoreDown:
+            return
+        self.leader, self.renewed_at = leader, self.world.now
+        self.world.note(f"{self.replica.name} leads {self.deployment} in term {leader.term}")
+        self.feed(ctl.LeaseAcquired(leader, stored))
+
+    def lose_lease(self) -> None:
+        self.world.note(f"{self.replica.name} lost the lease of {self.deployment}")
+        self.leader = None
+        self.feed(ctl.LeaseLost())
+        self.close_streams()
+
+    def release(self) -> None:
+        """Give the lease up, if the store answers."""
+        if self.leader is None:
+            return
+        try:
+            self.world.store.release(self.deployment, self.leader)
+        except StoreDown:
+            self.world.note("the lease must run out")
+
+    def close_streams(self) -> None:
+        for stream in list(self.streams.values()):
+            self.world.network.cut(stream)
+        self.streams.clear()
+
+    # --- events and actions -----------------------------------------------------------------------
+
+    def feed(self, event) -> None:
+        before = self.standing()
+        self.carry(self.control.handle(event, self.world.now))
+        self.tell_moves(before)
+
+    def standing(self) -> tuple:
+        """Return the states of the controller and of its newest wave."""
+        coordinator = self.control.coordinator
+        return self.control.state, coordinator.state if coordinator is not None else None
+
+    def tell_moves(self, before: tuple) -> None:
+        """Report the moments of the states entered since `before`."""
+        after = self.standing()
+        if after != before and self.replica.alive:
+            self.world.note(f"{self.replica.name} {self.deployment} is {after[0]}, wave {after[1]}")
+            if after[0] != before[0]:
+                self.world.moment(f"controller is {after[0]}", replica=self.replica, seat=self)
+            if after[1] is not None and after[1] != before[1]:
+                self.world.moment(f"wave is {after[1]}", replica=self.replica, seat=self)
+
+    def on_beat(self, stream, beat) -> None:
+        """Tell the machine of a rank's telemetry: that it is alive, and its trouble."""
+        rank = stream.rank
+        self.feed(ctl.RankHeard(rank.rank, rank.incarnation, stream.number))
+        if beat.trouble and stream.number in self.streams:
+            self.troubled[stream.number] = stream
+        self.feed(ctl.RankTroubled(rank.rank, stream.number, beat.trouble))
+
+    def repeat_troubles(self) -> None:
+        """Repeat what ranks reported: a machine that leads again knows only their Hellos."""
+        for number, stream in self.troubled.items():
+            self.feed(ctl.RankTroubled(stream.rank.rank, number, "injected"))
+
+    def note_waves(self, actions) -> None:
+        """Check that no wave begins while a rank refuses every wave."""
+        for action in actions:
+            message = getattr(action, "message", None)
+            if not isinstance(message, Prepare) or message.wave in self.waves:
+                continue
+            self.waves.add(message.wave)
+            for number, stream in self.troubled.items():
+                if stream.rank.alive and number in self.streams:
+                    self.world.checks.fail(
+                        WAVE_REFUSED, f"{message.wave} begins, rank {stream.rank.rank} refuses it"
+                    )
+
+    def carry(self, actions) -> None:
+        """Carry out writes, then sends; after a failed write only questions are sent."""
+        world, failed = self.world, []
+        self.note_waves(actions)
+        for action in actions:
+            if not self.replica.alive:
+                return
+            if isinstance(action, PERSISTS):
+                self.persist(action, failed)
+                world.moment(
+                    f"controller stores {type(action).__name__}", replica=self.replica, seat=self
+                )
+            elif isinstance(action, ctl.SendToRank):
+                if not (failed and action.needs_store):
+                    self.send(action)
+            else:
+                self.other(action)
+        if failed and self.replica.alive:
+            event = ctl.PersistFailed(tuple(failed))
+            if world.rng.random() < world.prompt_failures:
+                self.feed(event)
+            else:
+                delay = 0.3 * world.rng.random()
+                term = self.leader.term if self.leader is not None else 0
+                world.after(delay, self.tell_failure, event, term, self.replica.life)
+
+    def tell_failure(self, event, term: int, life: int) -> None:
+        """Report a failed write a little late, but never under a later term."""
+        if self.leader is None or self.leader.term == term:
+            self.feed_late(event, life)
+
+    def feed_late(self, event, life: int) -> None:
+        """Give the machine a late result, if this process still lives."""
+        if not self.replica.alive or life != self.replica.life:
+            return
+        if self.replica.paused:
+            self.replica.inbox.append((self.feed_late, (event, life)))
+        else:
+            self.feed(event)
+
+    def persist(self, action, failed: list) -> None:
+        if failed:
+            failed.append(action)
+            return
+        try:
+            self.world.store.write(self.deployment, action, self.leader)
+            self.world.note(f"{self.replica.name} stores {describe_persist(action)}")
+        except StoreDown:
+            failed.append(action)
+
+    def send(self, action) -> None:
+        stream = self.streams.get(action.stream)
+        kind = type(action.message).__name__
+        self.world.moment(f"controller sends {kind}", replica=self.replica, seat=self)
+        if stream is not None and self.replica.alive:
+            self.world.network.to_rank(stream, action.message)
+
+    def other(self, action) -> None:
+        world = self.world
+        match action:
+            case ctl.CloseStream(stream=number, reason=reason):
+                stream = self.streams.pop(number, None)
+                if stream is not None:
+                    world.network.turn_away(stream, reason)
+            case ctl.RaiseTerm(at_least=at_least):
+                self.at_least = at_least
+                self.release()
+                world.note(f"{self.replica.name} steps down below term {at_least}")
+                self.leader = None
+                self.try_at = world.now + 0.05
+                self.close_streams()
+                if world.rng.random() < 0.3:
+                    self.feed(ctl.LeaseLost())  # a renewal that was under way failed, of course
+            case ctl.RunCycle():
+                world.moment("controller plans", replica=self.replica, seat=self)
+                delay = 2.5 if world.rng.random() < world.slow_planning else 0.2
+                delay = 0.05 + delay * world.rng.random()
+                world.post(delay, "CycleDecided", self, self.plan, action, self.replica.life)
+            case ctl.WaveHealth():
+                world.note(
+                    f"{self.replica.name} wave health: {action.reason} stalled={action.stalled}"
+                )
+            case ctl.Alert(reason=Reason.MALFORMED):
+                raise AssertionError(action.detail)
+            case ctl.Alert():
+                world.note(f"{self.replica.name} alerts: {action.reason} {action.detail}")
+            case _:
+                raise AssertionError(action)
+
+    # --- planner ----------------------------------------------------------------------------------
+
+    def plan(self, cycle, life) -> None:
+        """Answer a planning cycle, as the planner's process does."""
+        world = self.world
+        if not self.replica.alive or life != self.replica.life:
+            return
+        plan = None
+        if world.rng.random() < world.eagerness:
+            view = (cycle.generation, cycle.epoch, cycle.placement, cycle.weights_version)
+            for _ in range(world.attempts):
+                plan = plan or world.make_plan(self.deployment, view, PlanKind.AUTOMATIC)
+        reason = Reason.BALANCE_ABOVE_THRESHOLD if plan is None else Reason.PLAN_STARTED
+        self.feed_late(ctl.CycleDecided(cycle.cycle, reason, plan), life)
+
+    def by_hand(self, wish: str) -> None:
+        """Carry out an operator's request; it may be refused."""
+        world, control, now = self.world, self.control, self.world.now
+        open_plans = [record.plan.plan_id for record in control.records.open]
+        plan_id = world.rng.choice(open_plans) if open_plans else PlanId("none")
+        before = self.standing()
+        try:
+            match wish:
+                case "submit" | "propose":
+                    self.submit(PlanKind.MANUAL, wish == "submit")
+                case "rollback":
+                    _, target = self.operator.rollback_target(None)
+                    self.submit(PlanKind.ROLLBACK, True, target)
+                case "approve":
+                    self.carry(self.operator.approve(plan_id, "someone", now)[1])
+                case "cancel":
+                    self.carry(self.operator.cancel(plan_id, "someone", now)[1])
+                case "resume":
+                    self.carry(self.operator.resume(now))
+                case "freeze":
+                    self.carry(self.operator.freeze(world.rng.choice((0, 1)), now))
+                case "thaw":
+                    self.carry(self.operator.freeze(0, now))
+                case "policy":
+                    self.carry(self.operator.set_policy(control.policy, {}, now))
+                case "mode":
+                    mode = world.rng.choice((Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
+                    policy = DeploymentPolicy(mode=mode, cycle_s=world.cycle_s)
+                    self.carry(self.operator.set_policy(policy, {}, now))
+            world.note(f"operator: {wish} {plan_id}")
+        except EvenkeelError as error:
+            world.note(f"operator: {wish} refused, {error.reason}")
+        self.tell_moves(before)
+
+    def submit(self, kind, approve: bool, target=None, sound: bool = False):
+        control, world = self.control, self.world
+        if control.group is None or control.generation is None:
+            return None
+        fleet = control.group
+        view = (control.generation, fleet.epoch, fleet.placement, fleet.weights_version)
+        plan = world.make_plan(self.deployment, view, kind, target, sound)
+        for _ in range(30 if sound else 0):
+            plan = plan or world.make_plan(self.deployment, view, kind, target, sound)
+        if plan is None:
+            return None
+        record, actions = self.operator.submit(plan, world.now, approve=approve, by="someone")
+        self.carry(actions)
+        return record
+
+
+def describe_persist(action) -> str:
+    """Return one write in a few words."""
+    match action:
+        case ctl.PersistOutcome(wave=wave, committed=committed, reason=reason):
+            return f"outcome of {wave.plan_id}/{wave.wave_index}: committed={committed} {reason}"
+        case ctl.PersistIntent(wave=wave):
+            return f"intent of {wave.plan_id}/{wave.wave_index}"
+        case ctl.PersistEpoch(epoch=epoch):
+            return f"epoch {epoch}"
+        case ctl.PersistPlan(record=record):
+            detail = record.story[-1].get("detail", "")
+            return f"plan {record.plan.plan_id} {record.phase} {record.reason} {detail}"
+        case ctl.PersistDecision(row=row):
+            return f"decision {row['reason']}"
+        case _:
+            return type(action).__name__
