@@ -122,7 +122,8 @@ class Replica:
             hello = hello_of(rank, generation, first, highest_term=highest_term)
             sessions.append(await self.registry.attach(hello, stream))
         assert all(sessions)
-        self.tasks.spawn(_answer(streams, sessions), "ranks")
+        for rank in range(2):
+            self.tasks.spawn(_answer(rank, streams[rank], sessions[rank]), f"rank-{rank}")
         await until(lambda: self.member.control.state == "ready")
         return sessions
 
@@ -160,14 +161,11 @@ class Replica:
         return [row["reason"] for row in await self.operations.decisions(DEMO, 100)]
 
 
-async def _answer(streams, sessions):
-    while True:
-        await asyncio.sleep(0.01)
-        for rank, stream in enumerate(streams):
-            for message in [stream._queue.popleft() for _ in range(len(stream._queue))]:
-                if isinstance(message, QueryState):
-                    identity = sessions[rank].hello.identity
-                    sessions[rank].received(state_of(rank, query=message.query, identity=identity))
+async def _answer(rank, stream, session):
+    while (message := await stream.next()) is not None:
+        if isinstance(message, QueryState):
+            identity = session.hello.identity
+            session.received(state_of(rank, query=message.query, identity=identity))
 
 
 @asynccontextmanager

@@ -1,6 +1,5 @@
 """Requests whose caller was told 503: they are carried out once, also if they are repeated."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -62,9 +61,10 @@ class InlinePlanner:
 class Ranks:
     """Two ranks that do at once what they are told."""
 
-    def __init__(self):
+    def __init__(self, spawn):
         self.epoch, self.placement, self.maps = Epoch(0), BASE, [BASE]
-        self.streams, self.sessions = [], []
+        self.sessions = []
+        self._spawn = spawn
         self._after = None
 
     async def attach(self, registry, first_stream=1):
@@ -81,23 +81,22 @@ class Ranks:
             )
             for rank in range(2)
         ]
-        self.streams, self.sessions = streams, sessions
+        self.sessions = sessions
+        for rank in range(2):
+            self._spawn(self._serve(rank, streams[rank], sessions[rank]), f"rank-{rank}")
 
-    async def serve(self):
-        while True:
-            await asyncio.sleep(0.01)
-            for rank, stream in enumerate(self.streams):
-                while stream._queue:
-                    self._take(rank, stream._queue.popleft())
+    async def _serve(self, rank, stream, session):
+        while (message := await stream.next()) is not None:
+            self._take(rank, session, message)
 
-    def _take(self, rank, message):
-        say = self.sessions[rank].received
+    def _take(self, rank, session, message):
+        say = session.received
         match message:
             case msg.QueryState():
                 state = state_of(
                     rank, query=message.query, epoch=self.epoch, placement=self.placement
                 )
-                say(replace(state, identity=self.sessions[rank].hello.identity))
+                say(replace(state, identity=session.hello.identity))
             case msg.Prepare():
                 rows = self.placement.with_rows(message.body.layers, message.body.rows)
                 self._after = (Epoch(message.base_epoch + 1), rows)
@@ -114,9 +113,8 @@ class Rig:
 
     def __init__(self):
         self.clock = SystemClock()
-        self.store, self.ranks = FlakyStore(self.clock), Ranks()
         self.serving, self.tasks = Spawned(), Spawned()
-        self.serving.spawn(self.ranks.serve(), "ranks")
+        self.store, self.ranks = FlakyStore(self.clock), Ranks(self.serving.spawn)
         self.start()
 
     def start(self):
