@@ -12,7 +12,7 @@ from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings
-from evenkeel_moe.controller.cycles.planning import DeploymentPlanner
+from evenkeel_moe.controller.cycles.planner import DeploymentPlanner
 from evenkeel_moe.controller.deployment.action_executor import ActionExecutor
 from evenkeel_moe.controller.deployment.action_log import ActionLog
 from evenkeel_moe.controller.deployment.connectivity import Connectivity
