@@ -3,7 +3,7 @@
 The protocol is the same up to the commit point: Prepare is checked and voted on, Commit arms the
 rank, and the gate agrees on the step. From there on the engine acts: the agent hands it the agreed
 map, and the engine copies and switches layer by layer and reports each layer to the agent. The map
-thus has a single writer, and every layer is whole at every step. The wave as a whole takes many steps.
+thus has a single writer, and every layer is whole at every step. The whole wave takes many steps.
 Until its last layer the rank stays at the old epoch, and the gate is not polled. If the engine
 stops half way, the rank reports it as `trouble`.
 

@@ -1,4 +1,4 @@
-"""The staging memory: room for the experts it was made for, aligned, and free again after `clear`."""
+"""The staging memory: room for its experts, alignment, and reuse after `clear`."""
 
 import pytest
 import torch
