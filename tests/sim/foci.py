@@ -120,7 +120,7 @@ FOCI = (
     ),
     # --- a rank: reloads, failing swaps -----------------------------------------------------------
     focus("participant staging ReloadRequested", 10, BUSY, reload("rank is staging", True)),
-    focus("participant staging WeightsReloaded", 5, BUSY, reload("rank is staging", False)),
+    focus("participant staging WeightsReloaded", 7, BUSY, reload("rank is staging", False)),
     focus(
         "participant prepared ReloadRequested; coordinator committing AbortAnswer",
         14,
@@ -292,7 +292,7 @@ FOCI = (
     ),
     focus(
         "control waiting_for_ranks LeaseLost",
-        4,
+        6,
         late(frozenset({"Hello"}), "controller is waiting_for_ranks", None, 1.0, 0.9, one=True),
         lapse("controller is waiting_for_ranks", 0.6, same=1.0, within=0.4),
         lapse("controller is ready", 0.5, within=0.1),
@@ -355,7 +355,7 @@ FOCI = (
     ),
     focus(
         "control recovering StagingProgress",
-        7,
+        9,
         like(copy_s=(0.4, 0.75)),
         lapse("wave is preparing", same=0.7),
         late(frozenset({"RankState"}), "controller is recovering", None, 0.8, 0.9, one=True),

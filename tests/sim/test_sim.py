@@ -16,27 +16,27 @@ from tests.sim.scenario import SCRIPTS, parse, play
 from tests.sim.search import Tally, hunt
 
 CATCHING_SEEDS = {
-    "R1": 4,
+    "R1": 6,
     "R2": 72,
     "R3": 34,
     "R3b": 18,
-    "R4": 101,
-    "R5": 2,
-    "R6": 300,
-    "R7": 157,
-    "R7b": 4,
+    "R4": 293,
+    "R5": 0,
+    "R6": 6,
+    "R7": 96,
+    "R7b": 9,
     "R8": 212,
-    "R9": 2,
+    "R9": 0,
     "R9b": 78,
     "R9c": 9,
-    "R10": 0,
-    "R11": 263,
-    "R12": 68,
+    "R10": 2,
+    "R11": 12,
+    "R12": 3,
     "R13": 23,
-    "R14": 4,
-    "R15": 4,
-    "R16": 44,
-    "R17": 13,
+    "R14": 5,
+    "R15": 6,
+    "R16": 295,
+    "R17": 128,
 }
 """A seed that catches each mutant. If the simulation has changed, the test searches for another."""
 
@@ -96,7 +96,7 @@ def test_focus_brings_its_pairs_about(focus):
 
 
 def test_seeds_without_focus_are_left():
-    assert sum(focus.share for focus in FOCI) <= 720
+    assert sum(focus.share for focus in FOCI) <= 730
     picked = [pick_focus(random.Random(seed)) for seed in range(200)]
     assert 40 < picked.count(None) < 120
 
