@@ -15,7 +15,8 @@ from bench.report import Row, print_row, write_report
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.planning.policies.craft.policy import CraftOptions, GainWeighting, plan_craft
 from evenkeel_moe.planning.policies.gem.policy import gem_setup, plan_gem
-from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
+from evenkeel_moe.planning.policies.keel.options import KeelOptions
+from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective

@@ -1,4 +1,4 @@
-"""Every policy on the edges of what it may be asked, and refusing what nobody can answer by a typed error."""
+"""Every policy on extreme problems, and the typed errors for problems that no policy can solve."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def problem_of(load, ranks, slots_per_rank, **fields):
 
 
 def planned(name, problem):
-    """The placement, held against all that any proposal must keep."""
+    """Plan, check everything that holds for any proposal, and return the placement."""
     proposal = POLICIES[name](problem)
     proposal.placement.check(problem.shape)
     assert (proposal.placement.logcnt >= 1).all()
@@ -60,7 +60,7 @@ def test_one_hot_load(name):
     load = np.zeros((3, 2, 6))
     load[:, :, 4] = 1000.0
     placement = planned(name, problem_of(load, 3, 3))
-    # GEM never replicates and libra copies what ranks want; the others spread the only expert with load.
+    # GEM never replicates, and libra and CRAFT replicate by other rules.
     if name in ("eplb", "keel"):
         assert (placement.logcnt[:, 4] == 3).all()
 

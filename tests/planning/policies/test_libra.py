@@ -12,7 +12,7 @@ from tests.strategies import loads, placements, seeds, shapes
 
 
 def local_load(demand, home, held):
-    """Load of each rank when its own tokens stay where it holds the expert and others go home."""
+    """Return the load of each rank if tokens stay local, else go to the home rank."""
     load = np.zeros(len(demand))
     for rank, wants in enumerate(demand):
         for expert, tokens in enumerate(wants):

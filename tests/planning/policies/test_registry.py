@@ -22,7 +22,6 @@ def test_policies_are_found_by_name():
 
 
 def test_one_form_of_eplb_can_be_chosen_by_name():
-    """For a phase whose better form is known: a deployment, or a plan by hand with its phases, names it."""
     shape = ModelShape(2, 8, 4, 3, 2, 100, num_expert_groups=2)
     load = np.random.default_rng(1).lognormal(4, 1, (6, 2, 8))
     problem = PlacementProblem(load, shape, Topology((0, 0, 1, 1)))
@@ -66,15 +65,16 @@ from evenkeel_moe.planning.schedule.waves import schedule_waves
 def compiled():
     found = pkgutil.walk_packages(evenkeel_moe.planning.__path__, "evenkeel_moe.planning.")
     modules = [importlib.import_module(m.name) for m in found]
-    return {k: len(v.signatures) for m in modules for k, v in vars(m).items() if isinstance(v, Dispatcher)}
+    return {k: len(v.signatures) for m in modules for k, v in vars(m).items() if isinstance(v,
+    Dispatcher)}
 
 policies.warm_kernels()
 before = compiled()
 shape = ModelShape(3, 12, 4, 4, 2, 100, pool_slots_per_rank=11)
 load = np.random.default_rng(0).integers(0, 99, (8, 3, 12)).astype(float)
 current = Placement.initial(shape)
-problem = PlacementProblem(load, shape, Topology((0, 1, 0, 1)), current=current, max_evaluations=2000)
-for policy in policies.POLICIES.values():
+problem = PlacementProblem(load, shape, Topology((0, 1, 0, 1)), current=current,
+max_evaluations=2000) for policy in policies.POLICIES.values():
     target = relabel(problem, policy(problem).placement)
     schedule_waves(current, target, shape, problem.topology, None)
 print(*(name for name, count in compiled().items() if count > before[name]))
@@ -82,7 +82,7 @@ print(*(name for name, count in compiled().items() if count > before[name]))
 
 
 def test_nothing_compiles_after_warming():
-    # In a process of its own: here other tests have long compiled everything.
+    # In a process of its own: in this one, other tests have compiled the kernels already.
     done = subprocess.run(
         [sys.executable, "-c", PLAN_AFTER_WARMING], capture_output=True, text=True, timeout=110
     )
@@ -112,7 +112,10 @@ def test_planning_again_on_the_same_load_moves_nothing(name):
 @pytest.mark.parametrize("name", ["craft", "eplb"])
 @given(st.integers(0, 1000))
 def test_other_names_of_the_experts_change_nothing_else(name, seed):
-    """Where a policy builds its plan from the loads alone; keel searches from a placement, GEM draws orders by id."""
+    """This holds for policies that plan from the loads alone.
+
+    keel searches from a placement, and GEM draws orders by expert id.
+    """
     rng = np.random.default_rng(seed)
     load, new = rng.lognormal(4, 1, (4, 2, 8)), rng.permutation(8)
     shape = ModelShape(2, 8, 3, 4, 2, 100)
@@ -125,5 +128,5 @@ def test_other_names_of_the_experts_change_nothing_else(name, seed):
 
 
 def by_rank(phy2log):
-    """Of each layer, what ranks hold, whichever rank holds it."""
+    """Return the sets of experts that ranks hold in each layer, in an order without rank ids."""
     return [sorted(sorted(rank) for rank in row.reshape(3, -1).tolist()) for row in phy2log]

@@ -12,7 +12,8 @@ from scipy.optimize import minimize
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.keel.policy import KeelOptions, plan_keel
+from evenkeel_moe.planning.policies.keel.options import KeelOptions
+from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import CostCurves, Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem

@@ -1,7 +1,7 @@
 """Packs expert copies into ranks of unequal capacity: the heaviest first, into the cheapest rank.
 
-Unlike `packing`, copies need not divide over the ranks and ranks may differ in speed. No rank gets a
-second copy of an expert if passing another copy on can avoid it.
+Unlike `packing`, copies need not divide over the ranks and ranks may differ in speed. No rank gets
+a second copy of an expert if passing another copy on can avoid it.
 
 Source: CRAFT section 4.2.2, capacity-aware greedy placement.
 """
@@ -32,8 +32,8 @@ def pack_copies(
         rates: (R,) cost per token of each rank; None for equal ranks.
 
     Returns:
-        (L, S) int32, EMPTY in unused slots. A copy for which no rank is left is not placed, but every
-        expert has one.
+        (L, S) int32, EMPTY in unused slots. A copy for which no rank is left is not placed, but
+        every expert has one.
 
     Raises:
         ShapeMismatch: arrays of different layers or experts.
@@ -82,7 +82,7 @@ def _pack_layer(
     rates: NDArray[np.float64],
     slots_per_rank: int,
 ) -> NDArray[np.int32]:
-    """Return the (S,) slots of one layer; `per_copy` is the (E,) load of one copy of each expert."""
+    """Return the (S,) slots of one layer; `per_copy` is the (E,) load per copy of each expert."""
     experts, ranks = per_copy.shape[0], capacity.shape[0]
     row = np.full(ranks * slots_per_rank, np.int32(-1), np.int32)
     first = np.arange(ranks) * slots_per_rank
@@ -121,8 +121,8 @@ def _make_room(
 ) -> None:
     """Place an expert that every rank with room holds already.
 
-    Another rank takes it, and passes one of its own copies on to a rank with room. If no rank can, the
-    copy is not placed.
+    Another rank takes it, and passes one of its own copies on to a rank with room. If no rank can,
+    the copy is not placed.
     """
     ranks = capacity.shape[0]
     for roomy in range(ranks):

@@ -1,10 +1,10 @@
 """The EPLB policy: replicate by load per copy, then pack the heaviest replica first.
 
-The hierarchical form first packs expert groups into nodes and then works inside each node. The global
-form is the hierarchical one with a single group and a single node. On loads without ties
-`rebalance_experts` gives the same map as the source, bit for bit. Three rules are our own: the form with
-the lower predicted time is chosen, zero loads spread replicas evenly, and no rank gets an expert twice
-unless the problem allows duplicates.
+The hierarchical form first packs expert groups into nodes and then works inside each node. The
+global form is the hierarchical one with a single group and a single node. On loads without ties
+`rebalance_experts` gives the same map as the source, bit for bit. Three rules are our own: the form
+with the lower predicted time is chosen, zero loads spread replicas evenly, and no rank gets an
+expert twice unless the problem allows duplicates.
 
 Source: deepseek-ai/EPLB eplb.py@d52c72d.
 """
@@ -40,10 +40,10 @@ def plan_eplb(problem: PlacementProblem, variant: Variant | None = None) -> Prop
     """Plan by EPLB on the summed window.
 
     Args:
-        problem: every layer fills the slots of an average layer (`equal_slots_per_rank`). Move limits
-            and the current placement are ignored.
-        variant: None tries both forms where nodes and groups allow it and keeps the one with the lower
-            predicted time, hierarchical on a tie.
+        problem: every layer fills the slots of an average layer (`equal_slots_per_rank`). Move
+            limits and the current placement are ignored.
+        variant: None tries both forms where nodes and groups allow it and keeps the one with the
+            lower predicted time, hierarchical on a tie.
 
     Returns:
         numbers: `score_global` and `score_hierarchical` of the forms tried, `keep_nodes` (1 if the
@@ -124,12 +124,12 @@ def rebalance_experts(
         num_groups: expert groups; 1 for the global form.
         num_nodes: nodes of consecutive ranks; 1 for the global form.
         num_ranks: R; each rank owns consecutive slots.
-        allow_duplicates: True is the reference rule. False gives an expert no more copies than a node
-            has ranks, and keeps them on different ranks.
+        allow_duplicates: True is the reference rule. False gives an expert no more copies than a
+            node has ranks, and keeps them on different ranks.
 
     Returns:
-        phy2log, (L, S) int32; EMPTY only where duplicates are not allowed and no other expert is left to
-        place.
+        phy2log, (L, S) int32; EMPTY only where duplicates are not allowed and no other expert is
+        left to place.
 
     Raises:
         InvalidInput: sizes that do not divide; the message has the arithmetic.
@@ -140,7 +140,8 @@ def rebalance_experts(
         raise ShapeMismatch(f"weight must be (L, E), got {load.shape}")
     layers, experts = load.shape
     _check_sizes(num_slots, experts, num_groups, num_nodes, num_ranks)
-    # 1. Pack expert groups into nodes: `order` lists the experts of the first node, then the second's.
+    # 1. Pack expert groups into nodes: `order` lists the experts of the first node, then the
+    # second's.
     order = None
     if num_groups > 1:
         order = _order_by_node(load, num_groups, num_nodes)
@@ -178,7 +179,7 @@ def _check_sizes(slots: int, experts: int, groups: int, nodes: int, ranks: int) 
 
 
 def _order_by_node(load: NDArray[np.float32], num_groups: int, num_nodes: int) -> NDArray[np.int32]:
-    """Pack expert groups into nodes; return (L, E), the experts of every node one after the other."""
+    """Pack expert groups into nodes; return (L, E), the experts in the order of their nodes."""
     layers, experts = load.shape
     group_size = experts // num_groups
     per_group = load.reshape(layers, num_groups, group_size).sum(axis=2, dtype=np.float32)
@@ -194,7 +195,7 @@ def _pack_replicas(
     num_ranks: int,
     allow_duplicates: bool,
 ) -> NDArray[np.int32]:
-    """Pack (X, s) replicas in any order; return (X, s) phy2log with each rank's replicas in a row."""
+    """Pack (X, s) replicas; return (X, s) phy2log with each rank's replicas side by side."""
     weight = np.take_along_axis(per_copy, np.maximum(logical, 0), axis=1)
     weight[logical < 0] = 0.0
     rank, position = balanced_packing(weight, num_ranks, None if allow_duplicates else logical)
@@ -207,7 +208,7 @@ def _pack_replicas(
 def _remove_duplicates(
     rows: NDArray[np.int32], per_copy: NDArray[np.float64], num_ranks: int
 ) -> None:
-    """Swap away every second copy of an expert on a rank; there are at most `num_ranks` copies of it.
+    """Swap away every second copy of an expert on a rank.
 
     A second copy swaps with the slot that leaves the lower peak of the two ranks. Where no swap is
     possible, the slot takes the hottest expert that its rank lacks, or stays empty.
@@ -261,7 +262,7 @@ def _best_partner(
     total: NDArray[np.float64],
     slot: int,
 ) -> int:
-    """Return the slot whose swap with `slot` gives neither rank a duplicate and the lowest peak, or -1."""
+    """Return the slot to swap with `slot`: no duplicates and the lowest peak. -1 for none."""
     per_rank = row.shape[0] // total.shape[0]
     rank, expert = slot // per_rank, row[slot]
     best = -1

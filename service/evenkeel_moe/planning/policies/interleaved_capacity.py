@@ -15,9 +15,9 @@ __all__ = ["interleaved_capacity"]
 def interleaved_capacity(copies: NDArray[np.int64], topology: Topology) -> NDArray[np.int64]:
     """Spread every layer's copies over the ranks.
 
-    Copies that do not divide over the ranks are odd. The first objective gives an odd copy to a rank
-    that holds the fewest over all layers so far. The second spreads the odd copies of a layer evenly
-    over nodes and ranks.
+    Copies that do not divide over the ranks are odd. The first objective gives an odd copy to a
+    rank that holds the fewest over all layers so far. The second spreads the odd copies of a layer
+    evenly over nodes and ranks.
 
     Args:
         copies: (L,) copies each layer holds, first copies included.
@@ -26,7 +26,8 @@ def interleaved_capacity(copies: NDArray[np.int64], topology: Topology) -> NDArr
     Returns:
         (L, R) int64; inside a layer ranks differ by at most one, and so do their sums over layers.
 
-    Order: of n tied ranks in node order, k are taken at positions i * n // k. The paper's Figure 7 shows
+    Order: of n tied ranks in node order, k are taken at positions i * n // k. The paper's Figure 7
+        shows
     this (ranks 0 and 2 of 4 for the first layer); its pseudo-code would take both ends (0 and 3).
     """
     if (copies < 0).any():

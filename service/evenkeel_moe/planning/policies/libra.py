@@ -1,8 +1,10 @@
 """The Libra policy: replicas first where tokens start, then where load remains to be spread.
 
-Every expert has a home rank, which computes the tokens of all ranks that hold no copy of it. Phase 1
-gives each rank copies of the remote experts that its own tokens choose most. Phase 2 relieves the rank
-with the most load: it copies one of that rank's experts to a rank with little load, whose own tokens
+Every expert has a home rank, which computes the tokens of all ranks that hold no copy of it. Phase
+1 gives each rank copies of the remote experts that its own tokens choose most. Phase 2 relieves the
+    rank
+with the most load: it copies one of that rank's experts to a rank with little load, whose own
+    tokens
 for the expert then stay local.
 
 Source: Libra Algorithm 1, on recorded instead of predicted demand.
@@ -43,9 +45,10 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
     """Plan by Libra.
 
     Args:
-        problem: `source_load` is the demand; without it every rank is assumed to route the same tokens.
-            Homes follow from the order of experts, or from the current placement. Libra is meant for
-            nearest dispatch; the score is under the problem's own dispatch. Move limits are ignored.
+        problem: `source_load` is the demand; without it every rank is assumed to route the same
+            tokens. Homes follow from the order of experts, or from the current placement. Libra is
+            meant for nearest dispatch; the score is under the problem's own dispatch. Move limits
+            are ignored.
         options: how the copies divide between the phases.
 
     Complexity: O(L (R N E + copies (E log E + R))) with N copies a rank.
@@ -78,9 +81,9 @@ def _homes(
 ) -> NDArray[np.int64]:
     """Return the home rank of every expert of a layer, (E,).
 
-    Experts are dealt out in order, E / R to each rank. An expert that the current placement holds, but
-    not on that rank, has its home on the lowest rank that holds it. The order alone decides if an expert
-    has no copy at present, or if a rank would get more homes than it has slots.
+    Experts are dealt out in order, E / R to each rank. An expert that the current placement holds,
+    but not on that rank, has its home on the lowest rank that holds it. The order alone decides if
+    an expert has no copy at present, or if a rank would get more homes than it has slots.
     """
     counts = np.full(ranks, experts // ranks)
     counts[: experts % ranks] += 1
@@ -111,9 +114,10 @@ def replicate_by_source(
     Returns:
         (E, R) - True where a rank holds an expert.
 
-    Order: more tokens first, then the lower expert; among target ranks less load first, then the lower
-    rank. Where the condition of the paper's line 15 does not hold, the next (expert, rank) is tried; the
-    phase ends when none is left.
+    Order: more tokens first, then the lower expert; among target ranks less load first, then the
+        lower
+    rank. Where the condition of the paper's line 15 does not hold, the next (expert, rank) is
+    tried; the phase ends when none is left.
     """
     ranks, experts = demand.shape
     held = np.zeros((experts, ranks), np.bool_)

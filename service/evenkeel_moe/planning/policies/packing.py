@@ -22,8 +22,8 @@ def balanced_packing(
     Args:
         weight: (X, n) float32 - weight of each item, in X independent rows.
         num_packs: number of packs.
-        kinds: (X, n) int32 - items of one kind do not share a pack while another pack has room; -1 for
-            no kind. None for the rule of the source, which lets them share.
+        kinds: (X, n) int32 - items of one kind do not share a pack while another pack has room; -1
+            for no kind. None for the rule of the source, which lets them share.
 
     Returns:
         pack_index: (X, n) int32 - the pack of each item.

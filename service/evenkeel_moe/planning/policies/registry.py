@@ -1,4 +1,7 @@
-"""The policies by name. To add one: write `plan(problem) -> Proposal` in its own file and name it here."""
+"""The policies by name.
+
+To add a policy, write `plan(problem) -> Proposal` in a module of its own and name it here.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -34,12 +37,12 @@ FORMS: dict[str, Policy] = {
     "eplb-global": partial(plan_eplb, variant=Variant.GLOBAL),
     "eplb-hierarchical": partial(plan_eplb, variant=Variant.HIERARCHICAL),
 }
-"""One form of a policy, where the better one is known: hierarchical for prefill, say, and global for decode. Not every fleet
-allows it."""
+"""Single forms of a policy, for deployments whose better form is known: for example hierarchical
+for prefill and global for decode. Not every topology allows the hierarchical form."""
 
 
 def resolve_policy(name: str) -> Policy:
-    """The policy of a name.
+    """Return the policy of a name.
 
     Raises:
         InvalidInput: no policy has that name; the message lists those that do.
@@ -53,7 +56,10 @@ def resolve_policy(name: str) -> Policy:
 
 
 def warm_kernels() -> None:
-    """Compile every kernel by planning toy problems with every policy; seconds at first, then cached."""
+    """Compile every kernel by planning small problems with every policy.
+
+    The first call takes seconds; later processes read the compiled kernels from the disk cache.
+    """
     fixed = ModelShape(2, 8, 4, 3, 2, 1024, num_expert_groups=4)
     pooled = replace(fixed, pool_slots_per_rank=5)
     load = np.arange(4 * 2 * 8, dtype=np.float64).reshape(4, 2, 8) % 7 + 1
@@ -75,6 +81,6 @@ def _plan_to_waves(problem: PlacementProblem, policy: Policy) -> None:
     current = problem.current if problem.current is not None else Placement.initial(problem.shape)
     target = relabel(problem, policy(problem).placement)
     schedule_waves(current, target, problem.shape, problem.topology, None)
-    # Windows come as uint32, what is made of them as float64.
+    # Windows arrive as uint32; loads computed from them are float64.
     for load in (problem.load, problem.load.astype(np.uint32)):
         metrics.balancedness(metrics.rank_load(load, target, SplitModel.of(problem)))

@@ -1,6 +1,7 @@
 """Decides how many copies each expert gets, from its load alone.
 
-Source: deepseek-ai/EPLB eplb.py@d52c72d, replication step: a redundant slot goes to the expert with the
+Source: deepseek-ai/EPLB eplb.py@d52c72d, replication step: a redundant slot goes to the expert with
+    the
 most load per copy.
 """
 
@@ -20,13 +21,14 @@ def replicate_experts(
     """Give every expert one slot, and each further slot to the expert with the most load per copy.
 
     Args:
-        weight: (X, n) float32 [tokens] - load of n experts in each of X rows (layers, or layers x nodes).
+        weight: (X, n) float32 [tokens] - load of n experts in each of X rows (layers, or layers x
+            nodes).
         num_slots: slots to fill in every row.
         max_copies: most copies of one expert; None for no bound.
 
     Returns:
-        logical: (X, num_slots) int32 - slots 0..n-1 hold expert 0..n-1, then follow the redundant copies
-            in the order they were given; EMPTY once every expert has `max_copies`.
+        logical: (X, num_slots) int32 - slots 0..n-1 hold expert 0..n-1, then follow the redundant
+            copies in the order they were given; EMPTY once every expert has `max_copies`.
         logcnt: (X, n) int32 - copies of each expert.
 
     Raises:

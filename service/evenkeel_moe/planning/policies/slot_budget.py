@@ -10,7 +10,7 @@ __all__ = ["SlotBudget", "equal_slots_per_rank"]
 
 @dataclass(frozen=True, slots=True)
 class SlotBudget:
-    """The number of slots a plan may fill: per layer, in all, and per rank where slots are pooled."""
+    """The number of slots a plan may fill per layer, in all, and per rank of a pool."""
 
     per_layer: int
     """Copies one layer may hold. With pooled slots this is the average: any layer may then hold
@@ -25,7 +25,8 @@ class SlotBudget:
         """Return the budget of a problem.
 
         Raises:
-            InfeasiblePlan: the replica budget is negative or asks for more copies than there are slots.
+            InfeasiblePlan: the replica budget is negative or asks for more copies than there are
+                slots.
         """
         shape, redundant = problem.shape, problem.replica_budget
         experts, layers, ranks = shape.num_logical_experts, shape.num_layers, shape.num_ranks

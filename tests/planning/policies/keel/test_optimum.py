@@ -1,4 +1,4 @@
-"""keel and its bound against the optimum of instances small enough to try every placement."""
+"""keel and the lower bound against the optimum, on problems small enough to try every placement."""
 
 import itertools
 
@@ -20,7 +20,10 @@ SEEDS = 6
 
 
 def every_placement(experts, ranks, per_rank):
-    """(N, R, E) shares of every way to hold each expert at least once, slots left empty or not; ranks are alike."""
+    """Return (N, R, E) shares of every placement that holds each expert, up to the order of ranks.
+
+    Slots may stay empty.
+    """
     sets = [
         sum(1 << expert for expert in held)
         for size in range(per_rank + 1)
@@ -39,13 +42,13 @@ def noisy_load(experts, seed):
 
 
 def optimum(shares, load):
-    """Least sum over steps of the fullest rank."""
+    """Return the least sum over steps of the largest rank load."""
     return np.einsum("nre,te->ntr", shares, load[:, 0]).max(axis=2).sum(axis=1).min()
 
 
 @pytest.fixture(scope="module")
 def instances():
-    """(problem, optimum) of every size and seed."""
+    """Return (problem, optimum) of every size and seed."""
     found = []
     for experts, ranks, per_rank in SIZES:
         shares = every_placement(experts, ranks, per_rank)
@@ -79,7 +82,7 @@ def test_branching_ends_at_the_optimum_where_it_has_room(instances):
 
 def test_branching_cut_short_is_still_a_bound_and_no_worse_than_a_perfect_split():
     for seed in range(SEEDS):
-        # So many steps that memory is left for a few choices only.
+        # With so many steps, memory suffices for a few choices only.
         load = np.repeat(noisy_load(8, seed)[:, 0], 20_000, axis=0)
         cut = branch_bound(load, 3, 3) / 20_000
         whole = branch_bound(load[::20_000], 3, 3)

@@ -1,4 +1,4 @@
-"""Numba kernels of CRAFT: the replay of a window under many placements, and the knapsack over layers."""
+"""Numba kernels of CRAFT: the replay under many placements, and the knapsack over layers."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,8 +81,8 @@ def knapsack(
         capacity: C.
 
     Returns:
-        best: (C + 1,) highest value with at most c replicas. Zero replicas have the value 0, so it never
-            falls below 0 and never falls with c.
+        best: (C + 1,) highest value with at most c replicas. Zero replicas have the value 0, so it
+            never falls below 0 and never falls with c.
         choice: (L, C + 1) index into `counts` taken for a layer, -1 for none.
 
     Complexity: O(L C K) time, O(L C) space.

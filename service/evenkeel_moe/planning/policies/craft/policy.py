@@ -38,11 +38,11 @@ __all__ = [
 class GainWeighting(StrEnum):
     """The value in the knapsack of giving a layer r replicas.
 
-    The paper's text and its Algorithm 2 differ. Out of sample, 8 ranks, pooled slots, mean balancedness
-    on the next steps (plain / by_replicas) at R = 4 and 8: DeepSeek-V2-Lite prefill in phases
-    0.792 / 0.783 and 0.798 / 0.794, decode in phases 0.770 / 0.767 and 0.773 / 0.770, prefill mixed
-    0.887 / 0.884 and 0.889 / 0.889; decode mixed within 0.001. On a small model with 6 layers
-    by_replicas is 0.0006 better on average. Plain is the default.
+    The paper's text and its Algorithm 2 differ. Out of sample, 8 ranks, pooled slots, mean
+    balancedness on the next steps (plain / by_replicas) at R = 4 and 8: DeepSeek-V2-Lite prefill in
+    phases 0.792 / 0.783 and 0.798 / 0.794, decode in phases 0.770 / 0.767 and 0.773 / 0.770,
+    prefill mixed 0.887 / 0.884 and 0.889 / 0.889; decode mixed within 0.001. On a small model with
+    6 layers by_replicas is 0.0006 better on average. Plain is the default.
     """
 
     PLAIN = "plain"
@@ -278,7 +278,8 @@ def place_replicas(
 ) -> Placement:
     """Place a given allocation: copies by load, interleaved capacity, greedy packing.
 
-    No expert gets more copies than there are ranks: load must not be divided by copies that no rank can
+    No expert gets more copies than there are ranks: load must not be divided by copies that no rank
+        can
     hold.
 
     Args:

@@ -1,9 +1,9 @@
 """Numba kernels of GEM, which find the mapping that a plain search finds.
 
-Two rules make them fast and change no result. A swap can help only in steps where one of its two ranks
-is the slowest, so swaps of ranks that are seldom the slowest are skipped. Candidates that cannot beat
-the best so far are dropped by a sum in another order; those that may are summed in step order, so that
-gains compare exactly as in the plain search.
+Two rules make them fast and change no result. A swap can help only in steps where one of its two
+ranks is the slowest, so swaps of ranks that are seldom the slowest are skipped. Candidates that
+cannot beat the best so far are dropped by a sum in another order; those that may are summed in step
+order, so that gains compare exactly as in the plain search.
 
 Arrays of one layer, with times in seconds, or in tokens where the problem has no cost curves:
 load: (E, T) int64 units of load of each expert in each step.
@@ -43,8 +43,8 @@ def search_layers(
         capacity: (L, R) experts each rank may hold.
         table: (R, N) seconds of 0..N-1 units of load on each rank.
         least_drop: share of the score under which refinement stops.
-        budget: no restart begins once this many placements and swaps were evaluated; the first always
-            runs.
+        budget: no restart begins once this many placements and swaps were evaluated; the first
+            always runs.
 
     Returns:
         (L, E) rank of each expert, (L,) score, evaluations.
@@ -80,8 +80,8 @@ def initial_mapping(
 ) -> NDArray[np.int64]:
     """Run Algorithm 2: each expert, in `order` (E,), goes where the partial score grows least.
 
-    Returns the rank of each expert. `capacity` (R,) limits the experts of each rank. A tie goes to the
-    rank whose own time, summed over steps, stays lowest, then to the lower rank.
+    Returns the rank of each expert. `capacity` (R,) limits the experts of each rank. A tie goes to
+    the rank whose own time, summed over steps, stays lowest, then to the lower rank.
     """
     experts, steps = load.shape
     ranks = table.shape[0]
@@ -119,10 +119,10 @@ def refine_mapping(
     table: NDArray[np.float64],
     least_drop: float,
 ) -> tuple[float, int]:
-    """Run Algorithm 3: make the best swap until it lowers the score by less than `least_drop` of it.
+    """Run Algorithm 3: swap until the best swap lowers the score by less than `least_drop` of it.
 
-    Mutates `rank_of`. Returns (score, swaps evaluated). Order: the first of equal swaps by (rank, rank,
-    expert, expert).
+    Mutates `rank_of`. Returns (score, swaps evaluated). Order: the first of equal swaps by (rank,
+    rank, expert, expert).
     """
     experts, steps = load.shape
     ranks = table.shape[0]
@@ -169,7 +169,7 @@ def _best_swap(
     peak: NDArray[np.float64],
     score: float,
 ) -> tuple[float, int, int, int]:
-    """Return (drop of the score, expert, expert, swaps evaluated) of the best swap; -1 for no expert."""
+    """Find the best swap: (drop of the score, expert or -1, expert or -1, swaps evaluated)."""
     experts, steps = load.shape
     ranks = table.shape[0]
     members, num_members = np.empty((ranks, experts), np.int64), np.zeros(ranks, np.int64)
@@ -248,7 +248,7 @@ def _swap_drop(
     others: NDArray[np.float64],
     peak: NDArray[np.float64],
 ) -> float:
-    """Return by how much the score falls if expert a on rank i and expert b on rank j change places."""
+    """Return by how much the score falls if experts a (rank i) and b (rank j) change places."""
     drop = 0.0
     for t in range(peak.shape[0]):
         move = load[b, t] - load[a, t]

@@ -25,8 +25,8 @@ _MOST_UNITS = 65_536
 _MOST_WORK = 10_000_000_000
 """Bound on evaluations times steps, some ten seconds of a core.
 
-It allows all K restarts of any recorded trace, and of 58 layers of 256 experts on 16 steps; on 256 steps
-of those, four restarts. Every layer's first search runs in any case.
+It allows all K restarts of any recorded trace, and of 58 layers of 256 experts on 16 steps; on 256
+steps of those, four restarts. Every layer's first search runs in any case.
 """
 
 GEM_SETUPS = {
@@ -37,8 +37,8 @@ GEM_SETUPS = {
 """Throughput of ranks relative to the fastest, in the paper's set-ups.
 
 low: equal ranks. high: one rank 12 % slower than the rest. moderate: the power caps of the paper's
-Table 2 (600, 480, 444, 418 W), read off a straight line from 418 W (12 % slower, as in its high set-up)
-to 600 W. The paper draws its own curve but gives no figures.
+Table 2 (600, 480, 444, 418 W), read off a straight line from 418 W (12 % slower, as in its high
+set-up) to 600 W. The paper draws its own curve but gives no figures.
 """
 
 
@@ -49,7 +49,8 @@ class GemOptions:
     restarts: int = 30
     """K: searches from different orders of the experts."""
     noise: float = 0.2
-    """Largest relative change of utilisation in the order of a restart, uniform; the first has none."""
+    """Largest relative change of utilisation, uniform, that sets the order of a restart. The first
+    restart has none."""
     least_drop: float = 0.001
     """A search ends when its best swap lowers the score by less than this share."""
 
@@ -65,9 +66,9 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     """Plan by GEM.
 
     Args:
-        problem: every expert gets one slot, the rest stay empty. Move limits and the current placement
-            are ignored. Ranks hold the same number of experts; if experts do not divide over the ranks,
-            some ranks hold one fewer.
+        problem: every expert gets one slot, the rest stay empty. Move limits and the current
+            placement are ignored. Ranks hold the same number of experts; if experts do not divide
+            over the ranks, some ranks hold one fewer.
         options: the constants of the search.
 
     Complexity: O(K L E^2 T) at worst; most swaps are skipped because other ranks are the slowest.
@@ -95,7 +96,8 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
 def _capacity(shape: ModelShape, topology: Topology) -> NDArray[np.int64]:
     """Return (L, R), the experts that each rank may hold.
 
-    Where a pool is too small for every rank to hold the most experts of every layer, ranks take turns.
+    Where a pool is too small for every rank to hold the most experts of every layer, ranks take
+    turns.
     """
     layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
     most = -(-experts // ranks)
@@ -119,13 +121,14 @@ def cost_table(
     The search then only looks costs up.
 
     Args:
-        load: (T, L, E) [tokens]. A unit is one token, or more if a step of a layer holds over 65,536.
+        load: (T, L, E) [tokens]. A unit is one token, or more if a step of a layer holds over
+            65,536.
         num_ranks: R.
         costs: curves of the ranks; None for C_r(n) = n.
 
     Returns:
-        (L, E, T) int64 units and (R, N + 1) float64 seconds of 0..N units, N the most in one step of a
-        layer.
+        (L, E, T) int64 units and (R, N + 1) float64 seconds of 0..N units, N the most in one step
+        of a layer.
     """
     tokens = np.moveaxis(load, 0, 2)
     most = float(tokens.sum(axis=1).max())

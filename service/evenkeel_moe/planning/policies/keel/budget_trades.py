@@ -1,36 +1,45 @@
-"""Replica budget between layers: a copy given up in one layer pays for a copy in another on the same rank."""
+"""Finds which copy each rank should add or give up in one layer, where layers share slots.
+
+A copy given up in one layer pays for a copy in another layer on the same rank.
+"""
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
-from evenkeel_moe.planning.policies.keel.moves import change_gain, copies_of_change
-from evenkeel_moe.planning.policies.keel.state import Curves, Layer, Split, refresh
+from evenkeel_moe.planning.policies.keel.moves import copies_of_replacement, replacement_gain
+from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, refresh
 
-__all__ = ["edges"]
+__all__ = ["CopyOffers", "best_copies"]
+
+
+class CopyOffers(NamedTuple):
+    """The best copy to add to, and to drop from, every rank of one layer. All arrays are (R,)."""
+
+    add: NDArray[np.float64]
+    """Net gain of the best further copy; -inf where no slot or expert is left."""
+    add_slot: NDArray[np.int64]
+    """The slot it takes, -1 for none."""
+    add_expert: NDArray[np.int64]
+    """Its expert, -1 for none."""
+    drop: NDArray[np.float64]
+    """Net gain, mostly negative, of giving up the copy whose loss costs least; -inf for none."""
+    drop_slot: NDArray[np.int64]
+    """The slot of that copy, -1 for none."""
 
 
 @kernel
-def edges(
-    layer: Layer, curves: Curves, split: Split, price: float
-) -> tuple[
-    NDArray[np.float64],
-    NDArray[np.int64],
-    NDArray[np.int64],
-    NDArray[np.float64],
-    NDArray[np.int64],
-    int,
-]:
-    """The best copy to add to and to drop from every rank of one layer.
+def best_copies(
+    layer: LayerState, objective: SearchObjective, price: float
+) -> tuple[CopyOffers, int]:
+    """Find the best copy to add to and to drop from every rank; refreshes the layer.
 
     Returns:
-        add: (R,) net gain of the best further copy, -inf where no slot or expert is left.
-        add_slot, add_expert: (R,) where and which.
-        drop: (R,) net gain (mostly negative) of giving up the copy missed least, -inf where none can go.
-        drop_slot: (R,)
-        evaluations used.
+        the offers, evaluations used.
     """
-    refresh(layer, curves)
+    refresh(layer, objective)
     experts, ranks = layer.held.shape
     per_rank = layer.row.shape[0] // ranks
     add, drop = np.full(ranks, -np.inf), np.full(ranks, -np.inf)
@@ -48,9 +57,9 @@ def edges(
             if old < 0:
                 free = slot if free < 0 else free
             elif layer.copies[old] > 1:
-                _, cost = copies_of_change(layer, rank, old, -1)
+                _, cost = copies_of_replacement(layer, rank, old, -1)
                 used += 1
-                gain = change_gain(layer, curves, split, slot, -1) - price * cost
+                gain = replacement_gain(layer, objective, slot, -1) - price * cost
                 if gain > drop[rank]:
                     drop[rank], drop_slot[rank] = gain, slot
         if free < 0:
@@ -58,7 +67,7 @@ def edges(
         for expert in range(experts):
             if layer.held[expert, rank] > 0:
                 continue
-            _, cost = copies_of_change(layer, rank, -1, expert)
+            _, cost = copies_of_replacement(layer, rank, -1, expert)
             copies = layer.copies[expert]
             promise = borne[expert] / (copies * (copies + 1)) - layer.slope[expert, rank] / (
                 copies + 1
@@ -66,7 +75,7 @@ def edges(
             if promise - price * cost <= add[rank]:
                 continue
             used += 1
-            gain = change_gain(layer, curves, split, free, expert) - price * cost
+            gain = replacement_gain(layer, objective, free, expert) - price * cost
             if gain > add[rank]:
                 add[rank], add_slot[rank], add_expert[rank] = gain, free, expert
-    return add, add_slot, add_expert, drop, drop_slot, used
+    return CopyOffers(add, add_slot, add_expert, drop, drop_slot), used

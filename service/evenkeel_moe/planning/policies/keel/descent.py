@@ -1,22 +1,21 @@
-"""Local search of one layer: the best move, again and again."""
+"""Local search of one layer: make the best move, again and again."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
-from evenkeel_moe.planning.policies.keel.moves import apply_change, apply_exchange
-from evenkeel_moe.planning.policies.keel.replacements import best_change
-from evenkeel_moe.planning.policies.keel.state import SMOOTH, Curves, Layer, Split, refresh
-from evenkeel_moe.planning.policies.keel.swaps import best_exchanges
+from evenkeel_moe.planning.policies.keel.moves import apply_replacement, apply_swap
+from evenkeel_moe.planning.policies.keel.replacements import best_replacement
+from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, refresh
+from evenkeel_moe.planning.policies.keel.swaps import best_swaps
 
 __all__ = ["descend"]
 
 
 @kernel
 def descend(
-    layer: Layer,
-    curves: Curves,
-    split: Split,
+    layer: LayerState,
+    objective: SearchObjective,
     room: NDArray[np.int64],
     spare: int,
     price: float,
@@ -24,79 +23,106 @@ def descend(
     least: float,
     evaluations: int,
 ) -> tuple[int, int, int]:
-    """Make the best move, and exchanges nearly as good between other ranks, until none gains more than `least`.
+    """Move until no move gains more than `least`, copies paid.
 
-    Moves made together may undo each other's gain: once they have, only the best is made. So a descent ends.
+    Every pass makes the best replacement or swap. With the sharp norm it also makes swaps between
+    other ranks that gain nearly as much. Moves made together may undo each other's gain: once they
+    have, only the best move of a pass is made, so a descent ends.
 
-    Args:
-        layer: mutated.
-        curves: of the ranks.
-        split: dispatcher and nodes.
-        room: (R,) further slots each rank may fill in this layer. Mutated.
-        spare: further copies the layer may hold.
-        price: objective units per copy.
-        allowance: further copies between ranks that may be needed.
-        least: smallest gain worth a move.
-        evaluations: candidates that may be evaluated.
+    Args are those of `best_swaps` and `best_replacement`; layer and room are mutated.
 
     Returns:
         copies needed more than before, further copies held, evaluations used.
     """
-    ranks = layer.ranks.shape[0]
-    per_rank = layer.row.shape[0] // ranks
     copies, added, used = 0, 0, 0
-    touched = np.empty(ranks, np.bool_)
-    one_at_a_time = curves.doublings == SMOOTH
+    touched = np.empty(layer.rank_load.shape[0], np.bool_)
+    one_at_a_time = not objective.sharp
     made, before = 0, np.inf
     while used < evaluations:
-        now = refresh(layer, curves) + price * copies
+        now = refresh(layer, objective) + price * copies
         if made > 1 and now > before - least:
             one_at_a_time = True
         made, before = 0, now
-        gains, found, spent = best_exchanges(
-            layer, curves, split, room, price, allowance - copies, least, evaluations - used
+        gains, swaps, spent = best_swaps(
+            layer, objective, room, price, allowance - copies, least, evaluations - used
         )
         used += spent
-        best = gains[0] if len(gains) else least
-        slot, expert, _, more, spent = best_change(
-            layer,
-            curves,
-            split,
-            room,
-            spare - added,
-            price,
-            allowance - copies,
-            best,
-            evaluations - used,
+        bar = gains[0] if len(gains) else least
+        left = evaluations - used
+        slot, expert, _, more, spent = best_replacement(
+            layer, objective, room, spare - added, price, allowance - copies, bar, left
         )
         used += spent
+        if slot < 0 and len(gains) == 0:
+            break
         touched[:] = False
         if slot >= 0:
+            added += _replace(layer, objective, room, slot, expert, touched)
             copies += more
-            if layer.row[slot] < 0:
-                room[slot // per_rank] -= 1
-                added += 1
-            else:
-                touched |= layer.held[layer.row[slot]] > 0
-            apply_change(layer, split, slot, expert)
-            touched |= layer.held[expert] > 0
-            made += 1
-            if one_at_a_time:
-                continue
-        elif len(gains) == 0:
-            break
-        # Exchanges between other ranks gain about what they would have gained alone.
-        for here, there, more in found:
-            i, j = here // per_rank, there // per_rank
-            if touched[i] or touched[j] or (more > allowance - copies and more > 0):
-                continue
-            touched[i] = touched[j] = True
+            made = 1
+        if slot < 0 or not one_at_a_time:
+            only_one = one_at_a_time or objective.nearest
+            swapped, more = _swap_untouched(
+                layer, objective, room, swaps, allowance - copies, touched, only_one
+            )
+            made += swapped
             copies += more
-            if layer.row[there] < 0:
-                room[i] += 1
-                room[j] -= 1
-            apply_exchange(layer, split, here, there)
-            made += 1
-            if one_at_a_time or split.nearest:
-                break
     return copies, added, used
+
+
+@kernel
+def _replace(
+    layer: LayerState,
+    objective: SearchObjective,
+    room: NDArray[np.int64],
+    slot: int,
+    expert: int,
+    touched: NDArray[np.bool_],
+) -> int:
+    """Put an expert into a slot and mark in `touched` (R,) the ranks whose load changes.
+
+    Mutates layer, room and touched. Returns the further copies that the layer holds, 0 or 1.
+    """
+    old = layer.row[slot]
+    if old < 0:
+        room[slot // (layer.row.shape[0] // touched.shape[0])] -= 1
+    else:
+        touched |= layer.held[old] > 0
+    apply_replacement(layer, objective, slot, expert)
+    touched |= layer.held[expert] > 0
+    return int(old < 0)
+
+
+@kernel
+def _swap_untouched(
+    layer: LayerState,
+    objective: SearchObjective,
+    room: NDArray[np.int64],
+    swaps: NDArray[np.int64],
+    allowance: int,
+    touched: NDArray[np.bool_],
+    only_one: bool,
+) -> tuple[int, int]:
+    """Make those of some swaps (N, 3) whose ranks no earlier move of the pass has touched.
+
+    Their gain is then about what it would be alone. Mutates layer, room and touched.
+
+    Returns:
+        (swaps made, copies needed).
+    """
+    per_rank = layer.row.shape[0] // touched.shape[0]
+    made, copies = 0, 0
+    for here, there, more in swaps:
+        i, j = here // per_rank, there // per_rank
+        if touched[i] or touched[j] or (more > allowance - copies and more > 0):
+            continue
+        touched[i] = touched[j] = True
+        copies += more
+        if layer.row[there] < 0:
+            room[i] += 1
+            room[j] -= 1
+        apply_swap(layer, objective, here, there)
+        made += 1
+        if only_one:
+            break
+    return made, copies

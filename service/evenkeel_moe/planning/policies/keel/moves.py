@@ -1,8 +1,11 @@
-"""Single moves of one layer: what each gains, and carrying it out.
+"""The single moves of one layer: their gain, and carrying them out.
 
-Two kinds. An exchange swaps the experts of two slots on different ranks, one of which may be empty. A change
-puts another expert into a slot whose own has a second copy, or into an empty slot. No move ever puts a second
-copy of an expert on a rank or takes its last copy away.
+There are two kinds. A swap exchanges the experts of two slots on different ranks, one of which may
+be empty. A replacement puts another expert into a slot whose own expert has a second copy, or into
+an empty slot. No move puts a second copy of an expert on a rank or takes an expert's last copy
+away.
+
+A gain is by how much a move lowers the objective, before the price of copies.
 """
 
 import numpy as np
@@ -10,10 +13,9 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.state import (
-    SMOOTH,
-    Curves,
-    Layer,
-    Split,
+    WRITTEN_OUT,
+    LayerState,
+    SearchObjective,
     expert_shares,
     power,
     root,
@@ -21,62 +23,69 @@ from evenkeel_moe.planning.policies.keel.state import (
 )
 
 __all__ = [
-    "apply_change",
-    "apply_exchange",
-    "change_gain",
-    "copies_of_change",
-    "drop",
-    "exchange_gain",
-    "shift",
+    "add_power_change",
+    "apply_replacement",
+    "apply_swap",
+    "copies_of_replacement",
+    "gain_of_power_change",
+    "replacement_gain",
+    "swap_gain",
 ]
 
 
 @inlined
-def shift(
+def add_power_change(
     load: NDArray[np.float64],
     first: int,
     by_first: float,
     second: int,
     by_second: float,
-    ranks: NDArray[np.float64],
+    rank_load: NDArray[np.float64],
     powers: NDArray[np.float64],
     rank: int,
-    curves: Curves,
+    objective: SearchObjective,
     out: NDArray[np.float64],
 ) -> None:
-    """Add to `out` (T,) how a rank's powered cost changes with the shares of two experts; arrays of `Layer`."""
-    if curves.tile == 0.0 and curves.doublings == SMOOTH:
-        rate = curves.rates[rank]
+    """Add to `out` (T,) the change of one rank's powered cost.
+
+    The rank's shares of the experts `first` and `second` change by `by_first` and `by_second`. The
+    arrays are those of `LayerState`, passed one by one because inlined kernels would count
+    references to a tuple.
+    """
+    if objective.tile == 0.0 and objective.doublings == WRITTEN_OUT:
+        rate = objective.rates[rank]
         for t in range(out.shape[0]):
-            cost = (ranks[rank, t] + by_first * load[first, t] + by_second * load[second, t]) * rate
+            cost = (
+                rank_load[rank, t] + by_first * load[first, t] + by_second * load[second, t]
+            ) * rate
             cost *= cost
             cost *= cost
             out[t] += cost * cost - powers[rank, t]
     else:
         for t in range(out.shape[0]):
-            tokens = max(
-                ranks[rank, t] + by_first * load[first, t] + by_second * load[second, t], 0.0
-            )
-            out[t] += power(smooth_cost(tokens, rank, curves), curves.doublings) - powers[rank, t]
+            tokens = rank_load[rank, t] + by_first * load[first, t] + by_second * load[second, t]
+            cost = smooth_cost(max(tokens, 0.0), rank, objective)
+            out[t] += power(cost, objective.doublings) - powers[rank, t]
 
 
 @inlined
-def drop(
+def gain_of_power_change(
     weight: NDArray[np.float64],
     norm: NDArray[np.float64],
-    total: NDArray[np.float64],
+    power_sum: NDArray[np.float64],
     doublings: int,
     out: NDArray[np.float64],
 ) -> float:
-    """By how much the objective falls if the powered costs change by `out` (T,), which is overwritten."""
+    """Return the gain if `power_sum` changes by `out` (T,), which is overwritten."""
     steps = out.shape[0]
-    if doublings == SMOOTH:
+    if doublings == WRITTEN_OUT:
         for t in range(steps):
-            out[t] = weight[t] * (norm[t] - np.sqrt(np.sqrt(np.sqrt(max(total[t] + out[t], 0.0)))))
+            after = np.sqrt(np.sqrt(np.sqrt(max(power_sum[t] + out[t], 0.0))))
+            out[t] = weight[t] * (norm[t] - after)
     else:
         for t in range(steps):
-            out[t] = weight[t] * (norm[t] - root(max(total[t] + out[t], 0.0), doublings))
-    # In four strands, so that additions need not wait for each other.
+            out[t] = weight[t] * (norm[t] - root(max(power_sum[t] + out[t], 0.0), doublings))
+    # Summed in four strands, so that no addition waits for the one before it.
     a = b = c = d = 0.0
     whole = steps // 4 * 4
     for t in range(0, whole, 4):
@@ -90,10 +99,18 @@ def drop(
 
 
 @kernel
-def _moved_shares(
-    layer: Layer, split: Split, expert: int, leave: int, enter: int, out: NDArray[np.float64]
+def _share_changes(
+    layer: LayerState,
+    objective: SearchObjective,
+    expert: int,
+    leave: int,
+    enter: int,
+    out: NDArray[np.float64],
 ) -> None:
-    """Change of an expert's shares (R,) if a copy leaves one rank and one enters another; -1 for none."""
+    """Write to `out` (R,) the change of an expert's shares if a copy leaves and one enters a rank.
+
+    -1 stands for no rank.
+    """
     held = layer.held[expert]
     count = layer.copies[expert]
     if leave >= 0:
@@ -102,7 +119,7 @@ def _moved_shares(
     if enter >= 0:
         held[enter] += 1
         count += 1
-    expert_shares(held, count, layer.source[expert], split, out)
+    expert_shares(held, count, layer.origin[expert], objective, out)
     if leave >= 0:
         held[leave] += 1
     if enter >= 0:
@@ -111,103 +128,113 @@ def _moved_shares(
 
 
 @kernel
-def _spread_gain(layer: Layer, curves: Curves, first: int, second: int) -> float:
-    """What the changes of shares in `moved` gain over all ranks."""
+def _gain_of_share_changes(
+    layer: LayerState, objective: SearchObjective, first: int, second: int
+) -> float:
+    """Return the gain of the share changes of two experts in `layer.moved`; -1 for no expert."""
     out = layer.scratch
     out[:] = 0.0
-    for rank in range(layer.ranks.shape[0]):
+    for rank in range(layer.rank_load.shape[0]):
         by_first, by_second = layer.moved[0, rank], layer.moved[1, rank]
         if by_first != 0.0 or by_second != 0.0:
-            shift(
+            add_power_change(
                 layer.load, max(first, 0), by_first, max(second, 0), by_second,
-                layer.ranks, layer.powers, rank, curves, out,
+                layer.rank_load, layer.powers, rank, objective, out,
             )  # fmt: skip
-    return drop(layer.weight, layer.norm, layer.total, curves.doublings, out)
+    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, objective.doublings, out)
 
 
 @kernel
-def exchange_gain(layer: Layer, curves: Curves, split: Split, here: int, there: int) -> float:
-    """What it gains if slots `here` and `there`, on different ranks, swap experts."""
-    per_rank = layer.row.shape[0] // layer.ranks.shape[0]
+def swap_gain(layer: LayerState, objective: SearchObjective, here: int, there: int) -> float:
+    """Return the gain if slots `here` (filled) and `there`, on different ranks, swap experts."""
+    per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
     e, f = layer.row[here], layer.row[there]
     i, j = here // per_rank, there // per_rank
     layer.moved[1] = 0.0
-    _moved_shares(layer, split, e, i, j, layer.moved[0])
+    _share_changes(layer, objective, e, i, j, layer.moved[0])
     if f >= 0:
-        _moved_shares(layer, split, f, j, i, layer.moved[1])
-    return _spread_gain(layer, curves, e, f)
+        _share_changes(layer, objective, f, j, i, layer.moved[1])
+    return _gain_of_share_changes(layer, objective, e, f)
 
 
 @kernel
-def change_gain(layer: Layer, curves: Curves, split: Split, slot: int, expert: int) -> float:
-    """What it gains if `slot` takes another expert (-1: becomes empty)."""
-    ranks = layer.ranks.shape[0]
+def replacement_gain(
+    layer: LayerState, objective: SearchObjective, slot: int, expert: int
+) -> float:
+    """Return the gain if `slot` takes another expert (-1: becomes empty)."""
+    ranks = layer.rank_load.shape[0]
     rank = slot // (layer.row.shape[0] // ranks)
     old = layer.row[slot]
     layer.moved[:] = 0.0
     if old >= 0:
-        _moved_shares(layer, split, old, rank, -1, layer.moved[0])
+        _share_changes(layer, objective, old, rank, -1, layer.moved[0])
     if expert >= 0:
-        _moved_shares(layer, split, expert, -1, rank, layer.moved[1])
-    return _spread_gain(layer, curves, old, expert)
+        _share_changes(layer, objective, expert, -1, rank, layer.moved[1])
+    return _gain_of_share_changes(layer, objective, old, expert)
 
 
 @kernel
-def _reshare(layer: Layer, split: Split, expert: int) -> None:
-    """Bring shares and rank loads of one expert in line with who holds it."""
+def _update_shares(layer: LayerState, objective: SearchObjective, expert: int) -> None:
+    """Update the shares of one expert, and the rank loads, after its copies have changed."""
     old = layer.moved[0]
     old[:] = layer.share[expert]
-    expert_shares(
-        layer.held[expert], layer.copies[expert], layer.source[expert], split, layer.share[expert]
-    )
+    held, count = layer.held[expert], layer.copies[expert]
+    expert_shares(held, count, layer.origin[expert], objective, layer.share[expert])
     for rank in range(old.shape[0]):
         change = layer.share[expert, rank] - old[rank]
         if change != 0.0:
             for t in range(layer.weight.shape[0]):
-                layer.ranks[rank, t] += change * layer.load[expert, t]
+                layer.rank_load[rank, t] += change * layer.load[expert, t]
 
 
 @kernel
-def apply_exchange(layer: Layer, split: Split, here: int, there: int) -> None:
-    """Swap the experts of two slots; costs and slopes stay stale until `refresh`."""
-    per_rank = layer.row.shape[0] // layer.ranks.shape[0]
+def apply_swap(layer: LayerState, objective: SearchObjective, here: int, there: int) -> None:
+    """Swap the experts of two slots; costs and gradient stay stale until `refresh`."""
+    per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
     i, j = here // per_rank, there // per_rank
     e, f = layer.row[here], layer.row[there]
     layer.row[here], layer.row[there] = f, e
     layer.held[e, i] -= 1
     layer.held[e, j] += 1
-    _reshare(layer, split, e)
+    _update_shares(layer, objective, e)
     if f >= 0:
         layer.held[f, j] -= 1
         layer.held[f, i] += 1
-        _reshare(layer, split, f)
+        _update_shares(layer, objective, f)
 
 
 @kernel
-def apply_change(layer: Layer, split: Split, slot: int, expert: int) -> None:
-    """Put an expert (-1: none) into a slot; costs and slopes stay stale until `refresh`."""
-    rank = slot // (layer.row.shape[0] // layer.ranks.shape[0])
+def apply_replacement(
+    layer: LayerState, objective: SearchObjective, slot: int, expert: int
+) -> None:
+    """Put an expert (-1: none) into a slot; costs and gradient stay stale until `refresh`."""
+    rank = slot // (layer.row.shape[0] // layer.rank_load.shape[0])
     old = layer.row[slot]
     layer.row[slot] = expert
     if old >= 0:
         layer.held[old, rank] -= 1
         layer.copies[old] -= 1
-        _reshare(layer, split, old)
+        _update_shares(layer, objective, old)
     if expert >= 0:
         layer.held[expert, rank] += 1
         layer.copies[expert] += 1
-        _reshare(layer, split, expert)
+        _update_shares(layer, objective, expert)
 
 
 @kernel
-def copies_of_change(layer: Layer, rank: int, leave: int, enter: int) -> tuple[int, float]:
-    """Copies, and their price, that a rank needs more if one expert leaves it and another enters; -1: none."""
+def copies_of_replacement(
+    layer: LayerState, rank: int, leave: int, enter: int
+) -> tuple[int, float]:
+    """Return (copies, price) that a rank needs more if one expert leaves it and another enters.
+
+    A copy that the rank has at present is free, so both may be negative. -1 stands for no expert.
+    """
     copies = 0
     price = 0.0
     if leave >= 0 and not layer.had[leave, rank]:
         copies -= 1
-        price -= layer.far[leave, rank]
+        price -= layer.copy_price[leave, rank]
     if enter >= 0 and not layer.had[enter, rank]:
         copies += 1
-        price += layer.far[enter, rank]
+        price += layer.copy_price[enter, rank]
     return copies, price

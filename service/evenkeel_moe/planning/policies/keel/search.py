@@ -1,22 +1,25 @@
-"""All layers under search at once: one price, one move budget, shared pools."""
+"""The search over all layers of a problem, which share a price, a move limit and pooled slots.
 
+Units: loads are in mean rank loads, costs in layer times. A layer time is the time of one layer if
+    load
+were spread perfectly over the ranks, so prices and gains mean the same for every model and fleet.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.model.placement import EMPTY, Placement
-from evenkeel_moe.planning.policies.keel.budget_trades import edges
+from evenkeel_moe.planning.policies.keel.budget_trades import CopyOffers, best_copies
 from evenkeel_moe.planning.policies.keel.descent import descend
-from evenkeel_moe.planning.policies.keel.evaluation_budget import Evaluations
-from evenkeel_moe.planning.policies.keel.moves import apply_change, copies_of_change
+from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
+from evenkeel_moe.planning.policies.keel.moves import apply_replacement, copies_of_replacement
+from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
 from evenkeel_moe.planning.policies.keel.state import (
-    SHARP,
-    SMOOTH,
-    Curves,
-    Layer,
-    Split,
+    LayerState,
+    SearchObjective,
     build_layer,
     load_ranks,
     refresh,
@@ -26,213 +29,216 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 
-__all__ = ["Fleet"]
+__all__ = ["Search"]
 
-_LEAST = 1e-6
-"""Smallest gain of a move, in layer times: less is not worth a place in a move limit."""
-_MANY_TOKENS = 16_384
-"""Tokens of a rank in one step from which its load says more than chance."""
 _UNLIMITED = 1 << 40
-_KEPT_FOR_CHOSEN = 0.5
-"""Share of the evaluations left for the few layers that may change, once all were searched to choose them."""
-_FALLING = (4.0, 2.0, 1.0)
-"""Prices, over the last one, by which a search goes: the copies that save most come first."""
-_TOP_PRICE = 0.05
-_LEVEL_RATIO = 6.0
-_LEVELS = 6
-"""With a move limit the price falls through these levels, so that the copies that save most come first."""
+"""Stands for no limit on copies or slots."""
 
 
 @dataclass(slots=True)
-class _Tally:
+class _Count:
+    """The copies of one layer, or of all layers."""
+
     copies: int = 0
-    """Copies between ranks the layer needs."""
+    """Copies between ranks that are needed to get there from the current placement."""
     filled: int = 0
-    """Slots the layer fills."""
+    """Slots that are filled."""
 
 
-class Fleet:
-    """The search state of one problem. Loads are in mean rank loads, costs in fluid layer times."""
+class Search:
+    """The search of one problem from one start.
+
+    Attributes:
+        problem: the loads to plan for.
+        objective: what the search minimises.
+        layers: the state of each layer.
+        rooms: (R,) further slots that each rank may fill, by layer; with pooled slots all layers
+            share one array.
+        unit_tokens: tokens of a mean rank load.
+        unit_cost: a layer time, in the unit of the score.
+    """
 
     def __init__(
         self,
         problem: PlacementProblem,
         start: Placement,
         weights: NDArray[np.float64],
-        evaluations: Evaluations,
+        evaluations: EvaluationBudget,
+        options: KeelOptions = DEFAULT_OPTIONS,
         *,
         sharp: bool = False,
     ) -> None:
         self.problem = problem
-        self.start = start
-        self.evaluations = evaluations
-        self._most = _UNLIMITED
+        self._start = start
+        self._evaluations = evaluations
+        self._options = options
         steps, num_layers, _ = problem.load.shape
         ranks = problem.shape.num_ranks
-        self.unit_tokens = float(problem.load.sum()) / (steps * num_layers * ranks) or 1.0
-        fluid = metrics.fluid_bound(problem.load, ranks, problem.objective.costs) / (
-            steps * num_layers
+        layer_steps = steps * num_layers
+        self.unit_tokens = float(problem.load.sum()) / (layer_steps * ranks) or 1.0
+        fluid = metrics.fluid_bound(problem.load, ranks, problem.objective.costs)
+        self.unit_cost = fluid / layer_steps or 1.0
+        sharp = sharp or self.unit_tokens >= options.sharp_tokens
+        self.objective = _scaled_objective(
+            problem, self.unit_tokens, self.unit_cost, options, sharp
         )
-        self.unit_cost = fluid or 1.0
-        self.curves = _scaled_curves(problem, self.unit_tokens, self.unit_cost, sharp)
-        self.split = Split(
-            problem.objective.dispatch is DispatchModel.NEAREST,
-            np.array(problem.topology.node_of_rank, np.int64),
-        )
-        source = _origin_shares(problem)
-        self.layers: list[Layer] = [
+        origin = _origin_shares(problem)
+        self.layers: list[LayerState] = [
             build_layer(
                 problem.load[:, layer].T / self.unit_tokens,
                 weights,
-                source[layer],
+                origin[layer],
                 start.phy2log[layer],
                 None if problem.current is None else problem.current.phy2log[layer],
-                self.split,
+                self.objective,
                 problem.objective.cross_node_factor,
             )
             for layer in range(num_layers)
         ]
-        self.budget = SlotBudget.of(problem)
-        self._settle()
-        self._copies_at_start = [tally.copies for tally in self.tallies]
+        self._budget = SlotBudget.of(problem)
+        self._copy_limit = _copy_limit(problem)
+        self._few_limit = _UNLIMITED
+        self._recount()
+        self._copies_at_start = [count.copies for count in self._counts]
 
     def price_of(self, cost_per_move: float) -> float:
-        """A price per copy in score units, in layer times."""
+        """Convert a price per copy from the unit of the score to layer times."""
         return cost_per_move / self.unit_cost
 
     def placement(self) -> Placement:
-        """What the layers hold now."""
+        """Return the placement that the layers hold now."""
         rows = np.stack([layer.row for layer in self.layers])
         return Placement(rows, self.problem.shape.num_ranks, self.problem.shape.num_logical_experts)
 
     def search(self, price: float) -> None:
-        """Improve every layer until no move gains more than its price, within limits and what may be evaluated."""
+        """Improve every layer until no move gains more than the price of its copies.
+
+        With a limit on layers, all layers are searched, those that gain most are chosen, and only
+        these are searched again from the start.
+        """
         every, most = range(len(self.layers)), self.problem.objective.limits.max_layers
         if most is None or most >= len(every):
-            self._descend_levels(every, price)
+            self._run_passes(every, price)
             return
-        with self.evaluations.keeping(_KEPT_FOR_CHOSEN):
-            self._descend_levels(every, price)
-        changed = [
-            i for i, layer in enumerate(self.layers) if (layer.row != self.start.phy2log[i]).any()
-        ]
+        with self._evaluations.keeping(self._options.layer_choice_reserve):
+            self._run_passes(every, price)
+        changed = [i for i in every if (self.layers[i].row != self._start.phy2log[i]).any()]
         if len(changed) <= most:
             return
         gains = {i: self._gain(i, price) for i in changed}
         chosen = sorted(sorted(changed, key=lambda i: -gains[i])[:most])
-        self._reset()
-        self._descend_levels(chosen, price)
+        self._return_to_start(every)
+        self._run_passes(chosen, price)
 
     def search_few(self, share: float, price: float, before: float) -> None:
-        """After a search at the price `before`, go on at a lower one until all copies together change `share` of the slots."""
-        self._most = int(share * self.problem.shape.num_slots * len(self.layers))
-        if self._copies < self._most:
-            for level in (level * price for level in _FALLING if level * price < before):
-                self._descend_all(range(len(self.layers)), level)
-        self._most = _UNLIMITED
+        """Go on at a lower price until all copies together change `share` of the slots.
+
+        `before` is the price of the search that came before.
+        """
+        self._few_limit = int(share * self.problem.shape.num_slots * len(self.layers))
+        if self._total.copies < self._few_limit:
+            for level in self._options.price_levels:
+                if level * price < before:
+                    self._run_pass(range(len(self.layers)), level * price)
+        self._few_limit = _UNLIMITED
 
     def undo_small(self, price: float, least: float) -> None:
-        """Put back to the start every layer whose moves together gain `least` layer times or less.
+        """Return every layer to the start whose moves together gain `least` layer times or less.
 
-        Layers that share slots or a move limit go back together, by their mean gain, or not at all.
+        Layers that share slots or a move limit return together, by their mean gain, or not at all.
         """
         gains = np.array([self._gain(i, price) for i in range(len(self.layers))])
-        if self.budget.pool_per_rank is not None or self._allowance() < _UNLIMITED:
+        if self._budget.pool_per_rank is not None or self._copy_limit < _UNLIMITED:
             gains[:] = gains.mean()
-        for i in np.nonzero(gains <= least)[0]:
-            self.layers[i].row[:] = self.start.phy2log[i]
-            load_ranks(self.layers[i], self.split)
-        self._settle()
+        self._return_to_start(np.nonzero(gains <= least)[0].tolist())
 
-    def _descend_levels(self, which: "range | list[int]", price: float) -> None:
-        if price == 0.0 and self._allowance() >= _UNLIMITED:
+    def _run_passes(self, which: Sequence[int], price: float) -> None:
+        """Search some layers at falling prices, so that the copies that save most come first."""
+        options, limited = self._options, self._allowed_copies() < _UNLIMITED
+        if limited:
+            top, ratio = max(options.limited_top_price, price), options.limited_price_ratio
+            levels = [max(price, top * ratio**-i) for i in range(options.limited_passes)] + [price]
+        elif price == 0.0:
             levels = [0.0]
-        elif self._allowance() >= _UNLIMITED:
-            levels = [level * price for level in _FALLING]
         else:
-            top = max(_TOP_PRICE, price)
-            levels = [max(price, top * _LEVEL_RATIO**-level) for level in range(_LEVELS)] + [price]
+            levels = [level * price for level in options.price_levels]
         for level in levels:
-            if level > price and self._allowance() <= self._copies:
-                continue
-            self._descend_all(which, level)
+            if level <= price or self._total.copies < self._allowed_copies():
+                self._run_pass(which, level)
 
-    def _descend_all(self, which: "range | list[int]", price: float) -> None:
+    def _run_pass(self, which: Sequence[int], price: float) -> None:
         for i in which:
             self._descend(i, price)
-        if self.budget.pool_per_rank is not None:
+        if self._budget.pool_per_rank is not None:
             self._trade(which, price)
 
     def _descend(self, i: int, price: float) -> None:
-        left = self.evaluations.left(i)
+        """Search layer i by itself."""
+        left = self._evaluations.left(i)
         if left <= 0 or not self.layers[i].load.any():
             return
-        layer, tally = self.layers[i], self.tallies[i]
         copies, added, used = descend(
-            layer,
-            self.curves,
-            self.split,
+            self.layers[i],
+            self.objective,
             self.rooms[i],
-            self._spare(i),
+            self.spare(i),
             price,
-            self._allowance() - self._copies,
-            _LEAST,
+            self._allowed_copies() - self._total.copies,
+            self._options.least_gain,
             left,
         )
-        tally.copies += copies
-        tally.filled += added
-        self._copies += copies
-        self._filled += added
-        self.evaluations.spend(i, used)
+        self._book(i, copies, added)
+        self._evaluations.spend(i, used)
 
-    def _trade(self, which: "range | list[int]", price: float) -> None:
-        """Add copies where they save most, paid for by spare slots or by copies of other layers."""
-        offers: dict[int, list[NDArray[Any]]] = {}
+    def _trade(self, which: Sequence[int], price: float) -> None:
+        """Add copies where they save most, in spare slots or in those of other layers' copies."""
+        offers: dict[int, CopyOffers] = {}
 
-        def look(i: int) -> None:
-            if self.evaluations.left(i) > 0:
-                *offer, used = edges(self.layers[i], self.curves, self.split, price)
-                offers[i] = offer
-                self.evaluations.spend(i, used)
+        def update(i: int) -> None:
+            if self._evaluations.left(i) > 0:
+                offers[i], used = best_copies(self.layers[i], self.objective, price)
+                self._evaluations.spend(i, used)
             else:
                 offers.pop(i, None)
 
         for i in which:
             if self.layers[i].load.any():
-                look(i)
+                update(i)
         touched: set[int] = set()
         for _ in range(self.problem.shape.num_slots * len(self.layers)):
             best = self._best_trade(offers)
             if best is None:
                 break
             giver, taker, rank = best
-            add_slot, add_expert = int(offers[taker][1][rank]), int(offers[taker][2][rank])
+            slot, expert = offers[taker].add_slot[rank], offers[taker].add_expert[rank]
             if giver >= 0:
-                self._change(giver, int(offers[giver][4][rank]), EMPTY)
-            self._change(taker, add_slot, add_expert)
+                self._replace(giver, int(offers[giver].drop_slot[rank]), EMPTY)
+            self._replace(taker, int(slot), int(expert))
             for i in {giver, taker} - {-1}:
                 touched.add(i)
-                look(i)
+                update(i)
         for i in sorted(touched):
             self._descend(i, price)
 
-    def _best_trade(self, offers: dict[int, list[NDArray[Any]]]) -> tuple[int, int, int] | None:
-        """(layer that gives a copy up or -1, layer that adds one, rank) with the largest net gain."""
+    def _best_trade(self, offers: dict[int, CopyOffers]) -> tuple[int, int, int] | None:
+        """Return the trade with the largest net gain, None if none gains `least_gain`.
+
+        A trade is (layer that gives up a copy or -1, layer that adds one, rank).
+        """
         if not offers:
             return None
         keys = sorted(offers)
-        add = np.stack([offers[i][0] for i in keys])
-        drop = np.stack([offers[i][3] for i in keys])
-        allowance = self._allowance() - self._copies
-        if allowance < 1:
-            new = np.array(
-                [[not self._had(i, offers[i][2][r], r) for r in range(add.shape[1])] for i in keys]
-            )
-            add = np.where(new, -np.inf, add)
-        best, found = _LEAST, None
+        add = np.stack([offers[i].add for i in keys])
+        drop = np.stack([offers[i].drop for i in keys])
+        if self._total.copies >= self._allowed_copies():
+            # Only copies that the rank has in the current placement are free.
+            ranks = range(add.shape[1])
+            free = [[self._had(i, offers[i].add_expert[r], r) for r in ranks] for i in keys]
+            add = np.where(free, add, -np.inf)
+        best, found = self._options.least_gain, None
         for rank in range(add.shape[1]):
             taker = int(np.argmax(add[:, rank]))
-            if self.rooms[0][rank] > 0 and self._spare(keys[taker]) > 0 and add[taker, rank] > best:
+            if self.rooms[0][rank] > 0 and self.spare(keys[taker]) > 0 and add[taker, rank] > best:
                 best, found = add[taker, rank], (-1, keys[taker], rank)
             both = drop[:, rank][:, None] + add[:, rank][None, :]
             np.fill_diagonal(both, -np.inf)
@@ -241,97 +247,114 @@ class Fleet:
                 best, found = both[giver, taker], (keys[giver], keys[taker], rank)
         return found
 
-    def _had(self, i: int, expert: float, rank: int) -> bool:
-        return bool(expert >= 0 and self.layers[i].had[int(expert), rank])
+    def _had(self, i: int, expert: int, rank: int) -> bool:
+        return bool(expert >= 0 and self.layers[i].had[expert, rank])
 
-    def _change(self, i: int, slot: int, expert: int) -> None:
-        layer, tally = self.layers[i], self.tallies[i]
-        rank = slot // self.problem.shape.slots_per_rank
+    def _replace(self, i: int, slot: int, expert: int) -> None:
+        """Put an expert (EMPTY: none) into a slot of layer i."""
+        layer, rank = self.layers[i], slot // self.problem.shape.slots_per_rank
         old = int(layer.row[slot])
-        copies = copies_of_change(layer, rank, old, expert)[0]
-        change = int(expert >= 0) - int(old >= 0)
-        tally.copies += copies
-        tally.filled += change
-        self._copies += copies
-        self._filled += change
-        self.rooms[i][rank] -= change
-        apply_change(layer, self.split, slot, expert)
+        added = int(expert >= 0) - int(old >= 0)
+        self._book(i, copies_of_replacement(layer, rank, old, expert)[0], added)
+        self.rooms[i][rank] -= added
+        apply_replacement(layer, self.objective, slot, expert)
+
+    def _book(self, i: int, copies: int, filled: int) -> None:
+        for count in (self._counts[i], self._total):
+            count.copies += copies
+            count.filled += filled
 
     def _gain(self, i: int, price: float) -> float:
-        """Net objective layer i has gained since the start."""
+        """Return the net gain of layer i since the start, in layer times."""
         layer = self.layers[i]
-        after = refresh(layer, self.curves)
+        after = refresh(layer, self.objective)
         row = layer.row.copy()
-        layer.row[:] = self.start.phy2log[i]
-        load_ranks(layer, self.split)
-        before = refresh(layer, self.curves)
+        layer.row[:] = self._start.phy2log[i]
+        load_ranks(layer, self.objective)
+        before = refresh(layer, self.objective)
         layer.row[:] = row
-        load_ranks(layer, self.split)
-        return before - after - price * (self.tallies[i].copies - self._copies_at_start[i])
+        load_ranks(layer, self.objective)
+        return before - after - price * (self._counts[i].copies - self._copies_at_start[i])
 
-    def _reset(self) -> None:
-        for layer, row in zip(self.layers, self.start.phy2log, strict=True):
-            layer.row[:] = row
-            load_ranks(layer, self.split)
-        self._settle()
+    def _return_to_start(self, which: Sequence[int]) -> None:
+        for i in which:
+            self.layers[i].row[:] = self._start.phy2log[i]
+            load_ranks(self.layers[i], self.objective)
+        self._recount()
 
-    def _settle(self) -> None:
-        """Count copies and free places from the rows."""
-        self.tallies = [
-            _Tally(int(((layer.held > 0) & ~layer.had).sum()), int((layer.row >= 0).sum()))
+    def _recount(self) -> None:
+        """Count the copies, the filled slots and the room of ranks from the slots."""
+        self._counts = [
+            _Count(int(((layer.held > 0) & ~layer.had).sum()), int((layer.row >= 0).sum()))
             for layer in self.layers
         ]
-        self._copies = sum(tally.copies for tally in self.tallies)
-        self._filled = sum(tally.filled for tally in self.tallies)
-        ranks = self.problem.shape.num_ranks
-        pool = self.budget.pool_per_rank
+        self._total = _Count(
+            sum(count.copies for count in self._counts), sum(count.filled for count in self._counts)
+        )
+        ranks, pool = self.problem.shape.num_ranks, self._budget.pool_per_rank
         if pool is None:
             self.rooms = [np.full(ranks, _UNLIMITED) for _ in self.layers]
             return
-        filled = np.stack(
-            [(layer.row.reshape(ranks, -1) >= 0).sum(axis=1) for layer in self.layers]
-        )
-        shared = np.asarray(pool - filled.sum(axis=0), np.int64)
+        rows = np.stack([layer.row.reshape(ranks, -1) for layer in self.layers])
+        shared = np.asarray(pool - (rows >= 0).sum(axis=(0, 2)), np.int64)
         self.rooms = [shared] * len(self.layers)
 
-    def _spare(self, i: int) -> int:
-        if self.budget.pool_per_rank is None:
-            return self.budget.per_layer - self.tallies[i].filled
-        return self.budget.total - self._filled
+    def spare(self, i: int) -> int:
+        """Return the number of further copies that layer i may hold."""
+        if self._budget.pool_per_rank is None:
+            return self._budget.per_layer - self._counts[i].filled
+        return self._budget.total - self._total.filled
 
-    def _allowance(self) -> int:
-        limits, shape = self.problem.objective.limits, self.problem.shape
-        allowed = self._most
-        if self.problem.current is None:
-            return allowed
-        if limits.max_moves is not None:
-            allowed = min(allowed, limits.max_moves)
-        if limits.max_bytes is not None and shape.bytes_per_expert > 0:
-            allowed = min(allowed, limits.max_bytes // shape.bytes_per_expert)
+    def _allowed_copies(self) -> int:
+        """Return the copies between ranks that the whole plan may need."""
+        return min(self._copy_limit, self._few_limit)
+
+
+def _copy_limit(problem: PlacementProblem) -> int:
+    """Return the copies between ranks that the limits of a problem allow."""
+    limits, shape = problem.objective.limits, problem.shape
+    allowed = _UNLIMITED
+    if problem.current is None:
         return allowed
+    if limits.max_moves is not None:
+        allowed = min(allowed, limits.max_moves)
+    if limits.max_bytes is not None and shape.bytes_per_expert > 0:
+        allowed = min(allowed, limits.max_bytes // shape.bytes_per_expert)
+    return allowed
 
 
-def _scaled_curves(
-    problem: PlacementProblem, unit_tokens: float, unit_cost: float, sharp: bool
-) -> Curves:
-    """The problem's cost curves in search units; straight ones without stairs."""
-    ranks = problem.shape.num_ranks
-    costs = problem.objective.costs
-    doublings = SHARP if sharp or unit_tokens >= _MANY_TOKENS else SMOOTH
+def _scaled_objective(
+    problem: PlacementProblem,
+    unit_tokens: float,
+    unit_cost: float,
+    options: KeelOptions,
+    sharp: bool,
+) -> SearchObjective:
+    """Convert the problem's objective to search units, and curves without stairs to lines."""
+    ranks, costs = problem.shape.num_ranks, problem.objective.costs
+    tile, stairs = 0.0, np.zeros((ranks, 1))
     if costs is None:
-        return Curves(
-            np.ones(ranks) * unit_tokens / unit_cost, 0.0, np.zeros((ranks, 1)), doublings
-        )
-    _, stairs, slope = metrics.cost_arrays(costs, ranks)
-    rates = slope * unit_tokens / unit_cost
-    straight = np.arange(1, stairs.shape[1] + 1) * costs.tile_tokens * slope[:, None]
-    if costs.tile_tokens == 1 and np.allclose(stairs, straight, rtol=1e-9, atol=0.0):
-        return Curves(rates, 0.0, np.zeros((ranks, 1)), doublings)
-    return Curves(rates, costs.tile_tokens / unit_tokens, stairs / unit_cost, doublings)
+        rates = np.ones(ranks) * unit_tokens / unit_cost
+    else:
+        _, seconds, slope = metrics.cost_arrays(costs, ranks)
+        rates = slope * unit_tokens / unit_cost
+        straight = np.arange(1, seconds.shape[1] + 1) * costs.tile_tokens * slope[:, None]
+        if costs.tile_tokens != 1 or not np.allclose(seconds, straight, rtol=1e-9, atol=0.0):
+            tile, stairs = costs.tile_tokens / unit_tokens, seconds / unit_cost
+    return SearchObjective(
+        rates=rates,
+        tile=tile,
+        stairs=stairs,
+        doublings=options.sharp_doublings if sharp else options.smooth_doublings,
+        sharp=sharp,
+        swap_share=options.swap_share if sharp else 1.0,
+        nearest=problem.objective.dispatch is DispatchModel.NEAREST,
+        node_of_rank=np.array(problem.topology.node_of_rank, np.int64),
+    )
 
 
 def _origin_shares(problem: PlacementProblem) -> NDArray[np.float64]:
-    """(L, E, R) share of each expert's tokens that start on each rank; even where unknown."""
+    """Return (L, E, R) shares of an expert's tokens that start on a rank; even if unknown."""
     shape = problem.shape
     if problem.source_load is None:
         sizes = (shape.num_layers, shape.num_logical_experts, shape.num_ranks)

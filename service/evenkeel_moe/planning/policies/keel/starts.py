@@ -1,4 +1,4 @@
-"""Where keel's search starts, and how many copies it may hold."""
+"""The placements from which keel's search starts."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ __all__ = ["cold_start", "fit_to_budget", "linear_rates"]
 
 
 def linear_rates(costs: CostCurves | None, num_ranks: int) -> NDArray[np.float64]:
-    """(R,) cost per token at the end of the stairs, over the mean of ranks: a rank's slowness in one number."""
+    """Return how slow each rank is, (R,): cost per token at the last stair over the mean."""
     if costs is None:
         return np.ones(num_ranks)
     tiles = costs.tile_seconds.shape[1]
@@ -25,31 +25,29 @@ def linear_rates(costs: CostCurves | None, num_ranks: int) -> NDArray[np.float64
 
 
 def cold_start(problem: PlacementProblem) -> Placement:
-    """A placement from nothing: copies by load per copy, packed heaviest first by rank speed.
+    """Build a placement from nothing: copies by load per copy, packed heaviest first by rank speed.
 
     Raises:
         InfeasiblePlan: too few slots.
     """
     shape = problem.shape
-    budget = SlotBudget.of(problem)
     layers, ranks = shape.num_layers, shape.num_ranks
     load = problem.load.sum(axis=0)
-    share = budget.equal_share(layers)
-    logical, logcnt = replicate_experts(load.astype(np.float32), share, ranks)
-    # Every rank the same number of places where they divide; the rest go to the first ranks, turned by layer
-    # so that pools fill evenly.
+    share = SlotBudget.of(problem).equal_share(layers)
+    _, logcnt = replicate_experts(load.astype(np.float32), share, ranks)
+    # Every rank gets the same number of places as far as they divide. The rest go to consecutive
+    # ranks, starting at another rank in each layer, so that pools fill evenly.
     base, rest = divmod(share, ranks)
     capacity = np.full((layers, ranks), base, np.int64)
     for layer in range(layers):
         capacity[layer, (np.arange(rest) + layer * rest) % ranks] += 1
-    rows = pack_copies(
-        load, logcnt, capacity, shape.slots_per_rank, linear_rates(problem.objective.costs, ranks)
-    )
+    rates = linear_rates(problem.objective.costs, ranks)
+    rows = pack_copies(load, logcnt, capacity, shape.slots_per_rank, rates)
     return Placement(rows, ranks, shape.num_logical_experts)
 
 
 def fit_to_budget(problem: PlacementProblem, current: Placement) -> Placement | None:
-    """The current placement without second copies on a rank and without what exceeds the budget.
+    """Remove from a placement second copies on a rank, and the copies that exceed the budget.
 
     Args:
         problem: names the budget.
@@ -57,32 +55,67 @@ def fit_to_budget(problem: PlacementProblem, current: Placement) -> Placement | 
 
     Returns:
         None if an expert has no copy to start from.
+
+    Raises:
+        InfeasiblePlan: a rank's pool cannot hold the experts that have no other copy.
     """
     shape = problem.shape
     if (current.logcnt == 0).any():
         return None
     budget = SlotBudget.of(problem)
     rows = current.phy2log.copy()
-    per_rank = shape.slots_per_rank
     load = problem.load.sum(axis=0)
-    by_rank = rows.reshape(shape.num_layers, shape.num_ranks, per_rank)
-    again = (by_rank[..., :, None] == by_rank[..., None, :]) & np.tri(
-        per_rank, k=-1, dtype=np.bool_
-    )
+    # The slots of one rank in all layers side by side; both are views of `rows`.
+    by_rank = rows.reshape(shape.num_layers, shape.num_ranks, shape.slots_per_rank)
+    before = np.tri(shape.slots_per_rank, k=-1, dtype=np.bool_)
+    again = (by_rank[..., :, None] == by_rank[..., None, :]) & before
     by_rank[again.any(axis=-1)] = EMPTY
     if budget.pool_per_rank is None:
-        filled = (rows >= 0).sum(axis=1)
-        for layer in np.nonzero(filled > budget.per_layer)[0]:
-            _drop(rows[layer], load[layer], int(filled[layer]) - budget.per_layer, None, per_rank)
-    if budget.pool_per_rank is not None:
-        _drop_to_pool(rows, load, budget, per_rank)
+        for layer in range(shape.num_layers):
+            _drop_copies(rows[layer : layer + 1], load[layer : layer + 1], None, budget.per_layer)
+    else:
+        for rank in range(shape.num_ranks):
+            slots = np.arange(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
+            _drop_copies(rows, load, slots, budget.pool_per_rank)
+        _drop_copies(rows, load, None, budget.total)
     return Placement(rows, shape.num_ranks, shape.num_logical_experts)
 
 
-def _cheapest(
+def _drop_copies(
+    rows: NDArray[np.int32],
+    load: NDArray[np.float64],
+    slots: NDArray[np.int64] | None,
+    most: int,
+) -> None:
+    """Empty slots until at most `most` are filled, always the copy whose loss matters least.
+
+    Args:
+        rows: (L, S) experts of the slots. Mutated.
+        load: (L, E) [tokens].
+        slots: the slots that count; None for all.
+        most: filled slots to keep, over all layers.
+    """
+    among = np.arange(rows.shape[1]) if slots is None else slots
+    for _ in range(int((rows[:, among] >= 0).sum()) - most):
+        choices = [
+            (*_cheapest_copy(row, load[layer], among), layer) for layer, row in enumerate(rows)
+        ]
+        _, slot, layer = min(choices)
+        if slot < 0:
+            raise InfeasiblePlan(
+                "a rank's pool is smaller than the experts that have no other copy",
+                Reason.POOL_EXCEEDED,
+            )
+        rows[layer, slot] = EMPTY
+
+
+def _cheapest_copy(
     row: NDArray[np.int32], load: NDArray[np.float64], slots: NDArray[np.int64]
 ) -> tuple[float, int]:
-    """(load per copy that would remain, slot) of the redundant copy among `slots` that is missed least."""
+    """Find the redundant copy whose loss leaves its expert the least load per copy.
+
+    Returns (that load per copy, slot), or (inf, -1).
+    """
     count = np.bincount(row[row >= 0], minlength=len(load))
     best, at = np.inf, -1
     for slot in slots:
@@ -92,39 +125,3 @@ def _cheapest(
             if left < best:
                 best, at = float(left), int(slot)
     return best, at
-
-
-def _drop(
-    row: NDArray[np.int32], load: NDArray[np.float64], surplus: int, rank: int | None, per_rank: int
-) -> None:
-    slots = (
-        np.arange(len(row)) if rank is None else np.arange(rank * per_rank, (rank + 1) * per_rank)
-    )
-    for _ in range(surplus):
-        row[_cheapest(row, load, slots)[1]] = EMPTY
-
-
-def _drop_to_pool(
-    rows: NDArray[np.int32], load: NDArray[np.float64], budget: SlotBudget, per_rank: int
-) -> None:
-    """Empty slots until every rank's pool and the whole budget hold."""
-    layers, slots = rows.shape
-    ranks = slots // per_rank
-    pool = budget.pool_per_rank or 0
-    by_rank = [np.arange(rank * per_rank, (rank + 1) * per_rank) for rank in range(ranks)]
-
-    def drop_one(among: NDArray[np.int64]) -> None:
-        choices = [(*_cheapest(rows[layer], load[layer], among), layer) for layer in range(layers)]
-        _, slot, layer = min(choices)
-        if slot < 0:
-            raise InfeasiblePlan(
-                "a rank's pool is smaller than the experts that have no other copy",
-                Reason.POOL_EXCEEDED,
-            )
-        rows[layer, slot] = EMPTY
-
-    for rank in range(ranks):
-        for _ in range(int((rows[:, by_rank[rank]] >= 0).sum()) - pool):
-            drop_one(by_rank[rank])
-    for _ in range(int((rows >= 0).sum()) - budget.total):
-        drop_one(np.arange(slots))

@@ -1,12 +1,18 @@
-"""What keel knows of one layer while it searches: loads, rank costs per step, and how steep they are.
+"""The state of one layer under search: loads, rank costs in each step, and the gradient.
 
-The search minimises a smooth stand-in for the time of a layer: the p-norm over ranks of their cost, step by
-step, averaged over the window. It lies between the largest cost and R ** (1/p) times it. Unlike the maximum
-it sees every rank near the top, so gains of single moves add up, and it fits less of the window's noise.
+The search minimises a smooth replacement for the time of a layer: the p-norm over ranks of their
+    cost,
+step by step, averaged over the window. It lies between the largest cost and R ** (1/p) times that.
+Unlike the maximum it depends on every rank near the top, so the gains of single moves add up, and
+it fits less of the window's noise.
 
-The gradient is kept as a table: `slope[e, r]` is by how much the objective would grow if one more share of
-expert e's tokens went to rank r. The objective is convex in the rank loads where the cost curves are, so a
-move gains at most what the gradient promises. That bound costs O(1) and leaves few candidates to evaluate.
+The gradient is kept as a table: `slope[e, r]` is by how much the objective would grow if one more
+    share
+of expert e's tokens went to rank r. Where the cost curves are convex, so is the objective in the
+rank loads, and a move gains at most what the gradient promises. That bound costs O(1) per move and
+leaves few candidates to evaluate.
+
+Units: loads are in mean rank loads, costs and the objective in layer times (see `search`).
 """
 
 from typing import NamedTuple
@@ -17,11 +23,9 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 
 __all__ = [
-    "SHARP",
-    "SMOOTH",
-    "Curves",
-    "Layer",
-    "Split",
+    "WRITTEN_OUT",
+    "LayerState",
+    "SearchObjective",
     "build_layer",
     "expert_shares",
     "load_ranks",
@@ -31,43 +35,40 @@ __all__ = [
     "smooth_cost",
 ]
 
-
-SMOOTH = 3
-"""p is 2 ** 3 = 8 where loads are noisy: it fits little of the noise of single steps."""
-SHARP = 5
-"""p is 2 ** 5 = 32 where they are not: it is nearer the maximum, which many ranks share."""
+WRITTEN_OUT = 3
+"""Doublings of p = 8, for which the innermost loops have no inner loop of their own."""
 
 
-class Curves(NamedTuple):
-    """Cost of a rank load in the search: straight lines, or stairs smoothed to ramps."""
+class SearchObjective(NamedTuple):
+    """What one search minimises, in search units; the same for all its layers."""
 
     rates: NDArray[np.float64]
     """(R,) cost per unit of load; with stairs, beyond the last of them."""
     tile: float
-    """Width of a stair in load units; 0 for straight lines."""
+    """Width of a stair of the cost curve in load units; 0 for straight lines."""
     stairs: NDArray[np.float64]
     """(R, K) cost of 1..K tiles; unused when `tile` is 0."""
-    doublings: int = SMOOTH
-    """p is 2 to this power: `SMOOTH` or `SHARP`."""
-
-
-class Split(NamedTuple):
-    """How tokens divide over replicas."""
-
+    doublings: int
+    """p of the norm is 2 to this power."""
+    sharp: bool
+    """True where p is the higher one: then many ranks have the largest cost together, and moves are
+    made together."""
+    swap_share: float
+    """Gain, over that of the best swap, from which a swap is made with it; 1 where not `sharp`."""
     nearest: bool
-    """False: evenly."""
+    """True for nearest dispatch, False for an even split."""
     node_of_rank: NDArray[np.int64]
-    """(R,)"""
+    """(R,) node of each rank."""
 
 
-class Layer(NamedTuple):
-    """One layer under search. Arrays are mutated in place."""
+class LayerState(NamedTuple):
+    """One layer under search. Kernels change the arrays in place."""
 
     load: NDArray[np.float64]
-    """(E, T) tokens over the mean rank load of the window."""
+    """(E, T) load of each expert."""
     weight: NDArray[np.float64]
     """(T,) weight of each step, summing to 1."""
-    source: NDArray[np.float64]
+    origin: NDArray[np.float64]
     """(E, R) share of each expert's tokens that start on a rank."""
     row: NDArray[np.int32]
     """(S,) expert of each slot, -1 for empty."""
@@ -78,70 +79,77 @@ class Layer(NamedTuple):
     share: NDArray[np.float64]
     """(E, R) share of an expert's tokens that lands on a rank."""
     had: NDArray[np.bool_]
-    """(E, R) whether the rank holds the expert at present: such a copy costs nothing."""
-    far: NDArray[np.float64]
-    """(E, R) price of the copy in units of the move price: 0 where `had`, 1 from the same node, else dearer."""
+    """(E, R) True if the current placement has the expert on the rank: that copy is free."""
+    copy_price: NDArray[np.float64]
+    """(E, R) price of the copy over the price of a move: 0 where `had`, 1 if a rank of the same
+    node has the expert, else the cross-node factor."""
     homes: NDArray[np.int64]
-    """(E,) ranks that hold an expert at present."""
-    nearest: NDArray[np.float64]
-    """(E,) price of the cheapest copy on a rank that does not; 0 where all do."""
-    farthest: NDArray[np.float64]
-    """(1,) price of the dearest copy of all."""
-    ranks: NDArray[np.float64]
-    """(R, T) rank load."""
+    """(E,) ranks that hold an expert in the current placement."""
+    cheapest: NDArray[np.float64]
+    """(E,) lowest `copy_price` over the ranks that have no copy at present; 0 if all have one."""
+    dearest: NDArray[np.float64]
+    """(1,) highest `copy_price` of all."""
+    rank_load: NDArray[np.float64]
+    """(R, T) load of each rank."""
     powers: NDArray[np.float64]
     """(R, T) rank cost ** p."""
-    total: NDArray[np.float64]
+    power_sum: NDArray[np.float64]
     """(T,) sum of `powers` over ranks."""
     norm: NDArray[np.float64]
-    """(T,) total ** (1/p): the step's time."""
-    steep: NDArray[np.float64]
+    """(T,) power_sum ** (1/p): the time of the step."""
+    rank_slope: NDArray[np.float64]
     """(T, R) gradient of the objective in the rank loads."""
     slope: NDArray[np.float64]
     """(E, R) gradient of the objective in the share of an expert on a rank."""
     scratch: NDArray[np.float64]
-    """(T,)"""
+    """(T,) working memory."""
     moved: NDArray[np.float64]
-    """(2, R) scratch: changes of two experts' shares."""
+    """(2, R) working memory: changes of the shares of two experts."""
 
 
 @kernel
-def smooth_cost(load: float, rank: int, curves: Curves) -> float:
-    """Cost of a rank load: straight, or ramps that meet each stair half a tile early."""
-    if curves.tile == 0.0:
-        return float(load * curves.rates[rank])
+def smooth_cost(load: float, rank: int, objective: SearchObjective) -> float:
+    """Return the cost of a rank load: a straight line, or ramps instead of stairs.
+
+    A ramp reaches each stair half a tile early, so that the gradient is nowhere zero.
+    """
+    if objective.tile == 0.0:
+        return float(load * objective.rates[rank])
     if load <= 0.0:
         return 0.0
-    tiles = curves.stairs.shape[1]
-    at = load / curves.tile + 0.5
+    stairs = objective.stairs
+    tiles = stairs.shape[1]
+    at = load / objective.tile + 0.5
     if at >= tiles:
         return float(
-            curves.stairs[rank, tiles - 1] + (at - tiles) * curves.tile * curves.rates[rank]
+            stairs[rank, tiles - 1] + (at - tiles) * objective.tile * objective.rates[rank]
         )
     if at < 1.0:
-        return float(curves.stairs[rank, 0] * (2.0 * at - 1.0))
+        return float(stairs[rank, 0] * (2.0 * at - 1.0))
     low = int(at)
     part = at - low
-    return float((1.0 - part) * curves.stairs[rank, low - 1] + part * curves.stairs[rank, low])
+    return float((1.0 - part) * stairs[rank, low - 1] + part * stairs[rank, low])
 
 
 @kernel
-def _smooth_slope(load: float, rank: int, curves: Curves) -> float:
-    if curves.tile == 0.0:
-        return float(curves.rates[rank])
-    tiles = curves.stairs.shape[1]
-    at = load / curves.tile + 0.5
+def _cost_slope(load: float, rank: int, objective: SearchObjective) -> float:
+    """Return the derivative of `smooth_cost` in the load."""
+    if objective.tile == 0.0:
+        return float(objective.rates[rank])
+    stairs = objective.stairs
+    tiles = stairs.shape[1]
+    at = load / objective.tile + 0.5
     if at >= tiles:
-        return float(curves.rates[rank])
+        return float(objective.rates[rank])
     if at < 1.0:
-        return float(2.0 * curves.stairs[rank, 0] / curves.tile)
+        return float(2.0 * stairs[rank, 0] / objective.tile)
     low = int(at)
-    return float((curves.stairs[rank, low] - curves.stairs[rank, low - 1]) / curves.tile)
+    return float((stairs[rank, low] - stairs[rank, low - 1]) / objective.tile)
 
 
 @inlined
 def power(value: float, doublings: int) -> float:
-    """value ** p."""
+    """Return value ** p."""
     for _ in range(doublings):
         value *= value
     return value
@@ -149,7 +157,7 @@ def power(value: float, doublings: int) -> float:
 
 @inlined
 def root(value: float, doublings: int) -> float:
-    """The inverse of `power`."""
+    """Return value ** (1/p)."""
     for _ in range(doublings):
         value = np.sqrt(value)
     return value
@@ -159,19 +167,28 @@ def root(value: float, doublings: int) -> float:
 def expert_shares(
     held: NDArray[np.int64],
     count: int,
-    source: NDArray[np.float64],
-    split: Split,
+    origin: NDArray[np.float64],
+    objective: SearchObjective,
     out: NDArray[np.float64],
 ) -> None:
-    """Share of one expert's tokens that lands on each rank, (R,) into `out`, given who holds it (R,)."""
+    """Write to `out` (R,) the share of one expert's tokens that lands on each rank.
+
+    Args:
+        held: (R,) copies of the expert on each rank.
+        count: their sum.
+        origin: (R,) share of its tokens that start on each rank.
+        objective: names the dispatch and the nodes.
+        out: (R,) written.
+    """
     ranks = held.shape[0]
-    if not split.nearest or count < 2:
+    if not objective.nearest or count < 2:
         for rank in range(ranks):
             out[rank] = held[rank] / count if count > 0 else 0.0
         return
+    node_of_rank = objective.node_of_rank
     out[:] = 0.0
     for start in range(ranks):
-        part = source[start]
+        part = origin[start]
         if part == 0.0:
             continue
         if held[start] > 0:
@@ -179,20 +196,20 @@ def expert_shares(
             continue
         near = 0
         for rank in range(ranks):
-            if split.node_of_rank[rank] == split.node_of_rank[start]:
+            if node_of_rank[rank] == node_of_rank[start]:
                 near += held[rank]
         for rank in range(ranks):
             if near == 0:
                 out[rank] += part * held[rank] / count
-            elif split.node_of_rank[rank] == split.node_of_rank[start]:
+            elif node_of_rank[rank] == node_of_rank[start]:
                 out[rank] += part * held[rank] / near
 
 
 @kernel
-def load_ranks(layer: Layer, split: Split) -> None:
-    """Fill `held`, `count` and `ranks` from the slots."""
+def load_ranks(layer: LayerState, objective: SearchObjective) -> None:
+    """Compute `held`, `copies`, `share` and `rank_load` from the slots."""
     experts, steps = layer.load.shape
-    num_ranks = layer.ranks.shape[0]
+    num_ranks = layer.rank_load.shape[0]
     per_rank = layer.row.shape[0] // num_ranks
     layer.held[:] = 0
     layer.copies[:] = 0
@@ -200,111 +217,117 @@ def load_ranks(layer: Layer, split: Split) -> None:
         if layer.row[slot] >= 0:
             layer.held[layer.row[slot], slot // per_rank] += 1
             layer.copies[layer.row[slot]] += 1
-    layer.ranks[:] = 0.0
+    layer.rank_load[:] = 0.0
     for expert in range(experts):
         shares = layer.share[expert]
-        expert_shares(layer.held[expert], layer.copies[expert], layer.source[expert], split, shares)
+        held, count = layer.held[expert], layer.copies[expert]
+        expert_shares(held, count, layer.origin[expert], objective, shares)
         for rank in range(num_ranks):
             if shares[rank] > 0.0:
                 for t in range(steps):
-                    layer.ranks[rank, t] += shares[rank] * layer.load[expert, t]
+                    layer.rank_load[rank, t] += shares[rank] * layer.load[expert, t]
 
 
 @kernel
-def refresh(layer: Layer, curves: Curves) -> float:
-    """Recompute costs and slopes from the rank loads; returns the objective, the weighted mean time."""
+def refresh(layer: LayerState, objective: SearchObjective) -> float:
+    """Recompute costs and gradient from the rank loads; return the objective of the layer."""
     experts, steps = layer.load.shape
-    num_ranks = layer.ranks.shape[0]
-    straight = curves.tile == 0.0
-    load, weight, ranks, powers = layer.load, layer.weight, layer.ranks, layer.powers
-    total, norm, steep, slope = layer.total, layer.norm, layer.steep, layer.slope
-    total[:] = 0.0
+    num_ranks = layer.rank_load.shape[0]
+    straight = objective.tile == 0.0
+    load, weight, rank_load, powers = layer.load, layer.weight, layer.rank_load, layer.powers
+    power_sum, norm = layer.power_sum, layer.norm
+    rank_slope, slope = layer.rank_slope, layer.slope
+    power_sum[:] = 0.0
     for rank in range(num_ranks):
-        rate = curves.rates[rank]
+        rate = objective.rates[rank]
         for t in range(steps):
-            # Differences of shares may leave a rank a rounding below empty.
-            tokens = max(ranks[rank, t], 0.0)
-            cost = tokens * rate if straight else smooth_cost(tokens, rank, curves)
-            powers[rank, t] = power(cost, curves.doublings)
-            total[t] += powers[rank, t]
-    objective = 0.0
+            # Rounding of differences of shares can leave the load of an empty rank below zero.
+            tokens = max(rank_load[rank, t], 0.0)
+            cost = tokens * rate if straight else smooth_cost(tokens, rank, objective)
+            powers[rank, t] = power(cost, objective.doublings)
+            power_sum[t] += powers[rank, t]
+    total = 0.0
     for t in range(steps):
-        norm[t] = root(total[t], curves.doublings)
-        objective += weight[t] * norm[t]
-    steep[:] = 0.0
+        norm[t] = root(power_sum[t], objective.doublings)
+        total += weight[t] * norm[t]
+    rank_slope[:] = 0.0
     for rank in range(num_ranks):
-        rate = curves.rates[rank]
+        rate = objective.rates[rank]
         for t in range(steps):
-            tokens = max(ranks[rank, t], 0.0)
-            cost = tokens * rate if straight else smooth_cost(tokens, rank, curves)
+            tokens = max(rank_load[rank, t], 0.0)
+            cost = tokens * rate if straight else smooth_cost(tokens, rank, objective)
             if cost > 0.0:
-                by = rate if straight else _smooth_slope(tokens, rank, curves)
-                steep[t, rank] = weight[t] * (powers[rank, t] / total[t]) * (norm[t] / cost) * by
+                by = rate if straight else _cost_slope(tokens, rank, objective)
+                rank_slope[t, rank] = (
+                    weight[t] * (powers[rank, t] / power_sum[t]) * (norm[t] / cost) * by
+                )
     slope[:] = 0.0
     for expert in range(experts):
         for t in range(steps):
             tokens = load[expert, t]
             if tokens > 0.0:
                 for rank in range(num_ranks):
-                    slope[expert, rank] += tokens * steep[t, rank]
-    return objective
+                    slope[expert, rank] += tokens * rank_slope[t, rank]
+    return total
 
 
 def build_layer(
     load: NDArray[np.float64],
     weight: NDArray[np.float64],
-    source: NDArray[np.float64],
+    origin: NDArray[np.float64],
     row: NDArray[np.int32],
     current: NDArray[np.int32] | None,
-    split: Split,
+    objective: SearchObjective,
     cross_node_factor: float,
-) -> Layer:
-    """A layer ready for search.
+) -> LayerState:
+    """Build the state of a layer.
 
     Args:
-        load: (E, T) tokens over the mean rank load.
+        load: (E, T) load of each expert, in mean rank loads.
         weight: (T,) summing to 1.
-        source: (E, R) shares of origin.
-        row: (S,) the start; copied.
-        current: (S,) where experts are at present; None for nowhere, so that no copy has a price.
-        split: names the ranks' nodes and the dispatcher.
-        cross_node_factor: price of a copy that no rank of the node could send.
+        origin: (E, R) share of each expert's tokens that start on a rank.
+        row: (S,) expert of each slot at the start; copied.
+        current: (S,) expert of each slot at present; None for no placement: then no copy has a
+            price.
+        objective: names the dispatch and the nodes.
+        cross_node_factor: price of a copy that no rank of the node can send.
     """
     experts, steps = load.shape
-    ranks = len(split.node_of_rank)
+    ranks = len(objective.node_of_rank)
     had = np.ones((experts, ranks), np.bool_)
-    far = np.zeros((experts, ranks))
+    copy_price = np.zeros((experts, ranks))
     if current is not None:
         had[:] = False
         holders = np.arange(len(current)) // (len(current) // ranks)
         filled = current >= 0
         had[current[filled], holders[filled]] = True
-        nodes = split.node_of_rank
+        nodes = objective.node_of_rank
         on_node = np.zeros((experts, int(nodes.max()) + 1), np.bool_)
         for rank in range(ranks):
             on_node[:, nodes[rank]] |= had[:, rank]
-        far = np.where(had, 0.0, np.where(on_node[:, nodes], 1.0, cross_node_factor))
-    layer = Layer(
+        copy_price = np.where(had, 0.0, np.where(on_node[:, nodes], 1.0, cross_node_factor))
+    cheapest = np.where(had, np.inf, copy_price).min(axis=1)
+    layer = LayerState(
         load=np.ascontiguousarray(load),
         weight=weight,
-        source=np.ascontiguousarray(source),
+        origin=np.ascontiguousarray(origin),
         row=row.astype(np.int32, copy=True),
         held=np.zeros((experts, ranks), np.int64),
         copies=np.zeros(experts, np.int64),
         share=np.zeros((experts, ranks)),
         had=had,
-        far=far,
+        copy_price=copy_price,
         homes=had.sum(axis=1),
-        nearest=np.where(had.all(axis=1), 0.0, np.where(had, np.inf, far).min(axis=1)),
-        farthest=far.max(keepdims=True).reshape(-1)[:1],
-        ranks=np.zeros((ranks, steps)),
+        cheapest=np.where(had.all(axis=1), 0.0, cheapest),
+        dearest=np.array([copy_price.max()]),
+        rank_load=np.zeros((ranks, steps)),
         powers=np.zeros((ranks, steps)),
-        total=np.zeros(steps),
+        power_sum=np.zeros(steps),
         norm=np.zeros(steps),
-        steep=np.zeros((steps, ranks)),
+        rank_slope=np.zeros((steps, ranks)),
         slope=np.zeros((experts, ranks)),
         scratch=np.zeros(steps),
         moved=np.zeros((2, ranks)),
     )
-    load_ranks(layer, split)
+    load_ranks(layer, objective)
     return layer
