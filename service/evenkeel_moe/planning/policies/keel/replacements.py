@@ -4,6 +4,8 @@ A replacement gains at most what the gradient promises. With the sharp norm that
 the gain, so the relief of single ranks is computed exactly and used as a tighter bound.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,21 @@ from evenkeel_moe.planning.policies.keel.moves import (
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
 
 __all__ = ["best_replacement"]
+
+
+class _OpenSlots(NamedTuple):
+    """The slots of a layer that another expert may enter. All arrays are (N,)."""
+
+    slot: NDArray[np.int64]
+    """Empty slots with room, and slots whose expert has another copy."""
+    rank: NDArray[np.int64]
+    """The rank of the slot."""
+    drop: NDArray[np.float64]
+    """Gain that the gradient promises for emptying the slot."""
+    alone: NDArray[np.float64]
+    """Bound on the gain of emptying it; with the sharp norm tighter than `drop`."""
+    saved: NDArray[np.float64]
+    """Price of the copy in the slot, which emptying it saves."""
 
 
 @kernel
@@ -36,52 +53,129 @@ def best_replacement(
     Returns:
         (slot or -1, expert, net gain, copies needed, evaluations used).
     """
-    per_rank = layer.row.shape[0] // layer.held.shape[1]
-    row, held, had, copy_price = layer.row, layer.held, layer.had, layer.copy_price
     tight = objective.sharp and not objective.nearest
     borne, dear = _borne_slopes(layer)
-    slots, drops, saved = _open_slots(layer, room, spare, price, borne)
+    slots = _open_slots(layer, room, spare, price, borne)
     slot, chosen, best, best_copies, used = -1, -1, least, 0, 0
-    # A bound is never below the gain, so where none reaches the bar, nothing is computed exactly.
-    if len(slots) == 0 or (
-        tight and not _any_promise(layer, borne, dear, (drops + saved).max(), price, best)
-    ):
+    if len(slots.slot) == 0:
         return slot, chosen, best, best_copies, used
-    alone = _drops_alone(layer, objective, slots, drops) if tight else drops
-    most = (alone + saved).max()
-    first, following = _slots_of_experts(row, layer.copies.shape[0])
+    if tight:
+        # A bound is never below the gain: where none reaches the bar, nothing is computed exactly.
+        if not _any_promise(layer, borne, dear, (slots.drop + slots.saved).max(), price, best):
+            return slot, chosen, best, best_copies, used
+        _tighten(layer, objective, slots)
+    most = (slots.alone + slots.saved).max()
+    first, following = _slots_of_experts(layer.row, layer.copies.shape[0])
     for expert in range(layer.copies.shape[0]):
-        part = 1.0 / (layer.copies[expert] + 1.0)
-        eased = borne[expert] * part / layer.copies[expert]
+        eased = borne[expert] * (1.0 / (layer.copies[expert] + 1.0)) / layer.copies[expert]
         rest = most - price * dear[expert]
         if tight and eased + rest > best:
             eased = _relief(layer, objective, expert, first, following)
-        if eased + rest <= best:
+        if eased + rest <= best or used >= evaluations:
             continue
-        for place in range(len(slots)):
-            if eased + alone[place] + saved[place] <= best:
-                continue
-            rank, old = slots[place] // per_rank, row[slots[place]]
-            if held[expert, rank] > 0:
-                continue
-            # The new copy costs its rank what the gradient says, and never less than nothing.
-            promise = eased + min(drops[place] - layer.slope[expert, rank] * part, alone[place])
-            copies, cost = int(not had[expert, rank]), copy_price[expert, rank]
-            if old >= 0:
-                copies -= int(not had[old, rank])
-                cost -= copy_price[old, rank]
-            if (copies > allowance and copies > 0) or promise - price * cost <= best:
-                continue
-            if used >= evaluations:
-                return slot, chosen, best, best_copies, used
-            used += 1
-            gain = _exact_gain(layer, objective, slots[place], expert) - price * cost
-            if gain > best:
-                slot, chosen, best, best_copies = slots[place], expert, gain, copies
+        found, gain, copies, spent = _best_slot(
+            layer, objective, expert, eased, slots, price, allowance, best, evaluations - used
+        )
+        used += spent
+        if found >= 0:
+            slot, chosen, best, best_copies = found, expert, gain, copies
     return slot, chosen, best, best_copies, used
 
 
+@kernel
+def _best_slot(
+    layer: LayerState,
+    objective: SearchObjective,
+    expert: int,
+    eased: float,
+    slots: _OpenSlots,
+    price: float,
+    allowance: int,
+    best: float,
+    evaluations: int,
+) -> tuple[int, float, int, int]:
+    """Find the slot where a further copy of one expert gains most and more than `best`.
+
+    `eased` bounds the gain from taking the new copy's share off the other copies. Returns
+    (slot or -1, net gain, copies needed, evaluations used).
+    """
+    row, held, had, copy_price = layer.row, layer.held, layer.had, layer.copy_price
+    load, share, copies_of, slope = layer.load, layer.share, layer.copies, layer.slope
+    rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
+    weight, norm, power_sum = layer.weight, layer.norm, layer.power_sum
+    slot_of, rank_of, drop, alone, saved = slots
+    part = 1.0 / (copies_of[expert] + 1.0)
+    found, best_copies, used = -1, 0, 0
+    for n in range(len(alone)):
+        if eased + alone[n] + saved[n] <= best or held[expert, rank_of[n]] > 0:
+            continue
+        slot, rank, old = slot_of[n], rank_of[n], row[slot_of[n]]
+        # The new copy costs its rank what the gradient says, and never less than nothing.
+        promise = eased + min(drop[n] - slope[expert, rank] * part, alone[n])
+        copies, cost = int(not had[expert, rank]), copy_price[expert, rank]
+        if old >= 0:
+            copies -= int(not had[old, rank])
+            cost -= copy_price[old, rank]
+        if (copies > allowance and copies > 0) or promise - price * cost <= best:
+            continue
+        if used >= evaluations:
+            break
+        used += 1
+        if objective.nearest:
+            gain = replacement_gain(layer, objective, slot, expert)
+        else:
+            out[:] = 0.0
+            _add_replacement(
+                load,
+                share,
+                rank_load,
+                powers,
+                objective,
+                copies_of[old],
+                rank,
+                old,
+                expert,
+                part,
+                out,
+            )
+            gain = gain_of_power_change(weight, norm, power_sum, objective.doublings, out)
+        if gain - price * cost > best:
+            found, best, best_copies = slot, gain - price * cost, copies
+    return found, best, best_copies, used
+
+
 @inlined
+def _add_replacement(
+    load: NDArray[np.float64],
+    share: NDArray[np.float64],
+    rank_load: NDArray[np.float64],
+    powers: NDArray[np.float64],
+    objective: SearchObjective,
+    copies_of_old: int,
+    rank: int,
+    old: int,
+    expert: int,
+    part: float,
+    out: NDArray[np.float64],
+) -> None:
+    """Add to `out` (T,) the change of all powered costs if `expert` replaces `old` on a rank.
+
+    Under an even split. `old` is -1 for an empty slot, `part` the new share of a copy of `expert`.
+    """
+    more = 1.0 / (copies_of_old - 1.0) if old >= 0 else 0.0
+    one = max(old, 0)
+    for on in range(rank_load.shape[0]):
+        by_old = 0.0
+        if old >= 0:
+            by_old = -share[old, on] if on == rank else more * share[old, on]
+        by_new = part if on == rank else -part * share[expert, on]
+        if by_old != 0.0 or by_new != 0.0:
+            add_power_change(
+                load, one, by_old, expert, by_new, rank_load, powers, on, objective, out
+            )
+
+
+@kernel
 def _relief(
     layer: LayerState,
     objective: SearchObjective,
@@ -102,40 +196,6 @@ def _relief(
         at = following[at]
         while at >= 0 and at // per_rank == rank:
             at = following[at]
-    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, objective.doublings, out)
-
-
-@inlined
-def _exact_gain(layer: LayerState, objective: SearchObjective, slot: int, expert: int) -> float:
-    """Return the gain if a slot takes another expert."""
-    if objective.nearest:
-        gain = replacement_gain(layer, objective, slot, expert)
-    else:
-        gain = _gain_under_even_split(layer, objective, slot, expert)
-    return gain
-
-
-@inlined
-def _gain_under_even_split(
-    layer: LayerState, objective: SearchObjective, slot: int, expert: int
-) -> float:
-    """Return the gain if a slot takes another expert, where every copy has the same share."""
-    rank, old = slot // (layer.row.shape[0] // layer.rank_load.shape[0]), layer.row[slot]
-    load, rank_load, powers, out = layer.load, layer.rank_load, layer.powers, layer.scratch
-    share = layer.share
-    part = 1.0 / (layer.copies[expert] + 1.0)
-    more = 1.0 / (layer.copies[old] - 1.0) if old >= 0 else 0.0
-    one = max(old, 0)
-    out[:] = 0.0
-    for on in range(rank_load.shape[0]):
-        by_old = 0.0
-        if old >= 0:
-            by_old = -share[old, on] if on == rank else more * share[old, on]
-        by_new = part if on == rank else -part * share[expert, on]
-        if by_old != 0.0 or by_new != 0.0:
-            add_power_change(
-                load, one, by_old, expert, by_new, rank_load, powers, on, objective, out
-            )
     return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, objective.doublings, out)
 
 
@@ -198,55 +258,42 @@ def _open_slots(
     spare: int,
     price: float,
     borne: NDArray[np.float64],
-) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """Find the slots that another expert may enter.
-
-    Returns:
-        slots: (N,) empty slots with room, and slots whose expert has another copy.
-        drops: (N,) gain that the gradient promises for emptying the slot.
-        saved: (N,) price of the copy in the slot, which emptying it saves.
-    """
+) -> _OpenSlots:
+    """Find the slots that another expert may enter; `borne` is that of `_borne_slopes`."""
     num_slots = layer.row.shape[0]
     per_rank = num_slots // layer.rank_load.shape[0]
     row, copies, share, slope = layer.row, layer.copies, layer.share, layer.slope
-    slots, drops = np.empty(num_slots, np.int64), np.zeros(num_slots)
-    saved = np.zeros(num_slots)
+    slots, ranks = np.empty(num_slots, np.int64), np.empty(num_slots, np.int64)
+    drop, saved = np.zeros(num_slots), np.zeros(num_slots)
     count = 0
     for slot in range(num_slots):
         old, rank = row[slot], slot // per_rank
-        if old < 0:
-            if spare > 0 and room[rank] > 0:
-                slots[count] = slot
-                count += 1
-        elif copies[old] > 1:
+        if old >= 0 and copies[old] > 1:
             others = borne[old] / copies[old] - slope[old, rank] * share[old, rank]
-            drops[count] = slope[old, rank] * share[old, rank] - others * (
-                1.0 / (copies[old] - 1.0)
-            )
+            rest = others * (1.0 / (copies[old] - 1.0))
+            drop[count] = slope[old, rank] * share[old, rank] - rest
             saved[count] = price * layer.copy_price[old, rank]
-            slots[count] = slot
-            count += 1
-    return slots[:count], drops[:count], saved[:count]
+        elif old >= 0 or spare <= 0 or room[rank] <= 0:
+            continue
+        slots[count], ranks[count] = slot, rank
+        count += 1
+    return _OpenSlots(
+        slots[:count], ranks[:count], drop[:count], drop[:count].copy(), saved[:count]
+    )
 
 
 @kernel
-def _drops_alone(
-    layer: LayerState,
-    objective: SearchObjective,
-    slots: NDArray[np.int64],
-    drops: NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """Return (N,) a bound on the gain of emptying each of some slots (N,).
+def _tighten(layer: LayerState, objective: SearchObjective, slots: _OpenSlots) -> None:
+    """Fill `slots.alone` with a tighter bound than the gradient's.
 
     It is the relief of the slot's rank, minus what the gradient says that the ranks of the other
     copies lose. Their gradient only grows when this rank is relieved.
     """
-    per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
-    row, share, slope = layer.row, layer.share, layer.slope
+    share, slope, alone = layer.share, layer.slope, slots.alone
     load, rank_load, powers, out = layer.load, layer.rank_load, layer.powers, layer.scratch
-    alone = np.zeros(len(slots))
-    for place in range(len(slots)):
-        rank, old = slots[place] // per_rank, row[slots[place]]
+    for n in range(len(alone)):
+        rank, old = slots.rank[n], layer.row[slots.slot[n]]
+        alone[n] = 0.0
         if old >= 0:
             by = share[old, rank]
             out[:] = 0.0
@@ -254,5 +301,4 @@ def _drops_alone(
             eased = gain_of_power_change(
                 layer.weight, layer.norm, layer.power_sum, objective.doublings, out
             )
-            alone[place] = drops[place] - slope[old, rank] * by + eased
-    return alone
+            alone[n] = slots.drop[n] - slope[old, rank] * by + eased

@@ -8,7 +8,7 @@ much load is as bad as moving too little, see `_reach`.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import inlined, kernel
+from evenkeel_moe.jit import kernel
 from evenkeel_moe.planning.policies.keel.moves import (
     add_power_change,
     gain_of_power_change,
@@ -78,7 +78,7 @@ def best_swaps(
     return gains[order], swaps[order], used
 
 
-@inlined
+@kernel
 def _best_swap_of_pair(
     layer: LayerState,
     objective: SearchObjective,
@@ -92,16 +92,16 @@ def _best_swap_of_pair(
     allowance: int,
     best: float,
 ) -> tuple[float, int, int, int, int]:
-    """Find the best swap between ranks i and j that gains more than `best`.
+    """Find the best swap between the ranks i < j that gains more than `best`.
 
-    `most_back` is the most that a slot of rank j promises, the other arguments are those of
-    `_promises` and `_reach`.
-
-    Returns:
-        (net gain or `best`, slot with an expert, slot of the other rank, copies, evaluations).
+    No slot of rank j promises more than `most_back`. Returns (net gain or `best`, slot with an
+    expert, slot of the other rank, copies, evaluations).
     """
     per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
     row, had, copy_price = layer.row, layer.had, layer.copy_price
+    load, share, copies_of = layer.load, layer.share, layer.copies
+    rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
+    weight, norm, power_sum = layer.weight, layer.norm, layer.power_sum
     found_one, found_two, found_copies, used = -1, -1, 0, 0
     for a in range(i * per_rank, (i + 1) * per_rank):
         here, left = net[j, a], reach - excess[j, a]
@@ -125,45 +125,30 @@ def _best_swap_of_pair(
             if copies > allowance and copies > 0:
                 continue
             used += 1
-            gain = _exact_gain(layer, objective, one, two, own, other)
-            gain -= price * cost
-            if gain > best:
-                best, found_one, found_two, found_copies = gain, one, two, copies
+            if objective.nearest and (copies_of[e] > 1 or (f >= 0 and copies_of[f] > 1)):
+                gain = swap_gain(layer, objective, one, two)
+            else:  # Only the loads of these two ranks change.
+                by_e = share[e, own]
+                by_f = share[f, other] if f >= 0 else 0.0
+                f = max(f, 0)
+                out[:] = 0.0
+                add_power_change(load, e, -by_e, f, by_f, rank_load, powers, own, objective, out)
+                add_power_change(load, e, by_e, f, -by_f, rank_load, powers, other, objective, out)
+                gain = gain_of_power_change(weight, norm, power_sum, objective.doublings, out)
+            if gain - price * cost > best:
+                best = gain - price * cost
+                found_one, found_two, found_copies = one, two, copies
     return best, found_one, found_two, found_copies, used
-
-
-@inlined
-def _exact_gain(
-    layer: LayerState, objective: SearchObjective, one: int, two: int, own: int, other: int
-) -> float:
-    """Return the gain if slot `one` of rank `own` and slot `two` of rank `other` swap experts."""
-    load, share, copies = layer.load, layer.share, layer.copies
-    rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
-    e, f = layer.row[one], layer.row[two]
-    if objective.nearest and (copies[e] > 1 or (f >= 0 and copies[f] > 1)):
-        gain = swap_gain(layer, objective, one, two)
-    else:
-        # Only the loads of these two ranks change.
-        by_e = share[e, own]
-        by_f = share[f, other] if f >= 0 else 0.0
-        g = max(f, 0)
-        out[:] = 0.0
-        add_power_change(load, e, -by_e, g, by_f, rank_load, powers, own, objective, out)
-        add_power_change(load, e, by_e, g, -by_f, rank_load, powers, other, objective, out)
-        gain = gain_of_power_change(
-            layer.weight, layer.norm, layer.power_sum, objective.doublings, out
-        )
-    return gain
 
 
 @kernel
 def _promises(
     layer: LayerState, room: NDArray[np.int64], price: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Compute what the gradient promises for bringing each slot's expert to another rank.
+    """Compute what the gradient promises for bringing the expert of each slot to another rank.
 
     Returns:
-        net: (R, S) promised gain minus the price of the copy on rank r, for the expert of slot s;
+        net: (R, S) promised gain minus the price of the copy, for the expert of slot s on rank r;
             -inf where the move is not possible.
         excess: (R, S) promised gain plus that price: this much of the reach the move uses up.
         most: (R, R) largest `net` over the slots of the first rank, for moves to the second.
