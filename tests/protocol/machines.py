@@ -1,4 +1,4 @@
-"""Machines put into any state, and small deployments to put them in."""
+"""Machines in any state, and messages of a small deployment for them."""
 
 from typing import Any
 

@@ -228,6 +228,6 @@ def test_only_pairs_that_do_something_move(table, moves):
 
 
 def test_page_of_the_machines_is_drawn_from_the_tables():
-    """`python -m evenkeel_moe.protocol.diagram > docs/machines.md` draws it anew."""
+    """`python -m evenkeel_moe.protocol.diagram > docs/machines.md` rewrites it."""
     page = Path(__file__).parents[2] / "docs" / "machines.md"
     assert page.read_text() == diagram.page()

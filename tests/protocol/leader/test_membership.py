@@ -1,4 +1,4 @@
-"""Who is in the EP group, and what all ranks must agree on."""
+"""The members of the EP group, and the values on which all must agree."""
 
 import dataclasses
 

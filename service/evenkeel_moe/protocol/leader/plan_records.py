@@ -1,4 +1,4 @@
-"""The plan records of one deployment: what may become of each, and the history of its changes.
+"""The plan records of one deployment, their phases, and the history of their changes.
 
 Every change returns the PersistPlan that stores it. Which plan may run is decided in `control`.
 """

@@ -1,4 +1,4 @@
-"""The cycles of planning: when one begins, and what becomes of the planner's answer.
+"""The cycles of planning: begins each one and uses the planner's answer.
 
 Every cycle ends in one recorded decision with a Reason.
 """

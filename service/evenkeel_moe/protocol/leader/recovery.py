@@ -1,4 +1,4 @@
-"""What a new leader does before it plans (R12, R15).
+"""The recovery of a new leader, before it plans (R12, R15).
 
 It asks all ranks for their state, ends waves found on them, and brings the records up to date.
 """
