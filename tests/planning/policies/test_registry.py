@@ -64,20 +64,24 @@ from evenkeel_moe.planning.schedule.waves import schedule_waves
 
 def compiled():
     found = pkgutil.walk_packages(evenkeel_moe.planning.__path__, "evenkeel_moe.planning.")
-    modules = [importlib.import_module(m.name) for m in found]
-    return {k: len(v.signatures) for m in modules for k, v in vars(m).items() if isinstance(v,
-    Dispatcher)}
+    return {
+        (module, name): len(value.signatures)
+        for module in (importlib.import_module(m.name) for m in found)
+        for name, value in vars(module).items()
+        if isinstance(value, Dispatcher)
+    }
 
 policies.warm_kernels()
 before = compiled()
 shape = ModelShape(3, 12, 4, 4, 2, 100, pool_slots_per_rank=11)
 load = np.random.default_rng(0).integers(0, 99, (8, 3, 12)).astype(float)
 current = Placement.initial(shape)
-problem = PlacementProblem(load, shape, Topology((0, 1, 0, 1)), current=current,
-max_evaluations=2000) for policy in policies.POLICIES.values():
+topology = Topology((0, 1, 0, 1))
+problem = PlacementProblem(load, shape, topology, current=current, max_evaluations=2000)
+for policy in policies.POLICIES.values():
     target = relabel(problem, policy(problem).placement)
     schedule_waves(current, target, shape, problem.topology, None)
-print(*(name for name, count in compiled().items() if count > before[name]))
+print(*(key for key, count in compiled().items() if count > before[key]))
 """
 
 
