@@ -152,7 +152,9 @@ class Replica:
         self.member.keeper.want()
         await until(
             lambda: (
-                self.member.control.leader is not None and self.member.leadership.term > lease.term
+                self.member.keeper.leading
+                and self.member.control.leader is not None
+                and self.member.leadership.term > lease.term
             )
         )
         return lease.term
