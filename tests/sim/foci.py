@@ -52,7 +52,7 @@ FOCI = (
         " participant armed StagingFinished, StagingFailed, TransportDrained;"
         " participant swapping StagingFinished, StagingFailed, TransportDrained;"
         " participant aborted StagingFinished, StagingFailed",
-        7,
+        8,
         *(news(f"rank {state}") for state in RANK_STATES),
         like(slow_swaps=0.2),
         CANCELLED,
@@ -132,7 +132,7 @@ FOCI = (
         reload("rank is prepared", False),
     ),
     focus("participant armed ReloadRequested", 4, reload("rank is armed", True)),
-    focus("participant armed WeightsReloaded", 9, reload("rank is armed", False)),
+    focus("participant armed WeightsReloaded", 10, reload("rank is armed", False)),
     focus(
         "participant swapping ReloadRequested",
         13,
@@ -382,7 +382,7 @@ FOCI = (
     focus(
         "control migrating PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
         " control ready PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped",
-        8,
+        10,
         *(
             order
             for state in ("migrating", "ready")

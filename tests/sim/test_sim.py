@@ -16,13 +16,13 @@ from tests.sim.scenario import SCRIPTS, parse, play
 from tests.sim.search import Tally, hunt
 
 CATCHING_SEEDS = {
-    "R1": 6,
+    "R1": 14,
     "R2": 72,
     "R3": 34,
     "R3b": 18,
     "R4": 293,
     "R5": 0,
-    "R6": 6,
+    "R6": 281,
     "R7": 96,
     "R7b": 9,
     "R8": 212,
@@ -34,7 +34,7 @@ CATCHING_SEEDS = {
     "R12": 3,
     "R13": 23,
     "R14": 5,
-    "R15": 6,
+    "R15": 8,
     "R16": 295,
     "R17": 128,
 }
