@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 
+from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     CycleSettings,
     PlanBase,
@@ -12,7 +13,6 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     price,
     steps_since_move,
 )
-from evenkeel_moe.controller.cycles.evaluation_budget import EvaluationBudget
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Reason, Unavailable
@@ -66,7 +66,7 @@ class InputBuilder:
     ranks: RankSessions
     clock: Clock
     settings: CycleSettings
-    budget: EvaluationBudget
+    budget: CycleBudget
     gate_memory: GateMemory = field(default_factory=GateMemory, init=False)
     """The state of the gates after the last cycle; each cycle replaces it."""
     _pace: StepPace = field(default_factory=StepPace, init=False)

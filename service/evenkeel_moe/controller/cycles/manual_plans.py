@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
+from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     PlanBase,
     WaveRequest,
     build_waves,
     finite,
 )
-from evenkeel_moe.controller.cycles.evaluation_budget import EvaluationBudget
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.machine_inbox import MachineInbox
@@ -57,7 +57,7 @@ class ManualPlanner:
 
     operator: Operator
     builder: InputBuilder
-    budget: EvaluationBudget
+    budget: CycleBudget
     loads: GroupLoads
     pool: PlannerPool
     inbox: MachineInbox

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import structlog
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
+from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings, PlanBase, finite
-from evenkeel_moe.controller.cycles.evaluation_budget import EvaluationBudget
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.cycles.manual_plans import ManualPlanner
 from evenkeel_moe.controller.cycles.recommendation import Recommender
@@ -48,7 +48,7 @@ class DeploymentPlanner:
 
     def __post_init__(self) -> None:
         control, loads, clock, pool = self.operator.control, self.loads, self.clock, self.pool
-        budget = self._budget = EvaluationBudget(self.settings.deadline_s)
+        budget = self._budget = CycleBudget(self.settings.deadline_s)
         builder = InputBuilder(control, loads, self.ranks, clock, self.settings, budget)
         self._control, self._builder = control, builder
         self._shadows = ShadowPolicies(control, pool, self.spawn)

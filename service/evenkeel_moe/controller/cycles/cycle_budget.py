@@ -5,7 +5,7 @@ import time
 from evenkeel_moe.adapters.processes.planner_pool import DeadlineMissed, PlannerPool
 from evenkeel_moe.planning.decision.cycle import CycleInputs, CycleResult, run_cycle
 
-__all__ = ["EvaluationBudget"]
+__all__ = ["CycleBudget"]
 
 _SHARE = 0.25
 """Share of the deadline for the search: the planner may be shared, and a plan is more than that."""
@@ -17,7 +17,7 @@ _FIRST_AFTER_A_MISS = 1_000_000
 """Budget of a policy that missed its deadline before its rate was known."""
 
 
-class EvaluationBudget:
+class CycleBudget:
     """The evaluations each policy may make in one cycle of one deployment.
 
     The planner's seconds become a number of evaluations at the measured rate of the policy. A plan
