@@ -19,8 +19,6 @@ from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.ports import Clock
 from evenkeel_moe.protocol.control_messages import LeaseLost
 
-__all__ = ["Driver", "Executor", "Machine", "ActionStage"]
-
 ActionT = TypeVar("ActionT")
 ActionT_co = TypeVar("ActionT_co", covariant=True)
 ActionT_contra = TypeVar("ActionT_contra", contravariant=True)

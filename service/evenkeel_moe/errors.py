@@ -17,19 +17,6 @@
 
 from enum import StrEnum
 
-__all__ = [
-    "Conflict",
-    "EvenkeelError",
-    "IllegalEvent",
-    "InfeasiblePlan",
-    "InvalidInput",
-    "NotFound",
-    "PeerViolation",
-    "Reason",
-    "ShapeMismatch",
-    "Unavailable",
-]
-
 
 class Reason(StrEnum):
     """The closed list of reasons; also the metric labels and REST codes."""

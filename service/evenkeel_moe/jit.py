@@ -5,8 +5,6 @@ from typing import Any, TypeVar, cast
 
 import numba
 
-__all__ = ["inlined", "kernel"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

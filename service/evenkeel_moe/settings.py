@@ -20,23 +20,6 @@ from evenkeel_moe.planning.decision.verdict import held_out_steps
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.planning.problem.objective import DispatchModel
 
-__all__ = [
-    "DEFAULT_THRESHOLDS",
-    "AdvancedSettings",
-    "GrpcSettings",
-    "IngestSettings",
-    "LeaderSettings",
-    "MetricsSettings",
-    "MigrationSettings",
-    "PlannerSettings",
-    "RedisSettings",
-    "RestSettings",
-    "Settings",
-    "WindowSettings",
-    "contradictions",
-    "never_met",
-]
-
 _STRICT = ConfigDict(extra="forbid")
 DEFAULT_THRESHOLDS: Mapping[str, float] = {
     "cooldown_s": 8.0,

@@ -26,8 +26,6 @@ from pydantic_settings import (
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.settings import DEFAULT_THRESHOLDS, Settings, contradictions
 
-__all__ = ["load_settings"]
-
 _PREFIX = "EVENKEEL_"
 _SECRETS = ("redis__url", "redis__password", "redis__sentinel_password")
 

@@ -1,7 +1,5 @@
 """Formats network addresses."""
 
-__all__ = ["host_port"]
-
 
 def host_port(host: str, port: int) -> str:
     """Return `host:port`; an IPv6 address gets brackets (RFC 3986, section 3.2.2).

@@ -2,8 +2,6 @@
 
 import time
 
-__all__ = ["SystemClock"]
-
 
 class SystemClock:
     """Implements `ports.Clock`."""

@@ -12,8 +12,6 @@ from prometheus_client import CollectorRegistry, start_http_server
 from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["MetricsServer", "RestServer"]
-
 
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager

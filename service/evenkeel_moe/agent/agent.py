@@ -62,8 +62,6 @@ from evenkeel_moe.protocol.messages import (
 from evenkeel_moe.protocol.rank.gate import Gate, GateAction
 from evenkeel_moe.wire.link import CostCurve, Heartbeat, ToRankLink
 
-__all__ = ["Agent", "SwapRecord"]
-
 _log = structlog.get_logger(__name__)
 _PROGRESS_INTERVAL_S = 0.2
 

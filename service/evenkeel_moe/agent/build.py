@@ -15,8 +15,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.protocol.rank.participant import Participant
 
-__all__ = ["Connect", "make_hello", "make_participant", "make_transport"]
-
 Connect = Callable[[str, torch.device], Communicator]
 """(name, device) -> a communicator over all ranks of the EP group; collective, each name once."""
 

@@ -15,8 +15,6 @@ from evenkeel_moe.agent.ports import ExpertWeights
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
 
-__all__ = ["agree_on_checksums", "agree_on_start", "checksums_digest"]
-
 _TWO_KINDS = 2
 _log = structlog.get_logger(__name__)
 

@@ -6,8 +6,6 @@ from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import RankIdentity
 
-__all__ = ["AgentConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:

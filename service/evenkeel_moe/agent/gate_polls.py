@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.adapters.torch.groups import Communicator, Work
 from evenkeel_moe.protocol.rank.gate import Gate, PollFailed, PollResolved
 
-__all__ = ["GatePolls"]
-
 
 class GatePolls:
     """Polls of one gate; at most one is in flight.

@@ -40,8 +40,6 @@ from evenkeel_moe.protocol.messages import (
     Swap,
 )
 
-__all__ = ["GuestAgent", "HostEngine", "Move"]
-
 _log = structlog.get_logger(__name__)
 
 

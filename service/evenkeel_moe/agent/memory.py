@@ -5,8 +5,6 @@ import os
 import structlog
 import torch
 
-__all__ = ["FreeMemory", "free_bytes"]
-
 _log = structlog.get_logger(__name__)
 
 

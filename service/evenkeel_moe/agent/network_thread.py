@@ -26,8 +26,6 @@ from evenkeel_moe.wire.link import (
     ToRankLink,
 )
 
-__all__ = ["NetworkThread"]
-
 _log = structlog.get_logger(__name__)
 _RESTART_AFTER_S = 5.0
 

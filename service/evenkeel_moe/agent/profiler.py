@@ -24,17 +24,6 @@ from torch import Tensor
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.wire.link import CostCurve
 
-__all__ = [
-    "ExpertShape",
-    "Profile",
-    "curve_of",
-    "load_curve",
-    "measure",
-    "moe_layer",
-    "save_curve",
-    "token_counts",
-]
-
 _MAX_TILES = 4096
 
 

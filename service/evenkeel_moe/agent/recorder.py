@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.model.load import MAX_STEP, MAX_TOKENS, Phase, StepMeta, StepTable, step_table
 
-__all__ = ["Recorded", "Recorder"]
-
 _log = structlog.get_logger(__name__)
 
 _Row = tuple[int, NDArray[np.int64], int, int, Phase, bool, float | None]

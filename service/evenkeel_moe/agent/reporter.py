@@ -9,8 +9,6 @@ from evenkeel_moe.model.load import CountingSide, LoadReport
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import FlowControl
 
-__all__ = ["Reporter"]
-
 _MAX_UNACKNOWLEDGED = 16
 """Reports sent and not acknowledged. Beyond this, steps wait in the recorder, which drops the
 oldest."""

@@ -25,8 +25,6 @@ from evenkeel_moe.protocol.messages import (
     TransportDrained,
 )
 
-__all__ = ["ReadyWave", "StagingEvents", "StagingWorker"]
-
 _log = structlog.get_logger(__name__)
 
 _Slots = tuple[tuple[int, int], ...]

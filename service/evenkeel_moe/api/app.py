@@ -16,8 +16,6 @@ from evenkeel_moe.api.schemas import ProblemOut
 from evenkeel_moe.api.trace import TraceMiddleware
 from evenkeel_moe.ports import Operations
 
-__all__ = ["create_app"]
-
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
 Success means that the change is stored. After a failure other than 4xx the change may still have

@@ -9,8 +9,6 @@ from evenkeel_moe.api.auth import Role, Token, needed_role
 from evenkeel_moe.api.context import deployment_in
 from evenkeel_moe.ports import AuditEntry, Operations
 
-__all__ = ["Audit"]
-
 _MOST_PATH = 256
 
 

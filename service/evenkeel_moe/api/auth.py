@@ -12,17 +12,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = [
-    "OPEN_PATHS",
-    "BearerAuth",
-    "Role",
-    "RoleGate",
-    "Token",
-    "TokenSet",
-    "Tokens",
-    "needed_role",
-]
-
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """Compared with the whole path, never as a prefix."""
 

@@ -6,8 +6,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evenkeel_moe.api.problems import problem_response
 
-__all__ = ["MAX_BODY_BYTES", "BodyLimit", "read_body", "replay"]
-
 MAX_BODY_BYTES = 8 << 20
 """An explicit target of 61 layers on 320 ranks of 9 slots is about 1 MB."""
 

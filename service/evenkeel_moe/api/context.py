@@ -15,24 +15,6 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.ports import Operations
 
-__all__ = [
-    "KEY_DESCRIPTION",
-    "PLAN_ID_PATTERN",
-    "Caller",
-    "CallerToken",
-    "DeploymentPath",
-    "IdempotencyKey",
-    "OperationsOf",
-    "PageSize",
-    "PageToken",
-    "PlanPath",
-    "deployment_in",
-    "entity_tag",
-    "page",
-    "page_token_of",
-    "read_page_token",
-]
-
 T = TypeVar("T")
 
 _DEPLOYMENT_ID = "[a-z0-9][a-z0-9._-]{0,62}"

@@ -28,17 +28,6 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.ports import Advice, DeploymentStatus, LedElsewhere, PlanRequest
 from evenkeel_moe.protocol.transitions import ControlState
 
-__all__ = [
-    "deployment_out",
-    "elsewhere_out",
-    "phase_load",
-    "placement_out",
-    "plan_out",
-    "plan_request",
-    "plan_summary",
-    "recommendation_out",
-]
-
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass by name, without copying them."""

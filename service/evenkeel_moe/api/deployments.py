@@ -41,8 +41,6 @@ from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.ports import DeploymentStatus, Operations
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["deployments"])
 
 _CONFLICT: dict[int | str, dict[str, Any]] = {

@@ -5,8 +5,6 @@ from fastapi.responses import JSONResponse
 
 from evenkeel_moe.api.context import OperationsOf
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["health"])
 
 SURVIVABLE = frozenset({"store", "planner"})

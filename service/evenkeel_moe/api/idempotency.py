@@ -26,8 +26,6 @@ from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import Operations, StoredResponse
 
-__all__ = ["Idempotency"]
-
 _TTL_S = 86_400.0
 _MOST_KEYS = 4096
 _MOST_BYTES = 64 << 20

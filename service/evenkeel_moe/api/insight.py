@@ -24,8 +24,6 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 
-__all__ = ["MOST_CELLS", "heat_map", "router"]
-
 router = APIRouter(tags=["insight"])
 
 MOST_CELLS = 65_536

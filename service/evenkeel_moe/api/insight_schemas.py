@@ -6,17 +6,6 @@ from pydantic import AliasChoices, Field
 
 from evenkeel_moe.api.schema_base import PLAIN, Number, RequestBody, ResponseBody, TextOrNull
 
-__all__ = [
-    "AuditPage",
-    "AuditRowOut",
-    "HeatMapOut",
-    "LogLevelBody",
-    "QuarantineOut",
-    "QuarantineRowOut",
-    "QuarantineSampleOut",
-    "RecommendationOut",
-]
-
 Cells = list[list[float | None]]
 
 # --- recommendations ------------------------------------------------------------------------

@@ -23,8 +23,6 @@ from evenkeel_moe.api.schemas import PlanIn, PlanOut, PlanPage, ProblemOut, Roll
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["plans"])
 
 _CONFLICT: dict[int | str, dict[str, Any]] = {

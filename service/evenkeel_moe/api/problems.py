@@ -26,8 +26,6 @@ from evenkeel_moe.errors import (
 )
 from evenkeel_moe.ports import NotLeading
 
-__all__ = ["KINDS", "add_problem_handlers", "problem_response"]
-
 _log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = "5"

@@ -8,16 +8,6 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-__all__ = [
-    "PLAIN",
-    "JsonObject",
-    "Number",
-    "RequestBody",
-    "ResponseBody",
-    "TextOrNull",
-    "plain",
-]
-
 
 def plain(value: Any) -> Any:
     """Return the JSON form of a value: numpy scalars become numbers, and NaN and infinity null."""

@@ -20,24 +20,6 @@ from evenkeel_moe.api.schema_base import (
 )
 from evenkeel_moe.model.load import Phase
 
-__all__ = [
-    "DecisionPage",
-    "DeploymentOut",
-    "DeploymentPage",
-    "FreezeIn",
-    "LoadOut",
-    "PhaseLoad",
-    "PlacementOut",
-    "PlanIn",
-    "PlanOut",
-    "PlanPage",
-    "PlanSummary",
-    "ProblemOut",
-    "RollbackIn",
-    "StoryOut",
-]
-
-
 Matrix = list[list[float]]
 SlotRow = list[Annotated[int, Field(ge=-1, le=2**31 - 1)]]
 

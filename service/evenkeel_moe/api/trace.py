@@ -6,8 +6,6 @@ from structlog.contextvars import bound_contextvars
 
 from evenkeel_moe.wire.trace import trace_id_or_new
 
-__all__ = ["TraceMiddleware"]
-
 
 class TraceMiddleware:
     """The outermost ASGI middleware.

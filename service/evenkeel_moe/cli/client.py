@@ -7,8 +7,6 @@ from typing import Any
 
 import httpx
 
-__all__ = ["ApiClient", "CliError", "Exit"]
-
 _HINT = "is it an Evenkeel controller?"
 _RETRY_FOR_S = 10.0
 _RETRY_PAUSE_S = 0.25

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["ConfigOption", "app"]
-
 app = typer.Typer(no_args_is_help=True, help="Check and print the controller's settings.")
 
 ConfigOption = Annotated[

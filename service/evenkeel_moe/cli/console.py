@@ -10,8 +10,6 @@ from typing import Any
 import typer
 from rich.console import Console, RenderableType
 
-__all__ = ["plain_console", "print_json", "print_parts", "show", "stdout_console", "work_bars"]
-
 
 def plain_console(*, width: int | None = None, force_terminal: bool | None = None) -> Console:
     """Return a console that prints text unchanged.

@@ -10,8 +10,6 @@ from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.options import DeploymentClientOptions, with_option_groups
 from evenkeel_moe.errors import EvenkeelError
 
-__all__ = ["export"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedFile:

@@ -14,8 +14,6 @@ from evenkeel_moe.cli.options import (
     with_option_groups,
 )
 
-__all__ = ["add_commands"]
-
 
 def status(
     deployment: Annotated[

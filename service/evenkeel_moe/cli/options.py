@@ -16,14 +16,6 @@ import typer
 
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit, read_token
 
-__all__ = [
-    "ClientOptions",
-    "DeploymentClientOptions",
-    "JsonOption",
-    "parse_value",
-    "with_option_groups",
-]
-
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 

@@ -13,8 +13,6 @@ from evenkeel_moe.cli.client import ApiClient, CliError, Exit
 from evenkeel_moe.cli.console import show
 from evenkeel_moe.cli.options import DeploymentClientOptions, JsonOption, with_option_groups
 
-__all__ = ["app"]
-
 app = typer.Typer(no_args_is_help=True, help="Create, show, approve, cancel and roll back plans.")
 
 PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="Plan id.")]

@@ -9,8 +9,6 @@ import typer
 from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.options import with_option_groups
 
-__all__ = ["profile"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRange:

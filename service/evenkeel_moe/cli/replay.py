@@ -22,8 +22,6 @@ from evenkeel_moe.replay.options import (
     TraceOption,
 )
 
-__all__ = ["app"]
-
 app = typer.Typer(
     no_args_is_help=True, help="Try policies on recorded traffic, without a running fleet."
 )

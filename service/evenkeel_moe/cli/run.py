@@ -11,8 +11,6 @@ from evenkeel_moe.cli.config import ConfigOption
 from evenkeel_moe.cli.console import plain_console
 from evenkeel_moe.cli.options import with_option_groups
 
-__all__ = ["add_commands"]
-
 
 def serve(config: ConfigOption = None) -> None:
     """Run a controller until SIGTERM: gRPC for ranks, REST for operators, Prometheus metrics."""

@@ -9,16 +9,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "decisions_table",
-    "deployment_view",
-    "deployments_table",
-    "document_table",
-    "plan_view",
-    "plans_table",
-    "story_table",
-]
-
 
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number as text, or `-` if it is unknown."""

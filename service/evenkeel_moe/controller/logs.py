@@ -11,8 +11,6 @@ import structlog
 
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["LEVELS", "Level", "configure_logs", "log_level", "set_log_level"]
-
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _NUMBERS: dict[Level, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}

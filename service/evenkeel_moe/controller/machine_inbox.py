@@ -8,8 +8,6 @@ from evenkeel_moe.ports import Clock
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 
-__all__ = ["MachineInbox"]
-
 _T = TypeVar("_T")
 
 

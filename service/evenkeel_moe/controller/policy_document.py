@@ -13,12 +13,6 @@ from evenkeel_moe.model.schedule import Schedule
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.policies.registry import resolve_policy
 
-__all__ = [
-    "change_policy",
-    "policy_document",
-    "policy_from_document",
-]
-
 _MAX_SHADOWS = 8
 """Every cycle plans once with each of them."""
 _MAX_LIMIT = 2**62

@@ -9,8 +9,6 @@ from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.ports import Clock
 
-__all__ = ["StoreHealth"]
-
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 _RETRY_S = 1.0

@@ -8,8 +8,6 @@ from typing import Any
 
 import structlog
 
-__all__ = ["ExitTimer", "Spawn", "Spawner", "end_tasks"]
-
 _log = structlog.get_logger(__name__)
 _RETRY_S = 0.2
 _EXIT_STUCK = 70

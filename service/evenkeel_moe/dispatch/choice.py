@@ -24,18 +24,6 @@ from evenkeel_moe.dispatch.counts import occurrence
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
-__all__ = [
-    "DemandNeeded",
-    "EvenChoice",
-    "NearestChoice",
-    "RandomChoice",
-    "ReplicaChoice",
-    "WeightedChoice",
-    "assign_quotas",
-    "check_experts",
-    "place_hash",
-]
-
 
 class DemandNeeded(Enum):
     """The data that ranks exchange before a rule can choose."""

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
 
-__all__ = ["bad_values", "check_counts", "check_type", "count_choices", "occurrence"]
-
 _EXACT = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
 )  # fmt: skip

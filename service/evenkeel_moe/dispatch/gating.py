@@ -5,8 +5,6 @@ from torch import Tensor
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
-__all__ = ["hash_topk", "topk_gate"]
-
 
 def topk_gate(logits: Tensor, top_k: int, *, renormalise: bool = True) -> tuple[Tensor, Tensor]:
     """Choose the k experts with the largest softmax weight.

@@ -26,8 +26,6 @@ from evenkeel_moe.dispatch.lplb import TokenSplit
 from evenkeel_moe.dispatch.split_structure import SplitStructure
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["BatchedSplit"]
-
 _STEP_BACK = 0.995
 _CONVERGED = 1e-13
 """Mean complementarity below which a layer is not changed any more, because further steps would

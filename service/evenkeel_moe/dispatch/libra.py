@@ -19,8 +19,6 @@ from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_t
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["LibraChoice", "LayerQuotas"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerQuotas:

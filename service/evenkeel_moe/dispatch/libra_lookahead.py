@@ -12,8 +12,6 @@ from torch import Tensor
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
-__all__ = ["Lookahead", "prediction_accuracy"]
-
 
 class Lookahead:
     """Predicts the experts of layer l + 1 from the hidden state that enters the MoE of layer l."""

@@ -15,8 +15,6 @@ from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMisma
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["TransientReplicas", "extra_budget", "plan_replicas", "resident_mask"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TransientReplicas:

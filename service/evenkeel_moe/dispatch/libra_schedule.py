@@ -18,16 +18,6 @@ from enum import StrEnum
 
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = [
-    "PrefetchBuffers",
-    "Resource",
-    "Span",
-    "LibraStage",
-    "Task",
-    "layer_tasks",
-    "timeline",
-]
-
 
 class LibraStage(StrEnum):
     """The parts of one MoE layer."""

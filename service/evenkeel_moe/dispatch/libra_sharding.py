@@ -22,8 +22,6 @@ from evenkeel_moe.dispatch.split_kernels import split_layer
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.jit import kernel
 
-__all__ = ["Sharding", "ShardingRule", "shard_tokens", "split_by_locality"]
-
 
 class ShardingRule(StrEnum):
     """A rule that assigns remote tokens."""

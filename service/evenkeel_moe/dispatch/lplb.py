@@ -25,8 +25,6 @@ from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["ExactSplit", "LplbChoice", "TokenSplit"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TokenSplit:

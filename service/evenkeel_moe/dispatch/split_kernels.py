@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
 
-__all__ = ["share_kernel", "split_kernel", "split_layer"]
-
 
 @kernel
 def _raised(peak: float, whole: bool) -> float:

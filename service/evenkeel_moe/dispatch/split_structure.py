@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InfeasiblePlan, Reason
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["SplitStructure"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SplitStructure:

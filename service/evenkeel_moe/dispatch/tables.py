@@ -11,8 +11,6 @@ from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMisma
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 
-__all__ = ["DispatchTables"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DispatchTables:

@@ -24,8 +24,6 @@ from evenkeel_moe.dispatch.choice import check_experts, place_hash
 from evenkeel_moe.dispatch.counts import check_counts, count_choices
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
-__all__ = ["Waterfill", "count_by_rank", "expand_topk", "rank_slack", "shared_slot", "waterline"]
-
 
 def waterline(score: Tensor, num_shared: int | Tensor, shared_cost: int = 1) -> Tensor:
     """Return H = ceil((sum of L + N) / R), the level of all ranks if shared work could go anywhere.

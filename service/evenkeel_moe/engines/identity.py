@@ -6,8 +6,6 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.protocol.messages import RankIdentity
 
-__all__ = ["gpu_uuid", "rank_identity"]
-
 
 def rank_identity(deployment: str, rank: int, generation: str) -> RankIdentity:
     """Return the identity of a rank that starts now."""

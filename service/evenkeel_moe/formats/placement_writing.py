@@ -18,8 +18,6 @@ from evenkeel_moe.formats.reading import naming
 from evenkeel_moe.formats.writing import write_file
 from evenkeel_moe.model.placement import EMPTY, Placement
 
-__all__ = ["render_placement", "write_placement"]
-
 MAX_HIDDEN_LAYERS = 10_000
 """Most rows of an sglang file; far more than any model has, and small enough for memory."""
 

@@ -35,16 +35,6 @@ from evenkeel_moe.formats.reading import (
 )
 from evenkeel_moe.model.placement import EMPTY, Placement
 
-__all__ = [
-    "NEUTRAL_FORMAT",
-    "NEUTRAL_VERSION",
-    "PlacementFile",
-    "PlacementFormat",
-    "parse_placement",
-    "read_placement",
-    "refuse_duplicates",
-]
-
 NEUTRAL_FORMAT = "evenkeel.placement"
 NEUTRAL_VERSION = 1
 

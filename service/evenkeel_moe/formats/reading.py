@@ -13,18 +13,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
 
-__all__ = [
-    "as_int",
-    "as_list",
-    "as_mapping",
-    "check_layer_ids",
-    "expert_rows",
-    "naming",
-    "parse_json",
-    "read_text",
-    "token_counts",
-]
-
 MAX_TEXT_BYTES = 512 << 20
 """A placement of 100 layers x 1000 slots takes 500 kB; a much larger file is of another kind."""
 

@@ -21,8 +21,6 @@ from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import as_int, as_list, naming, token_counts
 from evenkeel_moe.formats.trace import Trace, drop_idle_layers, drop_idle_steps
 
-__all__ = ["read_passes", "read_stat"]
-
 
 def read_stat(path: Path, first_moe_layer: int | None) -> Trace:
     """Read a dump of mode stat or stat_approx.

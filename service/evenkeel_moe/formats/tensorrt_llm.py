@@ -27,8 +27,6 @@ from evenkeel_moe.formats.reading import (
 )
 from evenkeel_moe.formats.trace import Trace, drop_idle_steps
 
-__all__ = ["read_statistics"]
-
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
 _KEY = re.compile(r"(\d+)_(\d+)")
 

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import check_layer_ids
 
-__all__ = ["Trace", "drop_idle_steps", "drop_idle_layers"]
-
 
 @dataclass(frozen=True, eq=False)
 class Trace:

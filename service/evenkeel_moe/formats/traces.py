@@ -15,8 +15,6 @@ from evenkeel_moe.formats.reading import naming, token_counts
 from evenkeel_moe.formats.trace import Trace
 from evenkeel_moe.formats.writing import write_file
 
-__all__ = ["read_trace", "write_trace"]
-
 MAX_ARRAY_BYTES = 16 << 30
 """Unpacked size above which a member of an npz file is refused as a decompression bomb."""
 

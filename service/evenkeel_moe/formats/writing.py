@@ -4,8 +4,6 @@ from pathlib import Path
 
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["write_file"]
-
 
 def write_file(path: Path | str, content: str | bytes) -> None:
     """Write a file; text is encoded as UTF-8.

@@ -12,20 +12,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 
-__all__ = [
-    "MAX_STEP",
-    "MAX_TOKENS",
-    "PHASE_CODE",
-    "STEP",
-    "CountingSide",
-    "LoadReport",
-    "LoadWindow",
-    "Phase",
-    "StepMeta",
-    "StepTable",
-    "step_table",
-]
-
 
 class Phase(StrEnum):
     """Phase of a step; there is one window per phase."""

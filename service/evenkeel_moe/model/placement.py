@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.model.topology import ModelShape
 
-__all__ = ["EMPTY", "Placement"]
-
 EMPTY = -1
 """phy2log value of an empty slot."""
 

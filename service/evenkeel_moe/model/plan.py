@@ -12,17 +12,6 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 
-__all__ = [
-    "Plan",
-    "PlanKind",
-    "PlanLimits",
-    "PlanPhase",
-    "PlanRecord",
-    "Transfer",
-    "Wave",
-    "WaveKey",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

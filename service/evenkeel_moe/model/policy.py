@@ -8,8 +8,6 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.schedule import Schedule
 
-__all__ = ["DeploymentPolicy", "Mode"]
-
 
 class Mode(StrEnum):
     """The mode says who starts plans."""

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["Schedule", "WeeklySpan"]
-
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY = 1440
 _WEEK = 7 * _DAY

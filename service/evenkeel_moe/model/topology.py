@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
 
-__all__ = ["ModelShape", "Topology"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:

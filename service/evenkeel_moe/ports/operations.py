@@ -12,20 +12,6 @@ from evenkeel_moe.model.plan import PlanLimits, PlanRecord
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision.recommendation import Recommendation
 
-__all__ = [
-    "Advice",
-    "AuditEntry",
-    "DeploymentStatus",
-    "DeploymentView",
-    "StoredResponse",
-    "LedElsewhere",
-    "NotLeading",
-    "Operations",
-    "PlanRequest",
-    "QuarantineRow",
-    "RankStatus",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:

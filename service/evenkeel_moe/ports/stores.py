@@ -9,8 +9,6 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
 
-__all__ = ["Clock", "DeploymentStore", "Lease", "WindowStore"]
-
 
 class Clock(Protocol):
     """Two clocks: one to measure time, one for timestamps."""

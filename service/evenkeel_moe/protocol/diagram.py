@@ -14,8 +14,6 @@ from evenkeel_moe.protocol.transitions import (
     PARTICIPANT_MOVES,
 )
 
-__all__ = ["page"]
-
 _MACHINES: tuple[
     tuple[str, str, Mapping[tuple[Any, type], str], Mapping[Any, Mapping[type, Any]]], ...
 ] = (

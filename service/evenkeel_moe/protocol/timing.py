@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["ControlTiming", "WaveTiming"]
-
 
 @dataclass(frozen=True, slots=True)
 class WaveTiming:

@@ -53,21 +53,6 @@ from evenkeel_moe.protocol.messages import (
     WeightsReloaded,
 )
 
-__all__ = [
-    "CONTROL",
-    "CONTROL_MOVES",
-    "COORDINATOR",
-    "COORDINATOR_MOVES",
-    "IGNORED",
-    "ILLEGAL",
-    "PARTICIPANT",
-    "PARTICIPANT_MOVES",
-    "PARTICIPANT_OTHER_WAVE",
-    "VIOLATION",
-    "ControlState",
-    "CoordinatorState",
-]
-
 IGNORED = "ignored"
 """The event can occur in this state and changes nothing."""
 ILLEGAL = "illegal"

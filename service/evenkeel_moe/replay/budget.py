@@ -24,8 +24,6 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Pr
 from evenkeel_moe.replay.walk import Replan, Setup, walk_forward
 from evenkeel_moe.replay.walk_metrics import measure_walk
 
-__all__ = ["BudgetPoint", "budget_curve", "budgets_to_try", "plan_uniform"]
-
 
 @dataclass(frozen=True, slots=True)
 class BudgetPoint:

@@ -21,8 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-__all__ = ["PALETTE", "Series", "Style", "bars", "heat_map", "lines", "ranges"]
-
 PALETTE = {
     "paper": ("#ffffff", "#14181c"),
     "ink": ("#1c2126", "#e8ebee"),

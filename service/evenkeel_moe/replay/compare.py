@@ -17,8 +17,6 @@ from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
 from evenkeel_moe.replay.walk_metrics import WalkMetrics, measure_walk
 
-__all__ = ["Comparison", "compare", "load_by_source", "origin_notes", "save_plans"]
-
 
 def load_by_source(
     trace: Trace, ranks: int

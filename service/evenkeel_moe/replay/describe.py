@@ -14,8 +14,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import metrics
 
-__all__ = ["Drift", "LayerDescription", "Pair", "TraceDescription", "describe"]
-
 HIGH_SKEW = 10.0
 """Max / mean expert load above which a layer has high skew. Source: CRAFT section 3.1."""
 HOT = 1.5

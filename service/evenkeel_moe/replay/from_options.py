@@ -17,8 +17,6 @@ from evenkeel_moe.replay.options import FleetOptions, PlanningOptions
 from evenkeel_moe.replay.planners import VERDICT, craft_within
 from evenkeel_moe.replay.walk import Setup
 
-__all__ = ["replay_policies", "replay_setup"]
-
 
 def replay_setup(
     trace: Trace,

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["FirstMoeLayerOption", "FleetOptions", "PlanningOptions", "TraceOption"]
-
 TraceOption = Annotated[
     Path,
     typer.Option(

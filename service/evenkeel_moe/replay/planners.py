@@ -22,8 +22,6 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Po
 from evenkeel_moe.replay.verdict import with_verdict
 from evenkeel_moe.replay.walk import Planner, Replan, Setup
 
-__all__ = ["BASELINES", "VERDICT", "choose_planners", "craft_within", "decayed_mean", "warm_up"]
-
 EWMA_HALF_LIFE_WINDOWS = 0.125
 """Half-life of a step's weight in `ewma`, in windows. Of 1/16..1 it is the best on recorded traffic
 that changes, and within 0.5 % of the best on traffic that does not."""

@@ -16,8 +16,6 @@ from evenkeel_moe.replay.planners import BASELINES, VERDICT
 from evenkeel_moe.replay.tables import COLUMNS, best_by_column
 from evenkeel_moe.replay.walk import Walk
 
-__all__ = ["render_report"]
-
 MAX_POINTS = 120
 """Most points of a line: neighbouring steps are averaged, so that lines can be told apart."""
 

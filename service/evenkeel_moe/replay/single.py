@@ -12,8 +12,6 @@ from evenkeel_moe.planning.schedule.relabel import count_moves
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
 from evenkeel_moe.replay.walk import Replan, Setup, relabelled
 
-__all__ = ["plan_once"]
-
 
 def plan_once(
     policy: str, setup: Setup, current: Placement | None, policies: Mapping[str, Policy] = POLICIES

@@ -12,8 +12,6 @@ from evenkeel_moe.replay.describe import TraceDescription
 from evenkeel_moe.replay.planners import BASELINES
 from evenkeel_moe.replay.walk_metrics import WalkMetrics
 
-__all__ = ["COLUMNS", "Column", "best_by_column", "comparison_table", "description_tables"]
-
 
 def _plain(digits: int) -> Callable[[float], str]:
     return lambda value: f"{value:,.{digits}f}" if math.isfinite(value) else "-"

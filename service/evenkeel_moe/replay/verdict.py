@@ -14,8 +14,6 @@ from evenkeel_moe.planning.problem.placement_problem import Proposal
 from evenkeel_moe.planning.schedule.relabel import count_moves
 from evenkeel_moe.replay.walk import Planner, Replan, relabelled
 
-__all__ = ["with_verdict"]
-
 LIFETIME_STEPS = 1000
 """Steps over which the cost of a copy is spread, as in the controller: cost / price per step."""
 

@@ -20,17 +20,6 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Pr
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
 
-__all__ = [
-    "MIN_REPLANS",
-    "Planner",
-    "Replan",
-    "Setup",
-    "Walk",
-    "relabelled",
-    "replan_steps",
-    "walk_forward",
-]
-
 MIN_REPLANS = 4
 """With fewer, the first plan (from the initial placement) would dominate the result."""
 

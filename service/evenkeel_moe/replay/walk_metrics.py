@@ -7,8 +7,6 @@ import numpy as np
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.walk import Walk
 
-__all__ = ["WalkMetrics", "measure_walk"]
-
 
 @dataclass(frozen=True, slots=True)
 class WalkMetrics:

@@ -36,8 +36,6 @@ from evenkeel_moe.telemetry.step_buffer import (
 )
 from evenkeel_moe.telemetry.step_kernels import StepFlag, sum_slots
 
-__all__ = ["Intake", "Quarantine", "Rejection", "StepAssembler"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rejection:

@@ -14,8 +14,6 @@ from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT, SplitModel
 from evenkeel_moe.telemetry.rank_speeds import speed_factors
 from evenkeel_moe.telemetry.windows import newest_parts
 
-__all__ = ["Balance"]
-
 _FACTORS_EVERY = 16
 """New steps after which speed factors are computed again; they are medians of hundreds of values
 and take milliseconds."""

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.planning.problem.objective import CostCurves
 from evenkeel_moe.wire.link import CostCurve
 
-__all__ = ["Device", "SlowRanks", "join_curves", "speed_factors"]
-
 _log = structlog.get_logger(__name__)
 _BINS = 12
 _PASSES = 12

@@ -11,8 +11,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry import step_kernels as kernels
 
-__all__ = ["NO_STEP", "StepBuffer", "AddedSteps", "EpochMap", "StepRules", "derive_epoch_map"]
-
 NO_STEP = -1
 
 

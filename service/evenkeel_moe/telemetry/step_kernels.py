@@ -8,16 +8,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.model.load import PHASE_CODE, Phase, StepTable
 
-__all__ = [
-    "ROW",
-    "StepFlag",
-    "sum_slots",
-    "add_steps",
-    "check_steps",
-    "release_rows",
-    "write_counts",
-]
-
 _MIXED = PHASE_CODE[Phase.MIXED]
 
 ROW = np.dtype(

@@ -12,8 +12,6 @@ from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.topology import ModelShape
 
-__all__ = ["StepRing", "in_chunks", "join_windows", "newest_parts"]
-
 _BLOCKS = 4
 _SHORT = 16
 """Parts of fewer steps are joined, so that a window never consists of many tiny parts."""

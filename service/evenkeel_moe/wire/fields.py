@@ -15,20 +15,6 @@ from google.protobuf.message import Message
 
 from evenkeel_moe.errors import EvenkeelError, PeerViolation, Reason
 
-__all__ = [
-    "FieldCodec",
-    "MessageCodec",
-    "check_count",
-    "check_seconds",
-    "check_text",
-    "count",
-    "enum",
-    "nested",
-    "read_reason",
-    "seconds",
-    "text",
-]
-
 _MAX_TEXT = 4096
 _MAX_INT = (1 << 63) - 1
 

@@ -22,8 +22,6 @@ from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat
 from evenkeel_moe.wire.reports import decode_report, encode_report
 from evenkeel_moe.wire.values import MAX_TERM, message_codec
 
-__all__ = ["decode_rank_message", "encode_rank_message"]
-
 _MAX_TILES = 4096
 _MAX_TILE_TOKENS = 1 << 20
 _MAX_CAPABILITIES = 64

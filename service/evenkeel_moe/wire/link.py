@@ -7,18 +7,6 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol.messages import ControllerMessage, Leader, RankMessage
 
-__all__ = [
-    "CostCurve",
-    "FlowControl",
-    "FromRankLink",
-    "Heartbeat",
-    "NotLeader",
-    "Registration",
-    "RegistrationOutcome",
-    "ReportAck",
-    "ToRankLink",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:

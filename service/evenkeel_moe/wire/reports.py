@@ -17,8 +17,6 @@ from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.v1 import telemetry_pb2 as pb
 from evenkeel_moe.wire.fields import check_count
 
-__all__ = ["decode_report", "encode_report", "reported_steps"]
-
 _MAX_REPORT_STEPS = 4096
 # `STEP` holds the phase as its number on the wire.
 assert all(pb.Phase.Value(f"PHASE_{phase.name}") == code for phase, code in PHASE_CODE.items())

@@ -6,8 +6,6 @@ from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.load import MAX_STEP, MAX_TOKENS, PHASE_CODE, StepTable
 
-__all__ = ["check_steps", "first_fault"]
-
 _NUM_PHASES = len(PHASE_CODE)
 _ORDER, _EPOCH, _TOKENS, _COMPUTE_S, _PHASE, _DUMMY = range(1, 7)
 

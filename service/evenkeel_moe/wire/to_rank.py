@@ -17,8 +17,6 @@ from evenkeel_moe.wire.link import (
 )
 from evenkeel_moe.wire.values import message_codec
 
-__all__ = ["decode_controller_message", "encode_controller_message"]
-
 
 def _check_flow(flow: FlowControl) -> None:
     if flow.stride < 1 or flow.max_steps_per_report < 1:

@@ -6,8 +6,6 @@ Source: W3C Recommendation Trace Context (level 1): version, trace id, parent id
 import re
 import secrets
 
-__all__ = ["read_trace_id", "trace_id_or_new"]
-
 _TRACEPARENT = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<parent>[0-9a-f]{16})-[0-9a-f]{2}(?P<more>-.*)?"
 )

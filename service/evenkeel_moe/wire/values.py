@@ -13,8 +13,6 @@ from evenkeel_moe.protocol.messages import Leader, RankIdentity
 from evenkeel_moe.v1 import common_pb2 as pb
 from evenkeel_moe.wire.fields import MessageCodec, count, nested, text
 
-__all__ = ["MAX_CELLS", "MAX_TERM", "is_deployment_id", "message_codec"]
-
 MAX_CELLS = 1 << 26
 """Largest number of (layer, slot) or (layer, expert) cells of a deployment. It bounds what a peer
 can make us allocate."""

@@ -4,8 +4,6 @@ from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.wire.codec import encode_controller_message
 from evenkeel_moe.wire.link import ToRankLink
 
-__all__ = ["Encoder"]
-
 
 class Encoder:
     """Encodes messages, and keeps the bytes of the newest Prepare.

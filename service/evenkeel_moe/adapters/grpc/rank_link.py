@@ -24,8 +24,6 @@ from evenkeel_moe.wire.link import (
     ToRankLink,
 )
 
-__all__ = ["GrpcRankLink", "LinkListener", "LinkTiming", "LinkTls", "channel_options"]
-
 _log = structlog.get_logger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 """A full map with checksums of the largest models is a few megabytes."""

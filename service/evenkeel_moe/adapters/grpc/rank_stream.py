@@ -7,8 +7,6 @@ import structlog
 
 from evenkeel_moe.wire.link import ReportAck, ToRankLink
 
-__all__ = ["MessageRate", "RankStream"]
-
 _log = structlog.get_logger(__name__)
 _ACK_EVERY_S = 4.0
 """Answers to reports are joined for this long: writing one costs more than reading a report."""

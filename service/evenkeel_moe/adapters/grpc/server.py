@@ -25,8 +25,6 @@ from evenkeel_moe.wire.link import FromRankLink
 from evenkeel_moe.wire.reports import reported_steps
 from evenkeel_moe.wire.trace import trace_id_or_new
 
-__all__ = ["Attached", "GrpcServer", "RankHub", "ServerOptions"]
-
 _log = structlog.get_logger(__name__)
 _SERVICE = "evenkeel.v1.RankLink"
 _HELLO_WITHIN_S = 10.0

@@ -14,8 +14,6 @@ import structlog
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.protocol.messages import RankIdentity
 
-__all__ = ["Grant", "ServerCertificates", "check_identity", "read_grants"]
-
 _log = structlog.get_logger(__name__)
 
 _SCHEME = "evenkeel:"

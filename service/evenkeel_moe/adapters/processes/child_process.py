@@ -6,8 +6,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-__all__ = ["die_with_parent", "dying_with_parent"]
-
 _PR_SET_PDEATHSIG = 1
 
 _LAUNCH = f"""

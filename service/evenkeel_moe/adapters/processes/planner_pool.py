@@ -15,8 +15,6 @@ from evenkeel_moe.adapters.processes.child_process import die_with_parent
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.planning.policies.registry import warm_kernels
 
-__all__ = ["DeadlineMissed", "PlannerPool"]
-
 _log = structlog.get_logger(__name__)
 _WARM_WITHIN_S = 900.0
 """Compiling all kernels takes half a minute on an idle core, and the cores may be busy."""

@@ -12,8 +12,6 @@ from prometheus_client.core import GaugeMetricFamily
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.ports import DeploymentStatus
 
-__all__ = ["DeploymentGauges", "LayerGauges", "PhaseBalance", "PlanGauges", "View", "families"]
-
 PhaseBalance = Mapping[Phase, tuple[float | None, float | None]]
 """Balancedness (mean, worst layer) of each phase's window; None where the window holds no load."""
 

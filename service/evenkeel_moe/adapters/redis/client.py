@@ -14,16 +14,6 @@ from redis.exceptions import NoPermissionError, ReadOnlyError, RedisError
 
 from evenkeel_moe.errors import InvalidInput, Unavailable
 
-__all__ = [
-    "Client",
-    "SentinelLogin",
-    "connect",
-    "deployment_key",
-    "disconnect",
-    "eviction_policies",
-    "store_errors",
-]
-
 Client = Redis | RedisCluster
 
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")

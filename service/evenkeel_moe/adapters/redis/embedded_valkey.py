@@ -22,8 +22,6 @@ from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.adapters.redis.client import store_errors
 from evenkeel_moe.errors import InvalidInput, Unavailable
 
-__all__ = ["EmbeddedValkey"]
-
 _log = structlog.get_logger(__name__)
 
 

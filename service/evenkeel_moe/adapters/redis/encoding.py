@@ -24,18 +24,6 @@ from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
 
-__all__ = [
-    "Unreadable",
-    "pack_placement",
-    "pack_plan",
-    "pack_source",
-    "pack_window",
-    "unpack_placement",
-    "unpack_plan",
-    "unpack_source",
-    "unpack_window",
-]
-
 _T = TypeVar("_T")
 _VERSION = 1
 _WINDOW_VERSION = 2

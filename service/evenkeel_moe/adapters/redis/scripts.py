@@ -4,18 +4,6 @@ Every write but the decision log compares the writer's term with the highest ter
 seen. Comments name the KEYS and ARGV of each script.
 """
 
-__all__ = [
-    "ACQUIRE",
-    "APPEND_DECISION",
-    "PROBE",
-    "RELEASE",
-    "RENEW",
-    "SEE",
-    "STORE_DOCUMENT",
-    "STORE_EPOCH",
-    "STORE_PLAN",
-]
-
 # KEYS: lease, term. ARGV: holder, ttl in ms, term that the new one must exceed, record age in ms.
 ACQUIRE = """
 local held = redis.call('HMGET', KEYS[1], 'holder', 'term')

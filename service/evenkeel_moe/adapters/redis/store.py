@@ -28,8 +28,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.ports import Lease
 
-__all__ = ["RedisDeploymentStore"]
-
 _LISTINGS_PER_AGE = 100
 """Times per record age that a deployment is listed again while it is led."""
 

@@ -18,8 +18,6 @@ from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.telemetry.windows import in_chunks, join_windows, newest_parts
 
-__all__ = ["RedisWindowStore"]
-
 _CHUNK_STEPS = 64
 
 # Counts the steps of a chunk that was just added, and drops chunks that are no longer needed.

@@ -12,8 +12,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["checksum", "device_checksum", "flat_bytes"]
-
 _WORDS = 1 << 22
 """Words mixed at once; limits the memory this takes to a few times 32 MiB."""
 _SPREAD = -7046029254386353131

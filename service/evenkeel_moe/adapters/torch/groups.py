@@ -16,8 +16,6 @@ from torch import Tensor
 
 from evenkeel_moe.errors import Unavailable
 
-__all__ = ["TRANSFER", "Communicator", "Operation", "Work", "make_communicator"]
-
 TRANSFER = "transfer-"
 """Prefix of the names of communicators that copy weights while the engine serves."""
 _TRANSFER_CTAS = 8

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["StagingMemory"]
-
 _ALIGN = 256
 """Staged tensors begin at multiples of this many bytes, as an allocator's do."""
 

@@ -26,8 +26,6 @@ from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.plan import Transfer
 from evenkeel_moe.protocol.messages import Prepare
 
-__all__ = ["DeviceEvent", "Progress", "StageOutcome", "TorchWeightTransport", "is_over"]
-
 _log = structlog.get_logger(__name__)
 _MAX_OPS = 32
 """Point-to-point operations of one chunk."""

@@ -5,8 +5,6 @@ import time
 from evenkeel_moe.adapters.processes.planner_pool import DeadlineMissed, PlannerPool
 from evenkeel_moe.planning.decision.cycle import CycleInputs, CycleResult, run_cycle
 
-__all__ = ["CycleBudget"]
-
 _SHARE = 0.25
 """Share of the deadline for the search: the planner may be shared, and a plan is more than that."""
 _MIN_MEASURED_S = 0.05

@@ -19,20 +19,6 @@ from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.plan_records import is_failure
 
-__all__ = [
-    "CycleSettings",
-    "PlanBase",
-    "WaveRequest",
-    "build_waves",
-    "finite",
-    "last_plan_ended",
-    "merge_phases",
-    "new_plan_id",
-    "plan_failures",
-    "price",
-    "steps_since_move",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class CycleSettings:

@@ -27,8 +27,6 @@ from evenkeel_moe.ports import Clock, PlanRequest
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks, join_curves
 
-__all__ = ["InputBuilder", "StepPace"]
-
 _PACE_S = 5.0
 
 

@@ -34,8 +34,6 @@ from evenkeel_moe.ports import Clock, DeploymentStore, PlanRequest
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.plan_records import require_same_request
 
-__all__ = ["ManualPlanner", "request_digest"]
-
 _INFEASIBLE = frozenset(
     {
         Reason.EXPERT_WITHOUT_REPLICA,

@@ -26,8 +26,6 @@ from evenkeel_moe.ports import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.operator import Operator
 
-__all__ = ["DeploymentPlanner"]
-
 _log = structlog.get_logger(__name__)
 
 

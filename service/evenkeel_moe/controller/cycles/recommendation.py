@@ -15,8 +15,6 @@ from evenkeel_moe.planning.decision.recommendation import RecommendationInputs, 
 from evenkeel_moe.ports import Advice, Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 
-__all__ = ["Recommender"]
-
 _REFERENCE = "eplb"
 """The policy that every engine ships: others are compared with it."""
 

@@ -18,8 +18,6 @@ from evenkeel_moe.planning.decision.recommendation import (
 )
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 
-__all__ = ["ShadowPolicies"]
-
 _log = structlog.get_logger(__name__)
 
 

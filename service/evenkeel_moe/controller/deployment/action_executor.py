@@ -16,8 +16,6 @@ from evenkeel_moe.ports import DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Prepare
 
-__all__ = ["ActionExecutor"]
-
 
 @dataclass(eq=False, repr=False)
 class ActionExecutor:

@@ -14,8 +14,6 @@ from evenkeel_moe.model.plan import PlanRecord, WaveKey
 from evenkeel_moe.ports import Clock
 from evenkeel_moe.protocol import control_messages as ctl
 
-__all__ = ["ActionLog"]
-
 _log = structlog.get_logger(__name__)
 _REMEMBERED = 1024
 _ALERT_EVERY_S = 1.0

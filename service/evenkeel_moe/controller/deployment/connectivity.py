@@ -9,8 +9,6 @@ from evenkeel_moe.ports import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.transitions import ControlState
 
-__all__ = ["Connectivity"]
-
 
 @dataclass(eq=False, repr=False)
 class Connectivity:

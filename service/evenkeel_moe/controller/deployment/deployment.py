@@ -38,8 +38,6 @@ from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.settings import LeaderSettings
 from evenkeel_moe.wire.link import FlowControl
 
-__all__ = ["TICK_S", "Deployment", "DeploymentOptions", "SharedServices"]
-
 _log = structlog.get_logger(__name__)
 TICK_S = 0.25
 """Seconds between ticks. Machines wait for half a second at least; a tick costs a quarter of a

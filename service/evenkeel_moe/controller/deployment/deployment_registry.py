@@ -18,8 +18,6 @@ from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.wire.link import FlowControl
 
-__all__ = ["DeploymentRegistry"]
-
 _log = structlog.get_logger(__name__)
 _LEASE_WAIT_S = 3.0
 

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 
 from evenkeel_moe.controller.deployment.deployment import Deployment
 
-__all__ = ["choose_evicted", "is_expired"]
-
 _UNPROVEN_S = 60.0
 """A deployment of which no rank was ever accepted is let go after this: any client can make up a
 name."""

@@ -17,8 +17,6 @@ from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.messages import Hello, Leader
 from evenkeel_moe.wire.link import Registration, RegistrationOutcome
 
-__all__ = ["RankRegistration"]
-
 _log = structlog.get_logger(__name__)
 _LEASE_WAIT_S = 3.0
 _ATTEMPTS = 3

@@ -22,8 +22,6 @@ from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.telemetry.balance import Balance
 
-__all__ = ["GroupLoads", "shape_document", "shape_from_document", "topology_of"]
-
 _log = structlog.get_logger(__name__)
 _EARLIER_PLACEMENTS = 3
 """Placements before the present one under which late reports are still counted."""

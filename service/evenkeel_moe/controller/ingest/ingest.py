@@ -15,8 +15,6 @@ from evenkeel_moe.telemetry.assembly import Intake, Quarantine, Rejection, StepA
 from evenkeel_moe.telemetry.windows import StepRing
 from evenkeel_moe.wire.link import ReportAck
 
-__all__ = ["Ingest"]
-
 _log = structlog.get_logger(__name__)
 _STORE_SOURCE_EVERY_S = 10.0
 _MAX_PENDING_BYTES = 1 << 30

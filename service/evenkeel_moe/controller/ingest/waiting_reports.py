@@ -8,8 +8,6 @@ from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.wire.link import ReportAck
 
-__all__ = ["ReportAnswer", "WaitingReport", "WaitingReports"]
-
 _MAX_REPORTS = 64
 """Most reports that wait for one rank."""
 _MAX_BYTES = 256 << 20

@@ -9,8 +9,6 @@ from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import DeploymentStore, LedElsewhere
 
-__all__ = ["LeaderLookup"]
-
 _CONCURRENT = 16
 """Deployments looked up at a time."""
 

@@ -22,8 +22,6 @@ from evenkeel_moe.protocol.messages import Leader
 from evenkeel_moe.settings import LeaderSettings
 from evenkeel_moe.wire.link import NotLeader
 
-__all__ = ["Leadership"]
-
 _log = structlog.get_logger(__name__)
 _DECISIONS = 100
 """Stored decision rows that a new leader loads."""

@@ -12,8 +12,6 @@ from evenkeel_moe.errors import Conflict, EvenkeelError, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import Clock, DeploymentStore, Lease
 
-__all__ = ["LeaseKeeper"]
-
 _log = structlog.get_logger(__name__)
 _RETRY_S = 1.0
 """Longest wait before the next attempt after the store refused a lease or did not answer."""

@@ -11,8 +11,6 @@ from evenkeel_moe.controller.policy_document import policy_document, policy_from
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.policy import DeploymentPolicy
 
-__all__ = ["OperatorState", "OperatorStateRecovery", "RestoredState"]
-
 
 @dataclass(frozen=True, slots=True)
 class OperatorState:

@@ -11,8 +11,6 @@ from evenkeel_moe.ports import DeploymentStore
 from evenkeel_moe.protocol.control_messages import StoredRecords
 from evenkeel_moe.protocol.leader.plan_records import select_remembered
 
-__all__ = ["Takeover", "take_over"]
-
 _PAGE = 48
 """Newest plans that a new leader reads besides the open ones. They cover the ended plans it keeps
 in memory, and all proposals there may be where the store does not say which plans have ended.

@@ -11,8 +11,6 @@ from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import Clock, DeploymentStore, StoredResponse
 
-__all__ = ["AnswerLog"]
-
 _KEPT = 512
 """Answers kept for each deployment: about 120 kB."""
 _KEPT_S = 86_400.0

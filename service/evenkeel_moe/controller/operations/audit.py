@@ -13,8 +13,6 @@ from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import AuditEntry, Clock, DeploymentStore
 
-__all__ = ["AuditLog"]
-
 _log = structlog.get_logger(__name__)
 _IN_MEMORY = 1024
 """Rows of all deployments on this replica."""

@@ -27,8 +27,6 @@ from evenkeel_moe.ports import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.windows import newest_parts
 
-__all__ = ["GaugeLimits", "GaugeReader", "RealisedGain", "ReplicaCoverage", "live_replicas"]
-
 
 @dataclass(frozen=True, slots=True)
 class GaugeLimits:

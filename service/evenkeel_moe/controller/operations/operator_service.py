@@ -33,8 +33,6 @@ from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.settings import never_met
 
-__all__ = ["OperatorService"]
-
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import PlanId
 
-__all__ = ["page_of_plans"]
-
 
 def page_of_plans(
     order: Mapping[PlanId, float], limit: int, after: PlanId | None

@@ -21,8 +21,6 @@ from evenkeel_moe.ports import Clock, DeploymentStatus, RankStatus
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.membership import Member
 
-__all__ = ["LiveView", "live_view"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LiveView:

@@ -12,8 +12,6 @@ from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import DeploymentStore
 
-__all__ = ["Row", "StoredRows"]
-
 _log = structlog.get_logger(__name__)
 
 Row = Mapping[str, Any]

@@ -15,15 +15,6 @@ from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, EvenkeelError, Unavailable
 from evenkeel_moe.wire.link import FlowControl
 
-__all__ = [
-    "evict_idle",
-    "pace_reports",
-    "refresh_metrics",
-    "store_all_windows",
-    "store_windows",
-    "take_up_deployments",
-]
-
 _log = structlog.get_logger(__name__)
 _PACE_S = 0.25
 _PROBE_S = 1.0

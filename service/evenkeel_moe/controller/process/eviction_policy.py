@@ -8,8 +8,6 @@ from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.adapters.redis.client import Client, eviction_policies
 from evenkeel_moe.errors import Unavailable
 
-__all__ = ["EvictionWatch"]
-
 _log = structlog.get_logger(__name__)
 _SAFE = "noeviction"
 _EVERY_S = 300.0

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 from evenkeel_moe.wire.link import FlowControl
 
-__all__ = ["Pacer"]
-
 _BEHIND_S = 0.25
 """Lag of the event loop that counts as behind. Ranks do not notice a few hundred milliseconds."""
 _IDLE_S = 0.05

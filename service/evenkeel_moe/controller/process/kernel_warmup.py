@@ -24,8 +24,6 @@ from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.telemetry.assembly import StepAssembler
 from evenkeel_moe.wire.reports import decode_report, encode_report
 
-__all__ = ["warm_kernels"]
-
 _log = structlog.get_logger(__name__)
 _SHAPE = ModelShape(1, 2, 2, 1, 1, 1)
 _MAX_KERNELS = 20

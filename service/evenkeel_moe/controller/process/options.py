@@ -14,8 +14,6 @@ from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from evenkeel_moe.settings import GrpcSettings, Settings
 from evenkeel_moe.wire.link import FlowControl
 
-__all__ = ["advertised_address", "deployment_options", "server_options"]
-
 T = TypeVar("T")
 
 

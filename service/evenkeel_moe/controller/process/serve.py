@@ -43,8 +43,6 @@ from evenkeel_moe.controller.tasks import ExitTimer, Spawner, end_tasks
 from evenkeel_moe.errors import Conflict, InvalidInput, Unavailable
 from evenkeel_moe.settings import Settings
 
-__all__ = ["STOP_S", "run", "serve"]
-
 _log = structlog.get_logger(__name__)
 STOP_S = 20.0
 """A controller that still waits for something this long after it was told to stop is ended."""

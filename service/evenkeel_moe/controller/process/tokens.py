@@ -8,8 +8,6 @@ import structlog
 from evenkeel_moe.api.auth import Token, TokenSet
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["TokenFile"]
-
 _log = structlog.get_logger(__name__)
 
 

@@ -17,8 +17,6 @@ from evenkeel_moe.protocol.messages import ControllerMessage, Hello
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
 
-__all__ = ["RankSessions", "refusal"]
-
 _log = structlog.get_logger(__name__)
 
 

@@ -15,8 +15,6 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Ack, Hello, RankMessage, RankState
 from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat
 
-__all__ = ["RankSession", "SessionTargets"]
-
 _log = structlog.get_logger(__name__)
 _TELEMETRY = (LoadReport, Heartbeat, CostCurve)
 

@@ -14,8 +14,6 @@ from evenkeel_moe.adapters.redis.client import connect, disconnect, store_errors
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.processes import ChildProcess, StopFlag, free_ports
 
-__all__ = ["DemoController"]
-
 _READY_S = 60.0
 
 COPY_BYTES_PER_S = 250_000

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.planning.problem import metrics
 
-__all__ = ["FleetLog", "RankSwap", "StepRow", "mean_balancedness", "read_new_lines"]
-
 RECENT_STEPS = 16
 """Number of steps over which the displayed values are averaged."""
 

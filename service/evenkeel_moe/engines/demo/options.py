@@ -6,8 +6,6 @@ from pathlib import Path
 from evenkeel_moe.engines.reference.config import DispatchRule, Fault
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["DemoOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:

@@ -12,8 +12,6 @@ from types import FrameType
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 
-__all__ = ["ChildProcess", "StopFlag", "free_ports", "stop_flag"]
-
 _POLL_S = 0.05
 
 

@@ -23,8 +23,6 @@ from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["run_demo"]
-
 _POLL_S = 0.25
 _PLAIN_S = 2.0
 """Seconds between two lines of the plain view."""

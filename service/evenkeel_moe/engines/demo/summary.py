@@ -13,8 +13,6 @@ from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.view import count, ratio, si_bytes
 from evenkeel_moe.engines.reference.config import DispatchRule
 
-__all__ = ["PlanResult", "PromiseCheck", "Summary", "decision_lines", "summarise", "summary_lines"]
-
 COMPARED_STEPS = 40
 """Steps averaged on each side of a plan or of the shift."""
 _LAST = 1 << 60

@@ -11,8 +11,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Snapshot", "chart", "count", "plain_line", "ratio", "render", "si_bytes"]
-
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _CHART_ROWS = 6
 _WIDE = 96

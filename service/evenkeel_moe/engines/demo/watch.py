@@ -7,8 +7,6 @@ from evenkeel_moe.engines.demo.fleet_log import FleetLog, mean_balancedness
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.view import Snapshot, count, si_bytes
 
-__all__ = ["Watch"]
-
 _SETTLED_STEPS = 8
 """Steps after a plan's last swap before its effect is reported."""
 

@@ -26,8 +26,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.wire.link import CostCurve
 
-__all__ = ["Broadcast", "make_guest"]
-
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 

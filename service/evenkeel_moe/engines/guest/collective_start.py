@@ -20,8 +20,6 @@ from evenkeel_moe.agent.ports import GateFailed
 from evenkeel_moe.engines.guest.plan_agreement import Gather
 from evenkeel_moe.errors import Unavailable
 
-__all__ = ["all_or_none", "protect_engine", "require_plugin_in_group", "require_plugin_on_all"]
-
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 _distributed: Any = torch.distributed

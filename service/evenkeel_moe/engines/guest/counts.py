@@ -19,8 +19,6 @@ from torch import Tensor
 from evenkeel_moe.agent.guest import GuestAgent
 from evenkeel_moe.model.load import Phase
 
-__all__ = ["StepCounts", "StepNote", "record_step"]
-
 _log = structlog.get_logger(__name__)
 _MAX_IN_FLIGHT = 8
 

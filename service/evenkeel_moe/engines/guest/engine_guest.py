@@ -21,8 +21,6 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 
-__all__ = ["EngineGuest"]
-
 _log = structlog.get_logger(__name__)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from evenkeel_moe.errors import InvalidInput, Reason
 
-__all__ = ["Unsupported", "check_fields", "check_signatures", "check_version"]
-
 
 class Unsupported(InvalidInput):
     """The plugin does not support this engine."""

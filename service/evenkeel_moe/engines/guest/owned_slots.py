@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["OwnedSlots"]
-
 
 class OwnedSlots:
     """Nothing has to be reserved or released."""

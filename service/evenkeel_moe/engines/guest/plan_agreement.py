@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.agent.guest import Move
 
-__all__ = ["ROW", "Gather", "PlanAgreement", "find_disagreement", "gather_rows", "map_digest"]
-
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 

@@ -14,8 +14,6 @@ from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings, load_guest_settings
 from evenkeel_moe.errors import EvenkeelError
 
-__all__ = ["EnginePlugin", "register_guest", "timed"]
-
 _log = structlog.get_logger(__name__)
 _GuestT = TypeVar("_GuestT", bound=EngineGuest)
 _T = TypeVar("_T")

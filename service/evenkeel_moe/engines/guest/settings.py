@@ -17,8 +17,6 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.wire.values import is_deployment_id
 
-__all__ = ["GuestMode", "GuestSettings", "load_guest_settings"]
-
 _PREFIX = "EVENKEEL_RANK__"
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 """At most one day, because "inf" is a valid float that no wait accepts."""

@@ -10,8 +10,6 @@ import structlog
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.rank import run_rank
 
-__all__ = ["leave", "log_json", "read_config"]
-
 
 def main(path: str, rank: str) -> NoReturn:
     """Read the configuration, run the rank, and exit with its ExitCode."""

@@ -13,8 +13,6 @@ from evenkeel_moe.engines.reference.config import Fault
 from evenkeel_moe.engines.reference.slots import PooledWeights, Router
 from evenkeel_moe.model.placement import EMPTY
 
-__all__ = ["FinalCheck", "break_something", "final_check", "inspect_rank"]
-
 
 @dataclass(slots=True)
 class FinalCheck:

@@ -48,8 +48,6 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.objective import DispatchModel
 
-__all__ = ["DispatchRule", "ExitCode", "Fault", "RankConfig"]
-
 
 class ExitCode(IntEnum):
     """The exit code of a rank process."""

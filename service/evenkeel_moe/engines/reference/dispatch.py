@@ -28,8 +28,6 @@ from evenkeel_moe.engines.reference.libra import TwoStageDispatch
 from evenkeel_moe.engines.reference.parts import RankParts
 from evenkeel_moe.engines.reference.traffic import TextTraffic
 
-__all__ = ["SlotDispatch", "make_dispatch"]
-
 
 def make_dispatch(parts: RankParts, connect: Callable[[str], Communicator]) -> LayerDispatch:
     """Make the dispatch of a rank's configuration; collective over the group.

@@ -11,8 +11,6 @@ from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.engines.reference.model import expert_forward
 from evenkeel_moe.errors import PeerViolation, Reason
 
-__all__ = ["EpochMismatch", "Exchange", "LayerResult", "check_epochs"]
-
 
 class EpochMismatch(PeerViolation):
     """Two ranks have different maps. Every rank leaves before it computes (R8)."""

@@ -11,8 +11,6 @@ from evenkeel_moe.engines.reference.layers import LayerDispatch
 from evenkeel_moe.engines.reference.model import combine_weights
 from evenkeel_moe.engines.reference.parts import RankParts
 
-__all__ = ["Forward", "StepResult", "Witness"]
-
 _HASH = 2654435761
 """Knuth's multiplier; spreads consecutive token indices over the replicas."""
 

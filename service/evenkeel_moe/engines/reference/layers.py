@@ -12,8 +12,6 @@ from evenkeel_moe.engines.reference.slots import Router
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 
-__all__ = ["LayerDispatch", "LayerOutcome", "tables_of"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerOutcome:

@@ -31,8 +31,6 @@ from evenkeel_moe.engines.reference.layers import LayerOutcome, tables_of
 from evenkeel_moe.engines.reference.model import expert_forward
 from evenkeel_moe.engines.reference.parts import RankParts
 
-__all__ = ["TwoStageDispatch"]
-
 
 class TwoStageDispatch:
     """The two-stage dispatch of one rank."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from evenkeel_moe.adapters.clock import SystemClock
 
-__all__ = ["LineWriter", "read_lines"]
-
 
 class LineWriter:
     """Appends one JSON object per line to a file. Thread-safe.

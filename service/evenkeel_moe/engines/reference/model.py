@@ -17,8 +17,6 @@ from torch import Tensor
 
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["Model", "combine_weights", "expert_forward", "original_expert"]
-
 VOCABULARY = 4096
 WORD_KINDS = 8
 """Number of word kinds; each has VOCABULARY // WORD_KINDS consecutive token ids."""

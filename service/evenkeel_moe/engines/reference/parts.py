@@ -11,8 +11,6 @@ from evenkeel_moe.engines.reference.slots import PooledWeights, Router
 from evenkeel_moe.engines.reference.traffic import RecordedTraffic, TextTraffic, Traffic, read_trace
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["RankParts"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankParts:

@@ -28,8 +28,6 @@ from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["run_rank", "with_trace_sizes"]
-
 _distributed: Any = torch.distributed
 
 

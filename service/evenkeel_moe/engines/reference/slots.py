@@ -12,8 +12,6 @@ from evenkeel_moe.engines.reference.model import original_expert
 from evenkeel_moe.errors import InfeasiblePlan, Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
 
-__all__ = ["PooledWeights", "RouteTable", "Router"]
-
 
 class PooledWeights:
     """One pool of expert buffers for all layers of a rank; each filled slot owns one buffer.

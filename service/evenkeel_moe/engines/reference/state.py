@@ -14,8 +14,6 @@ from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 
-__all__ = ["SavedPlacement", "agree_on_placement", "load_placement", "save_placement"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SavedPlacement:

@@ -27,8 +27,6 @@ from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
 from evenkeel_moe.engines.reference.lines import LineWriter, read_lines
 
-__all__ = ["FleetReport", "Supervisor", "run_fleet"]
-
 _POLL_S = 0.05
 _FINAL = frozenset({ExitCode.FINISHED, ExitCode.CHECK_FAILED})
 """Exit codes after which the group is not restarted."""

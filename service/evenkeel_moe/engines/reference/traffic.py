@@ -18,8 +18,6 @@ from torch import Tensor
 from evenkeel_moe.engines.reference.model import VOCABULARY, WORD_KINDS, Model
 from evenkeel_moe.errors import InvalidInput
 
-__all__ = ["RecordedTraffic", "TextTraffic", "Traffic", "read_trace"]
-
 _CODE_MODULES = (
     "argparse ast calendar configparser dataclasses datetime difflib doctest enum fractions"
     " inspect locale optparse pathlib pdb pickle pydoc smtplib socket statistics subprocess tarfile"

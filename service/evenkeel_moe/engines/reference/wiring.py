@@ -15,8 +15,6 @@ from evenkeel_moe.engines.reference.parts import RankParts
 from evenkeel_moe.engines.reference.state import SavedPlacement, save_placement
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["connect_group", "make_agent"]
-
 
 def make_agent(
     parts: RankParts,

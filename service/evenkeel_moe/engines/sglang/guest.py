@@ -35,8 +35,6 @@ from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Prepare
 
-__all__ = ["SglangAccess", "SglangGuest"]
-
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 

@@ -13,8 +13,6 @@ from evenkeel_moe.engines.guest.guards import check_signatures, check_version
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.sglang.guest import SglangAccess, SglangGuest
 
-__all__ = ["KNOWN_VERSIONS", "SglangPlugin", "check_engine", "register"]
-
 KNOWN_VERSIONS = ("0.5.23",)
 _EPLB = "sglang.srt.eplb"
 _MANAGER = f"{_EPLB}.eplb_manager"

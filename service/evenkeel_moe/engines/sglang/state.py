@@ -15,8 +15,6 @@ from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 
-__all__ = ["MoeRows", "SglangWeights", "counting_side", "initial_placement", "read_shape"]
-
 
 @dataclass(frozen=True, slots=True)
 class MoeRows:

@@ -27,8 +27,6 @@ from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Prepare
 
-__all__ = ["VllmGuest", "is_draft"]
-
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 

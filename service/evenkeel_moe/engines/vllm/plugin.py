@@ -24,8 +24,6 @@ from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.guest import VllmGuest, is_draft
 from evenkeel_moe.engines.vllm.policy import make_policy
 
-__all__ = ["KNOWN_VERSIONS", "VllmPlugin", "check_engine", "register"]
-
 KNOWN_VERSIONS = ("0.33.0",)
 _STATE = "vllm.distributed.eplb.eplb_state"
 _POLICIES = "vllm.distributed.eplb.policy"

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from evenkeel_moe.engines.vllm.guest import VllmGuest
 
-__all__ = ["make_policy"]
-
 
 def make_policy(original: Any, guests: Mapping[Any, VllmGuest]) -> Any:
     """Return a class for `EPLB_POLICIES["default"]`.

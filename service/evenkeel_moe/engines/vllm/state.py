@@ -11,8 +11,6 @@ from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.topology import ModelShape
 
-__all__ = ["VllmModelState", "VllmState", "VllmWeights", "read_map", "read_shape"]
-
 
 class VllmModelState(Protocol):
     """`EplbModelState`: the maps, counts and weights of one model."""

@@ -16,8 +16,6 @@ from evenkeel_moe.engines.vllm.state import VllmModelState, read_map
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.formats import read_placement
 
-__all__ = ["start_from_file"]
-
 _log = structlog.get_logger(__name__)
 
 

@@ -34,18 +34,6 @@ from evenkeel_moe.planning.schedule.relabel import align_slots, count_moves, rel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.planning.signals.change_detection import Change, ChangeRules, detect_change
 
-__all__ = [
-    "CycleInputs",
-    "CycleResult",
-    "WindowSplit",
-    "change_of",
-    "decide_target",
-    "judge_target",
-    "plan_target",
-    "run_cycle",
-    "split_window",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class WindowSplit:

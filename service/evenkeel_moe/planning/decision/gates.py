@@ -18,16 +18,6 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from evenkeel_moe.planning.schedule.relabel import moves_by_layer
 
-__all__ = [
-    "AfterInputs",
-    "BeforeInputs",
-    "Decision",
-    "GateMemory",
-    "GateSettings",
-    "decide_after",
-    "decide_before",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:

@@ -25,17 +25,6 @@ from evenkeel_moe.planning.policies.craft.policy import place_replicas
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
-__all__ = [
-    "PolicyScore",
-    "Recommendation",
-    "Redundancy",
-    "ReplicaLevel",
-    "ShadowRequest",
-    "RecommendationInputs",
-    "recommend",
-    "score_shadows",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PolicyScore:

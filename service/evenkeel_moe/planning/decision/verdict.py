@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
-__all__ = ["Call", "Verdict", "VerdictRules", "held_out_steps", "judge"]
-
 
 class Call(StrEnum):
     """The conclusion of a verdict."""

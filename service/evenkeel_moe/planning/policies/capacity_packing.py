@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.jit import kernel
 
-__all__ = ["pack_copies"]
-
 
 def pack_copies(
     load: NDArray[np.float64],

@@ -25,8 +25,6 @@ from evenkeel_moe.planning.policies.slot_budget import equal_slots_per_rank
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
-__all__ = ["Variant", "plan_eplb", "rebalance_experts"]
-
 
 class Variant(StrEnum):
     """The two forms of EPLB."""

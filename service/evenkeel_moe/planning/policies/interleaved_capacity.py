@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.topology import Topology
 
-__all__ = ["interleaved_capacity"]
-
 
 def interleaved_capacity(copies: NDArray[np.int64], topology: Topology) -> NDArray[np.int64]:
     """Spread every layer's copies over the ranks.

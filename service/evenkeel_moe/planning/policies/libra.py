@@ -26,8 +26,6 @@ from evenkeel_moe.planning.problem.placement_problem import (
     check_current,
 )
 
-__all__ = ["LibraOptions", "plan_libra", "replicate_by_source"]
-
 
 @dataclass(frozen=True, slots=True)
 class LibraOptions:

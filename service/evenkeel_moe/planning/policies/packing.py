@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.jit import kernel
 
-__all__ = ["balanced_packing"]
-
 
 def balanced_packing(
     weight: NDArray[np.float32], num_packs: int, kinds: NDArray[np.int32] | None = None

@@ -7,8 +7,6 @@ from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.problem import bounds, metrics
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
-__all__ = ["build_proposal", "place_on_ranks"]
-
 
 def place_on_ranks(held: NDArray[np.bool_], slots_per_rank: int) -> Placement:
     """Build a placement from the experts each rank holds.

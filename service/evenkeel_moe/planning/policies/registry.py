@@ -24,8 +24,6 @@ from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 
-__all__ = ["FORMS", "POLICIES", "resolve_policy", "warm_kernels"]
-
 POLICIES: dict[str, Policy] = {
     "craft": plan_craft,
     "eplb": plan_eplb,

@@ -12,8 +12,6 @@ from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import EMPTY
 
-__all__ = ["replicate_experts"]
-
 
 def replicate_experts(
     weight: NDArray[np.float32], num_slots: int, max_copies: int | None = None

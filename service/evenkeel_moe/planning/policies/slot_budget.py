@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["SlotBudget", "equal_slots_per_rank"]
-
 
 @dataclass(frozen=True, slots=True)
 class SlotBudget:

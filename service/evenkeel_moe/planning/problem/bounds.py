@@ -10,8 +10,6 @@ from evenkeel_moe.planning.problem.bounds_branch import BRANCH_EXPERTS, BRANCH_R
 from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["bound_times", "hottest_copy", "lower_bound"]
-
 _ROUNDING = 1e-12
 """Relative rounding error between sums taken in different orders."""
 

@@ -9,15 +9,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
 
-__all__ = [
-    "TILE_SLACK",
-    "balancedness_kernel",
-    "nearest_shares_kernel",
-    "rank_load_kernel",
-    "step_times_kernel",
-    "token_cost",
-]
-
 TILE_SLACK = 1e-9
 """Fraction of a tile by which a load may exceed a tile boundary at no cost: hides rounding errors
 of even splits."""

@@ -21,23 +21,6 @@ from evenkeel_moe.planning.problem.token_split import (
     slot_shares,
 )
 
-__all__ = [
-    "balancedness",
-    "balancedness_by_layer",
-    "balancedness_mean",
-    "balancedness_worst",
-    "cost_arrays",
-    "fluid_bound",
-    "fluid_times",
-    "predicted_time",
-    "rank_load",
-    "rank_seconds",
-    "score",
-    "step_times",
-    "time_over_fluid",
-    "window_rank_load",
-]
-
 
 def rank_load(
     load: NDArray[np.generic], placement: Placement, split: SplitModel = EVEN_SPLIT

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.plan import PlanLimits
 
-__all__ = ["CostCurves", "DispatchModel", "Objective", "check_values"]
-
 
 class DispatchModel(StrEnum):
     """The rule by which the engine splits an expert's tokens over its replicas."""

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
 
-__all__ = ["optimal_split_kernel"]
-
 
 @kernel
 def optimal_split_kernel(

@@ -12,8 +12,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.objective import Objective, check_values
 
-__all__ = ["PlacementProblem", "Policy", "Proposal", "check_current", "origin_shares"]
-
 _MOST_TOKENS = 2.0**53
 """Up to this value float64 holds every integer number of tokens."""
 

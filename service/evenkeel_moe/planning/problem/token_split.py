@@ -18,8 +18,6 @@ from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["EVEN_SPLIT", "SplitModel", "check_counts", "check_load", "slot_load", "slot_shares"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SplitModel:

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.model.placement import EMPTY
 
-__all__ = ["partial_row", "room_needed", "vacated_rows"]
-
 
 def room_needed(
     old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int

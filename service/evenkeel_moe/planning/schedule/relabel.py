@@ -15,8 +15,6 @@ from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["align_slots", "count_moves", "fewest_moves", "moves_by_layer", "relabel"]
-
 
 @kernel
 def _overlap(

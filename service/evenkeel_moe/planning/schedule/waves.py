@@ -19,8 +19,6 @@ from evenkeel_moe.model.plan import PlanLimits, Transfer, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.schedule.partial_layers import partial_row, room_needed, vacated_rows
 
-__all__ = ["schedule_waves"]
-
 
 def schedule_waves(
     base: Placement,

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.jit import kernel
 
-__all__ = ["Change", "ChangeRules", "detect_change", "step_weights"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChangeRules:

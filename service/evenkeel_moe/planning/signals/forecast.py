@@ -16,8 +16,6 @@ from scipy.optimize import nnls
 from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 
-__all__ = ["Forecast", "forecast", "recentred"]
-
 _HALF_LIVES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, np.inf)
 """Shares of the window after which a step counts half; the last gives the mean of the window."""
 _AHEAD = 1 / 8

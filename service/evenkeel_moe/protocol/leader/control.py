@@ -15,8 +15,6 @@ from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.messages import Hello, RankState, StagingProgress, TermRefused, Tick
 from evenkeel_moe.protocol.transitions import CONTROL, IGNORED, ILLEGAL, VIOLATION, ControlState
 
-__all__ = ["DeploymentControl"]
-
 _FLUSHING = (Tick, ctl.AutomaticPlansResumed)
 """Events after which failed writes are tried again, even if there is nothing new to write."""
 

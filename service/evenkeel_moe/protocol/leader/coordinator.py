@@ -49,8 +49,6 @@ from evenkeel_moe.protocol.transitions import (
     CoordinatorState,
 )
 
-__all__ = ["Coordinator"]
-
 _STALLED_FOR = {
     CoordinatorState.RECOVERING: Reason.RECOVERY_DEADLINE,
     CoordinatorState.ABORTING: Reason.ABORT_DEADLINE,

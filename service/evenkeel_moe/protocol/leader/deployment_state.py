@@ -21,8 +21,6 @@ from evenkeel_moe.protocol.messages import Leader
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.protocol.transitions import ControlState
 
-__all__ = ["DeploymentState"]
-
 
 class DeploymentState:
     """One deployment. Only `DeploymentControl` changes it, by the events it handles.

@@ -9,8 +9,6 @@ from evenkeel_moe.protocol.leader.recovery import Recovery
 from evenkeel_moe.protocol.messages import QueryState
 from evenkeel_moe.protocol.timing import ControlTiming
 
-__all__ = ["Liveness"]
-
 
 class Liveness:
     """The ranks of one deployment that are not heard, under one term."""

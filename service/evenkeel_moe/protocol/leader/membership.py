@@ -12,8 +12,6 @@ from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Hello, RankState
 
-__all__ = ["Admission", "Member", "Membership", "Quorum"]
-
 
 class Admission(NamedTuple):
     """The answer to a Hello."""

@@ -24,8 +24,6 @@ from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.transitions import ControlState
 
-__all__ = ["Operator"]
-
 _RECOVERED = (ControlState.READY, ControlState.MIGRATING)
 
 Answer = tuple[PlanRecord, list[ControlAction]]

@@ -9,8 +9,6 @@ from evenkeel_moe.protocol.control_messages import FromRank, SendToRank
 from evenkeel_moe.protocol.messages import ControllerMessage, RankState
 from evenkeel_moe.protocol.timing import WaveTiming
 
-__all__ = ["Peer", "Peers"]
-
 
 @dataclass(slots=True)
 class Peer:

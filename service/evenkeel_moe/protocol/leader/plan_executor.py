@@ -32,8 +32,6 @@ from evenkeel_moe.protocol.messages import Leader, Prepare, StagingProgress
 from evenkeel_moe.protocol.timing import WaveTiming
 from evenkeel_moe.protocol.transitions import CoordinatorState
 
-__all__ = ["PlanExecutor"]
-
 _EPOCHS_KEPT = 64
 """Placements of earlier epochs in memory, as many as the store keeps."""
 

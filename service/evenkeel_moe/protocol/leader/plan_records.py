@@ -12,8 +12,6 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.protocol.control_messages import PersistPlan
 
-__all__ = ["PlanRecords", "is_failure", "require_same_request", "select_remembered"]
-
 _KEPT_TERMINAL = 16
 """Ended plans kept in memory. The store keeps more: one plan of a large model takes megabytes."""
 

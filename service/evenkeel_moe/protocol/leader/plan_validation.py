@@ -9,15 +9,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, Wave
 from evenkeel_moe.model.topology import ModelShape
 
-__all__ = [
-    "Refusal",
-    "batch_refusal",
-    "placement_at",
-    "plan_refusal",
-    "pool_refusal",
-    "wave_refusal",
-]
-
 Refusal = tuple[Reason, str]
 """The reason of a refusal, and a sentence with the numbers."""
 

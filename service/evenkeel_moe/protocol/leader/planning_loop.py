@@ -17,8 +17,6 @@ from evenkeel_moe.protocol.control_messages import (
 )
 from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 
-__all__ = ["PlanningLoop"]
-
 
 class PlanningLoop:
     """The planning cycles of one deployment under one term.

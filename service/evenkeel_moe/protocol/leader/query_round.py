@@ -8,8 +8,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol.messages import RankState
 
-__all__ = ["Disagreement", "GroupState", "QueryRound"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GroupState:

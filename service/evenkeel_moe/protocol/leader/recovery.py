@@ -18,8 +18,6 @@ from evenkeel_moe.protocol.leader.plan_validation import placement_at
 from evenkeel_moe.protocol.leader.query_round import Disagreement, GroupState, QueryRound
 from evenkeel_moe.protocol.messages import QueryState, RankState
 
-__all__ = ["Recovery"]
-
 
 class Recovery:
     """Rounds of questions to all ranks, until all agree on one state and none holds a wave.

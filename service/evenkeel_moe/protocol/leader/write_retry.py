@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction, PersistAction, SendToRank
 
-__all__ = ["WriteRetry"]
-
 _MAX_DECISIONS = 100
 """Decision rows kept while the store is away; more than this nobody reads."""
 

@@ -40,8 +40,6 @@ from evenkeel_moe.protocol.messages import (
 )
 from evenkeel_moe.protocol.rank.participant import Participant
 
-__all__ = ["HEADER", "PER_DEPLOYMENT", "Gate", "GateAction", "PollFailed", "PollResolved"]
-
 HEADER = ("minus_wanted_serial", "digest", "minus_digest")
 """The first entries of the vector."""
 PER_DEPLOYMENT = ("armed_epoch", "minus_armed_epoch", "h", "minus_h", "want_drop")

@@ -16,8 +16,6 @@ from evenkeel_moe.protocol.rank.rank_deployment import RankDeployment
 from evenkeel_moe.protocol.rank.wave_memory import HeldWave, PollView
 from evenkeel_moe.protocol.transitions import IGNORED, ILLEGAL, PARTICIPANT, PARTICIPANT_OTHER_WAVE
 
-__all__ = ["Participant"]
-
 _STAGING, _ABORTED = ParticipantState.STAGING, ParticipantState.ABORTED
 _DROPPED = WaveOutcome.DROPPED
 

@@ -7,8 +7,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Prepare
 
-__all__ = ["prepare_refusal"]
-
 
 def prepare_refusal(
     prepare: Prepare, placement: Placement, rank: int, shape: ModelShape, staging_bytes: int

@@ -13,8 +13,6 @@ from evenkeel_moe.protocol.messages import ParticipantState, WaveOutcome
 from evenkeel_moe.protocol.rank.prepare_validation import prepare_refusal
 from evenkeel_moe.protocol.rank.wave_memory import EndedWaves, HeldWave, PollView
 
-__all__ = ["RankDeployment"]
-
 
 class RankDeployment:
     """One deployment on one rank. Only `Participant` changes it, by the events it handles.

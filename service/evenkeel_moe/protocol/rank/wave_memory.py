@@ -7,8 +7,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol.messages import Prepare, Vote, WaveOutcome
 
-__all__ = ["EndedWaves", "HeldWave", "PollView"]
-
 _MAX_ENDED = 1024
 """Waves remembered as ended at one epoch; far more than a network can still deliver."""
 

@@ -5,8 +5,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
 
-__all__ = ["knapsack", "replay_layer"]
-
 _BLOCK = 64
 """Steps replayed together, in single precision: their rank loads stay in the first-level cache."""
 

@@ -20,20 +20,6 @@ from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
-__all__ = [
-    "Benefit",
-    "CraftOptions",
-    "GainWeighting",
-    "ReplicaRule",
-    "allocate_replicas",
-    "choose_factor",
-    "factor_by_memory",
-    "gain_of",
-    "place_replicas",
-    "plan_craft",
-    "replica_benefit",
-]
-
 
 class GainWeighting(StrEnum):
     """The value in the knapsack of giving a layer r replicas.

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.jit import inlined, kernel
 
-__all__ = ["initial_mapping", "refine_mapping", "search_layers"]
-
 _SLACK = 1e-12
 """Share of the score by which sums in another order may differ."""
 

@@ -18,8 +18,6 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import CostCurves
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
-__all__ = ["GEM_SETUPS", "GemOptions", "cost_table", "gem_setup", "plan_gem"]
-
 _MOST_UNITS = 65_536
 """Most entries of a cost table."""
 _MOST_WORK = 10_000_000_000

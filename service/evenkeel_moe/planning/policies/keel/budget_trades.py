@@ -12,8 +12,6 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.planning.policies.keel.moves import copies_of_replacement, replacement_gain
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, refresh
 
-__all__ = ["CopyOffers", "best_copies"]
-
 
 class CopyOffers(NamedTuple):
     """The best copy to add to, and to drop from, every rank of one layer. All arrays are (R,)."""

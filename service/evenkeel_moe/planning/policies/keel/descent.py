@@ -9,8 +9,6 @@ from evenkeel_moe.planning.policies.keel.replacements import best_replacement
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, refresh
 from evenkeel_moe.planning.policies.keel.swaps import best_swaps
 
-__all__ = ["descend"]
-
 
 @kernel
 def descend(

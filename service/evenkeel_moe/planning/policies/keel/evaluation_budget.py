@@ -12,8 +12,6 @@ import numpy as np
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["EvaluationBudget"]
-
 
 class EvaluationBudget:
     """The candidates evaluated so far, and those still allowed, over all searches of one plan.

@@ -22,16 +22,6 @@ from evenkeel_moe.planning.policies.keel.state import (
     smooth_cost,
 )
 
-__all__ = [
-    "add_power_change",
-    "apply_replacement",
-    "apply_swap",
-    "copies_of_replacement",
-    "gain_of_power_change",
-    "replacement_gain",
-    "swap_gain",
-]
-
 
 @inlined
 def add_power_change(

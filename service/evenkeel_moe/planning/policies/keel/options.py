@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.planning.signals.change_detection import ChangeRules
 
-__all__ = ["DEFAULT_OPTIONS", "KeelOptions"]
-
 _SHARES = (
     "stickiness",
     "caution",

@@ -10,8 +10,6 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import Change, step_weights
 from evenkeel_moe.planning.signals.forecast import forecast, recentred
 
-__all__ = ["Outlook", "look_ahead", "shrink_origins"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Outlook:

@@ -36,8 +36,6 @@ from evenkeel_moe.planning.problem.placement_problem import (
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule import relabel
 
-__all__ = ["plan_keel"]
-
 
 def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS) -> Proposal:
     """Plan by keel.

@@ -17,8 +17,6 @@ from evenkeel_moe.planning.policies.keel.moves import (
 )
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
 
-__all__ = ["best_replacement"]
-
 
 class _OpenSlots(NamedTuple):
     """The slots of a layer that another expert may enter. All arrays are (N,)."""

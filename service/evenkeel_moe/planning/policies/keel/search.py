@@ -29,8 +29,6 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 
-__all__ = ["Search"]
-
 _UNLIMITED = 1 << 40
 """Stands for no limit on copies or slots."""
 

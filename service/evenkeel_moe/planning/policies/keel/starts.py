@@ -11,8 +11,6 @@ from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.objective import CostCurves
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["cold_start", "fit_to_budget", "linear_rates"]
-
 
 def linear_rates(costs: CostCurves | None, num_ranks: int) -> NDArray[np.float64]:
     """Return how slow each rank is, (R,): cost per token at the last stair over the mean."""

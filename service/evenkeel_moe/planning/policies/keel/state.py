@@ -22,19 +22,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.jit import inlined, kernel
 
-__all__ = [
-    "WRITTEN_OUT",
-    "LayerState",
-    "SearchObjective",
-    "build_layer",
-    "expert_shares",
-    "load_ranks",
-    "power",
-    "refresh",
-    "root",
-    "smooth_cost",
-]
-
 WRITTEN_OUT = 3
 """Doublings of p = 8, for which the innermost loops have no inner loop of their own."""
 

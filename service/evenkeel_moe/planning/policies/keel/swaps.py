@@ -16,8 +16,6 @@ from evenkeel_moe.planning.policies.keel.moves import (
 )
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
 
-__all__ = ["best_swaps"]
-
 
 @kernel
 def best_swaps(
