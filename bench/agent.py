@@ -1,9 +1,11 @@
-"""What the agent costs its engine: python -m bench.agent [--steps] [--pairs].
+"""Measures the cost of the agent to its engine: python -m bench.agent [--steps] [--pairs].
 
-Calls: two rank processes of DeepSeek-V3's counts step together and report to a real controller; each call is timed
-where the engine makes it. Overhead: two fleets of the reference engine, one with the agent under a controller and one
-without, take turns of two seconds: one is stopped by a signal while the other runs. A machine drifts by several percent
-within minutes, so only turns next to each other are compared.
+Calls: two rank processes with DeepSeek-V3's layer and expert counts step together and report to a
+real controller. Each agent call is timed where the engine makes it.
+
+Overhead: two fleets of the reference engine take turns of two seconds, one with the agent under a
+controller and one without. A signal stops one while the other runs. The speed of a machine drifts
+by several percent within minutes, so only neighbouring turns are compared.
 """
 
 import argparse
@@ -29,19 +31,20 @@ from tests.integration.whole import Fleet, whole
 
 RANKS = 2
 WARM_STEPS = 50
-"""Not counted: connections, registration and the first polls."""
+"""Steps that are not counted: connections, registration and the first polls."""
 TURN_S = 2.0
 SETTLE_S = 0.1
-"""The first part of a turn is not counted: caches fill, and reports that waited go out."""
+"""The start of a turn that is not counted: caches fill, and reports that waited are sent."""
 ENGINE = {"num_ranks": RANKS, "d_model": 256, "d_ffn": 512, "verify_every": 0, "min_step_s": 0.0}
 
 
 async def time_calls(steps: int, folder: Path) -> list[dict[str, NDArray[np.float64]]]:
-    """The calls of every rank under a controller that only watches."""
+    """Return the call times of every rank, under a controller in observe mode."""
     async with Controller(folder / "data", PLANNER__MODE="observe") as controller:
         ranks = [
             await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "bench.agent_rank", str(rank), str(RANKS), str(steps), str(folder), controller.address
+                sys.executable, "-m", "bench.agent_rank",
+                str(rank), str(RANKS), str(steps), str(folder), controller.address,
             )
             for rank in range(RANKS)
         ]  # fmt: skip
@@ -55,7 +58,7 @@ async def time_calls(steps: int, folder: Path) -> list[dict[str, NDArray[np.floa
 
 
 def call_rows(calls: list[dict[str, NDArray[np.float64]]]) -> list[Row]:
-    """Quantiles over all ranks; boundaries at which a poll begins or is used are apart."""
+    """Return quantiles over all ranks; boundaries that begin or use a poll have separate rows."""
     number = np.arange(1, calls[0]["boundary"].size + 1)
     polls = (number % POLL_EVERY == 0) | ((number - RESOLVE_AFTER) % POLL_EVERY == 0)
     kinds = {
@@ -80,20 +83,20 @@ def call_rows(calls: list[dict[str, NDArray[np.float64]]]) -> list[Row]:
 
 @dataclass(slots=True)
 class Side:
-    """One of the two fleets, its turns and what it ran in each."""
+    """One of the two fleets and its turns."""
 
     fleet: Fleet
     turns: list[tuple[float, float]] = field(default_factory=list)
-    """Unix seconds from the moment it could run to the moment it was stopped."""
+    """(start, end) Unix seconds of each turn."""
 
     def signal(self, number: int) -> None:
         for pid in self.fleet.supervisor.pids:
-            # One that ended is said by `run`; the others must be let go all the same.
+            # `run` reports a process that ended; the others must still get the signal.
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def run(self, seconds: float) -> None:
-        """Let it run for a turn."""
+        """Let the fleet run for one turn."""
         began = time.time()
         self.signal(signal.SIGCONT)
         time.sleep(seconds)
@@ -104,7 +107,7 @@ class Side:
         self.turns.append((began, ended))
 
     def step_times(self) -> NDArray[np.float64]:
-        """(turns,) mean seconds of the steps that lie within each turn, less its beginning."""
+        """Return (turns,) mean seconds of the steps within each turn, after its first SETTLE_S."""
         log = FleetLog(RANKS)
         log.feed(read_new_lines(self.fleet.supervisor.folder, RANKS, {}))
         ended = np.array([row.unix for row in log.rows])
@@ -118,12 +121,15 @@ class Side:
 
 
 def take_turns(pairs: int, folder: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(with the agent, without), (pairs,) seconds a step each; who goes first is swapped each time."""
+    """Return (with agent, without agent), each (pairs,) seconds per step.
+
+    The two fleets swap the first turn from pair to pair.
+    """
     bare = Side(Fleet(folder / "bare", (), **ENGINE, agent=False))
     settings = {"PLANNER__MODE": "observe", "PLANNER__CYCLE_S": 3600}
     with whole(folder / "whole", settings, ENGINE) as (served, fleet):
         ours = Side(fleet)
-        # A controller has a machine of its own; here it may only have what the ranks leave.
+        # In production a controller has its own machine; here it only gets what the ranks leave.
         for process in (
             controller := psutil.Process(served.pid),
             *controller.children(recursive=True),
@@ -150,7 +156,7 @@ def take_turns(pairs: int, folder: Path) -> tuple[NDArray[np.float64], NDArray[n
 
 
 def overhead_rows(pairs: int) -> list[Row]:
-    """The ratio of step times and its bound, over pairs of turns."""
+    """Return the ratio of step times and its upper bound, over pairs of turns."""
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
         ours, bare = take_turns(pairs, Path(folder))
     draws = np.random.default_rng(0).integers(0, pairs, (2000, pairs))

@@ -1,4 +1,4 @@
-"""One rank of the agent bench: times every call of the agent while it reports to a real controller.
+"""One rank of the agent bench; times every agent call while it reports to a real controller.
 
 python -m bench.agent_rank RANK SIZE STEPS FOLDER ADDRESS; writes FOLDER/calls-RANK.npz.
 """
@@ -23,18 +23,18 @@ from evenkeel_moe.protocol.messages import RankIdentity
 from tests.agent.ranks import EXPERT_BYTES, ToyMaps, ToyWeights
 
 LAYERS, EXPERTS_PER_RANK, TOP_K = 58, 9, 8
-"""Counts as large as those of a rank of DeepSeek-V3 on 32."""
+"""The sizes of one rank of DeepSeek-V3 on 32 ranks."""
 POLL_EVERY, RESOLVE_AFTER = 8, 4
 """K and D, the agent's defaults."""
 TOKENS = 256
-"""Routed by one rank in a step."""
+"""Tokens one rank routes per step."""
 STEP_S = 0.005
 RING_STEPS = 1024
 dist: Any = torch.distributed
 
 
 def make_agent(rank: int, size: int, address: str) -> Agent:
-    """An agent over toy weights, for only its calls are timed; collective."""
+    """Return an agent over toy weights, since only its calls are timed. Collective."""
     shape = ModelShape(LAYERS, EXPERTS_PER_RANK * size, size, EXPERTS_PER_RANK, TOP_K, EXPERT_BYTES)
     placement = Placement.initial(shape)
     identity = RankIdentity(
@@ -51,21 +51,28 @@ def make_agent(rank: int, size: int, address: str) -> Agent:
     )
     store = dist.distributed_c10d._get_default_store()
     return Agent(
-        config, placement, 0, ToyWeights(placement, rank), ToyMaps(placement), device=torch.device("cpu"),
+        config,
+        placement,
+        0,
+        ToyWeights(placement, rank),
+        ToyMaps(placement),
+        device=torch.device("cpu"),
         link=GrpcRankLink((address,), seed=rank),
-        connect=lambda name, where: make_communicator(store, name, rank, size, device=where, timeout_s=60),
-    )  # fmt: skip
+        connect=lambda name, where: make_communicator(
+            store, name, rank, size, device=where, timeout_s=60
+        ),
+    )
 
 
 def forward(matrix: torch.Tensor, seconds: float) -> None:
-    """A forward pass that keeps its thread at work, as launching kernels and spinning on a stream do."""
+    """Keep the thread busy, as a forward pass does that launches kernels and spins on a stream."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         torch.mm(matrix, matrix)
 
 
 class BareStore:
-    """The least any recorder does: one row of counts into a ring as large as the agent's."""
+    """The minimum work of any recorder: copies a row of counts into a ring of the agent's size."""
 
     def __init__(self) -> None:
         self._rows = np.ones((RING_STEPS, LAYERS, EXPERTS_PER_RANK), np.int64)
@@ -77,10 +84,11 @@ class BareStore:
 
 
 def time_calls(agent: Agent, steps: int) -> dict[str, np.ndarray]:
-    """Seconds of each call, (steps,) each; the ranks step together. NaN where a call was not made first in its step.
+    """Return the seconds of each call, (steps,) each; the ranks step together.
 
-    What is called first after a forward pass finds cold caches: `record` is on even steps, the bare store on odd ones.
-    The counts are an array of their own in each step, as engines make them: `record` keeps it.
+    The first call after a forward pass finds cold caches, so each step times only one of the two:
+    `record` on even steps, the bare store on odd steps. The other one is NaN. Each step has its
+    own array of counts, as in engines, because `record` keeps it.
     """
     rng = np.random.default_rng(0)
     shares = np.full(EXPERTS_PER_RANK, 1 / EXPERTS_PER_RANK)
@@ -107,7 +115,7 @@ def time_calls(agent: Agent, steps: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Run one rank."""
+    """Run the bench as one rank."""
     rank, size, steps = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     folder, address = Path(sys.argv[4]), sys.argv[5]
     torch.set_num_threads(1)

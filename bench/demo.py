@@ -1,6 +1,6 @@
-"""The demo under keel and under EPLB, the same text in the same order: python -m bench.demo.
+"""Runs the demo under keel and under EPLB with the same traffic: python -m bench.demo.
 
-What operators see of a policy: how many experts its plans moved, and how balanced the ranks then measured themselves.
+Shows how many experts each policy moved and the balancedness that the ranks measured afterwards.
 """
 
 import re
@@ -13,7 +13,7 @@ POLICIES = ("keel", "eplb")
 
 
 def run_demo(policy: str) -> str:
-    """What the demo prints; under EPLB its own promises may fail, which is no failure here."""
+    """Return the output of the demo. Its checks may fail under EPLB; the bench ignores that."""
     command = [sys.executable, "-m", "evenkeel_moe", "demo", "--plain", "--policy", policy]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if not re.search(r"^Plan 1 ", done.stdout, re.MULTILINE):
@@ -22,7 +22,7 @@ def run_demo(policy: str) -> str:
 
 
 def rows_of(policy: str, printed: str) -> list[Row]:
-    """Of all plans of the run together, and after the last."""
+    """Return the totals of all plans of the run, and the balancedness after the last plan."""
     moved = [int(count) for count in re.findall(r"^  moved +(\d+) expert", printed, re.MULTILINE)]
     after = [
         float(value)
@@ -41,7 +41,7 @@ def rows_of(policy: str, printed: str) -> list[Row]:
 
 
 def main() -> None:
-    """One run each."""
+    """Run the demo once with each policy and write the report."""
     write_report("demo", [row for policy in POLICIES for row in rows_of(policy, run_demo(policy))])
 
 

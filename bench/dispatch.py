@@ -1,4 +1,4 @@
-"""Per-batch dispatch, rules side by side: python -m bench.dispatch [--quick] [--traces FOLDER]."""
+"""Compares rules of per-batch dispatch: python -m bench.dispatch [--quick] [--traces FOLDER]."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""Does planning for the dispatcher in force pay, against planning for an even split?"""
+"""Measures the gain from planning for the dispatch rule in use instead of for an even split."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ __all__ = ["aware_rows", "bootstrap_upper"]
 def bootstrap_upper(
     ours: NDArray[np.float64], theirs: NDArray[np.float64], *, draws: int = 4000, seed: int = 0
 ) -> float:
-    """95 % upper bound of sum(ours) / sum(theirs), resampling paired blocks; both (n,)."""
+    """Return the 95 % upper bound of sum(ours) / sum(theirs) over paired blocks; both (n,)."""
     rng = np.random.default_rng(seed)
     pick = rng.integers(0, len(ours), (draws, len(ours)))
     return float(np.quantile(ours[pick].sum(axis=1) / theirs[pick].sum(axis=1), 0.95))
@@ -27,9 +27,10 @@ def bootstrap_upper(
 def aware_rows(
     traces: list[Recorded], max_evaluations: int, on_trace: Callable[[str], None]
 ) -> list[Row]:
-    """For NEAREST and OPTIMAL: time of keel planned for it over keel planned for EVEN, both dispatched by it.
+    """Compare keel planned for NEAREST and for OPTIMAL with keel planned for EVEN.
 
-    A block is one plan's horizon, its time divided by the fluid bound, so that every trace weighs alike per block.
+    Both placements are dispatched by the rule under test. A block is the horizon of one plan. Its
+    time is divided by the fluid bound, so that each block weighs the same in every trace.
     """
     rows = []
     for dispatch in (DispatchModel.NEAREST, DispatchModel.OPTIMAL):

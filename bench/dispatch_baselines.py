@@ -1,8 +1,9 @@
-"""What others do about one batch's imbalance, for comparison only; none of it is in the package.
+"""Published methods against the imbalance of one batch. They are for comparison only.
 
-HarMoEny decides on exact routing, after the gate: it moves tokens of the fullest rank's hottest expert to the emptiest rank,
-fetching the expert there. Lina predicts an expert from the path a token took through earlier layers, with a table
-built beforehand. The capacity factor caps tokens per expert and drops or spills the rest.
+HarMoEny decides on exact routing, after the gate: it moves tokens of the hottest expert on the most
+loaded rank to the least loaded rank and fetches the expert there. Lina predicts an expert from the
+path of a token through earlier layers, with a table built beforehand. The capacity factor caps the
+tokens per expert and drops or spills the rest.
 """
 
 from collections import Counter, defaultdict
@@ -18,13 +19,14 @@ __all__ = ["apply_capacity", "expert_capacity", "harmoeny", "PathTable"]
 def harmoeny(
     demand: NDArray[np.integer], hosts: NDArray[np.bool_], max_extra: int, *, threshold: int = 1
 ) -> tuple[NDArray[np.int64], int]:
-    """Rank loads and copies under HarMoEny's rule.
+    """Return rank loads and copies under HarMoEny's rule.
 
     Args:
         demand: (R, E) [tokens] exact.
-        hosts: (E, R) residents; a token starts on its own rank if that is one, else on the first.
-        max_extra: experts a rank may fetch for the batch.
-        threshold: fewest tokens worth a move.
+        hosts: (E, R) True where a rank holds the expert. A token starts on its own rank if that
+            rank holds the expert, else on the first rank that does.
+        max_extra: the experts a rank may fetch for the batch.
+        threshold: the fewest tokens that are worth a move.
 
     Returns:
         ((R,) int64 [tokens], experts fetched).
@@ -78,7 +80,7 @@ def _harmoeny_kernel(
 
 
 class PathTable:
-    """Lina's table: the experts that followed a path of first choices most often.
+    """Lina's table: the experts that most often followed a path of first choices.
 
     Source: Lina as described in Libra section 2.2.
     """
@@ -98,7 +100,7 @@ class PathTable:
         return self
 
     def predict(self, layer: int, before: list[list[int]], k: int) -> list[int]:
-        """k experts for a layer, given the token's choices in the layers before it."""
+        """Predict k experts for a layer from the token's choices in the layers before it."""
         path = tuple(choice[0] for choice in before[max(0, layer - self.depth) : layer])
         found = [expert for expert, _ in self._seen.get((layer, path), Counter()).most_common(k)]
         for expert, _ in self._popular[layer].most_common():
@@ -109,7 +111,7 @@ class PathTable:
         return found[:k]
 
     def accuracy(self, ids: NDArray[np.integer]) -> NDArray[np.float64]:
-        """(L - 1,) share of chosen experts predicted, layers 1.."""
+        """Return (L - 1,) the share of chosen experts that was predicted, for layers 1.."""
         hits = np.zeros(ids.shape[1] - 1)
         for token in ids.tolist():
             for layer in range(1, len(token)):
@@ -120,7 +122,10 @@ class PathTable:
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Tokens one expert takes per batch: floor(factor * tokens * k / E). Source: Switch, GShard."""
+    """Return the tokens one expert takes per batch: floor(factor * tokens * k / E).
+
+    Source: Switch, GShard.
+    """
     return int(np.floor(factor * num_tokens * top_k / num_experts))
 
 
@@ -131,16 +136,17 @@ def apply_capacity(
     *,
     spill: NDArray[np.integer] | None = None,
 ) -> NDArray[np.int64]:
-    """Cap every expert, in order of arrival.
+    """Cap the tokens of every expert, in order of arrival.
 
     Args:
         experts: (n,) first choice of each token.
         num_experts: E.
-        capacity: tokens an expert takes.
+        capacity: the tokens an expert takes.
         spill: (n,) second choice for tokens that overflow; None drops them.
 
     Returns:
-        (n,) the expert that serves each token, -1 where it is dropped and passes by on the residual.
+        (n,) the expert that serves each token; -1 if the token is dropped and only its residual
+        goes on.
     """
     taken = np.zeros(num_experts, np.int64)
     served = np.full(len(experts), -1, np.int64)

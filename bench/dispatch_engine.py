@@ -1,4 +1,4 @@
-"""The reference engine under every rule: real processes, outputs checked, realised balancedness."""
+"""Runs the reference engine under every dispatch rule, in real processes with checked outputs."""
 
 import json
 import subprocess
@@ -20,10 +20,14 @@ LONGEST_S = 150.0
 
 
 def engine_rows() -> list[Row]:
-    """Run each rule on the initial placement, 5 slots a rank for 4 experts; balancedness counts shared work too."""
+    """Run each rule on the initial placement: 5 slots per rank for 4 experts.
+
+    The balancedness counts the shared expert's work too.
+    """
     rows = []
     print(
-        f"\nreference engine, {RANKS} ranks, {STEPS} steps: realised balancedness, routed and shared work"
+        f"\nreference engine, {RANKS} ranks, {STEPS} steps:"
+        " realised balancedness of routed and shared work"
     )
     for rule in DispatchRule:
         with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +46,8 @@ def engine_rows() -> list[Row]:
         balance = balancedness_mean(served)
         verdict = f"WRONG: {wrong} rows differ" if wrong else "exact"
         print(
-            f"{rule.value:12} balancedness {balance:.4f}   step {seconds * 1e3:6.2f} ms   outputs {verdict}"
+            f"{rule.value:12} balancedness {balance:.4f}   step {seconds * 1e3:6.2f} ms"
+            f"   outputs {verdict}"
         )
         rows += [
             Row(f"engine_{rule.value}_balancedness", balance, "1"),
@@ -68,7 +73,7 @@ def _run(supervisor: Supervisor) -> bool:
 
 
 def _read(folder: Path) -> tuple[np.ndarray, int, float]:
-    """((T, L, R) tokens computed, wrong rows, median step seconds)."""
+    """Return ((T, L, R) tokens computed, wrong rows, median step seconds)."""
     served, wrong, seconds = [], 0, []
     for rank in range(RANKS):
         found = [

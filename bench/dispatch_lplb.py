@@ -20,11 +20,14 @@ __all__ = ["lplb_rows"]
 
 LAYERS, EXPERTS, RANKS, SLOTS = 58, 256, 32, 288
 HIGHS_LAYERS = 12
-"""HiGHS solves this many layers in each run; ours all of them. Both figures are per layer."""
+"""Layers that HiGHS solves in each run. Ours solves all of them; both figures are per layer."""
 
 
 def highs_solver(placement: Placement, counts: NDArray[np.float64]) -> Callable[[], list[float]]:
-    """One linprog call per layer; matrices are built here, once, only right-hand sides are the batch's."""
+    """Return a function that makes one linprog call per layer.
+
+    The matrices are built once; only the right-hand sides depend on the batch.
+    """
     programs: list[tuple[Any, Any, Any]] = []
     for layer in range(HIGHS_LAYERS):
         row = placement.phy2log[layer]
@@ -67,7 +70,7 @@ def highs_solver(placement: Placement, counts: NDArray[np.float64]) -> Callable[
 
 
 def lplb_rows() -> list[Row]:
-    """The `lplb` rows. Two loads: the headline is the worse of the two."""
+    """Return the `lplb` rows of two loads; the headline rows are the worse of the two."""
     loads = {
         "zipf": zipf_load(LAYERS, EXPERTS),
         "lognormal": lognormal_steps(1, LAYERS, EXPERTS)[0],

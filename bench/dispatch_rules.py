@@ -1,4 +1,4 @@
-"""Every dispatch rule on every placement, step by step over recorded traffic."""
+"""Scores every dispatch rule on every placement, step by step over recorded traffic."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ from evenkeel_moe.replay.walk import walk_forward
 __all__ = ["PLACEMENTS", "RULES", "rule_rows", "rule_table"]
 
 PLACEMENTS = ("none", "eplb", "keel")
-# "libra" is as published: Algorithm 1 stops when the prediction is balanced, Algorithm 2 is greedy. "ours" spends all
-# of N and shards exactly; "2N" has twice the room.
+# "libra" is as published: Algorithm 1 stops when the prediction is balanced, Algorithm 2 is greedy.
+# "ours" uses all N transient experts and shards exactly; "2N" has twice as many.
 RULES = (
     "even",
     "nearest",
@@ -41,9 +41,10 @@ RULES = (
     "harmoeny",
 )
 EXTRA = 4
-"""Transient experts per rank of Libra and HarMoEny: half of the 8 a rank holds, as in Libra's evaluation."""
+"""Transient experts per rank of Libra and HarMoEny: half of the 8 that a rank holds, as in Libra's
+evaluation."""
 STEPS = 40
-"""Steps sampled per trace, evenly over those scored."""
+"""Steps sampled per trace, evenly spaced over the scored steps."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,14 @@ class Tally:
     def add(
         self, load: NDArray[np.generic], home: NDArray[np.int64], cost: int, copies: int = 0
     ) -> None:
-        """One step and layer: (R,) load, and the shared work of each source rank in routed choices."""
+        """Add one step and layer.
+
+        Args:
+            load: (R,) [tokens] routed load.
+            home: (R,) the shared work of each source rank, in routed choices.
+            cost: the routed choices that one token's shared expert costs.
+            copies: experts fetched.
+        """
         values = np.asarray(load, np.float64)
         top, mean = float(values.max()), float(values.mean())
         if top <= 0.0:
@@ -74,7 +82,8 @@ class Tally:
         self.copies += copies
         shared = float(home.sum())
         self.shared_home_peak += float((values + home).max())
-        # All-rank Waterfill at its best: water levels out unless one rank already stands above.
+        # All-rank Waterfill at its best fills every rank to the same level, unless a rank is
+        # already above that level.
         self.shared_poured_peak += max(
             top, np.ceil((values.sum() + shared) / len(values) / cost) * cost
         )
@@ -87,7 +96,7 @@ Tallies = dict[tuple[str, str], Tally]
 def rule_table(
     traces: list[Recorded], max_evaluations: int, on_trace: Callable[[str], None]
 ) -> dict[str, Tallies]:
-    """Per trace, the tally of every (placement, rule)."""
+    """Return, for each trace, the tally of every (placement, rule)."""
     return {trace.name: _tallies(trace, max_evaluations, on_trace) for trace in traces}
 
 
@@ -158,9 +167,10 @@ def _one_step(
 
 
 def _predicted(trace: Recorded, step: int, layer: int) -> NDArray[np.float64]:
-    """(R, E) what is expected: lookahead where recorded, else the step before. Nothing of the step itself.
+    """Return the (R, E) predicted load: the recorded lookahead, else the load of the step before.
 
-    The recorded lookahead has no source ranks: it is spread over them evenly.
+    The recorded lookahead has no source ranks, so it is spread over them evenly. The true load of
+    the step is never used.
     """
     if trace.lookahead is not None and layer > 0:
         return np.repeat(trace.lookahead[step, layer - 1][None] / RANKS, RANKS, axis=0)
@@ -168,10 +178,11 @@ def _predicted(trace: Recorded, step: int, layer: int) -> NDArray[np.float64]:
 
 
 def rule_rows(table: dict[str, Tallies]) -> list[Row]:
-    """Means over traces, every trace alike, and the same as a printed table."""
+    """Return means over traces, all with the same weight, and print them as a table."""
     rows = []
     print(
-        f"\nmean over {len(table)} traces, {RANKS} ranks; time is over the fluid bound of the same work"
+        f"\nmean over {len(table)} traces, {RANKS} ranks;"
+        " time is over the fluid bound of the same work"
     )
     print(
         f"{'placement':10}{'rule':16}{'balancedness':>13}{'max/mean':>10}{'time':>8}"

@@ -1,4 +1,4 @@
-"""Token-level parts of the bench: Waterfill on recorded choices, and how well experts are predicted."""
+"""Token-level parts of the bench: Waterfill on recorded choices, and accuracy of predictions."""
 
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ BATCHES = 12
 
 
 def recorded_ids(folder: Path) -> dict[str, NDArray[np.int64]]:
-    """(tokens, L, k) experts of every trace that recorded them."""
+    """Return the (tokens, L, k) experts of every trace that recorded them."""
     found = {}
     for path in sorted(folder.glob("*.npz")):
         with np.load(path, allow_pickle=False) as archive:
@@ -42,10 +42,14 @@ def recorded_ids(folder: Path) -> dict[str, NDArray[np.int64]]:
 
 
 def waterfill_rows(ids: dict[str, NDArray[np.int64]]) -> list[Row]:
-    """Waterfill on real tokens: an EPLB placement of the first half, batches of the second, even replica choice."""
+    """Run Waterfill on real tokens, with an even choice of replicas.
+
+    EPLB places the first half of each trace; the batches come from the second half.
+    """
     rows = []
     print(
-        f"\nshared expert, {RANKS} ranks x {TOKENS_PER_RANK} tokens: time over fluid, tokens that go where"
+        f"\nshared expert, {RANKS} ranks x {TOKENS_PER_RANK} tokens:"
+        " time over fluid, share of tokens sent away"
     )
     for name, tokens in ids.items():
         half = len(tokens) // 2
@@ -117,21 +121,25 @@ def _shared(
 
 
 def accuracy_rows(traces: list[Recorded], ids: dict[str, NDArray[np.int64]]) -> list[Row]:
-    """Share of the chosen experts predicted: lookahead as recorded and on the reference engine, Lina's table."""
+    """Return the share of chosen experts that lookahead and Lina's table predicted.
+
+    Lookahead is measured as recorded and on the reference engine.
+    """
     rows = []
     print("\nprediction accuracy (share of chosen experts predicted)")
     recalls = [trace.recall for trace in traces if trace.recall is not None]
     if recalls:
         mean = np.mean(recalls, axis=0)
         print(
-            f"lookahead, model A, layers 1..: {np.array2string(mean, precision=3)} mean {mean.mean():.3f}"
+            f"lookahead, model A, layers 1..: {np.array2string(mean, precision=3)}"
+            f" mean {mean.mean():.3f}"
         )
         rows.append(Row("lookahead_accuracy_model_a", float(mean.mean()), "1"))
     reference = _reference_accuracy()
     print(f"lookahead, reference engine, layers 1..: {np.array2string(reference, precision=3)}")
     rows.append(Row("lookahead_accuracy_reference_engine", float(reference.mean()), "1"))
     for name, tokens in ids.items():
-        # Passages are long: tokens of one passage must not be on both sides, so the split is by place.
+        # Both sides must not share a passage, and passages are long: the split is by position.
         half, limit = len(tokens) // 2, 12_000
         table = PathTable().build(tokens[:half])
         accuracy = float(table.accuracy(tokens[half : half + limit]).mean())
@@ -142,7 +150,7 @@ def accuracy_rows(traces: list[Recorded], ids: dict[str, NDArray[np.int64]]) -> 
 
 
 def _reference_accuracy() -> NDArray[np.float64]:
-    """(L - 1,) accuracy on the reference engine's layers, text through its own gates."""
+    """Return (L - 1,) accuracy on the reference engine's layers: text through its own gates."""
     config = RankConfig(run_folder="")
     model = Model.build(
         seed=config.seed,

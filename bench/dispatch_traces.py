@@ -14,32 +14,32 @@ __all__ = ["RANKS", "TWO_NODES", "Recorded", "read_all", "setup_of"]
 
 RANKS = 8
 TWO_NODES = Topology((0, 0, 0, 0, 1, 1, 1, 1))
-"""With one node, nearest dispatch of evenly spread sources is an even split; with two it is not."""
+"""Nearest dispatch of evenly spread sources equals an even split on one node, but not on two."""
 SLOTS_PER_RANK = 9
 """72 slots for 64 experts: one redundant slot per rank and layer."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recorded:
-    """One trace."""
+    """One recorded trace."""
 
     name: str
     load: NDArray[np.int64]
     """(T, L, E) [tokens]."""
     source: NDArray[np.int64]
-    """(T, R, L, E) [tokens] by source rank: recorded, or drawn evenly where the trace does not have it."""
+    """(T, R, L, E) [tokens] by source rank: recorded, or drawn evenly if the trace has none."""
     source_recorded: bool
     lookahead: NDArray[np.int64] | None
     """(T, L - 1, E) predicted load of layers 1.., None where not recorded."""
     recall: NDArray[np.float64] | None
-    """(L - 1,) share of the true experts predicted, as recorded."""
+    """(L - 1,) share of the true experts that was predicted, as recorded."""
     top_k: int
     shared_cost: int
-    """Routed choices one token's shared expert costs."""
+    """The routed choices that one token's shared expert costs."""
 
     @property
     def window(self) -> tuple[int, int]:
-        """(window, horizon) steps: 100/50, shorter where the trace is too short for four plans of those."""
+        """The (window, horizon) in steps: 100/50, or less if the trace is too short for 4 plans."""
         for window, horizon in ((100, 50), (50, 25), (16, 8)):
             if (len(self.load) - window) // horizon >= 4:
                 return window, horizon
@@ -47,7 +47,7 @@ class Recorded:
 
 
 def read_all(folder: Path) -> list[Recorded]:
-    """Every trace with loads in a folder, by name; the draws of source ranks are seeded."""
+    """Return every trace with loads in a folder, sorted by name. Draws of source ranks are seeded."""
     found = []
     for path in sorted(folder.glob("*.npz")):
         with np.load(path, allow_pickle=False) as archive:
@@ -72,7 +72,7 @@ def read_all(folder: Path) -> list[Recorded]:
 
 
 def setup_of(trace: Recorded, dispatch: DispatchModel, max_evaluations: int) -> Setup:
-    """The trace on 8 ranks with 72 slots per layer; two nodes where the dispatcher cares."""
+    """Return the trace on 8 ranks with 72 slots per layer; on two nodes if the rule uses nodes."""
     _, layers, experts = trace.load.shape
     window, horizon = trace.window
     return Setup(

@@ -1,7 +1,10 @@
-"""What ingest costs, against a gRPC receiver that only reads: python -m bench.ingest [--rounds] [--batches] [--no-growth].
+"""Measures the cost of ingest against a gRPC receiver that only reads.
 
-A controller process and a Valkey process take the reports of 320 ranks; then a bare receiver takes the same
-bytes. Judged are rank steps per second of processor time, so that a busy machine changes little.
+python -m bench.ingest [--rounds] [--batches] [--no-growth]
+
+A controller process and a Valkey process take the reports of 320 ranks; then a bare receiver takes
+the same bytes. The result is rank steps per second of processor time, because other load on the
+machine changes it little.
 """
 
 import argparse
@@ -28,9 +31,10 @@ from tests.waiting import until
 
 WINDOW = 256
 _GRPC = "GRPC_EXPERIMENTS"
-"""The controller's package, which this bench loads, sets it for itself and what it starts."""
+"""The controller's package sets this variable for itself and its child processes. The bench loads
+that package, so it must remove the variable for the bare receiver."""
 WARM = 20
-"""Batches before the measured ones: kernels are loaded, metrics were refreshed."""
+"""Batches before the measured ones, in which kernels are loaded and metrics are refreshed."""
 
 
 @dataclass
@@ -49,19 +53,24 @@ class Figures:
 
 
 def cpu_s(*pids: int) -> float:
-    """Processor seconds of processes so far."""
+    """Return the processor seconds that the processes used so far."""
     times = [psutil.Process(pid).cpu_times() for pid in pids]
     return sum(t.user + t.system for t in times)
 
 
 async def run_ours(scale: Scale, batches: int, folder: Path, window: int = WINDOW) -> Figures:
-    """Controller and Valkey, each a process of its own."""
+    """Measure the controller and Valkey, each in its own process."""
     valkey = EmbeddedValkey(folder / "valkey")
     await valkey.start()
     controller = Controller(
-        folder / "data", REDIS__URL=valkey.url, WINDOW__STEPS=str(window), WINDOW__PLAN_STEPS=str(min(window, WINDOW)),
-        PLANNER__MODE="observe", PLANNER__CYCLE_S="3600", METRICS__REFRESH_S="5",
-    )  # fmt: skip
+        folder / "data",
+        REDIS__URL=valkey.url,
+        WINDOW__STEPS=str(window),
+        WINDOW__PLAN_STEPS=str(min(window, WINDOW)),
+        PLANNER__MODE="observe",
+        PLANNER__CYCLE_S="3600",
+        METRICS__REFRESH_S="5",
+    )
     client = connect(valkey.url, timeout_s=10.0)
     try:
         async with controller:
@@ -88,7 +97,7 @@ async def run_ours(scale: Scale, batches: int, folder: Path, window: int = WINDO
 async def measure_fleet(
     controller: Controller, valkey: EmbeddedValkey, client: Any, fleet: Fleet, batches: int
 ) -> Figures:
-    """The fleet reports; from its first measured batch until its last is stored."""
+    """Measure a reporting fleet from its first measured batch until its last batch is stored."""
     await until(lambda: bool(controller.events("planner_ready")), within_s=120)
     await fleet.connect(controller.address)
     await fleet.serve(WARM)
@@ -117,7 +126,10 @@ async def measure_fleet(
 
 
 def step_ages(fleet: Fleet, seen: dict[tuple[str, int], float]) -> list[float]:
-    """Seconds from a step's end at the ranks to its window in the store; a step waits for its message too."""
+    """Return the seconds from the end of each step at the ranks until it is in the stored window.
+
+    They include the time a step waits for its message to fill.
+    """
     ages = []
     for (_, batch), at in seen.items():
         for step in range(BATCH):
@@ -127,8 +139,11 @@ def step_ages(fleet: Fleet, seen: dict[tuple[str, int], float]) -> list[float]:
 
 
 async def watch(client: Any, fleet: Fleet, seen: dict[tuple[str, int], float]) -> None:
-    """Note when the last step of each batch is in each stored window, by how many steps it ever had: Valkey's time
-    counts, and to read windows is no part of ingest."""
+    """Note the time at which the last step of each batch is in each stored window.
+
+    The store's count of steps tells it: reading the windows would cost Valkey time that is not
+    part of ingest.
+    """
     newest = dict.fromkeys(fleet.names, WARM - 1)
     totals = [deployment_key("evenkeel", name, "window_total:decode") for name in fleet.names]
     while True:
@@ -143,7 +158,7 @@ async def watch(client: Any, fleet: Fleet, seen: dict[tuple[str, int], float]) -
 
 
 async def check_stored(client: Any, fleet: Fleet, last: int) -> None:
-    """Every stored window ends with that step, as its total said."""
+    """Check that every stored window ends with the step `last`, as its total said."""
     for name in fleet.names:
         ((_, chunk),) = await client.xrevrange(
             deployment_key("evenkeel", name, "window:decode"), count=1
@@ -154,7 +169,10 @@ async def check_stored(client: Any, fleet: Fleet, last: int) -> None:
 
 
 async def run_raw(scale: Scale, batches: int, tuned: bool = False) -> Figures:
-    """The bare receiver, by gRPC's and asyncio's defaults or by the controller's settings of both."""
+    """Measure the bare receiver.
+
+    It runs with the defaults of gRPC and asyncio, or, if `tuned`, with the controller's settings.
+    """
     environment = {name: value for name, value in os.environ.items() if name != _GRPC}
     if tuned:
         environment[_GRPC] = os.environ[_GRPC]
@@ -183,7 +201,10 @@ async def run_raw(scale: Scale, batches: int, tuned: bool = False) -> Figures:
 async def measure(
     scale: Scale, batches: int, rounds: int
 ) -> tuple[list[Figures], list[Figures], list[Figures]]:
-    """Ours, the bare receiver and the tuned one in turn, so that what the machine does besides meets all."""
+    """Measure ours, the bare receiver and the tuned one in turn.
+
+    Taking turns exposes all of them to the same other load on the machine.
+    """
     ours, raw, tuned = [], [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
@@ -194,7 +215,10 @@ async def measure(
 
 
 async def growth(batches: int) -> list[Row]:
-    """Microseconds of processor time per message as one thing grows at a time, a deployment of 8 ranks otherwise."""
+    """Return microseconds of processor time per message while one dimension grows at a time.
+
+    The base is a deployment of 8 ranks.
+    """
     base = Scale(deployments=1, ranks=8, steps_per_s=100.0)
     rows = []
     variants = {
@@ -212,7 +236,7 @@ async def growth(batches: int) -> list[Row]:
 
 
 def draw(rows: list[Row]) -> Path:
-    """The growth rows as curves."""
+    """Draw the growth rows as curves and return the path of the drawing."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3), layout="constrained")
@@ -230,7 +254,7 @@ def draw(rows: list[Row]) -> Path:
 
 
 async def run(rounds: int, batches: int, drawn: bool) -> list[Row]:
-    """Every row."""
+    """Measure and return every row."""
     ours, raw, tuned = await measure(Scale(), batches, rounds)
     best, bare, barest = (max(f.per_core_s for f in figures) for figures in (ours, raw, tuned))
     offered = Scale().deployments * Scale().ranks * Scale().steps_per_s

@@ -1,4 +1,4 @@
-"""Ranks that only report: deployments of DeepSeek-V3's shape, sending what their agents would send."""
+"""Ranks that only report: deployments of DeepSeek-V3's shape that send what their agents send."""
 
 import asyncio
 import time
@@ -22,14 +22,14 @@ from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_messa
 __all__ = ["BATCH", "Fleet", "Scale"]
 
 BATCH = 16
-"""Steps a message carries."""
+"""Steps that a message carries."""
 TOKENS = 64
-"""Of one rank in one step."""
+"""Tokens of one rank in one step."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a fleet is."""
+    """The size of a fleet."""
 
     deployments: int = 10
     ranks: int = 32
@@ -44,7 +44,7 @@ class Scale:
 
 
 class ReportingRank:
-    """One stream; its reports differ in their step numbers only, so that sending costs little."""
+    """One stream. Its reports differ only in their step numbers, so that sending costs little."""
 
     def __init__(
         self, deployment: str, rank: int, scale: Scale, counts, placement: Placement
@@ -81,12 +81,20 @@ class ReportingRank:
         shape = self.scale.shape
         await self._send(
             m.Hello(
-                identity=self.identity, shape=shape, node=f"node-{self.identity.rank // 8}", gpu_uuid="",
-                epoch=Epoch(0), placement_digest=self.placement.digest, weights_version=1,
-                checksums_digest="same", free_bytes=1 << 40, staging_bytes=1 << 30, gate_digest="gate",
+                identity=self.identity,
+                shape=shape,
+                node=f"node-{self.identity.rank // 8}",
+                gpu_uuid="",
+                epoch=Epoch(0),
+                placement_digest=self.placement.digest,
+                weights_version=1,
+                checksums_digest="same",
+                free_bytes=1 << 40,
+                staging_bytes=1 << 30,
+                gate_digest="gate",
                 highest_term=0,
             )
-        )  # fmt: skip
+        )
         wire: Any = await self.call.read()
         answer = decode_controller_message(wire)
         assert (
@@ -98,7 +106,7 @@ class ReportingRank:
 
     async def _beat(self, interval_s: float) -> None:
         while True:
-            # Reports tell that the rank lives: the link leaves three of four out.
+            # Reports show that the rank is alive, so the link sends one heartbeat of four.
             await asyncio.sleep(4 * interval_s)
             await self._send(link.Heartbeat(0, 1 << 40, 1 << 30))
 
@@ -122,19 +130,29 @@ class ReportingRank:
                 cells = shape.num_layers * shape.num_logical_experts
                 await self._send(
                     m.RankState(
-                        self.identity, m.ParticipantState.IDLE, None, Epoch(0), self.placement.digest, 1, True,
-                        None, None, placement=self.placement if message.want_placement else None,
+                        self.identity,
+                        m.ParticipantState.IDLE,
+                        None,
+                        Epoch(0),
+                        self.placement.digest,
+                        1,
+                        True,
+                        None,
+                        None,
+                        placement=self.placement if message.want_placement else None,
                         checksums=tuple(range(1, cells + 1)) if message.want_checksums else None,
-                        highest_term=message.leader.term, step=0, query=message.query,
+                        highest_term=message.leader.term,
+                        step=0,
+                        query=message.query,
                     )
-                )  # fmt: skip
+                )
 
     async def _send(self, message) -> None:
         async with self.writing:
             await self.call.write(encode_rank_message(message))
 
     async def report(self, batch: int) -> None:
-        """Send the batch-th message."""
+        """Send the message of a batch."""
         self.steps["step"] = np.arange(batch * BATCH, (batch + 1) * BATCH)
         self.wire.load_report.step_table = self.steps.tobytes()
         async with self.writing:
@@ -176,7 +194,10 @@ class Fleet:
             )
 
     async def serve(self, batches: int, first: int = 0) -> float:
-        """Report at the fleet's pace; seconds it took. A fleet that cannot keep the pace falls behind and says so."""
+        """Report at the fleet's pace and return the seconds it took.
+
+        They exceed the planned time if the fleet could not keep its pace.
+        """
         period = BATCH / self.scale.steps_per_s
         began = time.monotonic()
         for number in range(batches):
@@ -191,7 +212,10 @@ class Fleet:
 
 
 def draw_counts(scale: Scale, placement: Placement, seed: int):
-    """(BATCH, L, S) int64 tokens of each slot: lognormal experts, every token counted top_k times (R19)."""
+    """Return (BATCH, L, S) int64 tokens of each slot.
+
+    The load of experts is lognormal; every token is counted top_k times (R19).
+    """
     rng = np.random.default_rng(seed)
     shape = scale.shape
     popularity = rng.lognormal(0.0, 0.6, (shape.num_layers, shape.num_logical_experts))

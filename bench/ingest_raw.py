@@ -1,6 +1,6 @@
-"""The least a gRPC receiver can do with the same bytes: read every message of every stream, and count.
+"""A minimal gRPC receiver of the same bytes: reads every message of every stream and counts them.
 
-python -m bench.ingest_raw [tuned]; tuned: by the controller's options of gRPC and on its event loop.
+python -m bench.ingest_raw [tuned]; tuned: with the controller's gRPC options and event loop.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ def zipf_load(
     tokens: int = 2_000_000,
     seed: int = 0,
 ) -> NDArray[np.int64]:
-    """(L, E) [tokens]: Zipf popularity, permuted per layer, drawn as one multinomial a layer."""
+    """Return (L, E) [tokens]: Zipf popularity permuted per layer, one multinomial per layer."""
     rng = np.random.default_rng(seed)
     popularity = 1.0 / np.arange(1, num_experts + 1) ** exponent
     popularity /= popularity.sum()
@@ -26,7 +26,7 @@ def zipf_load(
 def drifted(
     load: NDArray[np.generic], *, sigma: float = 0.25, seed: int = 1
 ) -> NDArray[np.float64]:
-    """The same load with every expert multiplied by exp(N(0, sigma)): 0.25 is the drift of the benches."""
+    """Return the load with every expert multiplied by exp(N(0, sigma)); the benches use 0.25."""
     rng = np.random.default_rng(seed)
     return np.asarray(load, np.float64) * np.exp(rng.normal(0.0, sigma, load.shape))
 
@@ -41,9 +41,9 @@ def lognormal_steps(
     tokens: int = 32_768,
     seed: int = 0,
 ) -> NDArray[np.float64]:
-    """(T, L, E) [tokens]: lognormal popularity per layer, lognormal noise per step, whole tokens.
+    """Return (T, L, E) [tokens]: lognormal popularity per layer, lognormal noise per step.
 
-    Every step and layer routes about `tokens`.
+    Tokens are whole numbers; every step and layer routes about `tokens`.
     """
     rng = np.random.default_rng(seed)
     popularity = np.exp(rng.normal(0.0, sigma, (num_layers, num_experts)))

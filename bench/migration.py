@@ -1,8 +1,11 @@
-"""What moving weights costs: python -m bench.migration [--pairs] [--rounds] [--plans].
+"""Measures the cost of moving weights: python -m bench.migration [--pairs] [--rounds] [--plans].
 
-Bandwidth: two rank processes stage the same wave through the agent, from the first byte to the last vote, and by one
-bare batch_isend_irecv, in turn; then further pairs of processes do, for pairs differ by more than rounds do. Serving: a fleet of the reference engine under a real controller is given one random
-placement after another; its steps while a plan runs are compared with as many before.
+Bandwidth: two rank processes stage the same wave in turn through the agent, timed from the first
+byte to the last vote, and by one bare batch_isend_irecv. Further pairs of processes repeat it,
+because pairs differ more than rounds do.
+
+Serving: a fleet of the reference engine under a real controller gets one random placement after
+another. Its steps during a plan are compared with as many steps before it.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from tests.integration.whole import Fleet, Served, plans, whole
 RANKS = 2
 WARM_STEPS = 60
 BETWEEN_STEPS = 60
-"""Calm before each plan: at least as many steps as a plan takes."""
+"""Steps without a plan before each plan: at least as many as a plan takes."""
 SERVING = {
     "num_ranks": RANKS,
     "d_model": 256,
@@ -38,7 +41,7 @@ SERVING = {
 
 
 def bandwidth(pairs: int, rounds: int) -> list[Row]:
-    """Both ways of copying, each pair of processes judged by its medians over interleaved rounds."""
+    """Compare both ways of copying by the medians of each pair over interleaved rounds."""
     found = [copy_both_ways(rounds) for _ in range(pairs)]
     ratios = [float(np.median(one["bare_s"]) / np.median(one["ours_s"])) for one in found]
     rates = [one["bytes"] / float(np.median(one["ours_s"])) for one in found]
@@ -55,7 +58,7 @@ def bandwidth(pairs: int, rounds: int) -> list[Row]:
 
 
 def copy_both_ways(rounds: int) -> dict[str, Any]:
-    """What one pair of processes measured."""
+    """Run one pair of processes and return its measurements."""
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
         ranks = [
             subprocess.Popen(
@@ -79,7 +82,7 @@ def copy_both_ways(rounds: int) -> dict[str, Any]:
 
 
 def serving(wanted: int) -> list[Row]:
-    """A fleet under plan after plan."""
+    """Measure a fleet that carries out one plan after another."""
     rng, log, offsets = random.Random(7), FleetLog(RANKS), {}
     with (
         tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder,
@@ -100,7 +103,7 @@ def serving(wanted: int) -> list[Row]:
 
 
 def move(served: Served, fleet: Fleet, rng: random.Random, plan_id: str) -> None:
-    """Have one random placement put in force."""
+    """Request a random placement and wait until it is committed."""
     shape = fleet.config.shape
     target = {"physical_to_logical": draw_target(rng, shape, fleet.config.pool_slots_per_layer)}
 
@@ -115,7 +118,7 @@ def move(served: Served, fleet: Fleet, rng: random.Random, plan_id: str) -> None
 
 
 def serving_rows(log: FleetLog, done: Sequence[dict]) -> list[Row]:
-    """Steps while each plan ran against as many right before it, over all plans."""
+    """Compare the steps during each plan with as many right before it, over all plans."""
     during: list[StepRow] = []
     before: list[StepRow] = []
     for plan in done:
@@ -141,12 +144,12 @@ def serving_rows(log: FleetLog, done: Sequence[dict]) -> list[Row]:
 
 
 def p99(rows: Sequence[StepRow]) -> float:
-    """Of the slowest rank's step times [s]."""
+    """Return the 99th percentile of the slowest rank's step times [s]."""
     return float(np.quantile([row.seconds for row in rows], 0.99))
 
 
 def middle(rows: Sequence[StepRow]) -> float:
-    """Median of the slowest rank's step times [s]."""
+    """Return the median of the slowest rank's step times [s]."""
     return float(np.median([row.seconds for row in rows]))
 
 

@@ -1,4 +1,6 @@
-"""One rank of the bandwidth bench: waves staged by an agent, and the same bytes by a bare batch_isend_irecv, in turn.
+"""One rank of the bandwidth bench.
+
+It copies the same bytes in turn as waves staged by an agent and by a bare batch_isend_irecv.
 
 python -m bench.migration_rank RANK SIZE ROUNDS FOLDER; rank 0 writes FOLDER/bandwidth.json.
 """
@@ -34,14 +36,14 @@ from tests.agent.fleet import PortLink
 
 LAYERS, EXPERTS = 4, 16
 HIDDEN, INTERMEDIATE = 1024, 512
-"""Of one expert: two matrices in bfloat16 and a scale, 3 MiB."""
+"""Dimensions of one expert: two matrices in bfloat16 and a scale, 3 MiB."""
 LEADER = Leader("bench", 1)
 GENERATION = Generation("bench")
 dist: Any = torch.distributed
 
 
 def expert(layer: int, number: int) -> tuple[torch.Tensor, ...]:
-    """The tensors of one expert, alike on every rank."""
+    """Return the tensors of one expert, the same on every rank."""
     random = torch.Generator().manual_seed(layer * EXPERTS + number)
     shapes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE), (1,))
     return tuple(torch.randn(shape, generator=random).to(torch.bfloat16) for shape in shapes)
@@ -51,7 +53,7 @@ EXPERT_BYTES = sum(tensor.numel() * tensor.element_size() for tensor in expert(0
 
 
 class Weights:
-    """This rank's slots."""
+    """The weights in this rank's slots."""
 
     def __init__(self, placement: Placement, rank: int) -> None:
         per_rank = placement.slots_per_rank
@@ -61,7 +63,7 @@ class Weights:
             for layer, local in np.ndindex(mine.shape)
         }
         self.asked_at = float("inf")
-        """Monotonic seconds at which tensors were first asked for since this was last set."""
+        """Monotonic seconds of the first request for tensors since this was set to infinity."""
 
     def tensors(self, layer: int, local_slot: int) -> tuple[torch.Tensor, ...]:
         if self.asked_at == float("inf"):
@@ -76,7 +78,7 @@ class Weights:
 
 
 class Maps:
-    """The engine's tables, here only rows."""
+    """A stand-in for the engine's tables that only keeps the rows."""
 
     def build(self, layers: Any, rows: Any, epoch: int) -> object:
         return layers, rows, epoch
@@ -86,7 +88,7 @@ class Maps:
 
 
 class BenchRank:
-    """An agent whose controller is this script, beside a default process group for the bare copies."""
+    """An agent with this script as controller, and a process group for the bare copies."""
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -96,11 +98,12 @@ class BenchRank:
         self.rank, self.size = rank, size
         self.shape = ModelShape(LAYERS, EXPERTS, size, EXPERTS // size, 1, EXPERT_BYTES)
         base = Placement.initial(self.shape)
-        # Every rank's experts go to the next: all bytes travel, and every rank sends as much as it receives.
+        # Each rank's experts move to the next rank: all bytes travel, and every rank sends as much
+        # as it receives.
         turned = Placement(np.roll(base.phy2log, self.shape.slots_per_rank, axis=1), size, EXPERTS)
         self.placements = base, turned
         self.weights, self.link = Weights(base, rank), PortLink()
-        # Touched once, so that neither side pays for the pages.
+        # Written once, so that neither way of copying pays for the first use of the pages.
         self.landing = [
             [torch.ones_like(t) for t in expert(0, 0)]
             for _ in range(LAYERS * self.shape.slots_per_rank)
@@ -116,22 +119,33 @@ class BenchRank:
             resolve_after=1,
         )
         self.agent = Agent(
-            config, base, 0, self.weights, Maps(), device=torch.device("cpu"), link=self.link,
-            connect=lambda name, where: make_communicator(store, name, rank, size, device=where, timeout_s=60),
-        )  # fmt: skip
+            config,
+            base,
+            0,
+            self.weights,
+            Maps(),
+            device=torch.device("cpu"),
+            link=self.link,
+            connect=lambda name, where: make_communicator(
+                store, name, rank, size, device=where, timeout_s=60
+            ),
+        )
         assert self.link.ready.wait(20)
         self.link.say(QueryState(LEADER, want_checksums=True))
         self.checksums = self.link.expect(RankState).checksums
 
     def wave(self, turn: int) -> Wave:
-        """The wave from where the fleet is to where it goes on the given turn."""
+        """Return the wave from the present placement to the other one on the given turn."""
         here, there = self.placements[turn % 2], self.placements[1 - turn % 2]
         nodes = Topology.single_node(self.size)
         (wave,) = schedule_waves(here, there, self.shape, nodes, None)
         return wave
 
     def staged_s(self, turn: int) -> float:
-        """Seconds from the first rank's first byte, or just before it, to the last rank's vote; then the wave is committed."""
+        """Stage and commit a wave; return the seconds from the first byte to the last rank's vote.
+
+        The time starts at the first request for tensors, just before the first byte is sent.
+        """
         wave = self.wave(turn)
         sums = tuple(self.checksums[t.layer * EXPERTS + t.logical_expert] for t in wave.transfers)
         key = WaveKey(GENERATION, PlanId(f"turn-{turn}"), 0, 1, Epoch(turn))
@@ -149,7 +163,7 @@ class BenchRank:
         return seconds
 
     def bare_s(self, turn: int) -> float:
-        """Seconds of one batch_isend_irecv over the wave's copies, into memory that is there already."""
+        """Return the seconds of one batch_isend_irecv of the wave's copies into existing memory."""
         per_rank, operations, landing = self.shape.slots_per_rank, [], iter(self.landing)
         for copy in self.wave(turn).transfers:
             source, target = copy.src_slot // per_rank, copy.dst_slot // per_rank
@@ -165,13 +179,16 @@ class BenchRank:
         return self._span(began, time.perf_counter())
 
     def _span(self, began: float, ended: float) -> float:
-        """Seconds from when the first rank began to when the last ended; processes of a machine share the clock."""
+        """Return the seconds from the first rank's start to the last rank's end.
+
+        All processes of a machine share the clock.
+        """
         ends = torch.tensor([-began, ended], dtype=torch.float64)
         dist.all_reduce(ends, dist.ReduceOp.MAX)
         return float(ends.sum())
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Both in turn, after one of each that is not counted."""
+        """Measure both ways in turn, after one uncounted round."""
         ours, bare = [], []
         for turn in range(rounds + 1):
             bare.append(self.bare_s(turn))
@@ -181,7 +198,7 @@ class BenchRank:
 
 
 def main() -> None:
-    """Run one rank."""
+    """Run the bench as one rank."""
     rank, size, rounds, folder = (
         int(sys.argv[1]),
         int(sys.argv[2]),

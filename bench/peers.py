@@ -1,4 +1,4 @@
-"""Other projects' planners, fetched when a bench runs and kept in .cache; nothing of theirs is committed."""
+"""Planners of other projects, fetched into .cache when a bench runs and never committed."""
 
 import importlib
 import sys
@@ -14,9 +14,9 @@ POLICY = "vllm/distributed/eplb/policy/"
 
 
 def vllm_planner() -> Any:
-    """vLLM's `DefaultEplbPolicy`, from the published wheel of about 340 MB, downloaded once.
+    """Return vLLM's `DefaultEplbPolicy`, from the published wheel of about 340 MB, downloaded once.
 
-    Only the policy's own files are loaded, as a package of their own: importing vllm would pull the engine in.
+    Only the policy's files are loaded, as a separate package: importing vllm would load the engine.
 
     Raises:
         subprocess.CalledProcessError: the wheel could not be downloaded.

@@ -1,4 +1,4 @@
-"""Planner speed and quality against the peers' planners: python -m bench.planning [SECTION ...]."""
+"""Planner speed and quality against other planners: python -m bench.planning [SECTION ...]."""
 
 import argparse
 import subprocess
@@ -29,13 +29,13 @@ SIZES = ((288, 32, 4), (320, 64, 8))
 
 
 def balance(load: NDArray[np.int64], rows: NDArray[np.generic], ranks: int) -> float:
-    """Mean over layers of mean / max rank load, even split."""
+    """Return the mean over layers of mean / max rank load, with an even split."""
     placement = Placement(np.asarray(rows, np.int32), ranks, EXPERTS)
     return metrics.balancedness_mean(metrics.rank_load(load[None], placement))
 
 
 def eplb_rows() -> list[Row]:
-    """EPLB, both forms, against vLLM's planner on the same array; input conversion excluded."""
+    """Compare both forms of EPLB with vLLM's planner on the same array; conversion is excluded."""
     try:
         theirs = vllm_planner()
     except subprocess.CalledProcessError as refused:
@@ -71,7 +71,7 @@ def eplb_rows() -> list[Row]:
 
 
 def sections() -> dict[str, Callable[[], Iterable[list[Row]]]]:
-    """Parts of the bench by name, in order of what they are needed for; each yields rows as they come."""
+    """Return the parts of the bench by name, in order of importance; each yields its rows."""
     first, *others = FLEETS
     return {
         "eplb": lambda: [eplb_rows()],
@@ -85,7 +85,7 @@ def sections() -> dict[str, Callable[[], Iterable[list[Row]]]]:
 
 
 def main() -> None:
-    """Run every section, or those named, and keep the report up to date: what ends early leaves what was measured."""
+    """Run every section, or those named. The report is saved after each part of a section."""
     known = sections()
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument(

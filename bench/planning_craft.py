@@ -1,4 +1,4 @@
-"""CRAFT's estimate, knapsack and packing against a plain loop of its Algorithm 1."""
+"""Compares CRAFT's estimate, knapsack and packing with a plain loop of its Algorithm 1."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ SLOTS_PER_RANK = 5
 def _plain_replay(
     load: NDArray[np.float64], rows: NDArray[np.int32], logcnt: NDArray[np.int32], ranks: int
 ) -> NDArray[np.float64]:
-    """Algorithm 1's loops as printed, for one placement: (L,) mean balancedness."""
+    """Run Algorithm 1's loops as printed for one placement; return (L,) mean balancedness."""
     batches, layers, _ = load.shape
     per_rank = rows.shape[1] // ranks
     out = np.zeros(layers)
@@ -58,7 +58,10 @@ def _plain(load: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]
 
 
 def _batches() -> NDArray[np.float64]:
-    """(3000, 58, 256) lognormal popularity per layer, lognormal noise per batch, drawn batch by batch."""
+    """Return (3000, 58, 256): lognormal popularity per layer, lognormal noise per batch.
+
+    The noise is drawn batch by batch.
+    """
     rng = np.random.default_rng(0)
     popularity = 100.0 * np.exp(rng.normal(0.0, 1.0, (LAYERS, EXPERTS)))
     load = np.empty((BATCHES, LAYERS, EXPERTS))
@@ -68,14 +71,14 @@ def _batches() -> NDArray[np.float64]:
 
 
 def _plan(load: NDArray[np.float64], topology: Topology) -> Placement:
-    """Estimate, knapsack and packing: what `plan_craft` does before it scores the outcome."""
+    """Run estimate, knapsack and packing: the part of `plan_craft` before it scores the result."""
     benefit = replica_benefit(load, topology, SLOTS_PER_RANK)
     allocation = allocate_replicas(benefit, FACTOR * RANKS)
     return place_replicas(load.sum(axis=0), allocation, topology, SLOTS_PER_RANK)
 
 
 def craft_rows(repeats: int = 5) -> list[Row]:
-    """The whole plan for 64 ranks, and the estimate alone against the plain loop."""
+    """Time the whole plan for 64 ranks, and the estimate alone against the plain loop."""
     load = _batches()
     topology = Topology(tuple(rank // 8 for rank in range(RANKS)))
     plain = partial(_plain, load, topology)

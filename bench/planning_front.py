@@ -1,7 +1,8 @@
-"""How good a placement gets with few copies: keel under a move limit against a plain greedy swap search.
+"""Balancedness at few copies: keel under a move limit against a plain greedy swap search.
 
-The placement is EPLB's; then the load of every expert drifts by 25 %. Both see the drifted load and are judged on it: this
-measures the search, not foresight. keel's own price of a copy, which is for noisy loads, is set to nothing.
+The old placement is EPLB's; then the load of every expert drifts by 25 %. Both searches see the
+drifted load and are scored on it, so this measures the search and not foresight. keel's own price
+of a copy, which is meant for noisy loads, is set to zero.
 """
 
 from functools import partial
@@ -34,9 +35,9 @@ FRONTS = ((288, 32, (32, 40, 60, 80)), (320, 64, (64, 80)))
 def _greedy_swaps(
     load: NDArray[np.float64], row: NDArray[np.int32], ranks: int, copies: int
 ) -> int:
-    """Swap a slot of the fullest rank for the one that leaves both lowest, again and again; mutates `row` (S,).
+    """Repeatedly make the swap with the most loaded rank that leaves the lowest peak of both ranks.
 
-    No rank gets an expert twice. Returns the copies needed.
+    Mutates `row` (S,). No rank gets an expert twice. Returns the copies needed.
     """
     slots = row.shape[0]
     per_rank = slots // ranks
@@ -87,7 +88,7 @@ def _greedy(load: NDArray[np.float64], old: Placement, copies: int) -> Placement
 
 
 def front_rows() -> list[Row]:
-    """Balancedness at every number of copies, and the seconds of keel's slowest plan for all 58 layers."""
+    """Return balancedness by number of copies, and the time of keel's slowest plan of 58 layers."""
     rows = []
     for slots, ranks, budgets in FRONTS:
         before = zipf_load(LAYERS, EXPERTS)

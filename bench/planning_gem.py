@@ -1,4 +1,4 @@
-"""GEM against a plain kernel of the same algorithm: speed, and the same mapping."""
+"""Compares GEM with a plain kernel of the same algorithm: speed, and equality of the mapping."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -40,7 +40,7 @@ def _plain_initial(
     load: NDArray[np.float64], order: NDArray[np.int64], capacity: int, tile: float,
     tile_seconds: NDArray[np.float64], slope: NDArray[np.float64],
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Algorithm 2 with every placement scored over all steps and ranks."""
+    """Run Algorithm 2 with every placement scored over all steps and ranks."""
     experts, steps = load.shape
     ranks = slope.shape[0]
     rank_of = np.full(experts, -1, np.int64)
@@ -67,10 +67,14 @@ def _plain_initial(
 
 @kernel
 def _plain_refine(
-    load: NDArray[np.float64], rank_of: NDArray[np.int64], tile: float, tile_seconds: NDArray[np.float64],
-    slope: NDArray[np.float64], least_drop: float,
-) -> float:  # fmt: skip
-    """Algorithm 3 with every swap scored over all steps and ranks."""
+    load: NDArray[np.float64],
+    rank_of: NDArray[np.int64],
+    tile: float,
+    tile_seconds: NDArray[np.float64],
+    slope: NDArray[np.float64],
+    least_drop: float,
+) -> float:
+    """Run Algorithm 3 with every swap scored over all steps and ranks."""
     experts, steps = load.shape
     ranks = slope.shape[0]
     total = np.zeros((ranks, steps))
@@ -121,8 +125,11 @@ def _plain_refine(
 
 
 def _plain(
-    load: NDArray[np.float64], noise: NDArray[np.float64], capacity: int, curves: tuple[float, NDArray[np.float64], NDArray[np.float64]]
-) -> NDArray[np.int64]:  # fmt: skip
+    load: NDArray[np.float64],
+    noise: NDArray[np.float64],
+    capacity: int,
+    curves: tuple[float, NDArray[np.float64], NDArray[np.float64]],
+) -> NDArray[np.int64]:
     layers, experts, _ = load.shape
     best = np.zeros((layers, experts), np.int64)
     for layer in range(layers):
@@ -166,6 +173,10 @@ def _rows(
 
 
 def gem_rows() -> Iterator[list[Row]]:
-    """gem_scout: 48 layers of 16 experts on 4 ranks. gem_v3: 58 of 256 on 32, compared on one layer."""
+    """Yield the rows of two sizes.
+
+    gem_scout has 48 layers of 16 experts on 4 ranks. gem_v3 has 58 layers of 256 experts on 32
+    ranks and is compared on one layer.
+    """
     yield _rows("gem_scout", 48, 16, 4, plain_layers=48, repeats=10)
     yield _rows("gem_v3", 58, 256, 32, plain_layers=1, repeats=1)

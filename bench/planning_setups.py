@@ -1,7 +1,7 @@
-"""What the policies' own choices are worth on recorded routing: python -m bench.planning_setups.
+"""Measures choices within the policies on recorded routing: python -m bench.planning_setups.
 
-GEM's set-ups of unequal ranks; how long a window should be (GEM's Figure 10); CRAFT's two objectives; how much there is
-to gain at all. All walk-forward.
+The sections are GEM's set-ups of unequal ranks, the length of the window (GEM's Figure 10),
+CRAFT's two objectives, and the largest possible gain from better forecasts. All are walk-forward.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ __all__ = ["setup_rows"]
 
 RANKS, SLOTS = 8, 72
 WINDOWS = (4, 8, 16, 32, 64, 128, 256)
-"""Steps planned on; each trace up to two thirds of its length."""
+"""Window lengths in steps; each trace is used up to two thirds of its length."""
 FACTORS = (4, 8, 16)
 """CRAFT's R: replicas per rank, over all layers."""
 HORIZON = 16
@@ -49,7 +49,7 @@ def _over_fluid(walk: Walk) -> float:
 
 
 def speed_rows(traces: list[Trace]) -> Iterator[list[Row]]:
-    """keel over GEM where ranks are not equally fast; a stair is a sixteenth of a mean rank load."""
+    """Compare keel with GEM on ranks of unequal speed; a tile is 1/16 of a mean rank load."""
     for spread in ("moderate", "high"):
         ours, theirs = [], []
         for trace in traces:
@@ -80,7 +80,7 @@ def speed_rows(traces: list[Trace]) -> Iterator[list[Row]]:
 
 
 def window_rows(traces: list[Trace]) -> Iterator[list[Row]]:
-    """Time over fluid of keel and GEM by steps planned on, always scored on the same steps."""
+    """Yield time over fluid of keel and GEM by window length, always scored on the same steps."""
     for trace in traces:
         windows = [window for window in WINDOWS if window <= trace.num_steps * 2 // 3]
         setup = setup_of(trace, RANKS, SLOTS)
@@ -100,7 +100,10 @@ def window_rows(traces: list[Trace]) -> Iterator[list[Row]]:
 
 
 def craft_objective_rows(traces: list[Trace]) -> Iterator[list[Row]]:
-    """CRAFT by a layer's plain gain and by the gain times its replicas: mean balancedness out of sample, pooled slots."""
+    """Compare CRAFT by a layer's plain gain with CRAFT by the gain times its replicas.
+
+    The figure is the mean balancedness out of sample, with pooled slots.
+    """
     for trace in traces:
         setup = setup_of(trace, RANKS, SLOTS)
         single = trace.num_experts // RANKS
@@ -124,17 +127,20 @@ def craft_objective_rows(traces: list[Trace]) -> Iterator[list[Row]]:
 
 
 def _foresee(replan: Replan) -> Proposal:
-    """keel told how often each expert will be chosen over the steps it is scored on, and nothing else of them."""
+    """Plan with keel, given the mean load of each expert over the steps it is scored on."""
     problem, setup = replan.problem, replan.setup
     past = problem.load.mean(axis=0)
     coming = setup.load[replan.step : replan.step + setup.horizon_steps].mean(axis=0)
     told = problem.load * np.where(past > 0, coming / np.maximum(past, 1e-9), 1.0)
-    # What is known needs no forecast of its own.
+    # The means are known, so keel must not forecast them.
     return plan_keel(replace(problem, load=told), KeelOptions(foresight=0.999))
 
 
 def foresight_rows(traces: list[Trace]) -> Iterator[list[Row]]:
-    """keel and keel with foresight of means, over the best of the others: what better forecasts could bring at most."""
+    """Compare keel, and keel with foresight of means, with the best of the others.
+
+    The difference is the largest gain that better forecasts could bring.
+    """
     for ranks, slots in FLEETS:
         for trace in traces:
             setup = setup_of(trace, ranks, slots)
@@ -154,7 +160,7 @@ def foresight_rows(traces: list[Trace]) -> Iterator[list[Row]]:
 
 
 def setup_rows(traces: list[Trace]) -> Iterator[list[Row]]:
-    """All of it, part by part."""
+    """Yield the rows of every section."""
     yield from foresight_rows(traces)
     yield from speed_rows(traces)
     yield from craft_objective_rows(traces)
@@ -162,7 +168,7 @@ def setup_rows(traces: list[Trace]) -> Iterator[list[Row]]:
 
 
 def main() -> None:
-    """Run it and write the report."""
+    """Run every section and write the report."""
     warm_kernels()
     rows = []
     for part in setup_rows(recorded()):

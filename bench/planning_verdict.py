@@ -1,11 +1,15 @@
-"""Are verdicts right? Plan on A, call on B, then look at the window after B: python -m bench.planning_verdict.
+"""Checks verdicts against the steps that follow: python -m bench.planning_verdict.
 
-Every start point of every trace is judged twice: as observe mode meets a fleet, under the placement engines start
-with; and as a controller meets it that follows its verdicts, under what the last recommendation left. The first
-is easy, since most plans then save a lot; the second is hard, since what is left to save is about as large as the
-noise of a window. A call is right if the gain of the window after B, less the price of the copies over a lifetime,
-has the sign it says. Traces are halved, every other one by name: rules are chosen on one half and checked on the
-other. Points without a plan to judge are counted apart.
+The planner plans on part A of a window and calls its verdict on part B; the bench then looks at the
+window after B. Every start point of every trace is judged twice. The first time the current
+placement is the one that engines start with, as in observe mode: this is easy, since most plans
+then save a lot. The second time it is the one that earlier recommendations led to, as under a
+controller that follows its verdicts: this is hard, since the remaining gain is about as large as
+the noise of a window.
+
+A call is right if it predicts the sign of the gain of the window after B, less the price of the
+copies over a lifetime. Every other trace, by name, belongs to the checking half: rules are chosen
+on one half and checked on the other. Points without a plan to judge are counted separately.
 """
 
 import os
@@ -38,25 +42,25 @@ __all__ = ["verdict_rows"]
 
 TRACES = Path(os.environ.get("EVENKEEL_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
 POINTS = 16
-"""Start points of a trace, evenly spread; their windows overlap."""
+"""Start points of a trace, evenly spaced; their windows overlap."""
 WINDOW = {"prefill": 96, "decode": 144}
-"""Steps planned and scored on, at most half of the trace."""
+"""Steps of a window, at most half of the trace."""
 COPY_COST, LIFETIME = 200.0, 1000
-"""Tokens a copy costs, and steps a placement lasts: the controller's defaults."""
+"""Tokens that a copy costs, and steps that a placement lasts: the controller's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One verdict and what came of it."""
+    """One verdict and the gain that followed."""
 
     trace: str
     checking: bool
     followed: bool
-    """Whether the present placement is what earlier verdicts led to; False: the engine's initial one."""
+    """True if earlier verdicts led to the current placement; False if it is the initial one."""
     call: Call | None
-    """None where the policy had nothing to propose."""
+    """None if the policy proposed nothing."""
     realised: float
-    """Net gain of the window after B, as a share of its time."""
+    """The net gain of the window after B, as a share of its time."""
 
     @property
     def called(self) -> bool:
@@ -87,7 +91,7 @@ def _inputs(trace: Recorded, current: Placement, first: int, last: int) -> Cycle
 def _judge(
     trace: Recorded, current: Placement, first: int, last: int, *, checking: bool, followed: bool
 ) -> tuple[Point, Placement]:
-    """One point, and the placement a controller that follows the verdict has afterwards."""
+    """Return one point, and the placement of a controller that followed its verdict."""
     inputs = _inputs(trace, current, first, last)
     split = split_window(inputs, detect_change(inputs.load.astype(np.float64)))
     target, _ = plan_target(inputs, inputs.load[split.begin : split.cut])
@@ -105,7 +109,7 @@ def _judge(
 
 
 def points_of(trace: Recorded, *, checking: bool) -> Iterator[Point]:
-    """Every point of a trace, under both placements."""
+    """Yield every point of a trace, under both placements."""
     steps = len(trace.load)
     window = min(WINDOW["prefill" if "prefill" in trace.name else "decode"], steps // 2)
     later = held_out_steps(window, int(GateSettings().min_held_out_steps))
@@ -117,7 +121,7 @@ def points_of(trace: Recorded, *, checking: bool) -> Iterator[Point]:
         point, left = _judge(trace, initial, first, last, checking=checking, followed=False)
         yield point
         if index == 0:
-            # Nothing was followed yet: the same point again would count twice.
+            # No verdict was followed yet, so the second point would equal the first.
             followed = left
             continue
         point, followed = _judge(trace, followed, first, last, checking=checking, followed=True)
@@ -130,7 +134,7 @@ def _shape(trace: Recorded) -> ModelShape:
 
 
 def _shares(name: str, points: list[Point]) -> list[Row]:
-    """Rows of a group; a share of nothing has no row."""
+    """Return the rows of a group; a share of zero points has no row."""
     judged = [point for point in points if point.call is not None]
     called = [point for point in judged if point.called]
     rows = [
@@ -147,7 +151,7 @@ def _shares(name: str, points: list[Point]) -> list[Row]:
 
 
 def verdict_rows(traces: Path = TRACES) -> list[Row]:
-    """All rows; none, with a word why, where there are no traces."""
+    """Return all rows; without recorded traces, print a message and return none."""
     if not traces.is_dir():
         print(
             f"no verdict rows: no recorded traces at {traces}; name their folder in EVENKEEL_TRACES"
@@ -171,7 +175,7 @@ def verdict_rows(traces: Path = TRACES) -> list[Row]:
 
 
 def main() -> None:
-    """Run it and write the report."""
+    """Judge every trace and write the report."""
     warm_kernels()
     write_report("planning_verdict", verdict_rows(), ("numpy", "numba"))
 

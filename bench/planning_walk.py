@@ -1,4 +1,4 @@
-"""Walk-forward on recorded routing: every policy plans on the past and is scored on the steps that follow."""
+"""Walk-forward on recorded routing: policies plan on the past and are scored on the next steps."""
 
 import argparse
 from collections.abc import Iterator
@@ -20,19 +20,19 @@ __all__ = ["FLEETS", "TRACES", "recorded", "walk_rows"]
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "traces"
 FLEETS = ((8, 72), (16, 80))
-"""(ranks, slots of a layer); the first gives the rows their plain names."""
+"""(ranks, slots of a layer); the names of the other fleets' rows have the size appended."""
 RIVALS = ("eplb", "craft", "gem", "once", "ewma")
 DRAWS = 2000
 
 
 def recorded(folder: Path = TRACES) -> list[Trace]:
-    """Every trace with loads in a folder, or those among the examples where there is no such folder."""
+    """Return every trace with loads in a folder, or the example traces if the folder has none."""
     paths = sorted(folder.glob("*.npz")) or sorted(EXAMPLES.glob("*.npz"))
     return [read_trace(path) for path in paths if "T" in np.load(path).files]
 
 
 def setup_of(trace: Trace, ranks: int, slots: int) -> Setup:
-    """Window and horizon 100/50 for one-token steps over more than 200 steps, else 16/8."""
+    """Return the set-up: window and horizon 100/50 for more than 200 decode steps, else 16/8."""
     long = ("decode" in trace.name or "burst" in trace.name) and trace.num_steps > 200
     window, horizon = (100, 50) if long else (16, 8)
     return Setup(
@@ -47,7 +47,7 @@ def setup_of(trace: Trace, ranks: int, slots: int) -> Setup:
 
 
 def upper95(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> float:
-    """Upper 95 % bound of the ratio of times, by a bootstrap over steps, paired. Both (T,)."""
+    """Return the upper 95 % bound of the ratio of times, by a paired bootstrap; both (T,)."""
     chosen = np.random.default_rng(0).integers(0, len(ours), (DRAWS, len(ours)))
     return float(np.quantile(ours[chosen].sum(axis=1) / theirs[chosen].sum(axis=1), 0.95))
 
@@ -105,10 +105,10 @@ def _rows(name: str, walks: dict[str, Walk], layers: int) -> list[Row]:
 def walk_rows(
     traces: list[Trace], fleets: tuple[tuple[int, int], ...] = FLEETS
 ) -> Iterator[list[Row]]:
-    """keel against the others on every trace and fleet, all of them alone and behind the verdict; copies leave the first
-    plan out.
+    """Compare keel with the others on every trace and fleet; yield the rows of each pair.
 
-    Yields the rows of one trace on one fleet.
+    Every policy runs alone and with the verdict deciding on its plans. Copies do not include the
+    first plan.
     """
     for ranks, slots in fleets:
         for trace in traces:
@@ -133,7 +133,7 @@ def _fleet(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Only some traces, or other fleets: python -m bench.planning_walk [--fleet 8x80 ...] NAME ..."""
+    """Run some traces, or other fleets: python -m bench.planning_walk [--fleet 8x80 ...] NAME ..."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*", help="traces; default all")
     parser.add_argument(

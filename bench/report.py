@@ -1,7 +1,7 @@
-"""What every bench shares: interleaved timing, and the JSON file it writes.
+"""Interleaved timing and the JSON report, shared by all benches.
 
-Ratios are what counts: the contenders run in turn in the same process, one thread each, and each is judged by the
-best of its runs. Seconds are printed, never judged.
+The ratios are the results: the contenders run in turn in the same process, with one thread each,
+and the best run of each counts. Seconds are printed for information only.
 """
 
 import json
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 def best_of(contenders: Mapping[str, Callable[[], object]], repeats: int = 20) -> dict[str, float]:
-    """Best seconds of each contender over interleaved runs, after one warm-up of each."""
+    """Return the best seconds of each contender over interleaved runs, after one warm-up each."""
     for run in contenders.values():
         run()
     best = dict.fromkeys(contenders, float("inf"))
@@ -60,7 +60,7 @@ def write_report(bench: str, rows: list[Row], packages: tuple[str, ...] = ()) ->
 
 
 def print_versions(packages: tuple[str, ...]) -> None:
-    """Print the versions of what the figures stand on."""
+    """Print the versions of the packages that the figures depend on."""
     for package in packages:
         try:
             print(f"{package} {version(package)}", flush=True)
@@ -74,7 +74,7 @@ def print_row(row: Row) -> None:
 
 
 def save_rows(bench: str, rows: list[Row]) -> Path:
-    """Write bench/out/BENCH.json, whole or not at all; long benches call it after every part."""
+    """Write bench/out/BENCH.json atomically. Long benches call it after every part."""
     OUT.mkdir(exist_ok=True)
     path = OUT / f"{bench}.json"
     body = {"machine": _machine(), "rows": [row._asdict() for row in rows]}
