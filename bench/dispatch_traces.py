@@ -47,7 +47,7 @@ class Recorded:
 
 
 def read_all(folder: Path) -> list[Recorded]:
-    """Return every trace with loads in a folder, sorted by name. Draws of source ranks are seeded."""
+    """Return every trace with loads in a folder, by name. Draws of source ranks are seeded."""
     found = []
     for path in sorted(folder.glob("*.npz")):
         with np.load(path, allow_pickle=False) as archive:

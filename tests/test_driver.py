@@ -210,6 +210,7 @@ async def test_it_ends_when_cancelled_at_the_moment_an_event_comes(rig):
 
 async def test_after_is_called_for_every_batch(rig):
     seen = []
+    executor: SlowExecutor
     driver, _, executor, _ = rig(
         {"a": [persist("p"), send("s")]}, after=lambda: seen.append(list(executor.done))
     )
@@ -234,10 +235,13 @@ async def test_the_actions_of_a_call_run_in_the_callers_context(rig):
     driver, _, executor, _ = rig({"event": [persist("theirs"), other("theirs")]})
     seen = []
     executor.perform = lambda action: seen.append((action.name, request.get()))
+
+    def ask(now):
+        seen.append(("ask", request.get()))
+        return None, [other("own")]
+
     request.set("one")
-    first = asyncio.create_task(
-        driver.call(lambda now: (seen.append(("ask", request.get())), [other("own")]))
-    )
+    first = asyncio.create_task(driver.call(ask))
     request.set("two")
     await first
     await driver.call(lambda now: (None, [other("own")]))

@@ -1,4 +1,4 @@
-"""The distribution: its name, its extras, and what an engine's environment keeps after an install."""
+"""The distribution: its name, its extras, and its effect on an engine's environment."""
 
 import re
 import subprocess

@@ -1,7 +1,7 @@
 """The Grafana dashboards as code; `python -m deploy.generate` writes their JSON.
 
-Every query is restricted to `$namespace` and `$deployment`; a Prometheus without a namespace label matches as well. Only
-the leader of a deployment exports its state, so queries take the maximum over replicas.
+Every query is restricted to `$namespace` and `$deployment`; series without a namespace label match
+too. Only the leader of a deployment exports its state, so queries take the maximum over replicas.
 """
 
 from grafana_foundation_sdk.models import dashboard as models
@@ -17,4 +17,4 @@ def dashboards() -> dict[str, models.Dashboard]:
     return {"evenkeel-fleet": fleet().build(), "evenkeel-deployment": deployment().build()}
 
 
-# --- parts ------------------------------------------------------------------------------------------
+# --- parts ---

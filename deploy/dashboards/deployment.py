@@ -1,4 +1,4 @@
-"""Evenkeel / Deployment: one of them, from balance to ingest."""
+"""The dashboard Evenkeel / Deployment: one deployment, from balance to ingest."""
 
 from typing import Any
 
@@ -35,7 +35,8 @@ def deployment() -> dashboard.Dashboard:
     board = new_board(
         "evenkeel-deployment",
         "Evenkeel / Deployment",
-        "One deployment: balance, load per rank and layer, plans, migrations, slow ranks, decisions, ingest.",
+        "One deployment: balance, load per rank and layer, plans, migrations, slow ranks,"
+        " decisions, ingest.",
         many=False,
     )
     for title, panels in (
@@ -56,7 +57,8 @@ def _balance_panels() -> list[Any]:
     return [
         line_panel(
             "Balancedness",
-            "Mean over max of rank load per step and layer, averaged over the window; 1 is perfect.",
+            "Mean over max of rank load per step and layer, averaged over the window;"
+            " 1 is perfect.",
             [
                 (f"max by (phase) (evenkeel_balancedness_mean_ratio{{{ONE}}})", "{{phase}} mean"),
                 (
@@ -78,7 +80,10 @@ def _balance_panels() -> list[Any]:
 
 
 def _load_panels() -> list[Any]:
-    over_mean = f"max by (rank) (evenkeel_rank_load_share_ratio{{{ONE}}}) * scalar(max(evenkeel_ranks_expected{{{ONE}}}))"
+    over_mean = (
+        f"max by (rank) (evenkeel_rank_load_share_ratio{{{ONE}}})"
+        f" * scalar(max(evenkeel_ranks_expected{{{ONE}}}))"
+    )
     heat = heatmap.Panel().title("Load per rank over time").datasource(SOURCE).span(12).height(9)
     heat = heat.description("Load over the mean of the ranks, summed over layers; 1 is balanced.")
     heat = heat.calculate(False).color(
@@ -101,7 +106,7 @@ def _load_panels() -> list[Any]:
         _layer_matrix(),
         line_panel(
             "Redundant replicas per layer",
-            "Filled slots of a layer beyond one for each expert.",
+            "Filled slots of a layer in addition to one for each expert.",
             [
                 (
                     f"max by (statistic) (evenkeel_redundant_replicas_per_layer{{{ONE}}})",
@@ -119,7 +124,8 @@ def _layer_matrix() -> table.Panel:
         table.Panel().title("Heat map of layers and ranks").datasource(SOURCE).span(12).height(9)
     )
     panel = panel.description(
-        "Load of a rank in a layer over the layer's mean, now. Needs metrics.layer_rank_series; the worst layers first."
+        "Current load of a rank in a layer over the layer's mean, worst layers first."
+        " Needs metrics.layer_rank_series."
     )
     panel = panel.with_target(query_of(expr, instant=True).format(PromQueryFormat.TABLE)).decimals(
         2
@@ -143,7 +149,7 @@ def _plan_panels() -> list[Any]:
         .height(8)
     )
     phases = phases.description(
-        "What the controller does for the deployment, and where its plan is."
+        "The state of the controller for this deployment, and the phase of its plan."
     )
     phases = with_queries(
         phases,
@@ -155,14 +161,16 @@ def _plan_panels() -> list[Any]:
     return [
         line_panel(
             "Predicted against realised gain",
-            "Saving of modelled MoE time of the newest committed plan: on held-out steps, and on the steps since. Not latency.",
+            "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
+            " and realised on the steps since. Not latency.",
             [(f"max by (basis) (evenkeel_last_plan_gain_ratio{{{ONE}}})", "{{basis}}")],
             unit="percentunit",
             least=None,
         ),
         line_panel(
             "Predicted against realised balancedness",
-            "Under the newest committed plan: on held-out steps, and on the steps since.",
+            "Under the newest committed plan: predicted on held-out steps, and realised on the"
+            " steps since.",
             [(f"max by (basis) (evenkeel_last_plan_balancedness_ratio{{{ONE}}})", "{{basis}}")],
             unit="percentunit",
             most=1,
@@ -191,13 +199,13 @@ def _migration_panels() -> list[Any]:
     return [
         line_panel(
             "Bytes moved",
-            "Expert weights between ranks in committed waves.",
+            "Bytes of expert weights copied between ranks in committed waves.",
             [(f"sum(rate(evenkeel_migrated_bytes_total{{{ONE}}}[$__rate_interval]))", "bytes")],
             unit="Bps",
         ),
         line_panel(
             "Staging of the current wave",
-            "Bytes staged, and to be staged, while a plan is active.",
+            "Bytes staged and total bytes to stage while a plan is active.",
             [
                 (f"max(evenkeel_staging_done_bytes{{{ONE}}})", "done"),
                 (f"max(evenkeel_staging_planned_bytes{{{ONE}}})", "planned"),
@@ -230,12 +238,14 @@ def _rank_panels() -> list[Any]:
     return [
         line_panel(
             "Slow ranks",
-            "Seconds of a rank over those of the median rank at the same tokens, before the collective; 1 is usual.",
+            "Compute time of a rank over the median rank's time for the same tokens, measured"
+            " before the collective; 1 is normal.",
             [(f"max by (rank) (evenkeel_rank_slowness_ratio{{{ONE}}})", "rank {{rank}}")],
         ),
         line_panel(
             "Ranks in trouble",
-            "Ranks whose agent refuses every wave until the engine is started again; empty while all is well.",
+            "Ranks whose agent refuses every wave until the engine is restarted;"
+            " empty in normal operation.",
             [(f"max by (rank) (evenkeel_rank_trouble{{{ONE}}})", "rank {{rank}}")],
         ),
         line_panel(
@@ -243,12 +253,13 @@ def _rank_panels() -> list[Any]:
         ),
         line_panel(
             "Epoch of each rank",
-            "All the same but for a step.",
+            "All ranks have the same epoch, except during the step of a swap.",
             [(f"max by (rank) (evenkeel_rank_epoch{{{ONE}}})", "rank {{rank}}")],
         ),
         line_panel(
             "Live ranks and replicas",
-            "Ranks heard and declared; experts of all layers that are down to one live replica, or have none.",
+            "Ranks heard and ranks declared; experts of all layers with one live replica left,"
+            " or none.",
             [
                 (f"max(sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))", "ranks heard"),
                 (f"max(evenkeel_ranks_expected{{{ONE}}})", "ranks declared"),
@@ -270,7 +281,7 @@ def _ingest_panels() -> list[Any]:
     return [
         line_panel(
             "Decisions by reason",
-            "Every cycle of the control loop ends in one of these.",
+            "Every cycle of the control loop ends with one of these reasons.",
             [(f"sum by (reason) (rate(evenkeel_decisions_total{{{ONE}}}{rate}))", "{{reason}}")],
             unit="ops",
             stacked=True,
@@ -282,7 +293,7 @@ def _ingest_panels() -> list[Any]:
         ),
         line_panel(
             "Rank steps accepted and rejected",
-            "Summed over ranks; rejected ones are not used.",
+            "Steps summed over ranks; rejected steps are not used.",
             [
                 (f"sum(rate(evenkeel_report_steps_total{{{ONE}}}{rate}))", "accepted"),
                 (
@@ -294,7 +305,7 @@ def _ingest_panels() -> list[Any]:
         ),
         line_panel(
             "Steps dropped by recorders, and age of the newest step",
-            "A recorder drops its oldest steps when the controller does not take them.",
+            "A recorder drops its oldest steps if the controller does not accept its reports.",
             [
                 (
                     f"sum by (rank) (rate(evenkeel_report_steps_dropped_total{{{ONE}}}{rate}))",

@@ -1,4 +1,4 @@
-"""Evenkeel / Fleet: all deployments on one page."""
+"""The dashboard Evenkeel / Fleet: all deployments on one page."""
 
 from grafana_foundation_sdk.builders import (
     dashboard,
@@ -31,7 +31,7 @@ def fleet() -> dashboard.Dashboard:
     board = new_board(
         "evenkeel-fleet",
         "Evenkeel / Fleet",
-        "Every deployment at a glance: balance, ranks, decisions, ingest, controllers.",
+        "All deployments: balance, ranks, decisions, ingest, controllers.",
         many=True,
     )
     board = board.with_row(dashboard.Row("Now"))
@@ -60,7 +60,7 @@ def fleet() -> dashboard.Dashboard:
     board = board.with_panel(
         line_panel(
             "Decisions by reason",
-            "Every cycle of the control loop ends in one of these.",
+            "Every cycle of the control loop ends with one of these reasons.",
             [
                 (
                     f"sum by (reason) (rate(evenkeel_decisions_total{{{ONE}}}[$__rate_interval]))",
@@ -74,7 +74,7 @@ def fleet() -> dashboard.Dashboard:
     board = board.with_panel(
         line_panel(
             "Plans ended in the last hour",
-            "By how they ended. A counter that was just made shows from its second change on.",
+            "Plans by result. The first change of a new counter is not visible.",
             [
                 (
                     f"sum by ({BY}, phase) (increase(evenkeel_plans_ended_total{{{ONE}}}[1h]))",
@@ -86,10 +86,13 @@ def fleet() -> dashboard.Dashboard:
     board = board.with_panel(
         line_panel(
             "Expert weights moved",
-            "Bytes between ranks in committed waves.",
+            "Bytes copied between ranks in committed waves.",
             [
                 (
-                    f"sum by ({BY}) (rate(evenkeel_migrated_bytes_total{{{ONE}}}[$__rate_interval]))",
+                    (
+                        f"sum by ({BY})"
+                        f" (rate(evenkeel_migrated_bytes_total{{{ONE}}}[$__rate_interval]))"
+                    ),
                     "{{deployment}}",
                 )
             ],
@@ -99,7 +102,8 @@ def fleet() -> dashboard.Dashboard:
     board = board.with_panel(
         line_panel(
             "Predicted against realised gain",
-            "Saving of modelled MoE time of the newest committed plan: on held-out steps, and on the steps since.",
+            "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
+            " and realised on the steps since.",
             [
                 (
                     f"max by ({BY}, basis) (evenkeel_last_plan_gain_ratio{{{ONE}}})",
@@ -121,25 +125,26 @@ def _fleet_numbers() -> list[stat.Panel]:
     return [
         number_panel(
             "Deployments led",
-            "Deployments some replica leads.",
+            "Deployments that a replica leads.",
             f"sum(max by ({BY}) (evenkeel_leading{{{ONE}}}))",
         ),
         number_panel(
             "Without a leader",
-            "Deployments replicas know and none leads.",
-            f"count(max by ({BY}) (evenkeel_leading{{{ONE}}})) - sum(max by ({BY}) (evenkeel_leading{{{ONE}}}))",
+            "Deployments that replicas know but none leads.",
+            f"count(max by ({BY}) (evenkeel_leading{{{ONE}}}))"
+            f" - sum(max by ({BY}) (evenkeel_leading{{{ONE}}}))",
             colors=bad_above_zero,
         ),
         number_panel(
             "Ranks missing",
-            "Ranks declared and not heard.",
+            "Ranks that are declared but not heard.",
             f"sum(max by ({BY}) (evenkeel_ranks_expected{{{ONE}}})) - sum(max by ({BY}) "
             f"(sum without (rank) (evenkeel_rank_fresh{{{ONE}}})))",
             colors=bad_above_zero,
         ),
         number_panel(
             "Lowest balancedness",
-            "Least mean balancedness of a deployment and phase.",
+            "The lowest mean balancedness of any deployment and phase.",
             f"min(max by ({BY}, phase) (evenkeel_balancedness_mean_ratio{{{ONE}}}))",
             unit="percentunit",
             colors=thresholds((None, RED), (0.75, YELLOW), (0.9, GREEN)),
@@ -152,7 +157,7 @@ def _fleet_numbers() -> list[stat.Panel]:
         ),
         number_panel(
             "Version",
-            "Versions that run.",
+            "Running versions.",
             'count by (version) (evenkeel_build_info{namespace=~"$namespace"})',
             legend="{{version}}",
             names=True,
@@ -175,10 +180,13 @@ def _fleet_ingest() -> list[timeseries.Panel]:
         ),
         line_panel(
             "Rank steps rejected",
-            "Steps put in quarantine, by reason; they are not used.",
+            "Quarantined steps by reason; they are not used.",
             [
                 (
-                    f"sum by (reason) (rate(evenkeel_report_steps_rejected_total{{{ONE}}}[$__rate_interval]))",
+                    (
+                        "sum by (reason)"
+                        f" (rate(evenkeel_report_steps_rejected_total{{{ONE}}}[$__rate_interval]))"
+                    ),
                     "{{reason}}",
                 )
             ],
@@ -186,7 +194,7 @@ def _fleet_ingest() -> list[timeseries.Panel]:
         ),
         line_panel(
             "Age of the newest complete step",
-            "Nothing is planned on old loads.",
+            "The controller does not plan on old loads.",
             [
                 (
                     f"time() - max by ({BY}) (evenkeel_newest_step_timestamp_seconds{{{ONE}}})",

@@ -1,4 +1,4 @@
-"""What the panels of both dashboards are made of."""
+"""Building blocks of both dashboards: queries, panels, variables, annotations."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ GREEN, YELLOW, RED, BLUE = "green", "yellow", "red", "blue"
 def query_of(
     expr: str, legend: str = "", *, instant: bool = False, letter: str = "A"
 ) -> prometheus.Dataquery:
-    """One query against the chosen Prometheus."""
+    """Return a query to the chosen Prometheus."""
     query = prometheus.Dataquery().expr(expr).ref_id(letter).datasource(SOURCE)
     if legend:
         query = query.legend_format(legend)
@@ -47,7 +47,7 @@ def query_of(
 
 
 def with_queries(panel: Any, queries: list[tuple[str, str]]) -> Any:
-    """The panel with a target for each (expression, legend)."""
+    """Return the panel with a target for each (expression, legend)."""
     for letter, (expr, legend) in zip("ABCDEF", queries, strict=False):
         panel = panel.with_target(query_of(expr, legend, letter=letter))
     return panel
@@ -64,7 +64,7 @@ def line_panel(
     least: float | None = 0,
     most: float | None = None,
 ) -> timeseries.Panel:
-    """A panel of curves over time."""
+    """Return a panel of curves over time."""
     panel = timeseries.Panel().title(title).description(description).datasource(SOURCE).unit(unit)
     panel = (
         panel.span(span)
@@ -87,7 +87,7 @@ def line_panel(
 
 
 def thresholds(*pairs: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
-    """Colours by value: (from where on, colour), the first without a bound."""
+    """Return colours by value from (lower bound, colour) pairs; the first has no bound."""
     steps = [models.Threshold(value=value, color=color) for value, color in pairs]
     return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
 
@@ -102,7 +102,7 @@ def number_panel(
     legend: str = "",
     names: bool = False,
 ) -> stat.Panel:
-    """A panel with one figure."""
+    """Return a panel with one number."""
     panel = stat.Panel().title(title).description(description).datasource(SOURCE).unit(unit)
     panel = panel.span(4).height(4).graph_mode(kinds.BigValueGraphMode.NONE)
     panel = panel.thresholds(colors if colors is not None else thresholds((None, BLUE)))
@@ -112,7 +112,7 @@ def number_panel(
 
 
 def with_variables(board: dashboard.Dashboard, *, many: bool) -> dashboard.Dashboard:
-    """The board with its data source, namespace and deployment choosers."""
+    """Return the board with choosers for the data source, namespace and deployment."""
     board = board.with_variable(
         dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
     )
@@ -136,7 +136,7 @@ def with_variables(board: dashboard.Dashboard, *, many: bool) -> dashboard.Dashb
 
 
 def annotation_of(name: str, metric: str, color: str) -> dashboard.AnnotationQuery:
-    """Marks where a timestamp metric changes."""
+    """Return an annotation that marks each change of a timestamp metric."""
     return (
         dashboard.AnnotationQuery()
         .name(name)
@@ -148,7 +148,7 @@ def annotation_of(name: str, metric: str, color: str) -> dashboard.AnnotationQue
 
 
 def new_board(uid: str, title: str, description: str, *, many: bool) -> dashboard.Dashboard:
-    """An empty board with identity, variables and annotations."""
+    """Return an empty board with identity, variables and annotations."""
     board = dashboard.Dashboard(title).uid(uid).description(description).tags(["evenkeel"])
     board = board.time("now-3h", "now").refresh("30s").timezone("browser").editable()
     board = board.tooltip(models.DashboardCursorSync.CROSSHAIR)

@@ -177,7 +177,7 @@ class FakeView:
         return self._placement
 
     def topology(self):
-        return Topology.single_node(self._status.shape.num_ranks)
+        return Topology.single_node(self.status().shape.num_ranks)
 
     def window(self, phase):
         return self._windows.get(phase)

@@ -1,5 +1,5 @@
 """Real processes under a seeded schedule of faults: `python -m tests.chaos --seconds 600 --seed 1`.
 
-The simulation (`tests/sim`) searches the protocol; this searches everything around it: sockets, stores,
-processes, tasks. What is done and what is checked is in docs/chaos.md.
+The simulation (`tests/sim`) tests the protocol; this tests everything around it: sockets, stores,
+processes, tasks. docs/chaos.md describes the faults and the checks.
 """

@@ -169,10 +169,10 @@ class Arena:
         node = next((node for node in self.nodes if node.proxy.port == port), None)
         return node if node is not None and await node.role() == "master" else None
 
-    # --- faults ------------------------------------------------------------------------------------
+    # --- faults ---
 
     async def play(self, faults: list[Fault], began: float, say: Callable[[str], None]) -> None:
-        """Strike the faults of one list in turn, each at its time or as soon as the one before is over."""
+        """Inject the faults of one list in turn, each at its time but after the previous one."""
         for fault in faults:
             await asyncio.sleep(max(0.0, began + fault.at - time.time()))
             if fault.kind.changes_leader or fault.kind.changes_primary:
@@ -324,7 +324,7 @@ class Arena:
                     )
                 )
 
-    # --- the end -----------------------------------------------------------------------------------
+    # --- the end ---
 
     async def heal(self) -> None:
         """End every fault."""

@@ -1,4 +1,4 @@
-"""What must hold after a run. Each check returns sentences on what is wrong; none when nothing is."""
+"""Checks after a run. Each check returns a sentence for each violation that it finds."""
 
 import re
 from collections import defaultdict
@@ -27,9 +27,11 @@ __all__ = [
 ]
 
 SERVING_BOUND_S = 5.0
-"""Longest time between two steps that no injected stop of a rank explains. Nothing a rank does in a step waits
-for a controller or a store, and every outage of those lasts longer than this: a step that waited for one would
-be over the bound. The rest of it is what two cores with fifteen processes cost: steps are 0.1 s."""
+"""The longest allowed time between two steps that no injected stop of a rank explains.
+
+A rank never waits for a controller or a store within a step. Every outage of those lasts longer
+than this bound, so a step that waited for one would exceed it. Steps take 0.1 s; the rest of the
+bound allows for fifteen processes on two cores."""
 _AFTERMATH_S = 45.0
 """What a fault may still explain: Prepare and stall deadlines, a group's restart."""
 _CAUSES = {
@@ -92,11 +94,12 @@ def bad_waves(
             done[plan_id].add(wave)
     for plan in plans:
         if plan.phase == "committed" and len(done[plan.plan_id]) != plan.waves:
-            yield f"{plan.plan_id} is committed with {plan.waves} waves, ranks swapped {sorted(done[plan.plan_id])}"
+            swapped = sorted(done[plan.plan_id])
+            yield f"{plan.plan_id} is committed with {plan.waves} waves, ranks swapped {swapped}"
         if plan.ended_at and not plan.lost and plan.waves_committed != len(done[plan.plan_id]):
             yield (
-                f"{plan.plan_id} ended {plan.phase} with {plan.waves_committed} waves, ranks swapped"
-                f" {sorted(done[plan.plan_id])}"
+                f"{plan.plan_id} ended {plan.phase} with {plan.waves_committed} waves,"
+                f" ranks swapped {sorted(done[plan.plan_id])}"
             )
 
 
@@ -110,7 +113,10 @@ def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[s
         kinds = {s.kind for s in struck if s.overlaps(plan.asked_at, plan.ended_at, _AFTERMATH_S)}
         allowed = _CAUSES.get(plan.reason, set(FaultKind))
         if not kinds & allowed:
-            yield f"{plan.plan_id} ended {plan.phase} {plan.reason}, which no fault explains: {sorted(kinds)}"
+            yield (
+                f"{plan.plan_id} ended {plan.phase} {plan.reason},"
+                f" which no fault explains: {sorted(kinds)}"
+            )
 
 
 def gaps(folder: Path, num_ranks: int, struck: Sequence[Struck]) -> list[Gap]:

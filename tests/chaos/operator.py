@@ -1,4 +1,4 @@
-"""An operator who asks for one plan after another, by the id he chose, whoever leads and whatever is broken."""
+"""An operator that requests one plan after another by its own ids, during all faults."""
 
 import asyncio
 import random
@@ -20,7 +20,10 @@ _PAUSE_S = 0.3
 
 
 def draw_target(rng: random.Random, shape: ModelShape, pool_per_layer: int) -> list[list[int]]:
-    """(L, S) a placement at random that fits the pool: every expert once, then copies, none twice on a rank."""
+    """Return an (L, S) random placement that fits the pool.
+
+    It has every expert once, then further copies; no rank holds an expert twice.
+    """
     rows = []
     for _ in range(shape.num_layers):
         experts = list(range(shape.num_logical_experts))
@@ -146,7 +149,7 @@ class Operator:
             if answer.status_code not in _TRY_AGAIN or reason == "id_reused":
                 self.faults.append(f"{life.plan_id}: {answer.status_code} {answer.text[:300]}")
             if reason == "no_change" and life.lost:
-                # Its record is lost, yet the fleet is where it wanted it: the store forgot it after it was done.
+                # The store lost the plan's record after the plan had been carried out.
                 life.phase, life.reason, life.ended_at = "forgotten", "no_change", self.clock()
                 return True
             if answer.status_code == 500:

@@ -1,4 +1,7 @@
-"""Processes of a chaos run: store nodes, Sentinel, controllers. Each can be killed, stopped and started again."""
+"""Processes of a chaos run: store nodes, Sentinel, controllers.
+
+Each can be killed, stopped and restarted.
+"""
 
 import json
 import os
@@ -99,7 +102,7 @@ class Child:
 
 
 class StoreNode(Child):
-    """A Valkey server that calls itself by the port of its proxy, so that all its traffic can be hurt."""
+    """A Valkey server that announces its proxy's port, so that faults reach all its traffic."""
 
     def __init__(self, name: str, folder: Path, port: int) -> None:
         super().__init__(name, folder)

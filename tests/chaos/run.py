@@ -204,8 +204,8 @@ def _check_records(
                 if s.overlaps(pauses[0].began, pauses[0].began + 1)
             ]
             result.broken.append(
-                f"serving was blocked for {pauses[0].unexplained_s:.1f} s, bound {checks.SERVING_BOUND_S:g} s,"
-                f" during {near}"
+                f"serving was blocked for {pauses[0].unexplained_s:.1f} s,"
+                f" bound {checks.SERVING_BOUND_S:g} s, during {near}"
             )
     result.broken += checks.bad_logs(arena.controllers)
 

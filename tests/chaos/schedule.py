@@ -60,8 +60,8 @@ _LEADER = frozenset(
 )
 _PRIMARY = frozenset({FaultKind.KILL_PRIMARY, FaultKind.STOP_PRIMARY, FaultKind.SENTINEL_FAILOVER})
 
-#: (kind, shortest, longest seconds). Control-plane outages last longer than the serving bound, so that a step
-#: that waited for one would be seen.
+#: (kind, shortest, longest seconds). Control-plane outages last longer than the serving bound, so
+#: that a step that waited for one would exceed the bound.
 _FAILOVERS = (
     (FaultKind.KILL_LEADER, 7.0, 12.0),
     (FaultKind.STOP_LEADER, 8.0, 12.0),
@@ -101,9 +101,10 @@ class Fault:
 
 
 def make_schedule(seed: int, seconds: float) -> tuple[list[Fault], list[Fault]]:
-    """(main, noise) faults, each list in time order without overlap in itself; the two overlap freely.
+    """Return (main, noise) faults in order of time.
 
-    Every second main fault is a failover, all kinds in turn in an order the seed chooses.
+    Faults of one list do not overlap; faults of different lists may. Every second main fault is a
+    failover; all kinds take turns in an order chosen by the seed.
     """
     rng = random.Random(seed)
     main: list[Fault] = []

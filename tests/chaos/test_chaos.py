@@ -1,4 +1,4 @@
-"""A short run on every test run: a leader and a store fail while plans move. The long one is `make chaos`."""
+"""A short chaos run: a leader and a store fail during plans. `make chaos` is the long run."""
 
 import uuid
 
@@ -44,7 +44,7 @@ def test_ten_minutes_hold_every_kind_of_fault_one_at_a_time(seed):
     assert kinds == set(FaultKind)
     failovers = [fault for fault in main if fault.kind.changes_leader or fault.kind.changes_primary]
     assert len(failovers) >= 15
-    # An outage of the control plane lasts longer than the bound on serving: waiting for it would show.
+    # Control-plane outages last longer than the bound on serving, so a wait would be found.
     from tests.chaos.checks import SERVING_BOUND_S
 
     assert all(fault.seconds >= SERVING_BOUND_S for fault in failovers)

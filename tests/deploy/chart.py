@@ -111,7 +111,10 @@ def refusal(*sets: str) -> str:
 
 
 def notes(folder: Path, name: str) -> str:
-    """NOTES.txt of a rendering: `helm template` leaves it out, so a copy of the chart includes it in an object."""
+    """Return NOTES.txt as rendered with the values.
+
+    `helm template` leaves it out, so a copy of the chart includes it in an object.
+    """
     copy = folder / "evenkeel"
     if not copy.exists():
         shutil.copytree(CHART, copy)

@@ -1,4 +1,7 @@
-"""A real controller led through all that its metrics tell of: plans kept and failed, reports refused and dropped."""
+"""Leads a real controller through every event that its metrics count.
+
+Plans are committed and aborted, reports are refused, and steps are dropped.
+"""
 
 import asyncio
 import contextlib
@@ -39,7 +42,7 @@ class MeasuredGroup(Group):
 
 @dataclass
 class Seen:
-    """What scrapes showed: (sample name, label names) of every series that ever was, and the newest text."""
+    """The results of scrapes: (sample name, label names) of all series seen, and the last text."""
 
     series: set[tuple[str, frozenset[str]]] = field(default_factory=set)
     families: dict[str, str] = field(default_factory=dict)
@@ -80,9 +83,10 @@ def ended(controller: Controller, phase: str, at_least: int):
 
 @contextlib.asynccontextmanager
 async def controller_with_a_past(folder: Path) -> AsyncIterator[tuple[Controller, Group, Seen]]:
-    """A controller and ranks that serve on, and what its scrapes have shown up to now.
+    """Yield a controller with serving ranks, and the results of its scrapes so far.
 
-    A plan has been committed, one aborted by its deadline; a report was refused, and steps were dropped.
+    A plan was committed and another was aborted by its deadline; a report was refused, and steps
+    were dropped.
     """
     seen = Seen()
     async with Controller(folder, **ENVIRONMENT) as controller, MeasuredGroup(DEPLOYMENT) as group:

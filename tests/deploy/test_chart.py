@@ -124,7 +124,7 @@ def test_a_parent_chart_may_pass_globals():
     assert rendered("default", "global.registry=x")
 
 
-# --- labels and selectors -----------------------------------------------------------------------------
+# --- labels and selectors ---
 
 
 @every_values
@@ -250,7 +250,7 @@ def test_names_of_any_length_give_labels_that_fit():
                 )
 
 
-# --- monitoring objects -------------------------------------------------------------------------------
+# --- monitoring objects ---
 
 
 def test_the_service_monitor_renders_everything_that_can_be_set():
@@ -317,7 +317,7 @@ def test_dashboards_are_config_maps_the_sidecar_finds():
     assert [one for one in renamed if one["metadata"]["labels"].get("board") == "yes"]
 
 
-# --- values --------------------------------------------------------------------------------------------
+# --- values ---
 
 
 def leaves(value, path=()):
@@ -375,7 +375,7 @@ def test_a_volume_for_the_embedded_store_is_a_claim_that_survives_upgrades():
     assert not [one for one in own if one["kind"] == "PersistentVolumeClaim"]
 
 
-# --- what people read ----------------------------------------------------------------------------------
+# --- notes and documents ---
 
 
 @every_values

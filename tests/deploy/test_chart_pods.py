@@ -1,4 +1,4 @@
-"""The pods of the chart: availability, rights, secrets, network, and that their variables are settings."""
+"""The pods of the chart: availability, rights, secrets, network and environment variables."""
 
 import re
 
@@ -30,7 +30,7 @@ CUSTOM = {"ServiceMonitor", "PrometheusRule"}
 every_values = pytest.mark.parametrize("name", sorted(VALUES))
 
 
-# --- availability --------------------------------------------------------------------------------------
+# --- availability ---
 
 
 def test_a_disruption_budget_exists_for_more_than_one_replica_only():
@@ -84,7 +84,7 @@ def test_replicas_have_names_of_their_own_that_ranks_can_reach():
 
 @every_values
 def test_an_upgrade_meets_no_field_that_cannot_change(name):
-    """Name, selector, service name and claim templates of a StatefulSet are fixed once and for all."""
+    """Name, selector, service name and claim templates of a StatefulSet cannot change."""
     state = only(name, "StatefulSet")
     assert state["metadata"]["name"] == "r-evenkeel"
     assert state["spec"]["serviceName"] == "r-evenkeel-headless"
@@ -103,7 +103,7 @@ def test_a_change_of_the_settings_restarts_the_pods():
     assert checksum() == checksum("service.type=NodePort")
 
 
-# --- security ------------------------------------------------------------------------------------------
+# --- security ---
 
 
 @every_values
@@ -215,7 +215,7 @@ def test_controllers_listen_where_pods_have_ipv6_addresses():
     assert hosts == {f"EVENKEEL_{part}__HOST": "::" for part in ("GRPC", "REST", "METRICS")}
 
 
-# --- settings ------------------------------------------------------------------------------------------
+# --- settings ---
 
 
 @every_values

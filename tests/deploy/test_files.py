@@ -24,7 +24,7 @@ pytestmark = pytest.mark.deploy
 EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.yaml"))
 
 
-# --- the image -------------------------------------------------------------------------------------------
+# --- the image ---
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -106,7 +106,7 @@ def test_no_torch_follows_from_what_the_controller_needs():
     assert not {name for name in seen if name.startswith(("torch", "nvidia", "triton"))}
 
 
-# --- compose ---------------------------------------------------------------------------------------------
+# --- compose ---
 
 
 def compose() -> dict:
@@ -185,7 +185,7 @@ def test_promtool_takes_the_scrape_configs(name):
     assert done.returncode == 0, done.stderr
 
 
-# --- examples --------------------------------------------------------------------------------------------
+# --- examples ---
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -219,7 +219,7 @@ def test_examples_name_the_versions_the_plugins_know():
         assert known in (ROOT / "deploy/examples/README.md").read_text()
 
 
-# --- documents -------------------------------------------------------------------------------------------
+# --- documents ---
 
 
 def documents():

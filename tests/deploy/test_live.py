@@ -1,4 +1,4 @@
-"""A running controller against what operators are shown: every metric that is queried, exported and described."""
+"""Compares the metrics of a running controller with dashboards, alerts and documents."""
 
 import asyncio
 import contextlib
@@ -120,7 +120,7 @@ def test_units_are_those_of_the_names():
         assert kind in ("counter", "gauge", "histogram")
 
 
-# --- with the real Prometheus --------------------------------------------------------------------------
+# --- with the real Prometheus ---
 
 
 def _free_port() -> int:

@@ -105,7 +105,7 @@ def test_another_selector_reaches_every_series():
     assert bare == []
 
 
-# --- with the real promtool ------------------------------------------------------------------------------
+# --- with the real promtool ---
 
 
 @pytest.mark.promtool

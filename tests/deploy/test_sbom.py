@@ -17,7 +17,10 @@ TOOLS = re.compile(r"torch|nvidia|triton|cuda|pytest|mypy|ruff")
 
 @pytest.fixture
 def bom() -> dict[str, Any]:
-    """What cyclonedx-py writes, as far as it is looked at: every package of constraints.txt but the tools."""
+    """Return the parts of cyclonedx-py's output that are checked.
+
+    It lists every package of constraints.txt except the tools.
+    """
     lines = [
         line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()
     ]

@@ -44,7 +44,7 @@ def even_peak(placement):
 
 def test_one_hot_expert_pins_the_layer_whatever_the_others_do():
     load = np.array([1.0] * 99 + [50.0])
-    placement = Placement(np.arange(100)[None], 100, 100)
+    placement = Placement(np.arange(100, dtype=np.int32)[None], 100, 100)
     loads = rank_load(load[None, None], placement)
     assert loads.max() == 50.0
     assert float(balancedness(loads)[0, 0]) < 0.03

@@ -34,7 +34,8 @@ SHAPE = ModelShape(
     bytes_per_expert=1024,
 )
 _MAIN = (
-    "from evenkeel_moe.controller import run; from evenkeel_moe.settings_sources import load_settings;"
+    "from evenkeel_moe.controller import run;"
+    " from evenkeel_moe.settings_sources import load_settings;"
     " run(load_settings())"
 )
 _incarnations = itertools.count(time.time_ns())

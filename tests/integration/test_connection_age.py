@@ -1,4 +1,7 @@
-"""Connections end by age: the agent's own link and reporter attach again, and no step is lost or counted twice."""
+"""Connections end by age: the agent's link and reporter reconnect without losing a step.
+
+No step is counted twice either.
+"""
 
 import asyncio
 
@@ -20,7 +23,7 @@ STEPS = 300
 
 
 class LinkedRank(Rank):
-    """A rank of the rig behind the agent's link: `ports.LinkListener` over its recorder and reporter."""
+    """A rank with the agent's link: a `ports.LinkListener` with recorder and reporter."""
 
     def __init__(self, group: "LinkedGroup", rank: int) -> None:
         super().__init__(group, rank)
@@ -116,8 +119,9 @@ async def test_a_stream_cut_by_age_is_opened_again_and_every_step_counts_once(tm
         rejected = {
             name for name in metrics if name.startswith("evenkeel_report_steps_rejected_total")
         }
-        again = f'evenkeel_report_steps_rejected_total{{deployment="demo",reason="{Reason.DUPLICATE_STEP}"}}'
-        # A report whose answer was cut off comes twice, and is told apart by its step numbers.
+        labels = f'{{deployment="demo",reason="{Reason.DUPLICATE_STEP}"}}'
+        again = f"evenkeel_report_steps_rejected_total{labels}"
+        # A report whose answer was lost is sent twice; its step numbers identify it.
         assert rejected <= {again}
         assert not any(name.startswith("evenkeel_report_steps_dropped_total") for name in metrics)
         assert await whole_window(controller) == group.tokens

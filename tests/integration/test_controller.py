@@ -142,7 +142,7 @@ async def test_an_explicit_target_is_reached_and_an_impossible_one_refused(tmp_p
         target = {"physical_to_logical": rows.tolist()}
         made = await controller.http.post(url, json={"target": target, "approve": True})
         assert made.status_code == 202, made.json()
-        # The ranks switch a little before the controller has heard of it from all and ends the plan.
+        # The ranks swap shortly before the controller has all their answers and ends the plan.
         await until(has_phase(controller, "committed", kind="manual"))
         assert group.epoch == 1
         assert sorted(group.placement.phy2log[0]) == sorted(rows[0])

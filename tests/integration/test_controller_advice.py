@@ -1,4 +1,4 @@
-"""A real controller asked what would pay, with policies on trial, and with ranks that cannot carry plans out."""
+"""Recommendations of a real controller, with shadow policies and with ranks that only observe."""
 
 import pytest
 

@@ -226,7 +226,8 @@ async def test_the_store_goes_away_and_comes_back(tmp_path, shared_store, how):
         os.kill(shared_store.pid, how)
         await until(lambda: _health(controller, "degraded"))
         group.popularity = group.draw(seed=3)
-        # Longer than the lease: a lone replica still leads, counts and answers, and decides nothing.
+        # After more than the lease a single replica must still lead, count and answer, without
+        # deciding anything. Nothing may happen in this time, so there is no condition to wait for.
         before = (await controller.status())["step"]
         await asyncio.sleep(6)
         status = await controller.status()
@@ -277,7 +278,7 @@ async def test_a_flushed_store_costs_the_history_and_nothing_else(tmp_path, shar
         assert all(not rank.call.done() for rank in group.ranks)
 
 
-# --- processes -------------------------------------------------------------------------------------
+# --- processes ---
 
 
 async def test_a_killed_controller_has_its_window_back_when_it_returns(tmp_path):
@@ -379,7 +380,7 @@ async def test_a_folder_or_port_in_use_is_said_at_once(tmp_path):
 
 
 async def test_a_stub_speaks_the_contract(tmp_path):
-    """The generated stub and the server, which is registered by hand, agree on the method's name."""
+    """The generated stub and the manually registered server agree on the method's name."""
     async with (
         Controller(tmp_path) as controller,
         grpc.aio.insecure_channel(controller.address) as channel,

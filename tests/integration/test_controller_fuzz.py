@@ -1,4 +1,4 @@
-"""Whatever a client of any role sends to a real controller with ranks, it answers without a server error."""
+"""A real controller with ranks answers all requests of any role without a server error."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,10 @@ IDS = {"deployment": "demo", "plan_id": "p-1"}
 
 
 def fuzz(url: str, token: str, unavailable: list[str]) -> dict[int, int]:
-    """Answers by status to some requests of every operation the controller documents; those of status 503 whole."""
+    """Send requests to every documented operation; return the number of answers by status.
+
+    Appends the whole answers of status 503 to `unavailable`.
+    """
     headers = {"Authorization": f"Bearer {token}"}
     schema: Any = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers)
     answers: dict[int, int] = {}
@@ -67,7 +70,8 @@ async def test_no_role_can_make_a_real_controller_fail(tmp_path):
             token: await asyncio.to_thread(fuzz, url, token, unavailable)
             for token in (READ, OPERATE, ADMIN)
         }
-        # A busy machine may cost the controller store or lease for a moment; what it was asked for may not.
+        # On a busy machine the controller may briefly lose its store or lease, but no request may
+        # be the cause.
         assert (
             not unavailable or controller.events("store_lost") or controller.events("lease_lost")
         ), unavailable

@@ -1,4 +1,4 @@
-"""What operators look up in a real controller: who asked for what, what was rejected, where the load is."""
+"""Records of a real controller: who requested what, what was rejected, where the load is."""
 
 from typing import Any
 
@@ -122,7 +122,10 @@ async def _steps(controller: Controller, number: int) -> bool:
 
 
 async def test_a_request_is_followed_through_the_log_by_its_trace(tmp_path):
-    """From the header to what the machine did for it, and to the record; a stream has a trace of its own."""
+    """The trace id of the header is in the log lines of the request and in the plan's record.
+
+    A stream has its own trace id.
+    """
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
     async with Controller(tmp_path / "data") as controller, Group() as group:

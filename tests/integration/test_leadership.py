@@ -1,4 +1,4 @@
-"""Who leads, with real processes: paused, restarted, unreachable and dead leaders (R2, R12, R13)."""
+"""Leadership of real processes: paused, restarted, unreachable and dead leaders (R2, R12, R13)."""
 
 import asyncio
 import os
@@ -123,7 +123,7 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
         await group.connect(one.address)
         await until(lambda: one.state("ready"))
         await group.serve(64)
-        # A wave that every rank holds and none was told to commit: whoever comes next must end it (R12).
+        # Every rank holds a wave that none was told to commit: the next leader must end it (R12).
         for rank in group.ranks:
             rank.votes = False
         target = group.placement.phy2log.copy()
@@ -168,7 +168,7 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
         second = await two.status()
         assert second["leader"] == "two"
         assert second["term"] > first["term"]
-        # The held wave went through whole: the same epoch and map on every rank, and in the records.
+        # The held wave was committed everywhere: ranks and records have the same epoch and map.
         assert {rank.epoch for rank in group.ranks} == {second["epoch"]} == {1}
         assert {rank.placement.digest for rank in group.ranks} == {group.placement.digest}
         plan = (await two.http.get("/v1/deployments/demo/plans/held")).json()
@@ -203,7 +203,7 @@ async def test_a_term_the_ranks_refuse_makes_a_leader_step_down(tmp_path, store)
         async def above():
             return (await one.status()).get("term", 0) > term + 5
 
-        # It finds itself refused, gives its machine up, and leads again only above the term they know.
+        # Ranks refuse it, so it stops leading; it leads again only above the term they know.
         await until(above)
         await until(lambda: one.state("ready"))
         assert all(rank.refused for rank in group.ranks if isinstance(rank, BoundRank))
@@ -259,7 +259,7 @@ async def test_a_leader_no_rank_can_reach_lets_another_lead(tmp_path, store):
 
 
 async def test_decisions_come_back_after_a_restart_and_after_a_leaders_death(tmp_path, store):
-    """DESIGN section 5: the rows `restart` and `failover`, printed; the bounds here are for busy machines."""
+    """Prints the times to restart and to fail over; the bounds here are for busy machines."""
     one, two = replicas(tmp_path, store, INGEST__RANK_LEASE_S="10", WINDOW__STEPS="256")
     async with one, two, Group() as group:
         for controller in (one, two):
@@ -291,7 +291,8 @@ async def test_decisions_come_back_after_a_restart_and_after_a_leaders_death(tmp
         serving.cancel()
         print(f"failover: {failover_s:.2f} s after the leader's death, window {steps} of 256")
         print(
-            f"restart: {restart_s:.2f} s after serving again (up after {served_s:.2f} s), window {again} of 256"
+            f"restart: {restart_s:.2f} s after serving again (up after {served_s:.2f} s),"
+            f" window {again} of 256"
         )
         assert min(steps, again) >= 0.95 * 256
         assert failover_s < 25

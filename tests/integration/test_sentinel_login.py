@@ -1,4 +1,7 @@
-"""Sentinels with users, passwords and certificates of their own, other than the store's. Real Sentinel, real server."""
+"""Sentinels with other users, passwords and certificates than the store's.
+
+Both Sentinel and the server are real.
+"""
 
 import re
 import ssl
@@ -32,7 +35,7 @@ def documented_rights() -> str:
 
 
 class Node(Child):
-    """A server, or a Sentinel when it is given a primary's port; both want a password of their own."""
+    """A server, or a Sentinel if it is given a primary's port; each has its own password."""
 
     def __init__(self, folder: Path, name: str, port: int, *lines: str, watch: int = 0) -> None:
         super().__init__(name, folder)
@@ -76,7 +79,10 @@ async def refused(url: str, **options) -> str:
 
 @pytest.fixture
 def nodes(tmp_path):
-    """A server that wants STORE, and two Sentinels: one wants SENTINEL, the other that of user `keel` only."""
+    """Start a server with the password STORE and two Sentinels.
+
+    One Sentinel has the password SENTINEL; the other has it for the user `keel` only.
+    """
     store, one, two = free_ports(3)
     started = [
         Node(tmp_path, "store", store, f"requirepass {STORE}", 'save ""'),
@@ -104,7 +110,7 @@ async def test_a_sentinel_with_a_password_is_asked_with_its_own_and_the_store_wi
     await works(f"{plain}?sentinel_password={SENTINEL}")
     await until(lambda: answers(users, sentinel=SentinelLogin("keel", SENTINEL)), within_s=30)
     await works(f"{users}?sentinel_username=keel&sentinel_password={SENTINEL}")
-    # The settings beat the URL; the store's password is not the Sentinel's, nor the other way round.
+    # Settings take precedence over the URL; neither password is valid for the other kind of node.
     await works(f"{plain}?sentinel_password=wrong", sentinel=login)
     for url, options in (
         (plain, {}),
@@ -183,12 +189,12 @@ class Authority:
 
 
 async def test_sentinel_and_store_have_certificates_of_their_own(tmp_path, nodes):
-    """Each behind an end of TLS with a CA of its own, asking for a client certificate of that CA."""
+    """Each is behind a TLS proxy with its own CA and requires a client certificate of that CA."""
     of_store, of_sentinel = Authority(tmp_path, "one"), Authority(tmp_path, "two")
     front = Proxy(nodes[0].port, context=of_store.server(of_store))
     await front.start()
     (port,) = free_ports(1)
-    # This Sentinel leads to the store's end of TLS, which it cannot watch itself: it is asked for the address only.
+    # This Sentinel returns the address of the store's TLS proxy, but cannot monitor it.
     watch = Node(tmp_path, "tls", port, f"requirepass {SENTINEL}", watch=front.port)
     door = Proxy(port, context=of_sentinel.server(of_sentinel))
     await door.start()

@@ -1,4 +1,4 @@
-"""What a replica says of a store that takes no writes: also one that leads nothing, or has nothing to write."""
+"""A replica reports a store that refuses writes, even if it leads nothing or writes nothing."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ _REFUSING = {
     "no replica": ("min-replicas-to-write", "1", "0"),
     "no memory": ("maxmemory", "1", "0"),
 }
-"""How a server refuses every write and answers every read: setting, value, and the value that ends it."""
+"""Ways in which a server refuses writes but answers reads: setting, value, value that ends it."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ async def server(tmp_path):
 
 @asynccontextmanager
 async def replica_on(server):
-    """A replica on a real store that looks after it, with no cycle to decide anything: (replica, its store's client)."""
+    """Yield (replica, its store's client) on a real store, without decision cycles."""
     client = connect(server.url, timeout_s=1)
     replica = Replica(RedisDeploymentStore(client), "a", cycle_s=600.0)
     replica.registry.shared = replace(replica.registry.shared, windows=RedisWindowStore(client))

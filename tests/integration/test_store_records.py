@@ -1,4 +1,4 @@
-"""What outlives a process, and what does not outlive its use: plans, freezes, deployments, series."""
+"""Records that outlive a process, and records that are removed: plans, freezes, deployments."""
 
 import asyncio
 import os
@@ -142,7 +142,8 @@ async def test_a_deployment_that_left_is_forgotten_with_its_series(tmp_path):
             await until(lambda: controller.state("ready", "leaver"))
             await group.serve(32)
             await until(lambda: _shown(controller, "leaver"))
-        # A stranger who only says a name is let go of as well, and so is a rank that hung up while it waited.
+        # A deployment that never registered is removed too, and so is a rank that disconnected
+        # while it waited.
         async with Group("stranger") as group:
             await group.ranks[0].connect(controller.address)
             await until(lambda: _listed(controller, "stranger"))

@@ -1,4 +1,4 @@
-"""Writes that must be on a replica of the store before they count: what a failover then cannot lose."""
+"""Writes count only once a replica of the store has them, so that a failover cannot lose them."""
 
 import asyncio
 import signal
@@ -109,7 +109,7 @@ async def test_no_wave_begins_before_its_plan_is_on_a_replica(pair, tmp_path):
         step = (await controller.status())["step"]
         await until(lambda: _beyond(controller, step + 100))
         assert group.epoch == 0
-        # Said once, and not taken back by calls that need no replica: an alert must have time to fire.
+        # Reported once, and not cleared by calls that need no replica: an alert needs time to fire.
         for _ in range(20):
             await controller.plans()
             await asyncio.sleep(0.2)

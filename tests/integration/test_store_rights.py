@@ -1,4 +1,4 @@
-"""The store as operators run it: TLS with a CA, a user with the fewest rights, a full disk's answers."""
+"""The store as operators run it: TLS with a CA, a user with minimal rights, a full disk."""
 
 import asyncio
 import re
@@ -74,7 +74,7 @@ async def do_everything(client) -> None:
     await store.ping()
 
 
-# --- TLS ---------------------------------------------------------------------------------------------
+# --- TLS ---
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, server, ce
         await front.stop()
 
 
-# --- the user with the fewest rights -------------------------------------------------------------------
+# --- a user with minimal rights ---
 
 
 def documented_acl() -> list[str]:
@@ -209,7 +209,7 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
     await disconnect(admin)
 
 
-# --- a store that drops records --------------------------------------------------------------------------
+# --- a store that drops records ---
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru"])
@@ -257,7 +257,7 @@ async def test_a_policy_that_may_not_be_read_is_said_to_be_unknown(tmp_path, ser
     await disconnect(admin)
 
 
-# --- answers of a store in trouble -----------------------------------------------------------------------
+# --- errors of a store ---
 
 
 async def test_a_full_store_is_unavailable_and_nothing_is_decided_until_it_has_room(
@@ -295,7 +295,7 @@ async def test_a_full_store_is_unavailable_and_nothing_is_decided_until_it_has_r
 
 
 async def test_a_store_that_cannot_write_to_its_disk_is_unavailable_until_it_can(tmp_path, server):
-    """It refuses every write (MISCONF) and answers reads: neither may pass for a store that is well."""
+    """The store refuses every write (MISCONF) but answers reads; it must not count as healthy."""
     one = await server("--save", "3600 1", "--appendonly", "no")
     (tmp_path / "store" / "dump.rdb").mkdir()  # In the way of the snapshot.
     client = connect(one.url, timeout_s=deadline(2))
@@ -335,7 +335,7 @@ async def _beyond(controller, step):
 
 
 async def test_a_store_that_turned_read_only_is_left_and_followed(tmp_path, server):
-    """Behind one address the primary changed: READONLY means look again, not that the store is gone."""
+    """The primary behind an address changed: READONLY means reconnect, not a store that is down."""
     one = await server()
     other = Server(tmp_path / "other", free_ports(1)[0])
     other.start()
@@ -386,7 +386,7 @@ async def test_slow_answers_are_waited_for_up_to_the_timeout_and_no_longer(tmp_p
 
 
 async def test_a_failover_by_sentinel_is_followed(tmp_path):
-    """Sentinel, a primary and its replica for real: the primary is killed, and what was stored is with the other."""
+    """With a real Sentinel: the primary is killed, and the replica has all stored data."""
     ports = free_ports(3)
     nodes = [StoreNode("a", tmp_path, ports[0]), StoreNode("b", tmp_path, ports[1])]
     sentinel = Sentinel(tmp_path, ports[2])

@@ -5,6 +5,7 @@ A mutant is a kit with one class replaced.
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
@@ -66,7 +67,7 @@ class Kit:
         return replace(self, participant=participant, control=type("Control", (control,), parts))
 
 
-MOVES = {
+MOVES: dict[str, Any] = {
     "participant": PARTICIPANT_MOVES,
     "coordinator": COORDINATOR_MOVES,
     "control": CONTROL_MOVES,

@@ -5,6 +5,7 @@ If no invariant catches a mutant, its rule is not needed or not tested.
 
 from dataclasses import dataclass
 
+from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.membership import Membership
@@ -82,7 +83,7 @@ class CommitSwaps(Participant):
         if self.state is not ParticipantState.ARMED:
             return actions
         self.state = ParticipantState.SWAPPING
-        return [Swap(commit.wave, self.epoch + 1)]
+        return [Swap(commit.wave, Epoch(self.epoch + 1))]
 
 
 class DropsAlone(Participant):
@@ -103,6 +104,7 @@ class CallsItselfDrained(Participant):
     def handle(self, event, now):
         actions = super().handle(event, now)
         if self.state is ParticipantState.ABORTED:
+            assert self.wave is not None
             actions += super().handle(TransportDrained(self.wave), now)
         return actions
 

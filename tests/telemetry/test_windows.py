@@ -96,7 +96,9 @@ def test_parts_are_few_and_long_ones_are_not_copied():
 def test_a_part_keeps_no_sums_of_the_window_it_came_from():
     ring = StepRing(SHAPE, 10)
     ring.append(replace(LONG, source=np.ones((3, 2, 4), np.uint32)))
-    assert [part.source for part in ring.parts()] == [None] and ring.window().source is None
+    window = ring.window()
+    assert window is not None and window.source is None
+    assert [part.source for part in ring.parts()] == [None]
 
 
 def test_parts_after_a_step_begin_there():

@@ -37,7 +37,8 @@ def test_a_step_without_load_is_unknown_not_zero():
     fleet = FleetLog(2)
     fleet.feed(step_lines(0, (0, 0)))
     assert fleet.balancedness() is None
-    assert np.isnan(fleet.layer_shares()).all()
+    shares = fleet.layer_shares()
+    assert shares is not None and np.isnan(shares).all()
     fleet.feed(step_lines(1, (4, 4)))
     assert fleet.balancedness() == 1.0
 

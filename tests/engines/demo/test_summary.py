@@ -1,6 +1,7 @@
 """The results of a run, derived from its lines, and their text."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -205,7 +206,7 @@ def test_ranks_with_the_same_reason_are_named_together():
 
 def test_decisions_are_counted_and_the_last_judged_plan_is_reported():
     numbers = {"gain": 0.192, "gain_lower": 0.187, "held_out_steps": 42.0, "copies": 1.0}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"reason": "no_change", "numbers": {}},
         {"reason": "observe_mode", "numbers": numbers},
         {"reason": "no_change", "numbers": None},

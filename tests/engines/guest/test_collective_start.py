@@ -1,6 +1,7 @@
 """All ranks start their guest, or none does."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plu
 from evenkeel_moe.errors import Unavailable
 from tests.waiting import deadline, wait_until
 
+dist: Any = torch.distributed
+
 
 def test_a_rank_without_the_plugin_is_found_before_any_collective():
-    store = torch.distributed.HashStore()
+    store = dist.HashStore()
     patience_s = deadline(20.0)
 
     def ask(name, rank, timeout_s):
@@ -58,8 +61,12 @@ def test_a_start_that_fails_on_one_rank_fails_on_all_and_is_undone():
     def fails():
         raise RuntimeError("no more threads")
 
+    def compare(row):
+        rows.append(row)
+        return among(0)(row)
+
     with pytest.raises(RuntimeError, match="no more threads"):
-        all_or_none("begin", fails, lambda row: among(0)(rows.append(row) or row), undone.append)
+        all_or_none("begin", fails, compare, undone.append)
     assert [row.tolist() for row in rows] == [[1]], (
         "a rank that failed takes part in the comparison too"
     )

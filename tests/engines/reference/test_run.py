@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from evenkeel_moe.engines.reference.supervisor import Supervisor
 from tests.waiting import deadline, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
-SMALL = {
+SMALL: dict[str, Any] = {
     "num_ranks": 2,
     "layers": 3,
     "experts": 8,

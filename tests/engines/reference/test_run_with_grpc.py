@@ -68,6 +68,7 @@ class OneWave(agent_pb2_grpc.RankLinkServicer):
                 if len(self.common_steps()) >= 5:
                     self.counted.set()
                 await self.write(context, ReportAck(message.last_step))
+            assert hello is not None, "the first message of a stream is its Hello"
             await self.messages.put((hello.identity.rank, message))
 
     async def write(self, context, message):

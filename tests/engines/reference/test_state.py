@@ -24,6 +24,7 @@ def test_a_placement_is_saved_whole_and_damage_reads_as_nothing(tmp_path):
     assert load_placement(path, SHAPE) is None
     save_placement(path, SavedPlacement(NEW, 3, "g"))
     saved = load_placement(path, SHAPE)
+    assert saved is not None
     assert (saved.placement, saved.epoch, saved.generation) == (NEW, 3, "g")
     assert list(path.parent.iterdir()) == [path]
     assert load_placement(path, ModelShape(1, 4, 2, 4, 1, 100)) is None

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from evenkeel_moe.engines.guest.guards import Unsupported
-from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.sglang.plugin import SglangPlugin, register
 from evenkeel_moe.formats import PlacementFile, PlacementFormat, render_placement
 from evenkeel_moe.model.load import LoadReport
@@ -195,7 +195,7 @@ def refusals(rank, size):
     def attempt(name, version=engine.VERSION):
         try:
             SglangPlugin(
-                GuestSettings(controllers="x:1", mode="place"), version, PortLink
+                GuestSettings(controllers="x:1", mode=GuestMode.PLACE), version, PortLink
             ).install()
             found[name] = "installed"
         except Unsupported as error:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from evenkeel_moe.agent.guest import Move
 from evenkeel_moe.engines.guest.guards import Unsupported
-from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin, register
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
@@ -66,10 +67,11 @@ def never_consumed(rank, size):
 
 def start_fails(rank, size, *, how):
     """The guest cannot start on one rank; the engine's groups still work for the engine."""
-    changes = {
+    ways: dict[str, dict[str, Any]] = {
         "model": {"top_k": None} if rank == 1 else {},
         "store": {"host": "no.such.host.invalid"},
-    }[how]
+    }
+    changes = ways[how]
     config = Config(use_async=False, step_interval=12)
     one = Rank(rank, size, use_async=False, config=config, group_timeout_s=5.0, **changes)
     told = []
@@ -193,7 +195,7 @@ def refusals(rank, size):
     modules = engine.load()
     state, policies = modules.state, modules.policies
     untouched = (state.EplbState.step, state._move_to_workspace, dict(policies.EPLB_POLICIES))
-    settings = GuestSettings(controllers="x:1", mode="place")
+    settings = GuestSettings(controllers="x:1", mode=GuestMode.PLACE)
     found = {}
 
     def attempt(name, version=engine.VERSION):

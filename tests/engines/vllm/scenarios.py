@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol.messages import Ack, StagingProgress
@@ -62,9 +62,12 @@ class Rank(DrivenRank):
         self.model_config = ModelConfig()
         self.state.add_model(self.model, self.model_config)
         self.model_state = self.state.model_states["toy-hash"]
-        self.guest: Any = self.plugin.guests[self.state] if plugged else None
-        self.agent = self.guest.agent if plugged else None
-        self.link: Any = self.guest._link if plugged else None
+        self.guest: Any = None
+        self.agent: Any = None
+        self.link: Any = None
+        if plugged:
+            self.guest = self.plugin.guests[self.state]
+            self.agent, self.link = self.guest.agent, self.guest._link
         self.worker_failed = threading.Event()
         if use_async:
             engine.start_worker(self.modules, self.state, self.worker_failed)
@@ -253,7 +256,8 @@ def vectors(rank, size):
     engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.group.WORLD)
     engine.GROUPS.eplb = engine.GROUPS.ep
     original = modules.policies.EPLB_POLICIES["default"]
-    VllmPlugin(GuestSettings(controllers="x:1", mode="place"), engine.VERSION, PortLink).install()
+    settings = GuestSettings(controllers="x:1", mode=GuestMode.PLACE)
+    VllmPlugin(settings, engine.VERSION, PortLink).install()
     policy = modules.policies.EPLB_POLICIES["default"]
     readme = torch.tensor(README_LOAD)
     other = {

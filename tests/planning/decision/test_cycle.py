@@ -48,7 +48,12 @@ def inputs(load, **changes) -> CycleInputs:
 
 def test_the_policy_is_told_what_it_may_spend(monkeypatch):
     told = []
-    monkeypatch.setitem(POLICIES, "spy", lambda problem: told.append(problem) or plan_eplb(problem))
+
+    def spy(problem):
+        told.append(problem)
+        return plan_eplb(problem)
+
+    monkeypatch.setitem(POLICIES, "spy", spy)
     run_cycle(
         inputs(
             skewed(60), policy="spy", objective=Objective(cross_node_factor=3.0), max_evaluations=77
@@ -84,6 +89,7 @@ def test_after_a_change_only_the_steps_since_are_planned_on():
     assert result.numbers["planned_on_steps"] == 16
     assert result.numbers["held_out_steps"] == 8
     later = skewed(30, (6, 7), seed=2)
+    assert result.target is not None and settled is not None
     assert metrics.predicted_time(later, result.target) < 0.9 * metrics.predicted_time(
         later, settled
     )

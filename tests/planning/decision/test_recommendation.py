@@ -93,9 +93,12 @@ def test_a_policy_on_trial_that_fails_says_so_in_its_own_row(monkeypatch):
 
 def test_a_policy_on_trial_is_not_held_to_what_the_cycles_own_may_evaluate(monkeypatch):
     told = []
-    monkeypatch.setitem(
-        policies.POLICIES, "spy", lambda problem: told.append(problem) or plan_eplb(problem)
-    )
+
+    def spy(problem):
+        told.append(problem)
+        return plan_eplb(problem)
+
+    monkeypatch.setitem(policies.POLICIES, "spy", spy)
     split = run_cycle(inputs(skewed(60))).split
     assert split is not None
     score_shadows(ShadowRequest(inputs(skewed(60), max_evaluations=7), split, ("spy",)))

@@ -146,7 +146,8 @@ def test_what_always_holds(steps, shift, copy_cost, seed):
     if verdict.call is Call.NOT_NOW:
         assert verdict.net_gain <= 0
     scaled = judge(8 * before, 8 * after, copy_cost=8 * copy_cost, rules=rules, seed=seed)
-    assert (scaled.call, scaled.gain) == (verdict.call, pytest.approx(verdict.gain))
+    assert scaled.call == verdict.call
+    assert scaled.gain == pytest.approx(verdict.gain)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The inputs a problem accepts and refuses, for every policy and dispatch model."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,7 +23,11 @@ DISPATCHES = pytest.mark.parametrize("dispatch", DispatchModel)
 
 def planned(name, **fields):
     load = np.random.default_rng(1).poisson(20, (5, 2, 8)).astype(np.float64)
-    known = {"load": load, "current": Placement.initial(SHAPE), "max_evaluations": 500}
+    known: dict[str, Any] = {
+        "load": load,
+        "current": Placement.initial(SHAPE),
+        "max_evaluations": 500,
+    }
     return POLICIES[name](
         PlacementProblem(shape=SHAPE, topology=Topology.single_node(4), **(known | fields))
     ).placement
@@ -162,7 +168,7 @@ def test_sound_source_loads_get_a_sound_answer_or_a_refusal_of_something_else(na
 def test_origin_shares_sum_to_one_and_are_even_where_no_rank_routed(shape, seed):
     rng = np.random.default_rng(seed)
     size = (shape.num_ranks, shape.num_layers, shape.num_logical_experts)
-    source = rng.integers(0, 3, size) * rng.integers(0, 2, size[1:]) * 1.0
+    source = (rng.integers(0, 3, size) * rng.integers(0, 2, size[1:])).astype(np.float64)
     shares = origin_shares(source, shape)
     np.testing.assert_allclose(shares.sum(axis=0), 1.0)
     silent = source.sum(axis=0) == 0
