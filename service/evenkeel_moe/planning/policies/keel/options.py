@@ -35,9 +35,8 @@ _SHARES = (
 class KeelOptions:
     """The constants of keel, grouped by what they decide.
 
-    Units: a "layer time" is the time of one layer if load were spread perfectly over the ranks, and
-        the
-    "time of the mean slot" is that divided by the slots of a rank.
+    Units: a "layer time" is the time of one layer if load were spread perfectly over the ranks,
+    and the "time of the mean slot" is that divided by the slots of a rank.
     """
 
     # The price of a copy.
@@ -47,9 +46,8 @@ class KeelOptions:
     caution: float = 0.25
     """Further gain that it must bring, over the square root of the tokens that the mean slot saw in
     the window (counted as fewer where they come by the request). With few tokens most of an
-    apparent gain is
-    chance: too low a value follows it, too high a value waits for more data than there is. A
-    `cost_per_move` above both together replaces them."""
+    apparent gain is chance: too low a value follows it, too high a value waits for more data than
+    there is. A `cost_per_move` above both together replaces them."""
     max_caution: float = 0.03
     """Bound on the caution, as a share of the time of the mean slot. Without it, loads given as
     shares instead of tokens would forbid every copy."""
@@ -141,9 +139,8 @@ class KeelOptions:
     from the engines' start on 32 ranks, and more on 64."""
     common_layer_size: int = 256 * 64 * 256
     """Experts x ranks x steps of a layer up to which a candidate takes about a microsecond. Beyond
-    it
-    `layer_evaluations` falls with the square of the size, as the time rises: 18 microseconds on 288
-    ranks, mostly to update slopes after every move."""
+    it `layer_evaluations` falls with the square of the size, as the time rises: 18 microseconds on
+    288 ranks, mostly to update slopes after every move."""
 
     def __post_init__(self) -> None:
         for name in _SHARES:
