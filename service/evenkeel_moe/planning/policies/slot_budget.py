@@ -1,4 +1,4 @@
-"""How many slots a plan may fill, by the shape's memory and the problem's replica budget."""
+"""Derives the slots that a plan may fill from the shape's memory and the replica budget."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the window says about the steps to plan for: their loads, their weights and their noise."""
+"""Derives loads, weights and noise of the steps to plan for from the window."""
 
 from dataclasses import dataclass, replace
 

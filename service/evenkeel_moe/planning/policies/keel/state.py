@@ -27,7 +27,7 @@ WRITTEN_OUT = 3
 
 
 class SearchObjective(NamedTuple):
-    """What one search minimises, in search units; the same for all its layers."""
+    """The objective of one search, in search units; the same for all its layers."""
 
     rates: NDArray[np.float64]
     """(R,) cost per unit of load; with stairs, beyond the last of them."""
