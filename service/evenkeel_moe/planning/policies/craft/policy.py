@@ -45,7 +45,7 @@ class ReplicaRule(StrEnum):
     MARGINAL_GAIN = "marginal_gain"
     """Double R while that gains at least `min_marginal_gain` balancedness per further replica."""
     KNEE = "knee"
-    """Return the knee: the R at which the curve of gain over log2 R is farthest above its chord."""
+    """The R at which the curve of gain over log2 R is farthest above its chord."""
 
 
 @dataclass(frozen=True, slots=True)
