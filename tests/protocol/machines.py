@@ -14,6 +14,7 @@ from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.rank.participant import Participant
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from evenkeel_moe.protocol.transitions import ControlState, CoordinatorState
@@ -84,6 +85,12 @@ def participant_of(rank: int = 0, **changes) -> Participant:
         "drop_after_s": 10.0,
     }
     return Participant(identity, SHAPE, BASE, **(values | changes))
+
+
+def next_digest(rank: Participant) -> str:
+    """Return the digest of the map that a rank has after the wave it holds."""
+    assert rank.next_placement is not None
+    return rank.next_placement.digest
 
 
 def from_controller(message, stream: int = STREAM) -> msg.FromController:
@@ -254,6 +261,24 @@ def control_of(
 CONTROL_TIMING = ControlTiming(
     heartbeat_s=1.0, rank_lease_s=3.0, recovery_deadline_s=20.0, wave=TIMING
 )
+
+
+def query_of(control: DeploymentControl) -> int:
+    """Return the number of the newest query to all ranks."""
+    assert control.recovery is not None
+    return control.recovery.query
+
+
+def wave_state(control: DeploymentControl) -> CoordinatorState:
+    """Return the state of the wave in progress."""
+    assert control.coordinator is not None
+    return control.coordinator.state
+
+
+def planning_loop_of(control: DeploymentControl) -> PlanningLoop:
+    """Return the planning loop of a leader."""
+    assert control.planning_loop is not None
+    return control.planning_loop
 
 
 def answer_queries(control: DeploymentControl, now: float = 0.0, **changes) -> list:

@@ -17,6 +17,7 @@ from tests.protocol.machines import (
     TIMING,
     from_controller,
     key_of,
+    only,
     participant_of,
     prepare_of,
     wave_of,
@@ -172,9 +173,9 @@ def test_leader_dies_and_one_rank_never_heard_of_the_wave():
     pair = Pair(msg.Leader("b", 2), [armed, idle], query=1)
     assert pair.wave.done and pair.outcomes == [False]
     late = idle.handle(from_controller(prepare_of()), 0.0)
-    assert isinstance(late[0].message, msg.TermRefused), "the old leader's Prepare comes too late"
+    assert only(late, msg.TermRefused), "the old leader's Prepare comes too late"
     again = idle.handle(from_controller(prepare_of(leader=msg.Leader("b", 2))), 0.0)
-    assert again[0].message.reason is Reason.WAVE_DROPPED
+    assert only(again, msg.Vote).reason is Reason.WAVE_DROPPED
 
 
 def test_old_leader_is_refused_once_a_new_one_spoke():
@@ -215,5 +216,5 @@ def test_leaderless_ranks_drop_together_and_a_late_commit_finds_the_wave_gone():
             msg.CancelStaging(key_of())
         ]
         rank.handle(msg.TransportDrained(key_of()), 50.0)
-        (answer,) = rank.handle(from_controller(msg.Commit(LEADER, key_of())), 51.0)
-        assert answer.message.outcome is msg.WaveOutcome.DROPPED
+        actions = rank.handle(from_controller(msg.Commit(LEADER, key_of())), 51.0)
+        assert only(actions, msg.AbortAnswer).outcome is msg.WaveOutcome.DROPPED

@@ -45,8 +45,9 @@ class RankLinkServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """One stream per rank process. A rank that loses it keeps serving on its last committed placement, keeps
-        a prepared or armed wave, and connects again. Answers to a message go back on the stream it came by.
+        """One stream per rank process. A rank that loses its stream keeps serving on its last committed
+        placement, keeps a prepared or armed wave, and reconnects. The answer to a message goes back on
+        the stream of that message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

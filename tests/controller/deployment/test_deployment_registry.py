@@ -9,7 +9,7 @@ from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import NotLeading
-from evenkeel_moe.wire.link import RegistrationOutcome
+from evenkeel_moe.wire.link import Registration, RegistrationOutcome
 from tests.controller.replicas import DEMO, ONE, TWO, replicas
 from tests.protocol.machines import hello_of
 from tests.waiting import until
@@ -90,6 +90,7 @@ async def said_hello(replica, name, number):
         session.lost()
     else:
         (refusal,) = stream._queue
+        assert isinstance(refusal, Registration)
         assert (refusal.outcome, refusal.reason) == (
             RegistrationOutcome.REFUSED,
             Reason.LIMIT_EXCEEDED,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,8 @@ class Rig:
         """Set while the records can be read."""
         self.loaded.set()
         self.happened = []
+        self.start: Any = None
+        """The fixture's function that starts a keeper."""
         self.calls: Counter[str] = Counter()
 
     async def acquire_lease(self, *arguments):

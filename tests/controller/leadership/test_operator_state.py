@@ -44,7 +44,8 @@ async def test_a_flushed_store_undoes_nothing_an_operator_set():
             lambda: one.member.leadership.term > term and one.member.control.state == "ready"
         )
         assert orders(one) == (Mode.OBSERVE, True, True)
-        assert (await store.fetch_document(DEMO, "policy"))["mode"] == "observe"
+        stored = await store.fetch_document(DEMO, "policy")
+        assert stored is not None and stored["mode"] == "observe"
         control = await store.fetch_document(DEMO, "control")
         assert control["held"] and control["frozen_until"] > 0
         await until(lambda: _said(one, "stay as they were"))
@@ -106,7 +107,7 @@ async def test_a_new_deployment_is_held_by_nothing(again):
         assert not [row for row in await one.operations.decisions(DEMO, 100) if "detail" in row]
 
 
-async def test_an_order_the_store_did_not_take_is_not_led_without():
+async def test_an_order_the_store_did_not_take_is_not_led_without(monkeypatch):
     store = MemoryStore(SystemClock())
     async with replicas("a", store=store) as (one, _):
         await one.lead()
@@ -120,6 +121,7 @@ async def test_an_order_the_store_did_not_take_is_not_led_without():
                 raise Unavailable("a timeout")
             await keep(deployment, name, body, term)
 
-        store.store_document = refuses
+        monkeypatch.setattr(store, "store_document", refuses)
         await until(lambda: len(refused) == 2 and one.member.control.state == "ready")
-        assert (await store.fetch_document(DEMO, "policy"))["mode"] == "observe"
+        stored = await store.fetch_document(DEMO, "policy")
+        assert stored is not None and stored["mode"] == "observe"

@@ -33,7 +33,9 @@ async def test_of_changes_that_rest_on_one_document_the_first_is_taken_and_told(
             *(operations.set_policy(DEMO, {"cycle_s": 10.0 + n}, "me", base) for n in range(6)),
             return_exceptions=True,
         )
-    assert answers[0]["cycle_s"] == (await operations.policy(DEMO))["cycle_s"] == 10.0
+    first = answers[0]
+    assert not isinstance(first, BaseException)
+    assert first["cycle_s"] == (await operations.policy(DEMO))["cycle_s"] == 10.0
     assert all(
         isinstance(late, Conflict) and late.reason is Reason.STALE_BASE for late in answers[1:]
     )

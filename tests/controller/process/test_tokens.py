@@ -19,7 +19,8 @@ def test_tokens_rotate_without_a_restart(tmp_path):
     tokens = TokenFile(path)
     assert (tokens.find(OLD) is None, tokens.find(NEW) is None) == (False, True)
     write(path, f"ci operate {OLD}", f"ci admin {NEW}")
-    assert [tokens.find(secret).role for secret in (OLD, NEW)] == [Role.OPERATE, Role.ADMIN]
+    found = [tokens.find(secret) for secret in (OLD, NEW)]
+    assert [token and token.role for token in found] == [Role.OPERATE, Role.ADMIN]
     write(path, f"ci admin {NEW}")
     assert (tokens.find(OLD) is None, tokens.find(NEW) is None) == (True, False)
 

@@ -1,6 +1,7 @@
 """One replica's work for one deployment: leading, recovering, planning, migrating."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -29,10 +30,12 @@ from tests.protocol.machines import (
     of_kind,
     only,
     plan_of,
+    query_of,
     record,
     sent,
     state_of,
     vote,
+    wave_state,
 )
 
 # --- leading and recovering -----------------------------------------------------------------------
@@ -42,7 +45,7 @@ def test_leader_asks_all_ranks_before_it_plans():
     """R15: no plan before all R ranks of the generation answered."""
     control = control_of(S.RECOVERING)
     control.handle(from_rank(0, state_of(0, query=1)), 0.0)
-    assert control.state is S.RECOVERING and control.epoch is None
+    assert (control.state, control.epoch) == (S.RECOVERING, None)
     with pytest.raises(Unavailable) as caught:
         Operator(control).submit(plan_of(), 0.0)
     assert caught.value.reason is Reason.RECOVERING
@@ -216,14 +219,15 @@ def test_found_wave_is_ended_before_anything_else():
     for rank in (0, 1):
         held = state_of(rank, query=1, state=msg.ParticipantState.ARMED, wave=key_of())
         control.handle(from_rank(rank, held), 0.0)
-    assert control.coordinator.state is C.RECOVERING
+    assert wave_state(control) is C.RECOVERING
     both(
         control,
         lambda rank: state_of(rank, query=2, state=msg.ParticipantState.ARMED, wave=key_of()),
     )
-    assert control.coordinator.state is C.COMMITTING
+    assert wave_state(control) is C.COMMITTING
     ack(control, AFTER_ONE, 1)
-    assert control.coordinator.done and control.state is S.RECOVERING
+    assert control.coordinator is not None
+    assert (control.coordinator.done, control.state) == (True, S.RECOVERING)
     actions = answer_queries(control, epoch=1, placement=AFTER_ONE)
     assert control.state is S.READY and only(actions, ctl.PersistEpoch).epoch == 1
 
@@ -308,21 +312,21 @@ def test_plan_that_a_new_leader_cannot_go_on_with_says_why(state, heard, reason)
 
 def test_found_wave_that_stalls_is_what_its_plan_says():
     """R14, and it runs again when the rank is back."""
-    held = {"state": msg.ParticipantState.PREPARED, "wave": key_of()}
+    held: dict[str, Any] = {"state": msg.ParticipantState.PREPARED, "wave": key_of()}
     control = control_of(S.RECOVERING, stored_plan())
     both(control, lambda rank: state_of(rank, query=1, **held))
     for t in range(1, 6):
         control.handle(from_rank(0, state_of(0, query=2, **held)), float(t))
         control.handle(msg.Tick(), float(t))
-    assert control.coordinator.state is C.RECOVERING
+    assert wave_state(control) is C.RECOVERING
     assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.RANK_LOST)
     control.handle(from_rank(1, state_of(1, query=2, **held)), 6.0)
-    assert control.coordinator.state is C.COMMITTING
+    assert wave_state(control) is C.COMMITTING
     assert record(control).phase is PlanPhase.MIGRATING
 
 
 def test_plan_that_waited_for_ranks_goes_on_with_its_found_wave():
-    held = {"state": msg.ParticipantState.PREPARED, "wave": key_of()}
+    held: dict[str, Any] = {"state": msg.ParticipantState.PREPARED, "wave": key_of()}
     stalled = stored_plan(phase=PlanPhase.STALLED, reason=Reason.RANKS_MISSING)
     control = control_of(S.RECOVERING, stalled)
     both(control, lambda rank: state_of(rank, query=1, **held))
@@ -404,7 +408,7 @@ def test_two_questions_at_rest_fit_into_a_lease(heartbeat_s, lease_s, at_rest_s)
 def test_heartbeat_that_does_not_fit_the_records_starts_a_new_survey():
     control = control_of()
     control.handle(msg.Tick(), 1.0)
-    query = control.recovery.query
+    query = query_of(control)
     assert control.handle(from_rank(0, state_of(0, query=query)), 1.0) == []
     stale = state_of(0, query=0, epoch=4)
     assert control.handle(from_rank(0, stale), 1.0) == [], "an answer from before is no news"

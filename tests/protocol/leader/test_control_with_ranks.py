@@ -13,9 +13,18 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.transitions import ControlState
-from tests.protocol.machines import BASE, DEPLOYMENT, LEADER, SHAPE, plan_of
+from tests.protocol.machines import (
+    BASE,
+    DEPLOYMENT,
+    LEADER,
+    SHAPE,
+    of_kind,
+    plan_of,
+    planning_loop_of,
+)
 
 AUTO = DeploymentPolicy(mode=Mode.AUTO)
 LARGER = ModelShape(2, 4, 4, 3, 1, 10)
@@ -29,12 +38,17 @@ class Group:
         self.operator = Operator(self.control)
         self.now = 0.0
         self.version = 1
-        self.checksums = (5,) * 8
+        self.checksums: tuple[int, ...] = (5,) * 8
         self.cycles: list[ctl.RunCycle] = []
         self.control.handle(ctl.LeaseAcquired(LEADER), 0.0)
         for rank in range(2):
             self.hello(rank)
         assert self.run(1) and self.control.state is ControlState.READY
+
+    @property
+    def executor(self) -> PlanExecutor:
+        assert self.control.executor is not None
+        return self.control.executor
 
     def hello(self, rank, generation="g1", shape=SHAPE, stream=None):
         identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation(generation), 1)
@@ -101,7 +115,8 @@ def test_a_rank_of_a_larger_group_does_not_count_in_the_registered_one():
     assert membership.staging_bytes() == (1000, 1000)
     record, _ = group.operator.submit(plan_of(), group.now, approve=True)
     assert record.phase is PlanPhase.MIGRATING
-    assert set(group.control.executor.coordinator.peers.by_rank) == {0, 1}
+    coordinator = group.executor.coordinator
+    assert coordinator is not None and set(coordinator.peers.by_rank) == {0, 1}
 
 
 def test_a_rank_of_a_larger_group_that_left_blocks_nothing():
@@ -131,9 +146,11 @@ def test_ranks_of_a_larger_group_hear_of_the_leader_while_it_gathers():
     group.hello(3, "g9", LARGER, stream=9)
     told = [
         action
-        for _ in range(55)  # Two heartbeats and a little: the registered group is at rest.
-        for action in group.control.handle(msg.Tick(), group.now + _ / 10)
-        if isinstance(getattr(action, "message", None), msg.QueryState) and action.rank == 3
+        for tick in range(55)  # Slightly more than two heartbeats: the registered group is at rest.
+        for action in of_kind(
+            group.control.handle(msg.Tick(), group.now + tick / 10), ctl.SendToRank
+        )
+        if isinstance(action.message, msg.QueryState) and action.rank == 3
     ]
     assert told and told[0].stream == 9
 
@@ -146,7 +163,7 @@ def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
     group.run(5)
     cycle = group.next_cycle()
     group.decided(cycle, replace(automatic(), weights_version=2))
-    record = group.control.records.by_id["a"]
+    record = group.control.records.by_id[PlanId("a")]
     assert (record.phase, record.reason) == (PlanPhase.REFUSED, Reason.OBSERVE_ONLY)
     group.run(10)
 
@@ -156,8 +173,9 @@ def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
 
 def test_as_many_placements_are_remembered_as_the_store_keeps():
     group = Group()
-    executor = group.control.executor
+    executor = group.executor
     for number in range(200):
+        assert executor.group is not None
         record, _ = group.operator.submit(
             plan_of(1, f"p{number}", base_epoch=number, base=executor.group.placement), group.now
         )
@@ -189,18 +207,20 @@ def test_dry_runs_do_not_pile_up():
     assert [record.plan.plan_id for record in records.open] == [
         f"p{number}" for number in range(8, 40)
     ]
-    assert records.get(PlanId("p7")).reason is Reason.EXPIRED
-    assert "newer proposals" in records.get(PlanId("p7")).error
+    expired = records.get(PlanId("p7"))
+    assert expired.reason is Reason.EXPIRED
+    assert expired.error is not None and "newer proposals" in expired.error
 
 
 def test_a_rollback_undoes_the_newest_plan_of_this_generation():
     group = Group()
-    records, executor = group.control.records, group.control.executor
+    records, executor = group.control.records, group.executor
     before = replace(plan_of(2, "before", 1), generation=Generation("g0"))
     for plan, waves in ((plan_of(2, "older", 1), 2), (plan_of(1, "newest", 2), 1), (before, 2)):
         records.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
         records.change(records.get(plan.plan_id), "wave_committed", 0.0, waves_committed=waves)
     fleet = executor.group
+    assert fleet is not None
     executor.group = GroupState(Epoch(3), fleet.placement, 1, fleet.checksums)
     executor.history = {Epoch(epoch): BASE for epoch in range(4)}
     assert group.operator.rollback_target(None)[0] == 2
@@ -224,7 +244,8 @@ def test_a_plan_made_under_a_policy_that_was_changed_meanwhile_is_not_entered(po
     group.operator.set_policy(policy, {}, group.now)
     group.decided(cycle, automatic())
     assert group.control.records.by_id == {}
-    assert group.control.planning_loop.last["reason"] == Reason.POLICY_CHANGED
+    last = planning_loop_of(group.control).last
+    assert last is not None and last["reason"] == Reason.POLICY_CHANGED
     group.decided(group.next_cycle(), automatic("b"))
     assert "b" in group.control.records.by_id
 

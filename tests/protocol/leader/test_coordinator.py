@@ -1,5 +1,7 @@
 """The controller's half of one wave, rule by rule."""
 
+from typing import Any
+
 import pytest
 
 from evenkeel_moe.errors import Reason
@@ -65,7 +67,7 @@ def test_reconnected_rank_gets_the_question_again_and_answers_on_the_new_stream(
     """R1."""
     wave = coordinator_in(C.PREPARING)
     wave.handle(from_rank(0, YES), 0.0)
-    again = only(wave.handle(ctl.RankConnected(1, 1, 50), 1.0), ctl.SendToRank)
+    again = only(wave.handle(ctl.RankConnected(EpRank(1), 1, 50), 1.0), ctl.SendToRank)
     assert (again.stream, type(again.message)) == (50, msg.Prepare)
     assert wave.handle(from_rank(1, YES), 1.0) == [], (
         "the old stream is no longer the one that was asked"
@@ -76,7 +78,7 @@ def test_reconnected_rank_gets_the_question_again_and_answers_on_the_new_stream(
 
 def test_new_life_of_a_rank_ends_the_vote():
     wave = coordinator_in(C.PREPARING)
-    wave.handle(ctl.RankConnected(1, 2, 50), 1.0)
+    wave.handle(ctl.RankConnected(EpRank(1), 2, 50), 1.0)
     assert (wave.state, wave.reason) == (C.ABORTING, Reason.RANK_LOST)
 
 
@@ -247,13 +249,13 @@ def test_rank_that_reconnects_is_not_asked_before_what_goes_with_the_question_is
 def test_unreachable_rank_stalls_and_never_ends_the_wave(state):
     """R14: reported as stalled with the reason; ends only by R12's rule or by a new generation."""
     wave = coordinator_in(state)
-    health = only(wave.handle(ctl.RankLost(1), 1.0), ctl.WaveHealth)
+    health = only(wave.handle(ctl.RankLost(EpRank(1)), 1.0), ctl.WaveHealth)
     assert (health.stalled, health.reason) == (True, Reason.RANK_LOST)
     for t in range(2, 5000, 7):
         wave.handle(ctl.GroupProgress(t), float(t))
         wave.handle(msg.Tick(), float(t))
     assert wave.state is state and wave.health is not None
-    again = wave.handle(ctl.RankConnected(1, 1, 60), 5001.0)
+    again = wave.handle(ctl.RankConnected(EpRank(1), 1, 60), 5001.0)
     assert only(again, ctl.SendToRank).stream == 60
 
 
@@ -277,7 +279,7 @@ def recover(*states):
     return wave, actions
 
 
-HELD = {state: {"state": state, "wave": KEY} for state in P}
+HELD: dict[P, dict[str, Any]] = {state: {"state": state, "wave": KEY} for state in P}
 AT_NEW_EPOCH = {"epoch": 1, "last_wave": KEY, "last_outcome": WaveOutcome.SWAPPED}
 REFUSED = {"last_wave": KEY, "last_outcome": WaveOutcome.REFUSED}
 

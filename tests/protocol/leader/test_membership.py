@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.protocol.leader.membership import Membership
 from tests.protocol.machines import DEPLOYMENT, SHAPE, hello_of, identity_of, state_of
 
@@ -139,10 +140,11 @@ def test_trouble_counts_from_the_newest_stream_and_gives_nothing_that_was_not_of
 
 def test_wrong_deployment_and_rank_are_refused():
     stranger = dataclasses.replace(
-        hello_of(0), identity=dataclasses.replace(hello_of(0).identity, deployment="x")
+        hello_of(0),
+        identity=dataclasses.replace(hello_of(0).identity, deployment=DeploymentId("x")),
     )
     beyond = dataclasses.replace(
-        hello_of(0), identity=dataclasses.replace(hello_of(0).identity, rank=2)
+        hello_of(0), identity=dataclasses.replace(hello_of(0).identity, rank=EpRank(2))
     )
     _, (first, second) = group(stranger, beyond)
     assert (first.reason, second.reason) == (Reason.UNKNOWN_DEPLOYMENT, Reason.WRONG_SHAPE)

@@ -23,10 +23,12 @@ from tests.protocol.machines import (
     of_kind,
     only,
     plan_of,
+    query_of,
     record,
     sent,
     state_of,
     vote,
+    wave_state,
 )
 
 AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=10.0)
@@ -102,7 +104,7 @@ def test_reload_ends_the_plan_and_all_ranks_are_asked():
     control = control_of(S.MIGRATING)
     control.handle(msg.Tick(), 1.0)
     actions = control.handle(
-        from_rank(0, state_of(0, query=control.recovery.query, weights_version=2)), 1.0
+        from_rank(0, state_of(0, query=query_of(control), weights_version=2)), 1.0
     )
     assert {type(m) for m in sent(actions)} == {msg.Abort}
     abort_answers(control, now=1.0)
@@ -111,8 +113,8 @@ def test_reload_ends_the_plan_and_all_ranks_are_asked():
         Reason.WEIGHTS_VERSION_CHANGED,
     )
     control.handle(msg.Tick(), 2.5)
-    control.handle(from_rank(0, state_of(0, query=control.recovery.query, weights_version=2)), 2.5)
-    assert control.state is S.RECOVERING
+    control.handle(from_rank(0, state_of(0, query=query_of(control), weights_version=2)), 2.5)
+    assert (control.state, record(control).phase) == (S.RECOVERING, PlanPhase.ABORTED)
     answer_queries(control, now=2.5, weights_version=2)
     assert control.state is S.READY and control.group.weights_version == 2
 
@@ -171,7 +173,7 @@ def test_plan_names_the_store_if_commit_waits_for_it():
         for question in (a for a in of_kind(actions, ctl.SendToRank) if not a.needs_store):
             heard = state_of(question.rank, question.message.query, wave=key_of(), step=20 * t)
             control.handle(from_rank(question.rank, heard), float(t))
-    assert control.coordinator.state is C.COMMITTING
+    assert wave_state(control) is C.COMMITTING
     assert (record(control).phase, record(control).reason) == (
         PlanPhase.STALLED,
         Reason.STORE_UNAVAILABLE,

@@ -1,6 +1,7 @@
 """Validation of plans and waves before any rank hears of them (R10, R11, R17)."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,14 @@ from tests.protocol.machines import BASE, SHAPE, plan_of, wave_of
 
 
 def refusal_of(wave, **changes):
-    values = {"staging_bytes": (100, 100), "allow_duplicates": False} | changes
+    values: dict[str, Any] = {"staging_bytes": (100, 100), "allow_duplicates": False} | changes
     staging = values.pop("staging_bytes")
     refusal = wave_refusal(wave, BASE, SHAPE, staging, **values)
+    return refusal[0] if refusal is not None else None
+
+
+def plan_reason(plan, shape=SHAPE):
+    refusal = plan_refusal(plan, shape)
     return refusal[0] if refusal is not None else None
 
 
@@ -56,7 +62,7 @@ def replaced(plan, **changes):
 )
 def test_invalid_plans_are_refused(plan, reason):
     """R17."""
-    assert plan_refusal(plan, SHAPE)[0] is reason
+    assert plan_reason(plan) is reason
 
 
 def test_target_must_be_a_valid_placement():
@@ -66,9 +72,9 @@ def test_target_must_be_a_valid_placement():
     twice[0, 5] = 2
     for rows, reason in ((lost, Reason.EXPERT_WITHOUT_REPLICA), (twice, Reason.DUPLICATE_ON_RANK)):
         plan = plan_of(target=Placement(rows, 2, 4))
-        assert plan_refusal(plan, SHAPE)[0] is reason
+        assert plan_reason(plan) is reason
     other = dataclasses.replace(SHAPE, num_layers=3)
-    assert plan_refusal(plan_of(), other)[0] is Reason.WRONG_SHAPE
+    assert plan_reason(plan_of(), other) is Reason.WRONG_SHAPE
 
 
 def test_slot_without_a_transfer_is_refused():
@@ -124,6 +130,7 @@ def test_pooled_wave_fills_only_buffers_that_were_free_before_it():
     before = Placement(np.array([[0, 1, 0, -1]], np.int32), 1, 2)
     moved = np.array([[0, -1, 0, 1]], np.int32)
     refusal = pool_refusal(Wave(0, (0,), moved, ()), before, shape)
+    assert refusal is not None
     assert refusal[0] is Reason.POOL_EXCEEDED and "0 are free" in refusal[1]
     freed = Placement(np.array([[0, 1, -1, -1]], np.int32), 1, 2)
     filled = np.array([[0, 1, -1, 1]], np.int32)

@@ -1,5 +1,7 @@
 """The gate: one poll per EP group, used at the same call by all ranks."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -78,7 +80,8 @@ def test_all_drop_together_when_all_are_leaderless_and_none_is_armed():
 def test_polls_go_on_whether_or_not_a_wave_is_held():
     """R9: one poll per EP group, counted in calls since the group's start."""
     gate = gates_of([participant_of()])[0]
-    began, vector = [], None
+    began: list[int] = []
+    vector: Any = None
     for _ in range(20):
         if gate.advance():
             if gate.resolve_due:
@@ -93,7 +96,9 @@ def test_polls_go_on_whether_or_not_a_wave_is_held():
 def test_at_most_one_poll_is_in_flight_for_every_k_and_d(poll_every, data):
     resolve_after = data.draw(st.integers(1, poll_every))
     gate = gates_of([participant_of()], poll_every, resolve_after)[0]
-    began, used, vector = [], [], None
+    began: list[int] = []
+    used: list[int] = []
+    vector: Any = None
     for _ in range(40):
         if not gate.advance():
             assert not gate.resolve_due and not gate.poll_due, (
@@ -154,11 +159,11 @@ def test_rebuild_is_agreed_by_the_vector():
     assert [action for _, _, action in steps(gates, 6)] == [msg.RebuildTransport(2)] * 2
 
 
-def test_error_of_ours_in_a_snapshot_does_not_stop_the_polling():
+def test_error_of_ours_in_a_snapshot_does_not_stop_the_polling(monkeypatch):
     """R9: no exception in the agent may stop polling; the rank holds the group back instead."""
     ranks = [participant_in(State.ARMED), participant_in(State.ARMED)]
     gates = gates_of(ranks)
-    ranks[1].snapshot = lambda now: 1 / 0
+    monkeypatch.setattr(ranks[1], "snapshot", lambda now: 1 / 0)
     assert steps(gates, 30) == []
     assert "ZeroDivisionError" in gates[1].faults[0]
 
@@ -184,6 +189,7 @@ def test_two_deployments_share_one_poll():
     assert len(vector) == gate.vector_length == len(HEADER) + 2 * len(PER_DEPLOYMENT)
     gate.advance()
     (item,) = gate.handle(PollResolved(vector), 0.0)
+    assert isinstance(item.action, msg.Swap)
     assert (item.deployment, item.action.epoch) == ("draft", 1)
 
 

@@ -15,6 +15,7 @@ from tests.protocol.machines import (
     STREAM,
     from_controller,
     key_of,
+    next_digest,
     of_kind,
     only,
     participant_in,
@@ -126,7 +127,7 @@ def test_reload_waits_for_the_swap_of_a_poll_that_passed():
     rank = participant_in(State.ARMED, polled=True)
     rank.handle(msg.ReloadRequested(), 0.0)
     assert only(rank.handle(msg.PollPassed(Epoch(1)), 0.0), msg.Swap)
-    actions = rank.handle(msg.SwapFinished(KEY, rank.next_placement.digest), 0.0)
+    actions = rank.handle(msg.SwapFinished(KEY, next_digest(rank)), 0.0)
     assert only(actions, msg.PermitReload)
     assert rank.epoch == 1
 
@@ -213,7 +214,7 @@ def test_abort_that_lost_to_the_poll_is_answered_at_the_new_epoch():
     rank = participant_in(State.ARMED, polled=True)
     rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0)
     assert only(rank.handle(msg.PollPassed(Epoch(1)), 0.0), msg.Swap).epoch == 1
-    actions = rank.handle(msg.SwapFinished(KEY, rank.next_placement.digest), 0.0)
+    actions = rank.handle(msg.SwapFinished(KEY, next_digest(rank)), 0.0)
     answer = only(actions, msg.AbortAnswer)
     assert (answer.outcome, answer.epoch, answer.drained) == (WaveOutcome.SWAPPED, 1, True)
     assert only(actions, msg.Ack).epoch == 1
@@ -259,7 +260,7 @@ def test_abort_of_a_wave_never_seen_keeps_a_late_prepare_of_it_out():
 
 def test_repeats_after_the_swap_are_answered_alike():
     rank = participant_in(State.SWAPPING)
-    digest = rank.next_placement.digest
+    digest = next_digest(rank)
     rank.handle(msg.SwapFinished(KEY, digest), 0.0)
     for message in (prepare_of(), msg.Commit(LEADER, KEY)):
         assert only(rank.handle(from_controller(message), 0.0), msg.Ack) == msg.Ack(
@@ -297,7 +298,7 @@ def test_nothing_reachable_changes_before_the_swap():
     assert rank.placement == BASE
     rank.handle(msg.PollPassed(Epoch(1)), 0.0)
     assert rank.placement == BASE
-    rank.handle(msg.SwapFinished(KEY, rank.next_placement.digest), 0.0)
+    rank.handle(msg.SwapFinished(KEY, next_digest(rank)), 0.0)
     assert rank.placement == BASE.with_rows((0,), wave_of().rows)
 
 
@@ -324,7 +325,7 @@ def test_rank_state_has_all_that_a_new_leader_decides_from():
         None,
         None,
     )
-    rank.handle(msg.SwapFinished(KEY, rank.next_placement.digest), 0.0)
+    rank.handle(msg.SwapFinished(KEY, next_digest(rank)), 0.0)
     query = msg.QueryState(LEADER, want_placement=True, want_checksums=True, query=4)
     state = only(rank.handle(from_controller(query), 0.0), msg.RankState)
     assert (state.epoch, state.last_wave, state.last_outcome) == (1, KEY, WaveOutcome.SWAPPED)
@@ -409,8 +410,8 @@ def test_disabled_rank_refuses_the_next_wave_and_finishes_the_one_it_holds(state
     assert rank.handle(msg.MigrationDisabled(), 0.0) == []
     assert rank.state is state and rank.observe_only
     if state is State.IDLE:
-        (answer,) = rank.handle(from_controller(prepare_of()), 0.0)
-        assert answer.message.reason is Reason.OBSERVE_ONLY
+        actions = rank.handle(from_controller(prepare_of()), 0.0)
+        assert only(actions, msg.Vote).reason is Reason.OBSERVE_ONLY
 
 
 def test_placement_changed_by_the_engine_makes_plans_for_the_old_one_stale():
@@ -418,5 +419,5 @@ def test_placement_changed_by_the_engine_makes_plans_for_the_old_one_stale():
     rank, moved = participant_of(), BASE.with_rows((0,), wave_of().rows)
     assert rank.handle(msg.EngineRebalanced(moved), 0.0) == []
     assert (rank.placement, rank.epoch) == (moved, 1)
-    (answer,) = rank.handle(from_controller(prepare_of()), 0.0)
-    assert answer.message.reason is Reason.STALE_BASE
+    actions = rank.handle(from_controller(prepare_of()), 0.0)
+    assert only(actions, msg.Vote).reason is Reason.STALE_BASE

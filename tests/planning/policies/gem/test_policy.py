@@ -115,11 +115,11 @@ def test_every_restart_runs_on_traffic_of_a_recorded_traces_size():
     load = np.random.default_rng(7).gamma(2.0, 20.0, (100, 6, 64)).round()
     shape = ModelShape(6, 64, 8, 9, 6, 100)
     problem = PlacementProblem(load, shape, Topology.single_node(8))
-    load, table = cost_table(problem.load, 8, None)
+    tokens, table = cost_table(problem.load, 8, None)
     noise = np.ones((GemOptions().restarts, 6, 64))
     capacity = np.full((6, 8), 8)
-    *_, one = search_layers(load, noise[:1], capacity, table, GemOptions().least_drop, 1 << 60)
-    *_, every = search_layers(load, noise, capacity, table, GemOptions().least_drop, 1 << 60)
+    *_, one = search_layers(tokens, noise[:1], capacity, table, GemOptions().least_drop, 1 << 60)
+    *_, every = search_layers(tokens, noise, capacity, table, GemOptions().least_drop, 1 << 60)
     assert every == 30 * one
     assert plan_gem(problem).evaluations > 0.9 * every > 2_000_000
 
