@@ -1,4 +1,5 @@
-# The controller: no torch, no compiler, any user, read-only root. Ranks install `evenkeel-moe[rank]` instead.
+# The image of the controller. It has no torch and no compiler, and runs as any user with a read-only
+# root. Ranks install `evenkeel-moe[rank]` instead.
 #
 #   docker build -t evenkeel .
 #   docker run --rm --read-only --user 12345:0 --cap-drop ALL --tmpfs /tmp --tmpfs /data:mode=1777 evenkeel
@@ -6,7 +7,8 @@ FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY service ./service
-# Modules are compiled here: with a read-only root every process would have to do it again. pip itself stays behind.
+# Modules are compiled here, because with a read-only root every process would have to compile them
+# again. pip is not part of the image.
 RUN python -m venv /opt/evenkeel \
  && /opt/evenkeel/bin/pip install --no-cache-dir -c constraints.txt '.[controller]' \
  && /opt/evenkeel/bin/pip uninstall --yes pip setuptools \
@@ -17,8 +19,8 @@ LABEL org.opencontainers.image.title="evenkeel" \
       org.opencontainers.image.description="Balances experts across GPUs for expert-parallel MoE serving." \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/evenkeel /opt/evenkeel
-# Writable places are mounts: /data for the embedded store and tokens, /tmp for the kernel cache. A volume that is new
-# takes the folder's group and mode, so that any user in group 0 may write.
+# Writable folders are mounts: /data for the embedded store and tokens, /tmp for the kernel cache. A
+# new volume takes the folder's group and mode, so that any user in group 0 may write.
 RUN mkdir /data && chgrp 0 /data && chmod 2770 /data
 ENV PATH=/opt/evenkeel/bin:$PATH \
     PYTHONUNBUFFERED=1 \

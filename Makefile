@@ -1,10 +1,12 @@
-# Two commands matter: `make demo` and `make test`. Both work from a fresh clone with Python 3.11+.
+# The two main commands are `make demo` and `make test`. Both work in a new clone with Python 3.11+.
 PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
+PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+INSTALL := .venv/$(PIP_INSTALL)
 
-.PHONY: demo test test-engines test-gpu example-qwen3moe check sim chaos format proto verify-proto proto-breaking proto-release
-.PHONY: clean test-deploy deploy-files sbom
+.PHONY: demo test test-engines test-gpu test-deploy example-qwen3moe check sim chaos format
+.PHONY: proto verify-proto proto-breaking proto-release deploy-files sbom clean
 
 demo: .venv/ready
 	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(DEMO_FLAGS)
@@ -12,24 +14,28 @@ demo: .venv/ready
 test: .venv/ready check
 	$(BIN)/pytest -n 3 --dist worksteal
 
-# Downloads the wheels of vLLM and SGLang once (about 375 MB, without their dependencies) and runs their own balancers.
+# Downloads the wheels of vLLM and SGLang once (about 375 MB, without dependencies) and tests the
+# plugins with the engines' own balancers.
 test-engines: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[examples]'
+	$(INSTALL) -c constraints.txt -e '.[examples]'
 	$(BIN)/pytest -m engines tests/engines
 
-# A Hugging Face MoE model split over two processes under a real controller; fails if an output changes by a bit.
+# Runs a Hugging Face MoE model on two processes under a real controller. It fails if any bit of an
+# output changes.
 example-qwen3moe: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[examples]'
+	$(INSTALL) -c constraints.txt -e '.[examples]'
 	$(BIN)/python -m examples.qwen3moe
 
 test-gpu: .venv/ready
-	@if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then $(BIN)/pytest -m gpu; else echo "test-gpu: no GPU is here, nothing was run"; fi
+	@if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
+	then $(BIN)/pytest -m gpu; else echo "test-gpu: there is no GPU, so nothing was run"; fi
 
-# What operators run: chart, dashboards, alerts. Needs promtool and prometheus, on Debian from the package prometheus.
+# Tests the chart, dashboards and alerts. Needs promtool and prometheus, which are in the Debian
+# package prometheus.
 test-deploy: .venv/ready
 	$(BIN)/pytest tests/deploy -m "$(or $(MARKS),deploy or promtool)"
 
-# The generated files of chart and compose, after a change of settings, values, rules or dashboards.
+# Writes the generated files again, after a change of settings, values, rules or dashboards.
 deploy-files: .venv/ready
 	$(BIN)/python -m deploy.generate
 
@@ -41,7 +47,7 @@ check: .venv/ready
 	$(BIN)/python -m tests.structure
 	$(MAKE) verify-proto
 
-# Ten minutes of real processes being killed, paused and cut off; prints what it found and fails naming what broke.
+# Kills, pauses and disconnects real processes for ten minutes; fails if a check is violated.
 chaos: .venv/ready
 	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
@@ -54,12 +60,14 @@ format: .venv/ready
 
 PROTOS := $(wildcard proto/evenkeel/v1/*.proto)
 
-# The protocol's package is evenkeel.v1, the Python package is evenkeel_moe: only the stubs' imports differ.
+# The package of the protocol is evenkeel.v1 and the Python package is evenkeel_moe, so the imports
+# of the stubs are adapted.
 STUBS := .cache/stubs/evenkeel/v1
 
 $(STUBS): .venv/ready $(PROTOS)
 	rm -rf .cache/stubs && mkdir -p .cache/stubs
-	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=.cache/stubs --pyi_out=.cache/stubs --grpc_python_out=.cache/stubs $(PROTOS)
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=.cache/stubs \
+	  --pyi_out=.cache/stubs --grpc_python_out=.cache/stubs $(PROTOS)
 	sed -i 's/^from evenkeel\.v1 import/from evenkeel_moe.v1 import/' $(STUBS)/*
 
 proto: $(STUBS)
@@ -68,47 +76,52 @@ proto: $(STUBS)
 verify-proto: $(STUBS)
 	diff -r -x __pycache__ -x __init__.py $(STUBS) service/evenkeel_moe/v1
 
-# The protocol against what was last released, by buf from npm: whatever would break a rank or controller of that version.
+# Compares the protocol with the last released one, with buf from npm: finds every change that would
+# break a rank or controller of that version.
 BUF := .cache/buf/node_modules/.bin/buf
 RELEASED := proto/evenkeel.v1.binpb
 
 $(BUF):
-	npm install --prefix .cache/buf --no-fund --no-audit --ignore-scripts --loglevel=error @bufbuild/buf@1.75.0
+	npm install --prefix .cache/buf --no-fund --no-audit --ignore-scripts --loglevel=error \
+	  @bufbuild/buf@1.75.0
 
 proto-breaking: .venv/ready $(BUF)
 	$(BUF) lint proto
 	$(BUF) breaking proto --against $(RELEASED)
 	$(BIN)/pytest -q -m buf tests/wire
 
-# With a release: from then on the protocol is held to what it is now.
+# Part of a release: later versions are compared with the protocol of this one.
 proto-release: proto-breaking
 	$(BUF) build proto -o $(RELEASED)
 
-# What the image installs, as CycloneDX JSON in .cache/sbom: installed as in the Dockerfile, looked at, compared with constraints.txt.
+# Lists the packages of the image as CycloneDX JSON in .cache/sbom: installs them as the Dockerfile
+# does, lists them, and compares the list with constraints.txt.
 sbom: .venv/ready
 	rm -rf .cache/sbom build && mkdir -p .cache/sbom
 	$(BIN)/python -m venv .cache/sbom/image && $(BIN)/python -m venv .cache/sbom/tool
-	.cache/sbom/image/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt '.[controller]'
+	.cache/sbom/image/$(PIP_INSTALL) -c constraints.txt '.[controller]'
 	.cache/sbom/image/bin/pip uninstall --quiet --yes pip setuptools
-	.cache/sbom/tool/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) cyclonedx-bom==7.5.0
+	.cache/sbom/tool/$(PIP_INSTALL) cyclonedx-bom==7.5.0
 	.cache/sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 	  --mc-type application -o .cache/sbom/evenkeel.cdx.json .cache/sbom/image/bin/python
 	rm -rf .cache/sbom/image .cache/sbom/tool build
 	$(BIN)/python -m deploy.sbom .cache/sbom/evenkeel.cdx.json
 
-# PIP_FLAGS chooses another package index, for example a CPU-only one for torch.
+# PIP_FLAGS can select another package index, for example a CPU-only one for torch.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
-	# Kernels are compiled once here and cached beside their sources, so that no first run waits for them.
-	$(BIN)/python -c "from evenkeel_moe.planning.policies.registry import warm_kernels; warm_kernels()"
+	$(INSTALL) -c constraints.txt -e '.[dev]'
+	# Kernels are compiled once here and cached beside their sources, so that no first run waits.
+	$(BIN)/python -c \
+	  "from evenkeel_moe.planning.policies.registry import warm_kernels; warm_kernels()"
 	touch $@
 
-# make bench-dispatch, bench-planning, ...: prints and writes bench/out/NAME.json; exits 0 whatever the figures.
+# make bench-dispatch, bench-planning, ...: prints the figures and writes bench/out/NAME.json. The
+# exit code does not depend on the figures.
 bench-%: .venv/ready
 	$(BIN)/python -m bench.$*
 
-# numba's caches too: it does not see that a kernel changed which another file's kernel calls.
+# Also removes numba's caches: numba does not notice a change of a kernel in another file.
 clean:
 	rm -rf .venv .cache bench/out
 	find service bench tests -name '*.nb[ic]' -delete

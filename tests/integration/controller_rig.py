@@ -369,7 +369,7 @@ class Group:
         async def serve() -> None:
             while True:
                 await self.serve(steps)
-                await asyncio.sleep(every_s)
+                await asyncio.sleep(every_s)  # The pace of serving.
 
         task = asyncio.create_task(serve())
         self._tasks.add(task)

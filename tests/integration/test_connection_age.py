@@ -98,7 +98,7 @@ async def test_a_stream_cut_by_age_is_opened_again_and_every_step_counts_once(tm
         await until(lambda: controller.state("ready"))
         for _ in range(STEPS):
             group.record_one()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # The length of a step.
         await until(lambda: all(len(rank.streams) >= 4 for rank in group.linked), within_s=60)
 
         accepted = 'evenkeel_report_steps_total{deployment="demo"}'
@@ -147,5 +147,5 @@ async def test_age_zero_leaves_streams_alone(tmp_path):
     async with Controller(tmp_path / "data", **ages) as controller, LinkedGroup() as group:
         group.begin(controller.address)
         await until(lambda: controller.state("ready"))
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(3.0)  # A period in which no stream may end.
         assert [len(rank.streams) for rank in group.linked] == [1] * SHAPE.num_ranks

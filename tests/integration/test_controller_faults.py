@@ -316,7 +316,7 @@ async def test_a_killed_controller_has_its_window_back_when_it_returns(tmp_path)
 
 
 async def _stored(controller):
-    """The store interval has passed since the last report."""
+    """Let the store interval pass, so that the last report is stored. Nothing else shows that."""
     await asyncio.sleep(1.2)
     return True
 

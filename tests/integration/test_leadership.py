@@ -162,6 +162,7 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
             await until(lambda: _reached(group, two), within_s=30)
             await until(lambda: two.state("ready"), within_s=30)
             took_s = time.monotonic() - stopped
+            # The leader stays paused for STOP_S in all; nothing ends the pause earlier.
             await asyncio.sleep(max(0.0, STOP_S - took_s))
         finally:
             os.kill(one.process.pid, signal.SIGCONT)
@@ -219,7 +220,7 @@ async def test_a_restarted_leader_reclaims_its_lease_at_once(tmp_path, store):
         await until(lambda: one.state("ready"))
         term = (await one.status())["term"]
         await group.serve(32)
-        # What the deployment is made of is stored with the next window.
+        # The deployment's sizes are stored together with the next window.
         await asyncio.sleep(2.5)
         await one.stop(signal.SIGKILL)
         # Another identity has to wait.
@@ -269,7 +270,7 @@ async def test_decisions_come_back_after_a_restart_and_after_a_leaders_death(tmp
         serving = group.serve_on(every_s=0.1, steps=4)
         await until(lambda: _window(one, 256), within_s=60)
         await until(lambda: _decided(one, 256), within_s=60)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # Steady serving, so that the newest window is stored.
 
         died = time.monotonic()
         await one.stop(signal.SIGKILL)

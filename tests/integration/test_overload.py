@@ -189,7 +189,8 @@ async def test_reports_become_rarer_when_the_host_cannot_keep_up_and_frequent_ag
         await group.serve(16)
         assert group.ranks[0].answer.flow.report_interval_s == 0.5
 
-        # A host that gives the process a tenth of a second in every second, as a crowded one does.
+        # Like a crowded host, let the process run for only about a tenth of each second. The sleeps
+        # are the lengths of the stops and runs.
         async def starve():
             rng = random.Random(1)
             while not (told and told[-1].stride > 1):

@@ -54,6 +54,7 @@ def health(replica):
 
 
 async def stays_degraded(replica, for_s=4.0):
+    """Check throughout a period that the replica keeps reporting the fault."""
     deadline = asyncio.get_running_loop().time() + for_s
     while asyncio.get_running_loop().time() < deadline:
         assert health(replica).fault

@@ -121,9 +121,10 @@ async def test_a_freeze_ends_by_itself_also_over_a_restart(tmp_path):
         assert (await controller.status())["frozen_until_unix"] == pytest.approx(
             until_unix, abs=1.0
         )
+        # No request thaws the deployment: the freeze ends at its time. Plans are then accepted
+        # again, and the copies are verified as before (R4). A plan may not be accepted earlier.
         await asyncio.sleep(max(0.0, until_unix - time.time()) + 0.5)
 
-        # Nobody thawed it. What was frozen moves again, and the copies are hashed as ever (R4).
         async def accepted():
             answer = await controller.http.post(
                 PLANS, json=swapped_body(group, "late", approve=True)
@@ -175,6 +176,7 @@ async def test_a_rank_that_hung_up_while_the_lease_was_sought_leaves_nothing(tmp
                 for rank in group.ranks:
                     call = agent_pb2_grpc.RankLinkStub(channel).Attach()
                     await call.write(encode_rank_message(rank.hello()))
+                    # Hello must arrive before the stream ends; the stopped store delays the answer.
                     await asyncio.sleep(0.3)
                     call.cancel()
         finally:
@@ -206,6 +208,7 @@ async def test_records_of_a_deployment_expire_after_its_last_leader(valkey):
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
     await store.store_plan(make_record(), lease.term)
     await store.store_document(DEMO, "policy", {"mode": "auto"}, lease.term)
+    # While a lease is renewed, nothing may expire for longer than the age of records.
     for _ in range(4):
         await asyncio.sleep(1.0)
         assert await store.renew_lease(DEMO, lease, 60)

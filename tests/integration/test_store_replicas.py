@@ -109,7 +109,8 @@ async def test_no_wave_begins_before_its_plan_is_on_a_replica(pair, tmp_path):
         step = (await controller.status())["step"]
         await until(lambda: _beyond(controller, step + 100))
         assert group.epoch == 0
-        # Reported once, and not cleared by calls that need no replica: an alert needs time to fire.
+        # The loss is reported once, and for 4 s calls that need no replica do not clear it: an
+        # alert needs time to fire.
         for _ in range(20):
             await controller.plans()
             await asyncio.sleep(0.2)

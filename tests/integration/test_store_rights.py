@@ -202,7 +202,7 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
         await until(lambda: group.epoch > 0, within_s=90)
         assert (await controller.http.get("/readyz")).json()["status"] == "ok"
         refused = int((await admin.info("stats"))["acl_access_denied_cmd"])
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # A period in which no command may be denied.
         assert int((await admin.info("stats"))["acl_access_denied_cmd"]) == refused, (
             "a command was denied"
         )

@@ -2,7 +2,8 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{/* 40 characters leave room for suffixes of services and pods. A release may have dots or begin with a digit, a Service may not. */}}
+{{/* 40 characters leave room for suffixes of services and pods. The name of a release may contain
+dots or begin with a digit, the name of a Service may not. */}}
 {{- define "evenkeel.fullname" -}}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
@@ -19,7 +20,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Several maps of labels as one, all values strings; of two with the same key the first counts. Called with a list of maps. */}}
+{{/* Merges a list of label maps into one with string values; the first map with a key counts. */}}
 {{- define "evenkeel.merged" -}}
 {{- $all := dict }}
 {{- range . }}
@@ -32,7 +33,7 @@
 {{- toYaml $all }}
 {{- end }}
 
-{{/* Quoted: a release may be called 123, and a label that is a number is refused. */}}
+{{/* Quoted, because a release may be called 123, and Kubernetes refuses numbers as labels. */}}
 {{- define "evenkeel.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "evenkeel.name" . | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -48,12 +49,12 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- include "evenkeel.merged" (list (include "evenkeel.selectorLabels" . | fromYaml) (include "evenkeel.commonLabels" . | fromYaml)) }}
 {{- end }}
 
-{{/* Those of the controllers' pods: what selectors ask for is not the user's to change. */}}
+{{/* Labels of the controllers' pods. Users cannot change the labels that selectors need. */}}
 {{- define "evenkeel.podLabels" -}}
 {{- include "evenkeel.merged" (list (include "evenkeel.selectorLabels" . | fromYaml) .Values.podLabels (include "evenkeel.commonLabels" . | fromYaml)) }}
 {{- end }}
 
-{{/* Pods beside the controllers have another name, so that the controllers' selectors miss them. */}}
+{{/* Other pods have another name, so that the controllers' selectors do not match them. */}}
 {{- define "evenkeel.valkeySelectorLabels" -}}
 app.kubernetes.io/name: {{ include "evenkeel.name" . | trunc 56 | trimSuffix "-" }}-valkey
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -88,7 +89,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- end }}
 
-{{/* Whether the store is outside the controllers. */}}
+{{/* Not empty if the store is outside the controllers. */}}
 {{- define "evenkeel.externalStore" -}}
 {{- if or .Values.redis.url .Values.redis.urlKey .Values.devValkey.enabled }}true{{ end }}
 {{- end }}

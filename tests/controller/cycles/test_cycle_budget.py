@@ -1,6 +1,7 @@
 """The planner's deadline becomes a number of evaluations."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,12 @@ class Planner:
         return CycleResult(False, Reason.NO_CHANGE, GateMemory(), numbers), self.seconds
 
 
+def planner_and_budget() -> tuple[Any, CycleBudget]:
+    return Planner(), CycleBudget(60.0)
+
+
 async def test_a_slow_policy_may_evaluate_what_fits_a_quarter_of_the_deadline():
-    planner, budget = Planner(), CycleBudget(60.0)
+    planner, budget = planner_and_budget()
     assert budget.limit("gem") is None
     planner.evaluated, planner.seconds = 2e6, 40.0
     await budget.run(planner, inputs(skewed(20), policy="gem"))
@@ -36,14 +41,14 @@ async def test_a_slow_policy_may_evaluate_what_fits_a_quarter_of_the_deadline():
 
 
 async def test_quick_cycles_and_those_that_planned_nothing_tell_no_rate():
-    planner, budget = Planner(), CycleBudget(60.0)
+    planner, budget = planner_and_budget()
     for planner.evaluated, planner.seconds in ((500.0, 0.01), (0.0, 30.0)):
         await budget.run(planner, inputs(skewed(20), policy="keel"))
         assert budget.limit("keel") is None
 
 
 async def test_after_a_missed_deadline_there_is_less_to_evaluate_each_time():
-    planner, budget = Planner(), CycleBudget(60.0)
+    planner, budget = planner_and_budget()
     planner.failing = DeadlineMissed("planner: no plan within 60 s")
     seen = []
     for _ in range(3):
@@ -54,7 +59,7 @@ async def test_after_a_missed_deadline_there_is_less_to_evaluate_each_time():
 
 
 async def test_a_planner_that_died_teaches_nothing():
-    planner, budget = Planner(), CycleBudget(60.0)
+    planner, budget = planner_and_budget()
     planner.failing = Unavailable("planner: a planner process died", Reason.PLANNER_FAILED)
     with pytest.raises(Unavailable):
         await budget.run(planner, inputs(skewed(20), policy="gem"))
@@ -69,9 +74,10 @@ class InThisProcess:
 
 
 async def test_a_cycle_keeps_to_what_it_may_evaluate_and_the_same_number_replays_it():
+    planner: Any = InThisProcess()
     asked = inputs(skewed(60), policy="gem")
-    first = await CycleBudget(60.0).run(InThisProcess(), asked)
+    first = await CycleBudget(60.0).run(planner, asked)
     used = int(first.numbers["evaluations"])
     less, again = (replace(asked, max_evaluations=most) for most in (used // 3, used))
-    assert (await CycleBudget(60.0).run(InThisProcess(), less)).numbers["evaluations"] < used
-    assert (await CycleBudget(60.0).run(InThisProcess(), again)).target == first.target
+    assert (await CycleBudget(60.0).run(planner, less)).numbers["evaluations"] < used
+    assert (await CycleBudget(60.0).run(planner, again)).target == first.target

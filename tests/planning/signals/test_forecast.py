@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, minimize
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
@@ -64,16 +65,18 @@ def test_it_is_the_mix_of_fading_means_that_would_have_erred_least(load):
     totals = load.sum(axis=(0, 2)) > 0
     assert found.shares.sum(axis=1) == pytest.approx(totals.astype(float))
     scaled = errors / errors[-1, -1]
-    options: Any = {"ftol": 1e-12, "maxiter": 500}
-    least = minimize(
-        lambda mix: mix @ scaled @ mix,
-        np.full(5, 0.2),
-        jac=lambda mix: 2 * scaled @ mix,
-        bounds=[(0, 1)] * 5,
-        constraints=LinearConstraint(np.ones(5), 1, 1),
-        method="SLSQP",
-        options=options,
-    )
+    settings: dict[str, Any] = {
+        "method": "SLSQP",
+        "bounds": [(0, 1)] * 5,
+        "constraints": LinearConstraint(np.ones(5), 1, 1),
+        "options": {"ftol": 1e-12, "maxiter": 500},
+    }
+
+    def error_of(mix: NDArray[np.float64]) -> float:
+        return float(mix @ scaled @ mix)
+
+    settings["jac"] = lambda mix: 2 * scaled @ mix
+    least = minimize(error_of, np.full(5, 0.2), **settings)
     assert found.error == pytest.approx(least.fun, abs=2e-4)
     low, high = ends.min(axis=0) / load.shape[2], ends.max(axis=0) / load.shape[2]
     assert (found.shares >= low - 1e-9).all() and (found.shares <= high + 1e-9).all()

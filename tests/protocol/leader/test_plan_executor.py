@@ -116,7 +116,8 @@ def test_reload_ends_the_plan_and_all_ranks_are_asked():
     control.handle(from_rank(0, state_of(0, query=query_of(control), weights_version=2)), 2.5)
     assert (control.state, record(control).phase) == (S.RECOVERING, PlanPhase.ABORTED)
     answer_queries(control, now=2.5, weights_version=2)
-    assert control.state is S.READY and control.group.weights_version == 2
+    assert control.state is S.READY
+    assert control.group is not None and control.group.weights_version == 2
 
 
 # --- stalls and the store -------------------------------------------------------------------------
