@@ -29,7 +29,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "store.md"
 
 def documented_rights() -> str:
     """What docs/store.md says the controller needs at the Sentinels."""
-    found = re.search(r"At the\nSentinels the controller needs `([^`]+)`", DOCS.read_text())
+    text = " ".join(DOCS.read_text().split())
+    found = re.search(r"At the Sentinels the controller needs `([^`]+)`", text)
     assert found is not None
     return found[1]
 

@@ -34,6 +34,8 @@ _AHEAD_OPS = 128
 for Python between two batches. On a GPU one batch runs at a time: a stream runs them in order."""
 _CHUNKS_PER_BATCH = 4096
 """Tags reserved for the chunks of one batch."""
+_WAIT_GRAIN_S = 0.001
+"""Waits count whole milliseconds: one can end this much before its deadline."""
 _ABORT_WAIT = timedelta(seconds=5)
 _POLL_INTERVAL_S = 0.0002
 """Time between two queries of a device event."""
@@ -282,7 +284,7 @@ class TorchWeightTransport:
                 detail = f"batch {flight.index}: past its deadline on the device"
                 return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
         except RuntimeError as error:
-            late = time.monotonic() >= deadline
+            late = time.monotonic() >= deadline - _WAIT_GRAIN_S
             reason = Reason.TRANSFER_TIMEOUT if late else Reason.TRANSFER_FAILED
             return self._give_up(flights, reason, f"batch {flight.index}: {str(error)[:200]}")
         return None
