@@ -1,8 +1,9 @@
-# The image of the controller. It has no torch and no compiler, and runs as any user with a read-only
-# root. Ranks install `evenkeel-moe[rank]` instead.
+# The image of the controller. It has no torch and no compiler, and runs as any user with a
+# read-only root. Ranks install `evenkeel-moe[rank]` instead.
 #
 #   docker build -t evenkeel .
-#   docker run --rm --read-only --user 12345:0 --cap-drop ALL --tmpfs /tmp --tmpfs /data:mode=1777 evenkeel
+#   docker run --rm --read-only --user 12345:0 --cap-drop ALL \
+#     --tmpfs /tmp --tmpfs /data:mode=1777 evenkeel
 FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./

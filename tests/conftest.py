@@ -1,4 +1,4 @@
-"""What holds for every test: fixed seeds, a clean environment, deadlines that scale with load.
+"""Set-up of every test: fixed seeds, a clean environment, deadlines that scale with load.
 
 Warnings are errors; that is set in pyproject.toml.
 """
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    """Settings of the machine that runs the tests must not reach them."""
+    """Hide the settings in the environment of this machine from the tests."""
     for name in list(os.environ):
         if name.startswith("EVENKEEL_"):
             monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --seconds 600 --seed 1`: exits non-zero naming what broke."""
+"""`python -m tests.chaos --seconds 600 --seed 1`: exits non-zero and lists the violations."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""Everything of a run put together, and the faults done to it."""
+"""The system under test in a chaos run, and the injection of faults."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ class Struck:
     ended: float = 0.0
 
     def overlaps(self, begin: float, end: float, after_s: float = 0.0) -> bool:
-        """Whether it, or what it left behind for `after_s`, falls into a span."""
+        """Return True if the fault, extended by `after_s`, overlaps a time span."""
         return self.began <= end and begin <= (self.ended or float("inf")) + after_s
 
 
@@ -96,7 +96,7 @@ class Arena:
         self._rude: list[subprocess.Popen[bytes]] = []
 
     async def start(self) -> None:
-        """Bring everything up and wait until the ranks are led."""
+        """Start everything and wait until a replica leads the ranks."""
         for process in self._proxied:
             await process.proxy.start()
         first, second = self.nodes
@@ -148,7 +148,7 @@ class Arena:
             await asyncio.sleep(0.1)
 
     async def settled(self) -> bool:
-        """Whether some replica leads and every rank is fresh and at one epoch."""
+        """Return True if a replica leads, and all ranks are fresh and at the same epoch."""
         leader = await self.leader()
         status = None if leader is None else await leader.status()
         if status is None or status["state"] != "ready":
@@ -164,7 +164,7 @@ class Arena:
         return None
 
     async def primary(self) -> StoreNode | None:
-        """The node Sentinel leads to, if it takes writes."""
+        """Return the node that Sentinel names as primary, if it accepts writes."""
         port = await self.sentinel.primary_port()
         node = next((node for node in self.nodes if node.proxy.port == port), None)
         return node if node is not None and await node.role() == "master" else None
@@ -303,7 +303,7 @@ class Arena:
         )
 
     def _stepped_since(self, since: float) -> bool:
-        """Whether every rank has begun anew and written a step."""
+        """Return True if every rank has restarted and written a step."""
         starts = [
             _last_start(self.folder / "ranks" / f"rank-{rank}.jsonl")
             for rank in range(self.num_ranks)
@@ -339,7 +339,7 @@ class Arena:
             await asyncio.to_thread(client.wait, 60)
 
     async def finish_ranks(self) -> FleetReport:
-        """Have the ranks check themselves and end."""
+        """Let the ranks run their final checks and end."""
         supervisor = self.supervisor
         assert supervisor is not None
         supervisor.request_stop()
@@ -348,7 +348,7 @@ class Arena:
         return self.report
 
     async def stop(self) -> dict[str, int]:
-        """End everything that still runs; exit codes by name."""
+        """End everything that still runs; return exit codes by name."""
         if self.supervisor is not None and self.report is None:
             await asyncio.to_thread(self.supervisor.stop)
         codes = {}
@@ -366,7 +366,7 @@ class Arena:
 
 
 def _last_start(path: Path) -> float:
-    """When the newest life of a rank wrote its first line of a step; 0 before."""
+    """Return the time of the first step since the last start of a rank; 0 before that step."""
     started, stepped = 0.0, 0.0
     for line in read_lines(path):
         if line["kind"] == "start":

@@ -33,7 +33,7 @@ A rank never waits for a controller or a store within a step. Every outage of th
 than this bound, so a step that waited for one would exceed it. Steps take 0.1 s; the rest of the
 bound allows for fifteen processes on two cores."""
 _AFTERMATH_S = 45.0
-"""What a fault may still explain: Prepare and stall deadlines, a group's restart."""
+"""Seconds after a fault that it may still explain: Prepare and stall deadlines, a restart."""
 _CAUSES = {
     "generation_changed": {FaultKind.KILL_RANK},
     "weights_version_changed": set(),
@@ -52,11 +52,11 @@ class Gap:
     began: float
     seconds: float
     unexplained_s: float
-    """Less the injected stops in it."""
+    """The duration without the injected stops in it."""
 
 
 def bad_ranks(report: FleetReport, num_ranks: int) -> Iterator[str]:
-    """Weights, maps, outputs and epochs at the end."""
+    """Check weights, maps, outputs and epochs at the end."""
     yield from report.problems
     if report.codes != (0,) * num_ranks:
         yield f"ranks ended with codes {report.codes}"
@@ -73,7 +73,7 @@ def bad_ranks(report: FleetReport, num_ranks: int) -> Iterator[str]:
 def bad_waves(
     folder: Path, num_ranks: int, final: dict[str, Any], plans: Sequence[PlanLife]
 ) -> Iterator[str]:
-    """What ranks swapped against each other and against the records."""
+    """Compare the swaps of the ranks with each other and with the records."""
     swaps: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for rank in range(num_ranks):
         for line in read_lines(folder / f"rank-{rank}.jsonl"):
@@ -104,7 +104,7 @@ def bad_waves(
 
 
 def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[str]:
-    """Every plan is over, and its reason is true."""
+    """Check that every plan has ended, and that faults explain its reason."""
     for plan in plans:
         if plan.accepted_at and not plan.ended_at:
             yield f"{plan.plan_id} never ended: {plan.phase} {plan.reason}"
@@ -120,7 +120,7 @@ def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[s
 
 
 def gaps(folder: Path, num_ranks: int, struck: Sequence[Struck]) -> list[Gap]:
-    """All pauses of serving, the longest unexplained one first."""
+    """Return all pauses of serving, the longest unexplained one first."""
     found = []
     stops = [s for s in struck if s.kind.stops_serving]
     for rank in range(num_ranks):
@@ -139,7 +139,7 @@ def gaps(folder: Path, num_ranks: int, struck: Sequence[Struck]) -> list[Gap]:
 
 
 def bad_logs(controllers: Sequence[ControllerProcess]) -> Iterator[str]:
-    """Mistakes of ours that the controllers wrote down."""
+    """Report internal errors in the controllers' logs."""
     for controller in controllers:
         rows, noise = controller.rows()
         for row in rows:

@@ -81,7 +81,7 @@ class Operator:
     clock: Any
     plans: list[PlanLife] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    """What should never happen to an operator."""
+    """Answers that an operator must never get."""
     answers: dict[str, int] = field(default_factory=dict)
     """Requests by outcome."""
 
@@ -137,7 +137,7 @@ class Operator:
         status: dict[str, Any],
         body: dict[str, Any],
     ) -> bool:
-        """Ask for the plan; whether it was accepted."""
+        """Request the plan; return True if it was accepted."""
         try:
             answer = await process.http.post(f"/v1/deployments/{DEPLOYMENT}/plans", json=body)
         except httpx.HTTPError as error:

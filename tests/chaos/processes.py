@@ -88,7 +88,7 @@ class Child:
             self._process.wait()
 
     def end(self, grace_s: float = 15.0) -> int:
-        """Ask it to end; its exit code. Killed, and -9, when it does not."""
+        """Ask the process to end and return its exit code; kill it (-9) if it does not end."""
         if self._process is None:
             return 0
         if self._process.poll() is None:
@@ -134,7 +134,7 @@ class StoreNode(Child):
         self.spawn([str(get_binary_path()), str(self.config)], dict(os.environ))
 
     async def ask(self, *command: str) -> Any:
-        """One command past the proxy; None when it does not answer."""
+        """Send a command, not through the proxy; return None if there is no answer."""
         client = Redis(port=self._port, socket_timeout=1.0, socket_connect_timeout=1.0)
         try:
             return await client.execute_command(*command)  # type: ignore[no-untyped-call]
@@ -148,13 +148,13 @@ class StoreNode(Child):
         return answer[0].decode() if answer else ""
 
     async def has_replica(self) -> bool:
-        """Whether it is a primary with a replica that follows."""
+        """Return True if the node is a primary with a connected replica."""
         answer = await self.ask("ROLE")
         return bool(answer) and answer[0] == b"master" and bool(answer[2])
 
 
 class Sentinel(Child):
-    """One Sentinel with a quorum of one; it is never hurt itself."""
+    """One Sentinel with a quorum of one; faults never affect it."""
 
     def __init__(self, folder: Path, port: int) -> None:
         super().__init__("sentinel", folder)

@@ -1,4 +1,4 @@
-"""A TCP proxy that can be hurt: cut, silent or slow."""
+"""A TCP proxy for faults of the network: it can cut, silence or delay its connections."""
 
 import asyncio
 import contextlib

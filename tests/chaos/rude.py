@@ -1,6 +1,6 @@
-"""Clients that do everything wrong: `python -m tests.chaos.rude GRPC_PORT REST_PORT SECONDS SEED`.
+"""Clients that misbehave: `python -m tests.chaos.rude GRPC_PORT REST_PORT SECONDS SEED`.
 
-A process of its own; it ends by itself, and nobody cares how it fared.
+It runs as a separate process that ends by itself; its result is not used.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ _AT_GRPC: tuple[Callable[[int, random.Random], Awaitable[None]], ...] = (
 
 
 async def main(grpc_port: int, rest_port: int, seconds: float, seed: int) -> None:
-    """Misbehave for a while, a few at a time."""
+    """Misbehave for a period, with a few clients at a time."""
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
 

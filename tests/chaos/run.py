@@ -1,4 +1,4 @@
-"""One run: start, hurt, heal, check, end."""
+"""One chaos run: start, inject faults, heal, check, end."""
 
 import asyncio
 import os
@@ -25,10 +25,10 @@ _AFTERMATH_S = 10.0
 
 @dataclass
 class Result:
-    """What a run found."""
+    """The result of a run."""
 
     broken: list[str] = field(default_factory=list)
-    """Sentences; empty when nothing broke."""
+    """A sentence for each violation."""
     figures: dict[str, float] = field(default_factory=dict)
 
 
@@ -43,14 +43,14 @@ async def run_chaos(
     least_through: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Hurt a whole system for a while.
+    """Inject faults into a whole system for a period, and check the result.
 
     Args:
-        folder: where everything is written.
-        seconds: of faults.
-        schedule: what to do instead of what the seed says.
-        least_plans: committed under fault, at least; None: 20 in 600 s, in proportion.
-        least_through: of them through a failover; None: 5 in 600 s, in proportion.
+        folder: the folder for all output.
+        seconds: the duration of the faults.
+        schedule: the faults; None draws them from the seed.
+        least_plans: the fewest plans that must be committed during faults; None: 20 per 600 s.
+        least_through: the fewest of them that must survive a failover; None: 5 per 600 s.
     """
     result, arena = Result(), Arena(folder, seed, num_ranks)
     fds_before = psutil.Process().num_fds()
@@ -211,7 +211,7 @@ def _check_records(
 
 
 async def _left_behind(fds_before: int) -> list[str]:
-    """Processes and descriptors that outlived the run."""
+    """Report processes and descriptors that outlived the run."""
     deadline = time.time() + 5.0
     left = marked(os.environ.get(MARK, "-"))
     while left and time.time() < deadline:

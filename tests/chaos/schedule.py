@@ -1,4 +1,4 @@
-"""What goes wrong, and when: a pure function of the seed."""
+"""The schedule of faults: a pure function of the seed."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ __all__ = ["Fault", "FaultKind", "make_schedule"]
 
 
 class FaultKind(StrEnum):
-    """One way to hurt the system. Roles (leader, primary) are those of the moment it strikes."""
+    """A kind of fault. Roles (leader, primary) are those at the time of the fault."""
 
     KILL_LEADER = "kill_leader"
     """SIGKILL; the same identity is started again at the end."""
@@ -51,7 +51,7 @@ class FaultKind(StrEnum):
 
     @property
     def stops_serving(self) -> bool:
-        """Whether the ranks themselves are hurt; nothing else may hold up a step."""
+        """True if the fault affects the ranks themselves; no other fault may delay a step."""
         return self in (FaultKind.STOP_RANK, FaultKind.KILL_RANK)
 
 

@@ -103,7 +103,7 @@ def container(name: str, *sets: str) -> dict[str, Any]:
 
 
 def refusal(*sets: str) -> str:
-    """What helm says when it does not render."""
+    """Return helm's error message for values that it refuses."""
     words = [word for one in sets for word in ("--set", one)]
     answer = helm("template", "r", CHART, *words)
     assert answer.code != 0, answer.out

@@ -108,10 +108,11 @@ async def live_through_everything(
     seen: Seen,
     noticed: Callable[[str], Awaitable[object]] | None = None,
 ) -> None:
-    """Let everything happen that has a metric.
+    """Cause every event that has a metric.
 
     Args:
-        noticed: whether somebody else has seen a metric too; what passes is held until then.
+        noticed: returns True once another reader has seen a metric; short-lived states are held
+            until then.
     """
 
     async def shown(name: str) -> bool:

@@ -10,7 +10,7 @@ import yaml
 from tests.deploy.chart import CHART, ROOT
 
 TARGET_LABELS = {"job", "instance", "namespace"}
-"""What Prometheus adds to every series."""
+"""Labels that Prometheus adds to every series."""
 _METRIC = re.compile(r"\b(evenkeel_[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
 
 

@@ -1,4 +1,4 @@
-"""The chart against the conventions of operators: each is something a cluster would trip over."""
+"""The chart against conventions of Kubernetes; each violation would cause a fault in a cluster."""
 
 import copy
 import re

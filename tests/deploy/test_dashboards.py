@@ -1,4 +1,4 @@
-"""The dashboards against Grafana's schema and the habits that keep them from rotting."""
+"""The dashboards against Grafana's schema and our conventions for dashboards."""
 
 import json
 import re

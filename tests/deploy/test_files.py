@@ -1,4 +1,4 @@
-"""Image, compose, examples and documents: what can be said of them without running a container."""
+"""Image, compose, examples and documents, as far as they can be checked without a container."""
 
 import copy
 import re

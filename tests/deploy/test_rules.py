@@ -1,4 +1,4 @@
-"""The alerts: what each must have, and what promtool says of them."""
+"""The alerts: their required fields, and promtool's checks."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ def alerts():
 
 
 def promtool(*words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Never skipped: a run that asks for these tests has the tool."""
+    """Require promtool; these tests run only on request and are never skipped."""
     tool = shutil.which("promtool")
     assert tool is not None, "promtool is not on the path; on Debian: apt-get install prometheus"
     return subprocess.run(

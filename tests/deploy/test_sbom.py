@@ -1,4 +1,4 @@
-"""The check behind `make sbom`: what it takes, and what it names as wrong."""
+"""The check of `make sbom`: the lists it accepts and the faults it reports."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""A real controller process, and ranks that are nothing but its wire protocol."""
+"""A real controller process, and simulated ranks that speak its wire protocol."""
 
 import asyncio
 import itertools
@@ -324,7 +324,7 @@ class Group:
                 task.add_done_callback(self._tasks.discard)
 
     def route(self, num_steps: int, tokens: int = 64) -> list[LoadReport]:
-        """What every rank counted in some steps."""
+        """Return the report of every rank for a number of steps."""
         shape = self.shape
         slots = np.zeros((num_steps, shape.num_layers, shape.num_slots), np.int64)
         for step, layer in np.ndindex(num_steps, shape.num_layers):
@@ -378,7 +378,7 @@ class Group:
 
 
 def damaged(report: LoadReport, **changes) -> agent_pb2.RankMessage:
-    """A report on the wire with fields set by force."""
+    """Return a report as sent, with some fields replaced."""
     wire = encode_rank_message(report)
     for name, value in changes.items():
         setattr(wire.load_report, name, value)

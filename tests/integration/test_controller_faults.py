@@ -1,4 +1,4 @@
-"""What ranks, stores and processes do wrong, and that it harms nobody else."""
+"""Faults of ranks, stores and processes, which must not affect other ranks."""
 
 import asyncio
 import os

@@ -37,7 +37,7 @@ asyncio.run(listen())
 
 @pytest.mark.parametrize("own", [None, "-tcp_rcv_lowat"])
 def test_grpc_is_told_its_loop_before_it_is_loaded_unless_an_operator_told_it(own):
-    """It reads this once; told later, a rank's message costs twice as much and nothing says so."""
+    """gRPC reads this once. If it is set later, a message costs twice as much without any error."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     if own is not None:
         environment["GRPC_EXPERIMENTS"] = own

@@ -1,4 +1,4 @@
-"""What happens to a real fleet when something dies: it serves on, and the records end up true."""
+"""A real fleet keeps serving when a process dies, and the records are correct in the end."""
 
 import json
 

@@ -108,7 +108,7 @@ async def _reached(group, controller) -> bool:
 
 
 async def _follows(controller, leader: str) -> bool:
-    """Whether a replica that has lost its lease says who has it, and nothing of what it knew."""
+    """Return True if a replica without the lease names the leader and reports no old state."""
     for path in ("/v1/deployments/demo", "/v1/deployments/demo/policy"):
         answer = (await controller.http.get(path)).json()
         if (answer.get("reason"), answer.get("leader")) != ("not_leader", leader):
@@ -192,7 +192,7 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
 
 
 async def test_a_term_the_ranks_refuse_makes_a_leader_step_down(tmp_path, store):
-    """R2 without the store's help: another leads by a store this replica cannot see."""
+    """R2 without the store: another replica leads through a store that this one cannot see."""
     one, two = replicas(tmp_path, store)
     async with one, two, bound_group() as group:
         await group.connect(one.address)
@@ -346,7 +346,7 @@ class LinkedRank:
 
     @property
     def leader(self) -> str | None:
-        """Who took the rank; None while nobody has."""
+        """The leader that accepted the rank; None before that."""
         last = next(
             (m for m in reversed(self.heard) if isinstance(m, link.Registration) or m == "lost"),
             None,
@@ -386,7 +386,7 @@ async def test_deployments_are_shared_when_one_replica_becomes_three(tmp_path, s
 
 
 def leaders_of(fleets: dict[str, list[LinkedRank]]) -> dict[str, set[str | None]]:
-    """By deployment, who its ranks say took them."""
+    """Return the leaders that accepted the ranks, by deployment."""
     return {name: {rank.leader for rank in ranks} for name, ranks in fleets.items()}
 
 

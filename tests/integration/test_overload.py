@@ -1,4 +1,4 @@
-"""Clients that flood, crowd and talk nonsense, and a host that cannot keep up."""
+"""Clients that flood the controller or send invalid data, and a host that is overloaded."""
 
 import asyncio
 import itertools
@@ -143,9 +143,9 @@ async def test_a_flood_is_cut_off_and_costs_no_memory(tmp_path):
 
 
 def _flood(address) -> grpc.Call:
-    """Say Hello and then more than is allowed: the call, ended by the server.
+    """Send Hello and then more than is allowed; return the call after the server ended it.
 
-    By the blocking client: in asyncio's a write that fails hides what the server said last.
+    The blocking client is used because a failed write hides the server's last message in asyncio's.
     """
     messages = [encode_rank_message(Group("flooder").ranks[0].hello())]
     messages += [encode_rank_message(link.Heartbeat(1, 2, 3))] * 1000

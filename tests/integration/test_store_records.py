@@ -166,7 +166,7 @@ async def test_a_deployment_that_left_is_forgotten_with_its_series(tmp_path):
 
 
 async def test_a_rank_that_hung_up_while_the_lease_was_sought_leaves_nothing(tmp_path, valkey):
-    """Its session stayed for ever, and its deployment with it: found by the chaos run."""
+    """A chaos run found that its session, and so its deployment, was never removed."""
     settings = {"REDIS__URL": valkey.url, "REDIS__TIMEOUT_S": "0.5", "INGEST__FORGET_AFTER_S": "2"}
     async with Controller(tmp_path / "data", **settings) as controller:
         os.kill(valkey.pid, signal.SIGSTOP)

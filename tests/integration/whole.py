@@ -1,4 +1,4 @@
-"""A controller process and a fleet of ranks on loopback, to be hurt by tests."""
+"""A controller process and a fleet of ranks on loopback, for tests that inject faults."""
 
 import json
 import os
