@@ -28,7 +28,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "store.md"
 
 
 def documented_rights() -> str:
-    """What docs/store.md says the controller needs at the Sentinels."""
+    """Return the rights at the Sentinels that docs/store.md lists for the controller."""
     text = " ".join(DOCS.read_text().split())
     found = re.search(r"At the Sentinels the controller needs `([^`]+)`", text)
     assert found is not None
