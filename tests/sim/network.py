@@ -128,6 +128,7 @@ class SimNetwork:
 class Beat:
     """Telemetry of a rank: it shows that the rank is alive, and whether it refuses waves."""
 
+    sent_at: float
     trouble: str
 
 

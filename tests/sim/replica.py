@@ -101,4 +101,5 @@ class Replica:
         seat = self.seats[stream.deployment]
         seat.streams.pop(stream.number, None)
         seat.troubled.pop(stream.number, None)
+        seat.newest_beat.pop(stream.number, None)
         seat.feed(ctl.StreamClosed(stream.rank.rank, stream.number))

@@ -67,6 +67,8 @@ class Seat:
         self.streams: dict = {}
         self.troubled: dict = {}
         """Stream number -> stream whose rank reported that it refuses every wave."""
+        self.newest_beat: dict = {}
+        """Stream number -> when its newest heartbeat was sent."""
         self.waves: set = set()
         """Waves begun under this term."""
 
@@ -149,6 +151,10 @@ class Seat:
         """Tell the machine of a rank's telemetry: that it is alive, and its trouble."""
         rank = stream.rank
         self.feed(ctl.RankHeard(rank.rank, rank.incarnation, stream.number))
+        # A stream keeps the order of heartbeats. This network does not, so an old one is skipped.
+        if beat.sent_at < self.newest_beat.get(stream.number, 0.0):
+            return
+        self.newest_beat[stream.number] = beat.sent_at
         if beat.trouble and stream.number in self.streams:
             self.troubled[stream.number] = stream
         self.feed(ctl.RankTroubled(rank.rank, stream.number, beat.trouble))

@@ -247,7 +247,8 @@ class Site:
         """Send telemetry."""
         if self.stream is not None:
             replica = self.stream.replica
-            self.world.network.send(self.stream, replica.on_message, Beat(self.trouble))
+            beat = Beat(self.world.now, self.trouble)
+            self.world.network.send(self.stream, replica.on_message, beat)
 
     def abandon(self) -> None:
         """Connect to another replica; the old stream stays open for a while."""
