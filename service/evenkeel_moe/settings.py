@@ -160,8 +160,8 @@ class PlannerSettings:
     cycle_s: Seconds = 2.0
     """Time between cycles; each records a decision. Long cycles react late to changes."""
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """Gate settings by name, see `planning.gates.GateSettings`. The others have the values of
-    DEFAULT_THRESHOLDS, or else the defaults of the gates."""
+    """Gate settings by name, see `planning.decision.gates.GateSettings`. The others have the values
+    of DEFAULT_THRESHOLDS, or else the defaults of the gates."""
     recent_steps: Annotated[int, Field(ge=4)] = 32
     """Steps after a change of traffic that suffice for a plan; at most a quarter of the window.
     With few, plans follow noise; with many, the old placement serves the new traffic longer."""

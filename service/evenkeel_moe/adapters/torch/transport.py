@@ -191,8 +191,8 @@ class TorchWeightTransport:
         """Run all batches of the wave; on return none of its operations is in flight here.
 
         A wrong checksum or a cancellation does not stop the batches, because the peers wait for
-        their halves. A cancelled wave only runs without throttle. The communicator is aborted when
-        a batch passes its deadline, a peer leaves, or the engine fails to return tensors.
+        their halves. A cancellation only lifts the limit on the rate. The communicator is aborted
+        when a batch passes its deadline, a peer leaves, or the engine fails to return tensors.
         """
         flights: deque[_Flight] = deque()
         with self._own_stream():
@@ -210,7 +210,7 @@ class TorchWeightTransport:
         total = sum(
             t.nbytes for t in prepare.body.transfers if self._rank_of(t.dst_slot) == self._rank
         )
-        wrong, done, pace_s = StageOutcome(), 0, 0.0
+        outcome, done, pace_s = StageOutcome(), 0, 0.0
         batches = enumerate(prepare.body.batches)
         expected = iter(prepare.checksums)
         ahead = _AHEAD_OPS if self._device.type == "cpu" and prepare.max_bytes_per_s <= 0 else 0
@@ -227,7 +227,7 @@ class TorchWeightTransport:
                     flights, Reason.TRANSFER_FAILED, f"a batch could not begin: {error}"
                 )
             if not flights:
-                return wrong
+                return outcome
             failure = self._end(flights, time.monotonic() + prepare.batch_deadline_s + pace_s)
             if failure is not None:
                 return failure
@@ -238,8 +238,8 @@ class TorchWeightTransport:
                 if self._rank_of(transfer.dst_slot) != self._rank:
                     continue
                 done += transfer.nbytes
-                if wrong.ok:
-                    wrong = self._verify(transfer, checksum_)
+                if outcome.ok:
+                    outcome = self._verify(transfer, checksum_)
             progress(done, total)
             pace_s = self._pace_s(batch, prepare.max_bytes_per_s)
             cancel.wait(max(0.0, pace_s - (time.monotonic() - began)))

@@ -126,7 +126,7 @@ class BeforeInputs:
     enough_changed_steps: int = 0
     """Steps after a change that are enough to plan on."""
     balancedness_changed: float = math.nan
-    """The same on the steps since the change; NaN if there are none."""
+    """Balancedness of the present placement since the change; NaN without a change."""
     manual: bool = False
     """True if an operator asks: cooldown, hold and balance do not matter; data and safety do."""
     plan_in_progress: bool = False

@@ -25,8 +25,8 @@ def interleaved_capacity(copies: NDArray[np.int64], topology: Topology) -> NDArr
         (L, R) int64; inside a layer ranks differ by at most one, and so do their sums over layers.
 
     Order: of n tied ranks in node order, k are taken at positions i * n // k. The paper's Figure 7
-        shows
-    this (ranks 0 and 2 of 4 for the first layer); its pseudo-code would take both ends (0 and 3).
+    shows this (ranks 0 and 2 of 4 for the first layer); its pseudo-code would take both ends (0 and
+    3).
     """
     if (copies < 0).any():
         raise InvalidInput(f"a layer holds {int(copies.min())} copies, must not be negative")

@@ -2,10 +2,8 @@
 
 Every expert has a home rank, which computes the tokens of all ranks that hold no copy of it. Phase
 1 gives each rank copies of the remote experts that its own tokens choose most. Phase 2 relieves the
-    rank
-with the most load: it copies one of that rank's experts to a rank with little load, whose own
-    tokens
-for the expert then stay local.
+rank with the most load: it copies one of that rank's experts to a rank with little load, whose own
+tokens for the expert then stay local.
 
 Source: Libra Algorithm 1, on recorded instead of predicted demand.
 """
@@ -113,8 +111,7 @@ def replicate_by_source(
         (E, R) - True where a rank holds an expert.
 
     Order: more tokens first, then the lower expert; among target ranks less load first, then the
-        lower
-    rank. Where the condition of the paper's line 15 does not hold, the next (expert, rank) is
+    lower rank. Where the condition of the paper's line 15 does not hold, the next (expert, rank) is
     tried; the phase ends when none is left.
     """
     ranks, experts = demand.shape

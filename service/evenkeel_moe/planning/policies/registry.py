@@ -1,6 +1,7 @@
 """The policies by name.
 
-To add a policy, write `plan(problem) -> Proposal` in a module of its own and name it here.
+To add a policy, write `plan(problem) -> Proposal` in a module of its own and add it to `POLICIES`;
+docs/policies.md lists what else to edit and the tests that hold every policy.
 """
 
 from dataclasses import replace

@@ -1,8 +1,7 @@
 """Decides how many copies each expert gets, from its load alone.
 
 Source: deepseek-ai/EPLB eplb.py@d52c72d, replication step: a redundant slot goes to the expert with
-    the
-most load per copy.
+the most load per copy.
 """
 
 import numpy as np

@@ -265,8 +265,7 @@ def place_replicas(
     """Place a given allocation: copies by load, interleaved capacity, greedy packing.
 
     No expert gets more copies than there are ranks: load must not be divided by copies that no rank
-        can
-    hold.
+    can hold.
 
     Args:
         total: (L, E) [tokens] over the window.

@@ -47,9 +47,9 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
 
     Returns:
         numbers: `change_at` (first step after the newest change), `change_strength`,
-            `forecast_error` (as
-        `Forecast.error`; NaN where the window is too short for a forecast), `copies`, `price` (of a
-        copy, in layer times), `gap` (score over lower bound, minus 1).
+            `forecast_error` (as `Forecast.error`; NaN where the window is too short for a
+            forecast), `copies`, `price` (of a copy, in layer times), `gap` (score over lower
+            bound, minus 1).
 
     Raises:
         InfeasiblePlan: the slots cannot hold one copy of every expert.

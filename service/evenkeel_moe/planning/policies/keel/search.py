@@ -1,8 +1,8 @@
 """The search over all layers of a problem, which share a price, a move limit and pooled slots.
 
 Units: loads are in mean rank loads, costs in layer times. A layer time is the time of one layer if
-    load
-were spread perfectly over the ranks, so prices and gains mean the same for every model and fleet.
+load were spread perfectly over the ranks, so prices and gains mean the same for every model and
+fleet.
 """
 
 from collections.abc import Sequence

@@ -1,16 +1,14 @@
 """The state of one layer under search: loads, rank costs in each step, and the gradient.
 
 The search minimises a smooth replacement for the time of a layer: the p-norm over ranks of their
-    cost,
-step by step, averaged over the window. It lies between the largest cost and R ** (1/p) times that.
-Unlike the maximum it depends on every rank near the top, so the gains of single moves add up, and
-it fits less of the window's noise.
+cost, step by step, averaged over the window. It lies between the largest cost and R ** (1/p) times
+that. Unlike the maximum it depends on every rank near the top, so the gains of single moves add up,
+and it fits less of the window's noise.
 
 The gradient is kept as a table: `slope[e, r]` is by how much the objective would grow if one more
-    share
-of expert e's tokens went to rank r. Where the cost curves are convex, so is the objective in the
-rank loads, and a move gains at most what the gradient promises. That bound costs O(1) per move and
-leaves few candidates to evaluate.
+share of expert e's tokens went to rank r. Where the cost curves are convex, so is the objective in
+the rank loads, and a move gains at most what the gradient promises. That bound costs O(1) per move
+and leaves few candidates to evaluate.
 
 Units: loads are in mean rank loads, costs and the objective in layer times (see `search`).
 """
