@@ -51,7 +51,7 @@ def is_exact(search):
     Costs with stairs are not convex, and nearest dispatch is not convex in the shares: there the
     promises are a rule of thumb.
     """
-    return search.objective.tile == 0.0 and not search.objective.nearest
+    return search.objective.costs.tile == 0.0 and not search.objective.nearest
 
 
 def _price_of(layer, moves):

@@ -16,6 +16,7 @@ from evenkeel_moe.planning.policies.keel.state import (
     WRITTEN_OUT,
     LayerState,
     SearchObjective,
+    SmoothCosts,
     expert_shares,
     power,
     root,
@@ -33,7 +34,7 @@ def add_power_change(
     rank_load: NDArray[np.float64],
     powers: NDArray[np.float64],
     rank: int,
-    objective: SearchObjective,
+    costs: SmoothCosts,
     out: NDArray[np.float64],
 ) -> None:
     """Add to `out` (T,) the change of one rank's powered cost.
@@ -42,8 +43,8 @@ def add_power_change(
     arrays are those of `LayerState`, passed one by one because inlined kernels would count
     references to a tuple.
     """
-    if objective.tile == 0.0 and objective.doublings == WRITTEN_OUT:
-        rate = objective.rates[rank]
+    if costs.tile == 0.0 and costs.doublings == WRITTEN_OUT:
+        rate = costs.rates[rank]
         for t in range(out.shape[0]):
             cost = (
                 rank_load[rank, t] + by_first * load[first, t] + by_second * load[second, t]
@@ -54,8 +55,8 @@ def add_power_change(
     else:
         for t in range(out.shape[0]):
             tokens = rank_load[rank, t] + by_first * load[first, t] + by_second * load[second, t]
-            cost = smooth_cost(max(tokens, 0.0), rank, objective)
-            out[t] += power(cost, objective.doublings) - powers[rank, t]
+            cost = smooth_cost(max(tokens, 0.0), rank, costs)
+            out[t] += power(cost, costs.doublings) - powers[rank, t]
 
 
 @inlined
@@ -109,7 +110,8 @@ def _share_changes(
     if enter >= 0:
         held[enter] += 1
         count += 1
-    expert_shares(held, count, layer.origin[expert], objective, out)
+    nearest, nodes = objective.nearest, objective.node_of_rank
+    expert_shares(held, count, layer.origin[expert], nearest, nodes, out)
     if leave >= 0:
         held[leave] += 1
     if enter >= 0:
@@ -118,9 +120,7 @@ def _share_changes(
 
 
 @kernel
-def _gain_of_share_changes(
-    layer: LayerState, objective: SearchObjective, first: int, second: int
-) -> float:
+def _gain_of_share_changes(layer: LayerState, costs: SmoothCosts, first: int, second: int) -> float:
     """Return the gain of the share changes of two experts in `layer.moved`; -1 for no expert."""
     out = layer.scratch
     out[:] = 0.0
@@ -129,9 +129,9 @@ def _gain_of_share_changes(
         if by_first != 0.0 or by_second != 0.0:
             add_power_change(
                 layer.load, max(first, 0), by_first, max(second, 0), by_second,
-                layer.rank_load, layer.powers, rank, objective, out,
+                layer.rank_load, layer.powers, rank, costs, out,
             )  # fmt: skip
-    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, objective.doublings, out)
+    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, costs.doublings, out)
 
 
 @kernel
@@ -144,7 +144,7 @@ def swap_gain(layer: LayerState, objective: SearchObjective, here: int, there: i
     _share_changes(layer, objective, e, i, j, layer.moved[0])
     if f >= 0:
         _share_changes(layer, objective, f, j, i, layer.moved[1])
-    return _gain_of_share_changes(layer, objective, e, f)
+    return _gain_of_share_changes(layer, objective.costs, e, f)
 
 
 @kernel
@@ -160,7 +160,7 @@ def replacement_gain(
         _share_changes(layer, objective, old, rank, -1, layer.moved[0])
     if expert >= 0:
         _share_changes(layer, objective, expert, -1, rank, layer.moved[1])
-    return _gain_of_share_changes(layer, objective, old, expert)
+    return _gain_of_share_changes(layer, objective.costs, old, expert)
 
 
 @kernel
@@ -169,7 +169,8 @@ def _update_shares(layer: LayerState, objective: SearchObjective, expert: int) -
     old = layer.moved[0]
     old[:] = layer.share[expert]
     held, count = layer.held[expert], layer.copies[expert]
-    expert_shares(held, count, layer.origin[expert], objective, layer.share[expert])
+    nearest, nodes = objective.nearest, objective.node_of_rank
+    expert_shares(held, count, layer.origin[expert], nearest, nodes, layer.share[expert])
     for rank in range(old.shape[0]):
         change = layer.share[expert, rank] - old[rank]
         if change != 0.0:

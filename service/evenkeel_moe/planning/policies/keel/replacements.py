@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import inlined, kernel
+from evenkeel_moe.jit import kernel
 from evenkeel_moe.planning.policies.keel.moves import (
     add_power_change,
     gain_of_power_change,
     replacement_gain,
 )
-from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
+from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, SmoothCosts
 
 
 class _OpenSlots(NamedTuple):
@@ -31,6 +31,10 @@ class _OpenSlots(NamedTuple):
     """Bound on the gain of emptying it; with the sharp norm tighter than `drop`."""
     saved: NDArray[np.float64]
     """Price of the copy in the slot, which emptying it saves."""
+    given_up: NDArray[np.int64]
+    """1 if the copy in the slot has a price, else 0."""
+    price: NDArray[np.float64]
+    """That price over the price of a move, as `LayerState.copy_price`."""
 
 
 @kernel
@@ -51,135 +55,90 @@ def best_replacement(
     Returns:
         (slot or -1, expert, net gain, copies needed, evaluations used).
     """
-    tight = objective.sharp and not objective.nearest
     borne, dear = _borne_slopes(layer)
     slots = _open_slots(layer, room, spare, price, borne)
-    slot, chosen, best, best_copies, used = -1, -1, least, 0, 0
     if len(slots.slot) == 0:
-        return slot, chosen, best, best_copies, used
-    if tight:
+        return -1, -1, least, 0, 0
+    if objective.sharp and not objective.nearest:
         # A bound is never below the gain: where none reaches the bar, nothing is computed exactly.
-        if not _any_promise(layer, borne, dear, (slots.drop + slots.saved).max(), price, best):
-            return slot, chosen, best, best_copies, used
-        _tighten(layer, objective, slots)
-    most = (slots.alone + slots.saved).max()
-    first, following = _slots_of_experts(layer.row, layer.copies.shape[0])
-    for expert in range(layer.copies.shape[0]):
-        eased = borne[expert] * (1.0 / (layer.copies[expert] + 1.0)) / layer.copies[expert]
-        rest = most - price * dear[expert]
-        if tight and eased + rest > best:
-            eased = _relief(layer, objective, expert, first, following)
-        if eased + rest <= best or used >= evaluations:
-            continue
-        found, gain, copies, spent = _best_slot(
-            layer, objective, expert, eased, slots, price, allowance, best, evaluations - used
-        )
-        used += spent
-        if found >= 0:
-            slot, chosen, best, best_copies = found, expert, gain, copies
-    return slot, chosen, best, best_copies, used
+        if not _any_promise(layer, borne, dear, (slots.drop + slots.saved).max(), price, least):
+            return -1, -1, least, 0, 0
+        _tighten(layer, objective.costs, slots)
+    return _best_of_open_slots(
+        layer, objective, slots, borne, price * dear, price, allowance, least, evaluations
+    )
 
 
 @kernel
-def _best_slot(
+def _best_of_open_slots(
     layer: LayerState,
     objective: SearchObjective,
-    expert: int,
-    eased: float,
     slots: _OpenSlots,
+    borne: NDArray[np.float64],
+    dear: NDArray[np.float64],
     price: float,
     allowance: int,
     best: float,
     evaluations: int,
-) -> tuple[int, float, int, int]:
-    """Find the slot where a further copy of one expert gains most and more than `best`.
-
-    `eased` bounds the gain from taking the new copy's share off the other copies. Returns
-    (slot or -1, net gain, copies needed, evaluations used).
-    """
+) -> tuple[int, int, float, int, int]:
+    """Find the best of `slots`, as `best_replacement`; `dear` is (E,) the least price of a copy."""
     row, held, had, copy_price = layer.row, layer.held, layer.had, layer.copy_price
     load, share, copies_of, slope = layer.load, layer.share, layer.copies, layer.slope
     rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
     weight, norm, power_sum = layer.weight, layer.norm, layer.power_sum
-    slot_of, rank_of, drop, alone, saved = slots
-    part = 1.0 / (copies_of[expert] + 1.0)
-    found, best_copies, used = -1, 0, 0
-    for n in range(len(alone)):
-        if eased + alone[n] + saved[n] <= best or held[expert, rank_of[n]] > 0:
+    slot_of, rank_of, drop, alone, saved, given_up, freed = slots
+    costs, tight = objective.costs, objective.sharp and not objective.nearest
+    most = (alone + saved).max()
+    first, following = _slots_of_experts(row, copies_of.shape[0])
+    slot, chosen, best_copies, used = -1, -1, 0, 0
+    for expert in range(copies_of.shape[0]):
+        part = 1.0 / (copies_of[expert] + 1.0)
+        eased, rest = borne[expert] * part / copies_of[expert], most - dear[expert]
+        if tight and eased + rest > best:
+            eased = _relief(layer, costs, first, following, expert)
+        if eased + rest <= best:
             continue
-        slot, rank, old = slot_of[n], rank_of[n], row[slot_of[n]]
-        # The new copy costs its rank what the gradient says, and never less than nothing.
-        promise = eased + min(drop[n] - slope[expert, rank] * part, alone[n])
-        copies, cost = int(not had[expert, rank]), copy_price[expert, rank]
-        if old >= 0:
-            copies -= int(not had[old, rank])
-            cost -= copy_price[old, rank]
-        if (copies > allowance and copies > 0) or promise - price * cost <= best:
-            continue
-        if used >= evaluations:
-            break
-        used += 1
-        if objective.nearest:
-            gain = replacement_gain(layer, objective, slot, expert)
-        else:
-            out[:] = 0.0
-            _add_replacement(
-                load,
-                share,
-                rank_load,
-                powers,
-                objective,
-                copies_of[old],
-                rank,
-                old,
-                expert,
-                part,
-                out,
-            )
-            gain = gain_of_power_change(weight, norm, power_sum, objective.doublings, out)
-        if gain - price * cost > best:
-            found, best, best_copies = slot, gain - price * cost, copies
-    return found, best, best_copies, used
-
-
-@inlined
-def _add_replacement(
-    load: NDArray[np.float64],
-    share: NDArray[np.float64],
-    rank_load: NDArray[np.float64],
-    powers: NDArray[np.float64],
-    objective: SearchObjective,
-    copies_of_old: int,
-    rank: int,
-    old: int,
-    expert: int,
-    part: float,
-    out: NDArray[np.float64],
-) -> None:
-    """Add to `out` (T,) the change of all powered costs if `expert` replaces `old` on a rank.
-
-    Under an even split. `old` is -1 for an empty slot, `part` the new share of a copy of `expert`.
-    """
-    more = 1.0 / (copies_of_old - 1.0) if old >= 0 else 0.0
-    one = max(old, 0)
-    for on in range(rank_load.shape[0]):
-        by_old = 0.0
-        if old >= 0:
-            by_old = -share[old, on] if on == rank else more * share[old, on]
-        by_new = part if on == rank else -part * share[expert, on]
-        if by_old != 0.0 or by_new != 0.0:
-            add_power_change(
-                load, one, by_old, expert, by_new, rank_load, powers, on, objective, out
-            )
+        for n in range(len(alone)):
+            if eased + alone[n] + saved[n] <= best or held[expert, rank_of[n]] > 0:
+                continue
+            rank, old = rank_of[n], row[slot_of[n]]
+            # The new copy costs its rank what the gradient says, and never less than nothing.
+            promise = eased + min(drop[n] - slope[expert, rank] * part, alone[n])
+            copies = int(not had[expert, rank]) - given_up[n]
+            cost = copy_price[expert, rank] - freed[n]
+            if copies > max(allowance, 0) or promise - price * cost <= best:
+                continue
+            if used >= evaluations:
+                return slot, chosen, best, best_copies, used
+            used += 1
+            if objective.nearest:
+                gain = replacement_gain(layer, objective, slot_of[n], expert)
+            else:
+                # The other copies of `old` share what this slot loses.
+                one, out[:] = max(old, 0), 0.0
+                gone, more = (-1.0, 1.0 / (copies_of[old] - 1.0)) if old >= 0 else (0.0, 0.0)
+                for on in range(rank_load.shape[0]):
+                    by_old = (gone if on == rank else more) * share[one, on]
+                    by_new = part if on == rank else -part * share[expert, on]
+                    if by_old == 0.0 and by_new == 0.0:
+                        continue
+                    add_power_change(
+                        load, one, by_old, expert, by_new, rank_load, powers, on, costs, out
+                    )
+                gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
+            if gain - price * cost > best:
+                best, best_copies = gain - price * cost, copies
+                slot, chosen = slot_of[n], expert
+    return slot, chosen, best, best_copies, used
 
 
 @kernel
 def _relief(
     layer: LayerState,
-    objective: SearchObjective,
-    expert: int,
+    costs: SmoothCosts,
     first: NDArray[np.int64],
     following: NDArray[np.int64],
+    expert: int,
 ) -> float:
     """Return the gain if a further copy of an expert took its share off the others at no cost."""
     per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
@@ -190,11 +149,11 @@ def _relief(
     while at >= 0:
         rank = at // per_rank
         by = -part * layer.share[expert, rank]
-        add_power_change(load, expert, by, 0, 0.0, rank_load, powers, rank, objective, out)
+        add_power_change(load, expert, by, 0, 0.0, rank_load, powers, rank, costs, out)
         at = following[at]
         while at >= 0 and at // per_rank == rank:
             at = following[at]
-    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, objective.doublings, out)
+    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, costs.doublings, out)
 
 
 @kernel
@@ -262,7 +221,8 @@ def _open_slots(
     per_rank = num_slots // layer.rank_load.shape[0]
     row, copies, share, slope = layer.row, layer.copies, layer.share, layer.slope
     slots, ranks = np.empty(num_slots, np.int64), np.empty(num_slots, np.int64)
-    drop, saved = np.zeros(num_slots), np.zeros(num_slots)
+    drop, freed = np.zeros(num_slots), np.zeros(num_slots)
+    given_up = np.zeros(num_slots, np.int64)
     count = 0
     for slot in range(num_slots):
         old, rank = row[slot], slot // per_rank
@@ -270,18 +230,25 @@ def _open_slots(
             others = borne[old] / copies[old] - slope[old, rank] * share[old, rank]
             rest = others * (1.0 / (copies[old] - 1.0))
             drop[count] = slope[old, rank] * share[old, rank] - rest
-            saved[count] = price * layer.copy_price[old, rank]
+            freed[count] = layer.copy_price[old, rank]
+            given_up[count] = int(not layer.had[old, rank])
         elif old >= 0 or spare <= 0 or room[rank] <= 0:
             continue
         slots[count], ranks[count] = slot, rank
         count += 1
     return _OpenSlots(
-        slots[:count], ranks[:count], drop[:count], drop[:count].copy(), saved[:count]
+        slots[:count],
+        ranks[:count],
+        drop[:count],
+        drop[:count].copy(),
+        price * freed[:count],
+        given_up[:count],
+        freed[:count],
     )
 
 
 @kernel
-def _tighten(layer: LayerState, objective: SearchObjective, slots: _OpenSlots) -> None:
+def _tighten(layer: LayerState, costs: SmoothCosts, slots: _OpenSlots) -> None:
     """Fill `slots.alone` with a tighter bound than the gradient's.
 
     It is the relief of the slot's rank, minus what the gradient says that the ranks of the other
@@ -295,8 +262,8 @@ def _tighten(layer: LayerState, objective: SearchObjective, slots: _OpenSlots) -
         if old >= 0:
             by = share[old, rank]
             out[:] = 0.0
-            add_power_change(load, old, -by, 0, 0.0, rank_load, powers, rank, objective, out)
+            add_power_change(load, old, -by, 0, 0.0, rank_load, powers, rank, costs, out)
             eased = gain_of_power_change(
-                layer.weight, layer.norm, layer.power_sum, objective.doublings, out
+                layer.weight, layer.norm, layer.power_sum, costs.doublings, out
             )
             alone[n] = slots.drop[n] - slope[old, rank] * by + eased

@@ -20,6 +20,7 @@ from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOpt
 from evenkeel_moe.planning.policies.keel.state import (
     LayerState,
     SearchObjective,
+    SmoothCosts,
     build_layer,
     load_ranks,
     refresh,
@@ -339,11 +340,9 @@ def _scaled_objective(
         straight = np.arange(1, seconds.shape[1] + 1) * costs.tile_tokens * slope[:, None]
         if costs.tile_tokens != 1 or not np.allclose(seconds, straight, rtol=1e-9, atol=0.0):
             tile, stairs = costs.tile_tokens / unit_tokens, seconds / unit_cost
+    doublings = options.sharp_doublings if sharp else options.smooth_doublings
     return SearchObjective(
-        rates=rates,
-        tile=tile,
-        stairs=stairs,
-        doublings=options.sharp_doublings if sharp else options.smooth_doublings,
+        costs=SmoothCosts(rates, tile, stairs, doublings),
         sharp=sharp,
         swap_share=options.swap_share if sharp else 1.0,
         nearest=problem.objective.dispatch is DispatchModel.NEAREST,

@@ -24,8 +24,8 @@ WRITTEN_OUT = 3
 """Doublings of p = 8, for which the innermost loops have no inner loop of their own."""
 
 
-class SearchObjective(NamedTuple):
-    """The objective of one search, in search units; the same for all its layers."""
+class SmoothCosts(NamedTuple):
+    """The cost of a rank load in the search; apart, because inlined kernels take it."""
 
     rates: NDArray[np.float64]
     """(R,) cost per unit of load; with stairs, beyond the last of them."""
@@ -35,6 +35,13 @@ class SearchObjective(NamedTuple):
     """(R, K) cost of 1..K tiles; unused when `tile` is 0."""
     doublings: int
     """p of the norm is 2 to this power."""
+
+
+class SearchObjective(NamedTuple):
+    """The objective of one search, in search units; the same for all its layers."""
+
+    costs: SmoothCosts
+    """Of each rank."""
     sharp: bool
     """True where p is the higher one: then many ranks have the largest cost together, and moves are
     made together."""
@@ -93,22 +100,20 @@ class LayerState(NamedTuple):
 
 
 @kernel
-def smooth_cost(load: float, rank: int, objective: SearchObjective) -> float:
+def smooth_cost(load: float, rank: int, costs: SmoothCosts) -> float:
     """Return the cost of a rank load: a straight line, or ramps instead of stairs.
 
     A ramp reaches each stair half a tile early, so that the gradient is nowhere zero.
     """
-    if objective.tile == 0.0:
-        return float(load * objective.rates[rank])
+    if costs.tile == 0.0:
+        return float(load * costs.rates[rank])
     if load <= 0.0:
         return 0.0
-    stairs = objective.stairs
+    stairs = costs.stairs
     tiles = stairs.shape[1]
-    at = load / objective.tile + 0.5
+    at = load / costs.tile + 0.5
     if at >= tiles:
-        return float(
-            stairs[rank, tiles - 1] + (at - tiles) * objective.tile * objective.rates[rank]
-        )
+        return float(stairs[rank, tiles - 1] + (at - tiles) * costs.tile * costs.rates[rank])
     if at < 1.0:
         return float(stairs[rank, 0] * (2.0 * at - 1.0))
     low = int(at)
@@ -117,19 +122,19 @@ def smooth_cost(load: float, rank: int, objective: SearchObjective) -> float:
 
 
 @kernel
-def _cost_slope(load: float, rank: int, objective: SearchObjective) -> float:
+def _cost_slope(load: float, rank: int, costs: SmoothCosts) -> float:
     """Return the derivative of `smooth_cost` in the load."""
-    if objective.tile == 0.0:
-        return float(objective.rates[rank])
-    stairs = objective.stairs
+    if costs.tile == 0.0:
+        return float(costs.rates[rank])
+    stairs = costs.stairs
     tiles = stairs.shape[1]
-    at = load / objective.tile + 0.5
+    at = load / costs.tile + 0.5
     if at >= tiles:
-        return float(objective.rates[rank])
+        return float(costs.rates[rank])
     if at < 1.0:
-        return float(2.0 * stairs[rank, 0] / objective.tile)
+        return float(2.0 * stairs[rank, 0] / costs.tile)
     low = int(at)
-    return float((stairs[rank, low] - stairs[rank, low - 1]) / objective.tile)
+    return float((stairs[rank, low] - stairs[rank, low - 1]) / costs.tile)
 
 
 @inlined
@@ -153,7 +158,8 @@ def expert_shares(
     held: NDArray[np.int64],
     count: int,
     origin: NDArray[np.float64],
-    objective: SearchObjective,
+    nearest: bool,
+    node_of_rank: NDArray[np.int64],
     out: NDArray[np.float64],
 ) -> None:
     """Write to `out` (R,) the share of one expert's tokens that lands on each rank.
@@ -162,15 +168,15 @@ def expert_shares(
         held: (R,) copies of the expert on each rank.
         count: their sum.
         origin: (R,) share of its tokens that start on each rank.
-        objective: names the dispatch and the nodes.
+        nearest: True for nearest dispatch, False for an even split.
+        node_of_rank: (R,) node of each rank.
         out: (R,) written.
     """
     ranks = held.shape[0]
-    if not objective.nearest or count < 2:
+    if not nearest or count < 2:
         for rank in range(ranks):
             out[rank] = held[rank] / count if count > 0 else 0.0
         return
-    node_of_rank = objective.node_of_rank
     out[:] = 0.0
     for start in range(ranks):
         part = origin[start]
@@ -203,10 +209,11 @@ def load_ranks(layer: LayerState, objective: SearchObjective) -> None:
             layer.held[layer.row[slot], slot // per_rank] += 1
             layer.copies[layer.row[slot]] += 1
     layer.rank_load[:] = 0.0
+    nearest, nodes = objective.nearest, objective.node_of_rank
     for expert in range(experts):
         shares = layer.share[expert]
         held, count = layer.held[expert], layer.copies[expert]
-        expert_shares(held, count, layer.origin[expert], objective, shares)
+        expert_shares(held, count, layer.origin[expert], nearest, nodes, shares)
         for rank in range(num_ranks):
             if shares[rank] > 0.0:
                 for t in range(steps):
@@ -218,31 +225,32 @@ def refresh(layer: LayerState, objective: SearchObjective) -> float:
     """Recompute costs and gradient from the rank loads; return the objective of the layer."""
     experts, steps = layer.load.shape
     num_ranks = layer.rank_load.shape[0]
-    straight = objective.tile == 0.0
+    costs = objective.costs
+    straight = costs.tile == 0.0
     load, weight, rank_load, powers = layer.load, layer.weight, layer.rank_load, layer.powers
     power_sum, norm = layer.power_sum, layer.norm
     rank_slope, slope = layer.rank_slope, layer.slope
     power_sum[:] = 0.0
     for rank in range(num_ranks):
-        rate = objective.rates[rank]
+        rate = costs.rates[rank]
         for t in range(steps):
             # Rounding of differences of shares can leave the load of an empty rank below zero.
             tokens = max(rank_load[rank, t], 0.0)
-            cost = tokens * rate if straight else smooth_cost(tokens, rank, objective)
-            powers[rank, t] = power(cost, objective.doublings)
+            cost = tokens * rate if straight else smooth_cost(tokens, rank, costs)
+            powers[rank, t] = power(cost, costs.doublings)
             power_sum[t] += powers[rank, t]
     total = 0.0
     for t in range(steps):
-        norm[t] = root(power_sum[t], objective.doublings)
+        norm[t] = root(power_sum[t], costs.doublings)
         total += weight[t] * norm[t]
     rank_slope[:] = 0.0
     for rank in range(num_ranks):
-        rate = objective.rates[rank]
+        rate = costs.rates[rank]
         for t in range(steps):
             tokens = max(rank_load[rank, t], 0.0)
-            cost = tokens * rate if straight else smooth_cost(tokens, rank, objective)
+            cost = tokens * rate if straight else smooth_cost(tokens, rank, costs)
             if cost > 0.0:
-                by = rate if straight else _cost_slope(tokens, rank, objective)
+                by = rate if straight else _cost_slope(tokens, rank, costs)
                 rank_slope[t, rank] = (
                     weight[t] * (powers[rank, t] / power_sum[t]) * (norm[t] / cost) * by
                 )
@@ -254,6 +262,17 @@ def refresh(layer: LayerState, objective: SearchObjective) -> float:
                 for rank in range(num_ranks):
                     slope[expert, rank] += tokens * rank_slope[t, rank]
     return total
+
+
+def _aligned_zeros(*shape: int) -> NDArray[np.float64]:
+    """Return an array of zeros that starts at a cache line.
+
+    Numpy aligns to 16 bytes; vector loads that cross cache lines make `refresh` take twice as long.
+    """
+    size = int(np.prod(shape))
+    memory = np.zeros(size + 8)
+    skipped = -memory.ctypes.data % 64 // memory.itemsize
+    return memory[skipped : skipped + size].reshape(shape)
 
 
 def build_layer(
@@ -299,20 +318,20 @@ def build_layer(
         row=row.astype(np.int32, copy=True),
         held=np.zeros((experts, ranks), np.int64),
         copies=np.zeros(experts, np.int64),
-        share=np.zeros((experts, ranks)),
+        share=_aligned_zeros(experts, ranks),
         had=had,
         copy_price=copy_price,
         homes=had.sum(axis=1),
         cheapest=np.where(had.all(axis=1), 0.0, cheapest),
         dearest=np.array([copy_price.max()]),
-        rank_load=np.zeros((ranks, steps)),
-        powers=np.zeros((ranks, steps)),
-        power_sum=np.zeros(steps),
-        norm=np.zeros(steps),
-        rank_slope=np.zeros((steps, ranks)),
-        slope=np.zeros((experts, ranks)),
-        scratch=np.zeros(steps),
-        moved=np.zeros((2, ranks)),
+        rank_load=_aligned_zeros(ranks, steps),
+        powers=_aligned_zeros(ranks, steps),
+        power_sum=_aligned_zeros(steps),
+        norm=_aligned_zeros(steps),
+        rank_slope=_aligned_zeros(steps, ranks),
+        slope=_aligned_zeros(experts, ranks),
+        scratch=_aligned_zeros(steps),
+        moved=_aligned_zeros(2, ranks),
     )
     load_ranks(layer, objective)
     return layer

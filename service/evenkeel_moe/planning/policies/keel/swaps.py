@@ -5,6 +5,8 @@ loads, so no swap gains more than the gradient promises. And between equally fas
 much load is as bad as moving too little, see `_reach`.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +17,21 @@ from evenkeel_moe.planning.policies.keel.moves import (
     swap_gain,
 )
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
+
+
+class _Bounds(NamedTuple):
+    """Bounds on the gains of swaps, and the pairs of ranks that may have one worth making."""
+
+    net: NDArray[np.float64]
+    """(S, R) of `_promises`, as the next two."""
+    excess: NDArray[np.float64]
+    most: NDArray[np.float64]
+    reach: NDArray[np.float64]
+    """(R, R) of `_reach`."""
+    pairs: NDArray[np.int64]
+    """(N, 2) the pairs, in the order of evaluation."""
+    caps: NDArray[np.float64]
+    """(N,) bound on the gain of each pair."""
 
 
 @kernel
@@ -45,98 +62,81 @@ def best_swaps(
         swaps: (N, 3) slot with an expert, slot of the other rank, copies needed.
         evaluations used.
     """
-    ranks = layer.rank_load.shape[0]
     net, excess, most = _promises(layer, room, price)
     reach = _reach(layer, objective)
     # A swap moves two experts, so it gives up at most two copies that have a price.
     saved = 2.0 * price * layer.dearest[0]
-    gains, swaps = np.empty(ranks * ranks), np.empty((ranks * ranks, 3), np.int64)
-    count, used, bar = 0, 0, least
-    # The pair that promises most comes first (turn -1), so that the bar for the others is high.
-    first, second = _most_promising_pair(most, reach)
-    for turn in range(-1, ranks):
-        i = first if turn < 0 else turn
-        for j in range(i + 1, ranks):
-            if (i == first and (j == second) != (turn < 0)) or used >= evaluations:
-                continue
-            # Promise and reach together bound a gain by half the reach.
-            if most[i, j] + most[j, i] <= bar or 0.5 * reach[i, j] + saved <= bar:
-                continue
-            gain, one, two, copies, spent = _best_swap_of_pair(
-                layer, objective, i, j, net, excess, most[j, i], reach[i, j], price, allowance, bar
-            )
-            used += spent
-            if gain > bar:
-                gains[count] = gain
-                swaps[count, 0], swaps[count, 1], swaps[count, 2] = one, two, copies
-                count += 1
-                bar = max(bar, objective.swap_share * gain)
-    order = np.argsort(-gains[:count], kind="mergesort")
-    order = order[: int((gains[:count] >= bar).sum())]
+    pairs, caps = _promising_pairs(most, reach, saved, least)
+    bounds = _Bounds(net, excess, most, reach, pairs, caps)
+    gains, swaps, bar, used = _best_swaps_of_pairs(
+        layer, objective, bounds, price, allowance, least, evaluations
+    )
+    order = np.argsort(-gains, kind="mergesort")
+    order = order[: int((gains >= bar).sum())]
     return gains[order], swaps[order], used
 
 
 @kernel
-def _best_swap_of_pair(
+def _best_swaps_of_pairs(
     layer: LayerState,
     objective: SearchObjective,
-    i: int,
-    j: int,
-    net: NDArray[np.float64],
-    excess: NDArray[np.float64],
-    most_back: float,
-    reach: float,
+    bounds: _Bounds,
     price: float,
     allowance: int,
-    best: float,
-) -> tuple[float, int, int, int, int]:
-    """Find the best swap between the ranks i < j that gains more than `best`.
+    least: float,
+    evaluations: int,
+) -> tuple[NDArray[np.float64], NDArray[np.int64], float, int]:
+    """Find the best swap of every pair, as `best_swaps`; return (gains, swaps, bar, evaluations).
 
-    No slot of rank j promises more than `most_back`. Returns (net gain or `best`, slot with an
-    expert, slot of the other rank, copies, evaluations).
+    Swaps that gain less than the bar are to be dropped. All is in one kernel: each call with a
+    layer costs as much as some evaluations.
     """
-    per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
-    row, had, copy_price = layer.row, layer.had, layer.copy_price
-    load, share, copies_of = layer.load, layer.share, layer.copies
-    rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
-    weight, norm, power_sum = layer.weight, layer.norm, layer.power_sum
-    found_one, found_two, found_copies, used = -1, -1, 0, 0
-    for a in range(i * per_rank, (i + 1) * per_rank):
-        here, left = net[j, a], reach - excess[j, a]
-        if here + most_back <= best:
+    row, had, copy_price, copies_of = layer.row, layer.had, layer.copy_price, layer.copies
+    load, share, rank_load, powers = layer.load, layer.share, layer.rank_load, layer.powers
+    weight, norm, power_sum, out = layer.weight, layer.norm, layer.power_sum, layer.scratch
+    net, excess, most, reach, pairs, caps = bounds
+    costs, per_rank = objective.costs, row.shape[0] // rank_load.shape[0]
+    gains, swaps = np.empty(len(pairs)), np.empty((len(pairs), 3), np.int64)
+    count, used, bar = 0, 0, least
+    for n in range(len(pairs)):
+        best, i, j = bar, pairs[n, 0], pairs[n, 1]
+        if caps[n] <= bar or used >= evaluations:
             continue
-        for b in range(j * per_rank, (j + 1) * per_rank):
-            if here + net[i, b] <= best or left - excess[i, b] <= best:
+        for a in range(i * per_rank, (i + 1) * per_rank):
+            here, left = net[a, j], reach[i, j] - excess[a, j]
+            if here + most[j, i] <= best:
                 continue
-            # Slot `one` is filled; slot `two` may be empty.
-            one, two, own, other = a, b, i, j
-            if row[one] < 0:
-                one, two, own, other = two, one, other, own
-            e, f = row[one], row[two]
-            if e < 0 or e == f:
-                continue
-            copies = int(not had[e, other]) - int(not had[e, own])
-            cost = copy_price[e, other] - copy_price[e, own]
-            if f >= 0:
-                copies += int(not had[f, own]) - int(not had[f, other])
-                cost += copy_price[f, own] - copy_price[f, other]
-            if copies > allowance and copies > 0:
-                continue
-            used += 1
-            if objective.nearest and (copies_of[e] > 1 or (f >= 0 and copies_of[f] > 1)):
-                gain = swap_gain(layer, objective, one, two)
-            else:  # Only the loads of these two ranks change.
-                by_e = share[e, own]
-                by_f = share[f, other] if f >= 0 else 0.0
-                f = max(f, 0)
-                out[:] = 0.0
-                add_power_change(load, e, -by_e, f, by_f, rank_load, powers, own, objective, out)
-                add_power_change(load, e, by_e, f, -by_f, rank_load, powers, other, objective, out)
-                gain = gain_of_power_change(weight, norm, power_sum, objective.doublings, out)
-            if gain - price * cost > best:
-                best = gain - price * cost
-                found_one, found_two, found_copies = one, two, copies
-    return best, found_one, found_two, found_copies, used
+            for b in range(j * per_rank, (j + 1) * per_rank):
+                if here + net[b, i] <= best or left - excess[b, i] <= best:
+                    continue
+                one, two, own, other = a, b, i, j  # Slot `two` may be empty.
+                if row[one] < 0:
+                    one, two, own, other = two, one, other, own
+                e, f = row[one], row[two]
+                if e < 0 or e == f:
+                    continue
+                copies = int(had[e, own]) - int(had[e, other])
+                cost = copy_price[e, other] - copy_price[e, own]
+                if f >= 0:
+                    copies += int(had[f, other]) - int(had[f, own])
+                    cost += copy_price[f, own] - copy_price[f, other]
+                if copies > max(allowance, 0):
+                    continue
+                used += 1
+                if objective.nearest and (copies_of[e] > 1 or (f >= 0 and copies_of[f] > 1)):
+                    gain = swap_gain(layer, objective, one, two)
+                else:  # Only the loads of these two ranks change.
+                    by_e, by_f = share[e, own], share[f, other] if f >= 0 else 0.0
+                    f, out[:] = max(f, 0), 0.0
+                    add_power_change(load, e, -by_e, f, by_f, rank_load, powers, own, costs, out)
+                    add_power_change(load, e, by_e, f, -by_f, rank_load, powers, other, costs, out)
+                    gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
+                if gain - price * cost > best:
+                    gains[count] = best = gain - price * cost
+                    swaps[count, 0], swaps[count, 1], swaps[count, 2] = one, two, copies
+        if best > bar:
+            count, bar = count + 1, max(bar, objective.swap_share * best)
+    return gains[:count], swaps[:count], bar, used
 
 
 @kernel
@@ -146,31 +146,31 @@ def _promises(
     """Compute what the gradient promises for bringing the expert of each slot to another rank.
 
     Returns:
-        net: (R, S) promised gain minus the price of the copy, for the expert of slot s on rank r;
+        net: (S, R) promised gain minus the price of the copy, for the expert of slot s on rank r;
             -inf where the move is not possible.
-        excess: (R, S) promised gain plus that price: this much of the reach the move uses up.
+        excess: (S, R) promised gain plus that price: this much of the reach the move uses up.
         most: (R, R) largest `net` over the slots of the first rank, for moves to the second.
     """
     slots, ranks = layer.row.shape[0], layer.rank_load.shape[0]
     per_rank = slots // ranks
     row, held, slope = layer.row, layer.held, layer.slope
     share, copy_price = layer.share, layer.copy_price
-    net, excess = np.empty((ranks, slots)), np.zeros((ranks, slots))
+    net, excess = np.empty((slots, ranks)), np.zeros((slots, ranks))
     most = np.full((ranks, ranks), -np.inf)
     for slot in range(slots):
         own, expert = slot // per_rank, row[slot]
         if expert < 0:
-            net[:, slot] = 0.0 if room[own] > 0 else -np.inf
+            net[slot] = 0.0 if room[own] > 0 else -np.inf
         else:
             part, here, paid = share[expert, own], slope[expert, own], copy_price[expert, own]
             for other in range(ranks):
                 gain = (here - slope[expert, other]) * part
                 cost = price * (copy_price[expert, other] - paid)
-                net[other, slot] = gain - cost if held[expert, other] == 0 else -np.inf
-                excess[other, slot] = gain + cost
+                net[slot, other] = gain - cost if held[expert, other] == 0 else -np.inf
+                excess[slot, other] = gain + cost
         for other in range(ranks):
-            if net[other, slot] > most[own, other]:
-                most[own, other] = net[other, slot]
+            if net[slot, other] > most[own, other]:
+                most[own, other] = net[slot, other]
     return net, excess, most
 
 
@@ -185,12 +185,12 @@ def _reach(layer: LayerState, objective: SearchObjective) -> NDArray[np.float64]
     """
     ranks, steps = layer.rank_load.shape
     reach = np.full((ranks, ranks), np.inf)
-    if objective.tile != 0.0 or objective.nearest:
+    if objective.costs.tile != 0.0 or objective.nearest:
         return reach
     rank_load, rank_slope = layer.rank_load, layer.rank_slope
     for i in range(ranks):
         for j in range(i + 1, ranks):
-            if objective.rates[i] == objective.rates[j]:
+            if objective.costs.rates[i] == objective.costs.rates[j]:
                 width = 0.0
                 for t in range(steps):
                     width += (rank_slope[t, i] - rank_slope[t, j]) * (
@@ -201,13 +201,29 @@ def _reach(layer: LayerState, objective: SearchObjective) -> NDArray[np.float64]
 
 
 @kernel
-def _most_promising_pair(most: NDArray[np.float64], reach: NDArray[np.float64]) -> tuple[int, int]:
-    """Return the pair of ranks whose swaps promise most."""
+def _promising_pairs(
+    most: NDArray[np.float64], reach: NDArray[np.float64], saved: float, least: float
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return (N, 2) the pairs of ranks whose swaps may gain more than `least`, (N,) their bounds.
+
+    The pair that promises most comes first, so that the bar for the others is high.
+    """
     ranks = most.shape[0]
-    best, first, second = -np.inf, 0, 0
+    size = ranks * (ranks - 1) // 2 + 1
+    pairs, caps = np.empty((size, 2), np.int64), np.empty(size)
+    best, first, count = -np.inf, 0, 1
     for i in range(ranks):
         for j in range(i + 1, ranks):
-            bound = min(most[i, j] + most[j, i], 0.5 * reach[i, j])
-            if bound > best:
-                best, first, second = bound, i, j
-    return first, second
+            promise, half = most[i, j] + most[j, i], 0.5 * reach[i, j]
+            # Promise and reach together bound a gain by half the reach.
+            cap = min(promise, half + saved)
+            if min(promise, half) > best:
+                best, first = min(promise, half), count if cap > least else 0
+            if cap > least:
+                pairs[count, 0], pairs[count, 1], caps[count] = i, j, cap
+                count += 1
+    if first == 0:
+        return pairs[1:count], caps[1:count]
+    pairs[0], caps[0] = pairs[first], caps[first]
+    caps[first] = -np.inf
+    return pairs[:count], caps[:count]
