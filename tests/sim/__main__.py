@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from evenkeel_moe.adapters.processes.child_process import die_with_parent
 from tests.sim.kit import all_pairs
 from tests.sim.mutants import BY_NAME, MUTANTS
 from tests.sim.run import run_seed
@@ -44,7 +45,10 @@ def replay(seed: int, mutant: str | None, trace: bool) -> int:
 def simulate(seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
     began = time.monotonic()
     total = Tally()
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    # A simulation that is killed must not leave its workers behind.
+    with ProcessPoolExecutor(
+        workers, get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),)
+    ) as pool:
         hunts = [pool.submit(hunt, mutant.name, mutant_seeds) for mutant in MUTANTS]
         chunks = [
             pool.submit(run_seeds, start, min(CHUNK, first + seeds - start))
