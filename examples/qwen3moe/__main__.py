@@ -12,10 +12,9 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
-from evenkeel_moe.adapters.processes.child_process import die_with_parent, dying_with_parent
-from examples.qwen3moe import rank
+from evenkeel_moe.adapters.processes.child_process import dying_with_parent
+from examples.qwen3moe.child import run_rank
 
 THRESHOLDS = {
     "min_window_steps": 48,
@@ -54,12 +53,6 @@ def start_controller(folder: Path, grpc_port: int) -> subprocess.Popen[bytes]:
     log = (folder / "controller.log").open("wb")
     command = dying_with_parent([sys.executable, "-m", "evenkeel_moe", "serve"], signal.SIGTERM)
     return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-
-
-def run_rank(parent: int, *arguments: Any) -> None:
-    """Run a rank in a process that ends with its parent."""
-    die_with_parent(parent)
-    rank.run(*arguments)
 
 
 def main() -> int:
