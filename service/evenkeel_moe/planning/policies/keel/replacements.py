@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import kernel
+from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.moves import (
     add_power_change,
     gain_of_power_change,
@@ -95,7 +95,9 @@ def _best_of_open_slots(
         part = 1.0 / (copies_of[expert] + 1.0)
         eased, rest = borne[expert] * part / copies_of[expert], most - dear[expert]
         if tight and eased + rest > best:
-            eased = _relief(layer, costs, first, following, expert)
+            out[:] = 0.0
+            _add_relief(load, share, rank_load, powers, costs, first, following, expert, part, out)
+            eased = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
         if eased + rest <= best:
             continue
         for n in range(len(alone)):
@@ -114,7 +116,6 @@ def _best_of_open_slots(
             if objective.nearest:
                 gain = replacement_gain(layer, objective, slot_of[n], expert)
             else:
-                # The other copies of `old` share what this slot loses.
                 one, out[:] = max(old, 0), 0.0
                 gone, more = (-1.0, 1.0 / (copies_of[old] - 1.0)) if old >= 0 else (0.0, 0.0)
                 for on in range(rank_load.shape[0]):
@@ -127,33 +128,36 @@ def _best_of_open_slots(
                     )
                 gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
             if gain - price * cost > best:
-                best, best_copies = gain - price * cost, copies
-                slot, chosen = slot_of[n], expert
+                best, best_copies, slot, chosen = gain - price * cost, copies, slot_of[n], expert
     return slot, chosen, best, best_copies, used
 
 
-@kernel
-def _relief(
-    layer: LayerState,
+@inlined
+def _add_relief(
+    load: NDArray[np.float64],
+    share: NDArray[np.float64],
+    rank_load: NDArray[np.float64],
+    powers: NDArray[np.float64],
     costs: SmoothCosts,
     first: NDArray[np.int64],
     following: NDArray[np.int64],
     expert: int,
-) -> float:
-    """Return the gain if a further copy of an expert took its share off the others at no cost."""
-    per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
-    part = 1.0 / (layer.copies[expert] + 1.0)
-    load, rank_load, powers, out = layer.load, layer.rank_load, layer.powers, layer.scratch
-    out[:] = 0.0
+    part: float,
+    out: NDArray[np.float64],
+) -> None:
+    """Add to `out` (T,) the change of all powered costs if a further copy relieved the others.
+
+    That copy takes the share `part` of the expert off them and costs its own rank nothing.
+    """
+    per_rank = following.shape[0] // rank_load.shape[0]
     at = first[expert]
     while at >= 0:
-        rank = at // per_rank
-        by = -part * layer.share[expert, rank]
-        add_power_change(load, expert, by, 0, 0.0, rank_load, powers, rank, costs, out)
+        at_rank = at // per_rank
+        by = -part * share[expert, at_rank]
+        add_power_change(load, expert, by, 0, 0.0, rank_load, powers, at_rank, costs, out)
         at = following[at]
-        while at >= 0 and at // per_rank == rank:
+        while at >= 0 and at // per_rank == at_rank:
             at = following[at]
-    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, costs.doublings, out)
 
 
 @kernel

@@ -13,6 +13,7 @@ and leaves few candidates to evaluate.
 Units: loads are in mean rank loads, costs and the objective in layer times (see `search`).
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -269,7 +270,7 @@ def _aligned_zeros(*shape: int) -> NDArray[np.float64]:
 
     Numpy aligns to 16 bytes; vector loads that cross cache lines make `refresh` take twice as long.
     """
-    size = int(np.prod(shape))
+    size = math.prod(shape)
     memory = np.zeros(size + 8)
     skipped = -memory.ctypes.data % 64 // memory.itemsize
     return memory[skipped : skipped + size].reshape(shape)
@@ -318,20 +319,20 @@ def build_layer(
         row=row.astype(np.int32, copy=True),
         held=np.zeros((experts, ranks), np.int64),
         copies=np.zeros(experts, np.int64),
-        share=_aligned_zeros(experts, ranks),
+        share=np.zeros((experts, ranks)),
         had=had,
         copy_price=copy_price,
         homes=had.sum(axis=1),
         cheapest=np.where(had.all(axis=1), 0.0, cheapest),
         dearest=np.array([copy_price.max()]),
-        rank_load=_aligned_zeros(ranks, steps),
-        powers=_aligned_zeros(ranks, steps),
-        power_sum=_aligned_zeros(steps),
-        norm=_aligned_zeros(steps),
+        rank_load=np.zeros((ranks, steps)),
+        powers=np.zeros((ranks, steps)),
+        power_sum=np.zeros(steps),
+        norm=np.zeros(steps),
         rank_slope=_aligned_zeros(steps, ranks),
         slope=_aligned_zeros(experts, ranks),
-        scratch=_aligned_zeros(steps),
-        moved=_aligned_zeros(2, ranks),
+        scratch=np.zeros(steps),
+        moved=np.zeros((2, ranks)),
     )
     load_ranks(layer, objective)
     return layer
