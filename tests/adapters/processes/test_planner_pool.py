@@ -11,7 +11,7 @@ import pytest
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.errors import InfeasiblePlan, Reason, Unavailable
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 pytestmark = pytest.mark.integration
 
@@ -92,7 +92,7 @@ async def test_a_process_that_dies_while_idle_is_replaced_before_anybody_asks(po
 
 async def test_the_deadline_begins_when_the_kernels_are_loaded():
     """Loading takes seconds: with a deadline from the start no first plan was ever made."""
-    pool = PlannerPool(1, deadline_s=0.5)
+    pool = PlannerPool(1, deadline_s=deadline(0.5))
     assert await pool.run(double, 3) == 6
     assert pool.warm
     pool.close()
