@@ -59,7 +59,7 @@ class DeploymentRegistry:
                 self.add(name).keeper.want()
 
     def pace(self, flow: FlowControl) -> None:
-        """Have the ranks of all deployments report like this, also those that come later."""
+        """Set the pace of reports for all deployments, and for those that are added later."""
         self._flow = flow
         for deployment in self.deployments.values():
             deployment.ranks.pace(flow)

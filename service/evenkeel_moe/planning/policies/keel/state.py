@@ -42,7 +42,7 @@ class SearchObjective(NamedTuple):
     """The objective of one search, in search units; the same for all its layers."""
 
     costs: SmoothCosts
-    """Of each rank."""
+    """The cost of each rank by its load, as smooth functions."""
     sharp: bool
     """True where p is the higher one: then many ranks have the largest cost together, and moves are
     made together."""
