@@ -26,7 +26,10 @@ WRITTEN_OUT = 3
 
 
 class SmoothCosts(NamedTuple):
-    """The cost of a rank load in the search; apart, because inlined kernels take it."""
+    """The cost of a rank by its load, as the search sees it.
+
+    It is a value of its own because inlined kernels run faster when they take fewer arrays.
+    """
 
     rates: NDArray[np.float64]
     """(R,) cost per unit of load; with stairs, beyond the last of them."""
