@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import SOURCE, faults
+from tests.structure import SOURCE, TESTS, faults, long_files
 from tests.waiting import deadline
 
 ROOT = SOURCE.parents[1]
@@ -47,6 +47,13 @@ def test_a_long_file_and_a_long_function_are_found(tmp_path):
     write(tmp_path, "long.py", "x = 1\n" * 400)
     write(tmp_path, "slow.py", "def work():\n" + "    x = 1\n" * 59)
     assert faults(tmp_path) == []
+
+
+def test_a_long_file_of_the_tests_is_found_and_a_repeated_class_name_is_not(tmp_path):
+    shutil.copytree(TESTS / "model", tmp_path / "model")
+    write(tmp_path, "model/test_long.py", "class Plan:\n    pass\n" + "x = 1\n" * 399)
+    write(tmp_path, "model/test_other.py", "class Plan:\n    pass\n")
+    assert long_files(tmp_path) == ["model/test_long.py: 401 lines, at most 400"]
 
 
 @pytest.fixture(scope="module")

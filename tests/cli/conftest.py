@@ -2,15 +2,40 @@ import socket
 import sys
 import threading
 
+import numpy as np
 import pytest
 import uvicorn
+from typer.testing import CliRunner
 
 from evenkeel_moe.api import TokenSet, create_app
 from evenkeel_moe.cli import main
+from evenkeel_moe.cli.replay import app as replay
+from evenkeel_moe.formats import Trace, write_trace
 from tests.api.fakes import make_operations
 
 OPERATE = "operate-token-0123456789"
 READ = "read-token-0123456789"
+FLEET = ("--ranks", 2, "--slots", 10)
+SMALL = (*FLEET, "--window", 8, "--horizon", 8)
+"""Options of `evenkeel replay` that fit the trace `small`."""
+
+
+def run_replay(*args):
+    """Run `evenkeel replay` in this process, and return its stdout."""
+    result = CliRunner().invoke(replay, [str(arg) for arg in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Return a trace of 3 MoE layers after 2 dense ones, with source counts of 2 ranks."""
+    source = np.random.default_rng(7).integers(0, 40, (40, 2, 3, 8))
+    source[:, :, :, 2] += 60
+    source[20:, :, :, 6] += 90
+    path = tmp_path / "small.npz"
+    write_trace(path, Trace(source.sum(axis=1), (2, 3, 4), source=source))
+    return path
 
 
 @pytest.fixture

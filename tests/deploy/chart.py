@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.waiting import deadline
@@ -23,6 +24,9 @@ VALUES = {
     **{p.stem.removesuffix("-values"): p for p in sorted((CHART / "ci").glob("*.yaml"))},
 }
 """Name -> values file; None for the defaults."""
+CUSTOM = {"ServiceMonitor", "PrometheusRule"}
+"""Kinds of the Prometheus operator: Kubernetes has no schema for them."""
+every_values = pytest.mark.parametrize("name", sorted(VALUES))
 
 
 @dataclass(frozen=True)

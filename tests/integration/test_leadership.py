@@ -4,17 +4,14 @@ import asyncio
 import os
 import signal
 import time
-from collections import Counter
 
 import pytest
 
-from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
-from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.wire import link
-from tests.integration.controller_rig import Controller, Group, Rank
+from tests.integration.controller_rig import Group, Rank
+from tests.integration.replicas import replicas
 from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -34,9 +31,6 @@ _BEFORE_DATA = frozenset(
     }
 )
 """Decisions that stopped at the data gate or before it."""
-
-
-_TWO = ("one", "two")
 
 
 class BoundRank(Rank):
@@ -71,32 +65,6 @@ def bound_group(**settings) -> Group:
     group.bound = {}  # type: ignore[attr-defined]
     group.ranks = [BoundRank(group, rank) for rank in range(group.shape.num_ranks)]
     return group
-
-
-@pytest.fixture
-async def store(tmp_path):
-    server = EmbeddedValkey(tmp_path / "shared")
-    await server.start()
-    yield server
-    await server.stop()
-
-
-def replicas(tmp_path, store, *names: str, **settings) -> tuple[Controller, ...]:
-    environment = {
-        "REDIS__URL": store.url,
-        "LEADER__REPLICAS": str(len(names or _TWO)),
-        "LEADER__LEASE_S": "3",
-        "LEADER__RENEW_S": "0.75",
-        "INGEST__HEARTBEAT_S": "0.5",
-        # Ranks here do not come back by themselves; on a starved machine they must not seem lost.
-        "INGEST__RANK_LEASE_S": "20",
-        "PLANNER__MODE": "observe",
-        **settings,
-    }
-    return tuple(
-        Controller(tmp_path / name, **environment, LEADER__REPLICA_ID=name)
-        for name in names or _TWO
-    )
 
 
 async def _reached(group, controller) -> bool:
@@ -320,90 +288,3 @@ async def _decided(controller, steps):
         row for row in rows[led[-1] :] if led and row.get("reason") not in (None, *_BEFORE_DATA)
     ]
     return status["window_steps"] if past and decision.get("reason") not in _BEFORE_DATA else None
-
-
-class LinkedRank:
-    """A real rank's link, and what it heard."""
-
-    def __init__(self, group: Group, rank: int, addresses: list[str]) -> None:
-        from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
-
-        self._rank = Rank(group, EpRank(rank))
-        self.heard: list[object] = []
-        self._running = asyncio.create_task(GrpcRankLink(addresses, seed=rank).run(self))
-
-    def hello(self) -> m.Hello:
-        return self._rank.hello()
-
-    def heartbeat(self) -> link.Heartbeat:
-        return link.Heartbeat(1, 2, 3)
-
-    def received(self, stream: int, message: link.ToRankLink) -> None:
-        self.heard.append(message)
-
-    def lost(self, stream: int) -> None:
-        self.heard.append("lost")
-
-    @property
-    def leader(self) -> str | None:
-        """The leader that accepted the rank; None before that."""
-        last = next(
-            (m for m in reversed(self.heard) if isinstance(m, link.Registration) or m == "lost"),
-            None,
-        )
-        return (
-            last.leader.leader_id if isinstance(last, link.Registration) and last.leader else None
-        )
-
-    async def close(self) -> None:
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
-
-
-async def test_deployments_are_shared_when_one_replica_becomes_three(tmp_path, store):
-    """Ranks keep their streams; the roll-out that comes with more replicas spreads them."""
-    one, two, three = replicas(tmp_path, store, "one", "two", "three")
-    async with one:
-        free = free_ports(2)
-        for controller, port in zip((two, three), free, strict=True):
-            controller.environment["EVENKEEL_GRPC__PORT"] = str(port)
-        one.environment["EVENKEEL_GRPC__PORT"] = str(one.ports["grpc"])
-        addresses = [one.address, *(f"127.0.0.1:{port}" for port in free)]
-        fleets = {
-            name: [LinkedRank(group, rank, addresses) for rank in range(group.shape.num_ranks)]
-            for name, group in ((f"model-{n}", Group(deployment=f"model-{n}")) for n in range(6))
-        }
-        try:
-            await until(lambda: leaders_of(fleets) == dict.fromkeys(fleets, {"one"}), within_s=60)
-            async with two, three:
-                await one.stop()
-                await one.start()
-                await until(lambda: settled(fleets), within_s=60)
-                shares = Counter(next(iter(names)) for names in leaders_of(fleets).values())
-                assert len(shares) >= 2 and max(shares.values()) <= 4, shares
-        finally:
-            await asyncio.gather(*(rank.close() for ranks in fleets.values() for rank in ranks))
-
-
-def leaders_of(fleets: dict[str, list[LinkedRank]]) -> dict[str, set[str | None]]:
-    """Return the leaders that accepted the ranks, by deployment."""
-    return {name: {rank.leader for rank in ranks} for name, ranks in fleets.items()}
-
-
-def settled(fleets: dict[str, list[LinkedRank]]) -> bool:
-    """Every rank is with a leader, and the ranks of a deployment with the same."""
-    return all(len(names) == 1 and None not in names for names in leaders_of(fleets).values())
-
-
-async def test_an_agents_link_that_asks_a_follower_is_led_to_the_leader(tmp_path, store):
-    """The link of real ranks, told only the follower's address."""
-    one, two = replicas(tmp_path, store)
-    async with one, two, Group() as group:
-        await group.connect(one.address)
-        await until(lambda: one.state("ready"))
-        await group.ranks[3].close()
-        rank = LinkedRank(group, 3, [two.address])
-        try:
-            assert await until(lambda: rank.leader) == "one"
-        finally:
-            await rank.close()

@@ -1,0 +1,113 @@
+"""`evenkeel replay plan`."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from evenkeel_moe.cli.replay import app
+from evenkeel_moe.errors import InfeasiblePlan, ShapeMismatch
+from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
+from evenkeel_moe.planning.problem import metrics
+from tests.cli.conftest import FLEET, SMALL, run_replay
+
+
+@pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
+def test_plan_writes_for_every_engine(small, tmp_path, format_):
+    out = tmp_path / "placement"
+    said = json.loads(
+        run_replay("plan", "-t", small, *FLEET, "-p", "eplb", "-f", format_, "-o", out, "--json")
+    )
+    file = read_placement(out, num_ranks=2, num_logical_experts=8, first_moe_layer=2)
+    assert file.layer_ids == (2, 3, 4)
+    load = read_trace(small).counts
+    assert said["time_over_fluid"] == pytest.approx(metrics.time_over_fluid(load, file.placement))
+    assert "copies" not in said
+    again = json.loads(
+        run_replay(
+            "plan",
+            "-t",
+            small,
+            *FLEET,
+            "-p",
+            "eplb",
+            "-o",
+            tmp_path / "b",
+            "--current",
+            out,
+            "--json",
+        )
+    )
+    assert again["copies"] == 0.0
+
+
+def test_plan_looks_only_at_the_newest_steps(small, tmp_path):
+    run_replay("plan", "-t", small, *FLEET, "-p", "eplb", "--window", 10, "-o", tmp_path / "new")
+    placement = read_placement(tmp_path / "new").placement
+    assert (placement.logcnt[:, 6] == 2).all()
+    assert read_placement(tmp_path / "new").info["planned_on_steps"] == 10
+
+
+def test_a_current_placement_of_another_fleet_is_refused(small, tmp_path):
+    out = tmp_path / "placement"
+    run_replay("plan", "-t", small, "--ranks", 2, "--slots", 12, "-p", "eplb", "-o", out)
+    with pytest.raises(ShapeMismatch, match=r"\(3, 12, 2, 8\), the fleet has \(3, 10, 2, 8\)"):
+        run_replay(
+            "plan", "-t", small, *FLEET, "-p", "eplb", "-o", tmp_path / "b", "--current", out
+        )
+
+
+@pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
+def test_dense_layers_may_lie_between_moe_layers(tmp_path, format_):
+    counts = np.random.default_rng(7).integers(0, 40, (20, 3, 8))
+    for name, layer_ids in (("here", (1, 3, 5)), ("there", (1, 2, 3))):
+        write_trace(tmp_path / f"{name}.npz", Trace(counts, layer_ids))
+    plan = ("plan", *FLEET, "-p", "eplb", "-t")
+    run_replay(*plan, tmp_path / "here.npz", "-f", format_, "-o", tmp_path / "placement")
+    current = ("--current", tmp_path / "placement", "-o", tmp_path / "b", "--json")
+    assert json.loads(run_replay(*plan, tmp_path / "here.npz", *current))["copies"] == 0.0
+    if format_ in ("neutral", "trtllm"):
+        with pytest.raises(
+            ShapeMismatch, match=r"placement: the file is for layers \[1, 3, 5\], \[1, 2, 3\] are"
+        ):
+            run_replay(*plan, tmp_path / "there.npz", *current)
+
+
+def test_craft_chooses_its_replicas_by_memory_gain_or_knee(small, tmp_path):
+    craft = (
+        "plan",
+        "-t",
+        small,
+        *FLEET,
+        "--bytes-per-expert",
+        10,
+        "-p",
+        "craft",
+        "-o",
+        tmp_path / "b",
+        "--json",
+    )
+    most = json.loads(run_replay(*craft))["replicas"]
+    assert json.loads(run_replay(*craft, "--craft-replicas", "memory"))["replicas"] == most > 2
+    assert json.loads(run_replay(*craft, "--free-bytes", 10))["replicas"] == 2
+    assert json.loads(run_replay(*craft, "--craft-replicas", "1"))["replicas"] == 0
+    assert 0 < json.loads(run_replay(*craft, "--craft-replicas", "knee"))["replicas"] <= most
+    replay = ("compare", "-t", small, *SMALL, "-p", "craft", "--no-baselines", "--json")
+    free = [json.loads(run_replay(*replay, *more))["results"] for more in ((), ("--free-bytes", 0))]
+    assert free[0][0]["time_over_fluid"] < free[1][0]["time_over_fluid"]
+
+
+def test_a_seed_is_not_negative(small):
+    result = CliRunner().invoke(app, ["plan", "-t", str(small), "--seed", "-1", "-o", "x"])
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr
+
+
+def test_what_an_engine_cannot_read_is_not_written(small, tmp_path):
+    out = tmp_path / "placement"
+    with pytest.raises(InfeasiblePlan, match="cannot hold empty slots"):
+        run_replay(
+            "plan", "-t", small, *FLEET, "--pooled", "-p", "craft", "-f", "trtllm", "-o", out
+        )
+    assert not out.exists()
