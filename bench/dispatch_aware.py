@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from bench.dispatch_traces import Recorded, setup_of
 from bench.report import Row
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.walk import walk_forward
 
 __all__ = ["aware_rows", "bootstrap_upper"]

@@ -16,12 +16,12 @@ from evenkeel_moe.dispatch import (
     resident_mask,
     shard_tokens,
 )
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.metrics import rank_load
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.replay.walk import walk_forward
 

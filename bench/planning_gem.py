@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from bench.loads import lognormal_steps
 from bench.report import Row, best_of
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.planning.policies.gem.kernels import search_layers
 from evenkeel_moe.planning.policies.gem.policy import cost_table, gem_setup
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.kernels import token_cost
 
 __all__ = ["gem_rows"]
@@ -149,8 +150,8 @@ def _rows(
     steps = lognormal_steps(16, layers, experts)
     tokens = 32_768 / ranks
     costs = gem_setup("moderate", ranks, tile_tokens=max(1, int(tokens / 16)), tiles=32)
-    curves = metrics.cost_arrays(costs, ranks)
-    load, table = cost_table(steps, ranks, costs)
+    curves = moe_time.curve_arrays(costs, ranks)
+    load, table = cost_table(steps, ranks, CostModel(costs))
     plain_load = load.astype(np.float64)
     rng = np.random.default_rng(0)
     noise = 1.0 + rng.uniform(-NOISE, NOISE, (RESTARTS, layers, experts))

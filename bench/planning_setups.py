@@ -13,6 +13,7 @@ import numpy as np
 from bench.planning_walk import FLEETS, RIVALS, recorded, setup_of, upper95
 from bench.report import Row, print_row, write_report
 from evenkeel_moe.formats import Trace
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.planning.policies.craft.policy import CraftOptions, GainWeighting, plan_craft
 from evenkeel_moe.planning.policies.gem.policy import gem_setup, plan_gem
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
@@ -56,7 +57,7 @@ def speed_rows(traces: list[Trace]) -> Iterator[list[Row]]:
             setup = setup_of(trace, RANKS, SLOTS)
             tokens = float(setup.load.sum(axis=2).mean()) / RANKS
             costs = gem_setup(spread, RANKS, tile_tokens=max(1, int(tokens / 16)), tiles=64)
-            setup = replace(setup, objective=Objective(costs=costs))
+            setup = replace(setup, objective=Objective(cost=CostModel(costs)))
             keel, gem = _walk("keel", plan_keel, setup), _walk("gem", plan_gem, setup)
             mine, other = keel.times.sum(axis=1), gem.times.sum(axis=1)
             name = f"gem_{spread}_{trace.name}"

@@ -33,7 +33,7 @@ from evenkeel_moe.planning.decision.cycle import (
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import Call, held_out_steps
 from evenkeel_moe.planning.policies.registry import warm_kernels
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import count_moves
 from evenkeel_moe.planning.signals.change_detection import detect_change
@@ -101,8 +101,8 @@ def _judge(
     verdict, _ = judge_target(inputs, target, inputs.load[split.cut :])
     assert verdict is not None
     after = trace.load[last : last + verdict.steps].astype(np.float64)
-    old = metrics.step_times(after, current).sum(axis=1)
-    new = metrics.step_times(after, target).sum(axis=1)
+    old = moe_time.step_times(after, current).sum(axis=1)
+    new = moe_time.step_times(after, target).sum(axis=1)
     realised = float((old - new).mean() - COPY_COST * copies / LIFETIME) / float(old.mean())
     point = Point(trace.name, checking, followed, verdict.call, realised)
     return point, target if verdict.call is Call.RECOMMEND else current

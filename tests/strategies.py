@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from evenkeel_moe.model.cost import CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem.objective import CostCurves
 
 LOAD_KINDS = ("zipf", "spikes", "uniform", "equal", "one_hot", "zeros")
 
@@ -124,3 +124,29 @@ def cost_curves(draw, num_ranks):
         tile_seconds=stairs,
         slope_s_per_token=rng.integers(0, 3, num_ranks) * 0.01,
     )
+
+
+@st.composite
+def replica_works(draw):
+    """Work in proportion to tokens, or with any of its parts."""
+    part = st.sampled_from([0.0, 0.7, 5.0, 40.0])
+    return ReplicaWork(draw(part), draw(part), draw(st.sampled_from([0.0, 1.0, 16.0])))
+
+
+@st.composite
+def cost_models(draw, num_ranks):
+    """Cost models of all kinds: by tokens, curves, roofline, shared experts, a fixed part."""
+    return CostModel(
+        draw(st.none() | cost_curves(num_ranks)),
+        draw(replica_works()),
+        fixed=draw(st.sampled_from([0.0, 2.5])),
+        shared_tokens=draw(st.sampled_from([0.0, 0.3])),
+    )
+
+
+@st.composite
+def source_loads(draw, shape):
+    """(R, L, E) tokens routed by each source rank."""
+    rng = np.random.default_rng(draw(seeds))
+    sizes = (shape.num_ranks, shape.num_layers, shape.num_logical_experts)
+    return rng.integers(0, 50, sizes).astype(np.float64)

@@ -14,11 +14,11 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import held_out_steps
 from evenkeel_moe.planning.policies.registry import resolve_policy
-from evenkeel_moe.planning.problem.objective import DispatchModel
 
 _STRICT = ConfigDict(extra="forbid")
 DEFAULT_THRESHOLDS: Mapping[str, float] = {

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from evenkeel_moe.cli.replay import app
 from evenkeel_moe.errors import InfeasiblePlan, ShapeMismatch
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import moe_time
 from tests.cli.conftest import FLEET, SMALL, run_replay
 
 
@@ -22,7 +22,7 @@ def test_plan_writes_for_every_engine(small, tmp_path, format_):
     file = read_placement(out, num_ranks=2, num_logical_experts=8, first_moe_layer=2)
     assert file.layer_ids == (2, 3, 4)
     load = read_trace(small).counts
-    assert said["time_over_fluid"] == pytest.approx(metrics.time_over_fluid(load, file.placement))
+    assert said["time_over_fluid"] == pytest.approx(moe_time.time_over_fluid(load, file.placement))
     assert "copies" not in said
     again = json.loads(
         run_replay(

@@ -16,9 +16,9 @@ from evenkeel_moe.dispatch import (
     assign_quotas,
 )
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_shares
 from tests.dispatch.placements import (
     all_tables,

@@ -7,9 +7,9 @@ from scipy.optimize import linprog
 
 from evenkeel_moe.dispatch import BatchedSplit, ExactSplit, LplbChoice
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.metrics import rank_load
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.dispatch.placements import (
     all_tables,

@@ -63,6 +63,33 @@ def seconds(tokens, rank, costs):
     )
 
 
+def replica_work(tokens, replica):
+    if tokens <= 0:
+        return 0.0
+    whole = max(tokens, 1.0)
+    if replica.tile_tokens:
+        whole = replica.tile_tokens * math.ceil(whole / replica.tile_tokens - 1e-9)
+    if replica.read_tokens == replica.start_tokens == replica.tile_tokens == 0:
+        return tokens
+    return (replica.start_tokens + max(replica.read_tokens, whole)) * min(tokens, 1.0)
+
+
+def slowest_rank(tokens, per_slot, num_ranks, cost, split, layer):
+    """Time of one layer in one step: (E,) tokens, (S,) tokens of each slot."""
+    per_rank = len(per_slot) // num_ranks
+    slowest = 0.0
+    for rank in range(num_ranks):
+        part = 1 / num_ranks
+        if split.source_load is not None and split.source_load[:, layer].sum() > 0:
+            part = split.source_load[rank, layer].sum() / split.source_load[:, layer].sum()
+        work = cost.shared_tokens * sum(tokens) * part
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
+            work += replica_work(per_slot[slot], cost.replica)
+        if work > 0:
+            slowest = max(slowest, seconds(work, rank, cost.curves) + cost.fixed)
+    return slowest
+
+
 def takes_within(value, rank, costs):
     """Most tokens a rank takes without exceeding `value` seconds, by bisection."""
     low, high = 0.0, 1e9

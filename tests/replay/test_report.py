@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.formats import Trace
-from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
+from evenkeel_moe.model.cost import CostCurves, CostModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.compare import Comparison, compare
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.report import render_report
@@ -29,7 +31,9 @@ def _compare(setup: Setup, *policies: str) -> Comparison:
 )
 def test_rank_loads_are_shown_before_and_after_for_any_choice_of_policies(setup, policies, maps):
     speeds = CostCurves.linear(np.array([1.0, 2.0]))
-    setup = replace(setup, objective=Objective(costs=speeds, dispatch=DispatchModel.NEAREST))
+    setup = replace(
+        setup, objective=Objective(cost=CostModel(speeds), dispatch=DispatchModel.NEAREST)
+    )
     page = render_report(_compare(setup, *policies))
     titles = re.findall(r'aria-label="((?:before|after): [^"]*)"', page)
     assert [title.split(", worst")[0] for title in titles] == maps

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.eplb import plan_eplb
-from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Proposal
 from evenkeel_moe.replay.walk import Setup, replan_steps, walk_forward
 from evenkeel_moe.replay.walk_metrics import measure_walk
@@ -151,7 +152,8 @@ def test_planning_time_is_measured_around_the_planner_alone(setup):
 
 
 def test_slow_ranks_are_scored_by_their_curves(setup):
-    slow = replace(setup, objective=Objective(costs=CostCurves.linear(np.array([1.0, 3.0]))))
+    cost = CostModel(CostCurves.linear(np.array([1.0, 3.0])))
+    slow = replace(setup, objective=Objective(cost=cost))
     stay = walk_forward("stay", lambda replan: None, slow)
     loads = stay.rank_load * np.array([1.0, 3.0])
     np.testing.assert_allclose(stay.times, loads.max(axis=2))

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.telemetry.balance import Balance
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings, price
+from evenkeel_moe.model.cost import CostModel, CostSource
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.problem.metrics import rank_seconds
+from evenkeel_moe.planning.problem.moe_time import rank_times
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.telemetry.balance import Balance
 from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks, join_curves, speed_factors
@@ -136,8 +137,9 @@ def test_measured_curves_are_what_the_planner_scores_with():
     slow = CostCurve(64, (2e-3, 4e-3), 5e-5)
     joined = join_curves([fast, slow])
     assert joined is not None
-    assert np.allclose(rank_seconds(np.array([[65.0, 64.0]]), joined), [[1e-3, 2e-3]])
-    assert np.allclose(rank_seconds(np.array([[192.0, 192.0]]), joined), [[2e-3, 4e-3 + 64 * 5e-5]])
+    assert np.allclose(rank_times(np.array([[65.0, 64.0]]), CostModel(joined)), [[1e-3, 2e-3]])
+    times = rank_times(np.array([[192.0, 192.0]]), CostModel(joined))
+    assert np.allclose(times, [[2e-3, 4e-3 + 64 * 5e-5]])
     assert join_curves([fast, None]) is None
     assert join_curves([fast, CostCurve(32, (1e-3,), 0.0)]) is None
     assert join_curves([]) is None
@@ -150,11 +152,9 @@ def test_measured_curves_are_what_the_planner_scores_with():
         deadline_s=60.0,
         objective=Objective(),
     )
-    assert price(np.zeros(0), 1_000_000, settings, joined) == (joined, 1e-3)
-    assert price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=False), joined) == (
-        None,
-        1.0,
-    )
+    for speeds in (True, False):
+        cost, copy_s = price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=speeds), joined)
+        assert cost.curves is joined and cost.source is CostSource.PROFILED and copy_s == 1e-3
 
 
 PLACEMENT = Placement(np.arange(4, dtype=np.int32)[None], 4, 4)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.formats.writing import write_file
-from evenkeel_moe.planning.problem.objective import DispatchModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.replay.budget import BudgetPoint, budget_curve, budgets_to_try
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward

@@ -7,10 +7,12 @@ import numpy as np
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace
+from evenkeel_moe.model.cost import CostCurves, CostModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule
 from evenkeel_moe.planning.policies.registry import POLICIES
-from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Policy
 from evenkeel_moe.replay.compare import load_by_source
 from evenkeel_moe.replay.options import FleetOptions, PlanningOptions
@@ -51,7 +53,7 @@ def replay_setup(
         horizon_steps=horizon_steps,
         source=source,
         objective=Objective(
-            costs=_costs(fleet),
+            cost=CostModel(_costs(fleet)),
             dispatch=dispatch,
             cross_node_factor=planning.cross_node_factor,
             allow_duplicates=planning.allow_duplicates,

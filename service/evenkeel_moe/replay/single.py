@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.registry import POLICIES
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.placement_problem import Policy
 from evenkeel_moe.planning.schedule.relabel import count_moves
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
@@ -63,7 +63,7 @@ def plan_once(
     load, split = setup.load[first:], setup.split(first, steps)
     numbers = {
         "balancedness_mean": metrics.balancedness_mean(metrics.rank_load(load, target, split)),
-        "time_over_fluid": metrics.time_over_fluid(load, target, setup.objective.costs, split),
+        "time_over_fluid": moe_time.time_over_fluid(load, target, setup.objective.cost, split),
         "replicas": float((target.logcnt - 1).sum()),
     }
     if current is not None:

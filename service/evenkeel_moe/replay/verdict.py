@@ -9,7 +9,7 @@ from dataclasses import replace
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.gates import AfterInputs, GateSettings, decide_after
 from evenkeel_moe.planning.decision.verdict import VerdictRules, held_out_steps, judge
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import Proposal
 from evenkeel_moe.planning.schedule.relabel import count_moves
 from evenkeel_moe.replay.walk import Planner, Replan, relabelled
@@ -45,8 +45,8 @@ def with_verdict(planner: Planner) -> Planner:
         target = relabelled(problem, proposal)
         moves, objective = count_moves(current, target), problem.objective
         scored, split = problem.load[-held_out:], replan.setup.split(step, replan.step)
-        old = metrics.step_times(scored, current, objective.costs, split).sum(axis=1)
-        new = metrics.step_times(scored, target, objective.costs, split).sum(axis=1)
+        old = moe_time.step_times(scored, current, objective.cost, split).sum(axis=1)
+        new = moe_time.step_times(scored, target, objective.cost, split).sum(axis=1)
         min_steps = min(settings.min_held_out_steps, held_out)
         decision = decide_after(
             AfterInputs(

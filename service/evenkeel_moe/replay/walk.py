@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 from evenkeel_moe.planning.problem.token_split import SplitModel
@@ -66,7 +66,7 @@ class Setup:
         load = self.load[first:last]
         copy_cost = 0.0
         if self.copy_price:
-            fluid = metrics.fluid_times(load, self.shape.num_ranks, self.objective.costs)
+            fluid = moe_time.fluid_times(load, self.shape.num_ranks, self.objective.cost)
             copy_cost = self.copy_price * float(fluid.mean())
         return PlacementProblem(
             load=load,
@@ -209,7 +209,9 @@ def _score(
     """Return the rank load, times and fluid times of the horizon that begins at `step`."""
     last = step + setup.horizon_steps
     load = setup.load[step:last]
-    rank_load = metrics.rank_load(load, placement, setup.split(step, last))
-    costs = setup.objective.costs
-    times = metrics.rank_seconds(rank_load, costs).max(axis=2)
-    return rank_load, times, metrics.fluid_times(load, setup.shape.num_ranks, costs)
+    split, cost = setup.split(step, last), setup.objective.cost
+    return (
+        metrics.rank_load(load, placement, split),
+        moe_time.step_times(load, placement, cost, split),
+        moe_time.fluid_times(load, setup.shape.num_ranks, cost),
+    )

@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from evenkeel_moe.planning.problem.objective import CostCurves
+from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.wire.link import CostCurve
 
 _log = structlog.get_logger(__name__)

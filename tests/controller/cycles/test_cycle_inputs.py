@@ -17,6 +17,7 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     steps_since_move,
 )
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.cost import TOKENS, CostSource
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.planning.problem.objective import Objective
@@ -90,14 +91,14 @@ def settings(**changes) -> CycleSettings:
 
 def test_a_copy_costs_what_a_rank_computes_meanwhile():
     speeds = np.array([1e-6, 3e-6])
-    no_costs, in_tokens = price(speeds, 1000, settings())
-    assert no_costs is None and in_tokens == pytest.approx(1e-3 / 2e-6)
-    costs, in_seconds = price(speeds, 1000, settings(rank_speeds=True))
-    assert costs is not None
-    assert np.allclose(costs.slope_s_per_token, speeds)
+    by_tokens, in_tokens = price(speeds, 1000, settings())
+    assert by_tokens is TOKENS and in_tokens == pytest.approx(1e-3 / 2e-6)
+    cost, in_seconds = price(speeds, 1000, settings(rank_speeds=True))
+    assert cost.source is CostSource.MEASURED and cost.curves is not None
+    assert np.allclose(cost.curves.slope_s_per_token, speeds)
     assert in_seconds == pytest.approx(1e-3)
     for unknown in (np.zeros(0), np.array([1e-6, math.nan])):
-        assert price(unknown, 1000, settings(rank_speeds=True)) == (None, 77.0)
+        assert price(unknown, 1000, settings(rank_speeds=True)) == (TOKENS, 77.0)
 
 
 def test_only_plans_that_ran_start_the_cooldown():

@@ -14,10 +14,10 @@ from evenkeel_moe.controller.ingest.group_loads import (
     topology_of,
 )
 from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
 from tests.controller.replicas import DEMO, feed, make_registry, replicas

@@ -11,7 +11,7 @@ from evenkeel_moe.controller.operations.gauges import (
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.telemetry.balance import Balance
 from tests.api.fakes import make_plan
@@ -76,8 +76,8 @@ def test_realised_gain_compares_target_and_base_on_the_same_later_steps():
     assert realised.balancedness is None
     later = window(counts[6:], 6, final)
     realised.update(record, {Phase.DECODE: [later]}, EVEN_SPLIT)
-    old = metrics.predicted_time(later.counts, plan.base)
-    new = metrics.predicted_time(later.counts, plan.target)
+    old = moe_time.predicted_time(later.counts, plan.base)
+    new = moe_time.predicted_time(later.counts, plan.target)
     assert realised.gain == pytest.approx(1 - new / old)
     expected = metrics.balancedness_mean(metrics.rank_load(later.counts, plan.target))
     assert realised.balancedness == pytest.approx(expected)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from evenkeel_moe.planning.problem.objective import DispatchModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 
 PROGRAM = """
 import resource, signal, sys
@@ -16,7 +16,7 @@ from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.planning.problem import kernels, metrics
 from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
-from evenkeel_moe.planning.problem.objective import DispatchModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.telemetry import step_kernels
 from evenkeel_moe.protocol.messages import RankIdentity

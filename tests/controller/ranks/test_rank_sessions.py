@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.wire.link import FlowControl, Registration
 from tests.controller.replicas import ONE

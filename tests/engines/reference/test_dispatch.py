@@ -11,9 +11,9 @@ from evenkeel_moe.engines.reference.forward import Forward, Witness
 from evenkeel_moe.engines.reference.libra import TwoStageDispatch
 from evenkeel_moe.engines.reference.parts import RankParts
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.metrics import rank_load
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.agent.ranks import Group, run_ranks
 from tests.waiting import deadline

@@ -11,7 +11,7 @@ from evenkeel_moe.planning.decision.cycle import CycleInputs, plan_target, run_c
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.registry import POLICIES
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Proposal
 
@@ -74,7 +74,7 @@ def test_a_skewed_window_ends_in_waves_that_reach_a_better_target():
         reached = reached.with_rows(wave.layers, wave.rows)
     assert reached == result.target
     later = skewed(30, seed=1)
-    assert metrics.predicted_time(later, reached) < 0.9 * metrics.predicted_time(
+    assert moe_time.predicted_time(later, reached) < 0.9 * moe_time.predicted_time(
         later, Placement.initial(SHAPE)
     )
     assert result.numbers["gain_lower"] > 0
@@ -90,7 +90,7 @@ def test_after_a_change_only_the_steps_since_are_planned_on():
     assert result.numbers["held_out_steps"] == 8
     later = skewed(30, (6, 7), seed=2)
     assert result.target is not None and settled is not None
-    assert metrics.predicted_time(later, result.target) < 0.9 * metrics.predicted_time(
+    assert moe_time.predicted_time(later, result.target) < 0.9 * moe_time.predicted_time(
         later, settled
     )
 

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.registry import POLICIES
-from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.strategies import loads, shapes, topologies
 
@@ -136,7 +137,7 @@ def test_loads_and_topologies_of_another_deployment_are_refused():
 @EVERY
 def test_curves_of_another_fleet_are_refused(name):
     with pytest.raises(ShapeMismatch):
-        objective = Objective(costs=CostCurves.linear(np.ones(4)))
+        objective = Objective(cost=CostModel(CostCurves.linear(np.ones(4))))
         POLICIES[name](problem_of(random_load(2, 6), 3, 3, objective=objective))
 
 

@@ -4,10 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb, rebalance_experts
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.planning import twins
@@ -55,10 +56,10 @@ def test_proposals_are_sound_for_every_load(kind, data, shape):
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts, kinds=(kind,)))
     topology = data.draw(topologies(shape.num_ranks))
     costs = data.draw(st.none() | cost_curves(shape.num_ranks))
-    problem = PlacementProblem(load, shape, topology, objective=Objective(costs=costs))
+    problem = PlacementProblem(load, shape, topology, objective=Objective(cost=CostModel(costs)))
     proposal = plan_eplb(problem)
     proposal.placement.check(shape)
-    assert proposal.score == pytest.approx(metrics.score(problem, proposal.placement))
+    assert proposal.score == pytest.approx(moe_time.score(problem, proposal.placement))
     assert proposal.lower_bound is not None
     assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
     assert plan_eplb(problem).placement.digest == proposal.placement.digest

@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra, replicate_by_source
-from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.strategies import loads, placements, seeds, shapes
 

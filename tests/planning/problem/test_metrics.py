@@ -4,23 +4,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.planning import twins
-from tests.strategies import cost_curves, loads, placements, shapes, topologies
+from tests.strategies import loads, placements, shapes, topologies
 
 
 @st.composite
 def scored(draw):
-    """A window, a placement, a dispatcher and perhaps cost curves of one deployment."""
+    """A window, a placement and a dispatcher of one deployment."""
     shape = draw(shapes())
     load = draw(loads(shape.num_layers, shape.num_logical_experts))
     dispatch = draw(st.sampled_from(DispatchModel))
-    costs = draw(st.none() | cost_curves(shape.num_ranks))
     split = SplitModel(dispatch, draw(topologies(shape.num_ranks)))
-    return load, draw(placements(shape)), costs, split
+    return load, draw(placements(shape)), split
 
 
 def test_one_rank_with_twice_the_load_is_not_balanced():
@@ -77,15 +76,13 @@ def test_other_shapes_are_refused():
     placement = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
     with pytest.raises(ShapeMismatch, match=r"\(T, 1, 2\)"):
         metrics.rank_load(np.ones((1, 2, 2)), placement)
-    with pytest.raises(ShapeMismatch, match="3 ranks"):
-        metrics.predicted_time(np.ones((1, 1, 2)), placement, CostCurves.linear(np.ones(3)))
     with pytest.raises(ShapeMismatch, match=r"\(T, L, R\)"):
         metrics.balancedness_mean(np.ones((2, 2)))
 
 
 @given(scored())
 def test_rank_load_keeps_every_token_and_matches_the_twin(case):
-    load, placement, _, split = case
+    load, placement, split = case
     rank_load = metrics.rank_load(load, placement, split)
     assert rank_load.sum(axis=2) == pytest.approx(load.sum(axis=2))
     assert (rank_load >= 0).all()
@@ -112,56 +109,3 @@ def test_rank_load_keeps_every_token_and_matches_the_twin(case):
             assert got == pytest.approx(
                 twins.rank_load(load[t, layer], row, shares, placement.num_ranks)
             )
-
-
-@given(scored())
-def test_predicted_time_is_the_slowest_rank_and_never_beats_the_fluid_bound(case):
-    load, placement, costs, split = case
-    rank_load = metrics.rank_load(load, placement, split)
-    ranks = range(placement.num_ranks)
-    slowest = [
-        [max(twins.seconds(tokens[r], r, costs) for r in ranks) for tokens in step]
-        for step in rank_load
-    ]
-    times = metrics.step_times(load, placement, costs, split)
-    assert times == pytest.approx(np.array(slowest))
-    assert metrics.predicted_time(load, placement, costs, split) == pytest.approx(times.sum())
-    fluid = metrics.fluid_times(load, placement.num_ranks, costs)
-    assert (fluid <= times * (1 + 1e-9)).all()
-    if load.sum() > 0:
-        assert metrics.time_over_fluid(load, placement, costs, split) >= 1 - 1e-9
-    else:
-        assert np.isnan(metrics.time_over_fluid(load, placement, costs, split))
-
-
-@given(st.integers(1, 4).flatmap(cost_curves), st.integers(0, 3000))
-def test_fluid_time_is_the_best_divisible_split(costs, tokens):
-    ranks = costs.tile_seconds.shape[0]
-    got = metrics.fluid_times(np.array([[[float(tokens)]]]), ranks, costs)[0, 0]
-    assert got == pytest.approx(twins.fluid_time(tokens, ranks, costs), rel=1e-6)
-
-
-def test_even_split_that_fills_a_stair_exactly_does_not_pay_for_the_next():
-    # A fifth of 1 plus a fifth of 499 is slightly more than 100 in floating point.
-    assert 1 * (1 / 5) + 499 * (1 / 5) > 100
-    costs = CostCurves(100, np.array([[1.0, 2.0]] * 5), np.zeros(5))
-    placement = Placement(np.array([[0, 1] * 5]), num_ranks=5, num_logical_experts=2)
-    assert metrics.predicted_time(np.array([[[1.0, 499.0]]]), placement, costs) == 1.0
-    assert metrics.predicted_time(np.array([[[1.0, 500.0]]]), placement, costs) == 2.0
-
-
-def test_faster_ranks_take_more_in_the_fluid_bound():
-    costs = CostCurves.linear(np.array([1.0, 3.0]))
-    assert metrics.fluid_bound(np.array([[[400.0]]]), 2, costs) == pytest.approx(300.0)
-    assert metrics.fluid_bound(np.array([[[400.0]]]), 2) == 200.0
-
-
-@given(scored())
-def test_scores_scale_with_the_load_and_add_over_steps(case):
-    load, placement, _, split = case
-    whole = metrics.predicted_time(load, placement, None, split)
-    assert metrics.predicted_time(load * 3, placement, None, split) == pytest.approx(3 * whole)
-    parts = sum(
-        metrics.predicted_time(load[t : t + 1], placement, None, split) for t in range(len(load))
-    )
-    assert parts == pytest.approx(whole)

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.cost import CostCurves
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.registry import POLICIES
-from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 from tests.strategies import loads, placements, seeds, shapes, topologies
 

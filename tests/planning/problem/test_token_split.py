@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load, slot_shares
 from tests.planning import twins
 from tests.strategies import loads, placements, seeds, shapes, topologies

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import ShapeMismatch
+from evenkeel_moe.model.cost import CostCurves, CostModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
+from evenkeel_moe.planning.problem import metrics, moe_time
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import (
     align_slots,
@@ -193,7 +195,7 @@ def test_relabelling_keeps_the_score(case, data):
         data.draw(topologies(shape.num_ranks)),
         current=current,
         objective=Objective(
-            costs=CostCurves.linear(rng.integers(1, 3, shape.num_ranks).astype(float)),
+            cost=CostModel(CostCurves.linear(rng.integers(1, 3, shape.num_ranks).astype(float))),
             dispatch=data.draw(st.sampled_from(DispatchModel)),
         ),
         source_load=data.draw(
@@ -202,9 +204,9 @@ def test_relabelling_keeps_the_score(case, data):
             )
         ),
     )
-    before = metrics.score(problem, target)
+    before = moe_time.score(problem, target)
     if problem.objective.dispatch is not DispatchModel.OPTIMAL:
-        assert metrics.score(problem, relabel(problem, target)) == pytest.approx(before)
+        assert moe_time.score(problem, relabel(problem, target)) == pytest.approx(before)
 
 
 def test_other_deployments_are_refused():

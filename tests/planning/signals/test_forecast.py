@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, minimize
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import detect_change, step_weights
 from evenkeel_moe.planning.signals.forecast import Forecast, forecast, recentred
@@ -146,9 +147,11 @@ def test_keel_plans_for_where_loads_go():
         seen, blind = plan_keel(problem), plan_keel(problem, BLIND)
         assert seen.numbers["forecast_error"] == blind.numbers["forecast_error"] < 0.5
         later = replace(problem, load=load[100:])
-        gained.append(metrics.score(later, blind.placement) / metrics.score(later, seen.placement))
+        gained.append(
+            moe_time.score(later, blind.placement) / moe_time.score(later, seen.placement)
+        )
         # The figures of the plan refer to the original window.
-        assert seen.score == pytest.approx(metrics.score(problem, seen.placement))
+        assert seen.score == pytest.approx(moe_time.score(problem, seen.placement))
     assert np.mean(gained) > 1.005
 
 
@@ -188,7 +191,7 @@ def _foreseen_time(problem, placement):
     load = problem.load
     if expected.error < 1 - KeelOptions().foresight:
         load = recentred(load, weights, expected)
-    return float(weights @ metrics.step_times(load, placement, problem.objective.costs).sum(axis=1))
+    return float(weights @ moe_time.step_times(load, placement, problem.objective.cost).sum(axis=1))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_a_first_plan_is_this_near_to_one_from_nothing(moves, speeds, within):
     behind = []
     for seed in range(24):
         load = drifting(np.random.default_rng(seed), 64, 0.0, moves, tokens=400)
-        nothing = _problem(load, objective=Objective(costs=costs))
+        nothing = _problem(load, objective=Objective(cost=CostModel(costs)))
         first = plan_keel(replace(nothing, current=Placement.initial(nothing.shape)))
         best = _foreseen_time(nothing, plan_keel(nothing).placement)
         assert (first.numbers["forecast_error"] < 0.875) == bool(moves)

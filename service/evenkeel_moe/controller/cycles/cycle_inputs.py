@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.plan_records import is_failure
@@ -31,7 +32,7 @@ class CycleSettings:
     rank_speeds: bool
     deadline_s: float
     objective: Objective
-    """Without `costs`, `copy_cost` and `limits`: each cycle fills them in."""
+    """Without `cost`, `copy_cost` and `limits`: each cycle fills them in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,21 +161,22 @@ def price(
     bytes_per_expert: int,
     settings: CycleSettings,
     curves: CostCurves | None = None,
-) -> tuple[CostCurves | None, float]:
-    """Return the cost curves, if rank speeds are used, and the price of a copy in the score's unit.
+) -> tuple[CostModel, float]:
+    """Return the cost model and the price of a copy in its unit.
 
-    Without curves the score is in tokens, and a copy costs as many tokens as the mean rank computes
-    in the time of the copy.
+    Curves that all ranks have told are used. Without them the score is in tokens, and a copy costs
+    as many tokens as the mean rank computes in the time of the copy.
     """
     measured = len(seconds_per_token) > 0 and bool(np.isfinite(seconds_per_token).all())
     copy_s = bytes_per_expert / settings.copy_bytes_per_s
-    if settings.rank_speeds and curves is not None:
-        return curves, copy_s
+    if curves is not None:
+        return CostModel(curves, source=CostSource.PROFILED), copy_s
     if not measured:
-        return None, settings.copy_cost_tokens
+        return TOKENS, settings.copy_cost_tokens
     if settings.rank_speeds:
-        return CostCurves.linear(seconds_per_token), copy_s
-    return None, copy_s / float(seconds_per_token.mean())
+        model = CostModel(CostCurves.linear(seconds_per_token), source=CostSource.MEASURED)
+        return model, copy_s
+    return TOKENS, copy_s / float(seconds_per_token.mean())
 
 
 _RAN = frozenset({PlanPhase.COMMITTED, PlanPhase.ABORTED, PlanPhase.CANCELLED})

@@ -16,13 +16,14 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.cycle import CycleInputs
 from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
-from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.ports import Clock, PlanRequest
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks, join_curves
@@ -138,10 +139,10 @@ class InputBuilder:
         balance = self.loads.balance
         balance.update(self.loads.ingest.parts(), placement)
         curves = self._rank_curves()
-        costs, copy_cost = price(
+        cost, copy_cost = price(
             balance.comparable_seconds_per_token(), shape.bytes_per_expert, self.settings, curves
         )
-        return replace(self.settings.objective, costs=costs, copy_cost=copy_cost, limits=limits)
+        return replace(self.settings.objective, cost=cost, copy_cost=copy_cost, limits=limits)
 
     def _rank_curves(self) -> CostCurves | None:
         """Return the measured curves if every rank has one; log ranks that have become slow."""

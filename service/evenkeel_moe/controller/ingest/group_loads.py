@@ -12,9 +12,9 @@ import structlog
 
 from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports import DeploymentStore
 from evenkeel_moe.protocol.leader.control import DeploymentControl

@@ -6,6 +6,7 @@ import numpy as np
 import structlog
 
 from evenkeel_moe.adapters.redis.encoding import pack_window
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import (
     CountingSide,
@@ -18,7 +19,6 @@ from evenkeel_moe.model.load import (
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.telemetry.assembly import StepAssembler

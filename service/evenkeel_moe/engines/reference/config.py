@@ -45,8 +45,8 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.problem.objective import DispatchModel
 
 
 class ExitCode(IntEnum):

@@ -26,7 +26,7 @@ from evenkeel_moe.planning.decision.gates import (
 )
 from evenkeel_moe.planning.decision.verdict import Verdict, VerdictRules, held_out_steps, judge
 from evenkeel_moe.planning.policies.registry import resolve_policy
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 from evenkeel_moe.planning.problem.token_split import SplitModel
@@ -276,7 +276,7 @@ def plan_target(
         "planned_on_steps": float(len(load)),
     }
     if proposal.lower_bound is not None and proposal.lower_bound > 0:
-        numbers["gap_to_bound"] = metrics.score(problem, target) / proposal.lower_bound - 1.0
+        numbers["gap_to_bound"] = moe_time.score(problem, target) / proposal.lower_bound - 1.0
     return target, numbers
 
 
@@ -295,8 +295,8 @@ def judge_target(
         return None, {}
     objective, split = inputs.objective, inputs.token_split
     verdict = judge(
-        metrics.step_times(scored_on, inputs.current, objective.costs, split).sum(axis=1),
-        metrics.step_times(scored_on, target, objective.costs, split).sum(axis=1),
+        moe_time.step_times(scored_on, inputs.current, objective.cost, split).sum(axis=1),
+        moe_time.step_times(scored_on, target, objective.cost, split).sum(axis=1),
         copy_cost=objective.copy_cost * count_moves(inputs.current, target),
         lifetime_steps=objective.lifetime_steps,
         step_s=inputs.step_s,

@@ -22,7 +22,7 @@ from evenkeel_moe.planning.decision.cycle import (
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules, judge
 from evenkeel_moe.planning.policies.craft.policy import place_replicas
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
 
@@ -180,8 +180,8 @@ def _times(inputs: CycleInputs, split: WindowSplit, replicas: int) -> NDArray[np
         inputs.topology,
         -(-copies // shape.num_ranks),
     )
-    times = metrics.step_times(
-        inputs.load[split.cut :], placement, inputs.objective.costs, inputs.token_split
+    times = moe_time.step_times(
+        inputs.load[split.cut :], placement, inputs.objective.cost, inputs.token_split
     )
     return np.asarray(times.sum(axis=1), np.float64)
 
@@ -278,7 +278,7 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         return [f"{own.policy} has no plan: {own.reason}{': ' if own.detail else ''}{own.detail}."]
     if own.copies == 0:
         return [f"{own.policy} would leave every expert where it is."]
-    unit = "s" if cycle.objective.costs is not None else "tokens"
+    unit = cycle.objective.cost.unit
     each = verdict.copy_cost / own.copies
     paid = (
         f"is paid back after {verdict.payback_steps:.0f} steps"

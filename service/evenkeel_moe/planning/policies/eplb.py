@@ -22,7 +22,7 @@ from evenkeel_moe.planning.policies.packing import balanced_packing
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.policies.slot_budget import equal_slots_per_rank
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
 
@@ -62,7 +62,7 @@ def plan_eplb(problem: PlacementProblem, variant: Variant | None = None) -> Prop
     if variant is not Variant.HIERARCHICAL:
         one_node = Topology.single_node(problem.shape.num_ranks)
         candidates[Variant.GLOBAL] = _place(problem, 1, one_node)
-    scores = {form: metrics.score(problem, placed) for form, placed in candidates.items()}
+    scores = {form: moe_time.score(problem, placed) for form, placed in candidates.items()}
     chosen = min(scores, key=lambda form: scores[form])
     numbers = {f"score_{form}": score for form, score in scores.items()}
     numbers["keep_nodes"] = float(chosen is Variant.HIERARCHICAL)

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.model.placement import EMPTY, Placement
-from evenkeel_moe.planning.problem import bounds, metrics
+from evenkeel_moe.planning.problem import bounds, moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
 
@@ -42,7 +42,7 @@ def build_proposal(
     """
     return Proposal(
         placement,
-        metrics.score(problem, placement) if score is None else score,
+        moe_time.score(problem, placement) if score is None else score,
         evaluations,
         bounds.lower_bound(problem),
         {} if numbers is None else numbers,

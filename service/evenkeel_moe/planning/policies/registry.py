@@ -11,6 +11,8 @@ from itertools import product
 import numpy as np
 
 from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.craft.policy import plan_craft
@@ -19,7 +21,7 @@ from evenkeel_moe.planning.policies.gem.policy import plan_gem
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.policies.libra import plan_libra
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import relabel
@@ -63,13 +65,14 @@ def warm_kernels() -> None:
     pooled = replace(fixed, pool_slots_per_rank=5)
     load = np.arange(4 * 2 * 8, dtype=np.float64).reshape(4, 2, 8) % 7 + 1
     curves = CostCurves.linear(np.full(4, 1e-6))
-    for shape, dispatch, costs in product((fixed, pooled), DispatchModel, (curves, None)):
+    costs = (CostModel(curves), CostModel(curves, ReplicaWork(3.0)), TOKENS)
+    for shape, dispatch, cost in product((fixed, pooled), DispatchModel, costs):
         problem = PlacementProblem(
             load,
             shape,
             Topology((0, 0, 1, 1)),
             current=Placement.initial(shape),
-            objective=Objective(costs=costs, dispatch=dispatch),
+            objective=Objective(cost=cost, dispatch=dispatch),
             max_evaluations=1000,
         )
         for policy in POLICIES.values():

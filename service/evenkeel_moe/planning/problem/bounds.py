@@ -5,9 +5,10 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.model.cost import TOKENS, CostModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.bounds_branch import BRANCH_EXPERTS, BRANCH_RANKS, branch_bound
-from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 _ROUNDING = 1e-12
@@ -67,21 +68,22 @@ def hottest_copy(
 
 
 def bound_times(
-    load: NDArray[np.generic], num_ranks: int, num_redundant: int, costs: CostCurves | None = None
+    load: NDArray[np.generic], num_ranks: int, num_redundant: int, cost: CostModel = TOKENS
 ) -> NDArray[np.float64]:
     """Return a time of every step and layer that no placement and no dispatcher can beat.
 
-    It is the larger of the fluid time (tokens spread freely) and the cost of the hottest copy on
+    It is the larger of the fluid time (work spread freely) and the cost of the hottest copy on
     the cheapest rank: an expert with c copies puts at least 1/c of its tokens on one of them,
     however they are split.
 
     Returns:
-        (T, L) float64 [s], or [tokens] without curves.
+        (T, L) float64 in the unit of the cost model.
     """
     copy = hottest_copy(load, num_redundant, num_ranks)
-    on_ranks = metrics.rank_seconds(np.repeat(copy[:, :, None], num_ranks, axis=2), costs)
+    work = moe_time.replica_work(copy, cost.replica)
+    on_ranks = moe_time.rank_times(np.repeat(work[:, :, None], num_ranks, axis=2), cost)
     return np.asarray(
-        np.maximum(metrics.fluid_times(load, num_ranks, costs), on_ranks.min(axis=2)), np.float64
+        np.maximum(moe_time.fluid_times(load, num_ranks, cost), on_ranks.min(axis=2)), np.float64
     )
 
 
@@ -94,10 +96,10 @@ def lower_bound(problem: PlacementProblem) -> float:
     """
     shape, objective = problem.shape, problem.objective
     redundant = shape.num_slots - shape.num_logical_experts
-    times = bound_times(problem.load, shape.num_ranks, redundant, objective.costs)
-    by_layer = times.sum(axis=0)
+    bound = bound_times(problem.load, shape.num_ranks, redundant, objective.cost)
+    by_layer = bound.sum(axis=0)
     if (
-        objective.costs is None
+        objective.cost.by_tokens
         and objective.dispatch is DispatchModel.EVEN
         and not objective.allow_duplicates
         and shape.num_logical_experts <= BRANCH_EXPERTS

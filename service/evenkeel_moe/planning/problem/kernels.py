@@ -1,13 +1,16 @@
-"""Numba kernels of the planner: loops over arrays, without checks and without types of the model.
+"""Numba kernels of the planner: loops over arrays, without checks.
 
 Callers validate. Every kernel has a slow numpy twin in the tests. Kernels run on one thread,
 without fastmath, so the same input gives the same bytes on any machine. They release the GIL.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.cost import ReplicaWork
 
 TILE_SLACK = 1e-9
 """Fraction of a tile by which a load may exceed a tile boundary at no cost: hides rounding errors
@@ -22,7 +25,7 @@ def token_cost(
     tile_seconds: NDArray[np.float64],
     slope: NDArray[np.float64],
 ) -> float:
-    """Return C_r(n) of `CostCurves`; tile 0 means C_r(n) = n. See `metrics.cost_arrays`."""
+    """Return C_r(n) of `CostCurves`; tile 0 means C_r(n) = n. See `moe_time.CurveArrays`."""
     if tile == 0.0:
         return tokens
     if tokens <= 0.0:
@@ -34,6 +37,45 @@ def token_cost(
     if stair <= tiles:
         return float(tile_seconds[rank, stair - 1])
     return float(tile_seconds[rank, tiles - 1] + slope[rank] * (tokens - tiles * tile))
+
+
+class WorkTerms(NamedTuple):
+    """A `ReplicaWork` in the form of the kernels."""
+
+    read: float
+    start: float
+    tile: float
+    proportional: bool
+
+
+def work_terms(replica: ReplicaWork) -> WorkTerms:
+    """Return a `ReplicaWork` in the form of the kernels."""
+    return WorkTerms(
+        float(replica.read_tokens),
+        float(replica.start_tokens),
+        float(replica.tile_tokens),
+        replica.proportional,
+    )
+
+
+@kernel
+def work_of_tokens(tokens: float, terms: WorkTerms) -> float:
+    """Return w(n) of `ReplicaWork`."""
+    if terms.proportional or tokens <= 0.0:
+        return max(tokens, 0.0)
+    whole = max(tokens, 1.0)
+    if terms.tile > 0.0:
+        whole = terms.tile * np.ceil(whole / terms.tile - TILE_SLACK)
+    return float((terms.start + max(terms.read, whole)) * min(tokens, 1.0))
+
+
+@kernel
+def replica_work_kernel(tokens: NDArray[np.float64], terms: WorkTerms) -> NDArray[np.float64]:
+    """(N,) tokens of replicas -> (N,) their work."""
+    out = np.empty(tokens.shape[0])
+    for i in range(tokens.shape[0]):
+        out[i] = work_of_tokens(tokens[i], terms)
+    return out
 
 
 @kernel
@@ -68,29 +110,42 @@ def step_times_kernel(
     load: NDArray[np.float64],
     phy2log: NDArray[np.int32],
     shares: NDArray[np.float64],
-    num_ranks: int,
+    shared: NDArray[np.float64],
+    terms: WorkTerms,
+    fixed: float,
     tile: float,
     tile_seconds: NDArray[np.float64],
     slope: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Return the (T, L) seconds of the slowest rank of every step and layer."""
-    steps, layers, _ = load.shape
+    """Return the (T, L) time of the slowest rank of every step and layer.
+
+    shared: (L, R) work of shared experts on a rank for each routed token of the layer.
+    """
+    steps, layers, experts = load.shape
+    num_ranks = shared.shape[1]
     per_rank = phy2log.shape[1] // num_ranks
+    has_shared = shared.any()
     out = np.zeros((steps, layers))
     for t in range(steps):
         for layer in range(layers):
+            tokens = 0.0
+            if has_shared:
+                for expert in range(experts):
+                    tokens += load[t, layer, expert]
             slot = 0
             worst = 0.0
             for rank in range(num_ranks):
-                total = 0.0
+                work = tokens * shared[layer, rank]
                 for _ in range(per_rank):
                     expert = phy2log[layer, slot]
                     if expert >= 0:
-                        total += load[t, layer, expert] * shares[layer, slot]
+                        routed = load[t, layer, expert] * shares[layer, slot]
+                        work += routed if terms.proportional else work_of_tokens(routed, terms)
                     slot += 1
-                cost = token_cost(total, rank, tile, tile_seconds, slope)
-                if cost > worst:
-                    worst = cost
+                if work > 0.0:
+                    cost = token_cost(work, rank, tile, tile_seconds, slope) + fixed
+                    if cost > worst:
+                        worst = cost
             out[t, layer] = worst
     return out
 

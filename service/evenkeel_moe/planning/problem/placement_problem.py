@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.checks import check_values
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.problem.objective import Objective, check_values
+from evenkeel_moe.planning.problem.objective import Objective
 
 _MOST_TOKENS = 2.0**53
 """Up to this value float64 holds every integer number of tokens."""

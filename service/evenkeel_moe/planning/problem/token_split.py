@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem import kernels
-from evenkeel_moe.planning.problem.objective import DispatchModel
 from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
@@ -78,6 +78,24 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
         np.ascontiguousarray(source, np.float64),
         experts,
     )
+
+
+def source_shares(split: SplitModel, num_ranks: int, num_layers: int) -> NDArray[np.float64]:
+    """Return the (L, R) share of a layer's tokens that start on each rank; even where not known.
+
+    Raises:
+        ShapeMismatch: the source loads are of another deployment.
+    """
+    source = split.source_load
+    if source is None:
+        return np.full((num_layers, num_ranks), 1.0 / num_ranks)
+    if source.shape[:2] != (num_ranks, num_layers):
+        raise ShapeMismatch(
+            f"source_load must be ({num_ranks}, {num_layers}, E), got {source.shape}"
+        )
+    started = source.sum(axis=2).T
+    total = started.sum(axis=1, keepdims=True)
+    return np.where(total > 0, started / np.where(total > 0, total, 1.0), 1.0 / num_ranks)
 
 
 def slot_load(

@@ -10,9 +10,10 @@ from scipy.optimize import linear_sum_assignment
 
 from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.cost import CostCurves
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.problem.objective import CostCurves, DispatchModel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 
@@ -231,6 +232,6 @@ def relabel(problem: PlacementProblem, target: Placement, *, keep_nodes: bool = 
         problem.current,
         target,
         topology=problem.topology if by_node else None,
-        costs=problem.objective.costs,
+        costs=problem.objective.cost.curves,
         pooled=problem.shape.pooled,
     )

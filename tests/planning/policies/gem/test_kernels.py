@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.planning.policies.gem.kernels import initial_mapping, refine_mapping
 from evenkeel_moe.planning.policies.gem.policy import cost_table
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import moe_time
 from tests.strategies import cost_curves, loads
 
 
@@ -19,7 +20,7 @@ def plain_refine(load, rank_of, costs, least_drop):
         total = np.zeros((load.shape[1], ranks))
         for expert, rank in enumerate(mapping):
             total[:, rank] += load[expert]
-        return metrics.rank_seconds(total, costs).max(axis=1)
+        return moe_time.rank_times(total, CostModel(costs)).max(axis=1)
 
     rank_of = rank_of.copy()
     while True:
@@ -44,7 +45,7 @@ def plain_refine(load, rank_of, costs, least_drop):
 @given(loads(1, 7, max_steps=5), st.integers(2, 4), st.data())
 def test_refinement_takes_the_swaps_of_the_plain_search(load, ranks, data):
     costs = data.draw(cost_curves(ranks))
-    units, table = cost_table(load, ranks, costs)
+    units, table = cost_table(load, ranks, CostModel(costs))
     tokens = units[0]
     order = np.argsort(-tokens.sum(axis=1), kind="mergesort")
     start = initial_mapping(tokens, order, np.full(ranks, -(-7 // ranks)), table)
@@ -55,13 +56,15 @@ def test_refinement_takes_the_swaps_of_the_plain_search(load, ranks, data):
     total = np.zeros((tokens.shape[1], ranks))
     for expert, rank in enumerate(ours):
         total[:, rank] += tokens[expert]
-    assert score == pytest.approx(metrics.rank_seconds(total, costs).max(axis=1).sum(), abs=1e-9)
+    assert score == pytest.approx(
+        moe_time.rank_times(total, CostModel(costs)).max(axis=1).sum(), abs=1e-9
+    )
 
 
 @given(loads(1, 7, max_steps=5), st.integers(2, 4), st.data())
 def test_first_mapping_puts_each_expert_where_the_partial_score_grows_least(load, ranks, data):
     costs = data.draw(cost_curves(ranks))
-    units, table = cost_table(load, ranks, costs)
+    units, table = cost_table(load, ranks, CostModel(costs))
     tokens = units[0]
     order = np.argsort(-tokens.sum(axis=1), kind="mergesort")
     capacity = -(-7 // ranks)
@@ -73,7 +76,7 @@ def test_first_mapping_puts_each_expert_where_the_partial_score_grows_least(load
         for rank in np.nonzero(held < capacity)[0]:
             trial = total.copy()
             trial[:, rank] += tokens[expert]
-            grown[rank] = metrics.rank_seconds(trial, costs).max(axis=1).sum()
+            grown[rank] = moe_time.rank_times(trial, CostModel(costs)).max(axis=1).sum()
         chosen = rank_of[expert]
         assert grown[chosen] == pytest.approx(min(grown.values()))
         total[:, chosen] += tokens[expert]

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.gem.kernels import (
@@ -16,8 +17,8 @@ from evenkeel_moe.planning.policies.gem.policy import (
     gem_setup,
     plan_gem,
 )
-from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import CostCurves, Objective
+from evenkeel_moe.planning.problem import metrics, moe_time
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.strategies import loads, shapes
 
@@ -26,7 +27,11 @@ def problem_of(load, ranks, costs=None, **fields):
     _, layers, experts = load.shape
     shape = ModelShape(layers, experts, ranks, -(-experts // ranks), 1, 100)
     return PlacementProblem(
-        load, shape, Topology.single_node(ranks), objective=Objective(costs=costs), **fields
+        load,
+        shape,
+        Topology.single_node(ranks),
+        objective=Objective(cost=CostModel(costs)),
+        **fields,
     )
 
 
@@ -39,8 +44,8 @@ def test_step_0_of_figure_13():
     load = np.array([[[1.0, 2.0, 3.0, 3.0]]])
     tokens = metrics.rank_load(load, placement)
     assert tokens.ravel().tolist() == [3.0, 6.0]
-    assert metrics.rank_seconds(tokens, costs).ravel().tolist() == [2.0, 5.0]
-    assert metrics.predicted_time(load, placement, costs) == 5.0
+    assert moe_time.rank_times(tokens, CostModel(costs)).ravel().tolist() == [2.0, 5.0]
+    assert moe_time.predicted_time(load, placement, CostModel(costs)) == 5.0
 
 
 def test_a_score_adds_the_slowest_rank_of_every_step():
@@ -50,8 +55,12 @@ def test_a_score_adds_the_slowest_rank_of_every_step():
     )
     placement = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
     load = np.array([[[1.0, 2, 3, 3]], [[3.0, 2, 1, 2]], [[1.0, 4, 2, 1]]])
-    assert metrics.step_times(load, placement, costs).ravel().tolist() == [5.0, 4.0, 4.0]
-    assert metrics.predicted_time(load, placement, costs) == 13.0
+    assert moe_time.step_times(load, placement, CostModel(costs)).ravel().tolist() == [
+        5.0,
+        4.0,
+        4.0,
+    ]
+    assert moe_time.predicted_time(load, placement, CostModel(costs)) == 13.0
 
 
 @given(shapes(), st.data())
@@ -115,7 +124,7 @@ def test_every_restart_runs_on_traffic_of_a_recorded_traces_size():
     load = np.random.default_rng(7).gamma(2.0, 20.0, (100, 6, 64)).round()
     shape = ModelShape(6, 64, 8, 9, 6, 100)
     problem = PlacementProblem(load, shape, Topology.single_node(8))
-    tokens, table = cost_table(problem.load, 8, None)
+    tokens, table = cost_table(problem.load, 8, problem.objective.cost)
     noise = np.ones((GemOptions().restarts, 6, 64))
     capacity = np.full((6, 8), 8)
     *_, one = search_layers(tokens, noise[:1], capacity, table, GemOptions().least_drop, 1 << 60)

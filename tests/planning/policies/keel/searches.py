@@ -2,12 +2,14 @@
 
 from hypothesis import strategies as st
 
+from evenkeel_moe.model.cost import CostModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
 from evenkeel_moe.planning.policies.keel.moves import replacement_gain, swap_gain
 from evenkeel_moe.planning.policies.keel.search import Search
 from evenkeel_moe.planning.policies.keel.starts import fit_to_budget
-from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import step_weights
 from tests.strategies import cost_curves, loads, placements, shapes, topologies
@@ -29,7 +31,7 @@ def searches(draw):
         draw(topologies(shape.num_ranks)),
         current=draw(placements(shape)),
         objective=Objective(
-            costs=draw(st.none() | cost_curves(shape.num_ranks)),
+            cost=CostModel(draw(st.none() | cost_curves(shape.num_ranks))),
             dispatch=draw(st.sampled_from((DispatchModel.EVEN, DispatchModel.NEAREST))),
             cross_node_factor=draw(st.sampled_from((1.0, 3.0))),
         ),

@@ -5,14 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenkeel_moe.model.cost import TOKENS, CostModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import DispatchModel, Objective
+from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule import relabel
 from tests.strategies import cost_curves, loads, placements, shapes, topologies
@@ -29,7 +31,7 @@ def problems(draw, dispatches=tuple(DispatchModel), /, planned=None):
         topology=draw(topologies(shape.num_ranks)),
         current=draw(current[planned]),
         objective=Objective(
-            costs=draw(st.none() | cost_curves(shape.num_ranks)),
+            cost=CostModel(draw(st.none() | cost_curves(shape.num_ranks))),
             dispatch=draw(st.sampled_from(dispatches)),
         ),
         max_evaluations=3000,
@@ -44,7 +46,7 @@ def with_objective(problem, **changes):
 def test_proposals_are_sound_and_never_score_below_the_bound(problem):
     proposal = plan_keel(problem)
     proposal.placement.check(problem.shape)
-    assert proposal.score == pytest.approx(metrics.score(problem, proposal.placement))
+    assert proposal.score == pytest.approx(moe_time.score(problem, proposal.placement))
     assert proposal.lower_bound is not None
     assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
 
@@ -52,7 +54,7 @@ def test_proposals_are_sound_and_never_score_below_the_bound(problem):
 @given(problems(planned=True), st.integers(0, 4), st.integers(0, 2))
 def test_limits_hold(problem, moves, layers):
     limits = PlanLimits(max_moves=moves, max_layers=layers)
-    placement = plan_keel(with_objective(problem, limits=limits, costs=None)).placement
+    placement = plan_keel(with_objective(problem, limits=limits, cost=TOKENS)).placement
     assert relabel.count_moves(problem.current, placement) <= moves
     assert (relabel.moves_by_layer(problem.current, placement) > 0).sum() <= layers
 
@@ -80,7 +82,7 @@ def test_refining_for_nearest_dispatch_pays_where_tokens_start_unevenly():
             objective=Objective(dispatch=DispatchModel.NEAREST),
         )
         for_even = plan_keel(with_objective(problem, dispatch=DispatchModel.EVEN)).placement
-        ratios.append(plan_keel(problem).score / metrics.score(problem, for_even))
+        ratios.append(plan_keel(problem).score / moe_time.score(problem, for_even))
     # On average only: the policy moves origins towards even ones, because a window has few
     # requests.
     assert np.mean(ratios) < 0.97
@@ -120,7 +122,7 @@ def test_a_plan_for_an_optimal_split_is_the_even_ones_or_half_a_percent_better()
         if proposal.placement.digest == for_even.digest:
             same += 1
         else:
-            assert proposal.score <= 0.995 * metrics.score(problem, for_even)
+            assert proposal.score <= 0.995 * moe_time.score(problem, for_even)
     assert 0 < same < 14
 
 
@@ -136,7 +138,7 @@ def test_a_few_copies_are_made_where_many_would_be_too_dear():
         many = plan_keel(problem, KeelOptions(stickiness=0.0, caution=0.0)).placement
         copies = [relabel.count_moves(current, placement) for placement in (none, few, many)]
         assert copies[0] < copies[1] <= max(copies[0], 9) < copies[2]
-        assert metrics.score(problem, few) < metrics.score(problem, none)
+        assert moe_time.score(problem, few) < moe_time.score(problem, none)
 
 
 def test_the_first_plan_is_at_most_a_hundredth_above_one_from_nothing():
@@ -176,12 +178,12 @@ def test_a_large_model_is_searched_to_its_last_layer():
     moves = relabel.moves_by_layer(problem.current, keel.placement)
     assert moves.sum() < 0.2 * relabel.count_moves(problem.current, eplb.placement)
     assert moves.min() > 0
-    assert keel.score < 1.1 * eplb.score < 0.7 * metrics.score(problem, problem.current)
+    assert keel.score < 1.1 * eplb.score < 0.7 * moe_time.score(problem, problem.current)
 
 
 def test_the_layers_of_a_large_model_that_may_change_are_searched_after_they_were_chosen():
     problem = with_objective(large_and_skewed(), limits=PlanLimits(max_layers=5))
     keel = plan_keel(problem)
     assert (relabel.moves_by_layer(problem.current, keel.placement) > 0).sum() == 5
-    least = metrics.score(problem, problem.current)
+    least = moe_time.score(problem, problem.current)
     assert keel.score < least * (1 - 0.3 * 5 / LARGE.num_layers)

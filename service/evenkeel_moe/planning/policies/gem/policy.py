@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
+from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.gem.kernels import search_layers
 from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
 from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
-from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import CostCurves
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
 _MOST_UNITS = 65_536
@@ -82,7 +82,7 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     rng = np.random.default_rng(problem.seed)
     noise = 1.0 + rng.uniform(-options.noise, options.noise, (options.restarts, layers, experts))
     noise[0] = 1.0
-    load, table = cost_table(problem.load, ranks, problem.objective.costs)
+    load, table = cost_table(problem.load, ranks, problem.objective.cost)
     most = _MOST_WORK // max(1, len(problem.load))
     if problem.max_evaluations is not None:
         most = min(most, problem.max_evaluations)
@@ -112,28 +112,28 @@ def _capacity(shape: ModelShape, topology: Topology) -> NDArray[np.int64]:
 
 
 def cost_table(
-    load: NDArray[np.float64], num_ranks: int, costs: CostCurves | None
+    load: NDArray[np.float64], num_ranks: int, cost: CostModel
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Convert loads to whole units, and tabulate the cost of every number of units.
+    """Convert loads to whole units, and tabulate the time of every number of units.
 
     The search then only looks costs up.
 
     Args:
-        load: (T, L, E) [tokens]. A unit is one token, or more if a step of a layer holds over
-            65,536.
+        load: (T, L, E) [tokens]. A unit is one token of work, or more if a step of a layer holds
+            over 65,536.
         num_ranks: R.
-        costs: curves of the ranks; None for C_r(n) = n.
+        cost: the time of a rank. Every expert has one replica, so its work follows from its tokens.
 
     Returns:
         (L, E, T) int64 units and (R, N + 1) float64 seconds of 0..N units, N the most in one step
         of a layer.
     """
-    tokens = np.moveaxis(load, 0, 2)
+    tokens = np.moveaxis(moe_time.replica_work(load, cost.replica), 0, 2)
     most = float(tokens.sum(axis=1).max())
     unit = max(1.0, most / _MOST_UNITS)
     units = np.rint(tokens / unit).astype(np.int64)
     entries = np.arange(int(units.sum(axis=1).max()) + 1) * unit
-    table = metrics.rank_seconds(np.repeat(entries[:, None], num_ranks, axis=1), costs)
+    table = moe_time.rank_times(np.repeat(entries[:, None], num_ranks, axis=1), cost)
     return np.ascontiguousarray(units), np.ascontiguousarray(table.T)
 
 

@@ -17,6 +17,7 @@ All constants are in `options`.
 from dataclasses import dataclass, replace
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.policies.eplb import plan_eplb
@@ -26,8 +27,7 @@ from evenkeel_moe.planning.policies.keel.outlook import Outlook, look_ahead, shr
 from evenkeel_moe.planning.policies.keel.search import Search
 from evenkeel_moe.planning.policies.keel.starts import cold_start, fit_to_budget, linear_rates
 from evenkeel_moe.planning.policies.proposal import build_proposal
-from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import DispatchModel
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
     Proposal,
@@ -189,8 +189,8 @@ class _Planner:
     def _time(self, placement: Placement) -> float:
         """Return the predicted time of the weighted window, in the unit of the score."""
         problem, weights = self.problem, self.outlook.weights
-        times = metrics.step_times(
-            problem.load, placement, problem.objective.costs, SplitModel.of(problem)
+        times = moe_time.step_times(
+            problem.load, placement, problem.objective.cost, SplitModel.of(problem)
         )
         return float(weights @ times.sum(axis=1)) * len(weights)
 
@@ -209,7 +209,7 @@ class _Planner:
 
     def _restart_gain(self) -> float:
         """Return the share of the window's time that a plan from nothing must save to be chosen."""
-        rates = linear_rates(self.problem.objective.costs, self.problem.shape.num_ranks)
+        rates = linear_rates(self.problem.objective.cost.curves, self.problem.shape.num_ranks)
         if rates.max() > (1.0 + self.options.equal_speed_tolerance) * rates.min():
             return 0.0
         if self.outlook.moving:

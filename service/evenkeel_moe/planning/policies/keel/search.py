@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.keel.budget_trades import CopyOffers, best_copies
 from evenkeel_moe.planning.policies.keel.descent import descend
@@ -26,8 +27,7 @@ from evenkeel_moe.planning.policies.keel.state import (
     refresh,
 )
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
-from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.objective import DispatchModel
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 
 _UNLIMITED = 1 << 40
@@ -75,7 +75,7 @@ class Search:
         ranks = problem.shape.num_ranks
         layer_steps = steps * num_layers
         self.unit_tokens = float(problem.load.sum()) / (layer_steps * ranks) or 1.0
-        fluid = metrics.fluid_bound(problem.load, ranks, problem.objective.costs)
+        fluid = moe_time.fluid_bound(problem.load, ranks, problem.objective.cost)
         self.unit_cost = fluid / layer_steps or 1.0
         sharp = sharp or self.unit_tokens >= options.sharp_tokens
         self.objective = _scaled_objective(
@@ -330,12 +330,12 @@ def _scaled_objective(
     sharp: bool,
 ) -> SearchObjective:
     """Convert the problem's objective to search units, and curves without stairs to lines."""
-    ranks, costs = problem.shape.num_ranks, problem.objective.costs
+    ranks, costs = problem.shape.num_ranks, problem.objective.cost.curves
     tile, stairs = 0.0, np.zeros((ranks, 1))
     if costs is None:
         rates = np.ones(ranks) * unit_tokens / unit_cost
     else:
-        _, seconds, slope = metrics.cost_arrays(costs, ranks)
+        _, seconds, slope = moe_time.curve_arrays(costs, ranks)
         rates = slope * unit_tokens / unit_cost
         straight = np.arange(1, seconds.shape[1] + 1) * costs.tile_tokens * slope[:, None]
         if costs.tile_tokens != 1 or not np.allclose(seconds, straight, rtol=1e-9, atol=0.0):

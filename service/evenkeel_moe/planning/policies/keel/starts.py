@@ -4,11 +4,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, Reason
+from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
-from evenkeel_moe.planning.problem.objective import CostCurves
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 
@@ -39,7 +39,7 @@ def cold_start(problem: PlacementProblem) -> Placement:
     capacity = np.full((layers, ranks), base, np.int64)
     for layer in range(layers):
         capacity[layer, (np.arange(rest) + layer * rest) % ranks] += 1
-    rates = linear_rates(problem.objective.costs, ranks)
+    rates = linear_rates(problem.objective.cost.curves, ranks)
     rows = pack_copies(load, logcnt, capacity, shape.slots_per_rank, rates)
     return Placement(rows, ranks, shape.num_logical_experts)
 

@@ -1,0 +1,167 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
+from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.problem import bounds, moe_time
+from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
+from tests.planning import twins
+from tests.strategies import (
+    cost_curves,
+    cost_models,
+    loads,
+    placements,
+    shapes,
+    source_loads,
+    topologies,
+)
+
+
+@st.composite
+def scored(draw):
+    """A window, a placement, a cost model and a dispatcher of one deployment."""
+    shape = draw(shapes())
+    load = draw(loads(shape.num_layers, shape.num_logical_experts))
+    dispatch = draw(st.sampled_from(DispatchModel))
+    cost = draw(cost_models(shape.num_ranks))
+    source = draw(st.none() | source_loads(shape))
+    split = SplitModel(dispatch, draw(topologies(shape.num_ranks)), source)
+    return load, draw(placements(shape)), cost, split
+
+
+@given(scored())
+def test_the_time_of_a_layer_is_that_of_its_slowest_rank(case):
+    load, placement, cost, split = case
+    per_slot = slot_load(load, placement, split)
+    steps, layers, _ = load.shape
+    slowest = np.zeros((steps, layers))
+    for t in range(steps):
+        for layer in range(layers):
+            slowest[t, layer] = twins.slowest_rank(
+                load[t, layer], per_slot[t, layer], placement.num_ranks, cost, split, layer
+            )
+    times = moe_time.step_times(load, placement, cost, split)
+    assert times == pytest.approx(slowest)
+    assert moe_time.predicted_time(load, placement, cost, split) == pytest.approx(times.sum())
+    work = moe_time.rank_work(load, placement, cost, split)
+    assert moe_time.rank_times(work, cost).max(axis=2) == pytest.approx(slowest)
+
+
+@given(scored())
+def test_no_placement_beats_the_fluid_time_or_the_bound(case):
+    load, placement, cost, split = case
+    times = moe_time.step_times(load, placement, cost, split)
+    fluid = moe_time.fluid_times(load, placement.num_ranks, cost)
+    assert (fluid <= times * (1 + 1e-9)).all()
+    redundant = placement.num_slots - placement.num_logical_experts
+    bound = bounds.bound_times(load, placement.num_ranks, redundant, cost)
+    assert (bound <= times * (1 + 1e-9)).all()
+    if times.sum() > 0:
+        assert moe_time.time_over_fluid(load, placement, cost, split) >= 1 - 1e-9
+    if fluid.sum() > 0 and times.sum() > 0:
+        assert 0 < moe_time.time_balance(load, placement, cost, split) <= 1 + 1e-9
+
+
+def test_without_load_there_is_no_time_balance():
+    placement = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
+    assert np.isnan(moe_time.time_balance(np.zeros((3, 1, 2)), placement))
+    assert np.isnan(moe_time.time_over_fluid(np.zeros((3, 1, 2)), placement))
+
+
+def test_where_reading_dominates_a_replica_costs_time():
+    one_each = Placement(np.array([[0, 1, -1, 2, 3, -1]]), num_ranks=2, num_logical_experts=4)
+    copied = Placement(np.array([[0, 1, 2, 2, 3, 0]]), num_ranks=2, num_logical_experts=4)
+    load = np.array([[[10.0, 2.0, 4.0, 2.0]]])
+    assert moe_time.predicted_time(load, one_each) == 12.0
+    assert moe_time.predicted_time(load, copied) == 9.0
+    memory_bound = CostModel(replica=ReplicaWork(read_tokens=20.0))
+    assert moe_time.predicted_time(load, one_each, memory_bound) == 40.0
+    assert moe_time.predicted_time(load, copied, memory_bound) == 60.0
+
+
+def test_a_slow_rank_lowers_time_balance_where_tokens_are_balanced():
+    placement = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
+    load = np.full((4, 1, 2), 50.0)
+    assert moe_time.time_balance(load, placement) == 1.0
+    slow = CostModel(CostCurves.linear(np.array([1e-6, 1.5e-6])))
+    # Together they take 100 tokens in 60 us, 60 of them on the fast rank.
+    assert moe_time.time_balance(load, placement, slow) == pytest.approx(60 / 75)
+
+
+def test_shared_experts_add_the_work_of_a_ranks_own_tokens():
+    placement = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
+    load = np.array([[[60.0, 40.0]]])
+    cost = CostModel(shared_tokens=0.5)
+    assert moe_time.rank_work(load, placement, cost).tolist() == [[[85.0, 65.0]]]
+    from_second = SplitModel(source_load=np.array([[[0.0, 0.0]], [[60.0, 40.0]]]))
+    assert moe_time.rank_work(load, placement, cost, from_second).tolist() == [[[60.0, 90.0]]]
+    assert moe_time.predicted_time(load, placement, cost, from_second) == 90.0
+
+
+def test_less_than_one_token_runs_a_replica_in_that_share_of_the_steps():
+    work = moe_time.replica_work(
+        np.array([0.0, 0.25, 1.0, 7.0, 9.0]), ReplicaWork(read_tokens=8.0, start_tokens=2.0)
+    )
+    assert work.tolist() == [0.0, 2.5, 10.0, 10.0, 11.0]
+    tiles = moe_time.replica_work(np.array([1.0, 16.0, 17.0]), ReplicaWork(tile_tokens=16.0))
+    assert tiles.tolist() == [16.0, 16.0, 32.0]
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), 2.0**60])
+def test_work_that_cannot_be_is_refused(bad):
+    with pytest.raises(InvalidInput, match="read_tokens"):
+        ReplicaWork(read_tokens=bad)
+    with pytest.raises(InvalidInput, match="start_tokens"):
+        ReplicaWork(start_tokens=bad)
+
+
+def test_a_cost_model_with_a_negative_part_is_refused():
+    with pytest.raises(InvalidInput, match="fixed"):
+        CostModel(fixed=-0.5)
+    with pytest.raises(InvalidInput, match="shared_tokens"):
+        CostModel(shared_tokens=float("nan"))
+    with pytest.raises(InvalidInput, match="fit_error"):
+        CostModel(fit_error=float("inf"))
+
+
+def test_a_cost_model_of_another_fleet_is_refused():
+    placement = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
+    with pytest.raises(ShapeMismatch, match="3 ranks"):
+        moe_time.step_times(np.ones((1, 1, 2)), placement, CostModel(CostCurves.linear(np.ones(3))))
+
+
+@given(st.integers(1, 4).flatmap(cost_curves), st.integers(0, 3000))
+def test_fluid_time_is_the_best_divisible_split(costs, tokens):
+    ranks = costs.tile_seconds.shape[0]
+    got = moe_time.fluid_times(np.array([[[float(tokens)]]]), ranks, CostModel(costs))[0, 0]
+    assert got == pytest.approx(twins.fluid_time(tokens, ranks, costs), rel=1e-6)
+
+
+def test_even_split_that_fills_a_stair_exactly_does_not_pay_for_the_next():
+    # A fifth of 1 plus a fifth of 499 is slightly more than 100 in floating point.
+    assert 1 * (1 / 5) + 499 * (1 / 5) > 100
+    costs = CostCurves(100, np.array([[1.0, 2.0]] * 5), np.zeros(5))
+    placement = Placement(np.array([[0, 1] * 5]), num_ranks=5, num_logical_experts=2)
+    assert moe_time.predicted_time(np.array([[[1.0, 499.0]]]), placement, CostModel(costs)) == 1.0
+    assert moe_time.predicted_time(np.array([[[1.0, 500.0]]]), placement, CostModel(costs)) == 2.0
+
+
+def test_faster_ranks_take_more_in_the_fluid_bound():
+    costs = CostCurves.linear(np.array([1.0, 3.0]))
+    assert moe_time.fluid_bound(np.array([[[400.0]]]), 2, CostModel(costs)) == pytest.approx(300.0)
+    assert moe_time.fluid_bound(np.array([[[400.0]]]), 2) == 200.0
+
+
+@given(scored())
+def test_scores_scale_with_the_load_and_add_over_steps(case):
+    load, placement, _, split = case
+    whole = moe_time.predicted_time(load, placement, TOKENS, split)
+    assert moe_time.predicted_time(load * 3, placement, TOKENS, split) == pytest.approx(3 * whole)
+    parts = sum(
+        moe_time.predicted_time(load[t : t + 1], placement, TOKENS, split) for t in range(len(load))
+    )
+    assert parts == pytest.approx(whole)
