@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 from scipy.optimize import linprog
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
 
 def shares_even(row):
@@ -47,6 +49,34 @@ def least_peak(load, row, num_ranks):
         if expert >= 0:
             equal[expert, slot] = 1.0
     return linprog(objective, under, np.zeros(num_ranks), equal, load).fun
+
+
+def fewest_active(load, row, num_ranks):
+    """Least largest number of active experts of a rank, each served by one replica.
+
+    The least peak for which all active experts can be matched to `peak` seats on every rank.
+    """
+    per_rank = len(row) // num_ranks
+    held = [{slot // per_rank for slot in np.flatnonzero(row == e)} for e in range(len(load))]
+    active = [expert for expert in range(len(load)) if load[expert] > 0 and held[expert]]
+    peak = 0
+    while len(active) > 0:
+        peak += 1
+        seats = np.repeat(np.arange(num_ranks), peak)
+        may_sit = csr_array([[seat in held[expert] for seat in seats] for expert in active])
+        if (maximum_bipartite_matching(may_sit, perm_type="column") >= 0).all():
+            break
+    return peak
+
+
+def waterfilled(routed, shared):
+    """(R,) work after pouring, by bisection of the level."""
+    low, high = 0.0, float(np.max(routed) + shared)
+    for _ in range(200):
+        middle = (low + high) / 2
+        takes = np.maximum(middle - routed, 0.0).sum()
+        low, high = (low, middle) if takes >= shared else (middle, high)
+    return np.maximum(routed, high)
 
 
 def seconds(tokens, rank, costs):

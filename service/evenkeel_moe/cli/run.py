@@ -128,7 +128,9 @@ class DemoArguments:
     policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem or libra.")] = "keel"
     dispatch: Annotated[
         str,
-        typer.Option(help="How ranks choose replicas: even, nearest, lplb, waterfill or libra."),
+        typer.Option(
+            help="How ranks choose replicas: even, nearest, lplb, fewest, waterfill or libra."
+        ),
     ] = "even"
     mode: Annotated[
         str,

@@ -14,6 +14,7 @@ from evenkeel_moe.dispatch.choice import (
     assign_quotas,
 )
 from evenkeel_moe.dispatch.counts import count_choices
+from evenkeel_moe.dispatch.fewest import FewestChoice, FewestReplicas
 from evenkeel_moe.dispatch.gating import hash_topk, topk_gate
 from evenkeel_moe.dispatch.interior import BatchedSplit
 from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice
@@ -43,6 +44,8 @@ __all__ = [
     "DispatchTables",
     "EvenChoice",
     "ExactSplit",
+    "FewestChoice",
+    "FewestReplicas",
     "LayerQuotas",
     "LibraChoice",
     "Lookahead",

@@ -10,6 +10,7 @@ a CUDA graph. A rule that depends on the batch names in `needs` what the ranks m
 `NearestChoice`         own rank, else own node, else all; by the hash if there are several
 `WeightedChoice`        replicas by given probabilities
 `lplb.LplbChoice`       replicas by whole-token quotas from the exact split of the batch
+`fewest.FewestChoice`   one replica per expert, so that few experts are active on the fullest rank
 `libra.LibraChoice`     local tokens stay, the others are split over resident and transient replicas
 ======================  ==========================================================================
 """

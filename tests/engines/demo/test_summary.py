@@ -81,6 +81,13 @@ def test_another_dispatch_rule_may_absorb_the_shift_but_not_lose_balance():
     assert failed(run(lines, dispatch=DispatchRule.LIBRA)) == []
 
 
+def test_fewest_active_experts_promises_a_plan_but_no_balance_of_tokens():
+    lines = [line for line in good_run() if line.get("plan_id") != "p2"]
+    unmoved = [line for line in lines if line.get("plan_id") != "p1"]
+    assert failed(run(lines, dispatch=DispatchRule.FEWEST)) == []
+    assert failed(run(unmoved, dispatch=DispatchRule.FEWEST)) == ["at least one plan was committed"]
+
+
 def test_one_plan_is_not_enough():
     lines = [line for line in good_run() if line.get("plan_id") != "p2"]
     assert failed(run(lines)) == [

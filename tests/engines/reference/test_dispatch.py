@@ -16,6 +16,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.agent.ranks import Group, run_ranks
+from tests.planning import twins
 from tests.waiting import deadline
 
 RANKS, LAYERS, EXPERTS, TOKENS = 4, 3, 16, 96
@@ -106,6 +107,7 @@ CASES = [
     (DispatchRule.EVEN, {}),
     (DispatchRule.NEAREST, {}),
     (DispatchRule.LPLB, {}),
+    (DispatchRule.FEWEST, {}),
     (DispatchRule.WATERFILL, {}),
     (DispatchRule.LIBRA, {}),
     (DispatchRule.LIBRA, {"transient_experts": 0}),
@@ -156,6 +158,20 @@ def test_lplb_realises_the_best_peak_whole_tokens_allow():
         assert recorded.sum(axis=2).max(axis=1) == pytest.approx(np.ceil(best - 1e-6))
 
 
+def test_fewest_activates_one_replica_of_each_expert_and_the_fewest_on_the_worst_rank():
+    # Six tokens a rank leave some experts without tokens, so that batches differ in what is active.
+    ranks, maps = run_rule(DispatchRule.FEWEST, tokens_per_step=6)
+    for step in range(2 * STEPS):
+        recorded = np.stack([results[step][0].counts for results, _ in ranks], axis=1)
+        for layer, row in enumerate(maps[step >= STEPS].phy2log):
+            flat = recorded[layer].reshape(-1)
+            served = row[flat > 0]
+            assert len(set(served.tolist())) == len(served)
+            load = np.bincount(served, flat[flat > 0], EXPERTS)
+            worst = (recorded[layer] > 0).sum(axis=1).max()
+            assert worst == twins.fewest_active(load, row, RANKS)
+
+
 def test_fetched_experts_even_out_the_load_and_are_dropped_afterwards():
     peaks = {}
     for transient in (0, 5):
@@ -198,5 +214,6 @@ def test_the_rule_survives_the_configuration_file_and_names_its_model():
     assert DispatchRule.LPLB.model is DispatchModel.OPTIMAL
     assert DispatchRule.NEAREST.model is DispatchModel.NEAREST
     assert DispatchRule.WATERFILL.model is DispatchModel.EVEN
+    assert DispatchRule.FEWEST.model is DispatchModel.EVEN
     with pytest.raises(InvalidInput):
         config_of(0, DispatchRule.LIBRA, transient_experts=-1)

@@ -75,6 +75,8 @@ class DispatchRule(StrEnum):
     """The own rank, else the own node, else `even`."""
     LPLB = "lplb"
     """Quotas of whole tokens, computed for each batch, that minimize the largest rank load."""
+    FEWEST = "fewest"
+    """One replica for each expert and batch, so that few experts are active on the fullest rank."""
     WATERFILL = "waterfill"
     """`even`, and shared experts run on the ranks with the least load."""
     LIBRA = "libra"
@@ -82,7 +84,11 @@ class DispatchRule(StrEnum):
 
     @property
     def model(self) -> DispatchModel:
-        """The model the planner should use. Libra splits tokens between ranks as freely as LPLB."""
+        """The model the planner should use.
+
+        Libra splits tokens between ranks as freely as LPLB. The planner has no model of FEWEST
+        and WATERFILL yet: it scores them as EVEN.
+        """
         if self is DispatchRule.NEAREST:
             return DispatchModel.NEAREST
         return (

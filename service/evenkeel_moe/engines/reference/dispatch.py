@@ -12,6 +12,8 @@ from torch import Tensor
 
 from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.dispatch import (
+    DispatchTables,
+    FewestChoice,
     LplbChoice,
     NearestChoice,
     ReplicaChoice,
@@ -27,6 +29,13 @@ from evenkeel_moe.engines.reference.layers import LayerDispatch, LayerOutcome, t
 from evenkeel_moe.engines.reference.libra import TwoStageDispatch
 from evenkeel_moe.engines.reference.parts import RankParts
 from evenkeel_moe.engines.reference.traffic import TextTraffic
+
+_CHOICES: dict[DispatchRule, Callable[[DispatchTables], ReplicaChoice]] = {
+    DispatchRule.NEAREST: NearestChoice,
+    DispatchRule.LPLB: LplbChoice,
+    DispatchRule.FEWEST: FewestChoice,
+}
+"""The rules that need more than the router's map."""
 
 
 def make_dispatch(parts: RankParts, connect: Callable[[str], Communicator]) -> LayerDispatch:
@@ -104,8 +113,7 @@ class SlotDispatch:
     def _current_rule(self) -> ReplicaChoice:
         if self._rule is None or self._rule_epoch != self._router.epoch:
             tables = tables_of(self._config, self._router, self._parts.model.device)
-            nearest = self._config.dispatch is DispatchRule.NEAREST
-            self._rule = NearestChoice(tables) if nearest else LplbChoice(tables)
+            self._rule = _CHOICES[self._config.dispatch](tables)
             self._rule_epoch = self._router.epoch
         return self._rule
 
