@@ -70,7 +70,7 @@ class Operator:
     """Keeps one plan under way.
 
     Args:
-        primary: tells which store node Sentinel takes for the primary.
+        primary: returns the store node that Sentinel takes for the primary.
     """
 
     controllers: Sequence[ControllerProcess]
@@ -170,7 +170,7 @@ class Operator:
         except httpx.HTTPError:
             return False
         if answer.status_code == 404 and status["state"] in ("ready", "migrating"):
-            # A store that lost its last writes, or was flushed: the same request makes it anew.
+            # The store lost its last writes or was flushed: the same request makes the plan again.
             life.lost += 1
             life.accepted_at = 0.0
             return False

@@ -30,7 +30,7 @@ MARK = "CHAOS_RUN"
 
 
 def marked(run: str) -> list[psutil.Process]:
-    """Every process of a run but this one, whoever its parent is now."""
+    """Every process of a run but this one, also if its parent has changed."""
     found = []
     for process in psutil.process_iter():
         try:

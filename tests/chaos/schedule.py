@@ -139,7 +139,7 @@ def _draw(
     every: tuple[tuple[FaultKind, float, float], ...],
     rng: random.Random,
 ) -> tuple[FaultKind, float, float]:
-    """The next of a shuffled pack, shuffled anew when it is used up."""
+    """Return the next of a shuffled list, which is shuffled again when it is used up."""
     if not left:
         left.extend(rng.sample(every, len(every)))
     return left.pop()

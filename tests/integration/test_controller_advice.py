@@ -11,7 +11,7 @@ pytestmark = pytest.mark.integration
 BASE = "/v1/deployments/demo"
 
 
-async def test_what_would_pay_is_told_without_moving_anything(tmp_path):
+async def test_a_recommendation_moves_nothing(tmp_path):
     async with Controller(tmp_path, PLANNER__MODE="observe") as controller, Group() as group:
         http = controller.http
         assert (await http.get(f"{BASE}/recommendation")).status_code == 404
@@ -52,9 +52,9 @@ async def test_what_would_pay_is_told_without_moving_anything(tmp_path):
 
         kept = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 600})).json()
         assert kept["at"] == found["at"]
-        anew = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 0})).json()
-        assert anew["at"] > found["at"]
-        assert anew["newest_step"] >= found["newest_step"]
+        newer = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 0})).json()
+        assert newer["at"] > found["at"]
+        assert newer["newest_step"] >= found["newest_step"]
         assert group.epoch == 0
         assert await controller.plans() == []
         assert not controller.events("task_failed")

@@ -81,7 +81,7 @@ async def _the_heat_map_is_of_what_was_served(controller):
 
 
 async def test_a_key_holds_over_a_restart(tmp_path):
-    """The plan has another id than the key: only the kept answer can tell that it was asked for."""
+    """The plan has another id than the key: only the kept answer shows that it was requested."""
     async with Controller(tmp_path / "data") as controller, Group() as group:
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))

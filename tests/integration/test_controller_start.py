@@ -36,7 +36,7 @@ asyncio.run(listen())
 
 
 @pytest.mark.parametrize("own", [None, "-tcp_rcv_lowat"])
-def test_grpc_is_told_its_loop_before_it_is_loaded_unless_an_operator_told_it(own):
+def test_grpc_gets_its_setting_before_it_is_loaded_unless_an_operator_set_it(own):
     """gRPC reads this once. If it is set later, a message costs twice as much without any error."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     if own is not None:

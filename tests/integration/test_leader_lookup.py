@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 
 class LinkedRank:
-    """A real rank's link, and what it heard."""
+    """A real rank's link, and the messages that it received."""
 
     def __init__(self, group: Group, rank: int, addresses: list[str]) -> None:
         from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
@@ -90,7 +90,7 @@ def settled(fleets: dict[str, list[LinkedRank]]) -> bool:
 
 
 async def test_an_agents_link_that_asks_a_follower_is_led_to_the_leader(tmp_path, store):
-    """The link of real ranks, told only the follower's address."""
+    """The link of real ranks, given only the follower's address."""
     one, two = replicas(tmp_path, store)
     async with one, two, Group() as group:
         await group.connect(one.address)

@@ -12,6 +12,7 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.wire import link
 from tests.integration.controller_rig import Group, Rank
 from tests.integration.replicas import replicas
+from tests.integration.store_server import until_stored
 from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -34,7 +35,7 @@ _BEFORE_DATA = frozenset(
 
 
 class BoundRank(Rank):
-    """A rank that knows who leads, and says so to whoever led before (R2)."""
+    """A rank that knows its leader, and refuses each earlier one (R2)."""
 
     bound: m.Leader | None = None
     obeyed: list[m.Leader]
@@ -91,7 +92,7 @@ async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path
         await group.connect(one.address)
         await until(lambda: one.state("ready"))
         await group.serve(64)
-        # Every rank holds a wave that none was told to commit: the next leader must end it (R12).
+        # Every rank holds a wave and none got a Commit: the next leader must end it (R12).
         for rank in group.ranks:
             rank.votes = False
         target = group.placement.phy2log.copy()
@@ -188,8 +189,7 @@ async def test_a_restarted_leader_reclaims_its_lease_at_once(tmp_path, store):
         await until(lambda: one.state("ready"))
         term = (await one.status())["term"]
         await group.serve(32)
-        # The deployment's sizes are stored together with the next window.
-        await asyncio.sleep(2.5)
+        await until_stored(store.url, 32)
         await one.stop(signal.SIGKILL)
         # Another identity has to wait.
         stranger = Rank(group, 0)
@@ -238,7 +238,7 @@ async def test_decisions_come_back_after_a_restart_and_after_a_leaders_death(tmp
         serving = group.serve_on(every_s=0.1, steps=4)
         await until(lambda: _window(one, 256), within_s=60)
         await until(lambda: _decided(one, 256), within_s=60)
-        await asyncio.sleep(1.0)  # Steady serving, so that the newest window is stored.
+        await until_stored(store.url, 256)
 
         died = time.monotonic()
         await one.stop(signal.SIGKILL)

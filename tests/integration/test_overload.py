@@ -36,7 +36,7 @@ def hint_s(error: grpc.aio.AioRpcError | grpc.Call) -> float:
     return int(dict(error.trailing_metadata() or ())["grpc-retry-pushback-ms"]) / 1000
 
 
-async def test_too_many_streams_are_told_when_to_come_again(tmp_path):
+async def test_refused_streams_are_sent_a_time_to_retry(tmp_path):
     async with Controller(tmp_path, GRPC__MAX_STREAMS="6") as controller, Group() as group:
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
@@ -209,7 +209,7 @@ async def test_reports_become_rarer_when_the_host_cannot_keep_up_and_frequent_ag
         flow = told[-1]
         assert (flow.report_interval_s, flow.stride) == (4.0, 2)
 
-        # Who connects now is told the same, and sampled steps complete without the others (R18).
+        # A rank that connects now gets the same; sampled steps complete without the others (R18).
         registration = await _registered(group, controller)
         assert registration.flow.stride == flow.stride
         first = flow.from_step + flow.from_step % 2

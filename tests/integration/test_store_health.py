@@ -62,7 +62,7 @@ async def stays_degraded(replica, for_s=4.0):
         await asyncio.sleep(0.05)
 
 
-async def test_a_standby_tells_that_the_store_is_gone_and_when_it_answered_last(server):
+async def test_a_standby_reports_that_the_store_is_gone_and_when_it_answered_last(server):
     async with replica_on(server) as (replica, _):
         metrics = replica.registry.shared.metrics
         await until(lambda: metrics._answered_at is not None)

@@ -79,7 +79,7 @@ async def test_plans_keep_their_id_over_a_restart_and_their_history_is_paged(tmp
 
         await _killed_and_back(controller, group, serving)
 
-        # The same request is the same plan, whoever it was made by; another body is refused.
+        # The same request by any caller is the same plan; another body is refused.
         again = await until(lambda: _answered(controller, body))
         assert again.status_code == 202, again.text
         assert again.json()["phase"] == "committed"

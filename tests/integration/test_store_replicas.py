@@ -70,7 +70,7 @@ async def test_what_was_acknowledged_is_on_the_replica_that_takes_over(pair):
             await store.store_document(DEMO, "policy", {"mode": "auto"}, lease.term)
         with pytest.raises(Unavailable, match=r"ping: 0 of 1 replicas have a write after 0\.3 s"):
             await store.ping()
-        # Every leader writes it anew: to lead needs no replica.
+        # Every leader writes it again, so it needs no replica to lead.
         await store.store_document(DEMO, "leader", {"address": "here"}, lease.term)
     finally:
         replica.signal(signal.SIGCONT)

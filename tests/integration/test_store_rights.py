@@ -193,7 +193,7 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru"])
-async def test_a_policy_that_evicts_state_is_said_at_the_start(tmp_path, start_server, policy):
+async def test_a_policy_that_evicts_state_is_reported_at_the_start(tmp_path, start_server, policy):
     one = await start_server("--maxmemory", "100mb", "--maxmemory-policy", policy)
     async with Controller(
         tmp_path / "data", REDIS__URL=f"redis://127.0.0.1:{one.port}"
@@ -221,7 +221,7 @@ async def _exports(controller, name):
     return name in await controller.metrics()
 
 
-async def test_a_policy_that_may_not_be_read_is_said_to_be_unknown(tmp_path, start_server):
+async def test_a_policy_that_may_not_be_read_is_reported_as_unknown(tmp_path, start_server):
     one = await start_server()
     admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=deadline(2))
     words = [word.replace("SECRET", "s3cret") for word in documented_acl() if word != "+info"]

@@ -15,12 +15,12 @@ Commands:
     crash NAME | start NAME | pause NAME SECONDS      a controller
     crash rank=N                    a rank
     corrupt-copy                    the next copy between ranks arrives damaged
-    lose-write KIND                 the store loses the next write of a kind, and says nothing
+    lose-write KIND                 the store loses the next write of a kind without an error
     flush                           the store loses everything
     store-down | store-up           the store takes no writes, or takes them again
     idle | steps                    the fleet stops or goes on taking steps
     reload                          load other weights, asking first
-    status                          where everyone stands
+    status                          the state of every machine
 """
 
 import random

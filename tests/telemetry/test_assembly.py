@@ -248,7 +248,7 @@ def test_a_report_that_makes_others_give_way_is_told_its_own_reason_first():
     ]
 
 
-def test_an_epoch_told_again_is_the_newest_word():
+def test_an_epoch_announced_again_replaces_its_placement():
     wrong = Placement(np.array([[1, 0, 2, 3, 0, -1], [3, 2, 1, 0, 3, 3]], np.int32), 3, 4)
     assembler = StepAssembler(SHAPE)
     assembler.learn_epoch(EPOCH, wrong)

@@ -114,7 +114,7 @@ def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
 
 
 @pytest.mark.parametrize("tokens, overflows", [(2**31 - 1, False), (2**31, True)])
-def test_an_expert_of_more_tokens_than_32_bits_hold_is_told(tokens, overflows):
+def test_an_expert_of_more_tokens_than_32_bits_hold_is_reported(tokens, overflows):
     """The sum alone would not show the overflow of a count."""
     known = derive_epoch_map(Placement(np.zeros((1, 2), np.int32), 2, 1), np.ones(2, np.bool_))
     board, rows = np.array([[[tokens], [tokens]]], np.uint32), np.zeros(1, np.int64)

@@ -193,8 +193,8 @@ def test_factors_stand_until_sixteen_more_steps_came():
     assert np.array_equal(later, speed_factors(tokens[:32], seconds[:32]))
     balance.clear()
     assert len(balance.speed_factors()) == 0
-    anew = seen(balance, tokens[:20], seconds[:20]).speed_factors()
-    assert np.array_equal(anew, speed_factors(tokens[:20], seconds[:20]))
+    later = seen(balance, tokens[:20], seconds[:20]).speed_factors()
+    assert np.array_equal(later, speed_factors(tokens[:20], seconds[:20]))
     other = Placement(np.array([[1, 0, 2, 3]], np.int32), 4, 4)
     assert np.isnan(seen(balance, tokens[:10], seconds[:10], other).speed_factors()).all()
     moved = seen(balance, tokens[:20], seconds[:20], other).speed_factors()

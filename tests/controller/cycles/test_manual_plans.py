@@ -1,4 +1,4 @@
-"""Requests whose caller was told 503: they are carried out once, also if they are repeated."""
+"""Requests answered with 503: they are carried out once, also if they are repeated."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ class InlinePlanner:
 
 
 class Ranks:
-    """Two ranks that do at once what they are told."""
+    """Two ranks that carry out every message at once."""
 
     def __init__(self, spawn):
         self.epoch, self.placement, self.maps = Epoch(0), BASE, [BASE]
@@ -219,9 +219,9 @@ async def test_a_rollback_that_the_store_did_not_confirm_is_carried_out_once_and
     await until(lambda: rig.ranks.placement == AFTER_ONE)
 
 
-async def test_a_rollback_is_found_by_its_id_also_by_a_controller_that_started_anew(rig):
+async def test_a_rollback_is_found_by_its_id_also_by_a_restarted_controller(rig):
     await rig.migrate()
-    await rollback(rig)  # The replica dies before its client hears of it.
+    await rollback(rig)  # The replica dies before it answers its client.
     await rig.restart()
     await until(lambda: rig.ranks.placement == BASE)
     await rig.at_rest()
@@ -230,7 +230,7 @@ async def test_a_rollback_is_found_by_its_id_also_by_a_controller_that_started_a
     assert rig.ranks.maps == [BASE, AFTER_ONE, BASE]
 
 
-async def test_a_rollback_nobody_stored_is_made_anew_by_the_next_leader(rig):
+async def test_a_rollback_that_was_not_stored_is_made_again_by_the_next_leader(rig):
     await rig.migrate()
     rig.store.failing = 100
     with pytest.raises(Unavailable):
@@ -341,7 +341,7 @@ async def test_who_lost_the_lease_promises_nothing(rig):
     )
 
 
-def test_requests_are_the_same_whoever_makes_them():
+def test_requests_of_different_callers_are_the_same():
     one = PlanRequest(
         PlanId("a"), "eplb", PlanLimits(3), (Phase.DECODE, Phase.PREFILL), requested_by="x"
     )

@@ -109,7 +109,7 @@ async def test_a_leader_that_was_fenced_off_asks_nothing_more():
     assert deployment.control.state is ControlState.FOLLOWER
 
 
-async def test_a_plan_is_told_once_however_often_it_is_stored_and_not_held_for_it():
+async def test_a_plan_is_logged_once_however_often_it_is_stored_and_not_held_for_it():
     """Records of large models are megabytes: the log must not keep them alive."""
     _, deployment, _ = await leading()
     told = []
@@ -128,7 +128,7 @@ async def test_a_plan_is_told_once_however_often_it_is_stored_and_not_held_for_i
     assert [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)] == known
 
 
-async def test_each_decision_and_each_waves_end_is_told_once():
+async def test_each_decision_and_each_waves_end_is_logged_once():
     _, deployment, _ = await leading()
     rows = [ctl.PersistDecision({"at": at, "reason": "no_change"}) for at in (1.0, 2.0)]
     waves = []

@@ -1,4 +1,4 @@
-"""Deployments that are let go of, taken up again, and make room for others."""
+"""Deployments that are evicted, loaded again, and make room for others."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.protocol.machines import hello_of
 from tests.waiting import until
 
 
-async def test_a_deployment_that_was_let_go_of_is_not_taken_up_by_a_restart():
+async def test_an_evicted_deployment_is_not_loaded_by_a_restart():
     async with replicas("a") as (one, store):
         for session in await one.lead():
             session.lost()
@@ -132,7 +132,7 @@ async def test_a_deployment_that_was_whole_once_outlasts_names_that_never_were()
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == "a"
 
 
-async def test_a_deployment_let_go_of_by_an_operator_meanwhile_is_no_mistake(leading_two):
+async def test_a_deployment_forgotten_by_an_operator_meanwhile_is_no_error(leading_two):
     registry, operations, _ = leading_two
     idle = await _begin_eviction(registry)
     await operations.forget(TWO, "operator")

@@ -92,7 +92,7 @@ async def test_steps_that_only_this_replica_has_outlive_another_that_led_without
 
 
 @pytest.mark.parametrize("stay", [False, True])
-async def test_a_group_that_restarted_before_the_store_was_told_is_counted_under_its_own_generation(
+async def test_a_group_that_restarted_before_the_write_is_counted_under_its_own_generation(
     stay,
 ):
     """The stored window is of the former group: it would hide the steps of the new one for days."""

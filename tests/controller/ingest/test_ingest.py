@@ -19,7 +19,7 @@ DEMO, GENERATION = DeploymentId("demo"), Generation("g")
 
 
 class Rig:
-    """An Ingest over a store in memory that can be told to fail."""
+    """An Ingest over a store in memory that can be made to fail."""
 
     def __init__(self, store=None):
         self.store = store or MemoryStore(SystemClock(), capacity=50)
@@ -124,7 +124,7 @@ def test_reports_that_waited_for_an_earlier_generation_are_not_counted_for_the_n
     assert rig.rejected == {Reason.UNKNOWN_GENERATION: 12}
 
 
-def test_malformed_reports_are_counted_and_let_go(rig):
+def test_malformed_reports_are_counted_and_dropped(rig):
     ack = rig.ingest.malformed(EpRank(1), PeerViolation("x", Reason.BAD_LENGTH), (4, 5, 1 << 63))
     assert (ack.highest_step, ack.rejected_steps, ack.reason) == (5, 3, Reason.BAD_LENGTH)
     for nothing in ((), (-5,)):
@@ -308,7 +308,7 @@ async def test_a_stored_window_of_another_shape_is_left_alone(rig):
     assert await Rig(rig.store).ingest.restore(GENERATION, wider) == 0
 
 
-def test_a_new_generation_begins_its_window_anew(rig):
+def test_a_new_generation_begins_with_an_empty_window(rig):
     rig.begin()
     rig.report(Fleet().run(range(9)))
     rig.ingest.begin_generation(GENERATION, SHAPE)

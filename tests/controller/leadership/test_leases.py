@@ -27,7 +27,7 @@ class JumpingClock(SystemClock):
 
 
 class Rig:
-    """Keepers on one store that can be told to fail."""
+    """Keepers on one store that can be made to fail."""
 
     def __init__(self):
         self.clock = JumpingClock()
@@ -161,7 +161,7 @@ async def test_a_lease_is_kept_while_the_records_are_read_for_longer_than_it_las
     assert ("won", "b", 2) not in rig.happened
 
 
-async def test_a_lease_lost_while_the_records_are_read_is_sought_anew(rig):
+async def test_a_lease_lost_while_the_records_are_read_is_acquired_again(rig):
     rig.loaded.clear()
     keeper = rig.start("a")
     keeper.want()
@@ -176,10 +176,8 @@ async def test_a_lease_lost_while_the_records_are_read_is_sought_anew(rig):
 
 
 @pytest.mark.parametrize("refused", [False, True])
-async def test_who_was_told_to_lead_hears_it_when_the_lease_fails_as_the_records_arrive(
-    rig, refused
-):
-    """R13: otherwise the machine leads without a lease, and is told twice to lead."""
+async def test_the_machine_is_informed_when_the_lease_fails_as_the_records_arrive(rig, refused):
+    """R13: otherwise the machine leads without a lease, and gets the event to lead twice."""
     rig.loaded.clear()
     renew, renewals = rig.renew_lease, 0
 

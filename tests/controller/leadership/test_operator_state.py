@@ -71,7 +71,7 @@ async def test_a_new_process_on_an_emptied_store_holds_automatic_plans_and_says_
         assert not one.member.control.held
 
 
-async def test_a_replica_that_led_earlier_does_not_take_its_memory_for_the_latest_word():
+async def test_a_replica_that_led_earlier_does_not_trust_its_memory():
     async with replicas("a", "b", mode=Mode.AUTO) as (one, two, store):
         sessions = await one.lead()
         await one.yield_lease(sessions)

@@ -83,7 +83,7 @@ def test_realised_gain_compares_target_and_base_on_the_same_later_steps():
     assert realised.balancedness == pytest.approx(expected)
 
 
-def test_a_step_counts_once_and_another_plan_begins_anew():
+def test_a_step_counts_once_and_another_plan_starts_at_zero():
     record = make_plan(phase=PlanPhase.COMMITTED)
     final = record.plan.base_epoch + len(record.plan.waves)
     shape = record.plan.target.num_layers, record.plan.target.num_logical_experts

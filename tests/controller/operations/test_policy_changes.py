@@ -26,7 +26,7 @@ def operations(replica):
     return replica.operations
 
 
-async def test_of_changes_that_rest_on_one_document_the_first_is_taken_and_told(operations):
+async def test_of_changes_based_on_one_document_the_first_is_taken_and_logged(operations):
     base = await operations.policy(DEMO)
     with capture_logs() as log:
         answers = await asyncio.gather(
@@ -47,7 +47,7 @@ async def test_of_changes_that_rest_on_one_document_the_first_is_taken_and_told(
     assert (await operations.set_policy(DEMO, {"cycle_s": 4.0}, "me"))["cycle_s"] == 4.0
 
 
-async def test_a_change_that_is_refused_is_not_told_as_one(operations):
+async def test_a_refused_change_is_not_logged_as_one(operations):
     with capture_logs() as log, pytest.raises(InvalidInput, match="unknown policy fields"):
         await operations.set_policy(DEMO, {"cycles": 1}, "me")
     assert not [row for row in log if row["event"] == "policy_changed"]

@@ -16,7 +16,7 @@ def series(view):
     return {line.split("{")[0] for line in generate_latest(registry).decode().splitlines()}
 
 
-async def test_a_leader_whose_ranks_have_not_told_where_they_stand_tells_no_epoch():
+async def test_a_leader_whose_ranks_have_not_reported_their_state_reports_no_epoch():
     async with replicas("a") as (one, _):
         sessions = await one.lead()
         view = live_view(one.member)
@@ -34,7 +34,7 @@ async def test_a_leader_whose_ranks_have_not_told_where_they_stand_tells_no_epoc
         assert "evenkeel_term" in series(view)
 
 
-async def test_a_freeze_is_told_until_it_ends():
+async def test_a_freeze_is_reported_until_it_ends():
     async with replicas("a") as (one, _):
         await one.lead()
         await one.operations.freeze(DEMO, 0.5, "eve")

@@ -53,14 +53,14 @@ async def test_other_work_is_done_between_the_figures_of_two_deployments(leading
     assert said[:4] == [ONE, "other work", TWO, "other work"]
 
 
-async def test_a_deployment_let_go_of_while_figures_are_refreshed_gets_no_series_again(leading_two):
+async def test_a_deployment_evicted_while_gauges_are_refreshed_gets_no_series_again(leading_two):
     registry, operations, _ = leading_two
     said = await figures_said(registry, 2, lambda _: registry.deployments.pop(TWO, None))
     assert set(said) == {ONE}
 
 
 class Stuck:
-    """Stands in for a deployment whose windows are to be stored."""
+    """A fake of a deployment whose windows are to be stored."""
 
     def __init__(self, fault=None):
         self.asked, self.keeper, self._fault = 0, self, fault
@@ -117,7 +117,7 @@ def _stays_faulty(health):
 
 
 @pytest.mark.parametrize("led_before", [True, False])
-async def test_a_shard_that_gives_no_lease_is_told_once_until_it_does(led_before):
+async def test_a_shard_that_gives_no_lease_is_logged_once_until_it_gives_one(led_before):
     store = NoLeases(SystemClock())
     async with replicas("a", store=store) as (replica, _):
         health = replica.health

@@ -57,7 +57,7 @@ async def test_the_stride_holds_from_the_first_step_of_a_new_generation_on_both_
     assert drained(late)[0].flow == member.ranks.flow == flows[-1]
 
 
-async def test_without_a_stride_a_new_generation_is_told_nothing_of_it(leading_two):
+async def test_without_a_stride_a_new_generation_is_sent_none(leading_two):
     registry, operations, _ = leading_two
     await attach_all(registry, "g1", 1)
     for stream in await attach_all(registry, "g2", 3):

@@ -144,11 +144,11 @@ def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts(
     assert (record(control).phase, record(control).waves_committed) == (PlanPhase.COMMITTED, 2)
 
 
-def restarts(control, *stands):
+def restarts(control, *reached):
     """The group comes back as g2, each rank at an epoch and a map."""
     return [
         action
-        for rank, (epoch, placement) in enumerate(stands)
+        for rank, (epoch, placement) in enumerate(reached)
         for action in control.handle(
             from_rank(
                 rank,
@@ -181,7 +181,7 @@ def test_wave_swapped_everywhere_is_counted_though_the_group_restarts_before_any
 
 
 @pytest.mark.parametrize(
-    "stands",
+    "reached",
     [
         ((0, BASE), (0, BASE)),
         ((0, BASE), (1, AFTER_ONE)),
@@ -190,10 +190,10 @@ def test_wave_swapped_everywhere_is_counted_though_the_group_restarts_before_any
         ((9, AFTER_ONE), (9, AFTER_ONE)),
     ],
 )
-def test_wave_is_not_counted_unless_the_whole_group_comes_back_where_it_leads(stands):
+def test_wave_is_not_counted_unless_the_whole_group_comes_back_where_it_leads(reached):
     control = control_of(S.MIGRATING)
     vote(control)
-    restarts(control, *stands)
+    restarts(control, *reached)
     assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
 
 

@@ -67,7 +67,7 @@ class DeploymentRegistry:
     # --- letting go -------------------------------------------------------------------------------
 
     async def evict_idle(self, after_s: float) -> None:
-        """Let go of the deployments that have been without ranks for that long."""
+        """Evict the deployments that have been without ranks for that long."""
         for name in list(self.deployments):
             # Looked up one by one: meanwhile its ranks may be back, or an operator let it go.
             deployment = self.deployments.get(name)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from evenkeel_moe.controller.deployment.deployment import Deployment
 
 _UNPROVEN_S = 60.0
-"""A deployment of which no rank was ever accepted is let go after this: any client can make up a
+"""A deployment of which no rank was ever accepted is evicted after this: any client can make up a
 name."""
 _EVICTABLE_S = 10.0
 """A deployment must be without ranks for this long before it makes room for another. Otherwise
@@ -13,7 +13,7 @@ made-up names would take leases and leave records as fast as a client can send t
 
 
 def is_expired(deployment: Deployment, after_s: float) -> bool:
-    """Return True if a deployment has been without ranks for long enough to be let go."""
+    """Return True if a deployment has been without ranks for long enough to be evicted."""
     known = deployment.loads.shape is not None
     return deployment.ranks.idle_s() > (after_s if known else min(after_s, _UNPROVEN_S))
 

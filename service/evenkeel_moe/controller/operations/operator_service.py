@@ -77,7 +77,7 @@ class OperatorService:
 
         Raises:
             NotLeading: another replica leads it, or nobody.
-            NotFound: nobody ever led it, or it was let go.
+            NotFound: no replica ever led it, or it was evicted.
             Unavailable: the store is out of reach, so that nobody knows.
         """
         deployment = self._here(name)

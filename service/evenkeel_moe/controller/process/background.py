@@ -146,7 +146,7 @@ async def refresh_metrics(
 
 
 async def evict_idle(registry: DeploymentRegistry, after_s: float) -> None:
-    """Let go of the deployments that have been without ranks for that long."""
+    """Evict the deployments that have been without ranks for that long."""
     while True:
         await asyncio.sleep(min(_EVICT_EVERY_S, after_s / 4))
         await registry.evict_idle(after_s)

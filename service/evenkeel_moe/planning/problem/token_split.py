@@ -56,7 +56,7 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
     """
     if split.dispatch is DispatchModel.OPTIMAL:
         raise InvalidInput(
-            "optimal dispatch splits every batch anew and has no fixed shares; use slot_load"
+            "optimal dispatch splits each batch by itself and has no fixed shares; use slot_load"
         )
     if split.dispatch is DispatchModel.EVEN:
         # A copy: numba would compile another version for a read-only array.

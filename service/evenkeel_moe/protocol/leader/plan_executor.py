@@ -143,7 +143,7 @@ class PlanExecutor:
             detail = "earlier records are not stored yet"
             return self.wait(record, Reason.STORE_UNAVAILABLE, detail, now)
         if self.is_stale(plan, index):
-            detail = f"based on epoch {plan.base_epoch} + {index}, the group is elsewhere"
+            detail = f"based on epoch {plan.base_epoch} + {index}, which is not the group's"
             return [self.records.end(record, Reason.STALE_BASE, unix, detail)]
         refusal = self.wave_problem(plan, index) or self.pool_problem(plan, index)
         if refusal is not None:
