@@ -11,6 +11,7 @@ from bench.dispatch_traces import RANKS, TWO_NODES, Recorded, setup_of
 from bench.report import Row
 from evenkeel_moe.dispatch import (
     ExactSplit,
+    PlanningRule,
     ShardingRule,
     plan_replicas,
     resident_mask,
@@ -28,14 +29,17 @@ from evenkeel_moe.replay.walk import walk_forward
 __all__ = ["PLACEMENTS", "RULES", "rule_rows", "rule_table"]
 
 PLACEMENTS = ("none", "eplb", "keel")
-# "libra" is as published: Algorithm 1 stops when the prediction is balanced, Algorithm 2 is greedy.
-# "ours" uses all N transient experts and shards exactly; "2N" has twice as many.
+# "libra" is as published: Algorithms 1 and 2 as printed. "bounded" plans and shards with the
+# refinements of PlanningRule.BALANCED and ShardingRule.BOUNDED. "ours" (libra-refined in the
+# engine) uses all N transient experts and shards exactly; "2N" has twice as many.
 RULES = (
     "even",
     "nearest",
     "lplb",
     "libra sharding",
+    "libra sharding, bounded",
     "libra",
+    "libra, bounded",
     "libra, ours",
     "libra, ours 2N",
     "harmoeny",
@@ -43,6 +47,16 @@ RULES = (
 EXTRA = 4
 """Transient experts per rank of Libra and HarMoEny: half of the 8 that a rank holds, as in Libra's
 evaluation."""
+_SHARDED = (
+    ("libra sharding", ShardingRule.GREEDY),
+    ("libra sharding, bounded", ShardingRule.BOUNDED),
+)
+_FETCHED = (
+    ("libra", EXTRA, PlanningRule.PUBLISHED, ShardingRule.GREEDY),
+    ("libra, bounded", EXTRA, PlanningRule.BALANCED, ShardingRule.BOUNDED),
+    ("libra, ours", EXTRA, PlanningRule.FULL, ShardingRule.EXACT),
+    ("libra, ours 2N", 2 * EXTRA, PlanningRule.FULL, ShardingRule.EXACT),
+)
 STEPS = 40
 """Steps sampled per trace, evenly spaced over the scored steps."""
 
@@ -152,15 +166,13 @@ def _one_step(
         out[name, "even"].add(even[layer], own, cost)
         out[name, "nearest"].add(nearest[layer], own, cost)
         out[name, "lplb"].add(exact[layer], own, cost)
-        sharded = shard_tokens(asked, resident, rule=ShardingRule.GREEDY)
-        out[name, "libra sharding"].add(sharded.rank_load, own, cost)
         expected = _predicted(trace, step, layer)
-        published = plan_replicas(expected, resident, EXTRA, fill=False)
-        done = shard_tokens(asked, published.hosts, resident, rule=ShardingRule.GREEDY)
-        out[name, "libra"].add(done.rank_load, own, cost, published.copies)
-        for extra, rule in ((EXTRA, "libra, ours"), (2 * EXTRA, "libra, ours 2N")):
-            plan = plan_replicas(expected, resident, extra)
-            done = shard_tokens(asked, plan.hosts, resident)
+        for rule, sharding in _SHARDED:
+            done = shard_tokens(asked, resident, rule=sharding)
+            out[name, rule].add(done.rank_load, own, cost)
+        for rule, extra, planning, sharding in _FETCHED:
+            plan = plan_replicas(expected, resident, extra, rule=planning)
+            done = shard_tokens(asked, plan.hosts, resident, rule=sharding)
             out[name, rule].add(done.rank_load, own, cost, plan.copies)
         fetched, copies = harmoeny(asked, resident, EXTRA)
         out[name, "harmoeny"].add(fetched, own, cost, copies)
@@ -185,7 +197,7 @@ def rule_rows(table: dict[str, Tallies]) -> list[Row]:
         " time is over the fluid bound of the same work"
     )
     print(
-        f"{'placement':10}{'rule':16}{'balancedness':>13}{'max/mean':>10}{'time':>8}"
+        f"{'placement':10}{'rule':24}{'balancedness':>13}{'max/mean':>10}{'time':>8}"
         f"{'+ shared at home':>18}{'+ waterfill':>13}{'copies':>8}"
     )
     for placement in PLACEMENTS:
@@ -197,7 +209,7 @@ def rule_rows(table: dict[str, Tallies]) -> list[Row]:
             poured = float(np.mean([t.shared_poured_peak / t.shared_fluid for t in tallies]))
             copies = float(np.mean([t.copies / t.cells for t in tallies]))
             print(
-                f"{placement:10}{rule:16}{balance:13.4f}{1 / balance:10.3f}{time:8.3f}"
+                f"{placement:10}{rule:24}{balance:13.4f}{1 / balance:10.3f}{time:8.3f}"
                 f"{home:18.3f}{poured:13.3f}{copies:8.1f}"
             )
             key = f"{placement}_{rule.replace(',', '').replace(' ', '_')}"

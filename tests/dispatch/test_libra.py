@@ -7,6 +7,7 @@ import torch
 from evenkeel_moe.dispatch import (
     DispatchTables,
     LibraChoice,
+    LibraVariant,
 )
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
@@ -19,15 +20,18 @@ from tests.dispatch.placements import (
 )
 
 
+@pytest.mark.parametrize("variant", LibraVariant)
 @pytest.mark.parametrize("most", [0, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_ranks_dispatch_what_sharding_decided_with_transient_slots_behind_the_placement(seed, most):
+def test_ranks_dispatch_what_sharding_decided_with_transient_slots_behind_the_placement(
+    seed, most, variant
+):
     rng = np.random.default_rng(seed)
     placement = random_placement(rng, layers=2, duplicates=False)
     for layer in range(2):
         demand = random_demand(rng, 4, 12)
         predicted = (demand.double() * torch.from_numpy(rng.uniform(0.7, 1.3, (4, 12)))).round()
-        rules = [LibraChoice(tables, most) for tables in all_tables(placement)]
+        rules = [LibraChoice(tables, most, variant=variant) for tables in all_tables(placement)]
         total = torch.zeros(rules[0].num_slots, dtype=torch.int64)
         for rank, rule in enumerate(rules):
             plan = rule.plan(layer, predicted)
@@ -55,3 +59,13 @@ def test_a_plan_serves_one_batch_only():
     rule.plan(0, demand)
     assert set(rule.choose(0, experts, demand)[:, 0].tolist()) == {2}
     assert set(rule.choose(0, experts, demand)[:, 0].tolist()) == {1}
+
+
+def test_the_published_variant_stops_where_the_refined_one_uses_all_experts_it_may_fetch():
+    tables = DispatchTables.of(
+        Placement(np.arange(8, dtype=np.int32)[None], 4, 8), Topology.single_node(4), 0
+    )
+    demand = torch.tensor([[6, 0, 3, 2, 2, 3, 2, 3]] * 4)
+    plans = {v: LibraChoice(tables, 2, variant=v).plan(0, demand) for v in LibraVariant}
+    assert plans[LibraVariant.REFINED].copies == 8
+    assert plans[LibraVariant.PUBLISHED].copies < 8

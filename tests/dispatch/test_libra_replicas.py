@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.dispatch import (
     LibraChoice,
+    PlanningRule,
     extra_budget,
     plan_replicas,
     resident_mask,
@@ -24,20 +25,61 @@ from tests.dispatch.placements import (
 )
 
 
-def test_phase_one_brings_in_what_own_tokens_want_most():
+def slow_algorithm_1(demand, resident, most, locality):
+    """Algorithm 1 written down naively; remote tokens are spread evenly over the residents."""
+    ranks, experts = demand.shape
+    hosts = resident.copy()
+    fetched: list[list[int]] = [[] for _ in range(ranks)]
+    local = int(most * locality)
+    for rank in range(ranks):
+        wanted = [e for e in range(experts) if not resident[e, rank] and demand[rank, e] > 0]
+        fetched[rank] = sorted(wanted, key=lambda e: (-demand[rank, e], e))[:local]
+        hosts[fetched[rank], rank] = True
+    for _ in range((most - local) * ranks):
+        away = np.where(hosts.T, 0, demand).sum(axis=0)
+        remote = resident.T * (away / resident.sum(axis=1))
+        load = remote.sum(axis=1) + np.where(hosts.T, demand, 0).sum(axis=1)
+        source = int(np.argmax(load))
+        hottest = int(np.argmax(remote[source]))
+        goals = [r for r in range(ranks) if not hosts[hottest, r] and len(fetched[r]) < most]
+        if load[source] <= load.mean() or remote[source, hottest] <= 0 or not goals:
+            break
+        goal = min(goals, key=lambda r: (load[r], r))
+        if load[goal] + demand[goal, hottest] <= load.mean():
+            hosts[hottest, goal] = True
+            fetched[goal].append(hottest)
+    return fetched
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 100_000), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0]))
+def test_the_published_plan_is_algorithm_1_line_by_line(seed, most, locality):
+    rng = np.random.default_rng(seed)
+    ranks = 4
+    resident = home_only(9, ranks)
+    # Some experts have two residents. Multiples of 8 keep all shares and means exact.
+    resident[rng.integers(0, 9, 3), rng.integers(0, ranks, 3)] = True
+    demand = 8.0 * random_demand(rng, ranks, 9, tokens=60).numpy()
+    plan = plan_replicas(demand, resident, most, locality=locality, rule=PlanningRule.PUBLISHED)
+    fetched = [row[row >= 0].tolist() for row in plan.extra]
+    assert fetched == slow_algorithm_1(demand, resident, most, locality)
+
+
+@pytest.mark.parametrize("rule", [PlanningRule.PUBLISHED, PlanningRule.BALANCED])
+def test_phase_one_brings_in_what_own_tokens_want_most(rule):
     resident = home_only(8, 4)
     demand = np.zeros((4, 8))
     demand[0, [2, 4, 6]] = [5, 9, 7]
-    plan = plan_replicas(demand, resident, 2, locality=1.0, fill=False)
+    plan = plan_replicas(demand, resident, 2, locality=1.0, rule=rule)
     assert plan.extra[0].tolist() == [4, 6]
     assert plan.hosts[4, 0] and plan.hosts[6, 0] and not plan.hosts[2, 0]
 
 
-def test_phase_two_copies_the_hot_expert_of_the_fullest_rank_to_the_emptiest():
+def test_balanced_phase_two_copies_the_hot_expert_of_the_fullest_rank_to_the_emptiest():
     # All ranks choose expert 0 of rank 0; rank 3 is idle.
     resident = home_only(4, 4)
     demand = np.array([[0.0, 0, 0, 0], [30, 6, 0, 0], [30, 0, 6, 0], [30, 0, 0, 0]])
-    plan = plan_replicas(demand, resident, 1, locality=0.0, fill=False)
+    plan = plan_replicas(demand, resident, 1, locality=0.0, rule=PlanningRule.BALANCED)
     # Loads 90, 6, 6, 0: the emptiest rank 3 comes first, then rank 1. Both exceed the mean of 25.5
     # with their own tokens, but relieve rank 0; a copy on rank 2 would no longer lower the peak of
     # 36.
@@ -45,13 +87,17 @@ def test_phase_two_copies_the_hot_expert_of_the_fullest_rank_to_the_emptiest():
     assert plan.copies == 2
     loads = shard_tokens(demand.astype(np.int64), plan.hosts, resident).rank_load
     assert loads.max() == 36
+    # As printed, phase 2 stops at once: 30 tokens on rank 3 would exceed the mean.
+    published = plan_replicas(demand, resident, 1, locality=0.0, rule=PlanningRule.PUBLISHED)
+    assert published.copies == 0
 
 
 def test_filling_spends_what_is_left_on_experts_with_the_most_remote_tokens_per_host():
     resident = home_only(4, 4)
     demand = np.array([[8.0, 0, 0, 4], [0, 8, 4, 0], [0, 4, 8, 0], [4, 0, 0, 8]])
     # The demand is balanced, so there is nothing to plan.
-    assert plan_replicas(demand, resident, 1, locality=0.0, fill=False).copies == 0
+    for rule in (PlanningRule.PUBLISHED, PlanningRule.BALANCED):
+        assert plan_replicas(demand, resident, 1, locality=0.0, rule=rule).copies == 0
     # Every expert has four remote tokens and one host; ties go to the lower expert and the rank
     # with most room.
     plan = plan_replicas(demand, resident, 1, locality=0.0)
@@ -65,21 +111,26 @@ def test_filling_helps_when_the_prediction_is_wrong():
     demand = np.stack([rng.multinomial(2000, law / law.sum()) for _ in range(8)])
     wrong = demand * np.exp(rng.normal(0, 0.4, demand.shape))
     peaks = []
-    for fill in (False, True):
-        plan = plan_replicas(wrong, resident, 4, fill=fill)
+    for rule in (PlanningRule.BALANCED, PlanningRule.FULL):
+        plan = plan_replicas(wrong, resident, 4, rule=rule)
         peaks.append(shard_tokens(demand, plan.hosts, resident).rank_load.max())
     assert peaks[1] < peaks[0]
     assert peaks[1] < 1.03 * demand.sum() / 8
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 100_000), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0]))
-def test_plans_hold_their_budget_and_never_copy_what_is_there(seed, most, locality):
+@given(
+    st.integers(0, 100_000),
+    st.integers(0, 4),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from(PlanningRule),
+)
+def test_plans_hold_their_budget_and_never_copy_what_is_there(seed, most, locality, rule):
     rng = np.random.default_rng(seed)
     placement = random_placement(rng, layers=1, experts=10, ranks=4, per_rank=4)
     resident = resident_mask(placement, 0)
     demand = random_demand(rng, 4, 10).numpy()
-    plan = plan_replicas(demand, resident, most, locality=locality)
+    plan = plan_replicas(demand, resident, most, locality=locality, rule=rule)
     assert plan.extra.shape == (4, most)
     for rank in range(4):
         brought = plan.extra[rank][plan.extra[rank] >= 0].tolist()

@@ -19,16 +19,17 @@ from tests.dispatch.placements import (
 )
 
 
-def slow_sharding(demand, hosts, resident):
-    """Algorithm 2 written down naively, on lists."""
+def slow_sharding(demand, hosts, resident, rule):
+    """Algorithm 2, as printed or bounded, written down naively on lists."""
     local, remote = (part.tolist() for part in split_by_locality(demand, hosts, resident))
     ranks, experts = len(local), len(local[0])
     load = [sum(local[r]) + sum(remote[r]) for r in range(ranks)]
     target = -(-sum(load) // ranks)
     while max(load) > target:
         moved = False
-        for source in sorted(range(ranks), key=lambda r: (-load[r], r)):
-            if load[source] <= target or moved:
+        above = [r for r in range(ranks) if load[r] > target]
+        for source in sorted(above, key=lambda r: (-load[r], r)):
+            if moved and rule is ShardingRule.BOUNDED:
                 break
             for e in sorted(range(experts), key=lambda e: (-remote[source][e], e)):
                 goals = [r for r in range(ranks) if r != source and hosts[e][r]]
@@ -38,7 +39,9 @@ def slow_sharding(demand, hosts, resident):
                 room = target - load[goal]
                 if room <= 0:
                     continue
-                amount = min(remote[source][e], room, load[source] - target)
+                amount = min(remote[source][e], room)
+                if rule is ShardingRule.BOUNDED:
+                    amount = min(amount, load[source] - target)
                 remote[source][e] -= amount
                 remote[goal][e] += amount
                 load[source] -= amount
@@ -79,8 +82,8 @@ def test_sharding_is_algorithm_two_or_optimal_and_loses_no_token(seed, rule):
     resident = home_only(8, ranks)
     hosts = resident | (rng.random(resident.shape) < 0.3)
     answer = shard_tokens(demand, hosts, resident, rule=rule)
-    if rule is ShardingRule.GREEDY:
-        assert np.array_equal(answer.remote, slow_sharding(demand, hosts, resident))
+    if rule is not ShardingRule.EXACT:
+        assert np.array_equal(answer.remote, slow_sharding(demand, hosts, resident, rule))
     else:
         assert answer.rank_load.max() == np.ceil(best_peak(answer.local, demand, hosts) - 1e-6)
     total = answer.local + answer.remote
@@ -104,6 +107,19 @@ def test_sharding_by_hand():
     assert answer.local.tolist() == [[2, 0], [0, 0], [0, 0]]
     assert answer.remote.tolist() == [[6, 0], [0, 4], [0, 0]]
     assert answer.rank_load.tolist() == [8, 4, 0]
+
+
+def test_only_the_bounded_rule_takes_no_more_than_the_excess():
+    # Rank 3 asks for 6 tokens of rank 0's expert, 5 of rank 1's and 4 of its own. Rank 2 can take
+    # tokens of the first two. The mean of 15 tokens, rounded up, is 4.
+    demand = np.array([[0, 0, 0], [0, 0, 0], [0, 0, 0], [6, 5, 4]])
+    resident = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]], np.bool_)
+    hosts = resident | np.array([[0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0]], np.bool_)
+    # As printed, rank 2 is filled with 4 tokens of rank 0, which is only 2 above the mean.
+    greedy = shard_tokens(demand, hosts, resident, rule=ShardingRule.GREEDY)
+    assert greedy.rank_load.tolist() == [2, 5, 4, 4]
+    bounded = shard_tokens(demand, hosts, resident, rule=ShardingRule.BOUNDED)
+    assert bounded.rank_load.tolist() == [4, 4, 3, 4]
 
 
 def test_greedy_stops_within_its_tolerance():

@@ -41,7 +41,7 @@ class PlanArguments:
     policy: Annotated[
         str | None,
         typer.Option(
-            help="eplb, eplb-global, eplb-hierarchical, craft, gem, libra or keel.",
+            help="eplb, eplb-global, eplb-hierarchical, craft, gem, libra, libra-refined or keel.",
             show_default="the deployment's",
         ),
     ] = None

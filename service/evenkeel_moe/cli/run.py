@@ -125,11 +125,14 @@ class DemoArguments:
             help="Redis URL of the controller's store.", show_default="an embedded Valkey server"
         ),
     ] = ""
-    policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem or libra.")] = "keel"
+    policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem, libra or libra-refined.")] = (
+        "keel"
+    )
     dispatch: Annotated[
         str,
         typer.Option(
-            help="How ranks choose replicas: even, nearest, lplb, fewest, waterfill or libra."
+            help="How ranks choose replicas: even, nearest, lplb, fewest, waterfill, libra or"
+            " libra-refined."
         ),
     ] = "even"
     mode: Annotated[

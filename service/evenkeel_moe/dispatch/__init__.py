@@ -17,9 +17,10 @@ from evenkeel_moe.dispatch.counts import count_choices
 from evenkeel_moe.dispatch.fewest import FewestChoice, FewestReplicas
 from evenkeel_moe.dispatch.gating import hash_topk, topk_gate
 from evenkeel_moe.dispatch.interior import BatchedSplit
-from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice
+from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice, LibraVariant
 from evenkeel_moe.dispatch.libra_lookahead import Lookahead, prediction_accuracy
 from evenkeel_moe.dispatch.libra_replicas import (
+    PlanningRule,
     TransientReplicas,
     extra_budget,
     plan_replicas,
@@ -48,9 +49,12 @@ __all__ = [
     "FewestReplicas",
     "LayerQuotas",
     "LibraChoice",
+    "LibraStage",
+    "LibraVariant",
     "Lookahead",
     "LplbChoice",
     "NearestChoice",
+    "PlanningRule",
     "PrefetchBuffers",
     "RandomChoice",
     "ReplicaChoice",
@@ -58,7 +62,6 @@ __all__ = [
     "Sharding",
     "ShardingRule",
     "TokenSplit",
-    "LibraStage",
     "Task",
     "TransientReplicas",
     "Waterfill",

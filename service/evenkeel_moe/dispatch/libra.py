@@ -1,11 +1,12 @@
 """Libra as a replica choice: own tokens stay, others go to resident and transient replicas.
 
 Transient replicas have slot ids after those of the placement: the j-th expert that rank r has
-    fetched for a layer is slot S + r * N + j. No placement holds such a slot, so none can be
-    migrated, reported or copied from.
+fetched for a layer is slot S + r * N + j. No placement holds such a slot, so none can be
+migrated, reported or copied from.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import torch
@@ -14,10 +15,34 @@ from torch import Tensor
 
 from evenkeel_moe.dispatch.choice import DemandNeeded, assign_quotas, check_experts
 from evenkeel_moe.dispatch.counts import check_counts
-from evenkeel_moe.dispatch.libra_replicas import TransientReplicas, plan_replicas, resident_mask
+from evenkeel_moe.dispatch.libra_replicas import (
+    PlanningRule,
+    TransientReplicas,
+    plan_replicas,
+    resident_mask,
+)
 from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_tokens
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.errors import InvalidInput
+
+
+class LibraVariant(StrEnum):
+    """The algorithms that plan the fetched experts and shard the tokens."""
+
+    PUBLISHED = "libra"
+    """Algorithms 1 and 2 as printed."""
+    REFINED = "libra-refined"
+    """Plans with `PlanningRule.FULL` and shards with `ShardingRule.EXACT`."""
+
+    @property
+    def planning(self) -> PlanningRule:
+        """The rule of `plan_replicas`."""
+        return PlanningRule.PUBLISHED if self is LibraVariant.PUBLISHED else PlanningRule.FULL
+
+    @property
+    def sharding(self) -> ShardingRule:
+        """The rule of `shard_tokens`."""
+        return ShardingRule.GREEDY if self is LibraVariant.PUBLISHED else ShardingRule.EXACT
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,8 +77,8 @@ class LibraChoice:
         tables: DispatchTables,
         max_extra: int = 0,
         *,
+        variant: LibraVariant = LibraVariant.PUBLISHED,
         locality: float = 0.5,
-        rule: ShardingRule = ShardingRule.EXACT,
         tolerance: float = 0.0,
     ) -> None:
         """Prepare a placement.
@@ -62,8 +87,8 @@ class LibraChoice:
             tables: of this rank.
             max_extra: N, transient experts per rank and layer; 0 shards over the placement's
                 replicas only.
+            variant: the algorithms.
             locality: alpha of `plan_replicas`.
-            rule: of `shard_tokens`.
             tolerance: of `shard_tokens`.
 
         Raises:
@@ -74,7 +99,7 @@ class LibraChoice:
         self._tables = tables
         self._max_extra = max_extra
         self._locality = locality
-        self._rule = rule
+        self._variant = variant
         self._tolerance = tolerance
         self._resident = [
             resident_mask(tables.placement, layer) for layer in range(tables.num_layers)
@@ -105,7 +130,11 @@ class LibraChoice:
         tables = self._tables
         counts = check_counts(predicted, (tables.num_ranks, tables.num_experts), "predicted demand")
         plan = plan_replicas(
-            counts.cpu().numpy(), self._resident[layer], self._max_extra, locality=self._locality
+            counts.cpu().numpy(),
+            self._resident[layer],
+            self._max_extra,
+            locality=self._locality,
+            rule=self._variant.planning,
         )
         self._planned[layer] = plan
         return plan
@@ -143,7 +172,11 @@ class LibraChoice:
         resident = self._resident[layer]
         hosts = plan.hosts if plan is not None else resident
         sharding = shard_tokens(
-            counts.numpy(), hosts, resident, rule=self._rule, tolerance=self._tolerance
+            counts.numpy(),
+            hosts,
+            resident,
+            rule=self._variant.sharding,
+            tolerance=self._tolerance,
         )
         self.last_sharding = sharding
         quotas = np.ascontiguousarray((sharding.local + sharding.remote).T)

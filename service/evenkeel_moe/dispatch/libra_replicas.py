@@ -7,6 +7,7 @@ Source: Libra, section 3.2 and Algorithm 1.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,20 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
+
+
+class PlanningRule(StrEnum):
+    """What follows phase 1, in which each rank fetches what its own tokens choose most."""
+
+    PUBLISHED = "published"
+    """Phase 2 of Algorithm 1 as printed: the hottest remote expert of the fullest rank goes to the
+    rank with the least load; phase 2 ends at the first expert that would overfill that rank."""
+    BALANCED = "balanced"
+    """Phase 2 counts remote tokens where token sharding will put them, on existing copies before
+    it makes new ones. If the hottest expert cannot be placed, it tries the next one."""
+    FULL = "full"
+    """BALANCED, then the rest of N for further copies of the experts with the most remote tokens
+    per host: N copies fit the window anyway, and predictions are never exact."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -81,22 +96,16 @@ def plan_replicas(
     max_extra: int,
     *,
     locality: float = 0.5,
-    fill: bool = True,
+    rule: PlanningRule = PlanningRule.FULL,
 ) -> TransientReplicas:
     """Choose transient replicas in two phases: for the own tokens of a rank, then for balance.
-
-    Phase 2 differs from the source in two ways, without which it spends copies on ranks that need
-    no relief. It counts remote tokens where token sharding will put them, on existing copies before
-    it creates new ones; and if the hottest expert cannot be placed, it tries the next one.
 
     Args:
         demand: (R, E) [tokens] predicted choices of the tokens of each rank.
         resident: (E, R) True if the rank holds the expert in the placement.
         max_extra: N, transient experts per rank.
         locality: alpha, the share of N that phase 1 may use.
-        fill: if True, use the rest of N for further copies of the experts with the most remote
-            tokens per host: N copies fit the window anyway, and predictions are never exact. If
-            False, stop when the prediction is balanced.
+        rule: phase 2, and what follows it.
 
     Returns:
         The fetched experts and the resulting hosts.
@@ -127,24 +136,31 @@ def plan_replicas(
     hosts = np.array(resident, np.bool_, order="C")
     extra = np.full((load.shape[0], max_extra), -1, np.int64)
     taken = np.zeros(load.shape[0], np.int64)
-    _plan_kernel(load, hosts, extra, taken, int(max_extra * locality))
-    if fill:
+    local_extra = int(max_extra * locality)
+    _own_tokens_kernel(load, hosts, extra, taken, local_extra)
+    if rule is PlanningRule.PUBLISHED:
+        passes = (max_extra - local_extra) * len(load)
+        _published_kernel(load, resident, hosts, extra, taken, passes)
+    else:
+        _balance_kernel(load, resident, hosts, extra, taken)
+    if rule is PlanningRule.FULL:
         _fill_kernel(load, hosts, extra, taken)
     return TransientReplicas(hosts, extra)
 
 
 @kernel
-def _plan_kernel(
+def _own_tokens_kernel(
     demand: NDArray[np.float64],
     hosts: NDArray[np.bool_],
     extra: NDArray[np.int64],
     taken: NDArray[np.int64],
     local_extra: int,
 ) -> None:
-    """Run Algorithm 1 on (R, E) demand; writes hosts (E, R), extra (R, N) and taken (R,)."""
+    """Run phase 1: each rank fetches the remote experts that its own tokens choose most.
+
+    Writes hosts (E, R), extra (R, N) and taken (R,).
+    """
     ranks, experts = demand.shape
-    resident = hosts.copy()
-    # Phase 1: each rank fetches the remote experts that its own tokens choose most.
     for rank in range(ranks):
         for _ in range(local_extra):
             best = -1
@@ -157,7 +173,17 @@ def _plan_kernel(
             hosts[best, rank] = True
             extra[rank, taken[rank]] = best
             taken[rank] += 1
-    # Load under these hosts: own tokens stay, remote ones are split evenly over the residents.
+
+
+@kernel
+def _predicted_load(
+    demand: NDArray[np.float64], resident: NDArray[np.bool_], hosts: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the load (R,) and its remote part (R, E) under these hosts (E, R).
+
+    Own tokens stay; remote ones are split evenly over the residents (E, R).
+    """
+    ranks, experts = demand.shape
     remote = np.zeros((ranks, experts))
     load = np.zeros(ranks)
     for e in range(experts):
@@ -173,10 +199,65 @@ def _plan_kernel(
             if resident[e, rank]:
                 remote[rank, e] = away / homes
                 load[rank] += remote[rank, e]
+    return load, remote
+
+
+@kernel
+def _published_kernel(
+    demand: NDArray[np.float64],
+    resident: NDArray[np.bool_],
+    hosts: NDArray[np.bool_],
+    extra: NDArray[np.int64],
+    taken: NDArray[np.int64],
+    passes: int,
+) -> None:
+    """Run lines 7 to 19 of Algorithm 1. They try one expert and one rank at a time.
+
+    Where line 15 refuses that pair, nothing changes, so every later pass would refuse it too.
+    """
+    ranks, most = extra.shape
+    load, remote = _predicted_load(demand, resident, hosts)
     target = load.sum() / ranks
-    # Phase 2: relieve the fullest rank over existing hosts of its experts, else copy an expert to
-    # the emptiest rank. Both end: each move fills or relieves a rank or moves an expert away; each
-    # copy uses up budget.
+    for _ in range(passes):
+        source = int(np.argmax(load))
+        if load[source] <= target:
+            return
+        e = int(np.argmax(remote[source]))
+        if remote[source, e] <= 0.0:
+            return
+        goal = -1
+        for rank in range(ranks):
+            if not hosts[e, rank] and taken[rank] < most and (goal < 0 or load[rank] < load[goal]):
+                goal = rank
+        if goal < 0 or load[goal] + demand[goal, e] > target:
+            return
+        hosts[e, goal] = True
+        extra[goal, taken[goal]] = e
+        taken[goal] += 1
+        # The own tokens of the new host were split evenly over the residents.
+        share = demand[goal, e] / resident[e].sum()
+        load[goal] += demand[goal, e]
+        for rank in range(ranks):
+            if resident[e, rank]:
+                remote[rank, e] -= share
+                load[rank] -= share
+
+
+@kernel
+def _balance_kernel(
+    demand: NDArray[np.float64],
+    resident: NDArray[np.bool_],
+    hosts: NDArray[np.bool_],
+    extra: NDArray[np.int64],
+    taken: NDArray[np.int64],
+) -> None:
+    """Relieve the fullest rank over existing hosts of its experts, else by a copy.
+
+    It ends: each move fills or relieves a rank or moves an expert away; each copy uses up budget.
+    """
+    ranks, experts = demand.shape
+    load, remote = _predicted_load(demand, resident, hosts)
+    target = load.sum() / ranks
     for _ in range(4 * ranks * experts):
         source = int(np.argmax(load))
         if load[source] <= target * (1.0 + 1e-9):

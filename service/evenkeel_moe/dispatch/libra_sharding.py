@@ -1,12 +1,18 @@
 """Libra's adaptive token sharding: chooses the replicas that serve remote tokens.
 
 A token whose expert is on its own rank stays there: that is the local stage, which starts directly
-    after the gate. Only the other tokens are assigned, by a rule fast enough for a CPU thread in
-    parallel with that stage.
+after the gate. Only the other tokens are assigned, by a rule fast enough for a CPU thread in
+parallel with that stage.
 
-There are two rules. GREEDY is Algorithm 2 as published; it stops if a relief would need two moves
-in a row. EXACT solves the same problem to its optimum in whole tokens with the flow of
-`split_kernels`, in less time.
+There are three rules:
+
+- GREEDY is Algorithm 2 as printed. A move takes the hottest remote expert's tokens until the
+  target rank is full, even if the relieved rank then falls below the mean. After a move the rule
+  goes on to the next rank above the mean.
+- BOUNDED differs in two ways. A move takes at most the excess of the relieved rank, and the rule
+  starts again with the fullest rank after each move, as the text of section 3.3 says.
+- EXACT solves the same problem to its optimum in whole tokens with the flow of `split_kernels`, in
+  less time. Both others stop if a relief would need two moves in a row.
 
 Source: Libra, section 3.3 and Algorithm 2.
 """
@@ -27,7 +33,10 @@ class ShardingRule(StrEnum):
     """A rule that assigns remote tokens."""
 
     GREEDY = "greedy"
-    """Algorithm 2, which never moves more than the excess of the relieved rank."""
+    """Algorithm 2 as printed."""
+    BOUNDED = "bounded"
+    """Algorithm 2, moving at most the excess of the relieved rank and starting again after a
+    move."""
     EXACT = "exact"
     """The least peak that is possible with whole tokens."""
 
@@ -107,9 +116,9 @@ def shard_tokens(
     Args:
         demand: (R, E) [tokens] that the tokens of each rank chose.
         hosts: (E, R) True if the rank has the expert, transient copies included.
-        resident: (E, R) the copies with which GREEDY starts; None means `hosts`.
-        rule: GREEDY or EXACT.
-        tolerance: GREEDY stops once no rank is above (1 + tolerance) times the mean.
+        resident: (E, R) the copies with which GREEDY and BOUNDED start; None means `hosts`.
+        rule: the rule that assigns.
+        tolerance: GREEDY and BOUNDED stop once no rank is above (1 + tolerance) times the mean.
 
     Returns:
         Whole tokens, each of which is computed exactly once.
@@ -135,7 +144,8 @@ def shard_tokens(
     # With whole tokens no split is better than the mean rounded up.
     target = -(-total // ranks)
     limit = max(float(target), (1.0 + tolerance) * total / ranks)
-    _shard_kernel(np.ascontiguousarray(hosts), local.sum(axis=1), remote, target, limit)
+    bounded = rule is ShardingRule.BOUNDED
+    _shard_kernel(np.ascontiguousarray(hosts), local.sum(axis=1), remote, target, limit, bounded)
     return Sharding(local, remote)
 
 
@@ -146,18 +156,25 @@ def _shard_kernel(
     remote: NDArray[np.int64],
     target: int,
     limit: float,
+    bounded: bool,
 ) -> None:
-    """Run Algorithm 2; changes remote (R, E) in place."""
+    """Run Algorithm 2, or its bounded form; changes remote (R, E) in place.
+
+    It ends: a move lowers the sum of what ranks hold above the target, because it fills no rank
+    above the target.
+    """
     load = local_load + remote.sum(axis=1)
     while load.max() > limit:
         moved = False
+        # The ranks in the order before the first move, as in line 4. A move changes only its source
+        # and a rank below the target, so the load of a rank above it holds until its turn.
         for source in np.argsort(-load, kind="mergesort"):
             if load[source] <= target:
                 break
-            if _move_from(source, hosts, load, remote, target):
-                # Start again, because another rank may now be the fullest.
+            if _move_from(source, hosts, load, remote, target, bounded):
                 moved = True
-                break
+                if bounded:
+                    break
         if not moved:
             return
 
@@ -169,6 +186,7 @@ def _move_from(
     load: NDArray[np.int64],
     remote: NDArray[np.int64],
     target: int,
+    bounded: bool,
 ) -> bool:
     """Move tokens of the hottest remote expert of `source` that can be moved; False if none can."""
     for e in np.argsort(-remote[source], kind="mergesort"):
@@ -180,7 +198,9 @@ def _move_from(
                 goal = rank
         if goal < 0 or load[goal] >= target:
             continue
-        amount = min(remote[source, e], target - load[goal], load[source] - target)
+        amount = min(remote[source, e], target - load[goal])
+        if bounded:
+            amount = min(amount, load[source] - target)
         remote[source, e] -= amount
         remote[goal, e] += amount
         load[source] -= amount

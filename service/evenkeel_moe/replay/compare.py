@@ -17,6 +17,9 @@ from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
 from evenkeel_moe.replay.walk_metrics import WalkMetrics, measure_walk
 
+_BY_SOURCE = ("libra", "libra-refined")
+"""Policies that plan with the source ranks of tokens."""
+
 
 def load_by_source(
     trace: Trace, ranks: int
@@ -31,7 +34,7 @@ def load_by_source(
 def origin_notes(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[str, ...]:
     """Return what is assumed about the source ranks of tokens; empty if known or not needed."""
     users = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
-    users += [name for name in policies if name.removesuffix(VERDICT) == "libra"]
+    users += [name for name in policies if name.removesuffix(VERDICT) in _BY_SOURCE]
     if setup.source is not None or not users:
         return ()
     have = "has no source counts"

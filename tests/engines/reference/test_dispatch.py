@@ -112,6 +112,8 @@ CASES = [
     (DispatchRule.LIBRA, {}),
     (DispatchRule.LIBRA, {"transient_experts": 0}),
     (DispatchRule.LIBRA, {"transient_experts": 5}),
+    (DispatchRule.LIBRA_REFINED, {}),
+    (DispatchRule.LIBRA_REFINED, {"transient_experts": 5}),
 ]
 
 
@@ -172,10 +174,11 @@ def test_fewest_activates_one_replica_of_each_expert_and_the_fewest_on_the_worst
             assert worst == twins.fewest_active(load, row, RANKS)
 
 
-def test_fetched_experts_even_out_the_load_and_are_dropped_afterwards():
+@pytest.mark.parametrize("rule", [DispatchRule.LIBRA, DispatchRule.LIBRA_REFINED])
+def test_fetched_experts_even_out_the_load_and_are_dropped_afterwards(rule):
     peaks = {}
     for transient in (0, 5):
-        ranks, _ = run_rule(DispatchRule.LIBRA, transient_experts=transient)
+        ranks, _ = run_rule(rule, transient_experts=transient)
         peaks[transient] = sum(
             np.max([results[step][0].served for results, _ in ranks], axis=0).sum()
             for step in range(2 * STEPS)

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra, replicate_by_source
+from evenkeel_moe.planning.policies.libra import (
+    LibraOptions,
+    plan_libra,
+    plan_libra_refined,
+    replicate_by_source,
+)
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.strategies import loads, placements, seeds, shapes
@@ -21,35 +26,91 @@ def local_load(demand, home, held):
     return load
 
 
-def test_phase_1_copies_the_remote_experts_a_rank_wants_most():
+def slow_algorithm_1(demand, home, capacity, locality):
+    """Algorithm 1 written down naively, line by line."""
+    ranks, experts = demand.shape
+    held = [{e for e in range(experts) if home[e] == rank} for rank in range(ranks)]
+    room = [capacity - len(own) for own in held]
+    local = [int(places * locality) for places in room]
+    for rank in range(ranks):
+        wanted = [e for e in range(experts) if e not in held[rank] and demand[rank, e] > 0]
+        held[rank] |= set(sorted(wanted, key=lambda e: (-demand[rank, e], e))[: local[rank]])
+    for _ in range(sum(room) - sum(local)):
+        matrix = np.array([[e in own for own in held] for e in range(experts)])
+        load = local_load(demand, home, matrix)
+        source = int(np.argmax(load))
+        if load[source] <= demand.sum() / ranks:
+            break
+        away = np.where(matrix.T, 0, demand).sum(axis=0) * (home == source)
+        hottest = int(np.argmax(away))
+        goals = [r for r in range(ranks) if hottest not in held[r] and len(held[r]) < capacity]
+        if away[hottest] <= 0 or not goals:
+            break
+        goal = min(goals, key=lambda r: (load[r], r))
+        if load[goal] + demand[goal, hottest] <= demand.sum() / ranks:
+            held[goal].add(hottest)
+    return np.array([[e in own for own in held] for e in range(experts)])
+
+
+@given(seeds, st.integers(1, 5), st.integers(2, 9), st.sampled_from([0.0, 0.5, 1.0]))
+def test_libra_is_algorithm_1_line_by_line(seed, ranks, experts, locality):
+    rng = np.random.default_rng(seed)
+    # Sums of multiples of the number of ranks have exact means.
+    demand = ranks * rng.integers(0, 9, (ranks, experts)).astype(float)
+    home = np.arange(experts) % ranks
+    capacity = -(-experts // ranks) + 2
+    held = replicate_by_source(demand, home, capacity, locality, False)
+    assert held.tolist() == slow_algorithm_1(demand, home, capacity, locality).tolist()
+
+
+@pytest.mark.parametrize("refined", [False, True])
+def test_phase_1_copies_the_remote_experts_a_rank_wants_most(refined):
     demand = np.array([[9.0, 0, 1, 8], [0, 9, 0, 0]])
     home = np.array([0, 0, 1, 1])
-    held = replicate_by_source(demand, home, 3, 1.0)
+    held = replicate_by_source(demand, home, 3, 1.0, refined)
     assert held[3, 0] and not held[2, 0]
     assert held[1, 1]
 
 
-def test_phase_2_relieves_the_fullest_rank():
+@pytest.mark.parametrize("refined", [False, True])
+def test_phase_2_relieves_the_fullest_rank(refined):
     demand = np.array([[10.0, 0, 0, 0], [10.0, 0, 5, 0], [10.0, 0, 0, 5]])
     home = np.array([0, 0, 1, 2])
-    held = replicate_by_source(demand, home, 2, 0.0)
+    held = replicate_by_source(demand, home, 2, 0.0, refined)
     # Expert 0 weighs 30 of 40 on rank 0; the mean is 13.3. A copy would bring ranks 1 and 2 to 15.
     assert held.sum() == 4
     lighter = replicate_by_source(
-        np.array([[10.0, 0, 0, 0], [8.0, 0, 2, 0], [8.0, 0, 0, 2]]), home, 2, 0.0
+        np.array([[10.0, 0, 0, 0], [8.0, 0, 2, 0], [8.0, 0, 0, 2]]), home, 2, 0.0, refined
     )
     assert lighter[0, 1] and lighter[0, 2]
 
 
-@given(seeds, st.integers(2, 5), st.integers(2, 9), st.sampled_from([0.0, 0.5, 1.0]))
+def test_only_the_refined_phase_2_goes_on_after_a_refusal():
+    # Rank 0 computes 28 tokens of expert 0 and 5 of expert 1 for others; the mean is 19. The
+    # emptiest rank 3 would exceed it with its 28 tokens of expert 0, but not with 5 of expert 1.
+    demand = np.array([[10.0, 0, 0, 0, 0], [0, 0, 17, 0, 0], [0, 0, 0, 16, 0], [28, 5, 0, 0, 0]])
+    home = np.array([0, 0, 1, 2, 3])
+    published = replicate_by_source(demand, home, 2, 0.0, False)
+    refined = replicate_by_source(demand, home, 2, 0.0, True)
+    assert published.sum() == 5
+    assert refined.sum() == 6 and refined[1, 3]
+
+
+@given(
+    seeds,
+    st.integers(2, 5),
+    st.integers(2, 9),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.booleans(),
+)
 def test_homes_stay_capacity_holds_and_no_rank_is_filled_above_the_mean_by_phase_2(
-    seed, ranks, experts, locality
+    seed, ranks, experts, locality, refined
 ):
     rng = np.random.default_rng(seed)
     demand = rng.integers(0, 50, (ranks, experts)).astype(float)
     home = np.arange(experts) % ranks
     capacity = -(-experts // ranks) + 2
-    held = replicate_by_source(demand, home, capacity, locality)
+    held = replicate_by_source(demand, home, capacity, locality, refined)
     assert held[np.arange(experts), home].all()
     assert (held.sum(axis=0) <= capacity).all()
     if locality == 0.0:
@@ -60,8 +121,9 @@ def test_homes_stay_capacity_holds_and_no_rank_is_filled_above_the_mean_by_phase
         assert (after <= np.maximum(before, demand.sum() / ranks) + 1e-9).all()
 
 
+@pytest.mark.parametrize("plan", [plan_libra, plan_libra_refined])
 @given(shapes(), st.data())
-def test_proposals_are_sound(shape, data):
+def test_proposals_are_sound(plan, shape, data):
     source = data.draw(st.none() | st.just(True))
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
     rng = np.random.default_rng(data.draw(seeds))
@@ -75,7 +137,7 @@ def test_proposals_are_sound(shape, data):
         else rng.integers(0, 9, (shape.num_ranks, *load.shape[1:])).astype(float),
         objective=Objective(dispatch=DispatchModel.NEAREST),
     )
-    proposal = plan_libra(problem)
+    proposal = plan(problem)
     proposal.placement.check(shape)
     assert proposal.lower_bound is not None
     assert proposal.lower_bound <= proposal.score * (1 + 1e-9)

@@ -222,7 +222,7 @@ def _balance_checks(
         checks = [PromiseCheck("at least one plan was committed", bool(figures), committed), *gains]
         # Load is recorded for slots of the placement. Under Libra, fetched experts carried part
         # of it.
-        if options.dispatch is not DispatchRule.LIBRA:
+        if not options.dispatch.fetches:
             held = before is not None and after is not None and not fell
             checks.append(PromiseCheck("dispatch absorbed the shift of domain", held, change))
         return checks

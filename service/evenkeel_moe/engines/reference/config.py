@@ -80,7 +80,15 @@ class DispatchRule(StrEnum):
     WATERFILL = "waterfill"
     """`even`, and shared experts run on the ranks with the least load."""
     LIBRA = "libra"
-    """First own tokens on own experts, then the rest; fetches the next layer's experts ahead."""
+    """First own tokens on own experts, then the rest; fetches the next layer's experts ahead. Both
+    by the algorithms of the paper."""
+    LIBRA_REFINED = "libra-refined"
+    """`libra` that fetches all the experts it may and splits the other tokens exactly."""
+
+    @property
+    def fetches(self) -> bool:
+        """True if ranks compute experts that they fetched for one batch."""
+        return self in (DispatchRule.LIBRA, DispatchRule.LIBRA_REFINED)
 
     @property
     def model(self) -> DispatchModel:
@@ -91,11 +99,8 @@ class DispatchRule(StrEnum):
         """
         if self is DispatchRule.NEAREST:
             return DispatchModel.NEAREST
-        return (
-            DispatchModel.OPTIMAL
-            if self in (DispatchRule.LPLB, DispatchRule.LIBRA)
-            else DispatchModel.EVEN
-        )
+        free = self is DispatchRule.LPLB or self.fetches
+        return DispatchModel.OPTIMAL if free else DispatchModel.EVEN
 
 
 class Fault(StrEnum):

@@ -45,7 +45,7 @@ def make_dispatch(parts: RankParts, connect: Callable[[str], Communicator]) -> L
         parts: of this rank.
         connect: makes another communicator of the group.
     """
-    if parts.config.dispatch is DispatchRule.LIBRA:
+    if parts.config.dispatch.fetches:
         # The model's gates route text, so a lookahead can ask them. A recording has no gates.
         lookahead = isinstance(parts.traffic, TextTraffic)
         return TwoStageDispatch(parts, connect("prefetch"), lookahead=lookahead)

@@ -21,6 +21,7 @@ from evenkeel_moe.adapters.torch.groups import Communicator, Operation, Work
 from evenkeel_moe.dispatch import (
     LayerQuotas,
     LibraChoice,
+    LibraVariant,
     Lookahead,
     PrefetchBuffers,
     TransientReplicas,
@@ -111,7 +112,11 @@ class TwoStageDispatch:
     def _current_choice(self) -> LibraChoice:
         if self._choice is None or self._choice_epoch != self._router.epoch:
             tables = tables_of(self._config, self._router, self._model.device)
-            self._choice = LibraChoice(tables, self._config.transient_experts)
+            self._choice = LibraChoice(
+                tables,
+                self._config.transient_experts,
+                variant=LibraVariant(self._config.dispatch.value),
+            )
             self._choice_epoch = self._router.epoch
         return self._choice
 

@@ -1,9 +1,14 @@
-"""The Libra policy: replicas first where tokens start, then where load remains to be spread.
+"""The Libra policies: replicas first where tokens start, then where load remains to be spread.
 
 Every expert has a home rank, which computes the tokens of all ranks that hold no copy of it. Phase
 1 gives each rank copies of the remote experts that its own tokens choose most. Phase 2 relieves the
 rank with the most load: it copies one of that rank's experts to a rank with little load, whose own
 tokens for the expert then stay local.
+
+`plan_libra` is Algorithm 1 as printed: it tries the expert with the most remote tokens on the rank
+with the least load, and phase 2 ends where that rank would exceed the mean. `plan_libra_refined`
+then tries the other ranks, and the other experts, that would not, and skips copies that keep no
+tokens local.
 
 Source: Libra Algorithm 1, on recorded instead of predicted demand.
 """
@@ -38,7 +43,7 @@ class LibraOptions:
 
 
 def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()) -> Proposal:
-    """Plan by Libra.
+    """Plan by Libra as published.
 
     Args:
         problem: `source_load` is the demand; without it every rank is assumed to route the same
@@ -54,6 +59,17 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
         InfeasiblePlan: too few slots.
         ShapeMismatch: the current placement is of another deployment.
     """
+    return _plan(problem, options, refined=False)
+
+
+def plan_libra_refined(
+    problem: PlacementProblem, options: LibraOptions = LibraOptions()
+) -> Proposal:
+    """Plan as `plan_libra` does, with the refined phase 2."""
+    return _plan(problem, options, refined=True)
+
+
+def _plan(problem: PlacementProblem, options: LibraOptions, *, refined: bool) -> Proposal:
     check_current(problem)
     shape = problem.shape
     ranks, layers, experts = shape.num_ranks, shape.num_layers, shape.num_logical_experts
@@ -66,7 +82,7 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
     for layer in range(layers):
         home = _homes(problem.current, layer, ranks, experts, capacity)
         held[layer] = replicate_by_source(
-            np.ascontiguousarray(demand[:, layer]), home, capacity, options.locality
+            np.ascontiguousarray(demand[:, layer]), home, capacity, options.locality, refined
         )
     placement = place_on_ranks(held, shape.slots_per_rank)
     return build_proposal(problem, placement, int(held.sum()) - layers * experts)
@@ -97,7 +113,11 @@ def _homes(
 
 @kernel
 def replicate_by_source(
-    demand: NDArray[np.float64], home: NDArray[np.int64], capacity: int, locality: float
+    demand: NDArray[np.float64],
+    home: NDArray[np.int64],
+    capacity: int,
+    locality: float,
+    refined: bool,
 ) -> NDArray[np.bool_]:
     """Run Algorithm 1 for one layer.
 
@@ -106,13 +126,14 @@ def replicate_by_source(
         home: (E,) rank that computes the tokens of ranks without a copy.
         capacity: experts a rank may hold, those it is home to included.
         locality: share of a rank's copies that phase 1 may use.
+        refined: where the condition of the paper's line 15 does not hold, try the next (expert,
+            rank) until none is left, instead of ending phase 2.
 
     Returns:
         (E, R) - True where a rank holds an expert.
 
     Order: more tokens first, then the lower expert; among target ranks less load first, then the
-    lower rank. Where the condition of the paper's line 15 does not hold, the next (expert, rank) is
-    tried; the phase ends when none is left.
+    lower rank.
     """
     ranks, experts = demand.shape
     held = np.zeros((experts, ranks), np.bool_)
@@ -120,8 +141,12 @@ def replicate_by_source(
     for expert in range(experts):
         held[expert, home[expert]] = True
         used[home[expert]] += 1
+    passes = 0
     for rank in range(ranks):
-        for _ in range(int((capacity - used[rank]) * locality)):
+        room = capacity - used[rank]
+        local = int(room * locality)
+        passes += room - local
+        for _ in range(local):
             best = -1
             for expert in range(experts):
                 if not held[expert, rank] and (
@@ -132,7 +157,9 @@ def replicate_by_source(
                 break
             held[best, rank] = True
             used[rank] += 1
-    _relieve_fullest_rank(demand, home, capacity, held, used)
+    _relieve_fullest_rank(
+        demand, home, capacity, held, used, experts * ranks if refined else passes, refined
+    )
     return held
 
 
@@ -143,8 +170,10 @@ def _relieve_fullest_rank(
     capacity: int,
     held: NDArray[np.bool_],
     used: NDArray[np.int64],
+    passes: int,
+    refined: bool,
 ) -> None:
-    """Run phase 2 until no rank is above the mean load or no copy helps.
+    """Run phase 2 until no rank is above the mean load or no copy is allowed.
 
     Mutates `held` (E, R) and `used` (R,), the experts each rank holds.
     """
@@ -160,7 +189,7 @@ def _relieve_fullest_rank(
                 load[home[expert]] += demand[rank, expert]
                 remote[expert] += demand[rank, expert]
     target = load.sum() / ranks
-    while True:
+    for _ in range(passes):
         source = int(np.argmax(load))
         if load[source] <= target:
             return
@@ -170,13 +199,15 @@ def _relieve_fullest_rank(
                 continue
             for rank in range(ranks):
                 tokens = demand[rank, expert]
-                if held[expert, rank] or used[rank] >= capacity or tokens <= 0.0:
+                if held[expert, rank] or used[rank] >= capacity:
                     continue
-                if load[rank] + tokens <= target and (goal < 0 or load[rank] < load[goal]):
+                if refined and (tokens <= 0.0 or load[rank] + tokens > target):
+                    continue
+                if goal < 0 or load[rank] < load[goal]:
                     chosen, goal = expert, rank
-            if goal >= 0:
+            if goal >= 0 or not refined:
                 break
-        if goal < 0:
+        if goal < 0 or load[goal] + demand[goal, chosen] > target:
             return
         tokens = demand[goal, chosen]
         held[chosen, goal] = True

@@ -19,7 +19,7 @@ from evenkeel_moe.planning.policies.craft.policy import plan_craft
 from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb
 from evenkeel_moe.planning.policies.gem.policy import plan_gem
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.policies.libra import plan_libra
+from evenkeel_moe.planning.policies.libra import plan_libra, plan_libra_refined
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy
@@ -33,6 +33,7 @@ POLICIES: dict[str, Policy] = {
     "gem": plan_gem,
     "keel": plan_keel,
     "libra": plan_libra,
+    "libra-refined": plan_libra_refined,
 }
 FORMS: dict[str, Policy] = {
     "eplb-global": partial(plan_eplb, variant=Variant.GLOBAL),
