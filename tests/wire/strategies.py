@@ -14,7 +14,9 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.values import MAX_TERM
 
-SHAPE = ModelShape(3, 8, 4, 3, 2, 4096, num_expert_groups=2, pool_slots_per_rank=8)
+SHAPE = ModelShape(
+    3, 8, 4, 3, 2, 4096, num_expert_groups=2, pool_slots_per_rank=8, shared_experts=1.5
+)
 IDENTITY = m.RankIdentity(DeploymentId("demo"), EpRank(1), Generation("g-1"), 17)
 
 counts = st.integers(0, (1 << 63) - 1)
@@ -119,6 +121,8 @@ hellos = st.builds(
     gate_digest=short_text,
     capabilities=st.frozensets(short_text, max_size=4),
     highest_term=highest_terms,
+    device=short_text,
+    weight_format=st.sampled_from(["", "bf16", "fp8", "a type of later versions"]),
 )
 
 
@@ -153,6 +157,15 @@ rank_messages = st.one_of(
     reports(),
     st.builds(link.Heartbeat, counts, counts, counts, short_text),
     st.builds(link.CostCurve, st.integers(1, 4096), stairs, seconds),
+    st.builds(
+        link.ReplicaCost,
+        seconds,
+        seconds.filter(lambda value: value > 0),
+        seconds,
+        seconds,
+        seconds,
+        seconds,
+    ),
     no_votes,
     yes_votes,
     st.builds(m.Ack, keys, counts.map(Epoch), short_text, seconds),

@@ -303,3 +303,35 @@ def test_curves_that_planners_cannot_use_are_refused(tile, stairs, slope):
     message = encode_rank_message(link.CostCurve(tile, stairs, slope))
     with pytest.raises(PeerViolation):
         decode_rank_message(over_the_wire(message), HELLO)
+
+
+@pytest.mark.parametrize("change", ["fixed_s", "s_per_replica", "read_s", "fit_error"])
+@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
+def test_replica_costs_that_planners_cannot_use_are_refused(change, value):
+    cost = link.ReplicaCost(1e-5, 1e-7, 1e-6, 0.0, 0.02, 1.7e9)
+    message = encode_rank_message(dataclasses.replace(cost, **{change: value}))
+    with pytest.raises(PeerViolation, match=change):
+        decode_rank_message(over_the_wire(message), HELLO)
+
+
+def test_a_replica_cost_without_time_for_a_token_is_refused():
+    message = encode_rank_message(link.ReplicaCost(1e-5, 0.0, 1e-6, 0.0, 0.02, 1.7e9))
+    with pytest.raises(PeerViolation, match="s_per_token is 0"):
+        decode_rank_message(over_the_wire(message), HELLO)
+
+
+def test_a_rank_of_an_earlier_version_tells_no_device_and_no_shared_experts():
+    message = encode_rank_message(HELLO)
+    for field in ("device", "weight_format"):
+        message.hello.ClearField(field)
+    message.hello.shape.ClearField("shared_experts")
+    hello = decode_rank_message(over_the_wire(message), None)
+    assert (hello.device, hello.weight_format, hello.shape.shared_experts) == ("", "", None)
+
+
+@pytest.mark.parametrize("shared", [-1.0, float("nan"), float("inf")])
+def test_hostile_work_of_shared_experts_is_refused(shared):
+    message = encode_rank_message(HELLO)
+    message.hello.shape.shared_experts = shared
+    with pytest.raises(PeerViolation, match="shared_experts"):
+        decode_rank_message(over_the_wire(message), None)

@@ -76,4 +76,6 @@ def make_hello(
         gate_digest=gate_digest,
         capabilities=frozenset() if participant.observe_only else frozenset({"migrate"}),
         highest_term=participant.leader.term if participant.leader is not None else 0,
+        device=config.device_name,
+        weight_format=config.weight_format,
     )

@@ -20,6 +20,10 @@ class AgentConfig:
     """Name of the rank's fast-link domain, usually the host."""
     gpu_uuid: str = ""
     """Empty on CPU."""
+    device_name: str = ""
+    """Name of the device as torch gives it; empty on CPU."""
+    weight_format: str = ""
+    """Number type in which the experts are computed, such as "bf16"; empty if unknown."""
     weights_version: int = 1
     """Version of the weights loaded at the start; every reload raises it."""
     side: CountingSide = CountingSide.DESTINATION

@@ -13,6 +13,11 @@ def rank_identity(deployment: str, rank: int, generation: str) -> RankIdentity:
     return RankIdentity(DeploymentId(deployment), EpRank(rank), Generation(generation), incarnation)
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU as torch gives it; empty for a CPU."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
+
+
 def gpu_uuid(device: torch.device) -> str:
     """Return the UUID of a GPU; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

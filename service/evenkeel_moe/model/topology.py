@@ -1,5 +1,6 @@
 """The shape of a deployment, which its ranks declare and must agree on, and its nodes."""
 
+import math
 from dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
@@ -24,6 +25,8 @@ class ModelShape:
     """G, DeepSeek routing groups; 1 if the model has none."""
     pool_slots_per_rank: int | None = None
     """Weight buffers of one rank, shared by all layers; None if each layer has its own."""
+    shared_experts: float | None = None
+    """Work of the shared experts for one token, in routed experts; None if it is not known."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_logical_experts", "num_ranks", "slots_per_rank", "top_k"):
@@ -32,6 +35,10 @@ class ModelShape:
                 raise InvalidInput(f"{name} is {value}, must be at least 1")
         if self.bytes_per_expert < 0:
             raise InvalidInput(f"bytes_per_expert is {self.bytes_per_expert}, must not be negative")
+        if self.shared_experts is not None and not 0 <= self.shared_experts < math.inf:
+            raise InvalidInput(
+                f"shared_experts is {self.shared_experts}, must be finite and not negative"
+            )
         if self.top_k > self.num_logical_experts:
             raise InvalidInput(f"top_k {self.top_k} exceeds {self.num_logical_experts} experts")
         if self.num_expert_groups < 1 or self.num_logical_experts % self.num_expert_groups:

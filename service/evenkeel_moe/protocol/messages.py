@@ -83,6 +83,10 @@ class Hello:
     capabilities: frozenset[str] = frozenset({"migrate"})
     """Without `migrate` the rank refuses every wave."""
     highest_term: int = 0
+    device: str = ""
+    """Name of the device as its driver gives it; empty if unknown or a CPU."""
+    weight_format: str = ""
+    """Number type in which the experts' weights are computed, such as "bf16"; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

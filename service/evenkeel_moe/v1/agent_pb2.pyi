@@ -38,7 +38,7 @@ PARTICIPANT_STATE_SWAPPING: ParticipantState
 PARTICIPANT_STATE_ABORTED: ParticipantState
 
 class RankMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress", "cost_curve")
+    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress", "cost_curve", "replica_cost")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LOAD_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class RankMessage(_message.Message):
     TERM_REFUSED_FIELD_NUMBER: _ClassVar[int]
     STAGING_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     COST_CURVE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_COST_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     load_report: _telemetry_pb2.LoadReport
@@ -59,7 +60,8 @@ class RankMessage(_message.Message):
     term_refused: TermRefused
     staging_progress: StagingProgress
     cost_curve: CostCurve
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ..., cost_curve: _Optional[_Union[CostCurve, _Mapping]] = ...) -> None: ...
+    replica_cost: ReplicaCost
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ..., cost_curve: _Optional[_Union[CostCurve, _Mapping]] = ..., replica_cost: _Optional[_Union[ReplicaCost, _Mapping]] = ...) -> None: ...
 
 class ControllerMessage(_message.Message):
     __slots__ = ("registration", "report_ack", "flow_control", "not_leader", "prepare", "commit", "abort", "query_state")
@@ -82,7 +84,7 @@ class ControllerMessage(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., report_ack: _Optional[_Union[_telemetry_pb2.ReportAck, _Mapping]] = ..., flow_control: _Optional[_Union[_telemetry_pb2.FlowControl, _Mapping]] = ..., not_leader: _Optional[_Union[NotLeader, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., query_state: _Optional[_Union[QueryState, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("identity", "shape", "node", "gpu_uuid", "epoch", "placement_digest", "weights_version", "checksums_digest", "free_bytes", "staging_bytes", "gate_digest", "capabilities", "highest_term")
+    __slots__ = ("identity", "shape", "node", "gpu_uuid", "epoch", "placement_digest", "weights_version", "checksums_digest", "free_bytes", "staging_bytes", "gate_digest", "capabilities", "highest_term", "device", "weight_format")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +98,8 @@ class Hello(_message.Message):
     GATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_TERM_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.RankIdentity
     shape: _common_pb2.ModelShape
     node: str
@@ -109,7 +113,9 @@ class Hello(_message.Message):
     gate_digest: str
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     highest_term: int
-    def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ...) -> None: ...
+    device: str
+    weight_format: str
+    def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ..., device: _Optional[str] = ..., weight_format: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("step", "free_bytes", "staging_bytes", "trouble")
@@ -132,6 +138,22 @@ class CostCurve(_message.Message):
     tile_seconds: _containers.RepeatedScalarFieldContainer[float]
     slope_s_per_token: float
     def __init__(self, tile_tokens: _Optional[int] = ..., tile_seconds: _Optional[_Iterable[float]] = ..., slope_s_per_token: _Optional[float] = ...) -> None: ...
+
+class ReplicaCost(_message.Message):
+    __slots__ = ("fixed_s", "s_per_token", "s_per_replica", "read_s", "fit_error", "measured_unix_s")
+    FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    S_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    S_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    READ_S_FIELD_NUMBER: _ClassVar[int]
+    FIT_ERROR_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    fixed_s: float
+    s_per_token: float
+    s_per_replica: float
+    read_s: float
+    fit_error: float
+    measured_unix_s: float
+    def __init__(self, fixed_s: _Optional[float] = ..., s_per_token: _Optional[float] = ..., s_per_replica: _Optional[float] = ..., read_s: _Optional[float] = ..., fit_error: _Optional[float] = ..., measured_unix_s: _Optional[float] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("wave", "yes", "reason", "detail")

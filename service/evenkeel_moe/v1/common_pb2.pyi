@@ -27,7 +27,7 @@ class RankIdentity(_message.Message):
     def __init__(self, deployment: _Optional[str] = ..., rank: _Optional[int] = ..., generation: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class ModelShape(_message.Message):
-    __slots__ = ("num_layers", "num_logical_experts", "num_ranks", "slots_per_rank", "top_k", "bytes_per_expert", "num_expert_groups", "pool_slots_per_rank")
+    __slots__ = ("num_layers", "num_logical_experts", "num_ranks", "slots_per_rank", "top_k", "bytes_per_expert", "num_expert_groups", "pool_slots_per_rank", "shared_experts")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGICAL_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class ModelShape(_message.Message):
     BYTES_PER_EXPERT_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERT_GROUPS_FIELD_NUMBER: _ClassVar[int]
     POOL_SLOTS_PER_RANK_FIELD_NUMBER: _ClassVar[int]
+    SHARED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_logical_experts: int
     num_ranks: int
@@ -44,7 +45,8 @@ class ModelShape(_message.Message):
     bytes_per_expert: int
     num_expert_groups: int
     pool_slots_per_rank: int
-    def __init__(self, num_layers: _Optional[int] = ..., num_logical_experts: _Optional[int] = ..., num_ranks: _Optional[int] = ..., slots_per_rank: _Optional[int] = ..., top_k: _Optional[int] = ..., bytes_per_expert: _Optional[int] = ..., num_expert_groups: _Optional[int] = ..., pool_slots_per_rank: _Optional[int] = ...) -> None: ...
+    shared_experts: float
+    def __init__(self, num_layers: _Optional[int] = ..., num_logical_experts: _Optional[int] = ..., num_ranks: _Optional[int] = ..., slots_per_rank: _Optional[int] = ..., top_k: _Optional[int] = ..., bytes_per_expert: _Optional[int] = ..., num_expert_groups: _Optional[int] = ..., pool_slots_per_rank: _Optional[int] = ..., shared_experts: _Optional[float] = ...) -> None: ...
 
 class PlacementMap(_message.Message):
     __slots__ = ("num_layers", "num_slots", "num_ranks", "num_logical_experts", "physical_to_logical")

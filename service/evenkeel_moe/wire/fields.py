@@ -139,7 +139,8 @@ _CODEC_OF_TYPE: dict[Any, FieldCodec] = {
         lambda reason: reason or "",
     ),
 }
-"""The codec of a field by its type. Every float of the protocol is a duration."""
+"""The codec of a field by its type. Every float of the protocol is finite and not
+negative."""
 
 
 def _codec_of_type(hint: Any, codecs: Mapping[Any, FieldCodec]) -> FieldCodec:

@@ -16,9 +16,10 @@ from evenkeel_moe.wire.fields import (
     count,
     enum,
     read_reason,
+    seconds,
     text,
 )
-from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat
+from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat, ReplicaCost
 from evenkeel_moe.wire.reports import decode_report, encode_report
 from evenkeel_moe.wire.values import MAX_TERM, message_codec
 
@@ -110,10 +111,15 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
         gate_digest=_LABEL,
         capabilities=FieldCodec(_read_capabilities, sorted),
         highest_term=count(MAX_TERM),
+        device=_LABEL,
+        weight_format=text(32),
     ),
     "heartbeat": message_codec(Heartbeat, pb.Heartbeat, trouble=text(cut=True)),
     "cost_curve": message_codec(
         CostCurve, pb.CostCurve, check=_check_curve, tile_seconds=FieldCodec(_read_tiles)
+    ),
+    "replica_cost": message_codec(
+        ReplicaCost, pb.ReplicaCost, s_per_token=seconds(above_zero=True)
     ),
     "vote": message_codec(
         m.Vote, pb.Vote, reason=FieldCodec(_read_vote_reason), detail=text(cut=True)

@@ -36,6 +36,26 @@ class CostCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaCost:
+    """Time of one MoE layer on one rank by its tokens and its active replicas.
+
+    `fixed_s + sum over replicas with tokens of (s_per_replica + max(read_s, s_per_token * tokens))`
+    """
+
+    fixed_s: float
+    s_per_token: float
+    """Above 0."""
+    s_per_replica: float
+    """Seconds that every replica with tokens adds, however many tokens it has."""
+    read_s: float
+    """Seconds in which the weights of one expert are read; 0 if the profile shows no limit."""
+    fit_error: float
+    """Mean error of the fit as a share of the time."""
+    measured_unix_s: float
+    """Unix seconds of the measurement."""
+
+
+@dataclass(frozen=True, slots=True)
 class FlowControl:
     """Tells a rank when to report, and which steps. It replaces the one sent before."""
 
@@ -96,5 +116,5 @@ class NotLeader:
     retry_after_s: float
 
 
-FromRankLink = RankMessage | Heartbeat | LoadReport | CostCurve
+FromRankLink = RankMessage | Heartbeat | LoadReport | CostCurve | ReplicaCost
 ToRankLink = ControllerMessage | Registration | ReportAck | FlowControl | NotLeader

@@ -13,10 +13,10 @@ from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Ack, Hello, RankMessage, RankState
-from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat
+from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat, ReplicaCost
 
 _log = structlog.get_logger(__name__)
-_TELEMETRY = (LoadReport, Heartbeat, CostCurve)
+_TELEMETRY = (LoadReport, Heartbeat, CostCurve, ReplicaCost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class RankSession:
         """The reason for which the rank takes no waves; empty while it takes them."""
         self.curve: CostCurve | None = None
         """The cost curve its profiler measured; None until then."""
+        self.replica_cost: ReplicaCost | None = None
+        """The time by tokens and replicas that its profiler measured; None until then."""
         self._targets = targets
 
     @property
@@ -69,6 +71,8 @@ class RankSession:
                 self._targets.ingest.take(message, self.stream.send)
             elif isinstance(message, CostCurve):
                 self.curve = message
+            elif isinstance(message, ReplicaCost):
+                self.replica_cost = message
             else:
                 self._beat(message)
             return

@@ -19,7 +19,7 @@ from evenkeel_moe.agent.guest import GuestAgent, HostEngine
 from evenkeel_moe.agent.ports import ExpertWeights, RankLink
 from evenkeel_moe.agent.profiler import load_curve
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.engines.identity import gpu_uuid, rank_identity
+from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
 from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
@@ -108,6 +108,7 @@ def _agent_config(
         shape=shape,
         node=settings.node,
         gpu_uuid=gpu_uuid(device),
+        device_name=device_name(device),
         weights_version=settings.weights_version,
         side=side,
         # The engine stages one layer at a time in its own memory, so one wave can hold a whole

@@ -8,7 +8,7 @@ import torch
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.agent import Agent, AgentConfig, RankLink, SwapRecord
-from evenkeel_moe.engines.identity import gpu_uuid, rank_identity
+from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.lines import LineWriter
 from evenkeel_moe.engines.reference.parts import RankParts
@@ -79,6 +79,8 @@ def _agent_config(config: RankConfig, generation: str, device: torch.device) -> 
         shape=config.shape,
         node=config.node if config.nodes else socket.gethostname(),
         gpu_uuid=gpu_uuid(device),
+        device_name=device_name(device),
+        weight_format="fp32",
         staging_bytes=config.staging_bytes,
         poll_every=config.poll_every,
         resolve_after=config.poll_latency,
