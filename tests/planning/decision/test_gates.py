@@ -117,6 +117,28 @@ def test_a_gap_in_the_data_breaks_the_run_of_windows():
     assert busy.memory == memory
 
 
+def test_time_balance_takes_the_place_of_token_balance():
+    # A slow rank must get fewer tokens: token balance then stays low under the best placement.
+    answered = replace(POOR, balancedness_mean=0.7, time_balance=0.97)
+    decision = decide_before(answered, SETTINGS)
+    assert (decision.passed, decision.reason) == (False, Reason.BALANCE_ABOVE_THRESHOLD)
+    assert (decision.numbers["balancedness_mean"], decision.numbers["time_balance"]) == (0.7, 0.97)
+    slow = decide_before(replace(POOR, balancedness_mean=0.98, time_balance=0.8), SETTINGS)
+    assert (slow.passed, slow.reason) == (True, Reason.BALANCE_BELOW_THRESHOLD)
+    unknown = decide_before(replace(POOR, time_balance=math.nan), SETTINGS)
+    assert unknown.reason is Reason.INSUFFICIENT_DATA
+
+
+def test_planning_starts_at_the_upper_threshold_where_noise_is_not_the_cause():
+    start = replace(POOR, memory=GateMemory(windows_below=5))
+    noise = replace(start, balancedness_mean=0.94, time_balance=0.915)
+    assert decide_before(noise, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+    cause = decide_before(replace(start, balancedness_mean=0.98, time_balance=0.915), SETTINGS)
+    assert (cause.passed, cause.numbers["starts_below"]) == (True, SETTINGS.stop_above)
+    small = replace(start, balancedness_mean=0.98, time_balance=0.935)
+    assert decide_before(small, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+
+
 CHANGED = replace(
     POOR,
     balancedness_mean=0.95,
@@ -135,6 +157,15 @@ def test_changed_load_is_a_reason_of_its_own_and_does_not_wait():
     assert decision.numbers["changed_steps"] == 40.0
     harmless = replace(CHANGED, balancedness_changed=0.97)
     assert decide_before(harmless, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+
+
+def test_changed_load_is_judged_by_time_balance_where_it_is_known():
+    harmless = replace(CHANGED, time_balance=0.97, time_balance_changed=0.96)
+    assert decide_before(harmless, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+    harmful = replace(harmless, balancedness_changed=0.97, time_balance_changed=0.8)
+    decision = decide_before(harmful, SETTINGS)
+    assert (decision.passed, decision.reason) == (True, Reason.LOAD_CHANGED)
+    assert decision.numbers["time_balance_changed"] == 0.8
 
 
 def test_changed_load_wins_over_poor_balance_and_waits_only_for_steps_to_plan_on():

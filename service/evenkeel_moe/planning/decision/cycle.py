@@ -125,7 +125,10 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
         or PLANNER_FAILED and their text in `detail`. Nothing is raised for bad data or requests.
     """
     change = change_of(inputs)
-    before = _decide_to_plan(inputs, change)
+    try:
+        before = _decide_to_plan(inputs, change)
+    except EvenkeelError as error:  # The window or the cost model does not fit the placement.
+        return CycleResult(False, _reason_of(error), inputs.memory, detail=str(error))
     if not before.passed:
         return CycleResult(False, before.reason, before.memory, before.numbers)
     split = split_window(inputs, change)
@@ -134,9 +137,8 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
         target, numbers = plan_target(inputs, planned_on)
         verdict, judged = judge_target(inputs, target, scored_on)
     except EvenkeelError as error:
-        reason = error.reason if error.reason is not Reason.INVALID_INPUT else Reason.PLANNER_FAILED
         return CycleResult(
-            False, reason, before.memory, before.numbers, detail=str(error), split=split
+            False, _reason_of(error), before.memory, before.numbers, detail=str(error), split=split
         )
     after = decide_target(inputs, target, verdict)
     numbers = before.numbers | numbers | judged | after.numbers
@@ -165,6 +167,11 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
     return end(True, before.reason, waves)
 
 
+def _reason_of(error: EvenkeelError) -> Reason:
+    """Return the reason with which an error ends a cycle."""
+    return error.reason if error.reason is not Reason.INVALID_INPUT else Reason.PLANNER_FAILED
+
+
 def change_of(inputs: CycleInputs) -> Change:
     """Return the newest change of traffic in the window, under the threshold of the gates."""
     threshold = max(inputs.settings.change_ratio, 1e-9)
@@ -181,6 +188,7 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
         mean, worst = metrics.balancedness_mean(by_rank), metrics.balancedness_worst(by_rank)
         if changed_steps:
             changed = metrics.balancedness_mean(by_rank[-changed_steps:])
+    time_balance, time_changed = _time_balance(inputs, changed_steps)
     decision = decide_before(
         BeforeInputs(
             now_unix=inputs.now_unix,
@@ -190,10 +198,12 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
             window_steps=len(load),
             newest_step_age_s=inputs.newest_step_age_s,
             balancedness_mean=mean,
+            time_balance=time_balance,
             change_strength=change.strength,
             changed_steps=changed_steps,
             enough_changed_steps=inputs.recent_steps,
             balancedness_changed=changed,
+            time_balance_changed=time_changed,
             manual=inputs.manual,
             plan_in_progress=inputs.plan_in_progress,
             frozen_until_unix=inputs.frozen_until_unix,
@@ -207,10 +217,27 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
     measured = {
         "balancedness_mean": mean,
         "balancedness_worst": worst,
+        "time_balance": math.nan if time_balance is None else time_balance,
         "window_steps": float(len(load)),
     }
     known = {name: value for name, value in measured.items() if math.isfinite(value)}
     return Decision(decision.passed, decision.reason, decision.numbers | known, decision.memory)
+
+
+def _time_balance(inputs: CycleInputs, changed_steps: int) -> tuple[float | None, float]:
+    """Return the time balance of the present placement, on the window and since a change.
+
+    The first is None if the cost model is by tokens; NaN is no load, and no change for the second.
+    """
+    cost, load = inputs.objective.cost, inputs.load
+    if cost.by_tokens:
+        return None, math.nan
+    if not len(load):
+        return math.nan, math.nan
+    times = moe_time.step_times(load, inputs.current, cost, inputs.token_split)
+    fluid = moe_time.fluid_times(load, inputs.shape.num_ranks, cost)
+    changed = slice(len(load) - changed_steps, None)
+    return moe_time.balance_of(times, fluid), moe_time.balance_of(times[changed], fluid[changed])
 
 
 def _unanswered_steps(inputs: CycleInputs, change: Change) -> int:

@@ -4,6 +4,13 @@ Each decision is pure and carries a Reason and its numbers. The gates run in the
 and the first that closes decides. The caller passes all it knows and keeps `Decision.memory` for
 the next cycle. An unknown value is NaN or None; it closes the gate that needs it and is never taken
 for zero.
+
+The thresholds of balance apply to one of two measures. Where the cost model is by tokens, it is
+token balance. Where more is known of time, it is time balance, and token balance is only reported.
+Token balance must not decide beside it: a slow rank has to get fewer tokens, so that token balance
+stays low under the best placement, and where reading weights dominates, tokens say nothing of time.
+Noise of traffic lowers both measures. Where time balance is lower than token balance by more than
+the distance of the thresholds, something else lowers it, and planning starts below `stop_above`.
 """
 
 import math
@@ -37,9 +44,10 @@ class GateSettings:
     max_data_age_s: float = 30.0
     """Age of the newest complete step beyond which the window says nothing about now."""
     plan_below: float = 0.90
-    """Balancedness (mean over layers) below which windows count towards planning."""
+    """Balance below which windows count towards planning: the mean balancedness of the layers, or
+    the time balance where the cost model is not by tokens."""
     stop_above: float = 0.93
-    """Balancedness at which planning stops again, >= plan_below; the distance prevents flapping."""
+    """Balance at which planning stops again, >= plan_below; the distance prevents flapping."""
     consecutive_windows: float = 3
     """Cycles in a row below `plan_below` before planning starts; 1 reacts to a single odd
     window."""
@@ -87,9 +95,9 @@ class GateMemory:
     """State that one cycle hands to the next."""
 
     windows_below: int = 0
-    """Cycles in a row with balancedness below `plan_below`."""
+    """Cycles in a row with balance below `plan_below`."""
     planning: bool = False
-    """True from the start of planning until balancedness has risen to `stop_above`."""
+    """True from the start of planning until balance has risen to `stop_above`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,9 @@ class BeforeInputs:
     """NaN if no step was ever complete."""
     balancedness_mean: float
     """Balancedness of the present placement on the window; NaN without load."""
+    time_balance: float | None = None
+    """Time balance of the present placement on the window; NaN without load. None if the cost model
+    is by tokens: `balancedness_mean` then decides."""
     change_strength: float = math.nan
     """`change_detection.Change.strength` of the window; NaN if the window is too short."""
     changed_steps: int = 0
@@ -127,6 +138,9 @@ class BeforeInputs:
     """Steps after a change that are enough to plan on."""
     balancedness_changed: float = math.nan
     """Balancedness of the present placement since the change; NaN without a change."""
+    time_balance_changed: float = math.nan
+    """Time balance of the present placement since the change; NaN without a change, or if the cost
+    model is by tokens."""
     manual: bool = False
     """True if an operator asks: cooldown, hold and balance do not matter; data and safety do."""
     plan_in_progress: bool = False
@@ -138,6 +152,21 @@ class BeforeInputs:
     failed_plans: int = 0
     """Automatic plans in a row, up to the newest, that were refused or failed."""
     memory: GateMemory = GateMemory()
+
+    @property
+    def balance(self) -> float:
+        """The balance of the window that the thresholds apply to."""
+        return self.balancedness_mean if self.time_balance is None else self.time_balance
+
+    @property
+    def balance_changed(self) -> float:
+        """The same since the change of traffic."""
+        return self.balancedness_changed if self.time_balance is None else self.time_balance_changed
+
+    def balance_numbers(self) -> dict[str, float]:
+        """Return the balance of the window by name, the one that decides and the other."""
+        numbers = {"balancedness_mean": self.balancedness_mean}
+        return numbers if self.time_balance is None else numbers | {"time_balance": self.balance}
 
 
 def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
@@ -152,8 +181,7 @@ def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
     if closed is not None:
         return closed
     if inputs.manual:
-        numbers = {"balancedness_mean": inputs.balancedness_mean}
-        return Decision(True, Reason.MANUAL_REQUEST, numbers, inputs.memory)
+        return Decision(True, Reason.MANUAL_REQUEST, inputs.balance_numbers(), inputs.memory)
     return _decide_on_balance(inputs, settings)
 
 
@@ -203,7 +231,7 @@ def _closed_by_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | 
         "window_steps": float(inputs.window_steps),
         "min_window_steps": settings.min_window_steps,
     }
-    if inputs.window_steps < settings.min_window_steps or math.isnan(inputs.balancedness_mean):
+    if inputs.window_steps < settings.min_window_steps or math.isnan(inputs.balance):
         return Decision(False, Reason.INSUFFICIENT_DATA, numbers, memory)
     if not inputs.newest_step_age_s <= settings.max_data_age_s:
         numbers = {
@@ -216,20 +244,25 @@ def _closed_by_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | 
 
 def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision:
     """Apply the gates of change, of the threshold with hysteresis, and of consecutive windows."""
-    numbers = {"balancedness_mean": inputs.balancedness_mean}
-    below = inputs.balancedness_mean < settings.plan_below
+    numbers = inputs.balance_numbers()
+    starts_below = _starts_below(inputs, settings)
+    if starts_below > settings.plan_below:
+        numbers["starts_below"] = starts_below
+    below = inputs.balance < starts_below
     windows_below = inputs.memory.windows_below + 1 if below else 0
     planning = windows_below >= settings.consecutive_windows or (
-        inputs.memory.planning and inputs.balancedness_mean < settings.stop_above
+        inputs.memory.planning and inputs.balance < settings.stop_above
     )
     memory = GateMemory(windows_below, planning)
-    if inputs.changed_steps > 0 and inputs.balancedness_changed < settings.stop_above:
+    if inputs.changed_steps > 0 and inputs.balance_changed < settings.stop_above:
         numbers |= {
             "change_strength": inputs.change_strength,
             "change_ratio": settings.change_ratio,
             "changed_steps": float(inputs.changed_steps),
             "balancedness_changed": inputs.balancedness_changed,
         }
+        if inputs.time_balance is not None:
+            numbers["time_balance_changed"] = inputs.time_balance_changed
         if inputs.changed_steps < inputs.enough_changed_steps:
             # A plan made on older traffic, or on a few steps, would only delay the right one.
             numbers["enough_changed_steps"] = float(inputs.enough_changed_steps)
@@ -247,6 +280,15 @@ def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision
     return Decision(
         False, Reason.BALANCE_ABOVE_THRESHOLD, numbers | {"plan_below": settings.plan_below}, memory
     )
+
+
+def _starts_below(inputs: BeforeInputs, settings: GateSettings) -> float:
+    """Return the balance below which planning starts, `plan_below` or `stop_above`."""
+    if inputs.time_balance is None:
+        return settings.plan_below
+    apart = inputs.balancedness_mean - inputs.time_balance
+    by_time_alone = apart > settings.stop_above - settings.plan_below
+    return settings.stop_above if by_time_alone else settings.plan_below
 
 
 @dataclass(frozen=True, eq=False, slots=True)

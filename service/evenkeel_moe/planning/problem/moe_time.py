@@ -244,5 +244,11 @@ def time_balance(
     time of each step and layer. Unlike balancedness it also falls where one rank is slower, and
     where replicas add more reading than they relieve.
     """
-    over = time_over_fluid(load, placement, cost, split)
-    return 1.0 / over if over > 0 else float("nan")
+    fluid = fluid_times(load, placement.num_ranks, cost)
+    return balance_of(step_times(load, placement, cost, split), fluid)
+
+
+def balance_of(times: NDArray[np.float64], fluid: NDArray[np.float64]) -> float:
+    """Return sum of `fluid_times` / sum of `step_times` of the same steps; NaN without load."""
+    total = float(times.sum())
+    return float(fluid.sum()) / total if total > 0 else float("nan")
