@@ -34,6 +34,17 @@ async def test_a_recommendation_with_its_figures_and_null_for_unknown(client):
     assert body["redundancy"]["levels"][0]["extra_bytes_per_rank"] == -1000
     assert body["shadow"] == {"keel": {"at": NOW, "gain": 0.1, "call": "recommend"}}
     assert body["words"] == ["eplb would make 2 copies."]
+    assert (
+        body["cost_model"]
+        == body["verdict"]["cost_model"]
+        == {
+            "source": "tokens",
+            "detail": "",
+            "unit": "tokens",
+            "fit_error": None,
+            "words": "by tokens, because nothing is known of time",
+        }
+    )
 
 
 async def test_insufficient_evidence_is_a_result_and_not_an_error(client, operations):

@@ -11,6 +11,21 @@ Cells = list[list[float | None]]
 # --- recommendations ------------------------------------------------------------------------
 
 
+class CostModelOut(ResponseBody):
+    """What the numbers of a cost model rest on."""
+
+    source: str
+    """tokens, derived, profiled or measured."""
+    detail: str
+    """A device, a file, the age of a profile, or the reason that nothing better is known."""
+    unit: str
+    """The unit of predicted times: s or tokens."""
+    fit_error: Number
+    """Mean error of a fit as a share of the time; null where nothing was fitted."""
+    words: str
+    """The same in words."""
+
+
 class VerdictOut(ResponseBody):
     """The verdict of later steps on a plan. Shares are of predicted MoE time; null is unknown."""
 
@@ -29,7 +44,7 @@ class VerdictOut(ResponseBody):
     net_gain: Number
     """gain minus copy_cost_share."""
     saved_per_step: Number
-    """In seconds if the ranks' speeds are used, else in tokens."""
+    """In the unit of the cost model."""
     copy_cost: float
     """Cost of all copies, in the same unit."""
     lifetime_steps: int
@@ -37,6 +52,8 @@ class VerdictOut(ResponseBody):
     """Null if nothing is saved."""
     payback_s: Number
     """Null also if the duration of a step is unknown."""
+    cost_model: CostModelOut
+    """What predicted MoE time rests on."""
 
 
 class PolicyScoreOut(ResponseBody):
@@ -92,6 +109,8 @@ class RecommendationOut(ResponseBody):
     """The reason with which a cycle in auto mode would have ended."""
     words: list[str]
     """The arithmetic, in sentences."""
+    cost_model: CostModelOut
+    """What predicted MoE time rests on."""
     newest_step: int | None
     window_steps: int
     planned_on_steps: int

@@ -33,6 +33,34 @@ class CostSource(StrEnum):
     """Fitted to the seconds that ranks reported while they served."""
 
 
+_IN_WORDS = {
+    CostSource.TOKENS: "by tokens, because nothing is known of time",
+    CostSource.DERIVED: "derived from the shape and the device",
+    CostSource.PROFILED: "profiled on the ranks",
+    CostSource.MEASURED: "measured while the ranks served",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CostBasis:
+    """What the numbers of a cost model rest on, as it stands beside every result."""
+
+    source: CostSource = CostSource.TOKENS
+    detail: str = ""
+    """A device, a file, the age of a profile, or the reason that nothing better is known."""
+    unit: str = "tokens"
+    """The unit of the times: "s" or "tokens"."""
+    fit_error: float | None = None
+    """Mean error of a fit as a share of the time; None where nothing was fitted."""
+
+    @property
+    def words(self) -> str:
+        """The same in words, for example "profiled on the ranks (curves of 8 ranks)"."""
+        error = "" if self.fit_error is None else f"mean error {self.fit_error:.1%}"
+        about = ", ".join(part for part in (self.detail, error) if part)
+        return _IN_WORDS[self.source] + (f" ({about})" if about else "")
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class CostCurves:
     """Seconds of one MoE layer on each rank as a function of its work (GEM eq. 1).
@@ -136,6 +164,11 @@ class CostModel:
     def unit(self) -> str:
         """The unit of the times: "s" or "tokens"."""
         return "s" if self.in_seconds else "tokens"
+
+    @property
+    def basis(self) -> CostBasis:
+        """What the numbers rest on."""
+        return CostBasis(self.source, self.detail, self.unit, self.fit_error)
 
     @property
     def by_tokens(self) -> bool:

@@ -59,6 +59,7 @@ def with_verdict(planner: Planner) -> Planner:
                     new,
                     copy_cost=objective.cost_per_move * LIFETIME_STEPS * moves,
                     lifetime_steps=LIFETIME_STEPS,
+                    cost_model=objective.cost.basis,
                     rules=VerdictRules(min_steps=max(2, int(min_steps))),
                     seed=problem.seed,
                 ),

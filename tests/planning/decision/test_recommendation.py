@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.cycle import run_cycle
@@ -47,12 +48,33 @@ def test_the_words_carry_the_arithmetic():
     words = " ".join(found.words)
     for part in (
         "Planned on 50 steps, scored on the 10 after them.",
+        "Cost model: by tokens, because nothing is known of time.",
         f"{own.copies} copies x 1000 B = {own.nbytes} B",
         f"{own.copies} copies x 2 tokens = {2 * (own.copies or 0)} tokens",
         f"paid back after {own.verdict.payback_steps:.0f} steps = {own.verdict.payback_s:.3g} s",
         f"= {own.verdict.net_gain:.2%}: recommend.",
     ):
         assert part in words, (part, words)
+
+
+def test_a_recommendation_states_the_cost_model_and_its_unit():
+    cost = CostModel(
+        CostCurves.linear(np.full(4, 1e-6)),
+        source=CostSource.MEASURED,
+        detail="1200 steps",
+        fit_error=0.034,
+    )
+    found = ask(skewed(60), objective=Objective(cost=cost, copy_cost=1e-6))
+    assert found.call is Call.RECOMMEND
+    own = found.policies[0].verdict
+    assert own is not None
+    assert found.cost_model == own.cost_model == cost.basis
+    assert found.words[1] == (
+        "Cost model: measured while the ranks served (1200 steps, mean error 3.4%)."
+    )
+    assert " s saved a step" in " ".join(found.words)
+    short = ask(skewed(3), objective=Objective(cost=cost))
+    assert short.cost_model.source is CostSource.MEASURED
 
 
 def test_too_short_a_window_is_insufficient_evidence_and_not_a_figure():

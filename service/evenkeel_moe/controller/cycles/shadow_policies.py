@@ -79,5 +79,7 @@ def _row(score: PolicyScore) -> dict[str, Any]:
         if getattr(score, name) is not None:
             known[name] = getattr(score, name)
     if score.verdict is not None:
-        known |= {"call": score.verdict.call.value} | finite(score.verdict.numbers())
+        basis = score.verdict.cost_model
+        known |= {"call": score.verdict.call.value, "cost_model": basis.words}
+        known |= finite(score.verdict.numbers())
     return known | ({"detail": score.detail} if score.detail else {})

@@ -327,6 +327,7 @@ def judge_target(
         copy_cost=objective.copy_cost * count_moves(inputs.current, target),
         lifetime_steps=objective.lifetime_steps,
         step_s=inputs.step_s,
+        cost_model=objective.cost.basis,
         rules=VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps))),
         seed=inputs.seed,
     )

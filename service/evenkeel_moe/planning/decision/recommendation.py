@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.cycle import (
     CycleInputs,
@@ -128,7 +129,11 @@ def _redundancy(inputs: CycleInputs, split: WindowSplit, free_bytes: int | None)
 
     def against(base: int, other: int) -> Verdict:
         return judge(
-            times[base], times[other], lifetime_steps=inputs.objective.lifetime_steps, rules=rules
+            times[base],
+            times[other],
+            lifetime_steps=inputs.objective.lifetime_steps,
+            cost_model=inputs.objective.cost.basis,
+            rules=rules,
         )
 
     levels = []
@@ -229,12 +234,15 @@ class Recommendation:
     """The deployment's own policy first."""
     redundancy: Redundancy | None = None
     """None if there were too few steps."""
+    cost_model: CostBasis = CostBasis()
+    """What all predicted times rest on."""
 
 
 def recommend(inputs: RecommendationInputs) -> Recommendation:
     """Score policies and numbers of replicas on the window, without starting a plan."""
     cycle = inputs.cycle
     steps, least = len(cycle.load), cycle.settings.min_window_steps
+    basis = cycle.objective.cost.basis
     change = change_of(cycle)
     since = steps - change.first_step if change.first_step else None
     if steps < max(least, 2) or not cycle.load.any():
@@ -244,7 +252,14 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
             " nothing was planned."
         )
         return Recommendation(
-            Call.INSUFFICIENT_EVIDENCE, Reason.INSUFFICIENT_DATA, (words,), steps, 0, 0, since
+            Call.INSUFFICIENT_EVIDENCE,
+            Reason.INSUFFICIENT_DATA,
+            (words,),
+            steps,
+            0,
+            0,
+            since,
+            cost_model=basis,
         )
     split = split_window(cycle, change)
     names = dict.fromkeys((cycle.policy, *inputs.compare))
@@ -259,6 +274,7 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
                 f"Planned on {split.cut - split.begin} steps,"
                 f" scored on the {steps - split.cut} after them."
             ),
+            f"Cost model: {basis.words}.",
             *_plan_words(cycle, own),
             *_replica_words(cycle, redundancy, inputs.free_bytes),
         ),
@@ -268,6 +284,7 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
         steps_since_change=since,
         policies=scores,
         redundancy=redundancy,
+        cost_model=basis,
     )
 
 

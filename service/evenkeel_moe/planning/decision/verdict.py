@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.cost import TOKENS, CostBasis
 
 
 class Call(StrEnum):
@@ -69,8 +70,7 @@ class Verdict:
     gain_upper: float
     """Bounds on the gain of the next window of as many steps; NaN with fewer than two steps."""
     saved_per_step: float
-    """Mean saving per step in score units: seconds with cost curves, else tokens. NaN without
-    steps."""
+    """Mean saving per step in the unit of the cost model; NaN without steps."""
     copy_cost: float
     """Price of all copies of the plan in the same unit, >= 0."""
     lifetime_steps: int
@@ -82,6 +82,8 @@ class Verdict:
     NaN if unknown."""
     payback_s: float | None
     """The same in seconds; None if the time of a step is unknown, or it never pays."""
+    cost_model: CostBasis = CostBasis()
+    """What the predicted times rest on."""
 
     @property
     def net_gain(self) -> float:
@@ -129,6 +131,7 @@ def judge(
     copy_cost: float = 0.0,
     lifetime_steps: int = 1000,
     step_s: float | None = None,
+    cost_model: CostBasis = TOKENS.basis,
     rules: VerdictRules = VerdictRules(),
     seed: int = 0,
 ) -> Verdict:
@@ -141,6 +144,7 @@ def judge(
         copy_cost: price of all copies of the plan [score units], finite and >= 0.
         lifetime_steps: steps the placement is expected to last, >= 1.
         step_s: seconds from one step of the engine to the next, > 0; None if unknown.
+        cost_model: what the times rest on; by default they are tokens.
         rules: the certainty needed.
         seed: of the bootstrap.
 
@@ -174,6 +178,7 @@ def judge(
         cost=cost,
         payback_steps=payback,
         payback_s=None if step_s is None or not math.isfinite(payback) else payback * step_s,
+        cost_model=cost_model,
     )
 
 
