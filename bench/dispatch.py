@@ -8,6 +8,7 @@ import torch
 
 from bench.dispatch_aware import aware_rows
 from bench.dispatch_engine import engine_rows
+from bench.dispatch_fewest import fewest_speed_rows, fewest_time_rows
 from bench.dispatch_lplb import lplb_rows
 from bench.dispatch_rules import rule_rows, rule_table
 from bench.dispatch_tokens import accuracy_rows, recorded_ids, waterfill_rows
@@ -26,11 +27,13 @@ def main() -> None:
     arguments.add_argument(
         "--max-evaluations", type=int, default=2_000_000, help="keel's budget per plan"
     )
-    arguments.add_argument("--quick", action="store_true", help="LPLB only: no traces")
+    arguments.add_argument(
+        "--quick", action="store_true", help="speed of LPLB and fewest only: no traces"
+    )
     chosen = arguments.parse_args()
     torch.set_num_threads(1)
     begun = time.perf_counter()
-    rows = lplb_rows()
+    rows = lplb_rows() + fewest_speed_rows()
     if not chosen.quick:
         rows += engine_rows()
         traces, ids = read_all(chosen.traces), recorded_ids(chosen.traces)
@@ -43,6 +46,7 @@ def main() -> None:
 
             rows += accuracy_rows(traces, ids)
             rows += waterfill_rows(ids)
+            rows += fewest_time_rows(traces)
             rows += rule_rows(rule_table(traces, chosen.max_evaluations, on_trace))
             rows += aware_rows(traces, chosen.max_evaluations, on_trace)
     write_report("dispatch", rows, ("numpy", "numba", "scipy", "torch"))

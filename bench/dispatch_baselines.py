@@ -3,7 +3,8 @@
 HarMoEny decides on exact routing, after the gate: it moves tokens of the hottest expert on the most
 loaded rank to the least loaded rank and fetches the expert there. Lina predicts an expert from the
 path of a token through earlier layers, with a table built beforehand. The capacity factor caps the
-tokens per expert and drops or spills the rest.
+tokens per expert and drops or spills the rest. A greedy choice of the fewest active experts, beside
+the exact one, gives each active expert to the least busy of its ranks and never revises it.
 """
 
 from collections import Counter, defaultdict
@@ -11,9 +12,10 @@ from collections import Counter, defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.fewest_active import slots_by_expert
 from evenkeel_moe.jit import kernel
 
-__all__ = ["apply_capacity", "expert_capacity", "harmoeny", "PathTable"]
+__all__ = ["apply_capacity", "expert_capacity", "greedy_fewest", "harmoeny", "PathTable"]
 
 
 def harmoeny(
@@ -77,6 +79,44 @@ def _harmoeny_kernel(
             if moved:
                 break
     return load, fetched.sum()
+
+
+@kernel
+def greedy_fewest(
+    load: NDArray[np.float64], phy2log: NDArray[np.int32], num_ranks: int
+) -> NDArray[np.int64]:
+    """Return the active experts of the worst rank if each expert takes its least busy rank in turn.
+
+    Experts are placed in the order of their ids, each on the rank with the fewest active experts so
+    far among those that hold it.
+
+    Args:
+        load: (L, E) [tokens].
+        phy2log: (L, S) logical expert of each slot, negative if empty.
+        num_ranks: R.
+
+    Returns:
+        (L,) int64.
+    """
+    layers, experts = load.shape
+    worst = np.empty(layers, np.int64)
+    active = np.empty(num_ranks, np.int64)
+    for layer in range(layers):
+        first, following = slots_by_expert(phy2log[layer], experts, num_ranks)
+        per_rank = phy2log.shape[1] // num_ranks
+        active[:] = 0
+        for expert in range(experts):
+            if load[layer, expert] <= 0.0:
+                continue
+            slot = first[expert]
+            best = slot // per_rank
+            while slot >= 0:
+                if active[slot // per_rank] < active[best]:
+                    best = slot // per_rank
+                slot = following[slot]
+            active[best] += 1
+        worst[layer] = active.max()
+    return worst
 
 
 class PathTable:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from bench.dispatch_traces import RANKS, TWO_NODES, Recorded, setup_of
 from bench.report import Row
 from evenkeel_moe.dispatch import (
     ExactSplit,
+    FewestReplicas,
     PlanningRule,
     ShardingRule,
     plan_replicas,
@@ -36,6 +38,7 @@ RULES = (
     "even",
     "nearest",
     "lplb",
+    "fewest",
     "libra sharding",
     "libra sharding, bounded",
     "libra",
@@ -104,6 +107,17 @@ class Tally:
         self.shared_fluid += mean + shared / len(values)
 
 
+class Solvers(NamedTuple):
+    """What the rules prepare for one placement."""
+
+    plan: int
+    """The number of the plan in the walk."""
+    lplb: ExactSplit
+    fewest: FewestReplicas
+    residents: list[NDArray[np.bool_]]
+    """(E, R) of each layer, True where a rank holds an expert."""
+
+
 Tallies = dict[tuple[str, str], Tally]
 
 
@@ -128,16 +142,16 @@ def _tallies(trace: Recorded, max_evaluations: int, on_trace: Callable[[str], No
     first, horizon = int(walks["keel"].steps[0]), setup.horizon_steps
     last = int(walks["keel"].steps[-1]) + horizon
     out: Tallies = {(placement, rule): Tally() for placement in PLACEMENTS for rule in RULES}
-    solvers: dict[str, tuple[int, ExactSplit, list[NDArray[np.bool_]]]] = {}
+    solvers: dict[str, Solvers] = {}
     for step in np.unique(np.linspace(first, last - 1, STEPS).astype(int)).tolist():
         index = (step - first) // horizon
         for name in PLACEMENTS:
             placement = bare if name == "none" else walks[name].placements[index]
-            if name not in solvers or solvers[name][0] != index:
+            if name not in solvers or solvers[name].plan != index:
                 masks = [resident_mask(placement, layer) for layer in range(layers)]
-                solvers[name] = index, ExactSplit(placement), masks
-            _, solver, residents = solvers[name]
-            _one_step(out, name, trace, step, placement, solver, residents)
+                exact, fewest = ExactSplit(placement), FewestReplicas(placement)
+                solvers[name] = Solvers(index, exact, fewest, masks)
+            _one_step(out, name, trace, step, placement, solvers[name])
     return out
 
 
@@ -147,8 +161,7 @@ def _one_step(
     trace: Recorded,
     step: int,
     placement: Placement,
-    solver: ExactSplit,
-    residents: list[NDArray[np.bool_]],
+    solvers: Solvers,
 ) -> None:
     import torch
 
@@ -156,16 +169,18 @@ def _one_step(
     demand = trace.source[step]
     near = SplitModel(DispatchModel.NEAREST, TWO_NODES, demand.astype(np.float64))
     even, nearest = rank_load(load, placement)[0], rank_load(load, placement, near)[0]
-    solver.quotas(torch.from_numpy(trace.load[step]))
-    exact = solver.rank_load
+    solvers.lplb.quotas(torch.from_numpy(trace.load[step]))
+    solvers.fewest.choose(torch.from_numpy(trace.load[step]))
+    exact, fewest = solvers.lplb.rank_load, solvers.fewest.rank_load
     home = demand.sum(axis=2) // trace.top_k * trace.shared_cost
     for layer in range(trace.load.shape[1]):
         own, cost = home[:, layer], trace.shared_cost
         asked = np.ascontiguousarray(demand[:, layer])
-        resident = residents[layer]
+        resident = solvers.residents[layer]
         out[name, "even"].add(even[layer], own, cost)
         out[name, "nearest"].add(nearest[layer], own, cost)
         out[name, "lplb"].add(exact[layer], own, cost)
+        out[name, "fewest"].add(fewest[layer], own, cost)
         expected = _predicted(trace, step, layer)
         for rule, sharding in _SHARDED:
             done = shard_tokens(asked, resident, rule=sharding)

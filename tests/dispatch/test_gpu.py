@@ -9,6 +9,7 @@ from evenkeel_moe.dispatch import (
     DispatchTables,
     EvenChoice,
     ExactSplit,
+    FewestChoice,
     NearestChoice,
     Waterfill,
     WeightedChoice,
@@ -83,6 +84,23 @@ def test_replica_choice_is_captured_and_equals_the_cpu(production, rule):
     graph, answer = captured(lambda: chooser.choose(7, on_device))
     assert torch.equal(answer.cpu(), make("cpu").choose(7, experts))
     print(f"{rule}: {microseconds(graph):.1f} us for {experts.numel()} choices")
+
+
+def test_the_fewest_active_experts_have_a_table_on_the_device(production):
+    placement, counts, experts = production
+    demand = torch.zeros((RANKS, EXPERTS), dtype=torch.int64)
+    demand[0] = count_choices(experts, EXPERTS)
+    demand[1] = (counts[7] % 3).to(torch.int64)
+    chosen = {}
+    for device in ("cpu", "cuda"):
+        tables = DispatchTables.of(placement, Topology.single_node(RANKS), 0, device)
+        rule = FewestChoice(tables)
+        table = rule.table(7, demand.sum(dim=0).to(device))
+        assert table.device.type == device
+        slots = rule.choose(7, experts.to(device), demand.to(device))
+        assert torch.equal(slots, table[experts.to(device)])
+        chosen[device] = slots.cpu()
+    assert torch.equal(chosen["cpu"], chosen["cuda"])
 
 
 def test_counting_and_waterfill_are_captured_and_equal_the_cpu(production):

@@ -6,8 +6,8 @@ that the rank with the most active experts has as few as possible: exactly the l
 `fewest_active`. It balances tokens only among choices that are equal in this; for large batches,
 whose time follows the tokens, LPLB is the better rule.
 
-METRO chooses greedily on the GPU. The exact choice here runs on a CPU thread, because it takes
-less time there than LPLB's split.
+METRO has a near-optimal algorithm for GPUs. The exact choice here runs on a CPU thread, because it
+takes less time there than LPLB's split.
 
 Source: METRO (arXiv 2512.09277).
 """
