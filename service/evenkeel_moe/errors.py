@@ -79,6 +79,7 @@ class Reason(StrEnum):
     EXPERT_WITHOUT_REPLICA = "expert_without_replica"
     EXPERT_OUT_OF_RANGE = "expert_out_of_range"
     DUPLICATE_ON_RANK = "duplicate_on_rank"
+    EMPTY_SLOTS = "empty_slots"
     WRONG_SHAPE = "wrong_shape"
     POOL_EXCEEDED = "pool_exceeded"
     MEMORY_EXCEEDED = "memory_exceeded"

@@ -24,6 +24,8 @@ class AgentConfig:
     """Name of the device as torch gives it; empty on CPU."""
     weight_format: str = ""
     """Number type in which the experts are computed, such as "bf16"; empty if unknown."""
+    slots_stay_filled: bool = False
+    """True if the engine cannot leave a slot empty; plans then fill all slots."""
     weights_version: int = 1
     """Version of the weights loaded at the start; every reload raises it."""
     side: CountingSide = CountingSide.DESTINATION

@@ -126,12 +126,19 @@ class Placement:
         filled = (self.phy2log >= 0).reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
         return np.asarray(filled.sum(axis=(0, 2)), np.int64)
 
-    def check(self, shape: ModelShape, *, allow_duplicates: bool = False) -> None:
+    def check(
+        self, shape: ModelShape, *, allow_duplicates: bool = False, fill_slots: bool = False
+    ) -> None:
         """Check the invariants of R17.
+
+        Args:
+            fill_slots: True if no slot may be empty. Rows of pooled slots may have empty slots all
+                the same, because an empty one has no buffer.
 
         Raises:
             ShapeMismatch: another shape than the deployment's.
-            InfeasiblePlan: an expert without a replica, a duplicate on a rank, or an exceeded pool.
+            InfeasiblePlan: an expert without a replica, a duplicate on a rank, an exceeded pool, or
+                an empty slot that must be filled.
         """
         if self.sizes != shape.sizes:
             raise ShapeMismatch(
@@ -152,6 +159,14 @@ class Placement:
                     f"layer {layer} rank {rank} holds expert {expert} more than once",
                     Reason.DUPLICATE_ON_RANK,
                 )
+        empty = self.phy2log == EMPTY
+        if fill_slots and not shape.pooled and empty.any():
+            layer, slot = np.argwhere(empty)[0]
+            raise InfeasiblePlan(
+                f"{int(empty.sum())} slots are empty, first: layer {layer} slot {slot};"
+                " the engine needs an expert in each",
+                Reason.EMPTY_SLOTS,
+            )
         if shape.pool_slots_per_rank is not None:
             used = self.used_per_rank()
             worst = int(used.argmax())

@@ -87,6 +87,8 @@ class Hello:
     """Name of the device as its driver gives it; empty if unknown or a CPU."""
     weight_format: str = ""
     """Number type in which the experts' weights are computed, such as "bf16"; empty if unknown."""
+    slots_stay_filled: bool = False
+    """True if the engine cannot leave a slot empty. If any rank says so, it holds for the group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,55 +26,55 @@ from evenkeel_moe.v1 import common_pb2 as evenkeel_dot_v1_dot_common__pb2
 from evenkeel_moe.v1 import telemetry_pb2 as evenkeel_dot_v1_dot_telemetry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65venkeel/v1/agent.proto\x12\x0b\x65venkeel.v1\x1a\x18\x65venkeel/v1/common.proto\x1a\x1b\x65venkeel/v1/telemetry.proto\"\x87\x04\n\x0bRankMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.evenkeel.v1.HelloH\x00\x12+\n\theartbeat\x18\x02 \x01(\x0b\x32\x16.evenkeel.v1.HeartbeatH\x00\x12.\n\x0bload_report\x18\x03 \x01(\x0b\x32\x17.evenkeel.v1.LoadReportH\x00\x12!\n\x04vote\x18\x04 \x01(\x0b\x32\x11.evenkeel.v1.VoteH\x00\x12\x1f\n\x03\x61\x63k\x18\x05 \x01(\x0b\x32\x10.evenkeel.v1.AckH\x00\x12\x30\n\x0c\x61\x62ort_answer\x18\x06 \x01(\x0b\x32\x18.evenkeel.v1.AbortAnswerH\x00\x12,\n\nrank_state\x18\x07 \x01(\x0b\x32\x16.evenkeel.v1.RankStateH\x00\x12\x30\n\x0cterm_refused\x18\x08 \x01(\x0b\x32\x18.evenkeel.v1.TermRefusedH\x00\x12\x38\n\x10staging_progress\x18\t \x01(\x0b\x32\x1c.evenkeel.v1.StagingProgressH\x00\x12,\n\ncost_curve\x18\n \x01(\x0b\x32\x16.evenkeel.v1.CostCurveH\x00\x12\x30\n\x0creplica_cost\x18\x0b \x01(\x0b\x32\x18.evenkeel.v1.ReplicaCostH\x00\x42\x06\n\x04\x62ody\"\x81\x03\n\x11\x43ontrollerMessage\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.RegistrationH\x00\x12,\n\nreport_ack\x18\x02 \x01(\x0b\x32\x16.evenkeel.v1.ReportAckH\x00\x12\x30\n\x0c\x66low_control\x18\x03 \x01(\x0b\x32\x18.evenkeel.v1.FlowControlH\x00\x12,\n\nnot_leader\x18\x04 \x01(\x0b\x32\x16.evenkeel.v1.NotLeaderH\x00\x12\'\n\x07prepare\x18\x05 \x01(\x0b\x32\x14.evenkeel.v1.PrepareH\x00\x12%\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x13.evenkeel.v1.CommitH\x00\x12#\n\x05\x61\x62ort\x18\x07 \x01(\x0b\x32\x12.evenkeel.v1.AbortH\x00\x12.\n\x0bquery_state\x18\x08 \x01(\x0b\x32\x17.evenkeel.v1.QueryStateH\x00\x42\x06\n\x04\x62ody\"\xeb\x02\n\x05Hello\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.RankIdentity\x12&\n\x05shape\x18\x02 \x01(\x0b\x32\x17.evenkeel.v1.ModelShape\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x18\n\x10placement_digest\x18\x06 \x01(\t\x12\x17\n\x0fweights_version\x18\x07 \x01(\x04\x12\x18\n\x10\x63hecksums_digest\x18\x08 \x01(\t\x12\x12\n\nfree_bytes\x18\t \x01(\x04\x12\x15\n\rstaging_bytes\x18\n \x01(\x04\x12\x13\n\x0bgate_digest\x18\x0b \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x0c \x03(\t\x12\x14\n\x0chighest_term\x18\r \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12\x15\n\rweight_format\x18\x0f \x01(\t\"U\n\tHeartbeat\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x12\x15\n\rstaging_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07trouble\x18\x04 \x01(\t\"Q\n\tCostCurve\x12\x13\n\x0btile_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctile_seconds\x18\x02 \x03(\x01\x12\x19\n\x11slope_s_per_token\x18\x03 \x01(\x01\"\x86\x01\n\x0bReplicaCost\x12\x0f\n\x07\x66ixed_s\x18\x01 \x01(\x01\x12\x13\n\x0bs_per_token\x18\x02 \x01(\x01\x12\x15\n\rs_per_replica\x18\x03 \x01(\x01\x12\x0e\n\x06read_s\x18\x04 \x01(\x01\x12\x11\n\tfit_error\x18\x05 \x01(\x01\x12\x17\n\x0fmeasured_unix_s\x18\x06 \x01(\x01\"W\n\x04Vote\x12\"\n\x04wave\x18\x01 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\x0b\n\x03yes\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"b\n\x03\x41\x63k\x12\"\n\x04wave\x18\x01 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10placement_digest\x18\x03 \x01(\t\x12\x0e\n\x06swap_s\x18\x04 \x01(\x01\"|\n\x0b\x41\x62ortAnswer\x12\"\n\x04wave\x18\x01 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x07outcome\x18\x03 \x01(\x0e\x32\x18.evenkeel.v1.WaveOutcome\x12\x0f\n\x07\x64rained\x18\x04 \x01(\x08\"\xaa\x03\n\tRankState\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.RankIdentity\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.evenkeel.v1.ParticipantState\x12\"\n\x04wave\x18\x03 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x18\n\x10placement_digest\x18\x05 \x01(\t\x12\x17\n\x0fweights_version\x18\x06 \x01(\x04\x12\x0f\n\x07\x64rained\x18\x07 \x01(\x08\x12\'\n\tlast_wave\x18\x08 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12.\n\x0clast_outcome\x18\t \x01(\x0e\x32\x18.evenkeel.v1.WaveOutcome\x12,\n\tplacement\x18\n \x01(\x0b\x32\x19.evenkeel.v1.PlacementMap\x12\x11\n\tchecksums\x18\x0b \x03(\x06\x12\x14\n\x0chighest_term\x18\x0c \x01(\x04\x12\x0c\n\x04step\x18\r \x01(\x04\x12\r\n\x05query\x18\x0e \x01(\x04\"_\n\x0bTermRefused\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.RankIdentity\x12#\n\x06leader\x18\x02 \x01(\x0b\x32\x13.evenkeel.v1.Leader\"^\n\x0fStagingProgress\x12\"\n\x04wave\x18\x01 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\x12\n\nbytes_done\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x03 \x01(\x04\"\xf3\x02\n\x0cRegistration\x12\x32\n\x07outcome\x18\x01 \x01(\x0e\x32!.evenkeel.v1.Registration.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12#\n\x06leader\x18\x04 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\x1c\n\x14heartbeat_interval_s\x18\x05 \x01(\x01\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12&\n\x04\x66low\x18\x07 \x01(\x0b\x32\x18.evenkeel.v1.FlowControl\x12\x19\n\x0chighest_step\x18\x08 \x01(\x04H\x00\x88\x01\x01\"g\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x18\n\x14OUTCOME_OBSERVE_ONLY\x10\x02\x12\x13\n\x0fOUTCOME_REFUSED\x10\x03\x42\x0f\n\r_highest_step\"F\n\tNotLeader\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\xcd\x01\n\x07Prepare\x12#\n\x06leader\x18\x01 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\"\n\x04wave\x18\x02 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\x12\n\nbase_epoch\x18\x03 \x01(\x04\x12\x1f\n\x04\x62ody\x18\x04 \x01(\x0b\x32\x11.evenkeel.v1.Wave\x12\x11\n\tchecksums\x18\x05 \x03(\x06\x12\x18\n\x10\x62\x61tch_deadline_s\x18\x06 \x01(\x01\x12\x17\n\x0fmax_bytes_per_s\x18\x07 \x01(\x01\"Q\n\x06\x43ommit\x12#\n\x06leader\x18\x01 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\"\n\x04wave\x18\x02 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\"P\n\x05\x41\x62ort\x12#\n\x06leader\x18\x01 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\"\n\x04wave\x18\x02 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\"p\n\nQueryState\x12#\n\x06leader\x18\x01 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\x16\n\x0ewant_placement\x18\x02 \x01(\x08\x12\x16\n\x0ewant_checksums\x18\x03 \x01(\x08\x12\r\n\x05query\x18\x04 \x01(\x04*y\n\x0bWaveOutcome\x12\x1c\n\x18WAVE_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14WAVE_OUTCOME_SWAPPED\x10\x01\x12\x18\n\x14WAVE_OUTCOME_REFUSED\x10\x02\x12\x18\n\x14WAVE_OUTCOME_DROPPED\x10\x03*\xec\x01\n\x10ParticipantState\x12!\n\x1dPARTICIPANT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16PARTICIPANT_STATE_IDLE\x10\x01\x12\x1d\n\x19PARTICIPANT_STATE_STAGING\x10\x02\x12\x1e\n\x1aPARTICIPANT_STATE_PREPARED\x10\x03\x12\x1b\n\x17PARTICIPANT_STATE_ARMED\x10\x04\x12\x1e\n\x1aPARTICIPANT_STATE_SWAPPING\x10\x05\x12\x1d\n\x19PARTICIPANT_STATE_ABORTED\x10\x06\x32R\n\x08RankLink\x12\x46\n\x06\x41ttach\x12\x18.evenkeel.v1.RankMessage\x1a\x1e.evenkeel.v1.ControllerMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65venkeel/v1/agent.proto\x12\x0b\x65venkeel.v1\x1a\x18\x65venkeel/v1/common.proto\x1a\x1b\x65venkeel/v1/telemetry.proto\"\x87\x04\n\x0bRankMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.evenkeel.v1.HelloH\x00\x12+\n\theartbeat\x18\x02 \x01(\x0b\x32\x16.evenkeel.v1.HeartbeatH\x00\x12.\n\x0bload_report\x18\x03 \x01(\x0b\x32\x17.evenkeel.v1.LoadReportH\x00\x12!\n\x04vote\x18\x04 \x01(\x0b\x32\x11.evenkeel.v1.VoteH\x00\x12\x1f\n\x03\x61\x63k\x18\x05 \x01(\x0b\x32\x10.evenkeel.v1.AckH\x00\x12\x30\n\x0c\x61\x62ort_answer\x18\x06 \x01(\x0b\x32\x18.evenkeel.v1.AbortAnswerH\x00\x12,\n\nrank_state\x18\x07 \x01(\x0b\x32\x16.evenkeel.v1.RankStateH\x00\x12\x30\n\x0cterm_refused\x18\x08 \x01(\x0b\x32\x18.evenkeel.v1.TermRefusedH\x00\x12\x38\n\x10staging_progress\x18\t \x01(\x0b\x32\x1c.evenkeel.v1.StagingProgressH\x00\x12,\n\ncost_curve\x18\n \x01(\x0b\x32\x16.evenkeel.v1.CostCurveH\x00\x12\x30\n\x0creplica_cost\x18\x0b \x01(\x0b\x32\x18.evenkeel.v1.ReplicaCostH\x00\x42\x06\n\x04\x62ody\"\x81\x03\n\x11\x43ontrollerMessage\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.RegistrationH\x00\x12,\n\nreport_ack\x18\x02 \x01(\x0b\x32\x16.evenkeel.v1.ReportAckH\x00\x12\x30\n\x0c\x66low_control\x18\x03 \x01(\x0b\x32\x18.evenkeel.v1.FlowControlH\x00\x12,\n\nnot_leader\x18\x04 \x01(\x0b\x32\x16.evenkeel.v1.NotLeaderH\x00\x12\'\n\x07prepare\x18\x05 \x01(\x0b\x32\x14.evenkeel.v1.PrepareH\x00\x12%\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x13.evenkeel.v1.CommitH\x00\x12#\n\x05\x61\x62ort\x18\x07 \x01(\x0b\x32\x12.evenkeel.v1.AbortH\x00\x12.\n\x0bquery_state\x18\x08 \x01(\x0b\x32\x17.evenkeel.v1.QueryStateH\x00\x42\x06\n\x04\x62ody\"\x86\x03\n\x05Hello\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.RankIdentity\x12&\n\x05shape\x18\x02 \x01(\x0b\x32\x17.evenkeel.v1.ModelShape\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x18\n\x10placement_digest\x18\x06 \x01(\t\x12\x17\n\x0fweights_version\x18\x07 \x01(\x04\x12\x18\n\x10\x63hecksums_digest\x18\x08 \x01(\t\x12\x12\n\nfree_bytes\x18\t \x01(\x04\x12\x15\n\rstaging_bytes\x18\n \x01(\x04\x12\x13\n\x0bgate_digest\x18\x0b \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x0c \x03(\t\x12\x14\n\x0chighest_term\x18\r \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12\x15\n\rweight_format\x18\x0f \x01(\t\x12\x19\n\x11slots_stay_filled\x18\x11 \x01(\x08\"U\n\tHeartbeat\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x12\x15\n\rstaging_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07trouble\x18\x04 \x01(\t\"Q\n\tCostCurve\x12\x13\n\x0btile_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctile_seconds\x18\x02 \x03(\x01\x12\x19\n\x11slope_s_per_token\x18\x03 \x01(\x01\"\x86\x01\n\x0bReplicaCost\x12\x0f\n\x07\x66ixed_s\x18\x01 \x01(\x01\x12\x13\n\x0bs_per_token\x18\x02 \x01(\x01\x12\x15\n\rs_per_replica\x18\x03 \x01(\x01\x12\x0e\n\x06read_s\x18\x04 \x01(\x01\x12\x11\n\tfit_error\x18\x05 \x01(\x01\x12\x17\n\x0fmeasured_unix_s\x18\x06 \x01(\x01\"W\n\x04Vote\x12\"\n\x04wave\x18\x01 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\x0b\n\x03yes\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"b\n\x03\x41\x63k\x12\"\n\x04wave\x18\x01 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10placement_digest\x18\x03 \x01(\t\x12\x0e\n\x06swap_s\x18\x04 \x01(\x01\"|\n\x0b\x41\x62ortAnswer\x12\"\n\x04wave\x18\x01 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x07outcome\x18\x03 \x01(\x0e\x32\x18.evenkeel.v1.WaveOutcome\x12\x0f\n\x07\x64rained\x18\x04 \x01(\x08\"\xaa\x03\n\tRankState\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.RankIdentity\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.evenkeel.v1.ParticipantState\x12\"\n\x04wave\x18\x03 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x18\n\x10placement_digest\x18\x05 \x01(\t\x12\x17\n\x0fweights_version\x18\x06 \x01(\x04\x12\x0f\n\x07\x64rained\x18\x07 \x01(\x08\x12\'\n\tlast_wave\x18\x08 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12.\n\x0clast_outcome\x18\t \x01(\x0e\x32\x18.evenkeel.v1.WaveOutcome\x12,\n\tplacement\x18\n \x01(\x0b\x32\x19.evenkeel.v1.PlacementMap\x12\x11\n\tchecksums\x18\x0b \x03(\x06\x12\x14\n\x0chighest_term\x18\x0c \x01(\x04\x12\x0c\n\x04step\x18\r \x01(\x04\x12\r\n\x05query\x18\x0e \x01(\x04\"_\n\x0bTermRefused\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.RankIdentity\x12#\n\x06leader\x18\x02 \x01(\x0b\x32\x13.evenkeel.v1.Leader\"^\n\x0fStagingProgress\x12\"\n\x04wave\x18\x01 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\x12\n\nbytes_done\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x03 \x01(\x04\"\xf3\x02\n\x0cRegistration\x12\x32\n\x07outcome\x18\x01 \x01(\x0e\x32!.evenkeel.v1.Registration.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12#\n\x06leader\x18\x04 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\x1c\n\x14heartbeat_interval_s\x18\x05 \x01(\x01\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12&\n\x04\x66low\x18\x07 \x01(\x0b\x32\x18.evenkeel.v1.FlowControl\x12\x19\n\x0chighest_step\x18\x08 \x01(\x04H\x00\x88\x01\x01\"g\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x18\n\x14OUTCOME_OBSERVE_ONLY\x10\x02\x12\x13\n\x0fOUTCOME_REFUSED\x10\x03\x42\x0f\n\r_highest_step\"F\n\tNotLeader\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\xcd\x01\n\x07Prepare\x12#\n\x06leader\x18\x01 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\"\n\x04wave\x18\x02 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\x12\x12\n\nbase_epoch\x18\x03 \x01(\x04\x12\x1f\n\x04\x62ody\x18\x04 \x01(\x0b\x32\x11.evenkeel.v1.Wave\x12\x11\n\tchecksums\x18\x05 \x03(\x06\x12\x18\n\x10\x62\x61tch_deadline_s\x18\x06 \x01(\x01\x12\x17\n\x0fmax_bytes_per_s\x18\x07 \x01(\x01\"Q\n\x06\x43ommit\x12#\n\x06leader\x18\x01 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\"\n\x04wave\x18\x02 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\"P\n\x05\x41\x62ort\x12#\n\x06leader\x18\x01 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\"\n\x04wave\x18\x02 \x01(\x0b\x32\x14.evenkeel.v1.WaveKey\"p\n\nQueryState\x12#\n\x06leader\x18\x01 \x01(\x0b\x32\x13.evenkeel.v1.Leader\x12\x16\n\x0ewant_placement\x18\x02 \x01(\x08\x12\x16\n\x0ewant_checksums\x18\x03 \x01(\x08\x12\r\n\x05query\x18\x04 \x01(\x04*y\n\x0bWaveOutcome\x12\x1c\n\x18WAVE_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14WAVE_OUTCOME_SWAPPED\x10\x01\x12\x18\n\x14WAVE_OUTCOME_REFUSED\x10\x02\x12\x18\n\x14WAVE_OUTCOME_DROPPED\x10\x03*\xec\x01\n\x10ParticipantState\x12!\n\x1dPARTICIPANT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16PARTICIPANT_STATE_IDLE\x10\x01\x12\x1d\n\x19PARTICIPANT_STATE_STAGING\x10\x02\x12\x1e\n\x1aPARTICIPANT_STATE_PREPARED\x10\x03\x12\x1b\n\x17PARTICIPANT_STATE_ARMED\x10\x04\x12\x1e\n\x1aPARTICIPANT_STATE_SWAPPING\x10\x05\x12\x1d\n\x19PARTICIPANT_STATE_ABORTED\x10\x06\x32R\n\x08RankLink\x12\x46\n\x06\x41ttach\x12\x18.evenkeel.v1.RankMessage\x1a\x1e.evenkeel.v1.ControllerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'evenkeel.v1.agent_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WAVEOUTCOME']._serialized_start=3548
-  _globals['_WAVEOUTCOME']._serialized_end=3669
-  _globals['_PARTICIPANTSTATE']._serialized_start=3672
-  _globals['_PARTICIPANTSTATE']._serialized_end=3908
+  _globals['_WAVEOUTCOME']._serialized_start=3575
+  _globals['_WAVEOUTCOME']._serialized_end=3696
+  _globals['_PARTICIPANTSTATE']._serialized_start=3699
+  _globals['_PARTICIPANTSTATE']._serialized_end=3935
   _globals['_RANKMESSAGE']._serialized_start=96
   _globals['_RANKMESSAGE']._serialized_end=615
   _globals['_CONTROLLERMESSAGE']._serialized_start=618
   _globals['_CONTROLLERMESSAGE']._serialized_end=1003
   _globals['_HELLO']._serialized_start=1006
-  _globals['_HELLO']._serialized_end=1369
-  _globals['_HEARTBEAT']._serialized_start=1371
-  _globals['_HEARTBEAT']._serialized_end=1456
-  _globals['_COSTCURVE']._serialized_start=1458
-  _globals['_COSTCURVE']._serialized_end=1539
-  _globals['_REPLICACOST']._serialized_start=1542
-  _globals['_REPLICACOST']._serialized_end=1676
-  _globals['_VOTE']._serialized_start=1678
-  _globals['_VOTE']._serialized_end=1765
-  _globals['_ACK']._serialized_start=1767
-  _globals['_ACK']._serialized_end=1865
-  _globals['_ABORTANSWER']._serialized_start=1867
-  _globals['_ABORTANSWER']._serialized_end=1991
-  _globals['_RANKSTATE']._serialized_start=1994
-  _globals['_RANKSTATE']._serialized_end=2420
-  _globals['_TERMREFUSED']._serialized_start=2422
-  _globals['_TERMREFUSED']._serialized_end=2517
-  _globals['_STAGINGPROGRESS']._serialized_start=2519
-  _globals['_STAGINGPROGRESS']._serialized_end=2613
-  _globals['_REGISTRATION']._serialized_start=2616
-  _globals['_REGISTRATION']._serialized_end=2987
-  _globals['_REGISTRATION_OUTCOME']._serialized_start=2867
-  _globals['_REGISTRATION_OUTCOME']._serialized_end=2970
-  _globals['_NOTLEADER']._serialized_start=2989
-  _globals['_NOTLEADER']._serialized_end=3059
-  _globals['_PREPARE']._serialized_start=3062
-  _globals['_PREPARE']._serialized_end=3267
-  _globals['_COMMIT']._serialized_start=3269
-  _globals['_COMMIT']._serialized_end=3350
-  _globals['_ABORT']._serialized_start=3352
-  _globals['_ABORT']._serialized_end=3432
-  _globals['_QUERYSTATE']._serialized_start=3434
-  _globals['_QUERYSTATE']._serialized_end=3546
-  _globals['_RANKLINK']._serialized_start=3910
-  _globals['_RANKLINK']._serialized_end=3992
+  _globals['_HELLO']._serialized_end=1396
+  _globals['_HEARTBEAT']._serialized_start=1398
+  _globals['_HEARTBEAT']._serialized_end=1483
+  _globals['_COSTCURVE']._serialized_start=1485
+  _globals['_COSTCURVE']._serialized_end=1566
+  _globals['_REPLICACOST']._serialized_start=1569
+  _globals['_REPLICACOST']._serialized_end=1703
+  _globals['_VOTE']._serialized_start=1705
+  _globals['_VOTE']._serialized_end=1792
+  _globals['_ACK']._serialized_start=1794
+  _globals['_ACK']._serialized_end=1892
+  _globals['_ABORTANSWER']._serialized_start=1894
+  _globals['_ABORTANSWER']._serialized_end=2018
+  _globals['_RANKSTATE']._serialized_start=2021
+  _globals['_RANKSTATE']._serialized_end=2447
+  _globals['_TERMREFUSED']._serialized_start=2449
+  _globals['_TERMREFUSED']._serialized_end=2544
+  _globals['_STAGINGPROGRESS']._serialized_start=2546
+  _globals['_STAGINGPROGRESS']._serialized_end=2640
+  _globals['_REGISTRATION']._serialized_start=2643
+  _globals['_REGISTRATION']._serialized_end=3014
+  _globals['_REGISTRATION_OUTCOME']._serialized_start=2894
+  _globals['_REGISTRATION_OUTCOME']._serialized_end=2997
+  _globals['_NOTLEADER']._serialized_start=3016
+  _globals['_NOTLEADER']._serialized_end=3086
+  _globals['_PREPARE']._serialized_start=3089
+  _globals['_PREPARE']._serialized_end=3294
+  _globals['_COMMIT']._serialized_start=3296
+  _globals['_COMMIT']._serialized_end=3377
+  _globals['_ABORT']._serialized_start=3379
+  _globals['_ABORT']._serialized_end=3459
+  _globals['_QUERYSTATE']._serialized_start=3461
+  _globals['_QUERYSTATE']._serialized_end=3573
+  _globals['_RANKLINK']._serialized_start=3937
+  _globals['_RANKLINK']._serialized_end=4019
 # @@protoc_insertion_point(module_scope)

@@ -42,6 +42,7 @@ def test_every_pass_is_reported_with_its_real_tokens():
             2,
         )
         assert seen["capabilities"] == []
+        assert seen["slots_stay_filled"]
 
 
 def test_moves_of_sglangs_own_planner_are_followed():

@@ -243,3 +243,45 @@ def test_the_same_inputs_give_the_same_bytes():
     one, two = run_cycle(inputs(skewed(60))), run_cycle(inputs(skewed(60)))
     assert one.target == two.target
     assert one.numbers == two.numbers
+
+
+FULL = Objective(fill_slots=True)
+SPARE = ModelShape(2, 8, 4, 4, 2, 1000)
+"""Eight spare slots, of which craft and gem leave some or all empty."""
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_plan_for_an_engine_without_empty_slots_fills_them_and_passes_the_gates(name):
+    asked = inputs(
+        skewed(60),
+        shape=SPARE,
+        current=Placement.initial(SPARE),
+        policy=name,
+        objective=FULL,
+        staging_bytes=(16_000,) * 4,
+        manual=True,
+    )
+    result = run_cycle(asked)
+    assert result.passed, (result.reason, result.detail)
+    assert result.target is not None
+    result.target.check(SPARE, fill_slots=True)
+
+
+def test_without_that_need_the_slots_of_such_plans_stay_empty():
+    asked = inputs(
+        skewed(60), shape=SPARE, current=Placement.initial(SPARE), policy="gem", manual=True
+    )
+    target = run_cycle(asked).target
+    assert target is not None
+    assert (target.phy2log < 0).sum() == 16
+
+
+def test_an_explicit_target_with_empty_slots_is_refused_for_such_an_engine():
+    rows = Placement.initial(SHAPE).phy2log.copy()
+    rows[1, 11] = -1
+    target = Placement(rows, 4, 8)
+    asked = inputs(skewed(60), target=target, manual=True)
+    assert run_cycle(asked).passed
+    refused = run_cycle(inputs(skewed(60), target=target, manual=True, objective=FULL))
+    assert (refused.passed, refused.reason) == (False, Reason.EMPTY_SLOTS)
+    assert "1 slots are empty, first: layer 1 slot 11" in refused.detail

@@ -326,6 +326,13 @@ def test_duplicates_pass_when_allowed():
     assert decide_after(twice, SETTINGS).reason is not Reason.DUPLICATE_ON_RANK
 
 
+def test_empty_slots_pass_unless_the_engine_needs_all_filled():
+    assert (GOOD.target.phy2log < 0).any()
+    needed = replace(GOOD, fill_slots=True)
+    assert decide_after(GOOD, SETTINGS).passed
+    assert decide_after(needed, SETTINGS).reason is Reason.EMPTY_SLOTS
+
+
 def test_settings_by_name():
     assert GateSettings.from_thresholds({"min_gain": 0.05, "cooldown_s": 7}).min_gain == 0.05
     with pytest.raises(InvalidInput, match="unknown gate settings min_gian; known: change_ratio"):

@@ -173,3 +173,8 @@ def test_closed_stream_leaves_the_rank_a_member_until_its_lease_runs_out():
     assert not members.members[0].connected
     assert members.quorum(1.0).ok
     assert members.quorum(5.0).missing == (0, 1)
+
+
+def test_slots_of_the_group_stay_filled_if_one_rank_needs_it():
+    assert not group(hello_of(0), hello_of(1))[0].slots_stay_filled()
+    assert group(hello_of(0), hello_of(1, slots_stay_filled=True))[0].slots_stay_filled()

@@ -142,7 +142,13 @@ class InputBuilder:
         cost, copy_cost = price(
             balance.comparable_seconds_per_token(), shape.bytes_per_expert, self.settings, curves
         )
-        return replace(self.settings.objective, cost=cost, copy_cost=copy_cost, limits=limits)
+        return replace(
+            self.settings.objective,
+            cost=cost,
+            copy_cost=copy_cost,
+            limits=limits,
+            fill_slots=self.control.membership.slots_stay_filled(),
+        )
 
     def _rank_curves(self) -> CostCurves | None:
         """Return the measured curves if every rank has one; log ranks that have become slow."""

@@ -39,6 +39,7 @@ _INFEASIBLE = frozenset(
         Reason.EXPERT_WITHOUT_REPLICA,
         Reason.EXPERT_OUT_OF_RANGE,
         Reason.DUPLICATE_ON_RANK,
+        Reason.EMPTY_SLOTS,
         Reason.POOL_EXCEEDED,
         Reason.MEMORY_EXCEEDED,
         Reason.NO_SOURCE,

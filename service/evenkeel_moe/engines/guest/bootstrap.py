@@ -14,6 +14,7 @@ import torch.distributed
 
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTls
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
+from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.guest import GuestAgent, HostEngine
 from evenkeel_moe.agent.ports import ExpertWeights, RankLink
@@ -44,6 +45,7 @@ def make_guest(
     broadcast: Broadcast,
     device: torch.device,
     side: CountingSide = CountingSide.SOURCE,
+    slots_stay_filled: bool = False,
     link: RankLink | None = None,
 ) -> GuestAgent:
     """Make the agent of one rank; collective over the EP group.
@@ -58,6 +60,7 @@ def make_guest(
         broadcast: tells the ranks the address of the store.
         device: where the weights are.
         side: what will be recorded.
+        slots_stay_filled: True if the engine cannot leave a slot empty.
         link: used instead of gRPC to the controllers.
 
     Raises:
@@ -65,27 +68,17 @@ def make_guest(
         PeerViolation: the ranks start with different values.
     """
     store, generation = _open_store(settings, rank, shape.num_ranks, broadcast)
-    config = _agent_config(settings, rank, shape, generation, device, side)
+    config = _agent_config(
+        settings, rank, shape, generation, device, side, slots_stay_filled=slots_stay_filled
+    )
     curve = _load_curve(settings, config.gpu_uuid)
-
-    def connect(name: str, where: torch.device) -> Communicator:
-        return make_communicator(
-            store,
-            name,
-            rank,
-            shape.num_ranks,
-            device=where,
-            timeout_s=settings.group_timeout_s,
-            interface=settings.interface,
-        )
-
     agent = GuestAgent(
         config,
         placement,
         0,
         weights,
         engine,
-        connect=connect,
+        connect=_connector(settings, store, rank, shape.num_ranks),
         device=device,
         link=link or GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings)),
         stall_after_s=settings.stall_after_s,
@@ -95,6 +88,23 @@ def make_guest(
     return agent
 
 
+def _connector(settings: GuestSettings, store: Any, rank: int, size: int) -> Connect:
+    """Return the function that creates the agent's communicators over the ranks."""
+
+    def connect(name: str, where: torch.device) -> Communicator:
+        return make_communicator(
+            store,
+            name,
+            rank,
+            size,
+            device=where,
+            timeout_s=settings.group_timeout_s,
+            interface=settings.interface,
+        )
+
+    return connect
+
+
 def _agent_config(
     settings: GuestSettings,
     rank: int,
@@ -102,6 +112,8 @@ def _agent_config(
     generation: str,
     device: torch.device,
     side: CountingSide,
+    *,
+    slots_stay_filled: bool,
 ) -> AgentConfig:
     return AgentConfig(
         identity=rank_identity(settings.deployment, rank, generation),
@@ -111,6 +123,7 @@ def _agent_config(
         device_name=device_name(device),
         weights_version=settings.weights_version,
         side=side,
+        slots_stay_filled=slots_stay_filled,
         # The engine stages one layer at a time in its own memory, so one wave can hold a whole
         # plan.
         staging_bytes=shape.num_layers * shape.slots_per_rank * shape.bytes_per_expert,

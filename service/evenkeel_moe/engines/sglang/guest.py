@@ -111,6 +111,7 @@ class SglangGuest(EngineGuest):
                 broadcast=self._broadcast,
                 device=torch.device(metadata.physical_to_logical_map.device),
                 side=self._side,
+                slots_stay_filled=True,  # SGLang's maps hold an expert in every slot.
                 link=self._link,
             )
 

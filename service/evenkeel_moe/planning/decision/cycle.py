@@ -276,7 +276,12 @@ def plan_target(
         InvalidInput, InfeasiblePlan: the policy is unknown or cannot answer.
     """
     if inputs.target is not None:
-        inputs.target.check(inputs.shape, allow_duplicates=inputs.objective.allow_duplicates)
+        objective = inputs.objective
+        inputs.target.check(
+            inputs.shape,
+            allow_duplicates=objective.allow_duplicates,
+            fill_slots=objective.fill_slots,
+        )
         return align_slots(inputs.current, inputs.target), {}
     source = None
     if inputs.source_load is not None:
@@ -346,6 +351,7 @@ def decide_target(inputs: CycleInputs, target: Placement, verdict: Verdict | Non
             verdict=verdict,
             limits=inputs.objective.limits,
             allow_duplicates=inputs.objective.allow_duplicates,
+            fill_slots=inputs.objective.fill_slots,
             manual=inputs.manual,
         ),
         inputs.settings,

@@ -303,6 +303,8 @@ class AfterInputs:
     """The verdict of the later steps; None if there were none."""
     limits: PlanLimits = PlanLimits()
     allow_duplicates: bool = False
+    fill_slots: bool = False
+    """True if the engine refuses a target with empty slots."""
     manual: bool = False
     """True if an operator asks: gain and payback are reported, but not required."""
 
@@ -320,7 +322,11 @@ def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
     copies = float(moves.sum())
     numbers = {"copies": copies, "bytes": copies * inputs.shape.bytes_per_expert}
     try:
-        inputs.target.check(inputs.shape, allow_duplicates=inputs.allow_duplicates)
+        inputs.target.check(
+            inputs.shape,
+            allow_duplicates=inputs.allow_duplicates,
+            fill_slots=inputs.fill_slots,
+        )
     except EvenkeelError as broken:
         return Decision(False, broken.reason, numbers)
     changed = int((inputs.base.phy2log != inputs.target.phy2log).any(axis=1).sum())

@@ -4,8 +4,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.planning.policies.fill_slots import fill_empty_slots
 from evenkeel_moe.planning.problem import bounds, moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
+from evenkeel_moe.planning.schedule.relabel import relabel
 
 
 def place_on_ranks(held: NDArray[np.bool_], slots_per_rank: int) -> Placement:
@@ -31,19 +33,30 @@ def build_proposal(
     *,
     score: float | None = None,
 ) -> Proposal:
-    """Score a placement and add the lower bound of its problem.
+    """Fill slots that must not stay empty, score the placement and add the problem's lower bound.
 
     Args:
         problem: the score is under its dispatch and costs.
-        placement: the placement to propose.
+        placement: the placement to propose. Before its empty slots are filled, its ranks are
+            renamed so that the fewest experts move.
         evaluations: candidates evaluated to find it.
         numbers: named figures for the decision log; None for none.
         score: the score, if it is known already.
+
+    Returns:
+        numbers: those given, and `filled_slots` if slots were filled.
     """
+    numbers = {} if numbers is None else dict(numbers)
+    empty = int((placement.phy2log == EMPTY).sum())
+    if problem.objective.fill_slots and empty and not problem.shape.pooled:
+        keep_nodes = numbers.get("keep_nodes", 0.0) > 0
+        placement = fill_empty_slots(problem, relabel(problem, placement, keep_nodes=keep_nodes))
+        numbers["filled_slots"] = float(empty - int((placement.phy2log == EMPTY).sum()))
+        score = None
     return Proposal(
         placement,
         moe_time.score(problem, placement) if score is None else score,
         evaluations,
         bounds.lower_bound(problem),
-        {} if numbers is None else numbers,
+        numbers,
     )

@@ -73,7 +73,7 @@ def warm_kernels() -> None:
             shape,
             Topology((0, 0, 1, 1)),
             current=Placement.initial(shape),
-            objective=Objective(cost=cost, dispatch=dispatch),
+            objective=Objective(cost=cost, dispatch=dispatch, fill_slots=True),
             max_evaluations=1000,
         )
         for policy in POLICIES.values():

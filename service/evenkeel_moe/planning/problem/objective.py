@@ -32,6 +32,9 @@ class Objective:
     limits: PlanLimits = PlanLimits()
     allow_duplicates: bool = False
     """True if one rank may hold an expert twice in a layer."""
+    fill_slots: bool = False
+    """True if the engine cannot leave a slot empty. Where slots are pooled this asks for nothing:
+    an empty slot has no buffer there."""
 
     @property
     def cost_per_move(self) -> float:

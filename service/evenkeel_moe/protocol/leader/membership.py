@@ -178,6 +178,10 @@ class Membership:
         """Return the (R,) bytes each rank offers for staging."""
         return tuple(self.members[rank].hello.staging_bytes for rank in sorted(self.members))
 
+    def slots_stay_filled(self) -> bool:
+        """Return True if some rank cannot leave a slot empty: no plan may then leave one."""
+        return any(member.hello.slots_stay_filled for member in self.members.values())
+
     def quorum(self, now: float) -> Quorum:
         """Decide if every rank of one generation is fresh and all agree on what a wave needs."""
         if self.generation is None or self.shape is None:

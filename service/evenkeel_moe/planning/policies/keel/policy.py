@@ -74,9 +74,9 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
     proposal = build_proposal(problem, best, planner.evaluations.used, numbers)
     bound, moves = proposal.lower_bound, 0
     if problem.current is not None:
-        moves = relabel.count_moves(problem.current, best)
-    numbers["gap"] = proposal.score / bound - 1.0 if bound else 0.0
-    numbers["copies"] = float(moves)
+        moves = relabel.count_moves(problem.current, proposal.placement)
+    proposal.numbers["gap"] = proposal.score / bound - 1.0 if bound else 0.0
+    proposal.numbers["copies"] = float(moves)
     return proposal
 
 

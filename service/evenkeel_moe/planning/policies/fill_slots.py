@@ -1,0 +1,232 @@
+"""Fills the slots that a plan left empty, for engines that cannot leave a slot empty."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.planning.problem.kernels import (
+    WorkTerms,
+    token_cost,
+    work_of_tokens,
+    work_terms,
+)
+from evenkeel_moe.planning.problem.moe_time import CurveArrays, curve_arrays
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.token_split import SplitModel, source_shares
+from evenkeel_moe.planning.schedule.relabel import align_slots
+
+_MOST_TRIALS = 100_000_000
+"""Most slots x experts x steps tried, some seconds of a core. With more, only every second step is
+looked at, or every third, and so on."""
+
+
+class _Terms(NamedTuple):
+    """A cost model in the form of the kernels, and the price of a copy."""
+
+    work: WorkTerms
+    fixed: float
+    curves: CurveArrays
+    price: float
+    """Of a copy, over all steps of the window."""
+
+
+def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placement:
+    """Give every empty slot the replica that costs least, if the objective asks for full slots.
+
+    In each layer, the rank with the least predicted time among those with an empty slot is next. It
+    gets the expert with which the window takes the least time, the price of a copy included. An
+    expert that the rank holds at present needs no copy; of equal experts it is taken first, then
+    the one with the lower id. Times are those under an even split.
+
+    Args:
+        problem: gives the loads, the cost model, the price of a copy and the current placement.
+        placement: with the ranks named as they will be.
+
+    Returns:
+        The placement without empty slots, unless a rank has more slots than there are experts and
+        may hold none twice. Where slots are pooled the same placement: an empty slot has no buffer
+        there.
+
+    Complexity: O(empty slots x T (E X + R log R)) with X replicas of an expert.
+    """
+    objective, shape = problem.objective, problem.shape
+    empty = int((placement.phy2log == EMPTY).sum())
+    if not objective.fill_slots or shape.pooled or empty == 0:
+        return placement
+    trials = empty * shape.num_logical_experts * len(problem.load)
+    load = problem.load[:: -max(1, -(-trials // _MOST_TRIALS))]
+    ranks, cost = shape.num_ranks, objective.cost
+    split = SplitModel(topology=problem.topology, source_load=problem.source_load)
+    shared = cost.shared_tokens * source_shares(split, ranks, shape.num_layers)
+    terms = _Terms(
+        work_terms(cost.replica),
+        cost.fixed,
+        curve_arrays(cost.curves, ranks),
+        objective.cost_per_move * len(load),
+    )
+    rows = placement.phy2log.copy()
+    for layer in np.nonzero((rows == EMPTY).any(axis=1))[0]:
+        present = np.full_like(rows[layer], EMPTY)
+        if problem.current is not None:
+            present = problem.current.phy2log[layer].copy()
+        tokens = np.ascontiguousarray(load[:, layer].T)
+        _fill_layer(tokens, rows[layer], present, shared[layer], terms, objective.allow_duplicates)
+    filled = Placement(rows, ranks, shape.num_logical_experts)
+    return filled if problem.current is None else align_slots(problem.current, filled)
+
+
+@kernel
+def _fill_layer(
+    tokens: NDArray[np.float64],
+    row: NDArray[np.int32],
+    present: NDArray[np.int32],
+    shared: NDArray[np.float64],
+    terms: _Terms,
+    allow_duplicates: bool,
+) -> None:
+    """Fill the empty slots of one layer.
+
+    Mutates: `row` (S,).
+
+    tokens: (E, T). present: (S,) the current row. shared: (R,) as in `step_times_kernel`.
+    """
+    experts, steps = tokens.shape
+    ranks = shared.shape[0]
+    per_rank = row.shape[0] // ranks
+    held = _count_held(row, ranks, experts)
+    present_on = _count_held(present, ranks, experts)
+    work = _work_of_ranks(tokens, held, shared, terms.work)
+    times, order = np.empty((steps, ranks)), np.empty((steps, ranks), np.int64)
+    open_slots = per_rank - held.sum(axis=0)
+    while open_slots.any():
+        for t in range(steps):
+            for rank in range(ranks):
+                times[t, rank] = _time(work[t, rank], rank, terms)
+            order[t] = np.argsort(-times[t])
+        totals = np.where(open_slots > 0, times.sum(axis=0), np.inf)
+        rank = int(np.argmin(totals))
+        chosen, least = -1, np.inf
+        for expert in range(experts):
+            if held[expert, rank] > 0 and not allow_duplicates:
+                continue
+            stays = present_on[expert, rank] > held[expert, rank]
+            cost = _time_with(tokens[expert], held[expert], rank, work, times, order, terms)
+            # A second copy on the same rank is copied locally.
+            cost += 0.0 if stays or held[expert, rank] > 0 else terms.price
+            first = chosen < 0 or cost < least
+            if first or (cost == least and stays and present_on[chosen, rank] == 0):
+                chosen, least = expert, cost
+        if chosen < 0:
+            open_slots[rank] = 0
+            continue
+        _add_replica(tokens[chosen], held[chosen], rank, work, terms.work)
+        slot = rank * per_rank
+        while row[slot] >= 0:
+            slot += 1
+        row[slot] = chosen
+        open_slots[rank] -= 1
+
+
+@kernel
+def _count_held(row: NDArray[np.int32], ranks: int, experts: int) -> NDArray[np.int64]:
+    """Return the (E, R) number of replicas of each expert on each rank."""
+    held = np.zeros((experts, ranks), np.int64)
+    for slot in range(row.shape[0]):
+        if row[slot] >= 0:
+            held[row[slot], slot // (row.shape[0] // ranks)] += 1
+    return held
+
+
+@kernel
+def _work_of_ranks(
+    tokens: NDArray[np.float64],
+    held: NDArray[np.int64],
+    shared: NDArray[np.float64],
+    terms: WorkTerms,
+) -> NDArray[np.float64]:
+    """Return the (T, R) work of each rank under an even split, shared experts included."""
+    experts, steps = tokens.shape
+    work = tokens.sum(axis=0).reshape(steps, 1) * shared
+    for expert in range(experts):
+        copies = held[expert].sum()
+        for rank in range(shared.shape[0]):
+            if held[expert, rank] > 0:
+                for t in range(steps):
+                    each = work_of_tokens(tokens[expert, t] / copies, terms)
+                    work[t, rank] += held[expert, rank] * each
+    return work
+
+
+@kernel
+def _time(work: float, rank: int, terms: _Terms) -> float:
+    """Return the time of a rank with this work."""
+    if work <= 0.0:
+        return 0.0
+    curves = terms.curves
+    cost = token_cost(work, rank, curves.tile, curves.tile_seconds, curves.slope)
+    return float(cost + terms.fixed)
+
+
+@kernel
+def _time_with(
+    tokens: NDArray[np.float64],
+    held: NDArray[np.int64],
+    rank: int,
+    work: NDArray[np.float64],
+    times: NDArray[np.float64],
+    order: NDArray[np.int64],
+    terms: _Terms,
+) -> float:
+    """Return the time of all steps if a rank held one more replica of an expert.
+
+    tokens: (T,) of the expert. held: (R,) its replicas. order: (T, R) ranks, slowest first.
+    """
+    steps, ranks = times.shape
+    copies = held.sum()
+    touched = np.nonzero(held)[0]
+    total = 0.0
+    for t in range(steps):
+        if tokens[t] <= 0.0:
+            total += times[t, order[t, 0]]
+            continue
+        before = work_of_tokens(tokens[t] / copies, terms.work) if copies > 0 else 0.0
+        after = work_of_tokens(tokens[t] / (copies + 1), terms.work)
+        added = work[t, rank] + (held[rank] + 1) * after - held[rank] * before
+        worst = _time(added, rank, terms)
+        for other in touched:
+            if other != rank:
+                worst = max(
+                    worst, _time(work[t, other] + held[other] * (after - before), other, terms)
+                )
+        for i in range(ranks):
+            other = order[t, i]
+            if other != rank and held[other] == 0:
+                worst = max(worst, times[t, other])
+                break
+        total += worst
+    return total
+
+
+@kernel
+def _add_replica(
+    tokens: NDArray[np.float64],
+    held: NDArray[np.int64],
+    rank: int,
+    work: NDArray[np.float64],
+    terms: WorkTerms,
+) -> None:
+    """Put one more replica of an expert on a rank.
+
+    Mutates: `held` (R,) and `work` (T, R).
+    """
+    copies = held.sum()
+    for t in range(tokens.shape[0]):
+        before = work_of_tokens(tokens[t] / copies, terms) if copies > 0 else 0.0
+        after = work_of_tokens(tokens[t] / (copies + 1), terms)
+        for other in range(held.shape[0]):
+            work[t, other] += held[other] * (after - before)
+        work[t, rank] += after
+    held[rank] += 1
