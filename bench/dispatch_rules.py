@@ -28,7 +28,7 @@ from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.replay.walk import walk_forward
 
-__all__ = ["PLACEMENTS", "RULES", "rule_rows", "rule_table"]
+__all__ = ["PLACEMENTS", "RULES", "predicted_demand", "rule_rows", "rule_table"]
 
 PLACEMENTS = ("none", "eplb", "keel")
 # "libra" is as published: Algorithms 1 and 2 as printed. "bounded" plans and shards with the
@@ -181,7 +181,7 @@ def _one_step(
         out[name, "nearest"].add(nearest[layer], own, cost)
         out[name, "lplb"].add(exact[layer], own, cost)
         out[name, "fewest"].add(fewest[layer], own, cost)
-        expected = _predicted(trace, step, layer)
+        expected = predicted_demand(trace, step, layer)
         for rule, sharding in _SHARDED:
             done = shard_tokens(asked, resident, rule=sharding)
             out[name, rule].add(done.rank_load, own, cost)
@@ -193,7 +193,7 @@ def _one_step(
         out[name, "harmoeny"].add(fetched, own, cost, copies)
 
 
-def _predicted(trace: Recorded, step: int, layer: int) -> NDArray[np.float64]:
+def predicted_demand(trace: Recorded, step: int, layer: int) -> NDArray[np.float64]:
     """Return the (R, E) predicted load: the recorded lookahead, else the load of the step before.
 
     The recorded lookahead has no source ranks, so it is spread over them evenly. The true load of

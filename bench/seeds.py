@@ -1,0 +1,91 @@
+"""The headline figures of the papers behind the policies, on recorded traffic.
+
+docs/seeds.md sets the rows beside what the papers say: python -m bench.seeds [SECTION ...].
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.dispatch_tokens import accuracy_rows, recorded_ids
+from bench.dispatch_tokens import waterfill_rows as token_waterfill_rows
+from bench.dispatch_traces import Recorded, read_all
+from bench.report import Row, print_row, print_versions, save_rows
+from bench.seeds_dispatch import (
+    capacity_rows,
+    libra_rows,
+    lplb_rows,
+    metro_rows,
+    waterfill_rows,
+)
+from bench.seeds_placement import craft_rows, gem_rows, gem_window_rows, libra_policy_rows
+from evenkeel_moe.planning.policies.registry import warm_kernels
+
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "traces"
+
+
+def sections(
+    traces: list[Recorded], ids: dict[str, NDArray[np.int64]]
+) -> dict[str, Callable[[], Iterable[list[Row]]]]:
+    """Return the parts of the bench by name; each yields its rows."""
+    return {
+        "craft": lambda: craft_rows(traces),
+        "gem": lambda: gem_rows(traces),
+        "gem-window": lambda: gem_window_rows(traces),
+        "libra": lambda: libra_rows(traces),
+        "libra-policy": lambda: libra_policy_rows(traces),
+        "lplb": lambda: lplb_rows(traces),
+        "waterfill": lambda: waterfill_rows(traces),
+        "metro": lambda: metro_rows(traces),
+        "tokens": lambda: [token_waterfill_rows(ids), accuracy_rows(traces, ids)],
+        "capacity": lambda: capacity_rows(ids),
+    }
+
+
+def read_traces(folder: Path) -> tuple[list[Recorded], dict[str, NDArray[np.int64]]]:
+    """Return the loads and the token ids of a folder, or of the example if it has no traces."""
+    traces = read_all(folder)
+    if traces:
+        return traces, recorded_ids(folder)
+    print(
+        f"no traces in {folder}: only the example trace of the repository is used, which has"
+        " neither source ranks, predictions nor token ids. Name another folder with --traces"
+    )
+    return read_all(EXAMPLES), {}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run every section, or those named. The report is saved after each part of a section."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="SECTION", help="default all")
+    parser.add_argument(
+        "--traces", type=Path, default=TRACES, help="folder of recorded .npz traces"
+    )
+    chosen = parser.parse_args(arguments)
+    known = sections(*read_traces(chosen.traces))
+    unknown = [name for name in chosen.names if name not in known]
+    if unknown:
+        parser.error(f"unknown sections {', '.join(unknown)}; known: {', '.join(known)}")
+    torch.set_num_threads(1)
+    begun = time.perf_counter()
+    warm_kernels()
+    print_versions(("numpy", "numba", "torch"))
+    rows: list[Row] = []
+    for name in chosen.names or known:
+        print(f"# {name}, after {time.perf_counter() - begun:.0f} s", flush=True)
+        for part in known[name]():
+            rows += part
+            for row in part:
+                print_row(row)
+            save_rows("seeds", rows)
+    print(f"{len(rows)} rows in {time.perf_counter() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
