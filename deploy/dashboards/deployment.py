@@ -70,6 +70,26 @@ def _balance_panels() -> list[Any]:
             most=1,
         ),
         line_panel(
+            "Time balance and token balance",
+            "Time balance: MoE time if work could be split freely, over predicted MoE time; absent"
+            " while nothing is known of time. Token balance: balancedness, averaged over the"
+            " window.",
+            [
+                (f"max(evenkeel_time_balance_ratio{{{ONE}}})", "time balance"),
+                (f"max(evenkeel_time_balance_worst_ratio{{{ONE}}})", "time, worst layer"),
+                (f"avg(evenkeel_balancedness_mean_ratio{{{ONE}}})", "token balance"),
+            ],
+            unit="percentunit",
+            most=1,
+        ),
+        line_panel(
+            "Cost model",
+            "The source of the cost model that plans are scored by: tokens, derived, profiled or"
+            " measured. 1 while it is in use.",
+            [(f"max by (source) (evenkeel_cost_model_info{{{ONE}}})", "{{source}}")],
+            most=1,
+        ),
+        line_panel(
             "Balancedness of the worst layers",
             "Only the worst layers have a series (metrics.worst_layers).",
             [(f"max by (layer) (evenkeel_layer_balancedness_ratio{{{ONE}}})", "layer {{layer}}")],

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, Reason
+from evenkeel_moe.model.cost import CostBasis, CostSource
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -74,6 +75,9 @@ def make_status(deployment: str = "demo", **changes) -> DeploymentStatus:
         "window_steps": 100,
         "balancedness_mean": 0.8,
         "balancedness_worst": 0.6,
+        "time_balance": 0.7,
+        "time_balance_worst": 0.5,
+        "cost_model": CostBasis(CostSource.MEASURED, "1200 steps", "s", 0.034),
         "active_plan": None,
         "last_decision": {"at": NOW, "reason": "no_change", "plan_id": None, "numbers": {}},
     }

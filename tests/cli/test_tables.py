@@ -1,4 +1,18 @@
+from evenkeel_moe.model.cost import CostBasis
 from tests.api.fakes import FakeView, make_plan, make_rank, make_status
+
+
+def test_status_tells_the_cost_model_and_what_is_not_known(run, operations):
+    def shown(**changes):
+        operations.views["demo"] = FakeView(make_status(**changes), {}, None)
+        return " ".join(run("status", "demo")[1].split())
+
+    measured = "measured while the ranks served (1200 steps, mean error 3.4%)"
+    assert f"cost model {measured}; time balance 0.700, 0.500 worst layer" in shown()
+    tokens = shown(cost_model=CostBasis(), time_balance=None, time_balance_worst=None)
+    assert "cost model by tokens, because nothing is known of time" in tokens
+    assert "time balance" not in tokens
+    assert "cost model -" in shown(cost_model=None, time_balance=None, time_balance_worst=None)
 
 
 def test_texts_of_a_rank_are_shown_unchanged(run, operations):

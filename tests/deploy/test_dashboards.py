@@ -79,6 +79,8 @@ def test_what_operators_ask_for_is_there():
     titles = {panel["title"] for board in BOARDS.values() for panel in panels(board)}
     for asked in (
         "Balancedness",
+        "Time balance and token balance",
+        "Cost model",
         "Load per rank",
         "Load per rank over time",
         "Heat map of layers and ranks",

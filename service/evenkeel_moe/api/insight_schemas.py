@@ -4,26 +4,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from evenkeel_moe.api.schema_base import PLAIN, Number, RequestBody, ResponseBody, TextOrNull
+from evenkeel_moe.api.schema_base import (
+    PLAIN,
+    CostModelOut,
+    Number,
+    RequestBody,
+    ResponseBody,
+    TextOrNull,
+)
 
 Cells = list[list[float | None]]
 
 # --- recommendations ------------------------------------------------------------------------
-
-
-class CostModelOut(ResponseBody):
-    """What the numbers of a cost model rest on."""
-
-    source: str
-    """tokens, derived, profiled or measured."""
-    detail: str
-    """A device, a file, the age of a profile, or the reason that nothing better is known."""
-    unit: str
-    """The unit of predicted times: s or tokens."""
-    fit_error: Number
-    """Mean error of a fit as a share of the time; null where nothing was fitted."""
-    words: str
-    """The same in words."""
 
 
 class VerdictOut(ResponseBody):

@@ -45,3 +45,18 @@ class ResponseBody(BaseModel):
     """A response body."""
 
     model_config = ConfigDict(from_attributes=True, use_attribute_docstrings=True)
+
+
+class CostModelOut(ResponseBody):
+    """What the numbers of a cost model rest on."""
+
+    source: str
+    """tokens, derived, profiled or measured."""
+    detail: str
+    """A device, a file, the age of a profile, or the reason that nothing better is known."""
+    unit: str
+    """The unit of predicted times: s or tokens."""
+    fit_error: Number
+    """Mean error of a fit as a share of the time; null where nothing was fitted."""
+    words: str
+    """The same in words."""

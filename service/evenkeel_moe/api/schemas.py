@@ -12,6 +12,7 @@ from pydantic import Field
 from evenkeel_moe.api.context import PLAN_ID_PATTERN
 from evenkeel_moe.api.schema_base import (
     PLAIN,
+    CostModelOut,
     JsonObject,
     Number,
     RequestBody,
@@ -135,6 +136,13 @@ class DeploymentOut(ResponseBody):
     """Mean over the window's steps and layers."""
     balancedness_worst: Number
     """Mean over the window's steps, of the worst layer."""
+    time_balance: Number
+    """Fluid time / predicted time of the window in the newest cycle; null if the cost model is by
+    tokens."""
+    time_balance_worst: Number
+    """The same of the worst layer."""
+    cost_model: CostModelOut | None
+    """What predicted MoE time rests on; null before the first cycle."""
     active_plan: PlanSummary | None
     staging_bytes_done: int | None
     staging_bytes_total: int | None

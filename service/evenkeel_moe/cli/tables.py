@@ -71,6 +71,7 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
         "shape": _shape_line(row["shape"]),
         "window": f"{row['window_steps']} steps, newest {known(row['step'])}",
         "balancedness": f"{mean} mean, {worst} worst layer",
+        "cost model": _cost_line(row),
         "last decision": "-",
         "plan": "none" if plan is None else _plan_line(row, plan),
     }
@@ -86,6 +87,16 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
         if rank.get("trouble")
     ]
     return Group(table, Text(), _ranks_table(row["ranks"]), *troubles)
+
+
+def _cost_line(row: Mapping[str, Any]) -> str:
+    """Return the cost model in words, with the time balance where it is known."""
+    model, balance = row.get("cost_model"), row.get("time_balance")
+    if model is None:
+        return "-"
+    worst = number(row["time_balance_worst"])
+    shown = "" if balance is None else f"; time balance {number(balance)}, {worst} worst layer"
+    return f"{model['words']}{shown}"
 
 
 def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> Table:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -65,6 +66,13 @@ class DeploymentStatus:
     """Mean over steps and layers of the window."""
     balancedness_worst: float | None
     """Mean over the steps of the window, of the worst layer."""
+    time_balance: float | None
+    """Fluid time / predicted time of the window in the newest cycle; None if the cost model is by
+    tokens, or the cycle did not get that far."""
+    time_balance_worst: float | None
+    """The same of the worst layer."""
+    cost_model: CostBasis | None
+    """What predicted times rest on; None before the first cycle."""
     active_plan: PlanRecord | None
     staging_bytes_done: int = 0
     staging_bytes_total: int = 0

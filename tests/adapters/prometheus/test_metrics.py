@@ -12,6 +12,7 @@ from evenkeel_moe.adapters.prometheus.metric_families import (
 )
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.topology import ModelShape
 from tests.api.fakes import NOW, make_plan, make_rank, make_status
@@ -109,6 +110,20 @@ def test_unknown_has_no_series_and_is_never_zero(metrics, registry):
     }
     assert not gone & names(registry)
     assert "evenkeel_rank_epoch" in names(registry)
+
+
+def test_time_balance_and_the_cost_model(metrics, registry):
+    metrics.refresh(make_status(), {})
+    found, demo = series(registry), ("deployment", "demo")
+    assert found["evenkeel_time_balance_ratio", (demo,)] == 0.7
+    assert found["evenkeel_time_balance_worst_ratio", (demo,)] == 0.5
+    assert found["evenkeel_cost_model_info", (demo, ("source", "measured"))] == 1
+    assert found["evenkeel_cost_model_fit_error_ratio", (demo,)] == 0.034
+    by_tokens = make_status(time_balance=None, time_balance_worst=None, cost_model=CostBasis())
+    metrics.refresh(by_tokens, {})
+    assert {key for key in series(registry) if "time_balance" in key[0] or "cost_" in key[0]} == {
+        ("evenkeel_cost_model_info", (demo, ("source", "tokens")))
+    }
 
 
 def test_the_series_of_an_ended_plan_are_removed(metrics, registry):

@@ -8,6 +8,7 @@ from evenkeel_moe.controller.operations.gauges import (
     ReplicaCoverage,
     live_replicas,
 )
+from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
@@ -81,6 +82,27 @@ def test_realised_gain_compares_target_and_base_on_the_same_later_steps():
     assert realised.gain == pytest.approx(1 - new / old)
     expected = metrics.balancedness_mean(metrics.rank_load(later.counts, plan.target))
     assert realised.balancedness == pytest.approx(expected)
+
+
+def test_realised_gain_is_of_time_under_the_cost_model():
+    record = make_plan(phase=PlanPhase.COMMITTED)
+    plan = record.plan
+    final = plan.base_epoch + len(plan.waves)
+    rng = np.random.default_rng(3)
+    counts = rng.integers(1, 50, (12, plan.target.num_layers, plan.target.num_logical_experts))
+    later = window(counts, 0, final)
+    seconds = np.full(plan.base.num_ranks, 1e-6)
+    seconds[0] = 3e-6
+    slow = CostModel(CostCurves.linear(seconds), source=CostSource.MEASURED)
+    realised = RealisedGain()
+    realised.update(record, {Phase.DECODE: [later]}, EVEN_SPLIT)
+    by_tokens = realised.gain
+    # The steps are counted again in the new unit; times of two units are never added.
+    realised.update(record, {Phase.DECODE: [later]}, EVEN_SPLIT, slow)
+    old = moe_time.predicted_time(later.counts, plan.base, slow)
+    new = moe_time.predicted_time(later.counts, plan.target, slow)
+    assert realised.gain == pytest.approx(1 - new / old)
+    assert realised.gain != pytest.approx(by_tokens)
 
 
 def test_a_step_counts_once_and_another_plan_starts_at_zero():

@@ -1,10 +1,14 @@
 """The status and the gauges leave out what is over and what is not known."""
 
+from dataclasses import replace
+
+import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.api.convert import deployment_out
 from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.protocol.control_messages import LeaseLost
 from tests.controller.replicas import DEMO, replicas
 from tests.waiting import until
@@ -13,7 +17,8 @@ from tests.waiting import until
 def series(view):
     registry = CollectorRegistry()
     ControllerMetrics(registry).refresh(view.status(), view.balance())
-    return {line.split("{")[0] for line in generate_latest(registry).decode().splitlines()}
+    lines = generate_latest(registry).decode().splitlines()
+    return {line.split("{")[0] for line in lines if not line.startswith("#")}
 
 
 async def test_a_leader_whose_ranks_have_not_reported_their_state_reports_no_epoch():
@@ -32,6 +37,24 @@ async def test_a_leader_whose_ranks_have_not_reported_their_state_reports_no_epo
         assert deployment_out(view.status()).epoch is None
         assert "evenkeel_epoch" not in series(view)
         assert "evenkeel_term" in series(view)
+
+
+async def test_the_time_balance_is_that_of_the_newest_cycle_and_absent_without_one():
+    async with replicas("a") as (one, _):
+        await one.lead()
+        assert live_view(one.member).status().cost_model is None
+        assert "evenkeel_cost_model_info" not in series(live_view(one.member))
+        numbers = {"time_balance": 0.8, "time_balance_worst": 0.7}
+        one.member.decisions.append({"at": 1.0, "reason": "no_change", "numbers": numbers})
+        cost = CostModel(CostCurves.linear(np.ones(2)), source=CostSource.PROFILED)
+        view = replace(live_view(one.member), cost=cost)
+        status = view.status()
+        assert (status.time_balance, status.time_balance_worst) == (0.8, 0.7)
+        assert status.cost_model == cost.basis
+        assert {"evenkeel_time_balance_ratio", "evenkeel_cost_model_info"} <= series(view)
+        assert "evenkeel_cost_model_fit_error_ratio" not in series(view)
+        one.member.decisions.append({"at": 2.0, "reason": "store_unavailable", "numbers": {}})
+        assert "evenkeel_time_balance_ratio" not in series(view)
 
 
 async def test_a_freeze_is_reported_until_it_ends():

@@ -80,6 +80,11 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         "evenkeel_last_decision_timestamp_seconds": "When the last cycle ended.",
         "evenkeel_held": "1 while automatic plans wait for resume after a rollback.",
         "evenkeel_frozen_until_timestamp_seconds": "When the freeze in force ends.",
+        "evenkeel_time_balance_ratio": "Fluid MoE time over predicted MoE time of the window under"
+        " the cost model; absent where the model is by tokens. 1 is perfect.",
+        "evenkeel_time_balance_worst_ratio": "Time balance of the worst layer.",
+        "evenkeel_cost_model_fit_error_ratio": "Mean error of the fit of the cost model, as a share"
+        " of the time; absent where nothing was fitted.",
         "evenkeel_plan_created_timestamp_seconds": "When the active plan was made; its age is"
         " time() minus this.",
         "evenkeel_plan_changed_timestamp_seconds": "When the active plan last changed its phase"
@@ -95,6 +100,10 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
     },
     ("mode", "policy", "leader"): {
         "evenkeel_deployment_info": "Mode, policy and leader of a deployment; always 1.",
+    },
+    ("source",): {
+        "evenkeel_cost_model_info": "Origin of the cost model that plans are scored by: tokens,"
+        " derived, profiled or measured; always 1, one series at a time.",
     },
     ("state", "reason"): {
         "evenkeel_deployment_state": "State of a deployment and why; always 1, one series at a"
@@ -191,6 +200,11 @@ def _of_deployment(view: View) -> _Series:
         yield "evenkeel_last_decision_timestamp_seconds", (), decided_at
     yield "evenkeel_held", (), status.held
     yield "evenkeel_frozen_until_timestamp_seconds", (), status.frozen_until_unix
+    yield "evenkeel_time_balance_ratio", (), status.time_balance
+    yield "evenkeel_time_balance_worst_ratio", (), status.time_balance_worst
+    if status.cost_model is not None:
+        yield "evenkeel_cost_model_info", (status.cost_model.source,), 1
+        yield "evenkeel_cost_model_fit_error_ratio", (), status.cost_model.fit_error
     for phase, (mean, worst) in view.per_phase.items():
         yield "evenkeel_balancedness_mean_ratio", (phase,), mean
         yield "evenkeel_balancedness_worst_ratio", (phase,), worst

@@ -16,7 +16,7 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Reason, Unavailable
-from evenkeel_moe.model.cost import CostCurves
+from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
@@ -68,12 +68,15 @@ class InputBuilder:
     budget: CycleBudget
     gate_memory: GateMemory = field(default_factory=GateMemory, init=False)
     """The state of the gates after the last cycle; each cycle replaces it."""
+    cost: CostModel | None = field(default=None, init=False)
+    """The cost model of the newest inputs; None before the first."""
     _pace: StepPace = field(default_factory=StepPace, init=False)
     _slow: SlowRanks = field(default_factory=SlowRanks, init=False)
 
     def forget(self) -> None:
         """Start again: the windows begin again for another generation."""
         self.gate_memory = GateMemory()
+        self.cost = None
         self._pace = StepPace()
 
     def measure_pace(self) -> None:
@@ -142,6 +145,7 @@ class InputBuilder:
         cost, copy_cost = price(
             balance.comparable_seconds_per_token(), shape.bytes_per_expert, self.settings, curves
         )
+        self.cost = cost
         return replace(
             self.settings.objective,
             cost=cost,

@@ -20,6 +20,7 @@ from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import Spawn
 from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.ports import Clock, DeploymentStore
@@ -56,6 +57,11 @@ class DeploymentPlanner:
         self.recommender = Recommender(
             control, builder, loads.ingest, self.ranks, self._shadows, pool, clock
         )
+
+    @property
+    def cost(self) -> CostModel | None:
+        """The cost model by which the newest cycle scored; None before the first."""
+        return self._builder.cost
 
     def forget(self) -> None:
         """Start again: the windows begin again for another generation."""

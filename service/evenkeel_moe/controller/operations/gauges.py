@@ -15,13 +15,15 @@ from evenkeel_moe.adapters.prometheus.metric_families import (
     LayerGauges,
     PlanGauges,
 )
+from evenkeel_moe.controller.cycles.planner import DeploymentPlanner
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.model.cost import TOKENS, CostModel, CostSource
 from evenkeel_moe.model.ids import EpRank, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -46,19 +48,24 @@ class GaugeLimits:
 class RealisedGain:
     """The measured effect of the newest committed plan, updated step by step.
 
-    The gain is saved MoE time as a model gives it: the load of the fullest rank, summed over
-    layers, under the plan's target against its base, on the same counted steps. Each step is
-    evaluated once.
+    The gain is saved MoE time as the cost model gives it, under the plan's target against its base,
+    on the same counted steps. Each step is evaluated once. When the source or the unit of the model
+    changes, the steps of the windows are counted again: times of two models cannot be added.
     """
 
     def __init__(self) -> None:
         self._plan: PlanId | None = None
+        self._model: tuple[CostSource, str] | None = None
         self._seen: dict[Phase, int] = {}
         self._base_time = self._target_time = 0.0
         self._balance = self._balanced_steps = 0.0
 
     def update(
-        self, record: PlanRecord, windows: Mapping[Phase, Sequence[LoadWindow]], split: SplitModel
+        self,
+        record: PlanRecord,
+        windows: Mapping[Phase, Sequence[LoadWindow]],
+        split: SplitModel,
+        cost: CostModel = TOKENS,
     ) -> None:
         """Add the new steps that ran under the plan's last epoch.
 
@@ -66,10 +73,12 @@ class RealisedGain:
             record: of the plan.
             windows: each in parts, oldest first.
             split: how tokens split over replicas now.
+            cost: the cost model that plans are scored by now.
         """
         plan = record.plan
-        if plan.plan_id != self._plan:
-            self._plan, self._seen = plan.plan_id, {}
+        model = (cost.source, cost.unit)
+        if (plan.plan_id, model) != (self._plan, self._model):
+            self._plan, self._model, self._seen = plan.plan_id, model, {}
             self._base_time = self._target_time = self._balance = self._balanced_steps = 0.0
         final = plan.base_epoch + len(plan.waves)
         new = (
@@ -84,10 +93,9 @@ class RealisedGain:
             counts = part.counts[part.epochs == final]
             if not len(counts):
                 continue
-            by_rank = metrics.rank_load(counts, plan.target, split)
-            self._target_time += float(by_rank.max(axis=2).sum())
-            self._base_time += float(metrics.rank_load(counts, plan.base, split).max(axis=2).sum())
-            balance = metrics.balancedness(by_rank)
+            self._target_time += moe_time.predicted_time(counts, plan.target, cost, split)
+            self._base_time += moe_time.predicted_time(counts, plan.base, cost, split)
+            balance = metrics.balancedness(metrics.rank_load(counts, plan.target, split))
             known = ~np.isnan(balance)
             self._balance += float(balance[known].sum())
             self._balanced_steps += int(known.sum())
@@ -150,6 +158,7 @@ class GaugeReader:
     loads: GroupLoads
     clock: Clock
     limits: GaugeLimits
+    planner: DeploymentPlanner
     _realised: RealisedGain = field(default_factory=RealisedGain, init=False)
     _coverage: ReplicaCoverage = field(default_factory=ReplicaCoverage, init=False)
 
@@ -217,7 +226,8 @@ class GaugeReader:
         if record is None:
             return None
         try:
-            self._realised.update(record, self.loads.ingest.parts(), self.loads.split())
+            cost = self.planner.cost or TOKENS
+            self._realised.update(record, self.loads.ingest.parts(), self.loads.split(), cost)
         except EvenkeelError:
             # The plan is of a group of another shape: its effect cannot be measured here.
             return PlanGauges(record.updated_at, None, None, None, None)

@@ -14,6 +14,7 @@ from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.leadership.leadership import Leadership
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
@@ -36,6 +37,8 @@ class LiveView:
     leadership: Leadership
     decisions: Sequence[Mapping[str, Any]]
     clock: Clock
+    cost: CostModel | None
+    """The cost model of the newest cycle; None before the first."""
 
     def placement(self) -> Placement | None:
         """Return the committed placement; None before the ranks told it."""
@@ -98,6 +101,9 @@ class LiveView:
             window_steps=max((len(ring) for ring in loads.ingest.rings.values()), default=0),
             balancedness_mean=mean,
             balancedness_worst=worst,
+            time_balance=self._of_last_cycle("time_balance"),
+            time_balance_worst=self._of_last_cycle("time_balance_worst"),
+            cost_model=None if self.cost is None else self.cost.basis,
             active_plan=control.active_plan,
             staging_bytes_done=sum(done for done, _ in staged),
             staging_bytes_total=sum(total for _, total in staged),
@@ -106,6 +112,12 @@ class LiveView:
             held=control.held,
             leader_address=leadership.advertise if leading else None,
         )
+
+    def _of_last_cycle(self, name: str) -> float | None:
+        """Return a number of the newest decision; None if it has none of that name."""
+        numbers = self.decisions[-1].get("numbers", {}) if self.decisions else {}
+        value = numbers.get(name)
+        return None if value is None else float(value)
 
     def _rank_rows(self, now: float) -> tuple[RankStatus, ...]:
         balance, members = self.loads.balance, self.control.membership.members
@@ -161,6 +173,7 @@ def live_view(deployment: Deployment) -> LiveView:
         deployment.leadership,
         deployment.decisions,
         deployment.clock,
+        deployment.planner.cost,
     )
 
 

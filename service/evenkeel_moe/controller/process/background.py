@@ -125,7 +125,8 @@ async def refresh_metrics(
     while True:
         await asyncio.sleep(interval_s)
         readers = {
-            one: readers.get(one) or GaugeReader(one.control, one.loads, one.clock, limits)
+            one: readers.get(one)
+            or GaugeReader(one.control, one.loads, one.clock, limits, one.planner)
             for one in registry.deployments.values()
         }
         for name, deployment in list(registry.deployments.items()):

@@ -6,6 +6,7 @@ exactly what will run: the target in the waves is, byte for byte, the one scored
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,7 +189,7 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
         mean, worst = metrics.balancedness_mean(by_rank), metrics.balancedness_worst(by_rank)
         if changed_steps:
             changed = metrics.balancedness_mean(by_rank[-changed_steps:])
-    time_balance, time_changed = _time_balance(inputs, changed_steps)
+    time = _time_balance(inputs, changed_steps)
     decision = decide_before(
         BeforeInputs(
             now_unix=inputs.now_unix,
@@ -198,12 +199,12 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
             window_steps=len(load),
             newest_step_age_s=inputs.newest_step_age_s,
             balancedness_mean=mean,
-            time_balance=time_balance,
+            time_balance=None if time is None else time.window,
             change_strength=change.strength,
             changed_steps=changed_steps,
             enough_changed_steps=inputs.recent_steps,
             balancedness_changed=changed,
-            time_balance_changed=time_changed,
+            time_balance_changed=math.nan if time is None else time.changed,
             manual=inputs.manual,
             plan_in_progress=inputs.plan_in_progress,
             frozen_until_unix=inputs.frozen_until_unix,
@@ -217,27 +218,39 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
     measured = {
         "balancedness_mean": mean,
         "balancedness_worst": worst,
-        "time_balance": math.nan if time_balance is None else time_balance,
         "window_steps": float(len(load)),
     }
+    if time is not None:
+        measured |= {"time_balance": time.window, "time_balance_worst": time.worst}
     known = {name: value for name, value in measured.items() if math.isfinite(value)}
     return Decision(decision.passed, decision.reason, decision.numbers | known, decision.memory)
 
 
-def _time_balance(inputs: CycleInputs, changed_steps: int) -> tuple[float | None, float]:
-    """Return the time balance of the present placement, on the window and since a change.
+class _TimeBalance(NamedTuple):
+    """Time balance of the present placement; NaN without load."""
 
-    The first is None if the cost model is by tokens; NaN is no load, and no change for the second.
-    """
+    window: float
+    worst: float
+    """Of the worst layer."""
+    changed: float
+    """Since a change of traffic; NaN also without one."""
+
+
+def _time_balance(inputs: CycleInputs, changed_steps: int) -> _TimeBalance | None:
+    """Return the time balance; None if the cost model is by tokens."""
     cost, load = inputs.objective.cost, inputs.load
     if cost.by_tokens:
-        return None, math.nan
+        return None
     if not len(load):
-        return math.nan, math.nan
+        return _TimeBalance(math.nan, math.nan, math.nan)
     times = moe_time.step_times(load, inputs.current, cost, inputs.token_split)
     fluid = moe_time.fluid_times(load, inputs.shape.num_ranks, cost)
     changed = slice(len(load) - changed_steps, None)
-    return moe_time.balance_of(times, fluid), moe_time.balance_of(times[changed], fluid[changed])
+    return _TimeBalance(
+        moe_time.balance_of(times, fluid),
+        moe_time.worst_balance_of(times, fluid),
+        moe_time.balance_of(times[changed], fluid[changed]),
+    )
 
 
 def _unanswered_steps(inputs: CycleInputs, change: Change) -> int:

@@ -252,3 +252,10 @@ def balance_of(times: NDArray[np.float64], fluid: NDArray[np.float64]) -> float:
     """Return sum of `fluid_times` / sum of `step_times` of the same steps; NaN without load."""
     total = float(times.sum())
     return float(fluid.sum()) / total if total > 0 else float("nan")
+
+
+def worst_balance_of(times: NDArray[np.float64], fluid: NDArray[np.float64]) -> float:
+    """Return the least `balance_of` of a layer over (T, L) times; NaN without load."""
+    actual = times.sum(axis=0)
+    loaded = actual > 0
+    return float((fluid.sum(axis=0)[loaded] / actual[loaded]).min()) if loaded.any() else np.nan
