@@ -248,7 +248,7 @@ CONTROL_MOVES: Mapping[_C, Mapping[type, tuple[_C, ...]]] = {
         Hello: (_C.RECOVERING, _C.FOLLOWER),
         RankState: (_C.RECOVERING,),
         Ack: (_C.READY,),
-        AbortAnswer: (_C.READY,),
+        AbortAnswer: (_C.READY, _C.RECOVERING),
         Tick: (_C.READY,),
     },
 }

@@ -270,6 +270,16 @@ def test_silent_ranks_stall(state, reason):
     assert (health.stalled, health.reason) == (True, reason)
 
 
+def test_a_stalled_wave_that_ends_aborted_is_no_longer_reported_as_stalled():
+    wave = coordinator_in(C.ABORTING)
+    wave.handle(from_rank(0, GONE), 0.0)
+    assert only(wave.handle(ctl.RankLost(EpRank(1)), 1.0), ctl.WaveHealth).stalled
+    wave.handle(ctl.RankConnected(EpRank(1), 1, 60), 2.0)
+    actions = wave.handle(from_rank(1, GONE, stream=60), 2.0)
+    assert only(actions, ctl.PersistOutcome).committed is False
+    assert only(actions, ctl.WaveHealth) == ctl.WaveHealth(KEY, False, None)
+
+
 def recover(*states):
     """The two ranks' answers to a new leader."""
     wave = recovering_coordinator()

@@ -1,7 +1,7 @@
 """The plan executor, driven through the whole machine of one deployment."""
 
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
@@ -141,6 +141,20 @@ def test_plan_without_quorum_stalls_with_the_reason_and_goes_on():
     actions = control.handle(msg.Tick(), 14.1)
     assert record(control).phase is PlanPhase.MIGRATING
     assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
+
+
+def test_plan_whose_stalled_wave_ends_aborted_ends_without_being_resumed():
+    """R14: only the log says that the wave is no longer stalled; its plan has ended."""
+    control = control_of(S.MIGRATING)
+    control.handle(from_rank(0, msg.Vote(key_of(), False, Reason.TRANSFER_TIMEOUT)), 0.0)
+    control.handle(ctl.RankHeard(EpRank(0), 1, 10), 3.5)
+    stalled = only(control.handle(msg.Tick(), 3.5), ctl.WaveHealth)
+    assert (stalled.reason, record(control).phase) == (Reason.RANK_LOST, PlanPhase.STALLED)
+    actions = abort_answers(control, now=4.0)
+    assert only(actions, ctl.WaveHealth) == ctl.WaveHealth(key_of(), False, None)
+    ended = record(control)
+    assert (ended.phase, ended.reason) == (PlanPhase.ABORTED, Reason.TRANSFER_TIMEOUT)
+    assert [row["event"] for row in ended.story][-2:] == ["stalled", "ended"]
 
 
 def test_failed_writes_are_kept_and_no_wave_begins_before_they_are_stored():

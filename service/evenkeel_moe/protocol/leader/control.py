@@ -206,10 +206,17 @@ class DeploymentControl(DeploymentState):
         return actions
 
     def _next_wave(self, now: float) -> list[ControlAction]:
-        """The wave has ended on all ranks: ask all ranks again, or go on with the plan."""
-        assert self.recovery is not None
+        """The wave has ended on all ranks: ask all ranks again, or go on with the plan.
+
+        If a rank refused the wave as stale, its engine has moved experts: plans on the recorded
+        epoch would all end in the same way.
+        """
+        assert self.executor is not None and self.recovery is not None
         if self.state is ControlState.RECOVERING:
             return self.recovery.after_wave(now)
+        if self.executor.found_stale:
+            self.state = ControlState.RECOVERING
+            return self.recovery.begin(now)
         return self.advance_plan(now)
 
     def advance_plan(self, now: float) -> list[ControlAction]:

@@ -227,9 +227,9 @@ class Coordinator:
         return [] if self.peers.pending else self._aborted(now)
 
     def _aborted(self, now: float) -> list[CoordinatorAction]:
-        # The plan ends with its wave: that the wave goes on is not reported.
-        self._enter(CoordinatorState.ABORTED, self.reason, self.detail, now, ask=False)
-        return [PersistOutcome(self.wave, False, self.reason)]
+        state = CoordinatorState.ABORTED
+        actions = self._enter(state, self.reason, self.detail, now, ask=False)
+        return [PersistOutcome(self.wave, False, self.reason), *actions]
 
     def _late_abort_answer(self, event: FromRank, now: float) -> list[CoordinatorAction]:
         answer = event.message

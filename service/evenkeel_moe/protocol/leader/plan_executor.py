@@ -86,6 +86,12 @@ class PlanExecutor:
         """True while a wave is under way on the ranks."""
         return self.coordinator is not None and not self.coordinator.done
 
+    @property
+    def found_stale(self) -> bool:
+        """True if a rank refused the newest wave because it is at another epoch than the group."""
+        wave = self.coordinator
+        return wave is not None and wave.done and wave.reason is Reason.STALE_BASE
+
     def runs(self, record: PlanRecord) -> bool:
         """Return True while a wave of this plan is under way on the ranks."""
         return self.running and self._record() is record
@@ -209,7 +215,8 @@ class PlanExecutor:
             actions += self._record_commit(now)
         actions += answers
         for action in answers:
-            if isinstance(action, WaveHealth):
+            # The plan of an aborted wave ends with it and is not recorded as resumed.
+            if isinstance(action, WaveHealth) and coordinator.state is not CoordinatorState.ABORTED:
                 actions += self._note_health(action, now)
         if coordinator.done and not self._wave_over:
             self._wave_over = True
