@@ -6,7 +6,7 @@ import pytest
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.settings import DEFAULT_THRESHOLDS, Settings
+from evenkeel_moe.settings import Settings
 from evenkeel_moe.settings_sources import load_settings
 
 
@@ -22,7 +22,7 @@ def test_defaults_are_valid_and_listen_on_this_machine_only():
     settings = load_settings()
     assert {settings.grpc.host, settings.rest.host, settings.metrics.host} == {"127.0.0.1"}
     assert settings.planner.mode is Mode.OBSERVE
-    assert settings.planner.thresholds == DEFAULT_THRESHOLDS
+    assert settings.planner.thresholds == {}
     assert settings.redis.url == ""
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.grpc.port = 1  # type: ignore[misc]
@@ -51,11 +51,7 @@ def test_variables_override_the_file_and_the_file_overrides_defaults(tmp_path, m
         "debug",
     )
     assert settings.planner.mode is Mode.AUTO
-    assert settings.planner.thresholds == {
-        **DEFAULT_THRESHOLDS,
-        "cooldown_s": 5.0,
-        "min_gain": 0.02,
-    }
+    assert settings.planner.thresholds == {"cooldown_s": 5.0, "min_gain": 0.02}
     settings = load_settings(tmp_path / "c.toml")
     assert (settings.grpc.port, settings.log_level) == (7002, "debug")
     (tmp_path / "empty.yml").write_text("")

@@ -21,13 +21,6 @@ from evenkeel_moe.planning.decision.verdict import held_out_steps
 from evenkeel_moe.planning.policies.registry import resolve_policy
 
 _STRICT = ConfigDict(extra="forbid")
-DEFAULT_THRESHOLDS: Mapping[str, float] = {
-    "cooldown_s": 8.0,
-    "consecutive_windows": 2.0,
-    "max_data_age_s": 15.0,
-}
-"""Gate settings of the controller. The cooldown is short because loads are counted by logical
-expert: a window stays valid after a plan."""
 _GRPC_MOST_S = 2_000_000
 """Largest time in gRPC, which counts milliseconds in 32 bits."""
 
@@ -160,8 +153,7 @@ class PlannerSettings:
     cycle_s: Seconds = 2.0
     """Time between cycles; each records a decision. Long cycles react late to changes."""
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """Gate settings by name, see `planning.decision.gates.GateSettings`. The others have the values
-    of DEFAULT_THRESHOLDS, or else the defaults of the gates."""
+    """Gate settings by name; `planning.decision.gates.GateSettings` has the defaults."""
     recent_steps: Annotated[int, Field(ge=4)] = 32
     """Steps after a change of traffic that suffice for a plan; at most a quarter of the window.
     With few, plans follow noise; with many, the old placement serves the new traffic longer."""
@@ -340,7 +332,7 @@ def _planner_faults(planner: PlannerSettings, window: WindowSettings) -> Iterato
             f" window.plan_steps {window.plan_steps}: a change of traffic could never be seen"
         )
     try:
-        gates = GateSettings.from_thresholds({**DEFAULT_THRESHOLDS, **planner.thresholds})
+        gates = GateSettings.from_thresholds(planner.thresholds)
         yield from (f"planner.{words}" for words in never_met(gates, window.plan_steps))
         resolve_policy(planner.policy)
     except InvalidInput as error:

@@ -8,7 +8,7 @@ the variable with `_FILE` appended names.
 
 import os
 import tomllib
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from pydantic_settings import (
 )
 
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.settings import DEFAULT_THRESHOLDS, Settings, contradictions
+from evenkeel_moe.settings import Settings, contradictions
 
 _PREFIX = "EVENKEEL_"
 _SECRETS = ("redis__url", "redis__password", "redis__sentinel_password")
@@ -49,8 +49,7 @@ def load_settings(config: Path | None = None) -> Settings:
     faults = list(contradictions(settings))
     if faults:
         raise InvalidInput("settings:\n" + "\n".join(faults))
-    thresholds = {**DEFAULT_THRESHOLDS, **settings.planner.thresholds}
-    return replace(settings, planner=replace(settings.planner, thresholds=thresholds))
+    return settings
 
 
 def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSettings]:

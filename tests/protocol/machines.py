@@ -8,6 +8,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave, WaveKey
+from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
@@ -241,7 +242,8 @@ def control_of(
     state: ControlState = ControlState.READY, stored=None, **changes
 ) -> DeploymentControl:
     """A control at time 0 that took the usual way to a state."""
-    control = DeploymentControl(DEPLOYMENT, **({"timing": CONTROL_TIMING} | changes))
+    values: dict[str, Any] = {"timing": CONTROL_TIMING, "policy": DeploymentPolicy(cycle_s=30.0)}
+    control = DeploymentControl(DEPLOYMENT, **(values | changes))
     if state is ControlState.FOLLOWER:
         return control
     control.handle(ctl.LeaseAcquired(LEADER, stored or ctl.StoredRecords()), 0.0)
@@ -259,7 +261,11 @@ def control_of(
 
 
 CONTROL_TIMING = ControlTiming(
-    heartbeat_s=1.0, rank_lease_s=3.0, recovery_deadline_s=20.0, wave=TIMING
+    heartbeat_s=1.0,
+    rank_lease_s=3.0,
+    recovery_deadline_s=20.0,
+    cycle_deadline_s=300.0,
+    wave=TIMING,
 )
 
 

@@ -28,7 +28,7 @@ class DeploymentPolicy:
     policy: str = "keel"
     """Name of the planning algorithm."""
     limits: PlanLimits = PlanLimits()
-    cycle_s: float = 30.0
+    cycle_s: float = 2.0
     """Seconds between cycles; a cycle ends in one recorded decision."""
     proposal_ttl_s: float = 3600.0
     """Seconds until a proposal that nobody approved is EXPIRED, because loads change."""

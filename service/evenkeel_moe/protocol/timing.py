@@ -40,7 +40,7 @@ class ControlTiming:
     """A rank that was not heard for this long is lost; at least three heartbeats."""
     recovery_deadline_s: float = 30.0
     """A recovery that lasts longer raises an alert."""
-    cycle_deadline_s: float = 300.0
+    cycle_deadline_s: float = 120.0
     """A planner that has not answered after this time counts as failed."""
     batch_deadline_s: float = 10.0
     """Longest time for one batch of copies; after it the communicator is aborted (R10)."""

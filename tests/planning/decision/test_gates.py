@@ -20,7 +20,7 @@ from evenkeel_moe.planning.decision.gates import (
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 
-SETTINGS = GateSettings()
+SETTINGS = GateSettings(cooldown_s=120, max_data_age_s=30, consecutive_windows=3)
 POOR = BeforeInputs(
     now_unix=1000.0,
     mode=Mode.AUTO,

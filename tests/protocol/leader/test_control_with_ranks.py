@@ -26,7 +26,7 @@ from tests.protocol.machines import (
     planning_loop_of,
 )
 
-AUTO = DeploymentPolicy(mode=Mode.AUTO)
+AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=30.0)
 LARGER = ModelShape(2, 4, 4, 3, 1, 10)
 
 

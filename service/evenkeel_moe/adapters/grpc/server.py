@@ -81,7 +81,7 @@ class ServerOptions:
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_client_ca_file: Path | None = None
-    max_connection_age_s: float = 0.0
+    max_connection_age_s: float = 3600.0
     """A connection of this age, plus or minus a random tenth, is asked to close; 0: never."""
     max_connection_age_grace_s: float = 60.0
     """Time after that until its streams are cut."""

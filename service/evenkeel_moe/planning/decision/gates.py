@@ -30,9 +30,9 @@ from evenkeel_moe.planning.schedule.relabel import moves_by_layer
 class GateSettings:
     """The thresholds of the gates; plain numbers, so that operators can set them by name."""
 
-    cooldown_s: float = 120.0
-    """Seconds between the end of a plan and the next. If it is too short, the next plan rests on
-    loads seen while experts were still moving."""
+    cooldown_s: float = 8.0
+    """Seconds between the end of a plan and the next. It is short because loads are counted by
+    logical expert: a window stays valid after a plan."""
     retry_s: float = 30.0
     """Seconds to wait after a plan that was refused or failed, if more than `cooldown_s`. Doubles
     with every further failure, so that a fleet that cannot carry out plans is not asked every
@@ -41,14 +41,14 @@ class GateSettings:
     """Upper bound of that wait; has no effect below `cooldown_s`."""
     min_window_steps: float = 64
     """Complete steps needed to plan; with fewer, a placement would be judged by noise."""
-    max_data_age_s: float = 30.0
+    max_data_age_s: float = 15.0
     """Age of the newest complete step beyond which the window says nothing about now."""
     plan_below: float = 0.90
     """Balance below which windows count towards planning: the mean balancedness of the layers, or
     the time balance where the cost model is not by tokens."""
     stop_above: float = 0.93
     """Balance at which planning stops again, >= plan_below; the distance prevents flapping."""
-    consecutive_windows: float = 3
+    consecutive_windows: float = 2
     """Cycles in a row below `plan_below` before planning starts; 1 reacts to a single odd
     window."""
     change_ratio: float = 6.0
