@@ -49,6 +49,8 @@ def test_operating_commands(run, operations):
     ]
     assert "observe" in run("policy", "mode=observe", "cooldown_s=30", "-d", "demo")[1]
     assert operations.document["cooldown_s"] == 30
+    run("policy", "policy_options.gem.restarts=8", "-d", "demo")
+    assert operations.document["policy_options"] == {"gem": {"restarts": 8}}
     assert "no_change" in run("decisions", "-n", "3", "-d", "demo")[1]
 
 

@@ -6,7 +6,7 @@ import typer
 from typer.testing import CliRunner
 
 from evenkeel_moe.cli.client import CliError
-from evenkeel_moe.cli.options import parse_value, with_option_groups
+from evenkeel_moe.cli.options import nested_fields, parse_value, with_option_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +38,15 @@ def test_values_are_json_or_text():
         assert parse_value(f"a={text}") == ("a", text)
     with pytest.raises(CliError):
         parse_value("=1")
+
+
+def test_dotted_keys_name_fields_of_objects():
+    pairs = [("mode", "auto"), ("a.b", 1), ("a.c.d", None), ("e", {"f": 2}), ("e.g", 3)]
+    assert nested_fields(pairs) == {
+        "mode": "auto",
+        "a": {"b": 1, "c": {"d": None}},
+        "e": {"f": 2, "g": 3},
+    }
+    for wrong in ([("a", 1), ("a.b", 2)], [("a.b", 1), ("a", 2)], [("a..b", 1)], [(".", 1)]):
+        with pytest.raises(CliError, match="given twice|a value already"):
+            nested_fields(wrong)

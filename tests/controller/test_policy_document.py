@@ -11,7 +11,7 @@ from evenkeel_moe.controller.policy_document import (
 )
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.plan import PlanLimits
-from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
 
 
@@ -25,12 +25,16 @@ def test_a_policy_survives_its_document():
         ("keel", "gem"),
         {"min_gain": 0.2},
         Schedule(("daily 01:00 - 05:00",), ("fri 00:00 - mon 00:00",)),
+        {"gem": {"restarts": 4, "noise": 0.1}, "craft": {"rule": "knee"}},
+        CostChoice.TOKENS,
     )
     again = policy_from_document(policy_document(policy), DeploymentPolicy())
     assert policy_document(again) == policy_document(policy)
     assert again.limits == policy.limits
     assert again.schedule == policy.schedule
     assert again.shadow_policies == ("keel", "gem")
+    assert again.policy_options == policy.policy_options
+    assert again.cost is CostChoice.TOKENS
 
 
 def test_a_change_touches_only_what_it_names():
@@ -44,9 +48,33 @@ def test_a_change_touches_only_what_it_names():
     assert changed.cycle_s == policy.cycle_s
 
 
+def test_options_change_one_by_one_and_null_removes_them():
+    def changed(options):
+        return change_policy(policy, {"policy_options": options}).policy_options
+
+    policy = change_policy(
+        DeploymentPolicy(),
+        {"policy_options": {"gem": {"restarts": 4, "noise": 0.1}, "craft": {"rule": "knee"}}},
+    )
+    craft = {"craft": {"rule": "knee"}}
+    assert changed({"gem": {"restarts": 8}}) == craft | {"gem": {"restarts": 8, "noise": 0.1}}
+    assert changed({"gem": {"restarts": None}}) == craft | {"gem": {"noise": 0.1}}
+    assert changed({"gem": {"restarts": None, "noise": None}}) == craft
+    assert changed({"gem": None}) == craft
+    assert changed({}) == policy.policy_options
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"policy_options": 3}, "policy_options must be an object, not int"),
+        ({"policy_options": {"gem": 3}}, "policy_options.gem must be an object or null, not int"),
+        ({"policy_options": {"gem": {"restarts": "x"}}}, "gem.restarts is 'x', must be a whole"),
+        ({"policy_options": {"gem": {"restart": None}}}, "unknown options of gem: restart; known"),
+        ({"policy_options": {"gone": None}}, "unknown policy 'gone'"),
+        ({"policy_options": {"eplb": {"a": 1}}}, "eplb takes no options"),
+        ({"cost": "seconds"}, "cost 'seconds' is not auto or tokens"),
+        ({"cost": []}, "cost \\[\\] is not auto or tokens"),
         ({"schedule": {"windows": ["sometimes"]}}, "'sometimes' is no weekly span"),
         ({"schedule": {"windows": "daily 01:00 - 02:00"}}, "must be a list of weekly spans"),
         ({"schedule": {"holidays": []}}, "unknown schedule holidays; known: blackouts, windows"),

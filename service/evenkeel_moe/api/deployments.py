@@ -176,7 +176,10 @@ async def set_policy(
         str | None, Header(description="One or several ETags that the document may have, or `*`.")
     ] = None,
 ) -> Any:
-    """Change mode, policy, gates, schedule or limits (role admin). Returns the document."""
+    """Change mode, policy, its options, cost, gates, schedule or limits (role admin).
+
+    Returns the document.
+    """
     if "limits" in changes and not token.role.covers(Role.ADMIN):
         return problem_response(
             "forbidden",

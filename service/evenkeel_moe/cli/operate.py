@@ -10,6 +10,7 @@ from evenkeel_moe.cli.options import (
     ClientOptions,
     DeploymentClientOptions,
     JsonOption,
+    nested_fields,
     parse_value,
     with_option_groups,
 )
@@ -52,7 +53,7 @@ def policy(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Fields to change; VALUE is JSON or text.",
+            help="Fields to change; VALUE is JSON or text. A.B=VALUE changes field B of A.",
             show_default="show the document",
         ),
     ] = None,
@@ -60,8 +61,8 @@ def policy(
     connection: DeploymentClientOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Show or change the policy document: mode, policy, limits and gates."""
-    fields = dict(parse_value(text) for text in changes or [])
+    """Show or change the policy document: mode, policy and its options, cost, limits and gates."""
+    fields = nested_fields(parse_value(text) for text in changes or [])
     with connection.client() as client:
         path = connection.path(client, "/policy")
         document = client.patch(path, fields) if fields else client.get(path)

@@ -6,7 +6,7 @@ A command takes such options as one argument, a dataclass whose fields are optio
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -113,6 +113,26 @@ class DeploymentClientOptions(ClientOptions):
             CliError: no deployment is named, and there is not exactly one.
         """
         return f"deployments/{client.deployment(self.deployment)}{rest}"
+
+
+def nested_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of pairs; the key `a.b` names field b of the object a.
+
+    Raises:
+        CliError: a part of a key is empty, or a key is given twice, or as a value and an object.
+    """
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        *above, name = key.split(".")
+        into = fields
+        for part in above:
+            into = into.setdefault(part, {})
+            if not isinstance(into, dict):
+                raise CliError(f"{key}: {part} has a value already", Exit.USAGE)
+        if not all((*above, name)) or name in into:
+            raise CliError(f"{key} is no field, or is given twice", Exit.USAGE)
+        into[name] = value
+    return fields
 
 
 def parse_value(text: str) -> tuple[str, Any]:

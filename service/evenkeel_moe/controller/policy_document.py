@@ -8,10 +8,10 @@ from typing import Any
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput
 from evenkeel_moe.model.plan import PlanLimits
-from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
 from evenkeel_moe.planning.decision.gates import GateSettings
-from evenkeel_moe.planning.policies.registry import resolve_policy
+from evenkeel_moe.planning.policies.registry import configurable_policy, resolve_policy
 
 _MAX_SHADOWS = 8
 """Every cycle plans once with each of them."""
@@ -36,13 +36,17 @@ def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
         "thresholds": {
             setting.name: float(getattr(gates, setting.name)) for setting in fields(gates)
         },
+        "policy_options": {name: dict(given) for name, given in policy.policy_options.items()},
+        "cost": policy.cost.value,
     }
 
 
 def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> DeploymentPolicy:
     """Return the policy with some fields changed.
 
-    In `limits`, `schedule` and `thresholds` only the fields that are named change.
+    In `limits`, `schedule` and `thresholds` only the fields that are named change. In
+    `policy_options` only the options that are named change; null removes one option, or all of a
+    policy.
 
     Raises:
         InvalidInput: a field is unknown, or a value is out of range.
@@ -62,9 +66,29 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
                 known = ", ".join(sorted(document[name]))
                 raise InvalidInput(f"unknown {name} {', '.join(strange)}; known: {known}")
             document[name] |= value
+        elif name == "policy_options":
+            document[name] = _merged_options(document[name], value)
         else:
             document[name] = value
     return _policy_of(document)
+
+
+def _merged_options(present: Mapping[str, Mapping[str, Any]], changes: Any) -> dict[str, Any]:
+    """Return the options with some changed; null removes an option, or all of a policy."""
+    if not isinstance(changes, Mapping):
+        raise InvalidInput(f"policy_options must be an object, not {type(changes).__name__}")
+    merged = dict(present)
+    for policy, options in changes.items():
+        if not isinstance(options, Mapping | None):
+            raise InvalidInput(
+                f"policy_options.{policy:.40} must be an object or null,"
+                f" not {type(options).__name__}"
+            )
+        # Also where an option is removed: its name may be misspelt.
+        configurable_policy(policy).check_names(policy, options or {})
+        together = {} if options is None else {**merged.get(policy, {}), **options}
+        merged[policy] = {name: value for name, value in together.items() if value is not None}
+    return {policy: options for policy, options in merged.items() if options}
 
 
 def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
@@ -87,6 +111,11 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
         key: _number(f"thresholds.{key}", value) for key, value in document["thresholds"].items()
     }
     GateSettings.from_thresholds(thresholds)
+    for policy, options in document["policy_options"].items():
+        resolve_policy(policy, options)
+    cost = document["cost"]
+    if not isinstance(cost, str) or cost not in set(CostChoice):
+        raise InvalidInput(f"cost {cost!r:.40} is not {' or '.join(CostChoice)}")
     return DeploymentPolicy(
         mode=Mode(mode),
         policy=name,
@@ -98,6 +127,8 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
             **{name: _spans(name, value) for name, value in document["schedule"].items()}
         ),
         thresholds=thresholds,
+        policy_options=document["policy_options"],
+        cost=CostChoice(cost),
     )
 
 

@@ -20,6 +20,19 @@ class Mode(StrEnum):
     """The control loop."""
 
 
+class CostChoice(StrEnum):
+    """The cost model by which a deployment's plans are made and judged."""
+
+    AUTO = "auto"
+    """The best one that is known of the ranks."""
+    TOKENS = "tokens"
+    """Tokens alone, whatever is known: for an operator who does not trust the numbers."""
+
+
+OptionValue = float | str
+"""The value of a policy's option: a number, or one of several names."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeploymentPolicy:
     """The policy document of one deployment."""
@@ -38,6 +51,10 @@ class DeploymentPolicy:
     """Gate settings by name; `GateSettings` has the defaults."""
     schedule: Schedule = Schedule()
     """Times at which plans may start. Rollbacks may always start; running plans continue."""
+    policy_options: Mapping[str, Mapping[str, OptionValue]] = field(default_factory=dict)
+    """Options of planning algorithms, by algorithm and option. Those of an algorithm hold wherever
+    it is used: as `policy`, as a shadow policy and in a manual plan."""
+    cost: CostChoice = CostChoice.AUTO
 
     def __post_init__(self) -> None:
         if not self.cycle_s > 0:

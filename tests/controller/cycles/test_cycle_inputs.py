@@ -17,9 +17,10 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     steps_since_move,
 )
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.cost import TOKENS, CostSource
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostSource
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.planning.problem.objective import Objective
 from tests.contracts.test_stores import make_record
 from tests.telemetry.test_balance import SHAPE, make_window
@@ -99,6 +100,18 @@ def test_a_copy_costs_what_a_rank_computes_meanwhile():
     assert in_seconds == pytest.approx(1e-3)
     for unknown in (np.zeros(0), np.array([1e-6, math.nan])):
         assert price(unknown, 1000, settings(rank_speeds=True)) == (TOKENS, 77.0)
+
+
+def test_an_operator_can_choose_tokens_over_every_other_model():
+    speeds = np.array([1e-6, 3e-6])
+    told = CostCurves.linear(speeds)
+    assert price(speeds, 1000, settings(), told)[0].curves is told
+    for curves, rank_speeds in ((told, False), (None, True)):
+        cost, copy_cost = price(
+            speeds, 1000, settings(rank_speeds=rank_speeds), curves, CostChoice.TOKENS
+        )
+        assert cost is TOKENS and copy_cost == pytest.approx(1e-3 / 2e-6)
+    assert price(np.zeros(0), 1000, settings(), told, CostChoice.TOKENS) == (TOKENS, 77.0)
 
 
 def test_only_plans_that_ran_start_the_cooldown():

@@ -245,6 +245,20 @@ def test_the_same_inputs_give_the_same_bytes():
     assert one.numbers == two.numbers
 
 
+def test_a_cycle_uses_the_options_of_its_policy_alone():
+    def target(options):
+        asked = inputs(skewed(60), policy="craft", policy_options=options, manual=True)
+        return run_cycle(asked)
+
+    few = target({"craft": {"max_replicas_per_rank": 0}, "gem": {"restarts": 3}}).target
+    assert few is not None and (few.phy2log >= 0).sum() == 16
+    many = target({"gem": {"restarts": 3}}).target
+    assert many is not None and (many.phy2log >= 0).sum() > 16
+    broken = target({"craft": {"rule": "best"}})
+    assert (broken.passed, broken.reason) == (False, Reason.PLANNER_FAILED)
+    assert "craft.rule is 'best'" in broken.detail
+
+
 FULL = Objective(fill_slots=True)
 SPARE = ModelShape(2, 8, 4, 4, 2, 1000)
 """Eight spare slots, of which craft and gem leave some or all empty."""

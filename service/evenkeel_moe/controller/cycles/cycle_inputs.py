@@ -14,6 +14,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
+from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.waves import schedule_waves
@@ -161,19 +162,21 @@ def price(
     bytes_per_expert: int,
     settings: CycleSettings,
     curves: CostCurves | None = None,
+    choice: CostChoice = CostChoice.AUTO,
 ) -> tuple[CostModel, float]:
     """Return the cost model and the price of a copy in its unit.
 
-    Curves that all ranks have told are used. Without them the score is in tokens, and a copy costs
-    as many tokens as the mean rank computes in the time of the copy.
+    Curves that all ranks have told are used. Without them, or if the operator chose tokens, the
+    score is in tokens, and a copy costs as many tokens as the mean rank computes in the time of the
+    copy.
     """
     measured = len(seconds_per_token) > 0 and bool(np.isfinite(seconds_per_token).all())
     copy_s = bytes_per_expert / settings.copy_bytes_per_s
-    if curves is not None:
+    if choice is CostChoice.AUTO and curves is not None:
         return CostModel(curves, source=CostSource.PROFILED), copy_s
     if not measured:
         return TOKENS, settings.copy_cost_tokens
-    if settings.rank_speeds:
+    if choice is CostChoice.AUTO and settings.rank_speeds:
         model = CostModel(CostCurves.linear(seconds_per_token), source=CostSource.MEASURED)
         return model, copy_s
     return TOKENS, copy_s / float(seconds_per_token.mean())

@@ -135,6 +135,7 @@ class InputBuilder:
             source_load=source,
             objective=self._objective(shape, base.placement, limits),
             max_evaluations=self.budget.limit(policy),
+            policy_options=control.policy.policy_options,
             recent_steps=settings.recent_steps,
         )
 
@@ -143,7 +144,11 @@ class InputBuilder:
         balance.update(self.loads.ingest.parts(), placement)
         curves = self._rank_curves()
         cost, copy_cost = price(
-            balance.comparable_seconds_per_token(), shape.bytes_per_expert, self.settings, curves
+            balance.comparable_seconds_per_token(),
+            shape.bytes_per_expert,
+            self.settings,
+            curves,
+            self.control.policy.cost,
         )
         self.cost = cost
         return replace(

@@ -5,6 +5,7 @@ exactly what will run: the target in the waves is, byte for byte, the one scored
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
-from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.policy import Mode, OptionValue
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision.gates import (
     AfterInputs,
@@ -85,6 +86,8 @@ class CycleInputs:
     if ranks do not report it."""
     max_evaluations: int | None = None
     """Candidates the policy may evaluate; None leaves it to the policy."""
+    policy_options: Mapping[str, Mapping[str, OptionValue]] = field(default_factory=dict)
+    """Options by policy; those of other policies are for shadows and comparisons."""
     recent_steps: int = 32
     """Steps since a change of traffic that are enough to plan on."""
     step_s: float | None = None
@@ -311,7 +314,7 @@ def plan_target(
         max_evaluations=inputs.max_evaluations,
         seed=inputs.seed,
     )
-    proposal = resolve_policy(inputs.policy)(problem)
+    proposal = resolve_policy(inputs.policy, inputs.policy_options.get(inputs.policy))(problem)
     target = relabel(
         problem, proposal.placement, keep_nodes=proposal.numbers.get("keep_nodes", 0.0) > 0
     )

@@ -4,9 +4,11 @@ To add a policy, write `plan(problem) -> Proposal` in a module of its own and ad
 docs/policies.md lists what else to edit and the tests that hold every policy.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +16,15 @@ from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.policy import OptionValue
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.policy import plan_craft
+from evenkeel_moe.planning.policies.craft.policy import CraftOptions, plan_craft
 from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb
-from evenkeel_moe.planning.policies.gem.policy import plan_gem
+from evenkeel_moe.planning.policies.gem.policy import GemOptions, plan_gem
+from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.policies.libra import plan_libra, plan_libra_refined
+from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra, plan_libra_refined
+from evenkeel_moe.planning.policies.policy_options import ConfigurablePolicy
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy
@@ -42,19 +47,61 @@ FORMS: dict[str, Policy] = {
 """Single forms of a policy, for deployments whose better form is known: for example hierarchical
 for prefill and global for decode. Not every topology allows the hierarchical form."""
 
+CONFIGURABLE: dict[str, ConfigurablePolicy[Any]] = {
+    "craft": ConfigurablePolicy(
+        plan_craft,
+        CraftOptions,
+        ("rule", "max_replicas_per_rank", "min_marginal_gain", "weighting"),
+    ),
+    "gem": ConfigurablePolicy(plan_gem, GemOptions, ("restarts", "noise", "least_drop")),
+    "keel": ConfigurablePolicy(
+        plan_keel,
+        KeelOptions,
+        (
+            "stickiness",
+            "caution",
+            "max_caution",
+            "few_share",
+            "few_stickiness",
+            "first_stickiness",
+            "restart_gain",
+            "restart_gain_moving",
+            "foresight",
+        ),
+    ),
+    "libra": ConfigurablePolicy(plan_libra, LibraOptions, ("locality",)),
+    "libra-refined": ConfigurablePolicy(plan_libra_refined, LibraOptions, ("locality",)),
+}
+"""The policies that take options from operators, with the options."""
 
-def resolve_policy(name: str) -> Policy:
-    """Return the policy of a name.
+
+def resolve_policy(name: str, options: Mapping[str, OptionValue] | None = None) -> Policy:
+    """Return the policy of a name, with the options that an operator has set for it.
 
     Raises:
-        InvalidInput: no policy has that name; the message lists those that do.
+        InvalidInput: no policy has that name, or an option is unknown or cannot be right; the
+            message lists those that are known.
     """
     known = POLICIES | FORMS
     if name not in known:
         raise InvalidInput(
             f"unknown policy {name!r}; known: {', '.join(sorted(known))}", Reason.UNKNOWN_POLICY
         )
-    return known[name]
+    return configurable_policy(name).with_options(name, options) if options else known[name]
+
+
+def configurable_policy(name: str) -> ConfigurablePolicy[Any]:
+    """Return a policy that takes options.
+
+    Raises:
+        InvalidInput: no policy has that name, or it takes no options.
+    """
+    if name not in CONFIGURABLE:
+        resolve_policy(name)
+        raise InvalidInput(
+            f"{name} takes no options; policies with options: {', '.join(sorted(CONFIGURABLE))}"
+        )
+    return CONFIGURABLE[name]
 
 
 def warm_kernels() -> None:

@@ -56,8 +56,14 @@ class CraftOptions:
     rule: ReplicaRule = ReplicaRule.MEMORY
     min_marginal_gain: float = 0.001
     """Balancedness, summed over layers, per replica; for the rule of that name."""
+    max_replicas_per_rank: int | None = None
+    """Upper bound on R: replicas of one rank over all layers. None: what the slots hold."""
 
     def __post_init__(self) -> None:
+        if self.max_replicas_per_rank is not None and self.max_replicas_per_rank < 0:
+            raise InvalidInput(
+                f"max_replicas_per_rank is {self.max_replicas_per_rank}, must not be negative"
+            )
         if not self.min_marginal_gain >= 0:
             raise InvalidInput(
                 f"min_marginal_gain is {self.min_marginal_gain}, must not be negative"
@@ -103,6 +109,8 @@ def plan_craft(problem: PlacementProblem, options: CraftOptions = CraftOptions()
         fits = benefit.counts <= budget.per_layer - experts
         benefit = Benefit(benefit.counts[fits], benefit.gain[fits], benefit.base)
     replicas = budget.total - layers * experts
+    if options.max_replicas_per_rank is not None:
+        replicas = min(replicas, options.max_replicas_per_rank * ranks)
     factor = choose_factor(benefit, ranks, replicas // ranks, options)
     if options.rule is not ReplicaRule.MEMORY:
         replicas = min(replicas, factor * ranks)

@@ -18,6 +18,7 @@ from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
+_MOST_RESTARTS = 1000
 _MOST_UNITS = 65_536
 """Most entries of a cost table."""
 _MOST_WORK = 10_000_000_000
@@ -53,10 +54,15 @@ class GemOptions:
     """A search ends when its best swap lowers the score by less than this share."""
 
     def __post_init__(self) -> None:
-        if self.restarts < 1 or not 0 <= self.noise < 1 or not 0 <= self.least_drop < 1:
+        # The orders of all restarts are drawn at once, so their number bounds memory.
+        if (
+            not 1 <= self.restarts <= _MOST_RESTARTS
+            or not 0 <= self.noise < 1
+            or not 0 <= self.least_drop < 1
+        ):
             raise InvalidInput(
-                f"restarts {self.restarts} must be at least 1, noise {self.noise} and least_drop"
-                f" {self.least_drop} in [0, 1)"
+                f"restarts {self.restarts} must be from 1 to {_MOST_RESTARTS}, noise {self.noise}"
+                f" and least_drop {self.least_drop} in [0, 1)"
             )
 
 
