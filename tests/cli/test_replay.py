@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from html import unescape
 
 import numpy as np
 import pytest
@@ -88,7 +89,9 @@ def test_the_table_names_every_policy_and_stays_on_stdout(small):
         "bytes",
         "ms",
     ]
-    assert [line.split()[0] for line in lines[3:]] == ["initial", "once", "ewma", "eplb"]
+    assert [line.split()[0] for line in lines[3:7]] == ["initial", "once", "ewma", "eplb"]
+    assert lines[7] == "Cost model: by tokens, because nothing is known of time."
+    assert lines[8].startswith("On this trace the redundant replicas of the initial placement ")
     assert result.stderr == ""
 
 
@@ -116,6 +119,33 @@ def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path)
     # Every colour variable that a drawing uses has a value; without one, a line would be invisible.
     used = set(re.findall(r"var\(--(\w+)\)", text))
     assert {name for name in used if f"--{name}:" not in text} == set()
+
+
+def test_a_roofline_tells_that_replicas_cost_time(tmp_path):
+    page = tmp_path / "page.html"
+    args = ("compare", "-t", SHIPPED, "--slots", 72, "-p", "eplb", "--verdict")
+    roofline = ("--cost", "roofline", "--device", "h100", "--bytes-per-expert", 44_040_192)
+    answer = json.loads(run_replay(*args, *roofline, "--json", "--html", page))
+    model, replicas = answer["cost_model"], answer["replicas"]
+    assert (model["source"], model["unit"]) == ("derived", "s")
+    # Nine experts a rank are read instead of eight, whatever the tokens are.
+    assert replicas["time_change"] == pytest.approx(1 / 8, abs=0.01)
+    assert re.fullmatch(
+        r"On this trace the redundant replicas of the initial placement cost 12\.\d% of MoE time:"
+        r" reading an expert's weights takes as long as computing \d+ tokens, and experts get 16"
+        r" tokens per step on average\.",
+        replicas["words"],
+    )
+    text = unescape(page.read_text("utf-8"))
+    assert f"Cost model: {model['words']}." in text
+    assert replicas["words"] in text
+    # By tokens the same verdict finds a gain; under the roofline nothing is to be had.
+    by_policy = {result["policy"]: result for result in answer["results"]}
+    assert by_policy["eplb+verdict"]["first_copies_per_layer"] == 0
+    tokens = json.loads(run_replay(*args, "--json"))
+    assert tokens["replicas"]["time_change"] < 0
+    by_policy = {result["policy"]: result for result in tokens["results"]}
+    assert by_policy["eplb+verdict"]["first_copies_per_layer"] > 0
 
 
 def test_without_matplotlib_only_the_page_is_refused(small, tmp_path, monkeypatch):

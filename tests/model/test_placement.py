@@ -26,6 +26,15 @@ def test_initial_placement_meets_every_invariant(shape):
 
 
 @given(shapes())
+def test_linear_placement_is_the_initial_one_with_one_slot_for_each_expert(shape):
+    linear, initial = Placement.linear(shape), Placement.initial(shape)
+    linear.check(shape)
+    assert (linear.logcnt == 1).all()
+    held = linear.phy2log != EMPTY
+    np.testing.assert_array_equal(linear.phy2log[held], initial.phy2log[held])
+
+
+@given(shapes())
 def test_initial_placement_leaves_a_slot_empty_only_if_no_expert_may_go_there(shape):
     placement = Placement.initial(shape)
     used = placement.used_per_rank()

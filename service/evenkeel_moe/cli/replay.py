@@ -16,6 +16,7 @@ from evenkeel_moe.cli.console import print_json, print_parts, stdout_console, wo
 from evenkeel_moe.cli.options import JsonOption, with_option_groups
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.replay.options import (
+    CostOptions,
     FirstMoeLayerOption,
     FleetOptions,
     PlanningOptions,
@@ -76,6 +77,7 @@ def compare_command(
     compared: ComparedOptions,
     fleet: FleetOptions,
     planning: PlanningOptions,
+    cost: CostOptions,
     first_moe_layer: FirstMoeLayerOption = None,
     save_plans: Annotated[
         Path | None,
@@ -91,9 +93,7 @@ def compare_command(
     Copies and bytes are those of all replans except the first, which starts from the initial
     placement. The trace must be long enough for at least 4 replans.
     """
-    from evenkeel_moe.formats.writing import write_file
     from evenkeel_moe.replay.compare import compare, origin_notes
-    from evenkeel_moe.replay.compare import save_plans as write_plans
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.planners import choose_planners
 
@@ -102,7 +102,12 @@ def compare_command(
         _check_matplotlib()
     recorded = _read(trace, first_moe_layer)
     setup = replay_setup(
-        recorded, fleet, planning, window_steps=compared.window, horizon_steps=compared.horizon
+        recorded,
+        fleet,
+        planning,
+        cost,
+        window_steps=compared.window,
+        horizon_steps=compared.horizon,
     )
     names = compared.names()
     policies = replay_policies(names, planning)
@@ -120,8 +125,15 @@ def compare_command(
         )
     # Printed before any file is written: a full disk must not lose the results.
     _print_comparison(comparison, as_json)
-    if save_plans is not None:
-        write_plans(save_plans, comparison)
+    _write_files(comparison, save_plans, html)
+
+
+def _write_files(comparison: Any, plans: Path | None, html: Path | None) -> None:
+    from evenkeel_moe.formats.writing import write_file
+    from evenkeel_moe.replay.compare import save_plans
+
+    if plans is not None:
+        save_plans(plans, comparison)
     if html is not None:
         from evenkeel_moe.replay.report import render_report
 
@@ -136,7 +148,10 @@ def _print_comparison(comparison: Any, as_json: bool) -> None:
         return
     facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
     table = comparison_table(comparison.results, stdout_console().width)
-    print_parts(_headline(comparison.name, f": {facts}"), table)
+    texts = [f"Cost model: {comparison.cost_model.words}."]
+    if comparison.replicas is not None:
+        texts.append(comparison.replicas.words)
+    print_parts(_headline(comparison.name, f": {facts}"), table, *map(Text, texts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +192,7 @@ def plan_command(
     output: OutputOptions,
     fleet: FleetOptions,
     planning: PlanningOptions,
+    cost: CostOptions,
     first_moe_layer: FirstMoeLayerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -192,7 +208,7 @@ def plan_command(
     steps = recorded.num_steps if window is None else window
     if steps > recorded.num_steps:
         raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
-    setup = replay_setup(recorded, fleet, planning, window_steps=steps, horizon_steps=1)
+    setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
     start = None if current is None else _read_current(current, fleet.ranks, recorded)
     policies = replay_policies([policy], planning)
     notes = origin_notes(recorded, setup, [policy])
@@ -200,7 +216,13 @@ def plan_command(
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
         placement, numbers = plan_once(policy, setup, start, policies)
-    info = {"policy": policy, "trace": recorded.name, "planned_on_steps": steps, **numbers}
+    info = {
+        "policy": policy,
+        "trace": recorded.name,
+        "planned_on_steps": steps,
+        "cost_model": setup.objective.cost.basis.words,
+        **numbers,
+    }
     file = PlacementFile(placement, recorded.layer_ids, info)
     write_placement(output.out, file, format_, num_hidden_layers=output.num_hidden_layers)
     path = str(output.out)
@@ -208,9 +230,16 @@ def plan_command(
         all_notes = [*recorded.notes, *notes]
         print_json({"file": path, "format": str(format_), **info, "notes": all_notes})
         return
+    print_parts(_headline(path, f" ({format_}): {_plan_line(info, numbers)}"))
+
+
+def _plan_line(info: dict[str, Any], numbers: dict[str, float]) -> str:
+    """Return what a plan was made on, its figures and their cost model."""
     shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-    about = f" ({format_}): {policy} on {steps} steps of {recorded.name}; {shown}"
-    print_parts(_headline(path, about))
+    return (
+        f"{info['policy']} on {info['planned_on_steps']} steps of {info['trace']}; {shown};"
+        f" cost model: {info['cost_model']}"
+    )
 
 
 @app.command("inspect")

@@ -34,8 +34,8 @@ class CostSource(StrEnum):
 
 
 _IN_WORDS = {
-    CostSource.TOKENS: "by tokens, because nothing is known of time",
-    CostSource.DERIVED: "derived from the shape and the device",
+    CostSource.TOKENS: "by tokens",
+    CostSource.DERIVED: "derived, not measured",
     CostSource.PROFILED: "profiled on the ranks",
     CostSource.MEASURED: "measured while the ranks served",
 }
@@ -58,6 +58,8 @@ class CostBasis:
         """The same in words, for example "profiled on the ranks (curves of 8 ranks)"."""
         error = "" if self.fit_error is None else f"mean error {self.fit_error:.1%}"
         about = ", ".join(part for part in (self.detail, error) if part)
+        if self.source is CostSource.TOKENS and not about:
+            return "by tokens, because nothing is known of time"
         return _IN_WORDS[self.source] + (f" ({about})" if about else "")
 
 

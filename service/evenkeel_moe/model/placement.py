@@ -198,12 +198,22 @@ class Placement:
         layer, so that no pool is exceeded. Then the spare slots within the budget repeat the
         experts from 0 on, slot by slot over all ranks, never the same expert twice on a rank.
         """
+        return cls._in_order(shape, replicas=True)
+
+    @classmethod
+    def linear(cls, shape: ModelShape) -> "Placement":
+        """Return `initial` without the repeated experts: the spare slots stay empty."""
+        return cls._in_order(shape, replicas=False)
+
+    @classmethod
+    def _in_order(cls, shape: ModelShape, *, replicas: bool) -> "Placement":
         layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
         budget, step = shape.slots_per_rank, 0
         if shape.pool_slots_per_rank is not None:
             budget, step = min(budget, shape.pool_slots_per_rank // layers), experts % ranks
         firsts = [layer * step % ranks for layer in range(layers)]
-        rows = {first: _initial_row(shape, budget, first) for first in set(firsts)}
+        filled = budget if replicas else 0
+        rows = {first: _initial_row(shape, filled, first) for first in set(firsts)}
         return cls(np.stack([rows[first] for first in firsts]), ranks, experts)
 
 
@@ -212,7 +222,7 @@ def _initial_row(shape: ModelShape, budget: int, first: int) -> NDArray[np.int32
 
     Args:
         shape: sizes of the deployment.
-        budget: slots that each rank fills.
+        budget: slots that each rank fills with replicas too; 0 for none.
         first: first of the ranks that hold one expert more, if E does not divide by R.
     """
     ranks, experts, per_rank = shape.num_ranks, shape.num_logical_experts, shape.slots_per_rank

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.formats.writing import write_file
+from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.replay.budget import BudgetPoint, budget_curve, budgets_to_try
 from evenkeel_moe.replay.planners import VERDICT, warm_up
+from evenkeel_moe.replay.replica_effect import ReplicaEffect, replica_effect
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
 from evenkeel_moe.replay.walk_metrics import WalkMetrics, measure_walk
 
@@ -58,6 +60,14 @@ class Comparison:
     budget: tuple[BudgetPoint, ...] = ()
     """Empty unless asked for."""
     notes: tuple[str, ...] = ()
+    replicas: ReplicaEffect | None = None
+    """The effect of the replicas of the initial placement on the scored steps; None without
+    replicas or load."""
+
+    @property
+    def cost_model(self) -> CostBasis:
+        """What all times rest on."""
+        return self.setup.objective.cost.basis
 
     @property
     def slots(self) -> int:
@@ -96,6 +106,8 @@ class Comparison:
             "replans": len(self.walks[0].steps),
             "bytes_per_expert": self.bytes_per_expert,
             "notes": list(self.notes),
+            "cost_model": asdict(self.cost_model) | {"words": self.cost_model.words},
+            "replicas": None if self.replicas is None else asdict(self.replicas),
             "results": [asdict(result) for result in self.results],
         }
         if self.budget:
@@ -149,6 +161,9 @@ def compare(
         tuple(measure_walk(walk, bytes_per_expert) for walk in walks),
         points,
         trace.notes + origin_notes(trace, setup, planners),
+        replica_effect(
+            setup, setup.window_steps, setup.window_steps + replans * setup.horizon_steps
+        ),
     )
 
 

@@ -1,13 +1,9 @@
 """Turns the options of `evenkeel replay` into the fleet, the setup and the policies of a replay."""
 
-import math
 from collections.abc import Mapping, Sequence
-
-import numpy as np
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace
-from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule
@@ -15,7 +11,8 @@ from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Policy
 from evenkeel_moe.replay.compare import load_by_source
-from evenkeel_moe.replay.options import FleetOptions, PlanningOptions
+from evenkeel_moe.replay.cost_options import replay_cost
+from evenkeel_moe.replay.options import CostOptions, FleetOptions, PlanningOptions
 from evenkeel_moe.replay.planners import VERDICT, craft_within
 from evenkeel_moe.replay.walk import Setup
 
@@ -24,6 +21,7 @@ def replay_setup(
     trace: Trace,
     fleet: FleetOptions,
     planning: PlanningOptions,
+    cost: CostOptions,
     *,
     window_steps: int,
     horizon_steps: int,
@@ -53,7 +51,7 @@ def replay_setup(
         horizon_steps=horizon_steps,
         source=source,
         objective=Objective(
-            cost=CostModel(_costs(fleet)),
+            cost=replay_cost(cost, shape, fleet.rank_speeds),
             dispatch=dispatch,
             cross_node_factor=planning.cross_node_factor,
             allow_duplicates=planning.allow_duplicates,
@@ -84,24 +82,9 @@ def _shape(fleet: FleetOptions, trace: Trace) -> ModelShape:
         top_k=trace.top_k or 1,
         bytes_per_expert=fleet.bytes_per_expert,
         num_expert_groups=fleet.expert_groups,
+        shared_experts=fleet.shared_experts,
         pool_slots_per_rank=per_rank * trace.num_layers if fleet.pooled else None,
     )
-
-
-def _costs(fleet: FleetOptions) -> CostCurves | None:
-    """Return curves with 1 / speed seconds per token; None for equal ranks."""
-    if fleet.rank_speeds is None:
-        return None
-    try:
-        speeds = [float(part) for part in fleet.rank_speeds.split(",")]
-    except ValueError as error:
-        raise InvalidInput(f"--rank-speeds {fleet.rank_speeds}: {error}") from error
-    finite = all(0 < speed < math.inf and 1 / speed < math.inf for speed in speeds)
-    if len(speeds) != fleet.ranks or not finite:
-        raise ShapeMismatch(
-            f"{fleet.ranks} positive rank speeds are needed, got {len(speeds)}: {speeds}"
-        )
-    return CostCurves.linear(1.0 / np.array(speeds))
 
 
 def replay_policies(names: Sequence[str], planning: PlanningOptions) -> Mapping[str, Policy]:

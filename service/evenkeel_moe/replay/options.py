@@ -56,12 +56,59 @@ class FleetOptions:
             help="Relative speed of every rank, for example 1,1,1,0.88.", show_default="all equal"
         ),
     ] = None
+    shared_experts: Annotated[
+        float | None,
+        typer.Option(
+            help="Weights of the shared experts of a layer over those of one routed expert; their"
+            " time counts in the cost models curve and roofline.",
+            min=0.0,
+            show_default="not counted",
+        ),
+    ] = None
     pooled: Annotated[
         bool,
         typer.Option(
             "--pooled", help="Slots are pooled over layers; --slots is then the average of a layer."
         ),
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostOptions:
+    """The options that say how the time of a rank follows from its tokens."""
+
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="Cost model by which plans are made and scored. tokens: time is proportional to"
+            " tokens. curve: a measured curve of seconds by tokens; see the option curve. roofline:"
+            " a replica takes the longer of reading its weights and computing its tokens; see"
+            " the options device and read-tokens."
+        ),
+    ] = "tokens"
+    device: Annotated[
+        str | None,
+        typer.Option(help="Device of the ranks, for example h100, h200, b200, a100 or mi300x."),
+    ] = None
+    weight_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Number type of the weights: bf16, fp16, fp8, int8, fp4 or int4.",
+            show_default="fp8",
+        ),
+    ] = None
+    read_tokens: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens that take as long to compute as the weights of one expert take to read,"
+            " in place of a device.",
+            min=0.0,
+        ),
+    ] = None
+    curve: Annotated[
+        Path | None,
+        typer.Option(help="File with a device's curve, as `evenkeel profile` writes it."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -140,11 +140,14 @@ def _head(comparison: Comparison) -> str:
         f"{escape(str(value))} {escape(key)}" for key, value in comparison.facts().items()
     )
     notes = "".join(f"<p>Note: {escape(note)}.</p>" for note in comparison.notes)
+    cost = f"<p>Cost model: {escape(comparison.cost_model.words)}.</p>"
+    if comparison.replicas is not None:
+        cost += f"<p>{escape(comparison.replicas.words)}</p>"
     return (
         f"<header><h1>Replay of {escape(comparison.name)}</h1><p class='facts'>{facts}</p>"
         "<p>Every plan was made on the steps before it and scored on the steps after it. Times are "
         "predictions from recorded loads, not measurements of an engine.</p>"
-        f"{notes}</header>"
+        f"{cost}{notes}</header>"
     )
 
 

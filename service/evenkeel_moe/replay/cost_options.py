@@ -1,0 +1,137 @@
+"""Turns the options of `evenkeel replay` about time into the cost model of a replay."""
+
+import json
+import math
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
+from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens
+from evenkeel_moe.replay.options import CostOptions
+
+
+class CostKind(StrEnum):
+    """The cost models that a replay can be asked for."""
+
+    TOKENS = "tokens"
+    CURVE = "curve"
+    ROOFLINE = "roofline"
+
+
+def replay_cost(asked: CostOptions, shape: ModelShape, rank_speeds: str | None) -> CostModel:
+    """Return the cost model that the options ask for.
+
+    Args:
+        asked: the options.
+        shape: sizes of the deployment.
+        rank_speeds: relative speed of every rank, separated by commas; None for equal ranks.
+
+    Raises:
+        InvalidInput: an option has an unknown value, is missing or does not belong to the model, or
+            the file holds no curve.
+        ShapeMismatch: not one positive speed for each rank.
+    """
+    kind = _kind(asked)
+    if kind is CostKind.CURVE:
+        model = _of_curve(asked.curve, shape)
+    elif kind is CostKind.ROOFLINE:
+        model = _of_roofline(asked, shape)
+    else:
+        model = CostModel()
+    slowness = None if rank_speeds is None else 1.0 / _speeds(rank_speeds, shape.num_ranks)
+    return model if slowness is None else _slowed(model, slowness)
+
+
+def _kind(asked: CostOptions) -> CostKind:
+    """Return the cost model asked for, after checking that the other options belong to it."""
+    try:
+        kind = CostKind(asked.cost)
+    except ValueError as error:
+        known = ", ".join(CostKind)
+        raise InvalidInput(f"unknown cost model {asked.cost!r}; known: {known}") from error
+    belongs = {
+        "--curve": (asked.curve, CostKind.CURVE),
+        "--device": (asked.device, CostKind.ROOFLINE),
+        "--weight-format": (asked.weight_format, CostKind.ROOFLINE),
+        "--read-tokens": (asked.read_tokens, CostKind.ROOFLINE),
+    }
+    for option, (value, of) in belongs.items():
+        if value is not None and kind is not of:
+            raise InvalidInput(f"{option} belongs to --cost {of}, not to --cost {kind}")
+    return kind
+
+
+def _of_roofline(asked: CostOptions, shape: ModelShape) -> CostModel:
+    if (asked.device is None) == (asked.read_tokens is None):
+        raise InvalidInput("--cost roofline needs either --device or --read-tokens")
+    if asked.device is not None:
+        return derived_cost(shape, asked.device, asked.weight_format or "fp8")
+    if asked.weight_format is not None:
+        raise InvalidInput("--weight-format belongs to --device, not to --read-tokens")
+    read = float(asked.read_tokens or 0.0)
+    return CostModel(
+        replica=ReplicaWork(read_tokens=read),
+        shared_tokens=shared_tokens(shape),
+        source=CostSource.DERIVED,
+        detail=f"as given: an expert is read in the time of {read:g} tokens",
+    )
+
+
+def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
+    """Return the model of a device's curve in a file of `evenkeel profile`, for all ranks."""
+    if path is None:
+        raise InvalidInput("--cost curve needs --curve with a file that `evenkeel profile` wrote")
+    try:
+        curve = json.loads(path.read_text("utf-8"))["curve"]
+        tile = int(curve["tile_tokens"])
+        seconds = np.array([float(value) for value in curve["tile_seconds"]], np.float64)
+        slope = float(curve["slope_s_per_token"])
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
+    try:
+        one = CostCurves(tile, seconds[None], np.array([slope]))
+    except EvenkeelError as error:
+        raise InvalidInput(f"{path} is no curve: {error}") from error
+    if not seconds[-1] > 0:
+        raise InvalidInput(f"{path} is no curve: it is 0 seconds at {len(seconds) * tile} tokens")
+    ranks = shape.num_ranks
+    return CostModel(
+        CostCurves(tile, one.tile_seconds.repeat(ranks, 0), one.slope_s_per_token.repeat(ranks)),
+        shared_tokens=shared_tokens(shape),
+        source=CostSource.PROFILED,
+        detail=f"{path.name}, the same on every rank",
+    )
+
+
+def _speeds(text: str, ranks: int) -> NDArray[np.float64]:
+    """Return the (R,) relative speeds in a text."""
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InvalidInput(f"--rank-speeds {text}: {error}") from error
+    finite = all(0 < speed < math.inf and 1 / speed < math.inf for speed in speeds)
+    if len(speeds) != ranks or not finite:
+        raise ShapeMismatch(f"{ranks} positive rank speeds are needed, got {len(speeds)}: {speeds}")
+    return np.array(speeds, np.float64)
+
+
+def _slowed(model: CostModel, slowness: NDArray[np.float64]) -> CostModel:
+    """Return the model with the time of rank r multiplied by `slowness[r]`, (R,)."""
+    curves = model.curves or CostCurves.linear(np.ones(len(slowness)))
+    curves = CostCurves(
+        curves.tile_tokens,
+        curves.tile_seconds * slowness[:, None],
+        curves.slope_s_per_token * slowness,
+    )
+    given = "relative speeds of the ranks as given"
+    return replace(
+        model, curves=curves, detail=f"{model.detail}; {given}" if model.detail else given
+    )

@@ -1,0 +1,146 @@
+import json
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.cost import CostModel, CostSource
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.problem.derived_cost import derived_cost
+from evenkeel_moe.replay.cost_options import replay_cost
+from evenkeel_moe.replay.options import CostOptions
+
+SHAPE = ModelShape(2, 8, 2, 5, 2, 44_040_192)
+CURVE = {"tile_tokens": 4, "tile_seconds": [1e-4, 3e-4], "slope_s_per_token": 2e-5}
+
+
+def cost(rank_speeds: str | None = None, **options) -> CostModel:
+    return replay_cost(CostOptions(**options), SHAPE, rank_speeds)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    def write(**changes):
+        path = tmp_path / "curve-GPU-1.json"
+        path.write_text(json.dumps({"gpu_uuid": "GPU-1", "curve": CURVE | changes}))
+        return path
+
+    return write
+
+
+def test_without_options_times_are_tokens():
+    assert cost().by_tokens
+    assert cost().basis.words == "by tokens, because nothing is known of time"
+
+
+def test_a_device_gives_the_derived_model():
+    model, derived = cost(cost="roofline", device="h100"), derived_cost(SHAPE, "h100", "fp8")
+    assert model.replica == derived.replica
+    assert model.replica.read_tokens > 100
+    assert model.source is CostSource.DERIVED
+    assert "H100" in model.basis.words
+    # Two bytes for each weight, which are computed half as fast.
+    wide = cost(cost="roofline", device="h100", weight_format="bf16")
+    assert wide.replica.read_tokens == pytest.approx(model.replica.read_tokens, rel=1e-3)
+    assert wide.detail != model.detail
+
+
+def test_the_tokens_of_reading_can_be_given():
+    model = cost(cost="roofline", read_tokens=148.0)
+    assert (model.replica.read_tokens, model.unit) == (148.0, "tokens")
+    assert "an expert is read in the time of 148 tokens" in model.basis.words
+
+
+def test_a_profile_gives_its_curve_for_every_rank(profile):
+    model = cost(cost="curve", curve=profile())
+    assert (model.source, model.unit) == (CostSource.PROFILED, "s")
+    work = np.array([[3.0, 5.0], [0.0, 12.0]])
+    np.testing.assert_allclose(
+        moe_time.rank_times(work, model), [[1e-4, 3e-4], [0.0, 3e-4 + 4 * 2e-5]]
+    )
+    assert "curve-GPU-1.json" in model.basis.words
+
+
+def test_speeds_of_ranks_scale_every_model(profile):
+    work = np.array([[6.0, 6.0]])
+    for options in (
+        {},
+        {"cost": "curve", "curve": profile()},
+        {"cost": "roofline", "device": "b200"},
+    ):
+        even, slow = cost(**options), cost("1,0.5", **options)
+        np.testing.assert_allclose(
+            moe_time.rank_times(work, slow), moe_time.rank_times(work, even) * [[1.0, 2.0]]
+        )
+        assert slow.replica == even.replica
+        assert "relative speeds of the ranks as given" in slow.basis.words
+
+
+def test_work_of_shared_experts_counts_where_time_is_known():
+    shape = ModelShape(2, 8, 2, 5, 2, 44_040_192, shared_experts=1.0)
+    for options in (CostOptions(cost="roofline", read_tokens=9.0),):
+        assert replay_cost(options, shape, None).shared_tokens == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cost": "magic"}, "unknown cost model 'magic'; known: tokens, curve, roofline"),
+        ({"device": "h100"}, "--device belongs to --cost roofline, not to --cost tokens"),
+        ({"read_tokens": 3.0}, "--read-tokens belongs to --cost roofline"),
+        ({"cost": "curve", "weight_format": "fp8"}, "--weight-format belongs to --cost roofline"),
+        ({"cost": "roofline"}, "needs either --device or --read-tokens"),
+        (
+            {"cost": "roofline", "device": "h100", "read_tokens": 3.0},
+            "needs either --device or --read-tokens",
+        ),
+        (
+            {"cost": "roofline", "read_tokens": 3.0, "weight_format": "fp8"},
+            "--weight-format belongs to --device",
+        ),
+        ({"cost": "roofline", "read_tokens": float("nan")}, "read_tokens is nan"),
+        ({"cost": "roofline", "device": "abacus"}, "'abacus' is not in the table of devices"),
+        (
+            {"cost": "roofline", "device": "h100", "weight_format": "fp7"},
+            "number type 'fp7' is not one of",
+        ),
+        ({"cost": "curve"}, "--cost curve needs --curve"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(InvalidInput, match=message):
+        cost(**options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tile_seconds": [3e-4, 1e-4]}, "1 tiles cost less than the one before"),
+        ({"tile_seconds": []}, "K at least 1"),
+        ({"tile_seconds": ["x"]}, "is no curve"),
+        ({"tile_seconds": 3}, "is no curve"),
+        ({"tile_seconds": [0.0, 0.0]}, "0 seconds at 8 tokens"),
+        ({"slope_s_per_token": -1.0}, "slope_s_per_token"),
+        ({"slope_s_per_token": float("nan")}, "slope_s_per_token"),
+        ({"tile_tokens": 0}, "tile_tokens is 0"),
+    ],
+)
+def test_a_file_that_holds_no_curve_is_refused(profile, changes, message):
+    with pytest.raises(InvalidInput, match=message):
+        cost(cost="curve", curve=profile(**changes))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(InvalidInput, match="cannot be read: No such file"):
+        cost(cost="curve", curve=tmp_path / "none.json")
+    for text in ("", "[]", '{"curve": 3}', "\x00"):
+        path = tmp_path / "bad.json"
+        path.write_text(text)
+        with pytest.raises(InvalidInput, match="is no curve"):
+            cost(cost="curve", curve=path)
+
+
+def test_one_positive_speed_for_each_rank_is_needed():
+    with pytest.raises(ShapeMismatch, match="2 positive rank speeds are needed, got 1"):
+        cost("1")
