@@ -42,6 +42,7 @@ class Reason(StrEnum):
     GAIN_TOO_SMALL = "gain_too_small"
     GAIN_UNCERTAIN = "gain_uncertain"
     PAYBACK_TOO_LONG = "payback_too_long"
+    PLANNER_STARTING = "planner_starting"
     PLANNER_FAILED = "planner_failed"
     STORE_UNAVAILABLE = "store_unavailable"
     NOT_LEADER = "not_leader"

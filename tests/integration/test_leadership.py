@@ -28,6 +28,7 @@ _BEFORE_DATA = frozenset(
         Reason.STALE_DATA,
         Reason.NOT_LEADER,
         Reason.STORE_UNAVAILABLE,
+        Reason.PLANNER_STARTING,
         Reason.PLANNER_FAILED,
     }
 )

@@ -98,6 +98,16 @@ async def test_the_deadline_begins_when_the_kernels_are_loaded():
     pool.close()
 
 
+async def test_a_caller_with_its_own_deadline_can_ask_whether_the_kernels_are_loaded():
+    pool = PlannerPool(1, deadline_s=30)
+    assert not pool.begin()
+    await until(pool.begin, within_s=60)
+    assert pool.warm
+    pool.close()
+    assert not pool.begin(), "a replaced process loads them again"
+    pool.close()
+
+
 async def test_a_plan_that_takes_too_long_is_given_up_with_its_process():
     pool = PlannerPool(1, deadline_s=30)
     worker = await pool.run(whoami, 0)

@@ -54,6 +54,9 @@ class InlinePlanner:
 
     fault = ""
 
+    def begin(self):
+        return True
+
     async def run(self, function, argument):
         return function(argument)
 

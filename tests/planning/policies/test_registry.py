@@ -61,6 +61,7 @@ from evenkeel_moe.planning.policies import registry as policies
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
+from evenkeel_moe.planning.signals.change_detection import detect_change
 
 def compiled():
     found = pkgutil.walk_packages(evenkeel_moe.planning.__path__, "evenkeel_moe.planning.")
@@ -81,6 +82,7 @@ problem = PlacementProblem(load, shape, topology, current=current, max_evaluatio
 for policy in policies.POLICIES.values():
     target = relabel(problem, policy(problem).placement)
     schedule_waves(current, target, shape, problem.topology, None)
+detect_change(np.tile(load, (16, 1, 1)))
 print(*(key for key, count in compiled().items() if count > before[key]))
 """
 

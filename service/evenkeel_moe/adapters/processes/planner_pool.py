@@ -43,7 +43,7 @@ class PlannerPool:
         self._warming: asyncio.Task[None] | None = None
         self._background: PlannerPool | None = None
         self.warm = False
-        """True once the kernels are compiled; earlier calls wait for that."""
+        """True once the kernels are compiled; earlier calls of `run` wait for that."""
         self.fault = ""
         """The error of the last call; empty if it succeeded."""
         self._free = asyncio.Semaphore(workers)
@@ -57,6 +57,14 @@ class PlannerPool:
         if self._background is None:
             self._background = PlannerPool(1, deadline_s=self._deadline_s)
         return self._background
+
+    def begin(self) -> bool:
+        """Start the processes if none run; return True if a call would not wait for kernels.
+
+        For callers with a deadline of their own: compiling may take minutes on a busy machine.
+        """
+        _, warming = self._begin()
+        return warming.done()
 
     async def warm_up(self) -> None:
         """Start the processes and compile or load all kernels; a failure is logged.
@@ -109,15 +117,18 @@ class PlannerPool:
         Raises:
             Unavailable: the processes do not start.
         """
-        if self._pool is None or self._warming is None:
-            self._pool = self._start()
-            self._warming = asyncio.create_task(self._warm(self._pool), name="planner-warm-up")
-        executor = self._pool
+        executor, warming = self._begin()
         # Shielded, because other calls may wait for it too.
-        await asyncio.shield(self._warming)
+        await asyncio.shield(warming)
         if self._pool is not executor:
             raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
         return executor
+
+    def _begin(self) -> tuple[ProcessPoolExecutor, asyncio.Task[None]]:
+        if self._pool is None or self._warming is None:
+            self._pool = self._start()
+            self._warming = asyncio.create_task(self._warm(self._pool), name="planner-warm-up")
+        return self._pool, self._warming
 
     async def _warm(self, executor: ProcessPoolExecutor) -> None:
         loop = asyncio.get_running_loop()

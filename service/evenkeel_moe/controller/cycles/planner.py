@@ -91,6 +91,9 @@ class DeploymentPlanner:
         deployment, policy = self._control.deployment, self._control.policy
         if self.health.fault:
             return ctl.CycleDecided(action.cycle, Reason.STORE_UNAVAILABLE)
+        if not self.pool.begin():
+            # The machine's deadline for a cycle must not count the compiling of kernels.
+            return ctl.CycleDecided(action.cycle, Reason.PLANNER_STARTING)
         self._builder.measure_pace()
         base = PlanBase(
             deployment, action.generation, action.weights_version, action.epoch, action.placement

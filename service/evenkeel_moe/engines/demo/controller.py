@@ -15,6 +15,10 @@ from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.processes import ChildProcess, StopFlag, free_ports
 
 _READY_S = 60.0
+_PLANNER_READY_S = 900.0
+"""Compiling the planner's kernels takes minutes at the first start on a busy machine."""
+_PLANNER_STARTED = ("planner_ready", "planner_does_not_start", "planner_kernels_do_not_compile")
+"""Events in the controller's log."""
 
 COPY_BYTES_PER_S = 250_000
 """Limit of the copies per rank. Without it a plan would be over before a user or a step time
@@ -48,6 +52,7 @@ class DemoController:
         store.write_text(options.redis_url, encoding="utf-8")
         settings = {
             "DATA_DIR": folder / "controller",
+            "LOG_LEVEL": "info",
             "GRPC__PORT": grpc_port,
             "REST__PORT": rest_port,
             "REST__TOKEN_FILE": tokens,
@@ -89,6 +94,14 @@ class DemoController:
             stop.wait(0.1)
         return False
 
+    def wait_planner(self, stop: StopFlag) -> None:
+        """Wait until the planner can plan or has failed to start; a run is too short to wait."""
+        deadline = time.monotonic() + _PLANNER_READY_S
+        while self._process.running and not stop and time.monotonic() < deadline:
+            if planner_started(self._process.log()):
+                return
+            stop.wait(0.5)
+
     @property
     def running(self) -> bool:
         """True while its process runs."""
@@ -119,6 +132,11 @@ class DemoController:
             # The controller's own store is in the folder. Another store must not keep the demo's
             # keys.
             asyncio.run(_delete_keys(self._redis_url, self._prefix))
+
+
+def planner_started(log: str) -> bool:
+    """Return True if a controller's log says that its planner started, or failed to."""
+    return any(event in log for event in _PLANNER_STARTED)
 
 
 async def _delete_keys(url: str, prefix: str) -> None:

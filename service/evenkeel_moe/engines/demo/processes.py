@@ -79,10 +79,13 @@ class ChildProcess:
         """True while it runs."""
         return not self._ended()
 
+    def log(self) -> str:
+        """Return its log."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
     def log_tail(self, lines: int = 5) -> str:
         """Return the last lines of its log."""
-        text = self._log.read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(self.log().splitlines()[-lines:])
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Ask it to end, then kill what is left of its process group."""

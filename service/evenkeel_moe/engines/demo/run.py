@@ -43,6 +43,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         stack.callback(controller.stop)
         if not controller.wait_ready(stop):
             return _interrupted(stop, console) or _no_controller(controller, console)
+        controller.wait_planner(stop)
         command = f"evenkeel status {_DEPLOYMENT} --url {controller.rest_url}"
         hint = f"to inspect it: {command} --token-file {controller.token_file}"
         console.print(Text(hint, "dim"), soft_wrap=True)

@@ -31,6 +31,7 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Po
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
+from evenkeel_moe.planning.signals.change_detection import detect_change
 
 POLICIES: dict[str, Policy] = {
     "craft": plan_craft,
@@ -105,7 +106,7 @@ def configurable_policy(name: str) -> ConfigurablePolicy[Any]:
 
 
 def warm_kernels() -> None:
-    """Compile every kernel by planning small problems with every policy.
+    """Compile every kernel of a cycle by planning small problems with every policy.
 
     The first call takes seconds; later processes read the compiled kernels from the disk cache.
     """
@@ -125,6 +126,7 @@ def warm_kernels() -> None:
         )
         for policy in POLICIES.values():
             _plan_to_waves(problem, policy)
+    detect_change(np.repeat(load, 4, axis=0))
 
 
 def _plan_to_waves(problem: PlacementProblem, policy: Policy) -> None:
