@@ -1,0 +1,278 @@
+"""Chooses the cost model in force from what is known: measured, profiled, derived, or tokens.
+
+The most trusted model that is sound is used. The others are compared with it, and where they
+disagree the model's detail says so.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.cost import (
+    TOKENS,
+    CostCurves,
+    CostMode,
+    CostModel,
+    CostSource,
+    ReplicaWork,
+)
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens
+from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
+from evenkeel_moe.telemetry.rank_speeds import join_curves
+from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
+from evenkeel_moe.wire.link import CostCurve, ReplicaCost
+
+MAX_FIT_ERROR = 0.25
+"""Mean error, as a share of the time, above which a fit or a profile is not used."""
+DISAGREEMENT = 1.5
+"""Ratio of two models' times from which on they disagree."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """What one rank told of its time."""
+
+    device: str = ""
+    """Name of its device; empty if unknown."""
+    weight_format: str = ""
+    curve: CostCurve | None = None
+    replica_cost: ReplicaCost | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class KnownCosts:
+    """All that is known of the time of a deployment's ranks."""
+
+    shape: ModelShape
+    ranks: Sequence[RankNumbers]
+    """(R,)"""
+    fit: TimeFit | NoFit
+    """The fit to the seconds that ranks reported."""
+    tokens_per_rank: float
+    """Mean tokens of a rank in a layer and step, at which models are compared; 0 without load."""
+    active_per_rank: float
+    """Mean active replicas of a rank in a layer and step."""
+    now_unix: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostCandidate:
+    """A cost model that could be used, or the reason that there is none of this source."""
+
+    source: CostSource
+    model: CostModel | None
+    reason: str = ""
+    """The reason that it is not used; empty if a more trusted one is used instead."""
+    time_ratio: float | None = None
+    """Its predicted time over that of the model in force; None if they have different units."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostChoice:
+    """The cost model in force, and the others."""
+
+    model: CostModel
+    others: tuple[CostCandidate, ...]
+    """The other sources, the most trusted first."""
+
+
+def choose_cost(known: KnownCosts, mode: CostMode = CostMode.AUTO) -> CostChoice:
+    """Return the cost model in force, with the work of shared experts of the shape."""
+    found = [
+        _candidate(CostSource.MEASURED, lambda: measured_cost(known.fit)),
+        _candidate(CostSource.PROFILED, lambda: profiled_cost(known)),
+        _candidate(CostSource.DERIVED, lambda: _derived(known)),
+    ]
+    models = [one.model for one in found if one.model is not None]
+    if mode is CostMode.TOKENS or not models:
+        asked = "the setting planner.cost asks for tokens"
+        detail = asked if mode is CostMode.TOKENS else "; ".join(one.reason for one in found)
+        return CostChoice(replace(TOKENS, detail=detail), tuple(found))
+    chosen = _with_measured_speeds(models, known.fit)
+    chosen = replace(chosen, shared_tokens=shared_tokens(known.shape))
+    others = tuple(
+        replace(one, time_ratio=_time_ratio(one.model, chosen, known))
+        for one in found
+        if one.source is not chosen.source
+    )
+    return CostChoice(replace(chosen, detail=_detail(chosen, others)), others)
+
+
+def _candidate(source: CostSource, build: Callable[[], CostModel]) -> CostCandidate:
+    try:
+        return CostCandidate(source, build())
+    except InvalidInput as error:
+        return CostCandidate(source, None, str(error))
+
+
+# --- one source each ------------------------------------------------------------------------------
+
+
+def measured_cost(fit: TimeFit | NoFit) -> CostModel:
+    """Return the model of a fit: `factor_r * (fixed_s + s_per_token * (tokens + replicas' start))`.
+
+    Raises:
+        InvalidInput: there is no fit, or its error is too large.
+    """
+    if isinstance(fit, NoFit):
+        raise InvalidInput(f"not measured: {fit.reason}")
+    if fit.error > MAX_FIT_ERROR:
+        raise InvalidInput(
+            f"not measured: the mean error of the fit is {fit.error:.0%} of the time, at most"
+            f" {MAX_FIT_ERROR:.0%} is used"
+        )
+    named = ", ".join(str(rank) for rank in fit.drifted)
+    notes = (
+        f"{fit.steps} steps",
+        fit.note,
+        f"the speed of rank {named} has changed" if fit.drifted else "",
+    )
+    return CostModel(
+        _linear(fit.factors * fit.fixed_s, fit.factors * fit.s_per_token),
+        ReplicaWork(start_tokens=fit.s_per_replica / fit.s_per_token),
+        source=CostSource.MEASURED,
+        detail="; ".join(note for note in notes if note),
+        fit_error=fit.error,
+    )
+
+
+def profiled_cost(known: KnownCosts) -> CostModel:
+    """Return the model of the ranks' profiles: by tokens and replicas if all told it, else curves.
+
+    Raises:
+        InvalidInput: some rank told no profile, or the profiles do not fit together.
+    """
+    costs = [rank.replica_cost for rank in known.ranks]
+    told = [cost for cost in costs if cost is not None]
+    curves = [rank.curve for rank in known.ranks]
+    if len(told) == len(costs) and told:
+        worst = max(told, key=lambda cost: cost.fit_error)
+        if worst.fit_error <= MAX_FIT_ERROR:
+            return _by_replicas(told, known.now_unix)
+        if None in curves:
+            raise InvalidInput(
+                f"not profiled: the profile of rank {costs.index(worst)} has a mean error of"
+                f" {worst.fit_error:.0%}, at most {MAX_FIT_ERROR:.0%} is used"
+            )
+    missing = [rank for rank, curve in enumerate(curves) if curve is None]
+    if missing:
+        of_all = len(missing) == len(curves) and not told
+        who = "no rank" if of_all else f"not every rank (missing: {_some(missing, told, costs)})"
+        raise InvalidInput(f"not profiled: {who} told a profile")
+    tiles = sorted({curve.tile_tokens for curve in curves if curve is not None})
+    joined = join_curves(curves)
+    if joined is None:
+        raise InvalidInput(f"not profiled: the ranks told curves with tiles of {tiles} tokens")
+    idle = [rank for rank, row in enumerate(joined.tile_seconds) if row[-1] == 0.0]
+    if idle:
+        raise InvalidInput(f"not profiled: the curve of rank {idle[0]} is 0 seconds at any tokens")
+    return CostModel(joined, source=CostSource.PROFILED, detail=f"curves of {len(curves)} ranks")
+
+
+def _some(missing: list[int], told: list[ReplicaCost], costs: Sequence[ReplicaCost | None]) -> str:
+    """Return the first ranks without a profile, of the kind that more ranks told."""
+    if len(told) > len(costs) - len(missing):
+        missing = [rank for rank, cost in enumerate(costs) if cost is None]
+    return ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
+
+
+def _by_replicas(told: Sequence[ReplicaCost], now_unix: float) -> CostModel:
+    """Return the ranks' own slopes by tokens, and the work of a replica of the median rank."""
+    per_token = np.array([cost.s_per_token for cost in told])
+    start = float(np.median([cost.s_per_replica for cost in told] / per_token))
+    read = float(np.median([cost.read_s for cost in told] / per_token))
+    age_s = max(0.0, now_unix - min(cost.measured_unix_s for cost in told))
+    return CostModel(
+        _linear(np.array([cost.fixed_s for cost in told]), per_token),
+        ReplicaWork(read_tokens=read, start_tokens=start),
+        source=CostSource.PROFILED,
+        detail=f"profiles of {len(told)} ranks, the oldest of {_age(age_s)} ago",
+        fit_error=max(cost.fit_error for cost in told),
+    )
+
+
+def _derived(known: KnownCosts) -> CostModel:
+    """Return the derived model.
+
+    Raises:
+        InvalidInput: the ranks disagree on the device, or its figures are not known.
+    """
+    names = sorted({(rank.device, rank.weight_format) for rank in known.ranks})
+    if len(names) > 1:
+        both = " and ".join(
+            f"{device or 'no device'} ({kind or '?'})" for device, kind in names[:3]
+        )
+        raise InvalidInput(f"not derived: the ranks have different devices, {both}")
+    if not names:
+        raise InvalidInput("not derived: no rank is connected")
+    try:
+        return derived_cost(known.shape, *names[0])
+    except InvalidInput as error:
+        raise InvalidInput(f"not derived: {error}") from None
+
+
+def _linear(fixed_s: NDArray[np.float64], per_token: NDArray[np.float64]) -> CostCurves:
+    """Return C_r(n) = fixed_s[r] + n * per_token[r] for n >= 1; both (R,)."""
+    return CostCurves(1, (fixed_s + per_token)[:, None], np.asarray(per_token, np.float64))
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def _with_measured_speeds(models: Sequence[CostModel], fit: TimeFit | NoFit) -> CostModel:
+    """Return the most trusted model.
+
+    A fit that cannot tell replicas from tokens gives only the speeds of the ranks, if the next
+    model knows the work of a replica.
+    """
+    chosen = models[0]
+    if chosen.source is not CostSource.MEASURED or isinstance(fit, NoFit) or not fit.note:
+        return chosen
+    by_replicas = next((one for one in models[1:] if not one.replica.proportional), None)
+    if by_replicas is None or by_replicas.curves is None:
+        return chosen
+    curves = by_replicas.curves
+    middle = np.median(curves.tile_seconds, axis=0), np.median(curves.slope_s_per_token)
+    scaled = CostCurves(
+        curves.tile_tokens, fit.factors[:, None] * middle[0][None, :], fit.factors * middle[1]
+    )
+    return replace(
+        by_replicas, curves=scaled, detail=f"{by_replicas.detail}; speeds of the ranks are measured"
+    )
+
+
+def _time_ratio(model: CostModel | None, chosen: CostModel, known: KnownCosts) -> float | None:
+    """Return the mean time of a rank at the present load over that of the model in force."""
+    if model is None or not known.tokens_per_rank > 0 or not known.active_per_rank > 0:
+        return None
+    of_model, of_chosen = (
+        float(rank_times(_typical_work(one, known), one).mean()) for one in (model, chosen)
+    )
+    return of_model / of_chosen if of_chosen > 0 else None
+
+
+def _typical_work(model: CostModel, known: KnownCosts) -> NDArray[np.float64]:
+    each = np.array([known.tokens_per_rank / known.active_per_rank])
+    work = known.active_per_rank * float(replica_work(each, model.replica)[0])
+    return np.full(known.shape.num_ranks, work)
+
+
+def _detail(chosen: CostModel, others: Sequence[CostCandidate]) -> str:
+    """Return the model's detail, and which other model predicts other times."""
+    parts = [chosen.detail]
+    for other in others:
+        ratio = other.time_ratio
+        if ratio is not None and not 1 / DISAGREEMENT < ratio < DISAGREEMENT:
+            parts.append(f"{other.source.value} it would be {ratio:.2g} times as long")
+    return "; ".join(part for part in parts if part)
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

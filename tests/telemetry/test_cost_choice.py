@@ -1,0 +1,162 @@
+"""The best known cost model is used, and what is bad or missing is named, never guessed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.model.cost import CostMode, CostSource
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.problem.derived_cost import derived_cost
+from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
+from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, choose_cost
+from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
+from evenkeel_moe.wire.link import CostCurve, ReplicaCost
+
+SHAPE = ModelShape(2, 8, 4, 3, 2, 3 * 7168 * 2048, shared_experts=1.0)
+H100 = RankNumbers("NVIDIA H100 80GB HBM3", "fp8")
+NOW = 1_800_000_000.0
+PROFILE = ReplicaCost(2e-5, 6e-8, 1e-6, 1.2e-5, 0.03, NOW - 7200)
+CURVE = CostCurve(64, (1e-3, 2e-3), 1e-5)
+FIT = TimeFit(
+    fixed_s=1e-5,
+    s_per_token=5e-8,
+    s_per_replica=1e-5,
+    factors=np.array([1.0, 1.0, 1.12, 1.0]),
+    factor_errors=np.full(4, 0.002),
+    error=0.02,
+    explained=0.97,
+    steps=256,
+)
+NONE = NoFit("no rank reports seconds")
+
+
+def known(ranks=(H100,) * 4, fit=NONE) -> KnownCosts:
+    return KnownCosts(SHAPE, ranks, fit, 100.0, 2.0, NOW)
+
+
+def chosen(*args, **kwargs):
+    return choose_cost(known(*args, **kwargs)).model
+
+
+def seconds(model, tokens):
+    """Return the time of each rank with one replica of so many tokens."""
+    return rank_times(replica_work(np.full(4, float(tokens)), model.replica), model)
+
+
+def test_a_sound_fit_comes_before_a_profile_before_the_data_sheet():
+    profiled = [replace(H100, replica_cost=PROFILE)] * 4
+    assert chosen().source is CostSource.DERIVED
+    assert chosen(profiled).source is CostSource.PROFILED
+    choice = choose_cost(known(profiled, FIT))
+    assert choice.model.source is CostSource.MEASURED
+    assert [one.source for one in choice.others] == [CostSource.PROFILED, CostSource.DERIVED]
+    assert all(one.time_ratio is not None for one in choice.others)
+    assert choice.model.shared_tokens == 0.5
+    assert choice.model.fit_error == 0.02
+
+
+def test_the_models_are_those_of_their_numbers():
+    found = seconds(chosen(fit=FIT), 100)
+    assert found == pytest.approx(FIT.factors * (1e-5 + 1e-5 + 100 * 5e-8))
+    slow = replace(PROFILE, s_per_token=9e-8, s_per_replica=1.5e-6, read_s=1.8e-5)
+    ranks = [replace(H100, replica_cost=one) for one in (PROFILE, PROFILE, slow, PROFILE)]
+    model = chosen(ranks)
+    assert seconds(model, 10) == pytest.approx([3.3e-5, 3.3e-5, 2e-5 + 1.95e-5, 3.3e-5])
+    assert seconds(model, 1000)[0] == pytest.approx(2e-5 + 1e-6 + 6e-5)
+    assert "profiles of 4 ranks, the oldest of 2 h ago" in model.detail
+    assert seconds(chosen([replace(H100, curve=CURVE)] * 4), 65) == pytest.approx([2e-3] * 4)
+
+
+def test_no_numbers_mean_tokens_with_every_reason():
+    model = chosen([RankNumbers()] * 4)
+    assert model.by_tokens
+    assert model.source is CostSource.TOKENS
+    assert "not measured: no rank reports seconds" in model.detail
+    assert "not profiled: no rank told a profile" in model.detail
+    assert "not derived" in model.detail
+
+
+def test_the_operator_can_ask_for_tokens():
+    choice = choose_cost(known(fit=FIT), CostMode.TOKENS)
+    assert choice.model.by_tokens
+    assert "planner.cost" in choice.model.detail
+    assert choice.others[0].model is not None, "the others are still shown"
+
+
+def reason_of(source, *args, **kwargs):
+    choice = choose_cost(known(*args, **kwargs))
+    one = next(one for one in choice.others if one.source is source)
+    assert one.model is None
+    return one.reason
+
+
+def test_a_fit_with_a_large_error_is_not_used():
+    bad = replace(FIT, error=0.3)
+    assert chosen(fit=bad).source is CostSource.DERIVED
+    assert "mean error of the fit is 30%" in reason_of(CostSource.MEASURED, fit=bad)
+
+
+def test_ranks_that_disagree_on_the_device_are_not_derived():
+    mixed = [H100, H100, H100, replace(H100, device="NVIDIA H200")]
+    reason = reason_of(CostSource.DERIVED, mixed)
+    assert "different devices" in reason and "H100" in reason and "H200" in reason
+    formats = [H100, H100, H100, replace(H100, weight_format="bf16")]
+    assert "different devices" in reason_of(CostSource.DERIVED, formats)
+    assert chosen(mixed).by_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({2: {}}, "not every rank (missing: 2) told a profile"),
+        ({1: {"curve": CostCurve(32, (1e-3,), 0.0)}}, "tiles of [32, 64] tokens"),
+        ({3: {"curve": CostCurve(64, (0.0,), 0.0)}}, "rank 3 is 0 seconds"),
+    ],
+)
+def test_curves_that_do_not_fit_together_are_not_used(changes, words):
+    ranks = [replace(H100, **changes.get(rank, {"curve": CURVE})) for rank in range(4)]
+    assert words in reason_of(CostSource.PROFILED, ranks)
+    assert chosen(ranks).source is CostSource.DERIVED
+
+
+def test_a_profile_with_a_large_error_yields_to_curves_or_is_named():
+    bad = replace(PROFILE, fit_error=0.4)
+    both = [replace(H100, curve=CURVE, replica_cost=bad)] * 4
+    assert "curves of 4 ranks" in chosen(both).detail
+    ranks = [replace(H100, replica_cost=bad if rank == 1 else PROFILE) for rank in range(4)]
+    assert "rank 1 has a mean error of 40%" in reason_of(CostSource.PROFILED, ranks)
+
+
+def test_a_rank_without_a_profile_by_replicas_is_named():
+    ranks = [replace(H100, replica_cost=PROFILE if rank else None) for rank in range(4)]
+    assert "missing: 0" in reason_of(CostSource.PROFILED, ranks)
+
+
+def test_speeds_are_measured_where_slopes_are_not():
+    speeds_only = replace(FIT, s_per_replica=0.0, note="tokens and active replicas rise together")
+    model = chosen(fit=speeds_only)
+    derived = derived_cost(SHAPE, H100.device, H100.weight_format)
+    assert model.source is CostSource.DERIVED
+    assert seconds(model, 100) == pytest.approx(FIT.factors * seconds(derived, 100))
+    assert "speeds of the ranks are measured" in model.detail
+    alone = chosen([RankNumbers()] * 4, speeds_only)
+    assert alone.source is CostSource.MEASURED
+    assert "rise together" in alone.detail
+
+
+def test_models_that_disagree_are_named_with_their_ratio():
+    slower = replace(PROFILE, fixed_s=1e-3)
+    choice = choose_cost(known([replace(H100, replica_cost=slower)] * 4, FIT))
+    ratio = choice.others[0].time_ratio
+    assert ratio is not None and ratio > 10
+    assert f"profiled it would be {ratio:.2g} times as long" in choice.model.detail
+
+
+def test_a_rank_whose_speed_changed_is_named():
+    assert "speed of rank 2 has changed" in chosen(fit=replace(FIT, drifted=(2,))).detail
+
+
+def test_models_are_not_compared_without_load():
+    idle = replace(known(fit=FIT), tokens_per_rank=0.0, active_per_rank=0.0)
+    assert all(one.time_ratio is None for one in choose_cost(idle).others)
