@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.policy import CostChoice, Mode
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import held_out_steps
 from evenkeel_moe.planning.policies.registry import resolve_policy
@@ -166,8 +166,9 @@ class PlannerSettings:
     little gain."""
     cross_node_factor: Annotated[float, Field(ge=1)] = 2.0
     """Cost of a copy from another node relative to one within a node: keel prefers the latter."""
-    rank_speeds: bool = False
-    """Plan with each rank's measured speed. Only for steady measurements: noise causes copies."""
+    cost: CostChoice = CostChoice.AUTO
+    """auto: plan by the best known cost model: measured, profiled, derived, or else tokens.
+    tokens: always by tokens. Plans then ignore slow ranks and the time to read weights."""
     dispatch: DispatchModel = DispatchModel.EVEN
     """The engine's rule to split the tokens of an expert between its replicas. With a wrong one the
     plans suit another engine."""

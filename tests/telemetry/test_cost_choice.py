@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel_moe.model.cost import CostMode, CostSource
+from evenkeel_moe.model.cost import CostSource
+from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
@@ -78,9 +79,9 @@ def test_no_numbers_mean_tokens_with_every_reason():
 
 
 def test_the_operator_can_ask_for_tokens():
-    choice = choose_cost(known(fit=FIT), CostMode.TOKENS)
+    choice = choose_cost(known(fit=FIT), CostChoice.TOKENS)
     assert choice.model.by_tokens
-    assert "planner.cost" in choice.model.detail
+    assert "policy asks for tokens" in choice.model.detail
     assert choice.others[0].model is not None, "the others are still shown"
 
 

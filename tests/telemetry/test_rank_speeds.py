@@ -1,19 +1,15 @@
 """Speed factors from serving do not depend on load or outliers, and slow ranks are logged."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings, price
-from evenkeel_moe.model.cost import CostModel, CostSource
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.moe_time import rank_times
-from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.telemetry.balance import Balance
 from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks, join_curves, speed_factors
 from evenkeel_moe.wire.link import CostCurve
@@ -143,18 +139,6 @@ def test_measured_curves_are_what_the_planner_scores_with():
     assert join_curves([fast, None]) is None
     assert join_curves([fast, CostCurve(32, (1e-3,), 0.0)]) is None
     assert join_curves([]) is None
-    settings = CycleSettings(
-        plan_steps=64,
-        recent_steps=16,
-        copy_bytes_per_s=1e9,
-        copy_cost_tokens=1.0,
-        rank_speeds=True,
-        deadline_s=60.0,
-        objective=Objective(),
-    )
-    for speeds in (True, False):
-        cost, copy_s = price(np.zeros(0), 1_000_000, replace(settings, rank_speeds=speeds), joined)
-        assert cost.curves is joined and cost.source is CostSource.PROFILED and copy_s == 1e-3
 
 
 PLACEMENT = Placement(np.arange(4, dtype=np.int32)[None], 4, 4)
@@ -168,16 +152,6 @@ def seen(balance, tokens, seconds, placement=PLACEMENT):
     )
     balance.update({Phase.MIXED: [window]}, placement)
     return balance
-
-
-def test_the_planner_compares_ranks_at_the_same_tokens():
-    tokens, seconds = served(np.array([1.0, 1.0, 1.2, 1.0]), shares=np.array([1.0, 1.0, 1.0, 0.2]))
-    paces = seen(Balance(512), tokens, seconds).comparable_seconds_per_token()
-    assert np.allclose(paces / paces[0], [1.0, 1.0, 1.2, 1.0], rtol=0.06)
-    seconds[:, 1] = np.nan
-    assert np.isnan(seen(Balance(512), tokens, seconds).comparable_seconds_per_token()[1]), (
-        "unknown is never a speed"
-    )
 
 
 def test_factors_stand_until_sixteen_more_steps_came():

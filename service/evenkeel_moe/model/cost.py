@@ -63,15 +63,6 @@ class CostBasis:
         return _IN_WORDS[self.source] + (f" ({about})" if about else "")
 
 
-class CostMode(StrEnum):
-    """The operator's choice of the cost model."""
-
-    AUTO = "auto"
-    """The best of the models that are known."""
-    TOKENS = "tokens"
-    """Tokens, whatever else is known."""
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class CostCurves:
     """Seconds of one MoE layer on each rank as a function of its work (GEM eq. 1).

@@ -155,18 +155,6 @@ class Balance:
         self._steps_since_factors = 0
         return found
 
-    def comparable_seconds_per_token(self) -> NDArray[np.float64]:
-        """Return (R,) seconds per token that can be compared between ranks.
-
-        They are those of the median rank times the factor of each rank, because the own seconds per
-        token of a rank with few tokens would make it look slow. While factors are unknown they are
-        the own ones. NaN if not measured; empty before the first step.
-        """
-        own, factors = self.seconds_per_token(), self.speed_factors()
-        if len(own) and np.isfinite(own).all() and np.isfinite(factors).all():
-            return np.asarray(np.median(own) * factors, np.float64)
-        return own
-
     def _joined(self, name: str, phase: Phase | None = None) -> NDArray[np.float64] | None:
         """Concatenate a figure over one phase or all; None before the first step."""
         parts = [

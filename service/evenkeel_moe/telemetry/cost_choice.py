@@ -14,11 +14,11 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.cost import (
     TOKENS,
     CostCurves,
-    CostMode,
     CostModel,
     CostSource,
     ReplicaWork,
 )
+from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
@@ -72,7 +72,7 @@ class CostCandidate:
 
 
 @dataclass(frozen=True, slots=True)
-class CostChoice:
+class ChosenCost:
     """The cost model in force, and the others."""
 
     model: CostModel
@@ -80,7 +80,7 @@ class CostChoice:
     """The other sources, the most trusted first."""
 
 
-def choose_cost(known: KnownCosts, mode: CostMode = CostMode.AUTO) -> CostChoice:
+def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> ChosenCost:
     """Return the cost model in force, with the work of shared experts of the shape."""
     found = [
         _candidate(CostSource.MEASURED, lambda: measured_cost(known.fit)),
@@ -88,10 +88,10 @@ def choose_cost(known: KnownCosts, mode: CostMode = CostMode.AUTO) -> CostChoice
         _candidate(CostSource.DERIVED, lambda: _derived(known)),
     ]
     models = [one.model for one in found if one.model is not None]
-    if mode is CostMode.TOKENS or not models:
-        asked = "the setting planner.cost asks for tokens"
-        detail = asked if mode is CostMode.TOKENS else "; ".join(one.reason for one in found)
-        return CostChoice(replace(TOKENS, detail=detail), tuple(found))
+    if asked is CostChoice.TOKENS or not models:
+        chosen_by = "the deployment's policy asks for tokens"
+        detail = chosen_by if asked is CostChoice.TOKENS else "; ".join(one.reason for one in found)
+        return ChosenCost(replace(TOKENS, detail=detail), tuple(found))
     chosen = _with_measured_speeds(models, known.fit)
     chosen = replace(chosen, shared_tokens=shared_tokens(known.shape))
     others = tuple(
@@ -99,7 +99,7 @@ def choose_cost(known: KnownCosts, mode: CostMode = CostMode.AUTO) -> CostChoice
         for one in found
         if one.source is not chosen.source
     )
-    return CostChoice(replace(chosen, detail=_detail(chosen, others)), others)
+    return ChosenCost(replace(chosen, detail=_detail(chosen, others)), others)
 
 
 def _candidate(source: CostSource, build: Callable[[], CostModel]) -> CostCandidate:

@@ -17,10 +17,9 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     steps_since_move,
 )
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.cost import TOKENS, CostCurves, CostSource
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
-from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.planning.problem.objective import Objective
 from tests.contracts.test_stores import make_record
 from tests.telemetry.test_balance import SHAPE, make_window
@@ -83,7 +82,6 @@ def settings(**changes) -> CycleSettings:
         "recent_steps": 8,
         "copy_bytes_per_s": 1e6,
         "copy_cost_tokens": 77.0,
-        "rank_speeds": False,
         "deadline_s": 60.0,
         "objective": Objective(),
     }
@@ -92,26 +90,11 @@ def settings(**changes) -> CycleSettings:
 
 def test_a_copy_costs_what_a_rank_computes_meanwhile():
     speeds = np.array([1e-6, 3e-6])
-    by_tokens, in_tokens = price(speeds, 1000, settings())
-    assert by_tokens is TOKENS and in_tokens == pytest.approx(1e-3 / 2e-6)
-    cost, in_seconds = price(speeds, 1000, settings(rank_speeds=True))
-    assert cost.source is CostSource.MEASURED and cost.curves is not None
-    assert np.allclose(cost.curves.slope_s_per_token, speeds)
-    assert in_seconds == pytest.approx(1e-3)
+    assert price(TOKENS, speeds, 1000, settings()) == pytest.approx(1e-3 / 2e-6)
+    in_seconds = CostModel(CostCurves.linear(speeds))
+    assert price(in_seconds, speeds, 1000, settings()) == pytest.approx(1e-3)
     for unknown in (np.zeros(0), np.array([1e-6, math.nan])):
-        assert price(unknown, 1000, settings(rank_speeds=True)) == (TOKENS, 77.0)
-
-
-def test_an_operator_can_choose_tokens_over_every_other_model():
-    speeds = np.array([1e-6, 3e-6])
-    told = CostCurves.linear(speeds)
-    assert price(speeds, 1000, settings(), told)[0].curves is told
-    for curves, rank_speeds in ((told, False), (None, True)):
-        cost, copy_cost = price(
-            speeds, 1000, settings(rank_speeds=rank_speeds), curves, CostChoice.TOKENS
-        )
-        assert cost is TOKENS and copy_cost == pytest.approx(1e-3 / 2e-6)
-    assert price(np.zeros(0), 1000, settings(), told, CostChoice.TOKENS) == (TOKENS, 77.0)
+        assert price(TOKENS, unknown, 1000, settings()) == 77.0
 
 
 def test_only_plans_that_ran_start_the_cooldown():

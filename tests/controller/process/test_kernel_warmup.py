@@ -14,12 +14,15 @@ from dataclasses import replace
 import numpy as np
 from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
 from evenkeel_moe.model.load import Phase
-from evenkeel_moe.planning.problem import kernels, metrics
+from evenkeel_moe.planning.problem import kernels, metrics, moe_time
+from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, choose_cost
+from evenkeel_moe.telemetry.step_times import NoFit
 from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.telemetry import step_kernels
 from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.wire.link import ReplicaCost
 from evenkeel_moe.wire import reports, step_checks
 from tests.telemetry.reports import PLACEMENT, SHAPE, Fleet, make_assembler, windows_of
 
@@ -35,7 +38,10 @@ def over_the_wire(report):
     return reports.decode_report(reports.encode_report(report), identity_of(report), SHAPE)
 
 def compiled():
-    named = (kernels.rank_load_kernel, kernels.balancedness_kernel, optimal_split_kernel)
+    named = (
+        kernels.rank_load_kernel, kernels.balancedness_kernel, optimal_split_kernel,
+        kernels.replica_work_kernel, kernels.step_times_kernel,
+    )
     functions = [one for module in (step_kernels, step_checks) for one in vars(module).values()]
     ours = [one for one in functions if hasattr(one, "signatures")]
     return [len(one.signatures) for one in (*ours, *named)]
@@ -52,6 +58,11 @@ assembler.take(nothing)
 counts = window.slice(slice(1, None)).counts
 for load in (counts, counts.sum(axis=0, dtype=np.float64)[None]):
     metrics.balancedness(metrics.rank_load(load, PLACEMENT, SplitModel(dispatch)))
+costs = RankNumbers("H100", "bf16", None, ReplicaCost(0.0, 1e-6, 1e-6, 1e-5, 0.0, 0.0))
+no_fit = NoFit("none")
+known = KnownCosts(SHAPE, [costs] * SHAPE.num_ranks, no_fit, 100.0, 2.0, 0.0)
+assert choose_cost(known).others[1].time_ratio is not None
+moe_time.predicted_time(counts, PLACEMENT, split=SplitModel(dispatch))
 assert compiled() == before, (before, compiled())
 """
 

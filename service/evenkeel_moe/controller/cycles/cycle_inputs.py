@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import Reason, Unavailable
-from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
-from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.waves import schedule_waves
@@ -30,7 +29,6 @@ class CycleSettings:
     recent_steps: int
     copy_bytes_per_s: float
     copy_cost_tokens: float
-    rank_speeds: bool
     deadline_s: float
     objective: Objective
     """Without `cost`, `copy_cost` and `limits`: each cycle fills them in."""
@@ -158,28 +156,22 @@ def merge_phases(
 
 
 def price(
+    cost: CostModel,
     seconds_per_token: NDArray[np.float64],
     bytes_per_expert: int,
     settings: CycleSettings,
-    curves: CostCurves | None = None,
-    choice: CostChoice = CostChoice.AUTO,
-) -> tuple[CostModel, float]:
-    """Return the cost model and the price of a copy in its unit.
+) -> float:
+    """Return the price of a copy in the unit of the cost model.
 
-    Curves that all ranks have told are used. Without them, or if the operator chose tokens, the
-    score is in tokens, and a copy costs as many tokens as the mean rank computes in the time of the
-    copy.
+    In tokens, a copy costs as many as the mean rank computes in the time of the copy, if the ranks'
+    (R,) seconds per token are known.
     """
-    measured = len(seconds_per_token) > 0 and bool(np.isfinite(seconds_per_token).all())
     copy_s = bytes_per_expert / settings.copy_bytes_per_s
-    if choice is CostChoice.AUTO and curves is not None:
-        return CostModel(curves, source=CostSource.PROFILED), copy_s
-    if not measured:
-        return TOKENS, settings.copy_cost_tokens
-    if choice is CostChoice.AUTO and settings.rank_speeds:
-        model = CostModel(CostCurves.linear(seconds_per_token), source=CostSource.MEASURED)
-        return model, copy_s
-    return TOKENS, copy_s / float(seconds_per_token.mean())
+    if cost.in_seconds:
+        return copy_s
+    if len(seconds_per_token) > 0 and bool(np.isfinite(seconds_per_token).all()):
+        return copy_s / float(seconds_per_token.mean())
+    return settings.copy_cost_tokens
 
 
 _RAN = frozenset({PlanPhase.COMMITTED, PlanPhase.ABORTED, PlanPhase.CANCELLED})

@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     CycleSettings,
@@ -13,12 +16,12 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     price,
     steps_since_move,
 )
+from evenkeel_moe.controller.cycles.rank_costs import RankCosts
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Reason, Unavailable
-from evenkeel_moe.model.cost import CostCurves, CostModel
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.load import Phase
-from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.cycle import CycleInputs
@@ -26,7 +29,7 @@ from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.ports import Clock, PlanRequest
 from evenkeel_moe.protocol.leader.control import DeploymentControl
-from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks, join_curves
+from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks
 
 _PACE_S = 5.0
 
@@ -72,11 +75,16 @@ class InputBuilder:
     """The cost model of the newest inputs; None before the first."""
     _pace: StepPace = field(default_factory=StepPace, init=False)
     _slow: SlowRanks = field(default_factory=SlowRanks, init=False)
+    _costs: RankCosts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._costs = RankCosts(self.control, self.loads, self.ranks, self.clock)
 
     def forget(self) -> None:
         """Start again: the windows begin again for another generation."""
         self.gate_memory = GateMemory()
         self.cost = None
+        self._costs.forget()
         self._pace = StepPace()
 
     def measure_pace(self) -> None:
@@ -133,41 +141,35 @@ class InputBuilder:
             steps_since_move=steps_since_move(windows, base.epoch, settings.plan_steps),
             step_s=self._pace.step_s,
             source_load=source,
-            objective=self._objective(shape, base.placement, limits),
+            objective=self._objective(shape, base, limits, load),
             max_evaluations=self.budget.limit(policy),
             policy_options=control.policy.policy_options,
             recent_steps=settings.recent_steps,
         )
 
-    def _objective(self, shape: ModelShape, placement: Placement, limits: PlanLimits) -> Objective:
+    def _objective(
+        self, shape: ModelShape, base: PlanBase, limits: PlanLimits, load: NDArray[np.uint32]
+    ) -> Objective:
         balance = self.loads.balance
-        balance.update(self.loads.ingest.parts(), placement)
-        curves = self._rank_curves()
-        cost, copy_cost = price(
-            balance.comparable_seconds_per_token(),
-            shape.bytes_per_expert,
-            self.settings,
-            curves,
-            self.control.policy.cost,
-        )
-        self.cost = cost
+        balance.update(self.loads.ingest.parts(), base.placement)
+        self._log_slow_ranks()
+        cost = self.cost = self._costs.choose(base, shape, load, self.control.policy.cost)
         return replace(
             self.settings.objective,
             cost=cost,
-            copy_cost=copy_cost,
+            copy_cost=price(
+                cost, balance.seconds_per_token(), shape.bytes_per_expert, self.settings
+            ),
             limits=limits,
             fill_slots=self.control.membership.slots_stay_filled(),
         )
 
-    def _rank_curves(self) -> CostCurves | None:
-        """Return the measured curves if every rank has one; log ranks that have become slow."""
+    def _log_slow_ranks(self) -> None:
         members = self.control.membership.members
         devices = {
             int(rank): Device(one.hello.node, one.hello.gpu_uuid) for rank, one in members.items()
         }
         self._slow.update(self.control.deployment, self.loads.balance.speed_factors(), devices)
-        sessions = [self.ranks.by_stream.get(members[rank].stream) for rank in sorted(members)]
-        return join_curves([None if session is None else session.curve for session in sessions])
 
     def _plan_history(self) -> tuple[int, float | None]:
         """Count the plans that failed in a row; return also when the last plan ended [Unix s]."""

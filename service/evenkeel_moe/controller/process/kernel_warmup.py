@@ -6,6 +6,7 @@ import numpy as np
 import structlog
 
 from evenkeel_moe.adapters.redis.encoding import pack_window
+from evenkeel_moe.model.cost import ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import (
@@ -18,7 +19,7 @@ from evenkeel_moe.model.load import (
 )
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.telemetry.assembly import StepAssembler
@@ -56,6 +57,8 @@ def _uses(dispatch: DispatchModel) -> Iterator[Callable[[], object]]:
     yield lambda: metrics.rank_load(load.astype(np.uint32), placement, split)
     yield lambda: metrics.rank_load(load, placement, split)
     yield lambda: metrics.balancedness(load)
+    yield lambda: moe_time.replica_work(np.ones(1), ReplicaWork(start_tokens=1.0))
+    yield lambda: moe_time.predicted_time(load.astype(np.uint32), placement, split=split)
     one, none = np.zeros((1, 1)), np.zeros(1, np.int64)
     yield lambda: pack_window(LoadWindow(load.astype(np.uint32), none, none, none[:, None], one))
 

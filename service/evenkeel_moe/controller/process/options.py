@@ -8,6 +8,7 @@ from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.grpc.server import ServerOptions
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings
 from evenkeel_moe.controller.deployment.deployment import DeploymentOptions
+from evenkeel_moe.model.cost import TOKENS
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
@@ -46,7 +47,11 @@ def deployment_options(settings: Settings, advertise: str) -> DeploymentOptions:
         ),
         policy=_from_sections(DeploymentPolicy, planner),
         cycle=_from_sections(
-            CycleSettings, settings.window, planner, objective=_from_sections(Objective, planner)
+            CycleSettings,
+            settings.window,
+            planner,
+            # The objective's cost is a model, which each cycle chooses by planner.cost.
+            objective=_from_sections(Objective, planner, cost=TOKENS),
         ),
         window_steps=settings.window.steps,
         max_pending=ingest.max_pending_steps,

@@ -1,0 +1,95 @@
+"""Collects what is known of the ranks' times, and chooses the cost model that cycles score by."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
+from evenkeel_moe.controller.ingest.group_loads import GroupLoads
+from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
+from evenkeel_moe.model.cost import CostModel, CostSource
+from evenkeel_moe.model.ids import EpRank
+from evenkeel_moe.model.policy import CostChoice
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.ports import Clock
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.telemetry.cost_choice import ChosenCost, KnownCosts, RankNumbers, choose_cost
+from evenkeel_moe.telemetry.rank_times import RankTimes
+
+_log = structlog.get_logger(__name__)
+_STEPS = 512
+"""Steps whose seconds are fitted."""
+
+
+@dataclass(eq=False, repr=False)
+class RankCosts:
+    """The cost model of one deployment."""
+
+    control: DeploymentControl
+    loads: GroupLoads
+    ranks: RankSessions
+    clock: Clock
+    _times: RankTimes = field(default_factory=lambda: RankTimes(_STEPS), init=False)
+    _source: CostSource | None = field(default=None, init=False)
+    """The source that was logged last."""
+
+    def forget(self) -> None:
+        """Start again: the ranks are of another generation."""
+        self._times.clear()
+
+    def choose(
+        self, base: PlanBase, shape: ModelShape, load: NDArray[np.uint32], asked: CostChoice
+    ) -> CostModel:
+        """Return the cost model in force, and log a change of its source.
+
+        Args:
+            base: the placement that the ranks use.
+            shape: of the deployment.
+            load: (T, L, E) tokens, at whose mean the models are compared.
+            asked: the operator's choice.
+        """
+        parts = self.loads.ingest.parts()
+        self._times.update(parts, base.placement, base.epoch, self.loads.split())
+        each = max(1, load.shape[0] * load.shape[1] * shape.num_ranks)
+        choice = choose_cost(
+            KnownCosts(
+                shape=shape,
+                ranks=[self._told(EpRank(rank)) for rank in range(shape.num_ranks)],
+                fit=self._times.fit(),
+                tokens_per_rank=float(load.sum()) / each,
+                active_per_rank=float(np.count_nonzero(load)) / each,
+                now_unix=self.clock.unix(),
+            ),
+            asked,
+        )
+        self._log_source(choice)
+        return choice.model
+
+    def _told(self, rank: EpRank) -> RankNumbers:
+        member = self.control.membership.members.get(rank)
+        if member is None:
+            return RankNumbers()
+        session = self.ranks.by_stream.get(member.stream)
+        return RankNumbers(
+            member.hello.device,
+            member.hello.weight_format,
+            None if session is None else session.curve,
+            None if session is None else session.replica_cost,
+        )
+
+    def _log_source(self, choice: ChosenCost) -> None:
+        if choice.model.source is self._source:
+            return
+        self._source = choice.model.source
+        _log.info(
+            "cost_model",
+            deployment=self.control.deployment,
+            source=choice.model.source.value,
+            detail=choice.model.detail,
+            others={
+                one.source.value: one.reason or f"time ratio {one.time_ratio}"
+                for one in choice.others
+            },
+        )

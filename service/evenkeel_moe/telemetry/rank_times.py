@@ -1,0 +1,101 @@
+"""Keeps the tokens, active replicas and seconds of each rank, step by step, and fits them.
+
+Each step is counted under the placement that it ran under, so what is known of the ranks' times
+outlives a move.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InfeasiblePlan
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
+from evenkeel_moe.telemetry.step_times import NoFit, TimeFit, fit_times
+from evenkeel_moe.telemetry.windows import newest_parts
+
+_FIT_EVERY = 16
+"""New steps after which the fit is made again; it takes milliseconds to tens of milliseconds."""
+_COLUMNS = 3
+
+
+class RankTimes:
+    """Tokens, active replicas and seconds of the ranks in the newest steps of all phases.
+
+    Args:
+        capacity: steps that are kept.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._newest: dict[Phase, int] = {}
+        self._steps = np.zeros(0, np.int64)
+        self._rows = np.zeros((0, _COLUMNS, 0))
+        """(T, 3, R) tokens, active replicas and seconds, oldest step first."""
+        self._layers = 0
+        self._fit: TimeFit | NoFit | None = None
+        self._since_fit = 0
+
+    def update(
+        self,
+        windows: Mapping[Phase, Sequence[LoadWindow]],
+        placement: Placement,
+        epoch: int,
+        split: SplitModel,
+    ) -> None:
+        """Add the steps of an epoch that are new since the last call and have seconds.
+
+        Args:
+            windows: each in parts, oldest first.
+            placement: the placement of the epoch.
+            epoch: steps of another epoch are left out.
+            split: how tokens split over replicas now.
+        """
+        if self._rows.shape[2] != placement.num_ranks:
+            self.clear()
+            self._rows = np.zeros((0, _COLUMNS, placement.num_ranks))
+        self._layers = placement.num_layers
+        for phase, parts in windows.items():
+            for part in newest_parts(parts, self._newest.get(phase, -1), self._capacity):
+                self._newest[phase] = int(part.steps[-1])
+                counted = (part.epochs == epoch) & np.isfinite(part.compute_s).any(axis=1)
+                if counted.any():
+                    self._add(part, counted, placement, split)
+
+    def _add(
+        self,
+        part: LoadWindow,
+        counted: NDArray[np.bool_],
+        placement: Placement,
+        split: SplitModel,
+    ) -> None:
+        counts = part.counts[counted]
+        try:
+            by_slot = slot_load(counts, placement, split)
+        except InfeasiblePlan:
+            return  # The placement has lost an expert that has load: its tokens went nowhere.
+        by_rank = by_slot.reshape(len(counts), placement.num_layers, placement.num_ranks, -1)
+        # Below one token, as an even split gives it on average, a replica runs in some steps only.
+        active = np.minimum(by_rank, 1.0).sum(axis=(1, 3))
+        rows = np.stack([by_rank.sum(axis=(1, 3)), active, part.compute_s[counted]], axis=1)
+        cut = slice(-self._capacity, None)
+        steps = np.concatenate([self._steps, part.steps[counted]])
+        order = np.argsort(steps, kind="stable")[cut]
+        self._steps = steps[order]
+        self._rows = np.concatenate([self._rows, rows])[order]
+        self._since_fit += len(rows)
+
+    def fit(self) -> TimeFit | NoFit:
+        """Return the fit to the steps kept; one that succeeded stands until 16 more steps came."""
+        due = 1 if isinstance(self._fit, NoFit) else _FIT_EVERY
+        if self._fit is None or self._since_fit >= due:
+            tokens, active, seconds = (self._rows[:, column] for column in range(_COLUMNS))
+            self._fit = fit_times(tokens, active, seconds, self._layers)
+            self._since_fit = 0
+        return self._fit
