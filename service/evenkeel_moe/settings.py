@@ -170,8 +170,8 @@ class PlannerSettings:
     """auto: plan by the best known cost model: measured, profiled, derived, or else tokens.
     tokens: always by tokens. Plans then ignore slow ranks and the time to read weights."""
     dispatch: DispatchModel = DispatchModel.EVEN
-    """The engine's rule to split the tokens of an expert between its replicas. With a wrong one the
-    plans suit another engine."""
+    """The engine's rule to split the tokens of an expert between its replicas, for deployments
+    whose policy and ranks name none. With a wrong one the plans suit another engine."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of planner processes; each needs about 300 MB for compiled kernels."""
     deadline_s: Seconds = 60.0

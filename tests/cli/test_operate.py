@@ -32,6 +32,14 @@ def test_a_rank_outside_of_waves_is_named_with_its_reason(run, operations):
     assert troubles == ["", "the worker has ended"]
 
 
+def test_a_dispatcher_that_disagrees_is_shown(run, operations):
+    warning = "The policy sets dispatch 'optimal', the ranks tell 'even'."
+    status = make_status(dispatch="optimal", dispatch_warning=warning)
+    operations.views["demo"] = FakeView(status, {}, None)
+    out = run("status", "demo")[1]
+    assert "optimal" in out and warning in out
+
+
 def test_json_is_the_controllers_answer(run):
     code, out, _ = run("status", "demo", "--json")
     assert code == 0

@@ -114,12 +114,12 @@ class Replica:
     def member(self):
         return self.registry.deployments[DEMO]
 
-    async def lead(self, generation="g1", first=1, highest_term=0):
+    async def lead(self, generation="g1", first=1, highest_term=0, **changes):
         """Lead two ranks and wait until they reported their state; return their sessions."""
         streams = [RankStream(first + rank, "peer", capacity=4096) for rank in range(2)]
         sessions = []
         for rank, stream in enumerate(streams):
-            hello = hello_of(rank, generation, first, highest_term=highest_term)
+            hello = hello_of(rank, generation, first, highest_term=highest_term, **changes)
             sessions.append(await self.registry.attach(hello, stream))
         assert all(sessions)
         for rank in range(2):

@@ -10,6 +10,7 @@ from evenkeel_moe.controller.policy_document import (
     policy_from_document,
 )
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
@@ -26,6 +27,7 @@ def test_a_policy_survives_its_document():
         {"min_gain": 0.2},
         Schedule(("daily 01:00 - 05:00",), ("fri 00:00 - mon 00:00",)),
         {"gem": {"restarts": 4, "noise": 0.1}, "craft": {"rule": "knee"}},
+        DispatchModel.NEAREST,
         CostChoice.TOKENS,
     )
     again = policy_from_document(policy_document(policy), DeploymentPolicy())
@@ -34,7 +36,8 @@ def test_a_policy_survives_its_document():
     assert again.schedule == policy.schedule
     assert again.shadow_policies == ("keel", "gem")
     assert again.policy_options == policy.policy_options
-    assert again.cost is CostChoice.TOKENS
+    assert (again.dispatch, again.cost) == (DispatchModel.NEAREST, CostChoice.TOKENS)
+    assert change_policy(again, {"dispatch": None}).dispatch is None
 
 
 def test_a_change_touches_only_what_it_names():
@@ -73,6 +76,8 @@ def test_options_change_one_by_one_and_null_removes_them():
         ({"policy_options": {"gem": {"restart": None}}}, "unknown options of gem: restart; known"),
         ({"policy_options": {"gone": None}}, "unknown policy 'gone'"),
         ({"policy_options": {"eplb": {"a": 1}}}, "eplb takes no options"),
+        ({"dispatch": "best"}, "dispatch 'best' is not null, even or nearest or optimal"),
+        ({"dispatch": 3}, "dispatch 3 is not null, even"),
         ({"cost": "seconds"}, "cost 'seconds' is not auto or tokens"),
         ({"cost": []}, "cost \\[\\] is not auto or tokens"),
         ({"schedule": {"windows": ["sometimes"]}}, "'sometimes' is no weekly span"),

@@ -123,6 +123,7 @@ hellos = st.builds(
     highest_term=highest_terms,
     device=short_text,
     weight_format=st.sampled_from(["", "bf16", "fp8", "a type of later versions"]),
+    dispatch=st.sampled_from(["", "even", "a rule of later versions"]),
     slots_stay_filled=st.booleans(),
 )
 

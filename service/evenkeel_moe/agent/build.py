@@ -78,5 +78,6 @@ def make_hello(
         highest_term=participant.leader.term if participant.leader is not None else 0,
         device=config.device_name,
         weight_format=config.weight_format,
+        dispatch=config.dispatch,
         slots_stay_filled=config.slots_stay_filled,
     )

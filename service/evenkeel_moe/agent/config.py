@@ -24,6 +24,9 @@ class AgentConfig:
     """Name of the device as torch gives it; empty on CPU."""
     weight_format: str = ""
     """Number type in which the experts are computed, such as "bf16"; empty if unknown."""
+    dispatch: str = ""
+    """The engine's rule to split the tokens of an expert over its replicas: a value of
+    `DispatchModel`, or the engine's own name; empty if unknown."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty; plans then fill all slots."""
     weights_version: int = 1

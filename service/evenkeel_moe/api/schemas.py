@@ -150,6 +150,10 @@ class DeploymentOut(ResponseBody):
     frozen_until_unix: float | None
     held: bool | None
     """True after a rollback, until `resume`: no automatic plans."""
+    dispatch: str | None
+    """Model of the engines' dispatcher, for which plans are made."""
+    dispatch_warning: str | None
+    """What disagrees with it, with both names; empty if nothing does."""
 
 
 class DeploymentPage(ResponseBody):

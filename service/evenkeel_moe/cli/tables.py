@@ -65,6 +65,7 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
         "deployment": row["deployment"],
         "state": f"{row['state']} ({row['reason']})",
         "mode, policy": f"{row['mode']}, {row['policy']}{held}",
+        "dispatch": row["dispatch"],
         "frozen until": moment(row["frozen_until_unix"]),
         "leader": f"{row['leader']}, term {row['term']}",
         "epoch": f"{known(row['epoch'])} of generation {row['generation']}",
@@ -86,6 +87,8 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
         for rank in row["ranks"]
         if rank.get("trouble")
     ]
+    if row["dispatch_warning"]:
+        troubles.append(Text(row["dispatch_warning"], style="yellow"))
     return Group(table, Text(), _ranks_table(row["ranks"]), *troubles)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
@@ -37,6 +38,7 @@ def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
             setting.name: float(getattr(gates, setting.name)) for setting in fields(gates)
         },
         "policy_options": {name: dict(given) for name, given in policy.policy_options.items()},
+        "dispatch": None if policy.dispatch is None else policy.dispatch.value,
         "cost": policy.cost.value,
     }
 
@@ -128,8 +130,17 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
         ),
         thresholds=thresholds,
         policy_options=document["policy_options"],
+        dispatch=_dispatch(document["dispatch"]),
         cost=CostChoice(cost),
     )
+
+
+def _dispatch(name: Any) -> DispatchModel | None:
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in set(DispatchModel):
+        raise InvalidInput(f"dispatch {name!r:.40} is not null, {' or '.join(DispatchModel)}")
+    return DispatchModel(name)
 
 
 def _shadows(names: Any) -> tuple[str, ...]:

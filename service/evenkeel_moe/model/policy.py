@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.schedule import Schedule
 
@@ -54,6 +55,9 @@ class DeploymentPolicy:
     policy_options: Mapping[str, Mapping[str, OptionValue]] = field(default_factory=dict)
     """Options of planning algorithms, by algorithm and option. Those of an algorithm hold wherever
     it is used: as `policy`, as a shadow policy and in a manual plan."""
+    dispatch: DispatchModel | None = None
+    """The engines' rule to split tokens over replicas; None takes the one that the ranks told, or
+    else the setting `planner.dispatch`."""
     cost: CostChoice = CostChoice.AUTO
 
     def __post_init__(self) -> None:

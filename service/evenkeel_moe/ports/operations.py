@@ -82,6 +82,10 @@ class DeploymentStatus:
     """True after a rollback: automatic plans wait for `resume`."""
     leader_address: str | None = None
     """host:port by which ranks reach the leader."""
+    dispatch: str = ""
+    """The model of the engines' dispatcher, by which plans are made and balance is computed."""
+    dispatch_warning: str = ""
+    """What disagrees with it, as a sentence with both names; empty if nothing does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,9 @@ class Hello:
     """Name of the device as its driver gives it; empty if unknown or a CPU."""
     weight_format: str = ""
     """Number type in which the experts' weights are computed, such as "bf16"; empty if unknown."""
+    dispatch: str = ""
+    """The engine's rule to split the tokens of an expert over its replicas, if known; a value of
+    `DispatchModel`, or another name."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty. If any rank says so, it holds for the group."""
 

@@ -113,6 +113,7 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
         highest_term=count(MAX_TERM),
         device=_LABEL,
         weight_format=text(32),
+        dispatch=text(64),
     ),
     "heartbeat": message_codec(Heartbeat, pb.Heartbeat, trouble=text(cut=True)),
     "cost_curve": message_codec(

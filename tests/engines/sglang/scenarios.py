@@ -135,6 +135,7 @@ def observe(rank, size):
         "want": want,
         "shape": one.agent.hello().shape,
         "capabilities": sorted(one.agent.hello().capabilities),
+        "dispatch": one.agent.hello().dispatch,
         "slots_stay_filled": one.agent.hello().slots_stay_filled,
     }
 

@@ -43,6 +43,7 @@ def test_every_pass_is_reported_with_its_real_tokens():
         )
         assert seen["capabilities"] == []
         assert seen["slots_stay_filled"]
+        assert seen["dispatch"] == "nearest"
 
 
 def test_moves_of_sglangs_own_planner_are_followed():

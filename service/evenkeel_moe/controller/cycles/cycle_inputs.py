@@ -31,7 +31,8 @@ class CycleSettings:
     copy_cost_tokens: float
     deadline_s: float
     objective: Objective
-    """Without `cost`, `copy_cost` and `limits`: each cycle fills them in."""
+    """Without `cost`, `copy_cost`, `limits`, `dispatch` and `fill_slots`: each cycle fills them
+    in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
@@ -21,6 +22,7 @@ from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape
@@ -31,6 +33,7 @@ from evenkeel_moe.ports import Clock, PlanRequest
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks
 
+_log = structlog.get_logger(__name__)
 _PACE_S = 5.0
 
 
@@ -76,6 +79,8 @@ class InputBuilder:
     _pace: StepPace = field(default_factory=StepPace, init=False)
     _slow: SlowRanks = field(default_factory=SlowRanks, init=False)
     _costs: RankCosts = field(init=False)
+    _dispatch_warning: str = field(default="", init=False)
+    """The newest warning that was logged; empty if nothing disagrees."""
 
     def __post_init__(self) -> None:
         self._costs = RankCosts(self.control, self.loads, self.ranks, self.clock)
@@ -161,8 +166,19 @@ class InputBuilder:
                 cost, balance.seconds_per_token(), shape.bytes_per_expert, self.settings
             ),
             limits=limits,
+            dispatch=self._dispatch(),
             fill_slots=self.control.membership.slots_stay_filled(),
         )
+
+    def _dispatch(self) -> DispatchModel:
+        """Return the model of the dispatcher; log what disagrees with it, once."""
+        choice = self.loads.dispatch_choice()
+        if choice.warning and choice.warning != self._dispatch_warning:
+            _log.warning(
+                "dispatch_disagrees", deployment=self.control.deployment, detail=choice.warning
+            )
+        self._dispatch_warning = choice.warning
+        return choice.model
 
     def _log_slow_ranks(self) -> None:
         members = self.control.membership.members

@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from evenkeel_moe.controller.ingest.dispatch_choice import DispatchChoice, choose_dispatch
 from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -35,7 +36,8 @@ class GroupLoads:
         control: the machine; only read.
         store: keeps the shape, which says whose windows are stored.
         plan_steps: newest steps of a phase that count for the balance.
-        dispatch: how the engines split an expert's tokens over its replicas.
+        dispatch: the model of the engines' dispatcher where neither the policy nor the ranks name
+            one.
     """
 
     control: DeploymentControl
@@ -63,7 +65,13 @@ class GroupLoads:
 
     def split(self) -> SplitModel:
         """Return how tokens split over replicas now, for the gauges as for the gates."""
-        return SplitModel(self.dispatch, self.topology())
+        return SplitModel(self.dispatch_choice().model, self.topology())
+
+    def dispatch_choice(self) -> DispatchChoice:
+        """Return the model of the dispatcher now, and what disagrees with it."""
+        members = self.control.membership.members.values()
+        told = (member.hello.dispatch for member in members)
+        return choose_dispatch(self.control.policy.dispatch, told, self.dispatch)
 
     # --- following the machine --------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class LiveView:
         mean, worst = loads.balance.summary()
         staged = control.executor.staged.values() if control.executor is not None else ()
         winner, leading = leadership.keeper.winner, leadership.keeper.leading
-        frozen_until = control.frozen_until
+        frozen_until, choice = control.frozen_until, loads.dispatch_choice()
         return DeploymentStatus(
             deployment=control.deployment,
             state=control.state,
@@ -111,6 +111,8 @@ class LiveView:
             frozen_until_unix=frozen_until if frozen_until > now + control.unix_offset_s else None,
             held=control.held,
             leader_address=leadership.advertise if leading else None,
+            dispatch=choice.model.value,
+            dispatch_warning=choice.warning,
         )
 
     def _of_last_cycle(self, name: str) -> float | None:

@@ -1,6 +1,7 @@
 """Compiles, before the controller serves, the kernels that its event loop calls."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import structlog
@@ -31,15 +32,13 @@ _MAX_KERNELS = 20
 """Most kernels that a single use may call."""
 
 
-def warm_kernels(dispatch: DispatchModel) -> None:
+def warm_kernels() -> None:
     """Compile the kernels, or load them from the disk, by one step of a toy group.
 
-    Otherwise the first report of a rank would delay all others.
-
-    Args:
-        dispatch: how the engines split tokens over replicas; it decides which kernels are used.
+    Otherwise the first report of a rank would delay all others. Every dispatch model is used once:
+    which of them a deployment has becomes known only from its ranks and its policy.
     """
-    for use in _uses(dispatch):
+    for use in _uses():
         for _ in range(_MAX_KERNELS):
             try:
                 use()
@@ -50,12 +49,13 @@ def warm_kernels(dispatch: DispatchModel) -> None:
                 _log.warning("kernel_not_cached", error=str(error))
 
 
-def _uses(dispatch: DispatchModel) -> Iterator[Callable[[], object]]:
+def _uses() -> Iterator[Callable[[], object]]:
     """Yield functions that each call some kernels for the first time."""
-    placement, split, load = Placement.initial(_SHAPE), SplitModel(dispatch), np.ones((1, 1, 2))
+    placement, load = Placement.initial(_SHAPE), np.ones((1, 1, 2))
     yield _assemble
-    yield lambda: metrics.rank_load(load.astype(np.uint32), placement, split)
-    yield lambda: metrics.rank_load(load, placement, split)
+    for split in map(SplitModel, DispatchModel):
+        yield partial(metrics.rank_load, load.astype(np.uint32), placement, split)
+        yield partial(metrics.rank_load, load, placement, split)
     yield lambda: metrics.balancedness(load)
     yield lambda: moe_time.replica_work(np.ones(1), ReplicaWork(start_tokens=1.0))
     yield lambda: moe_time.predicted_time(load.astype(np.uint32), placement, split=split)

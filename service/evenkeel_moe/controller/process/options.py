@@ -45,7 +45,8 @@ def deployment_options(settings: Settings, advertise: str) -> DeploymentOptions:
             cycle_deadline_s=2 * planner.deadline_s,
             wave=_from_sections(WaveTiming, migration, advanced),
         ),
-        policy=_from_sections(DeploymentPolicy, planner),
+        # The setting of the same name is for deployments whose policy and ranks name no dispatcher.
+        policy=_from_sections(DeploymentPolicy, planner, dispatch=None),
         cycle=_from_sections(
             CycleSettings,
             settings.window,

@@ -134,7 +134,7 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
     planner = PlannerPool(settings.planner.workers, deadline_s=settings.planner.deadline_s)
     stack.callback(planner.close)
     # Before leases are sought: a leader must be able to take reports at once.
-    await asyncio.to_thread(warm_kernels, settings.planner.dispatch)
+    await asyncio.to_thread(warm_kernels)
     return _Servers(
         tokens, clock, metrics, health, embedded, grpc, metrics_server, rest, client, planner
     )

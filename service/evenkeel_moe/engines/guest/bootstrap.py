@@ -4,6 +4,7 @@ import json
 import socket
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def make_guest(
     broadcast: Broadcast,
     device: torch.device,
     side: CountingSide = CountingSide.SOURCE,
+    dispatch: str = "",
     slots_stay_filled: bool = False,
     link: RankLink | None = None,
 ) -> GuestAgent:
@@ -60,6 +62,7 @@ def make_guest(
         broadcast: tells the ranks the address of the store.
         device: where the weights are.
         side: what will be recorded.
+        dispatch: as in `AgentConfig`.
         slots_stay_filled: True if the engine cannot leave a slot empty.
         link: used instead of gRPC to the controllers.
 
@@ -68,8 +71,10 @@ def make_guest(
         PeerViolation: the ranks start with different values.
     """
     store, generation = _open_store(settings, rank, shape.num_ranks, broadcast)
-    config = _agent_config(
-        settings, rank, shape, generation, device, side, slots_stay_filled=slots_stay_filled
+    config = replace(
+        _agent_config(settings, rank, shape, generation, device, side),
+        dispatch=dispatch,
+        slots_stay_filled=slots_stay_filled,
     )
     curve = _load_curve(settings, config.gpu_uuid)
     agent = GuestAgent(
@@ -112,8 +117,6 @@ def _agent_config(
     generation: str,
     device: torch.device,
     side: CountingSide,
-    *,
-    slots_stay_filled: bool,
 ) -> AgentConfig:
     return AgentConfig(
         identity=rank_identity(settings.deployment, rank, generation),
@@ -123,7 +126,6 @@ def _agent_config(
         device_name=device_name(device),
         weights_version=settings.weights_version,
         side=side,
-        slots_stay_filled=slots_stay_filled,
         # The engine stages one layer at a time in its own memory, so one wave can hold a whole
         # plan.
         staging_bytes=shape.num_layers * shape.slots_per_rank * shape.bytes_per_expert,

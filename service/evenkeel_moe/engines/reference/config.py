@@ -91,6 +91,12 @@ class DispatchRule(StrEnum):
         return self in (DispatchRule.LIBRA, DispatchRule.LIBRA_REFINED)
 
     @property
+    def told(self) -> str:
+        """The name that ranks tell the controller: that of a model, if one is meant for it."""
+        own = self in (DispatchRule.FEWEST, DispatchRule.WATERFILL)
+        return self.value if own else self.model.value
+
+    @property
     def model(self) -> DispatchModel:
         """The model the planner should use.
 

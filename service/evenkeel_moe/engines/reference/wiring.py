@@ -81,6 +81,7 @@ def _agent_config(config: RankConfig, generation: str, device: torch.device) -> 
         gpu_uuid=gpu_uuid(device),
         device_name=device_name(device),
         weight_format="fp32",
+        dispatch=config.dispatch.told,
         staging_bytes=config.staging_bytes,
         poll_every=config.poll_every,
         resolve_after=config.poll_latency,

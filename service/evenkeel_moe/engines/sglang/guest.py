@@ -26,6 +26,7 @@ from evenkeel_moe.engines.sglang.state import (
     MoeRows,
     SglangWeights,
     counting_side,
+    dispatcher,
     initial_placement,
     read_shape,
 )
@@ -49,6 +50,8 @@ class SglangAccess:
     """The global expert distribution recorder."""
     cpu_group: Callable[[], Any]
     """A CPU group over all ranks."""
+    moe_config: Callable[[], Any]
+    """The options of MoE layers: `get_exec().moe`."""
 
 
 class SglangGuest(EngineGuest):
@@ -111,6 +114,7 @@ class SglangGuest(EngineGuest):
                 broadcast=self._broadcast,
                 device=torch.device(metadata.physical_to_logical_map.device),
                 side=self._side,
+                dispatch=dispatcher(self._access.moe_config()),
                 slots_stay_filled=True,  # SGLang's maps hold an expert in every slot.
                 link=self._link,
             )

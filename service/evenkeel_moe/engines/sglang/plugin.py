@@ -20,6 +20,7 @@ _RECORDER = f"{_EPLB}.expert_distribution"
 _LOCATION = f"{_EPLB}.expert_location"
 _UPDATER = f"{_EPLB}.expert_location_updater"
 _ALGORITHMS = f"{_EPLB}.eplb_algorithms"
+_CONTEXT = "sglang.srt.runtime_context"
 
 _SIGNATURES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     _MANAGER: {
@@ -50,6 +51,7 @@ _SIGNATURES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             " num_local_physical_experts num_groups num_nodes algorithm"
         }
     },
+    _CONTEXT: {"": {"get_exec": ""}},
 }
 """Module -> class, or empty for the module -> its functions -> their parameters."""
 
@@ -110,6 +112,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
                 metadata=location.get_global_expert_location_metadata,
                 recorder=recorder.get_global_expert_distribution_recorder,
                 cpu_group=_cpu_group,
+                moe_config=lambda: importlib.import_module(_CONTEXT).get_exec().moe,
             )
             guest = SglangGuest(self.settings, manager, access, self._new_link())
             self.guests[manager] = guest

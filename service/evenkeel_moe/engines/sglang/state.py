@@ -11,9 +11,30 @@ from torch import Tensor
 
 from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
+
+_DISPATCH = {
+    "static": DispatchModel.NEAREST.value,
+    "dynamic": DispatchModel.EVEN.value,
+    "lp": DispatchModel.OPTIMAL.value,
+}
+"""Our names of `--ep-dispatch-algorithm`: a table for each rank that prefers its own replica, a
+random replica for each token, and LPLB."""
+
+
+def dispatcher(moe_config: Any) -> str:
+    """Return the name of SGLang's dispatcher, from `get_exec().moe`.
+
+    Waterfill moves shared experts besides what the algorithm does with routed ones; it is named
+    where it is on. An algorithm that has no name here keeps SGLang's; none at all is empty.
+    """
+    if getattr(moe_config, "enable_waterfill", False):
+        return "waterfill"
+    algorithm = getattr(moe_config, "ep_dispatch_algorithm", None)
+    return "" if algorithm is None else _DISPATCH.get(str(algorithm), str(algorithm))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from evenkeel_moe.engines.vllm.state import (
 )
 from evenkeel_moe.engines.vllm.warm import start_from_file
 from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Prepare
 
@@ -99,6 +100,7 @@ class VllmGuest(EngineGuest):
                 self,
                 broadcast=self._broadcast,
                 device=torch.device(model_state.physical_to_logical_map.device),
+                dispatch=DispatchModel.EVEN.value,  # vLLM takes the replicas of an expert in turn.
                 link=self._link,
             )
 

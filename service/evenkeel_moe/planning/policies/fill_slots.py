@@ -149,7 +149,7 @@ def _work_of_ranks(
 ) -> NDArray[np.float64]:
     """Return the (T, R) work of each rank under an even split, shared experts included."""
     experts, steps = tokens.shape
-    work = tokens.sum(axis=0).reshape(steps, 1) * shared
+    work: NDArray[np.float64] = tokens.sum(axis=0).reshape(steps, 1) * shared
     for expert in range(experts):
         copies = held[expert].sum()
         for rank in range(shared.shape[0]):
@@ -196,11 +196,10 @@ def _time_with(
         after = work_of_tokens(tokens[t] / (copies + 1), terms.work)
         added = work[t, rank] + (held[rank] + 1) * after - held[rank] * before
         worst = _time(added, rank, terms)
-        for other in touched:
-            if other != rank:
-                worst = max(
-                    worst, _time(work[t, other] + held[other] * (after - before), other, terms)
-                )
+        for holder in touched:
+            if holder != rank:
+                less = work[t, holder] + held[holder] * (after - before)
+                worst = max(worst, _time(less, int(holder), terms))
         for i in range(ranks):
             other = order[t, i]
             if other != rank and held[other] == 0:
