@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,6 +66,18 @@ def test_no_placement_beats_the_fluid_time_or_the_bound(case):
         assert moe_time.time_over_fluid(load, placement, cost, split) >= 1 - 1e-9
     if fluid.sum() > 0 and times.sum() > 0:
         assert 0 < moe_time.time_balance(load, placement, cost, split) <= 1 + 1e-9
+
+
+@given(scored())
+def test_the_fluid_time_of_equal_ranks_is_their_share_of_the_work(case):
+    load, placement, cost, _ = case
+    level = replace(cost, curves=None)
+    work = moe_time.replica_work(load.astype(np.float64), cost.replica).sum(axis=2)
+    work += cost.shared_tokens * load.sum(axis=2)
+    ranks = placement.num_ranks
+    share = np.where(work > 0, work / ranks + cost.fixed, 0.0)
+    for counts in (load, load.astype(np.uint32)):
+        np.testing.assert_allclose(moe_time.fluid_times(counts, ranks, level), share)
 
 
 def test_without_load_there_is_no_time_balance():

@@ -79,6 +79,22 @@ def replica_work_kernel(tokens: NDArray[np.float64], terms: WorkTerms) -> NDArra
 
 
 @kernel
+def layer_work_kernel(
+    load: NDArray[np.float64] | NDArray[np.uint32], terms: WorkTerms
+) -> NDArray[np.float64]:
+    """(T, L, E) load -> (T, L) work of one replica for each expert."""
+    steps, layers, experts = load.shape
+    out = np.empty((steps, layers))
+    for t in range(steps):
+        for layer in range(layers):
+            total = 0.0
+            for expert in range(experts):
+                total += work_of_tokens(float(load[t, layer, expert]), terms)
+            out[t, layer] = total
+    return out
+
+
+@kernel
 def rank_load_kernel(
     load: NDArray[np.float64] | NDArray[np.uint32],
     phy2log: NDArray[np.int32],

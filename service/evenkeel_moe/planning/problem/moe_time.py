@@ -175,9 +175,7 @@ def fluid_times(
     if load.ndim != 3:
         raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
     cost.check_ranks(num_ranks)
-    tokens = np.asarray(load, np.float64)
-    totals = replica_work(tokens, cost.replica).sum(axis=2)
-    totals = np.asarray(totals + cost.shared_tokens * tokens.sum(axis=2), np.float64)
+    totals = _layer_work(load, cost)
     tile, tile_seconds, slope = curve_arrays(cost.curves, num_ranks)
     if tile == 0.0:
         return np.where(totals > 0, totals / num_ranks + cost.fixed, 0.0)
@@ -193,6 +191,20 @@ def fluid_times(
     ceiling = np.where(hit < len(levels), levels[np.minimum(hit, len(levels) - 1)], np.inf)
     fluid = np.where(hit == 0, levels[0], np.minimum(grown, ceiling)) + cost.fixed
     return np.where(totals > 0, fluid, 0.0)
+
+
+def _layer_work(load: NDArray[np.generic], cost: CostModel) -> NDArray[np.float64]:
+    """Return the (T, L) work of one replica for each expert, shared experts included [tokens].
+
+    No array as large as the load is made of uint32 counts: a window has hundreds of megabytes.
+    """
+    tokens = load.sum(axis=2, dtype=np.float64)
+    work = tokens
+    if not cost.replica.proportional:
+        dtype = np.uint32 if load.dtype == np.uint32 else np.float64
+        counts = np.ascontiguousarray(load, dtype)
+        work = kernels.layer_work_kernel(counts, kernels.work_terms(cost.replica))
+    return np.asarray(work + cost.shared_tokens * tokens, np.float64)
 
 
 def _capacity_at(
