@@ -56,9 +56,9 @@ def _uses() -> Iterator[Callable[[], object]]:
     for split in map(SplitModel, DispatchModel):
         yield partial(metrics.rank_load, load.astype(np.uint32), placement, split)
         yield partial(metrics.rank_load, load, placement, split)
+        yield partial(moe_time.predicted_time, load.astype(np.uint32), placement, split=split)
     yield lambda: metrics.balancedness(load)
     yield lambda: moe_time.replica_work(np.ones(1), ReplicaWork(start_tokens=1.0))
-    yield lambda: moe_time.predicted_time(load.astype(np.uint32), placement, split=split)
     one, none = np.zeros((1, 1)), np.zeros(1, np.int64)
     yield lambda: pack_window(LoadWindow(load.astype(np.uint32), none, none, none[:, None], one))
 
