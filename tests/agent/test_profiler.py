@@ -9,7 +9,7 @@ from evenkeel_moe.agent.profiler import (
     ExpertShape,
     Profile,
     curve_of,
-    load_curve,
+    load_profile,
     measure,
     save_curve,
     token_counts,
@@ -79,18 +79,20 @@ def test_a_curve_never_falls():
 def test_curves_are_kept_by_device(tmp_path):
     profile = Profile(32, (32, 64), (1e-3, 2e-3), 5, 0.1)
     save_curve(tmp_path / "curves", "GPU-1", profile, {"d_model": 8})
-    assert load_curve(tmp_path / "curves", "GPU-1") == curve_of(profile)
-    assert load_curve(tmp_path / "curves", "GPU-2") is None
+    saved = load_profile(tmp_path / "curves", "GPU-1")
+    assert saved is not None
+    assert saved.curve == curve_of(profile)
+    assert load_profile(tmp_path / "curves", "GPU-2") is None
     (tmp_path / "curves" / "curve-GPU-2.json").write_text(
         (tmp_path / "curves" / "curve-GPU-1.json").read_text()
     )
     with pytest.raises(InvalidInput, match="not of"):
-        load_curve(tmp_path / "curves", "GPU-2")
+        load_profile(tmp_path / "curves", "GPU-2")
     endless = '{"curve": {"tile_tokens": Infinity, "tile_seconds": [1], "slope_s_per_token": 0}}'
     for text in ("{", endless):
         (tmp_path / "curves" / "curve-GPU-2.json").write_text(text)
         with pytest.raises(InvalidInput, match="no curve"):
-            load_curve(tmp_path / "curves", "GPU-2")
+            load_profile(tmp_path / "curves", "GPU-2")
 
 
 def test_a_real_layer_is_measured_on_this_machine():

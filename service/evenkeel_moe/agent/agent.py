@@ -60,7 +60,7 @@ from evenkeel_moe.protocol.messages import (
     WeightsReloaded,
 )
 from evenkeel_moe.protocol.rank.gate import Gate, GateAction
-from evenkeel_moe.wire.link import CostCurve, Heartbeat, ToRankLink
+from evenkeel_moe.wire.link import CostCurve, Heartbeat, ReplicaCost, ToRankLink
 
 _log = structlog.get_logger(__name__)
 _PROGRESS_INTERVAL_S = 0.2
@@ -235,8 +235,8 @@ class Agent:
             )
         self.feed(WeightsReloaded(weights_version, checksums or ()))
 
-    def tell_curve(self, curve: CostCurve) -> None:
-        """Tell the controller the seconds of a layer by its tokens, now and on each new stream."""
+    def tell_curve(self, curve: CostCurve | ReplicaCost) -> None:
+        """Tell the controller what a profile measured, now and on each new stream."""
         if self._network is not None:
             self._network.tell_curve(curve)
 

@@ -22,6 +22,7 @@ from evenkeel_moe.wire.link import (
     FromRankLink,
     NotLeader,
     Registration,
+    ReplicaCost,
     ReportAck,
     ToRankLink,
 )
@@ -38,7 +39,7 @@ class NetworkThread:
     ) -> None:
         self._link = link
         self.reporter = Reporter(recorder, identity, side, link)
-        self._curve: CostCurve | None = None
+        self._curves: dict[type, CostCurve | ReplicaCost] = {}
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
 
@@ -54,9 +55,9 @@ class NetworkThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the agent is shutting down
             self._loop.call_soon_threadsafe(self._link.send, message, stream)
 
-    def tell_curve(self, curve: CostCurve) -> None:
-        """Send a cost curve now, and again on each new stream."""
-        self._curve = curve
+    def tell_curve(self, curve: CostCurve | ReplicaCost) -> None:
+        """Send what a profile measured now, and again on each new stream; newer replaces older."""
+        self._curves[type(curve)] = curve
         self.send(curve, None)
 
     def take_telemetry(self, stream: int, message: ToRankLink) -> ControllerMessage | None:
@@ -85,8 +86,8 @@ class NetworkThread:
 
     def _registered(self, stream: int, answer: Registration) -> None:
         self.reporter.registered(answer.flow, answer.highest_step)
-        if self._curve is not None:
-            self.send(self._curve, stream)
+        for curve in list(self._curves.values()):
+            self.send(curve, stream)
         if answer.reason is not None:
             _log.warning(
                 "registered", outcome=answer.outcome, reason=answer.reason, detail=answer.detail

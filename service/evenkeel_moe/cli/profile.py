@@ -1,13 +1,22 @@
 """`evenkeel profile`: measure the devices of this machine before an engine uses them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.options import with_option_groups
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.wire.link import ReplicaCost
+
+if TYPE_CHECKING:
+    from torch import device
+
+    from evenkeel_moe.agent.profiler import ExpertShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +53,7 @@ def profile(
         ),
     ] = None,
 ) -> None:
-    """Measure the time of one MoE layer by its tokens on each device, and save the curves."""
+    """Measure the time of one MoE layer by its tokens and replicas on each device, and save it."""
     try:
         import torch
 
@@ -69,12 +78,39 @@ def profile(
                 torch.cuda.synchronize(place)
 
         found = profiler.measure(
-            run, counts, measured.tile, budget_s=measured.budget_s, settle=settle
+            run, counts, measured.tile, budget_s=measured.budget_s / 2, settle=settle
         )
+        del run  # Its weights are as large as those of the next layer.
+        cost, words = _time_by_replicas(shape, place, measured, settle)
         about = {"d_model": d_model, "d_ffn": d_ffn, "experts": experts, "dtype": dtype}
-        path = profiler.save_curve(folder, uuid, found, {**about, "device": name})
+        path = profiler.save_curve(folder, uuid, found, {**about, "device": name}, cost)
         typer.echo(
             f"{path}: {len(counts)} counts up to {counts[-1]} tokens, {found.rounds} rounds in"
             f" {found.took_s:.0f} s; {found.seconds[0] * 1e3:.3f} ms at {counts[0]} tokens,"
             f" {found.seconds[-1] * 1e3:.3f} ms at {counts[-1]}"
         )
+        typer.echo(f"{path}: {words}")
+
+
+def _time_by_replicas(
+    shape: "ExpertShape", place: "device", measured: MeasuredRange, settle: Callable[[], None]
+) -> tuple[ReplicaCost | None, str]:
+    """Return the time by tokens and replicas, None if it cannot be told, and a line about it."""
+    from evenkeel_moe.agent import replica_profiler
+
+    try:
+        points = replica_profiler.grid(shape.experts, measured.max_tokens)
+        layer = replica_profiler.grouped_layer(shape, place)
+        found = replica_profiler.measure_replicas(
+            layer, points, budget_s=measured.budget_s / 2, settle=settle
+        )
+        cost = replica_profiler.fit_replica_cost(found, SystemClock().unix())
+    except InvalidInput as error:
+        return None, f"no time by replicas: {error}"
+    return cost, (
+        f"{len(points)} points of tokens and replicas, {found.rounds} rounds in"
+        f" {found.took_s:.0f} s; fixed {cost.fixed_s * 1e6:.1f} us,"
+        f" {cost.s_per_token * 1e6:.4f} us per token, {cost.s_per_replica * 1e6:.2f} us per"
+        f" replica, at least {cost.read_s * 1e6:.2f} us to read one; mean error"
+        f" {cost.fit_error:.1%}"
+    )

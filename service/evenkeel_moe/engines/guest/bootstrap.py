@@ -13,20 +13,21 @@ import structlog
 import torch
 import torch.distributed
 
+from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTls
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.guest import GuestAgent, HostEngine
 from evenkeel_moe.agent.ports import ExpertWeights, RankLink
-from evenkeel_moe.agent.profiler import load_curve
+from evenkeel_moe.agent.profiler import SavedProfile, load_profile
+from evenkeel_moe.agent.replica_profiler import remeasure
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
 from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.wire.link import CostCurve
 
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
@@ -76,7 +77,7 @@ def make_guest(
         dispatch=dispatch,
         slots_stay_filled=slots_stay_filled,
     )
-    curve = _load_curve(settings, config.gpu_uuid)
+    saved = _load_profile(settings, config.gpu_uuid)
     agent = GuestAgent(
         config,
         placement,
@@ -88,8 +89,8 @@ def make_guest(
         link=link or GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings)),
         stall_after_s=settings.stall_after_s,
     )
-    if curve is not None:
-        agent.tell_curve(curve)
+    if saved is not None:
+        tell_profile(agent, saved, device, settings.profile_s)
     return agent
 
 
@@ -142,18 +143,39 @@ def _tls(settings: GuestSettings) -> LinkTls | None:
     return LinkTls(settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
 
 
-def _load_curve(settings: GuestSettings, gpu: str) -> CostCurve | None:
-    """Return the measured curve of the device; None if it is missing or damaged."""
+def _load_profile(settings: GuestSettings, gpu: str) -> SavedProfile | None:
+    """Return the profile of the device; None if it is missing or damaged."""
     if not settings.curves:
         return None
     try:
-        curve = load_curve(Path(settings.curves), gpu)
+        saved = load_profile(Path(settings.curves), gpu)
     except InvalidInput as error:
         _log.error("curve_unusable", detail=str(error))
         return None
-    if curve is None:
+    if saved is None:
         _log.warning("curve_missing", folder=settings.curves, gpu_uuid=gpu)
-    return curve
+    return saved
+
+
+def tell_profile(
+    agent: GuestAgent, saved: SavedProfile, device: torch.device, budget_s: float
+) -> None:
+    """Tell the controller the saved profile, measured again if that is possible now."""
+    agent.tell_curve(saved.curve)
+    cost = saved.replica_cost
+    if saved.shape is not None and budget_s > 0:
+        try:
+            cost = remeasure(
+                saved.shape,
+                device,
+                budget_s=budget_s,
+                max_tokens=saved.max_tokens,
+                now_unix_s=SystemClock().unix(),
+            )
+        except (InvalidInput, RuntimeError) as error:
+            _log.warning("profile_not_measured_again", detail=str(error)[:300])
+    if cost is not None:
+        agent.tell_curve(cost)
 
 
 def _open_store(

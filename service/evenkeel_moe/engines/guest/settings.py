@@ -73,6 +73,9 @@ class GuestSettings(BaseSettings):
     some rank does not have, is ignored."""
     curves: str = ""
     """Folder of curves that `evenkeel profile` wrote on this machine; empty plans without them."""
+    profile_s: Annotated[float, Field(ge=0, le=600)] = 2.0
+    """Seconds in which the time by tokens and replicas is measured again at the start, in a quarter
+    of the free memory; 0 sends what was saved. Only with curves."""
     weights_version: Annotated[int, Field(ge=1, lt=2**63)] = 1
     tls_ca_file: Path | None = None
     """PEM file of the CA that signed the controllers' certificates; setting it switches TLS on. The

@@ -1,0 +1,211 @@
+"""Measures the seconds of one MoE layer by its tokens and its active replicas.
+
+A layer with few tokens waits for the weights of every replica that has any. So the grid has two
+axes: tokens of each active replica, and active replicas. One batched call computes them all, as an
+engine's grouped kernel does; a loop over replicas would time its launches instead. Replicas take
+turns, so that weights come from memory and not from a cache.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+from torch import Tensor
+
+from evenkeel_moe.agent.profiler import ExpertShape, measure
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.wire.link import ReplicaCost
+
+_LIMIT_STEPS = 64
+"""Candidates for the tokens whose computation takes as long as reading the weights."""
+_CLEARLY_BETTER = 0.9
+"""A limit by reading is told only if it reduces the error of the fit to this share."""
+_MEMORY_SHARE = 0.25
+"""Share of the free memory that a measurement at the start of an engine may take."""
+
+
+class Point(NamedTuple):
+    """One point of the grid."""
+
+    tokens: int
+    """Of each active replica."""
+    active: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaProfile:
+    """The result of a measurement."""
+
+    points: tuple[Point, ...]
+    seconds: tuple[float, ...]
+    """Median over the rounds at each point."""
+    rounds: int
+    took_s: float
+
+
+def grid(experts: int, max_tokens: int) -> list[Point]:
+    """Return the points to measure: powers of two up to both limits, and the limits.
+
+    Args:
+        experts: slots of a rank in one layer.
+        max_tokens: most tokens of a rank in one layer; points with more in total are left out.
+    """
+    if experts < 2 or max_tokens < 2:
+        raise InvalidInput(
+            f"{experts} experts and {max_tokens} tokens: both slopes need at least 2 of each"
+        )
+    each, active = _powers(max_tokens), _powers(experts)
+    return [Point(n, k) for k in active for n in each if n * k <= max(max_tokens, k)]
+
+
+def _powers(most: int) -> list[int]:
+    """Return 1, 2, 4, ... and `most`."""
+    return sorted({min(most, 1 << power) for power in range(most.bit_length() + 1)})
+
+
+def grouped_layer(shape: ExpertShape, device: torch.device) -> Callable[[Point], None]:
+    """Return a MoE layer that computes the active replicas in one batched call per matrix.
+
+    Raises:
+        InvalidInput: torch cannot multiply matrices of this number type on the device.
+    """
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def weights(*size: int) -> Tensor:
+        return (torch.randn(*size, generator=generator) * 0.02).to(device=device, dtype=dtype)
+
+    try:
+        up = weights(shape.experts, shape.d_model, 2 * shape.d_ffn)
+        down = weights(shape.experts, shape.d_ffn, shape.d_model)
+        torch.bmm(weights(1, 1, shape.d_model), up[:1])
+    except (RuntimeError, NotImplementedError) as error:
+        raise InvalidInput(f"no layer of {shape.dtype} on {device}: {str(error)[:200]}") from error
+    inputs: dict[Point, Tensor] = {}
+    first = 0
+
+    def run(point: Point) -> None:
+        nonlocal first
+        rows = inputs.get(point)
+        if rows is None:
+            rows = inputs[point] = weights(point.active, point.tokens, shape.d_model)
+        if first + point.active > shape.experts:
+            first = 0
+        chosen = slice(first, first + point.active)
+        first += point.active
+        with torch.no_grad():
+            gate, value = torch.bmm(rows, up[chosen]).chunk(2, dim=-1)
+            torch.bmm(torch.nn.functional.silu(gate).mul_(value), down[chosen])
+
+    return run
+
+
+def measure_replicas(
+    run: Callable[[Point], None],
+    points: Sequence[Point],
+    *,
+    budget_s: float,
+    rounds: int = 50,
+    settle: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] | None = None,
+) -> ReplicaProfile:
+    """Time a layer at each point; the arguments are those of `profiler.measure`."""
+    timer = {} if clock is None else {"clock": clock}
+    found = measure(
+        lambda at: run(points[at]),
+        range(len(points)),
+        1,
+        budget_s=budget_s,
+        rounds=rounds,
+        settle=settle,
+        **timer,
+    )
+    return ReplicaProfile(tuple(points), found.seconds, found.rounds, found.took_s)
+
+
+def fit_replica_cost(profile: ReplicaProfile, measured_unix_s: float) -> ReplicaCost:
+    """Return the coefficients with the smallest relative errors, none negative.
+
+    Raises:
+        InvalidInput: the points leave a coefficient open, or the seconds do not rise with tokens.
+    """
+    tokens = np.array([point.tokens for point in profile.points], np.float64)
+    active = np.array([point.active for point in profile.points], np.float64)
+    seconds = np.array(profile.seconds, np.float64)
+    if len(seconds) < 4 or not (np.isfinite(seconds) & (seconds > 0)).all():
+        raise InvalidInput(
+            f"{len(seconds)} points of which {int((seconds > 0).sum())} took time: a fit needs 4"
+        )
+    # Without a limit, reading and computing add up; with one, the longer of the two counts.
+    found = _fit(tokens, active, seconds, 0.0)
+    for limit in np.geomspace(1.0, max(2.0, tokens.max()), _LIMIT_STEPS):
+        other = _fit(tokens, active, seconds, float(limit))
+        clearly = _CLEARLY_BETTER if found.read_s == 0 else 1.0
+        if other.s_per_token > 0 and other.fit_error < clearly * found.fit_error:
+            found = other
+    if found.s_per_token <= 0:
+        raise InvalidInput(
+            f"the seconds do not rise with tokens: {seconds.min():.3g} to {seconds.max():.3g} s at"
+            f" {int((tokens * active).min())} to {int((tokens * active).max())} tokens"
+        )
+    return replace(found, measured_unix_s=measured_unix_s)
+
+
+def _fit(
+    tokens: NDArray[np.float64],
+    active: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    limit: float,
+) -> ReplicaCost:
+    """Return the fit with work `active * max(tokens, limit)`."""
+    columns = np.stack([np.ones_like(tokens), active * np.maximum(tokens, limit), active], axis=1)
+    scale = columns.max(axis=0)
+    relative = columns / scale / seconds[:, None]
+    found = nnls(relative, np.ones(len(seconds)))[0] / scale
+    expected = columns @ found
+    fixed, per_token, per_replica = found.tolist()
+    error = float(np.abs(expected / seconds - 1).mean())
+    return ReplicaCost(fixed, per_token, per_replica, limit * per_token, error, 0.0)
+
+
+def remeasure(
+    shape: ExpertShape,
+    device: torch.device,
+    *,
+    budget_s: float,
+    max_tokens: int,
+    now_unix_s: float,
+) -> ReplicaCost:
+    """Measure again beside an engine that already has its weights, in the memory that is left.
+
+    Raises:
+        InvalidInput: there is not enough free memory, or the seconds cannot be used.
+    """
+    experts = min(shape.experts, _experts_that_fit(shape, device))
+    if experts < 2:
+        raise InvalidInput(f"the free memory of {device} does not hold two experts for a profile")
+    run = grouped_layer(replace(shape, experts=experts), device)
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    points = grid(experts, max_tokens)
+    found = measure_replicas(run, points, budget_s=budget_s, settle=settle)
+    del run
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # The engine gets the memory of the weights back.
+    return fit_replica_cost(found, now_unix_s)
+
+
+def _experts_that_fit(shape: ExpertShape, device: torch.device) -> int:
+    if device.type != "cuda":
+        return shape.experts
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    size = 3 * shape.d_model * shape.d_ffn * dtype.itemsize
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return int(free * _MEMORY_SHARE) // size
