@@ -111,3 +111,14 @@ def test_what_an_engine_cannot_read_is_not_written(small, tmp_path):
             "plan", "-t", small, *FLEET, "--pooled", "-p", "craft", "-f", "trtllm", "-o", out
         )
     assert not out.exists()
+
+
+def test_slots_that_a_policy_leaves_are_filled_for_engines_that_need_it(small, tmp_path):
+    def plan(*more):
+        out = tmp_path / "placement"
+        run_replay("plan", "-t", small, *FLEET, "-p", "gem", "-f", "sglang", "-o", out, *more)
+        return json.loads(out.read_text())["physical_to_logical_map"]
+
+    with pytest.raises(InfeasiblePlan, match="cannot hold empty slots"):
+        plan()
+    assert all(expert >= 0 for row in plan("--fill-slots") for expert in row)

@@ -55,6 +55,7 @@ def replay_setup(
             dispatch=dispatch,
             cross_node_factor=planning.cross_node_factor,
             allow_duplicates=planning.allow_duplicates,
+            fill_slots=planning.fill_slots,
         ),
         copy_price=planning.copy_price,
         max_evaluations=planning.max_evaluations,

@@ -151,6 +151,14 @@ class PlanningOptions:
             help="Let a rank hold an expert twice, as the engines' planners do.",
         ),
     ] = False
+    fill_slots: Annotated[
+        bool,
+        typer.Option(
+            "--fill-slots",
+            help="Fill the slots that a policy leaves empty, for engines that need an expert in"
+            " every slot, as SGLang does.",
+        ),
+    ] = False
     craft_replicas: Annotated[
         str | None,
         typer.Option(

@@ -58,7 +58,10 @@ def plan_once(
     proposal = planner(Replan(0, steps, problem, setup.load, setup))
     target = current if current is not None else Placement.initial(shape)
     if proposal is not None:
-        proposal.placement.check(shape, allow_duplicates=setup.objective.allow_duplicates)
+        objective = setup.objective
+        proposal.placement.check(
+            shape, allow_duplicates=objective.allow_duplicates, fill_slots=objective.fill_slots
+        )
         target = relabelled(problem, proposal)
     load, split = setup.load[first:], setup.split(first, steps)
     numbers = {

@@ -65,6 +65,7 @@ def with_verdict(planner: Planner) -> Planner:
                 ),
                 limits=objective.limits,
                 allow_duplicates=objective.allow_duplicates,
+                fill_slots=objective.fill_slots,
             ),
             replace(settings, min_held_out_steps=min_steps),
         )

@@ -178,7 +178,9 @@ def walk_forward(
             plan_s[index] = clock() - begun
             if proposal is not None:
                 proposal.placement.check(
-                    setup.shape, allow_duplicates=setup.objective.allow_duplicates
+                    setup.shape,
+                    allow_duplicates=setup.objective.allow_duplicates,
+                    fill_slots=setup.objective.fill_slots,
                 )
                 target = relabelled(problem, proposal)
                 copies[:, index] = (
