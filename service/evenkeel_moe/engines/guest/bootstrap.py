@@ -49,6 +49,7 @@ def make_guest(
     side: CountingSide = CountingSide.SOURCE,
     dispatch: str = "",
     slots_stay_filled: bool = False,
+    weight_format: str = "",
     link: RankLink | None = None,
 ) -> GuestAgent:
     """Make the agent of one rank; collective over the EP group.
@@ -65,6 +66,7 @@ def make_guest(
         side: what will be recorded.
         dispatch: as in `AgentConfig`.
         slots_stay_filled: True if the engine cannot leave a slot empty.
+        weight_format: as in `AgentConfig`.
         link: used instead of gRPC to the controllers.
 
     Raises:
@@ -76,6 +78,7 @@ def make_guest(
         _agent_config(settings, rank, shape, generation, device, side),
         dispatch=dispatch,
         slots_stay_filled=slots_stay_filled,
+        weight_format=weight_format,
     )
     saved = _load_profile(settings, config.gpu_uuid)
     agent = GuestAgent(

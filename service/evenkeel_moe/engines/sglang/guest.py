@@ -21,6 +21,7 @@ from evenkeel_moe.engines.guest.collective_start import (
 )
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
+from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.sglang.state import (
     MoeRows,
@@ -115,6 +116,7 @@ class SglangGuest(EngineGuest):
                 device=torch.device(metadata.physical_to_logical_map.device),
                 side=self._side,
                 dispatch=dispatcher(self._access.moe_config()),
+                weight_format=weight_format(next(iter(by_layer.values()))),
                 slots_stay_filled=True,  # SGLang's maps hold an expert in every slot.
                 link=self._link,
             )

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenkeel_moe.engines.guest.model_facts import shared_experts
 from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -111,6 +112,7 @@ def read_shape(
         top_k=top_k,
         bytes_per_expert=widest,
         num_expert_groups=int(getattr(hf_config, "n_group", None) or 1),
+        shared_experts=shared_experts(hf_config),
     )
 
 

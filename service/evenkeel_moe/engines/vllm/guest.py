@@ -14,6 +14,7 @@ from evenkeel_moe.engines.guest.bootstrap import make_guest
 from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
+from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
@@ -91,16 +92,18 @@ class VllmGuest(EngineGuest):
             )
 
         def make() -> GuestAgent:
+            weights = VllmWeights(model_state.model)
             return make_guest(
                 self.settings,
                 rank,
                 shape,
                 Placement(read_map(model_state).astype(np.int32), size, shape.num_logical_experts),
-                VllmWeights(model_state.model),
+                weights,
                 self,
                 broadcast=self._broadcast,
                 device=torch.device(model_state.physical_to_logical_map.device),
                 dispatch=DispatchModel.EVEN.value,  # vLLM takes the replicas of an expert in turn.
+                weight_format=weight_format(weights.tensors(0, 0)),
                 link=self._link,
             )
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenkeel_moe.engines.guest.model_facts import shared_experts
 from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.topology import ModelShape
@@ -71,6 +72,7 @@ def read_shape(state: VllmModelState, num_ranks: int) -> ModelShape:
         top_k=_top_k(model),
         bytes_per_expert=widest,
         num_expert_groups=int(model.num_expert_groups) or 1,
+        shared_experts=shared_experts(getattr(model, "config", None)),
     )
 
 

@@ -1,0 +1,44 @@
+"""Facts about an engine's model that a cost model is derived from; None or empty if unknown."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FORMATS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e4m3fnuz: "fp8",
+    torch.float8_e5m2: "fp8",
+    torch.int8: "int8",
+}
+"""Types that hold packed numbers, such as uint8 and int32, can mean several formats."""
+
+
+def weight_format(tensors: Iterable[Tensor]) -> str:
+    """Return the number type of the largest of an expert's tensors; empty if it is ambiguous."""
+    largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
+    return "" if largest is None else _FORMATS.get(largest.dtype, "")
+
+
+def shared_experts(config: Any) -> float | None:
+    """Return the work of the shared experts for one token, in routed experts.
+
+    Args:
+        config: the model's Hugging Face configuration.
+
+    Returns:
+        None if the configuration does not tell it.
+    """
+    for name in ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count >= 0:
+            return float(count)
+    wide = getattr(config, "shared_expert_intermediate_size", None)
+    routed = getattr(config, "moe_intermediate_size", None)
+    if isinstance(wide, int) and isinstance(routed, int) and wide >= 0 and routed > 0:
+        return wide / routed
+    return None
