@@ -220,3 +220,16 @@ def test_the_rule_survives_the_configuration_file_and_names_its_model():
     assert DispatchRule.FEWEST.model is DispatchModel.EVEN
     with pytest.raises(InvalidInput):
         config_of(0, DispatchRule.LIBRA, transient_experts=-1)
+
+
+def test_ranks_tell_the_name_of_a_model_or_of_the_rule_that_needs_one():
+    told = {rule.value: rule.told for rule in DispatchRule}
+    assert told == {
+        "even": "even",
+        "nearest": "nearest",
+        "lplb": "optimal",
+        "fewest": "fewest",
+        "waterfill": "waterfill",
+        "libra": "optimal",
+        "libra-refined": "optimal",
+    }

@@ -102,7 +102,7 @@ class VllmGuest(EngineGuest):
                 self,
                 broadcast=self._broadcast,
                 device=torch.device(model_state.physical_to_logical_map.device),
-                dispatch=DispatchModel.EVEN.value,  # vLLM takes the replicas of an expert in turn.
+                dispatch=DispatchModel.EVEN.value,  # vLLM uses all replicas of an expert alike.
                 weight_format=weight_format(weights.tensors(0, 0)),
                 link=self._link,
             )
