@@ -102,3 +102,21 @@ def test_a_placement_without_an_expert_that_has_load_is_not_counted():
     times = RankTimes(512)
     times.update({Phase.DECODE: [window(range(50), SPREAD, 1)]}, lost, 1, EVEN_SPLIT)
     assert times.fit() == NoFit("no rank reports seconds")
+
+
+def test_a_fit_in_use_is_not_dropped_at_the_limit():
+    rng = np.random.default_rng(8)
+    first, later = window(range(64), SPREAD, 1), window(range(64, 576), SPREAD, 1)
+    noise = rng.lognormal(0, 0.75, later.compute_s.shape)
+    alone, after = RankTimes(512), RankTimes(512)
+    noisy = LoadWindow(
+        later.counts, later.steps, later.epochs, later.tokens, later.compute_s * noise
+    )
+    alone.update({Phase.DECODE: [noisy]}, SPREAD, 1, EVEN_SPLIT)
+    refused = alone.fit()
+    assert isinstance(refused, NoFit)
+    assert "50% are needed" in refused.reason
+    after.update({Phase.DECODE: [first]}, SPREAD, 1, EVEN_SPLIT)
+    fit_of(after)
+    after.update({Phase.DECODE: [first, noisy]}, SPREAD, 1, EVEN_SPLIT)
+    assert 0.4 <= fit_of(after).explained < 0.5

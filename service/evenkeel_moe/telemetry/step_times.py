@@ -20,6 +20,9 @@ MIN_STEPS = 16
 """Measured steps that every rank needs."""
 MIN_EXPLAINED = 0.5
 """Least share of the variation of the seconds that a fit must explain."""
+STILL_EXPLAINED = 0.4
+"""The same for a fit that follows one that was used, so that a fit near the limit is not used in
+one cycle and left out in the next."""
 NEWEST_STEPS = 32
 """Steps of the short window in which drift is looked for."""
 _POOLED_PASSES = 4
@@ -62,7 +65,7 @@ class TimeFit:
     error: float
     """Mean error as a share of the time."""
     explained: float
-    """Share of the variation of the seconds that the fit explains, in (0, 1]."""
+    """Share of the variation of the seconds that the fit explains, at most 1."""
     steps: int
     drifted: tuple[int, ...] = ()
     """Ranks whose factor is that of the newest steps, because it differs from the earlier ones."""
@@ -86,6 +89,7 @@ def fit_times(
     active: NDArray[np.float64],
     seconds: NDArray[np.float64],
     layers: int,
+    least_explained: float = MIN_EXPLAINED,
 ) -> TimeFit | NoFit:
     """Fit the common coefficients and the factor of each rank.
 
@@ -94,10 +98,11 @@ def fit_times(
         active: (T, R) replicas with tokens of each rank, over all layers.
         seconds: (T, R) compute of each rank, over all layers; NaN if not measured.
         layers: number of layers.
+        least_explained: share of the variation of the seconds that the fit must explain.
 
     Returns:
         The fit, or the reason that there is none: a rank with fewer than 16 measured steps, or
-        seconds of which tokens, replicas and factors explain less than half.
+        seconds of which tokens, replicas and factors explain too little.
     """
     known = (tokens > 0) & (seconds > 0) & np.isfinite(seconds) & np.isfinite(active)
     if not known.any():
@@ -118,7 +123,13 @@ def fit_times(
         tokens.shape[1],
     )
     coefficients, note = _fit_what_is_told_apart(data)
-    return _finish(data, coefficients, len(rows) - NEWEST_STEPS <= step, note)
+    found = _finish(data, coefficients, len(rows) - NEWEST_STEPS <= step, note)
+    if isinstance(found, TimeFit) and found.explained < least_explained:
+        return NoFit(
+            f"tokens, replicas and speeds explain {max(found.explained, 0.0):.0%} of the variation"
+            f" of the seconds, {least_explained:.0%} are needed"
+        )
+    return found
 
 
 def _newest_rows(steps: int, ranks: int) -> NDArray[np.int64]:
@@ -206,12 +217,6 @@ def _finish(
     middle = float(np.median(of_rank))
     rest = error - of_rank[data.rank]
     spread = _spread(rest)
-    explained = _explained(data, rest, spread)
-    if explained < MIN_EXPLAINED:
-        return NoFit(
-            f"tokens, replicas and speeds explain {max(explained, 0.0):.0%} of the variation of the"
-            f" seconds, {MIN_EXPLAINED:.0%} are needed"
-        )
     counts = np.bincount(data.rank, minlength=data.num_ranks)
     errors = 1.2533 * spread / np.sqrt(counts)  # The standard error of a median.
     logs = of_rank - middle
@@ -230,7 +235,7 @@ def _finish(
         factors=np.exp(np.where(clear, logs, 0.0)),
         factor_errors=errors,
         error=float(np.minimum(np.abs(rest), 3 * spread).mean()),
-        explained=explained,
+        explained=_explained(data, rest, spread),
         steps=int(counts.max()),
         drifted=tuple(drifted.tolist()),
         note=note,
