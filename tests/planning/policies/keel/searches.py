@@ -12,7 +12,7 @@ from evenkeel_moe.planning.policies.keel.starts import fit_to_budget
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import step_weights
-from tests.strategies import cost_curves, loads, placements, shapes, topologies
+from tests.strategies import cost_curves, loads, placements, replica_works, shapes, topologies
 
 LEAST, MANY = 1e-9, 1 << 40
 
@@ -31,7 +31,11 @@ def searches(draw):
         draw(topologies(shape.num_ranks)),
         current=draw(placements(shape)),
         objective=Objective(
-            cost=CostModel(draw(st.none() | cost_curves(shape.num_ranks))),
+            cost=CostModel(
+                draw(st.none() | cost_curves(shape.num_ranks)),
+                draw(replica_works()),
+                shared_tokens=draw(st.sampled_from([0.0, 0.3])),
+            ),
             dispatch=draw(st.sampled_from((DispatchModel.EVEN, DispatchModel.NEAREST))),
             cross_node_factor=draw(st.sampled_from((1.0, 3.0))),
         ),
@@ -91,3 +95,6 @@ def every_replacement(search, i, price):
             if is_open and layer.held[expert, rank] == 0:
                 gain = replacement_gain(layer, search.objective, slot, expert)
                 yield gain - price * _price_of(layer, ((old, expert, rank),))
+        if is_open and old >= 0 and search.objective.drops:
+            gain = replacement_gain(layer, search.objective, slot, -1)
+            yield gain - price * _price_of(layer, ((old, -1, rank),))

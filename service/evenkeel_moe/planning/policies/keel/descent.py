@@ -77,18 +77,19 @@ def _replace(
     expert: int,
     touched: NDArray[np.bool_],
 ) -> int:
-    """Put an expert into a slot and mark in `touched` (R,) the ranks whose load changes.
+    """Put an expert (-1: none) into a slot and mark in `touched` (R,) the ranks whose load changes.
 
-    Mutates layer, room and touched. Returns the further copies that the layer holds, 0 or 1.
+    Mutates layer, room and touched. Returns the further copies that the layer holds, -1 to 1.
     """
     old = layer.row[slot]
-    if old < 0:
-        room[slot // (layer.row.shape[0] // touched.shape[0])] -= 1
-    else:
+    added = int(expert >= 0) - int(old >= 0)
+    room[slot // (layer.row.shape[0] // touched.shape[0])] -= added
+    if old >= 0:
         touched |= layer.held[old] > 0
     apply_replacement(layer, objective, slot, expert)
-    touched |= layer.held[expert] > 0
-    return int(old < 0)
+    if expert >= 0:
+        touched |= layer.held[expert] > 0
+    return added
 
 
 @kernel

@@ -21,12 +21,17 @@ from evenkeel_moe.planning.policies.keel.state import (
     power,
     root,
     smooth_cost,
+    update_work,
 )
+from evenkeel_moe.planning.policies.keel.work import fill_work
+
+LEAVES, STAYS, ENTERS, EASED = 0, 1, 2, 3
+"""Rows of `LayerState.after`, see `work_changes`."""
 
 
 @inlined
 def add_power_change(
-    load: NDArray[np.float64],
+    work: NDArray[np.float64],
     first: int,
     by_first: float,
     second: int,
@@ -39,23 +44,23 @@ def add_power_change(
 ) -> None:
     """Add to `out` (T,) the change of one rank's powered cost.
 
-    The rank's shares of the experts `first` and `second` change by `by_first` and `by_second`. The
-    arrays are those of `LayerState`, passed one by one because inlined kernels would count
-    references to a tuple.
+    Its load grows by `by_first` of row `first` and `by_second` of row `second` of `work`: shares of
+    two experts' work, or changes of the work of copies. The arrays are those of `LayerState`,
+    passed one by one because inlined kernels would count references to a tuple.
     """
     if costs.tile == 0.0 and costs.doublings == WRITTEN_OUT:
         rate = costs.rates[rank]
         for t in range(out.shape[0]):
             cost = (
-                rank_load[rank, t] + by_first * load[first, t] + by_second * load[second, t]
+                rank_load[rank, t] + by_first * work[first, t] + by_second * work[second, t]
             ) * rate
             cost *= cost
             cost *= cost
             out[t] += cost * cost - powers[rank, t]
     else:
         for t in range(out.shape[0]):
-            tokens = rank_load[rank, t] + by_first * load[first, t] + by_second * load[second, t]
-            cost = smooth_cost(max(tokens, 0.0), rank, costs)
+            amount = rank_load[rank, t] + by_first * work[first, t] + by_second * work[second, t]
+            cost = smooth_cost(max(amount, 0.0), rank, costs)
             out[t] += power(cost, costs.doublings) - powers[rank, t]
 
 
@@ -128,7 +133,7 @@ def _gain_of_share_changes(layer: LayerState, costs: SmoothCosts, first: int, se
         by_first, by_second = layer.moved[0, rank], layer.moved[1, rank]
         if by_first != 0.0 or by_second != 0.0:
             add_power_change(
-                layer.load, max(first, 0), by_first, max(second, 0), by_second,
+                layer.work, max(first, 0), by_first, max(second, 0), by_second,
                 layer.rank_load, layer.powers, rank, costs, out,
             )  # fmt: skip
     return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, costs.doublings, out)
@@ -155,6 +160,10 @@ def replacement_gain(
     ranks = layer.rank_load.shape[0]
     rank = slot // (layer.row.shape[0] // ranks)
     old = layer.row[slot]
+    if not objective.work.proportional:
+        work_changes(layer, objective, old, expert)
+        layer.scratch[:] = 0.0
+        return gain_of_work_changes(layer, objective.costs, rank, old, expert)
     layer.moved[:] = 0.0
     if old >= 0:
         _share_changes(layer, objective, old, rank, -1, layer.moved[0])
@@ -164,18 +173,77 @@ def replacement_gain(
 
 
 @kernel
+def work_changes(layer: LayerState, objective: SearchObjective, old: int, expert: int) -> None:
+    """Write to `layer.after` how the work of copies changes if one expert replaces another.
+
+    Rows: the copy that leaves (less), each other copy of `old` (more), the copy that enters (more),
+    each other copy of `expert` (less). -1 stands for no expert: its rows are then 0.
+    """
+    after, work = layer.after, objective.work
+    after[:] = 0.0
+    if old >= 0:
+        copies = layer.copies[old]
+        after[LEAVES] = layer.work[old] / copies
+        if copies > 1:
+            fill_work(layer.tokens[old], copies - 1, work, after[STAYS])
+            after[STAYS] -= after[LEAVES]
+        after[LEAVES] *= -1.0
+    if expert >= 0:
+        copies = layer.copies[expert]
+        fill_work(layer.tokens[expert], copies + 1, work, after[ENTERS])
+        after[EASED] = after[ENTERS] - layer.work[expert] / copies
+
+
+@kernel
+def gain_of_work_changes(
+    layer: LayerState, costs: SmoothCosts, rank: int, old: int, expert: int
+) -> float:
+    """Return the gain if `expert` replaces `old` on a rank, by the changes in `layer.after`.
+
+    Adds to `layer.scratch`.
+    """
+    for on in range(layer.rank_load.shape[0]):
+        by_old = 0.0 if old < 0 else (1.0 if on == rank else float(layer.held[old, on]))
+        by_new = 0.0 if expert < 0 else (1.0 if on == rank else float(layer.held[expert, on]))
+        if by_old != 0.0 or by_new != 0.0:
+            add_power_change(
+                layer.after,
+                LEAVES if on == rank else STAYS,
+                by_old,
+                ENTERS if on == rank else EASED,
+                by_new,
+                layer.rank_load,
+                layer.powers,
+                on,
+                costs,
+                layer.scratch,
+            )
+    return gain_of_power_change(
+        layer.weight, layer.norm, layer.power_sum, costs.doublings, layer.scratch
+    )
+
+
+@kernel
 def _update_shares(layer: LayerState, objective: SearchObjective, expert: int) -> None:
-    """Update the shares of one expert, and the rank loads, after its copies have changed."""
-    old = layer.moved[0]
+    """Update shares and work of one expert, and the rank loads, after its copies have changed."""
+    old, before, proportional = layer.moved[0], layer.after[0], objective.work.proportional
     old[:] = layer.share[expert]
+    if not proportional:
+        before[:] = layer.work[expert]
+        update_work(layer, objective, expert)
     held, count = layer.held[expert], layer.copies[expert]
     nearest, nodes = objective.nearest, objective.node_of_rank
     expert_shares(held, count, layer.origin[expert], nearest, nodes, layer.share[expert])
+    work = layer.work[expert]
     for rank in range(old.shape[0]):
-        change = layer.share[expert, rank] - old[rank]
-        if change != 0.0:
+        share = layer.share[expert, rank]
+        if proportional:
+            if share != old[rank]:
+                for t in range(layer.weight.shape[0]):
+                    layer.rank_load[rank, t] += (share - old[rank]) * work[t]
+        elif share != 0.0 or old[rank] != 0.0:
             for t in range(layer.weight.shape[0]):
-                layer.rank_load[rank, t] += change * layer.load[expert, t]
+                layer.rank_load[rank, t] += share * work[t] - old[rank] * before[t]
 
 
 @kernel

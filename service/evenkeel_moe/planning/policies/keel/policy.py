@@ -59,10 +59,13 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
     expected, outlook = look_ahead(problem, options)
     planner = _Planner(expected, outlook, options, EvaluationBudget(problem, options))
     dispatch = problem.objective.dispatch
+    proportional = problem.objective.cost.replica.proportional
     if problem.objective.limits.max_layers is not None or dispatch is DispatchModel.EVEN:
         best, price = planner.plan()
-    elif dispatch is DispatchModel.NEAREST:
+    elif dispatch is DispatchModel.NEAREST and proportional:
         best, price = planner.plan_for_nearest()
+    elif dispatch is DispatchModel.NEAREST:
+        best, price = planner.plan()
     else:
         best, price = planner.plan_for_optimal()
     numbers = {

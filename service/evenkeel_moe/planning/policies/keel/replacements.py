@@ -4,8 +4,6 @@ A replacement gains at most what the gradient promises. With the sharp norm that
 the gain, so the relief of single ranks is computed exactly and used as a tighter bound.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,26 +13,14 @@ from evenkeel_moe.planning.policies.keel.moves import (
     gain_of_power_change,
     replacement_gain,
 )
+from evenkeel_moe.planning.policies.keel.open_slots import (
+    OpenSlots,
+    borne_slopes,
+    open_slots,
+    tighten,
+)
+from evenkeel_moe.planning.policies.keel.replacements_by_work import best_replacement_by_work
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, SmoothCosts
-
-
-class _OpenSlots(NamedTuple):
-    """The slots of a layer that another expert may enter. All arrays are (N,)."""
-
-    slot: NDArray[np.int64]
-    """Empty slots with room, and slots whose expert has another copy."""
-    rank: NDArray[np.int64]
-    """The rank of the slot."""
-    drop: NDArray[np.float64]
-    """Gain that the gradient promises for emptying the slot."""
-    alone: NDArray[np.float64]
-    """Bound on the gain of emptying it; with the sharp norm tighter than `drop`."""
-    saved: NDArray[np.float64]
-    """Price of the copy in the slot, which emptying it saves."""
-    given_up: NDArray[np.int64]
-    """1 if the copy in the slot has a price, else 0."""
-    price: NDArray[np.float64]
-    """That price over the price of a move, as `LayerState.copy_price`."""
 
 
 @kernel
@@ -55,15 +41,19 @@ def best_replacement(
     Returns:
         (slot or -1, expert, net gain, copies needed, evaluations used).
     """
-    borne, dear = _borne_slopes(layer)
-    slots = _open_slots(layer, room, spare, price, borne)
+    borne, dear = borne_slopes(layer)
+    slots = open_slots(layer, room, spare, price, borne)
     if len(slots.slot) == 0:
         return -1, -1, least, 0, 0
+    if not objective.work.proportional:
+        return best_replacement_by_work(
+            layer, objective, slots, price * dear, price, allowance, least, evaluations
+        )
     if objective.sharp and not objective.nearest:
         # A bound is never below the gain: where none reaches the bar, nothing is computed exactly.
         if not _any_promise(layer, borne, dear, (slots.drop + slots.saved).max(), price, least):
             return -1, -1, least, 0, 0
-        _tighten(layer, objective.costs, slots)
+        tighten(layer, objective.costs, slots)
     return _best_of_open_slots(
         layer, objective, slots, borne, price * dear, price, allowance, least, evaluations
     )
@@ -73,7 +63,7 @@ def best_replacement(
 def _best_of_open_slots(
     layer: LayerState,
     objective: SearchObjective,
-    slots: _OpenSlots,
+    slots: OpenSlots,
     borne: NDArray[np.float64],
     dear: NDArray[np.float64],
     price: float,
@@ -83,7 +73,7 @@ def _best_of_open_slots(
 ) -> tuple[int, int, float, int, int]:
     """Find the best of `slots`, as `best_replacement`; `dear` is (E,) the least price of a copy."""
     row, held, had, copy_price = layer.row, layer.held, layer.had, layer.copy_price
-    load, share, copies_of, slope = layer.load, layer.share, layer.copies, layer.slope
+    work, share, copies_of, slope = layer.work, layer.share, layer.copies, layer.slope
     rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
     weight, norm, power_sum = layer.weight, layer.norm, layer.power_sum
     slot_of, rank_of, drop, alone, saved, given_up, freed = slots
@@ -96,7 +86,7 @@ def _best_of_open_slots(
         eased, rest = borne[expert] * part / copies_of[expert], most - dear[expert]
         if tight and eased + rest > best:
             out[:] = 0.0
-            _add_relief(load, share, rank_load, powers, costs, first, following, expert, part, out)
+            _add_relief(work, share, rank_load, powers, costs, first, following, expert, part, out)
             eased = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
         if eased + rest <= best:
             continue
@@ -124,7 +114,7 @@ def _best_of_open_slots(
                     if by_old == 0.0 and by_new == 0.0:
                         continue
                     add_power_change(
-                        load, one, by_old, expert, by_new, rank_load, powers, on, costs, out
+                        work, one, by_old, expert, by_new, rank_load, powers, on, costs, out
                     )
                 gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
             if gain - price * cost > best:
@@ -134,7 +124,7 @@ def _best_of_open_slots(
 
 @inlined
 def _add_relief(
-    load: NDArray[np.float64],
+    work: NDArray[np.float64],
     share: NDArray[np.float64],
     rank_load: NDArray[np.float64],
     powers: NDArray[np.float64],
@@ -154,7 +144,7 @@ def _add_relief(
     while at >= 0:
         at_rank = at // per_rank
         by = -part * share[expert, at_rank]
-        add_power_change(load, expert, by, 0, 0.0, rank_load, powers, at_rank, costs, out)
+        add_power_change(work, expert, by, 0, 0.0, rank_load, powers, at_rank, costs, out)
         at = following[at]
         while at >= 0 and at // per_rank == at_rank:
             at = following[at]
@@ -174,27 +164,6 @@ def _slots_of_experts(
 
 
 @kernel
-def _borne_slopes(layer: LayerState) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return (E,) each expert's slopes summed over its copies, (E,) its least price of a copy.
-
-    That price is 0 while a rank that holds the expert in the current placement is without it.
-    """
-    experts, ranks = layer.held.shape
-    per_rank = layer.row.shape[0] // ranks
-    row, slope, had, cheapest = layer.row, layer.slope, layer.had, layer.cheapest
-    borne, left = np.zeros(experts), layer.homes.copy()
-    slot = 0
-    for rank in range(ranks):
-        for _ in range(per_rank):
-            expert = row[slot]
-            if expert >= 0:
-                borne[expert] += slope[expert, rank]
-                left[expert] -= int(had[expert, rank])
-            slot += 1
-    return borne, np.where(left > 0, 0.0, cheapest)
-
-
-@kernel
 def _any_promise(
     layer: LayerState,
     borne: NDArray[np.float64],
@@ -210,64 +179,3 @@ def _any_promise(
         if promise + most - price * dear[expert] > best:
             return True
     return False
-
-
-@kernel
-def _open_slots(
-    layer: LayerState,
-    room: NDArray[np.int64],
-    spare: int,
-    price: float,
-    borne: NDArray[np.float64],
-) -> _OpenSlots:
-    """Find the slots that another expert may enter; `borne` is that of `_borne_slopes`."""
-    num_slots = layer.row.shape[0]
-    per_rank = num_slots // layer.rank_load.shape[0]
-    row, copies, share, slope = layer.row, layer.copies, layer.share, layer.slope
-    slots, ranks = np.empty(num_slots, np.int64), np.empty(num_slots, np.int64)
-    drop, freed = np.zeros(num_slots), np.zeros(num_slots)
-    given_up = np.zeros(num_slots, np.int64)
-    count = 0
-    for slot in range(num_slots):
-        old, rank = row[slot], slot // per_rank
-        if old >= 0 and copies[old] > 1:
-            others = borne[old] / copies[old] - slope[old, rank] * share[old, rank]
-            rest = others * (1.0 / (copies[old] - 1.0))
-            drop[count] = slope[old, rank] * share[old, rank] - rest
-            freed[count] = layer.copy_price[old, rank]
-            given_up[count] = int(not layer.had[old, rank])
-        elif old >= 0 or spare <= 0 or room[rank] <= 0:
-            continue
-        slots[count], ranks[count] = slot, rank
-        count += 1
-    return _OpenSlots(
-        slots[:count],
-        ranks[:count],
-        drop[:count],
-        drop[:count].copy(),
-        price * freed[:count],
-        given_up[:count],
-        freed[:count],
-    )
-
-
-@kernel
-def _tighten(layer: LayerState, costs: SmoothCosts, slots: _OpenSlots) -> None:
-    """Fill `slots.alone` with a tighter bound than the gradient's.
-
-    It is the relief of the slot's rank, minus what the gradient says that the ranks of the other
-    copies lose. Their gradient only grows when this rank is relieved.
-    """
-    share, slope, alone = layer.share, layer.slope, slots.alone
-    load, rank_load, powers, out = layer.load, layer.rank_load, layer.powers, layer.scratch
-    for n in range(len(alone)):
-        rank, old = slots.rank[n], layer.row[slots.slot[n]]
-        alone[n] = 0.0
-        if old >= 0:
-            by = share[old, rank]
-            out[:] = 0.0
-            add_power_change(load, old, -by, 0, 0.0, rank_load, powers, rank, costs, out)
-            eased = gain_of_power_change(
-                layer.weight, layer.norm, layer.power_sum, costs.doublings, out
-            )
-            alone[n] = slots.drop[n] - slope[old, rank] * by + eased

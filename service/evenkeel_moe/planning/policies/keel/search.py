@@ -26,9 +26,11 @@ from evenkeel_moe.planning.policies.keel.state import (
     load_ranks,
     refresh,
 )
+from evenkeel_moe.planning.policies.keel.work import smooth_work
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
+from evenkeel_moe.planning.problem.token_split import SplitModel
 
 _UNLIMITED = 1 << 40
 """Stands for no limit on copies or slots."""
@@ -82,15 +84,19 @@ class Search:
             problem, self.unit_tokens, self.unit_cost, options, sharp
         )
         origin = _origin_shares(problem)
+        tokens = np.moveaxis(problem.load, 0, 2) / self.unit_tokens
+        base = _shared_work(problem) / self.unit_tokens
         self.layers: list[LayerState] = [
             build_layer(
-                problem.load[:, layer].T / self.unit_tokens,
+                tokens[layer],
                 weights,
                 origin[layer],
                 start.phy2log[layer],
                 None if problem.current is None else problem.current.phy2log[layer],
                 self.objective,
                 problem.objective.cross_node_factor,
+                base[layer],
+                np.zeros(steps),
             )
             for layer in range(num_layers)
         ]
@@ -174,7 +180,7 @@ class Search:
     def _descend(self, i: int, price: float) -> None:
         """Search layer i by itself."""
         left = self._evaluations.left(i)
-        if left <= 0 or not self.layers[i].load.any():
+        if left <= 0 or not self.layers[i].tokens.any():
             return
         copies, added, used = descend(
             self.layers[i],
@@ -201,7 +207,7 @@ class Search:
                 offers.pop(i, None)
 
         for i in which:
-            if self.layers[i].load.any():
+            if self.layers[i].tokens.any():
                 update(i)
         touched: set[int] = set()
         for _ in range(self.problem.shape.num_slots * len(self.layers)):
@@ -331,6 +337,7 @@ def _scaled_objective(
 ) -> SearchObjective:
     """Convert the problem's objective to search units, and curves without stairs to lines."""
     ranks, costs = problem.shape.num_ranks, problem.objective.cost.curves
+    replica = problem.objective.cost.replica
     tile, stairs = 0.0, np.zeros((ranks, 1))
     if costs is None:
         rates = np.ones(ranks) * unit_tokens / unit_cost
@@ -345,9 +352,19 @@ def _scaled_objective(
         costs=SmoothCosts(rates, tile, stairs, doublings),
         sharp=sharp,
         swap_share=options.swap_share if sharp else 1.0,
-        nearest=problem.objective.dispatch is DispatchModel.NEAREST,
+        nearest=problem.objective.dispatch is DispatchModel.NEAREST and replica.proportional,
         node_of_rank=np.array(problem.topology.node_of_rank, np.int64),
+        work=smooth_work(replica, unit_tokens, single=False),
+        drops=not replica.proportional,
     )
+
+
+def _shared_work(problem: PlacementProblem) -> NDArray[np.float64]:
+    """Return (L, R, T) work of shared experts on each rank [tokens]."""
+    work = moe_time.shared_work(
+        problem.load, problem.shape.num_ranks, problem.objective.cost, SplitModel.of(problem)
+    )
+    return np.moveaxis(work, 0, 2)
 
 
 def _origin_shares(problem: PlacementProblem) -> NDArray[np.float64]:

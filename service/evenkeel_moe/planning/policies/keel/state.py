@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import inlined, kernel
+from evenkeel_moe.planning.policies.keel.work import SmoothWork, fill_work
 
 WRITTEN_OUT = 3
 """Doublings of p = 8, for which the innermost loops have no inner loop of their own."""
@@ -52,16 +53,27 @@ class SearchObjective(NamedTuple):
     swap_share: float
     """Gain, over that of the best swap, from which a swap is made with it; 1 where not `sharp`."""
     nearest: bool
-    """True for nearest dispatch, False for an even split."""
+    """True for nearest dispatch, False for an even split. Where work is not proportional to tokens,
+    the search is under an even split: only there all copies of an expert have the same work."""
     node_of_rank: NDArray[np.int64]
     """(R,) node of each rank."""
+    work: SmoothWork
+    """The work of a copy by its tokens."""
+    drops: bool
+    """True if a copy may be dropped without another in its place."""
 
 
 class LayerState(NamedTuple):
     """One layer under search. Kernels change the arrays in place."""
 
-    load: NDArray[np.float64]
-    """(E, T) load of each expert."""
+    tokens: NDArray[np.float64]
+    """(E, T) tokens of each expert."""
+    work: NDArray[np.float64]
+    """(E, T) work of all copies of each expert; `tokens` itself where work is proportional."""
+    base: NDArray[np.float64]
+    """(R, T) load of each rank without routed experts: the work of shared experts."""
+    floor_power: NDArray[np.float64]
+    """(T,) power sum of a time that no placement can change; 0 where there is none."""
     weight: NDArray[np.float64]
     """(T,) weight of each step, summing to 1."""
     origin: NDArray[np.float64]
@@ -101,6 +113,8 @@ class LayerState(NamedTuple):
     """(T,) working memory."""
     moved: NDArray[np.float64]
     """(2, R) working memory: changes of the shares of two experts."""
+    after: NDArray[np.float64]
+    """(4, T) working memory: changes of the work of one copy."""
 
 
 @kernel
@@ -203,7 +217,7 @@ def expert_shares(
 @kernel
 def load_ranks(layer: LayerState, objective: SearchObjective) -> None:
     """Compute `held`, `copies`, `share` and `rank_load` from the slots."""
-    experts, steps = layer.load.shape
+    experts, steps = layer.tokens.shape
     num_ranks = layer.rank_load.shape[0]
     per_rank = layer.row.shape[0] // num_ranks
     layer.held[:] = 0
@@ -212,35 +226,46 @@ def load_ranks(layer: LayerState, objective: SearchObjective) -> None:
         if layer.row[slot] >= 0:
             layer.held[layer.row[slot], slot // per_rank] += 1
             layer.copies[layer.row[slot]] += 1
-    layer.rank_load[:] = 0.0
+    layer.rank_load[:] = layer.base
     nearest, nodes = objective.nearest, objective.node_of_rank
     for expert in range(experts):
         shares = layer.share[expert]
         held, count = layer.held[expert], layer.copies[expert]
         expert_shares(held, count, layer.origin[expert], nearest, nodes, shares)
+        update_work(layer, objective, expert)
         for rank in range(num_ranks):
             if shares[rank] > 0.0:
                 for t in range(steps):
-                    layer.rank_load[rank, t] += shares[rank] * layer.load[expert, t]
+                    layer.rank_load[rank, t] += shares[rank] * layer.work[expert, t]
+
+
+@kernel
+def update_work(layer: LayerState, objective: SearchObjective, expert: int) -> None:
+    """Update the work of one expert after its number of copies has changed."""
+    copies = layer.copies[expert]
+    if objective.work.proportional or copies == 0:
+        return
+    fill_work(layer.tokens[expert], copies, objective.work, layer.work[expert])
+    layer.work[expert] *= copies
 
 
 @kernel
 def refresh(layer: LayerState, objective: SearchObjective) -> float:
     """Recompute costs and gradient from the rank loads; return the objective of the layer."""
-    experts, steps = layer.load.shape
+    experts, steps = layer.work.shape
     num_ranks = layer.rank_load.shape[0]
     costs = objective.costs
     straight = costs.tile == 0.0
-    load, weight, rank_load, powers = layer.load, layer.weight, layer.rank_load, layer.powers
+    work, weight, rank_load, powers = layer.work, layer.weight, layer.rank_load, layer.powers
     power_sum, norm = layer.power_sum, layer.norm
     rank_slope, slope = layer.rank_slope, layer.slope
-    power_sum[:] = 0.0
+    power_sum[:] = layer.floor_power
     for rank in range(num_ranks):
         rate = costs.rates[rank]
         for t in range(steps):
             # Rounding of differences of shares can leave the load of an empty rank below zero.
-            tokens = max(rank_load[rank, t], 0.0)
-            cost = tokens * rate if straight else smooth_cost(tokens, rank, costs)
+            amount = max(rank_load[rank, t], 0.0)
+            cost = amount * rate if straight else smooth_cost(amount, rank, costs)
             powers[rank, t] = power(cost, costs.doublings)
             power_sum[t] += powers[rank, t]
     total = 0.0
@@ -251,20 +276,20 @@ def refresh(layer: LayerState, objective: SearchObjective) -> float:
     for rank in range(num_ranks):
         rate = costs.rates[rank]
         for t in range(steps):
-            tokens = max(rank_load[rank, t], 0.0)
-            cost = tokens * rate if straight else smooth_cost(tokens, rank, costs)
+            amount = max(rank_load[rank, t], 0.0)
+            cost = amount * rate if straight else smooth_cost(amount, rank, costs)
             if cost > 0.0:
-                by = rate if straight else _cost_slope(tokens, rank, costs)
+                by = rate if straight else _cost_slope(amount, rank, costs)
                 rank_slope[t, rank] = (
                     weight[t] * (powers[rank, t] / power_sum[t]) * (norm[t] / cost) * by
                 )
     slope[:] = 0.0
     for expert in range(experts):
         for t in range(steps):
-            tokens = load[expert, t]
-            if tokens > 0.0:
+            part = work[expert, t]
+            if part > 0.0:
                 for rank in range(num_ranks):
-                    slope[expert, rank] += tokens * rank_slope[t, rank]
+                    slope[expert, rank] += part * rank_slope[t, rank]
     return total
 
 
@@ -280,18 +305,20 @@ def _aligned_zeros(*shape: int) -> NDArray[np.float64]:
 
 
 def build_layer(
-    load: NDArray[np.float64],
+    tokens: NDArray[np.float64],
     weight: NDArray[np.float64],
     origin: NDArray[np.float64],
     row: NDArray[np.int32],
     current: NDArray[np.int32] | None,
     objective: SearchObjective,
     cross_node_factor: float,
+    base: NDArray[np.float64],
+    floor: NDArray[np.float64],
 ) -> LayerState:
     """Build the state of a layer.
 
     Args:
-        load: (E, T) load of each expert, in mean rank loads.
+        tokens: (E, T) tokens of each expert, in mean rank loads.
         weight: (T,) summing to 1.
         origin: (E, R) share of each expert's tokens that start on a rank.
         row: (S,) expert of each slot at the start; copied.
@@ -299,8 +326,10 @@ def build_layer(
             price.
         objective: names the dispatch and the nodes.
         cross_node_factor: price of a copy that no rank of the node can send.
+        base: (R, T) load of each rank without routed experts, in mean rank loads.
+        floor: (T,) time that no placement can change, in layer times.
     """
-    experts, steps = load.shape
+    experts, steps = tokens.shape
     ranks = len(objective.node_of_rank)
     had = np.ones((experts, ranks), np.bool_)
     copy_price = np.zeros((experts, ranks))
@@ -315,8 +344,12 @@ def build_layer(
             on_node[:, nodes[rank]] |= had[:, rank]
         copy_price = np.where(had, 0.0, np.where(on_node[:, nodes], 1.0, cross_node_factor))
     cheapest = np.where(had, np.inf, copy_price).min(axis=1)
+    tokens = np.ascontiguousarray(tokens)
     layer = LayerState(
-        load=np.ascontiguousarray(load),
+        tokens=tokens,
+        work=tokens if objective.work.proportional else np.zeros_like(tokens),
+        base=np.ascontiguousarray(base),
+        floor_power=np.asarray(floor ** (2.0**objective.costs.doublings), np.float64),
         weight=weight,
         origin=np.ascontiguousarray(origin),
         row=row.astype(np.int32, copy=True),
@@ -336,6 +369,7 @@ def build_layer(
         slope=_aligned_zeros(experts, ranks),
         scratch=np.zeros(steps),
         moved=np.zeros((2, ranks)),
+        after=np.zeros((4, steps)),
     )
     load_ranks(layer, objective)
     return layer

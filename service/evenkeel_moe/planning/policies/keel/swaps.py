@@ -92,7 +92,7 @@ def _best_swaps_of_pairs(
     layer costs as much as some evaluations.
     """
     row, had, copy_price, copies_of = layer.row, layer.had, layer.copy_price, layer.copies
-    load, share, rank_load, powers = layer.load, layer.share, layer.rank_load, layer.powers
+    work, share, rank_load, powers = layer.work, layer.share, layer.rank_load, layer.powers
     weight, norm, power_sum, out = layer.weight, layer.norm, layer.power_sum, layer.scratch
     net, excess, most, reach, pairs, caps = bounds
     costs, per_rank = objective.costs, row.shape[0] // rank_load.shape[0]
@@ -128,8 +128,8 @@ def _best_swaps_of_pairs(
                 else:  # Only the loads of these two ranks change.
                     by_e, by_f = share[e, own], share[f, other] if f >= 0 else 0.0
                     f, out[:] = max(f, 0), 0.0
-                    add_power_change(load, e, -by_e, f, by_f, rank_load, powers, own, costs, out)
-                    add_power_change(load, e, by_e, f, -by_f, rank_load, powers, other, costs, out)
+                    add_power_change(work, e, -by_e, f, by_f, rank_load, powers, own, costs, out)
+                    add_power_change(work, e, by_e, f, -by_f, rank_load, powers, other, costs, out)
                     gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
                 if gain - price * cost > best:
                     gains[count] = best = gain - price * cost
