@@ -41,7 +41,8 @@ class PlanArguments:
     policy: Annotated[
         str | None,
         typer.Option(
-            help="eplb, eplb-global, eplb-hierarchical, craft, gem, libra, libra-refined or keel.",
+            help="eplb, eplb-global, eplb-hierarchical, craft, gem, libra, libra-refined, metro or"
+            " keel.",
             show_default="the deployment's",
         ),
     ] = None

@@ -125,9 +125,9 @@ class DemoArguments:
             help="Redis URL of the controller's store.", show_default="an embedded Valkey server"
         ),
     ] = ""
-    policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem, libra or libra-refined.")] = (
-        "keel"
-    )
+    policy: Annotated[
+        str, typer.Option(help="keel, eplb, craft, gem, libra, libra-refined or metro.")
+    ] = "keel"
     dispatch: Annotated[
         str,
         typer.Option(

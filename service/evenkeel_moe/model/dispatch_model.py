@@ -12,3 +12,13 @@ class DispatchModel(StrEnum):
     """A source rank uses its own replica, else one on its node, else an even share."""
     OPTIMAL = "optimal"
     """Per-batch LP (LPLB): the split that minimises the largest rank load."""
+    WATERFILL = "waterfill"
+    """An even split; the work of shared experts goes to the ranks with the least routed load."""
+    FEWEST = "fewest"
+    """Per batch, one replica computes all tokens of an expert, chosen so that the rank with the
+    most active experts has the fewest (METRO)."""
+
+    @property
+    def per_batch(self) -> bool:
+        """True if every batch is split by its own counts, so that slots have no fixed share."""
+        return self in (DispatchModel.OPTIMAL, DispatchModel.FEWEST)

@@ -216,8 +216,8 @@ def test_the_rule_survives_the_configuration_file_and_names_its_model():
     assert RankConfig.from_json(config.to_json()) == config
     assert DispatchRule.LPLB.model is DispatchModel.OPTIMAL
     assert DispatchRule.NEAREST.model is DispatchModel.NEAREST
-    assert DispatchRule.WATERFILL.model is DispatchModel.EVEN
-    assert DispatchRule.FEWEST.model is DispatchModel.EVEN
+    assert DispatchRule.WATERFILL.model is DispatchModel.WATERFILL
+    assert DispatchRule.FEWEST.model is DispatchModel.FEWEST
     with pytest.raises(InvalidInput):
         config_of(0, DispatchRule.LIBRA, transient_experts=-1)
 

@@ -7,6 +7,7 @@ from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.fewest_split import fewest_split_kernel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.planning import twins
 from tests.strategies import loads, placements, shapes, topologies
@@ -98,10 +99,15 @@ def test_rank_load_keeps_every_token_and_matches_the_twin(case):
                     twins.least_peak(load[t, layer], row, placement.num_ranks)
                 )
                 continue
+            if split.dispatch is DispatchModel.FEWEST:
+                by_slot = fewest_split_kernel(load, placement.phy2log.copy(), placement.num_ranks)
+                expected = by_slot[t, layer].reshape(placement.num_ranks, -1).sum(axis=1)
+                assert got == pytest.approx(expected)
+                continue
             even = np.ones((placement.num_ranks, placement.num_logical_experts))
             shares = (
                 twins.shares_even(row)
-                if split.dispatch is DispatchModel.EVEN
+                if split.dispatch is not DispatchModel.NEAREST
                 else twins.shares_nearest(
                     row, placement.num_ranks, split.topology.node_of_rank, even
                 )

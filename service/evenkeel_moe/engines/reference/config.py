@@ -100,13 +100,11 @@ class DispatchRule(StrEnum):
     def model(self) -> DispatchModel:
         """The model the planner should use.
 
-        Libra splits tokens between ranks as freely as LPLB. The planner has no model of FEWEST
-        and WATERFILL yet: it scores them as EVEN.
+        Libra splits tokens between ranks as freely as LPLB.
         """
-        if self is DispatchRule.NEAREST:
-            return DispatchModel.NEAREST
-        free = self is DispatchRule.LPLB or self.fetches
-        return DispatchModel.OPTIMAL if free else DispatchModel.EVEN
+        if self is DispatchRule.LPLB or self.fetches:
+            return DispatchModel.OPTIMAL
+        return DispatchModel(self.value)
 
 
 class Fault(StrEnum):

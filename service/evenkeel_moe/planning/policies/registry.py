@@ -24,6 +24,7 @@ from evenkeel_moe.planning.policies.gem.policy import GemOptions, plan_gem
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra, plan_libra_refined
+from evenkeel_moe.planning.policies.metro import plan_metro
 from evenkeel_moe.planning.policies.policy_options import ConfigurablePolicy
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective
@@ -40,6 +41,7 @@ POLICIES: dict[str, Policy] = {
     "keel": plan_keel,
     "libra": plan_libra,
     "libra-refined": plan_libra_refined,
+    "metro": plan_metro,
 }
 FORMS: dict[str, Policy] = {
     "eplb-global": partial(plan_eplb, variant=Variant.GLOBAL),

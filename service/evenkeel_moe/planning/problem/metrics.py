@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import ShapeMismatch
-from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import kernels
 from evenkeel_moe.planning.problem.token_split import (
@@ -40,7 +39,7 @@ def rank_load(
     Source: deepseek-ai/EPLB eplb.py@d52c72d step 3 for the even split.
     """
     tokens = check_counts(load, placement)
-    if split.dispatch is DispatchModel.OPTIMAL:
+    if split.dispatch.per_batch:
         per_slot = slot_load(tokens, placement, split)
         by_rank = per_slot.reshape(
             *per_slot.shape[:2], placement.num_ranks, placement.slots_per_rank

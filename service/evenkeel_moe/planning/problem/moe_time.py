@@ -23,6 +23,7 @@ from evenkeel_moe.planning.problem.token_split import (
     slot_shares,
     source_shares,
 )
+from evenkeel_moe.planning.problem.waterfill_times import waterfilled_work
 
 
 class CurveArrays(NamedTuple):
@@ -86,9 +87,11 @@ def rank_work(
     cost.check_ranks(placement.num_ranks)
     per_slot = replica_work(slot_load(load, placement, split), cost.replica)
     by_rank = per_slot.reshape(*per_slot.shape[:2], placement.num_ranks, placement.slots_per_rank)
-    return np.asarray(
-        by_rank.sum(axis=3) + shared_work(load, placement.num_ranks, cost, split), np.float64
-    )
+    routed = np.asarray(by_rank.sum(axis=3), np.float64)
+    if split.dispatch is DispatchModel.WATERFILL:
+        tokens = np.asarray(load, np.float64).sum(axis=2)
+        return waterfilled_work(routed, cost.shared_tokens * tokens)
+    return routed + shared_work(load, placement.num_ranks, cost, split)
 
 
 def rank_times(work: NDArray[np.float64], cost: CostModel = TOKENS) -> NDArray[np.float64]:
@@ -123,7 +126,7 @@ def step_times(
         InfeasiblePlan: an expert that has load has no replica.
     """
     ranks = placement.num_ranks
-    if split.dispatch is DispatchModel.OPTIMAL:
+    if split.dispatch.per_batch or split.dispatch is DispatchModel.WATERFILL:
         return np.asarray(
             rank_times(rank_work(load, placement, cost, split), cost).max(axis=2), np.float64
         )

@@ -1,8 +1,8 @@
 """Models how the dispatcher of an engine splits the tokens of an expert over its replicas.
 
-Two of the three models fix a share per slot for all batches: EVEN and NEAREST (`slot_shares`).
-    OPTIMAL decides for every batch (`slot_load`). A placement planned for one model may be bad
-    under another, so every score in `metrics` takes a `SplitModel`.
+Three models fix a share per slot for all batches: EVEN, NEAREST and WATERFILL (`slot_shares`).
+OPTIMAL and FEWEST decide for every batch (`slot_load`). A placement planned for one model may be
+bad under another, so every score takes a `SplitModel`.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem import kernels
+from evenkeel_moe.planning.problem.fewest_split import fewest_split_kernel
 from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
@@ -44,21 +45,22 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
 
     Args:
         placement: (L, S) slots on R ranks.
-        split: EVEN or NEAREST. NEAREST: a source rank uses its own replicas, else those on its
-            node, else all; evenly if there are several.
+        split: EVEN, WATERFILL or NEAREST. NEAREST: a source rank uses its own replicas, else those
+            on its node, else all; evenly if there are several.
 
     Returns:
         (L, S) float64 in [0, 1]; the shares of an expert sum to 1, empty slots have 0.
 
     Raises:
-        InvalidInput: OPTIMAL, which has no fixed shares.
+        InvalidInput: the model has no fixed shares.
         ShapeMismatch: the topology or source loads are of another deployment.
     """
-    if split.dispatch is DispatchModel.OPTIMAL:
+    if split.dispatch.per_batch:
         raise InvalidInput(
-            "optimal dispatch splits each batch by itself and has no fixed shares; use slot_load"
+            f"{split.dispatch} dispatch splits each batch by itself and has no fixed shares;"
+            " use slot_load"
         )
-    if split.dispatch is DispatchModel.EVEN:
+    if split.dispatch is not DispatchModel.NEAREST:
         # A copy: numba would compile another version for a read-only array.
         return placement.even_shares.copy()
     layers, _, ranks, experts = placement.sizes
@@ -107,7 +109,8 @@ def slot_load(
         load: (T, L, E) [tokens].
         placement: (L, S) slots on R ranks.
         split: how tokens split over replicas. OPTIMAL minimises the largest rank load of every
-            batch exactly; among several such splits it deterministically takes one.
+            batch exactly, FEWEST the largest number of active experts; among several such splits
+            both deterministically take one.
 
     Returns:
         (T, L, S) float64 [tokens], summing to the load.
@@ -119,6 +122,8 @@ def slot_load(
     tokens = check_load(load, placement)
     if split.dispatch is DispatchModel.OPTIMAL:
         return optimal_split_kernel(tokens, placement.phy2log.copy(), placement.num_ranks)
+    if split.dispatch is DispatchModel.FEWEST:
+        return fewest_split_kernel(tokens, placement.phy2log.copy(), placement.num_ranks)
     held = np.where(placement.phy2log >= 0, placement.phy2log, 0)
     routed = np.take_along_axis(tokens, held[None], axis=2)
     return np.asarray(routed * slot_shares(placement, split), np.float64)

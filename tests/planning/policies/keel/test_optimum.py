@@ -5,10 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
+from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.bounds import lower_bound
 from evenkeel_moe.planning.problem.bounds_branch import branch_bound
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 SIZES = (
@@ -64,6 +66,27 @@ def test_keel_comes_within_a_hundredth_of_the_optimum_on_average(instances):
     over = [plan_keel(problem).score / best - 1 for problem, best in instances]
     assert min(over) >= -1e-9
     assert np.mean(over) <= 0.01
+
+
+@pytest.mark.parametrize("reading", [0.25, 0.5, 1.0, 2.0])
+def test_under_the_roofline_keel_comes_within_two_hundredths_of_the_optimum(reading):
+    over = []
+    for experts, ranks, per_rank in SIZES:
+        shares = every_placement(experts, ranks, per_rank)
+        for seed in range(2):
+            load = noisy_load(experts, seed)
+            read = reading * load.mean()
+            tokens = shares[:, :, :, None] * load[:, 0].T
+            work = np.where(tokens > 0, np.maximum(tokens, read), 0.0)
+            best = work.sum(axis=2).max(axis=1).sum(axis=1).min()
+            shape = ModelShape(1, experts, ranks, per_rank, 1, 1)
+            cost = CostModel(replica=ReplicaWork(read_tokens=read))
+            problem = PlacementProblem(
+                load, shape, Topology.single_node(ranks), objective=Objective(cost=cost)
+            )
+            over.append(plan_keel(problem).score / best - 1)
+    assert min(over) >= -1e-9
+    assert np.mean(over) <= 0.02
 
 
 def test_the_bound_never_passes_the_optimum_and_is_mostly_within_three_hundredths_of_it(instances):

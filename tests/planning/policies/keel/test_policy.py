@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel_moe.model.cost import TOKENS, CostModel
+from evenkeel_moe.model.cost import TOKENS, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
@@ -17,7 +17,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule import relabel
-from tests.strategies import cost_curves, loads, placements, shapes, topologies
+from tests.strategies import cost_models, loads, placements, shapes, topologies
 
 
 @st.composite
@@ -31,7 +31,7 @@ def problems(draw, dispatches=tuple(DispatchModel), /, planned=None):
         topology=draw(topologies(shape.num_ranks)),
         current=draw(current[planned]),
         objective=Objective(
-            cost=CostModel(draw(st.none() | cost_curves(shape.num_ranks))),
+            cost=draw(cost_models(shape.num_ranks)),
             dispatch=draw(st.sampled_from(dispatches)),
         ),
         max_evaluations=3000,
@@ -91,6 +91,59 @@ def test_refining_for_nearest_dispatch_pays_where_tokens_start_unevenly():
 @given(problems((DispatchModel.EVEN,), planned=False))
 def test_from_nothing_it_is_never_worse_than_eplb(problem):
     assert plan_keel(problem).score <= plan_eplb(problem).score * (1 + 1e-9)
+
+
+def test_replicas_are_dropped_where_reading_dominates_and_kept_where_computing_does():
+    shape = ModelShape(3, 16, 4, 5, 4, 100)
+    load = np.random.default_rng(3).poisson(np.linspace(2.0, 40.0, 16), (60, 3, 16)).astype(float)
+    replicas = {}
+    for read in (0.0, 10.0, 30.0, 1000.0):
+        problem = PlacementProblem(
+            load,
+            shape,
+            Topology.single_node(4),
+            current=Placement.initial(shape),
+            objective=Objective(cost=CostModel(replica=ReplicaWork(read_tokens=read))),
+        )
+        proposal = plan_keel(problem)
+        replicas[read] = int((proposal.placement.phy2log >= 0).sum()) - 3 * 16
+        assert proposal.score < moe_time.score(problem, Placement.initial(shape))
+        if read == 1000.0:
+            assert proposal.numbers["copies"] == 0
+    assert replicas[0.0] == 3 * 4
+    assert 3 * 4 >= replicas[10.0] > replicas[30.0] == replicas[1000.0] == 0
+
+
+def test_under_waterfill_balance_below_the_waterline_is_not_paid_for():
+    shape = ModelShape(2, 8, 4, 3, 2, 100)
+    load = np.tile(np.array([60.0, 40, 30, 20, 20, 20, 10, 10]), (40, 2, 1))
+    problem = PlacementProblem(
+        load,
+        shape,
+        Topology.single_node(4),
+        current=Placement.initial(shape),
+        objective=Objective(dispatch=DispatchModel.WATERFILL, copy_cost=1.0),
+    )
+    assert plan_keel(problem).numbers["copies"] > 0
+    # The waterline of 4 x 210 / 4 tokens is above every routed peak.
+    filled = with_objective(problem, cost=CostModel(shared_tokens=4.0))
+    assert plan_keel(filled).numbers["copies"] == 0
+
+
+def test_under_fewest_dispatch_the_plan_is_not_worse_than_one_without_replicas():
+    shape = ModelShape(2, 16, 4, 5, 4, 100)
+    load = np.random.default_rng(5).poisson(np.linspace(1.0, 30.0, 16), (60, 2, 16)).astype(float)
+    for read in (0.0, 20.0):
+        cost = CostModel(replica=ReplicaWork(read_tokens=read))
+        problem = PlacementProblem(
+            load,
+            shape,
+            Topology.single_node(4),
+            current=Placement.initial(shape),
+            objective=Objective(cost=cost, dispatch=DispatchModel.FEWEST),
+        )
+        single = plan_keel(replace(problem, replica_budget=0))
+        assert plan_keel(problem).score <= single.score * 1.01
 
 
 @given(problems())

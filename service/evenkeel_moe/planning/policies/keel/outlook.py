@@ -31,7 +31,8 @@ class Outlook:
 def look_ahead(problem: PlacementProblem, options: KeelOptions) -> tuple[PlacementProblem, Outlook]:
     """Return the problem with the loads to plan for, and the outlook.
 
-    Loads are the window's; if a forecast proved itself within the window, they are moved to it.
+    Loads are the window's; if a forecast proved itself within the window, they are moved to it,
+    unless reading dominates.
     """
     weights, change = step_weights(problem.load, options.change)
     expected = forecast(problem.load)
@@ -40,9 +41,19 @@ def look_ahead(problem: PlacementProblem, options: KeelOptions) -> tuple[Placeme
     if expected is None:
         return problem, Outlook(weights, noise, False, float("nan"), change)
     moving = expected.error < 1.0 - options.foresight
-    if moving:
+    if moving and not reading_dominates(problem):
         problem = replace(problem, load=recentred(problem.load, weights, expected))
     return problem, Outlook(weights, noise, moving, expected.error, change)
+
+
+def reading_dominates(problem: PlacementProblem) -> bool:
+    """Return True if the mean replica reads for longer than it computes.
+
+    What counts is then whether an expert is active at all, about which a forecast of its mean
+    tokens says nothing.
+    """
+    replica = problem.objective.cost.replica
+    return replica.read_tokens + replica.start_tokens > float(problem.load.mean())
 
 
 def shrink_origins(problem: PlacementProblem, trust: float) -> PlacementProblem:

@@ -23,7 +23,12 @@ from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
-from evenkeel_moe.planning.policies.keel.outlook import Outlook, look_ahead, shrink_origins
+from evenkeel_moe.planning.policies.keel.outlook import (
+    Outlook,
+    look_ahead,
+    reading_dominates,
+    shrink_origins,
+)
 from evenkeel_moe.planning.policies.keel.search import Search
 from evenkeel_moe.planning.policies.keel.starts import cold_start, fit_to_budget, linear_rates
 from evenkeel_moe.planning.policies.proposal import build_proposal
@@ -59,15 +64,18 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
     expected, outlook = look_ahead(problem, options)
     planner = _Planner(expected, outlook, options, EvaluationBudget(problem, options))
     dispatch = problem.objective.dispatch
-    proportional = problem.objective.cost.replica.proportional
-    if problem.objective.limits.max_layers is not None or dispatch is DispatchModel.EVEN:
-        best, price = planner.plan()
-    elif dispatch is DispatchModel.NEAREST and proportional:
-        best, price = planner.plan_for_nearest()
-    elif dispatch is DispatchModel.NEAREST:
-        best, price = planner.plan()
-    else:
+    if problem.objective.limits.max_layers is None and dispatch is DispatchModel.OPTIMAL:
         best, price = planner.plan_for_optimal()
+    elif (
+        problem.objective.limits.max_layers is None
+        and dispatch is DispatchModel.NEAREST
+        and problem.objective.cost.replica.proportional
+    ):
+        best, price = planner.plan_for_nearest()
+    elif dispatch is DispatchModel.FEWEST:
+        best, price = planner.plan_for_fewest()
+    else:
+        best, price = planner.plan()
     numbers = {
         "change_at": float(outlook.change.first_step),
         "change_strength": outlook.change.strength,
@@ -124,10 +132,26 @@ class _Planner:
             best = for_even
         return best, price
 
+    def plan_for_fewest(self) -> tuple[Placement, float]:
+        """Plan with and without replicas, and choose between the two.
+
+        The search takes the work of an expert as shared evenly by its copies over the steps. Under
+        fewest dispatch it is on one of them in each step, so replicas help less than the search
+        expects. What they save must be more than chance.
+        """
+        with self.evaluations.keeping(self.options.even_reserve):
+            best, price = self.plan()
+        single, _ = replace(self, problem=replace(self.problem, replica_budget=0)).plan()
+        if self._time(best) > (1.0 - self.options.optimal_gain) * self._time(single):
+            best = single
+        return best, price
+
     def plan(self) -> tuple[Placement, float]:
         """Search from the current placement and EPLB's, and in a first plan also from nothing."""
         problem = self.problem
         start = None if problem.current is None else fit_to_budget(problem, problem.current)
+        if reading_dominates(problem):
+            start = self._without_replicas(start)
         search = self._search_from(cold_start(problem) if start is None else start)
         price = self._price(search)
         per_copy = price * search.unit_cost * len(problem.load)
@@ -152,6 +176,16 @@ class _Planner:
             if total(fresh) < (1.0 - self._restart_gain()) * total(best):
                 best = fresh
         return best, price
+
+    def _without_replicas(self, start: Placement | None) -> Placement:
+        """Return a start without redundant copies, to which the search adds those that pay.
+
+        Where reading dominates these are few, and from there it finds better placements than from a
+        start with copies.
+        """
+        problem = replace(self.problem, replica_budget=0)
+        single = None if start is None else fit_to_budget(problem, start)
+        return cold_start(problem) if single is None else single
 
     def _under_even_split(self) -> "_Planner":
         objective = replace(self.problem.objective, dispatch=DispatchModel.EVEN)

@@ -18,6 +18,7 @@ from evenkeel_moe.planning.policies.keel.descent import descend
 from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
 from evenkeel_moe.planning.policies.keel.moves import apply_replacement, copies_of_replacement
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
+from evenkeel_moe.planning.policies.keel.outlook import reading_dominates
 from evenkeel_moe.planning.policies.keel.state import (
     LayerState,
     SearchObjective,
@@ -79,13 +80,13 @@ class Search:
         self.unit_tokens = float(problem.load.sum()) / (layer_steps * ranks) or 1.0
         fluid = moe_time.fluid_bound(problem.load, ranks, problem.objective.cost)
         self.unit_cost = fluid / layer_steps or 1.0
-        sharp = sharp or self.unit_tokens >= options.sharp_tokens
+        sharp = sharp or self.unit_tokens >= options.sharp_tokens or reading_dominates(problem)
         self.objective = _scaled_objective(
             problem, self.unit_tokens, self.unit_cost, options, sharp
         )
         origin = _origin_shares(problem)
         tokens = np.moveaxis(problem.load, 0, 2) / self.unit_tokens
-        base = _shared_work(problem) / self.unit_tokens
+        base, floor = _unplanned(problem)
         self.layers: list[LayerState] = [
             build_layer(
                 tokens[layer],
@@ -95,8 +96,8 @@ class Search:
                 None if problem.current is None else problem.current.phy2log[layer],
                 self.objective,
                 problem.objective.cross_node_factor,
-                base[layer],
-                np.zeros(steps),
+                base[layer] / self.unit_tokens,
+                floor[:, layer] / self.unit_cost,
             )
             for layer in range(num_layers)
         ]
@@ -337,7 +338,7 @@ def _scaled_objective(
 ) -> SearchObjective:
     """Convert the problem's objective to search units, and curves without stairs to lines."""
     ranks, costs = problem.shape.num_ranks, problem.objective.cost.curves
-    replica = problem.objective.cost.replica
+    replica, dispatch = problem.objective.cost.replica, problem.objective.dispatch
     tile, stairs = 0.0, np.zeros((ranks, 1))
     if costs is None:
         rates = np.ones(ranks) * unit_tokens / unit_cost
@@ -352,19 +353,28 @@ def _scaled_objective(
         costs=SmoothCosts(rates, tile, stairs, doublings),
         sharp=sharp,
         swap_share=options.swap_share if sharp else 1.0,
-        nearest=problem.objective.dispatch is DispatchModel.NEAREST and replica.proportional,
+        nearest=dispatch is DispatchModel.NEAREST and replica.proportional,
         node_of_rank=np.array(problem.topology.node_of_rank, np.int64),
-        work=smooth_work(replica, unit_tokens, single=False),
+        work=smooth_work(replica, unit_tokens, single=dispatch is DispatchModel.FEWEST),
         drops=not replica.proportional,
     )
 
 
-def _shared_work(problem: PlacementProblem) -> NDArray[np.float64]:
-    """Return (L, R, T) work of shared experts on each rank [tokens]."""
-    work = moe_time.shared_work(
-        problem.load, problem.shape.num_ranks, problem.objective.cost, SplitModel.of(problem)
-    )
-    return np.moveaxis(work, 0, 2)
+def _unplanned(problem: PlacementProblem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what no placement changes: the work of shared experts, and a least time.
+
+    Under Waterfill the shared experts run where there is room, so only the level that they reach
+    counts: below it, the routed load of a rank does not matter.
+
+    Returns:
+        (L, R, T) [tokens] and (T, L) in the unit of the score; the other of the two is 0.
+    """
+    load, cost, ranks = problem.load, problem.objective.cost, problem.shape.num_ranks
+    if problem.objective.dispatch is DispatchModel.WATERFILL and cost.shared_tokens > 0.0:
+        level = np.maximum(moe_time.fluid_times(load, ranks, cost) - cost.fixed, 0.0)
+        return np.zeros((load.shape[1], ranks, load.shape[0])), level
+    shared = moe_time.shared_work(load, ranks, cost, SplitModel.of(problem))
+    return np.moveaxis(shared, 0, 2), np.zeros(load.shape[:2])
 
 
 def _origin_shares(problem: PlacementProblem) -> NDArray[np.float64]:

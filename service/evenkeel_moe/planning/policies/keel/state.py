@@ -73,7 +73,7 @@ class LayerState(NamedTuple):
     base: NDArray[np.float64]
     """(R, T) load of each rank without routed experts: the work of shared experts."""
     floor_power: NDArray[np.float64]
-    """(T,) power sum of a time that no placement can change; 0 where there is none."""
+    """(T,) power sum of a time that every rank takes at least; 0 where there is none."""
     weight: NDArray[np.float64]
     """(T,) weight of each step, summing to 1."""
     origin: NDArray[np.float64]
@@ -327,7 +327,7 @@ def build_layer(
         objective: names the dispatch and the nodes.
         cross_node_factor: price of a copy that no rank of the node can send.
         base: (R, T) load of each rank without routed experts, in mean rank loads.
-        floor: (T,) time that no placement can change, in layer times.
+        floor: (T,) time that every rank takes at least, in layer times.
     """
     experts, steps = tokens.shape
     ranks = len(objective.node_of_rank)
@@ -349,7 +349,7 @@ def build_layer(
         tokens=tokens,
         work=tokens if objective.work.proportional else np.zeros_like(tokens),
         base=np.ascontiguousarray(base),
-        floor_power=np.asarray(floor ** (2.0**objective.costs.doublings), np.float64),
+        floor_power=np.asarray(ranks * floor ** (2.0**objective.costs.doublings), np.float64),
         weight=weight,
         origin=np.ascontiguousarray(origin),
         row=row.astype(np.int32, copy=True),

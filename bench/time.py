@@ -1,0 +1,145 @@
+"""Compares policies by time under the roofline: python -m bench.time [NAME ...].
+
+The time of a replica is the larger of reading its weights and computing its tokens. Reading takes
+as long as computing k times the mean tokens of an expert. k = 0 is the balance of tokens; from
+about k = 2 on, a further replica costs more than it relieves. Every policy walks forward over every
+trace and is scored on steps that it has not seen, under three dispatchers; Waterfill also has the
+work of one shared expert. `linear` has no replicas, `initial` is the placement that engines start
+with.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from bench.planning_walk import FLEETS, recorded, setup_of, upper95
+from bench.report import Row, write_report
+from evenkeel_moe.formats import Trace
+from evenkeel_moe.model.cost import CostModel, ReplicaWork
+from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.planning.policies.registry import resolve_policy, warm_kernels
+from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.planning.problem.placement_problem import Proposal
+from evenkeel_moe.replay.walk import Replan, Setup, Walk, walk_forward
+
+__all__ = ["time_rows"]
+
+READS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+DISPATCHES = (DispatchModel.EVEN, DispatchModel.WATERFILL, DispatchModel.FEWEST)
+RIVALS = ("eplb", "craft", "gem", "libra", "metro")
+"""Policies whose placements follow from tokens or activations alone."""
+
+
+def _linear(setup: Setup) -> Placement:
+    """Return the placement without replicas: experts in order, the last slots of a rank empty."""
+    shape = setup.shape
+    row = np.full((shape.num_ranks, shape.slots_per_rank), EMPTY, np.int32)
+    parts = np.array_split(np.arange(shape.num_logical_experts), shape.num_ranks)
+    for rank, part in enumerate(parts):
+        row[rank, : len(part)] = part
+    rows = np.repeat(row.reshape(1, -1), shape.num_layers, axis=0)
+    return Placement(rows, shape.num_ranks, shape.num_logical_experts)
+
+
+def _walk(name: str, setup: Setup) -> Walk:
+    policy = resolve_policy(name)
+
+    def plan(replan: Replan) -> Proposal:
+        return policy(replan.problem)
+
+    return walk_forward(name, plan, setup)
+
+
+def _scored(setup: Setup, steps: list[int], placements: list[Placement]) -> np.ndarray:
+    """Return the (n * horizon,) times of placements that take effect at some steps."""
+    parts = []
+    for step, placement in zip(steps, placements, strict=True):
+        last = step + setup.horizon_steps
+        split = setup.split(step, last)
+        load = setup.load[step:last]
+        times = moe_time.step_times(load, placement, setup.objective.cost, split)
+        parts.append(times.sum(axis=1))
+    return np.concatenate(parts)
+
+
+def _objective(setup: Setup, reading: float, dispatch: DispatchModel, top_k: int) -> Objective:
+    read = reading * float(setup.load.mean())
+    shared = 1.0 / top_k if dispatch is DispatchModel.WATERFILL else 0.0
+    cost = CostModel(replica=ReplicaWork(read_tokens=read), shared_tokens=shared)
+    return Objective(cost=cost, dispatch=dispatch)
+
+
+def time_rows(
+    traces: list[Trace],
+    fleets: tuple[tuple[int, int], ...] = FLEETS,
+    reads: tuple[float, ...] = READS,
+    dispatches: tuple[DispatchModel, ...] = DISPATCHES,
+) -> Iterator[list[Row]]:
+    """Yield the rows of each trace and fleet. Copies do not include the first plan."""
+    for ranks, slots in fleets:
+        for trace in traces:
+            setup = setup_of(trace, ranks, slots)
+            walks = {name: _walk(name, setup) for name in RIVALS}
+            steps = walks["eplb"].steps.tolist()
+            fixed = {"linear": _linear(setup), "initial": Placement.initial(setup.shape)}
+            rows = []
+            for reading in reads:
+                for dispatch in dispatches:
+                    objective = _objective(setup, reading, dispatch, trace.top_k or 1)
+                    under = replace(setup, objective=objective)
+                    times = {
+                        name: _scored(under, steps, list(walk.placements))
+                        for name, walk in walks.items()
+                    }
+                    for name, placement in fixed.items():
+                        times[name] = _scored(under, steps, [placement] * len(steps))
+                    keel = _walk("keel", under)
+                    ours = keel.times.sum(axis=1)
+                    best = min(times, key=lambda name: float(times[name].sum()))
+                    theirs = times[best]
+                    copies = keel.copies[1:].sum() / walks["eplb"].copies[1:].sum()
+                    base = f"time_{trace.name}_{ranks}x{slots}_k{reading:g}_{dispatch}"
+                    rows += [
+                        Row(f"{base}_over_best", float(ours.sum() / theirs.sum()), "ratio"),
+                        Row(f"{base}_upper95", upper95(ours, theirs), "ratio"),
+                        Row(f"{base}_copies_over_eplb", float(copies), "ratio"),
+                    ]
+                    linear = times["linear"].sum()
+                    print(
+                        f"{base}: keel {ours.sum() / linear:.4f}, copies {copies:.3f}, best {best};"
+                        + ", ".join(f" {n} {t.sum() / linear:.4f}" for n, t in times.items()),
+                        flush=True,
+                    )
+            yield rows
+
+
+def _fleet(text: str) -> tuple[int, int]:
+    ranks, slots = text.split("x")
+    return int(ranks), int(slots)
+
+
+def main() -> None:
+    """Run all traces, or those that are named."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*", help="traces; default all")
+    parser.add_argument("--fleet", type=_fleet, action="append", metavar="RANKSxSLOTS")
+    parser.add_argument("--k", type=float, action="append", help="default 0 to 4")
+    parser.add_argument("--dispatch", type=DispatchModel, action="append")
+    given = parser.parse_args()
+    warm_kernels()
+    chosen = [trace for trace in recorded() if not given.names or trace.name in given.names]
+    found = time_rows(
+        chosen,
+        tuple(given.fleet or FLEETS),
+        tuple(given.k or READS),
+        tuple(given.dispatch or DISPATCHES),
+    )
+    write_report("time", [row for part in found for row in part])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The metro policy: EPLB by activations instead of tokens.
+
+Decode is often memory-bound: a rank's time then follows the number of experts that it activates.
+METRO routes every batch to the fewest replicas (`fewest` dispatch) over EPLB's placement. This
+policy carries the idea to the placement: it gives EPLB, as load, the steps in which an expert has
+tokens at all. It is a baseline; keel weighs both by the cost model.
+
+Source: METRO, arXiv 2512.09277.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.policies.proposal import build_proposal
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
+
+
+def plan_metro(problem: PlacementProblem) -> Proposal:
+    """Plan by EPLB on the share of steps in which each expert is active.
+
+    Args:
+        problem: as for EPLB.
+
+    Raises:
+        InvalidInput, InfeasiblePlan: as EPLB.
+    """
+    active = np.minimum(problem.load, 1.0)
+    proposal = plan_eplb(replace(problem, load=active))
+    return build_proposal(problem, proposal.placement, proposal.evaluations, proposal.numbers)
