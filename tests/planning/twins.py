@@ -107,14 +107,27 @@ def replica_work(tokens, replica):
 def slowest_rank(tokens, per_slot, num_ranks, cost, split, layer):
     """Time of one layer in one step: (E,) tokens, (S,) tokens of each slot."""
     per_rank = len(per_slot) // num_ranks
+    routed = [
+        sum(
+            replica_work(n, cost.replica) for n in per_slot[rank * per_rank : (rank + 1) * per_rank]
+        )
+        for rank in range(num_ranks)
+    ]
+    shared = cost.shared_tokens * sum(tokens)
+    level = 0.0
+    if split.dispatch == "waterfill" and shared > 0:
+        low, high = 0.0, max(routed) + shared
+        for _ in range(200):
+            level = (low + high) / 2
+            poured = sum(max(level - work, 0.0) for work in routed)
+            low, high = (low, level) if poured >= shared else (level, high)
+        shared = 0.0
     slowest = 0.0
     for rank in range(num_ranks):
         part = 1 / num_ranks
         if split.source_load is not None and split.source_load[:, layer].sum() > 0:
             part = split.source_load[rank, layer].sum() / split.source_load[:, layer].sum()
-        work = cost.shared_tokens * sum(tokens) * part
-        for slot in range(rank * per_rank, (rank + 1) * per_rank):
-            work += replica_work(per_slot[slot], cost.replica)
+        work = max(routed[rank], level) + shared * part
         if work > 0:
             slowest = max(slowest, seconds(work, rank, cost.curves) + cost.fixed)
     return slowest

@@ -204,9 +204,11 @@ def _layer_work(load: NDArray[np.generic], cost: CostModel) -> NDArray[np.float6
     tokens = load.sum(axis=2, dtype=np.float64)
     work = tokens
     if not cost.replica.proportional:
-        dtype = np.uint32 if load.dtype == np.uint32 else np.float64
-        counts = np.ascontiguousarray(load, dtype)
-        work = kernels.layer_work_kernel(counts, kernels.work_terms(cost.replica))
+        terms = kernels.work_terms(cost.replica)
+        if load.dtype == np.uint32:
+            work = kernels.layer_work_kernel(np.ascontiguousarray(load, np.uint32), terms)
+        else:
+            work = kernels.layer_work_kernel(np.ascontiguousarray(load, np.float64), terms)
     return np.asarray(work + cost.shared_tokens * tokens, np.float64)
 
 

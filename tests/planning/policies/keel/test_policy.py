@@ -109,7 +109,7 @@ def test_replicas_are_dropped_where_reading_dominates_and_kept_where_computing_d
         replicas[read] = int((proposal.placement.phy2log >= 0).sum()) - 3 * 16
         assert proposal.score < moe_time.score(problem, Placement.initial(shape))
         if read == 1000.0:
-            assert proposal.numbers["copies"] == 0
+            assert proposal.score == 4 * read * 3 * 60  # Four reads in each layer and step.
     assert replicas[0.0] == 3 * 4
     assert 3 * 4 >= replicas[10.0] > replicas[30.0] == replicas[1000.0] == 0
 

@@ -304,6 +304,27 @@ def _aligned_zeros(*shape: int) -> NDArray[np.float64]:
     return memory[skipped : skipped + size].reshape(shape)
 
 
+def _copy_prices(
+    current: NDArray[np.int32] | None,
+    experts: int,
+    nodes: NDArray[np.int64],
+    cross_node_factor: float,
+) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Return `had` and `copy_price` of a `LayerState`; arguments as in `build_layer`."""
+    ranks = len(nodes)
+    if current is None:
+        return np.ones((experts, ranks), np.bool_), np.zeros((experts, ranks))
+    had = np.zeros((experts, ranks), np.bool_)
+    holders = np.arange(len(current)) // (len(current) // ranks)
+    filled = current >= 0
+    had[current[filled], holders[filled]] = True
+    on_node = np.zeros((experts, int(nodes.max()) + 1), np.bool_)
+    for rank in range(ranks):
+        on_node[:, nodes[rank]] |= had[:, rank]
+    price = np.where(had, 0.0, np.where(on_node[:, nodes], 1.0, cross_node_factor))
+    return had, price
+
+
 def build_layer(
     tokens: NDArray[np.float64],
     weight: NDArray[np.float64],
@@ -331,18 +352,7 @@ def build_layer(
     """
     experts, steps = tokens.shape
     ranks = len(objective.node_of_rank)
-    had = np.ones((experts, ranks), np.bool_)
-    copy_price = np.zeros((experts, ranks))
-    if current is not None:
-        had[:] = False
-        holders = np.arange(len(current)) // (len(current) // ranks)
-        filled = current >= 0
-        had[current[filled], holders[filled]] = True
-        nodes = objective.node_of_rank
-        on_node = np.zeros((experts, int(nodes.max()) + 1), np.bool_)
-        for rank in range(ranks):
-            on_node[:, nodes[rank]] |= had[:, rank]
-        copy_price = np.where(had, 0.0, np.where(on_node[:, nodes], 1.0, cross_node_factor))
+    had, copy_price = _copy_prices(current, experts, objective.node_of_rank, cross_node_factor)
     cheapest = np.where(had, np.inf, copy_price).min(axis=1)
     tokens = np.ascontiguousarray(tokens)
     layer = LayerState(
