@@ -55,6 +55,8 @@ class ShapeOut(ResponseBody):
     bytes_per_expert: int
     num_expert_groups: int
     pool_slots_per_rank: int | None
+    shared_experts: Number
+    """Work of the shared experts for one token, in routed experts; null if unknown."""
 
 
 class RankOut(ResponseBody):
@@ -79,6 +81,10 @@ class RankOut(ResponseBody):
     """Seconds per token divided by the median rank's; above 1 is slower. Null if unknown."""
     trouble: str
     """The reason, in words, that the rank takes no more waves; empty if it takes them."""
+    device: str
+    """Name of the rank's device; empty if unknown."""
+    weight_format: str
+    """Number type of the weights of its experts, such as bf16; empty if unknown."""
 
 
 class PlanSummary(ResponseBody):

@@ -37,6 +37,10 @@ class RankStatus:
     """Its seconds divided by the median rank's for the same tokens; None if not measured."""
     trouble: str = ""
     """The reason, in words, that it takes no more waves; empty if it takes them."""
+    device: str = ""
+    """Name of its device; empty if unknown."""
+    weight_format: str = ""
+    """Number type of its experts' weights; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,8 @@ class LiveView:
             rank=rank,
             node=hello.node,
             gpu_uuid=hello.gpu_uuid,
+            device=hello.device,
+            weight_format=hello.weight_format,
             fresh=self.control.membership.is_fresh(member, now),
             last_seen_unix=member.last_seen + self.control.unix_offset_s,
             epoch=session.epoch if session is not None else hello.epoch,
