@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
+from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.cycle import run_cycle
@@ -166,6 +166,18 @@ def test_replicas_that_pay_are_advised_with_their_memory():
     assert "free on the fullest: 10000 B" in words[-1]
     assert found.levels[0].marginal_gain is None
     assert found.levels[1].marginal_gain == pytest.approx(found.levels[1].gain)
+
+
+def test_replicas_that_cost_reading_are_advised_against():
+    """Two hot experts pay for replicas by tokens, but not where every expert takes as long."""
+    shape = replace(SHAPE, slots_per_rank=3)
+    by_tokens, _ = redundancy(two_hot(), shape)
+    reading = CostModel(replica=ReplicaWork(read_tokens=500.0), source=CostSource.DERIVED)
+    found, words = redundancy(two_hot(), shape, objective=Objective(cost=reading))
+    assert (by_tokens.present, by_tokens.advised) == (4, 8)
+    assert (found.present, found.advised) == (4, 0)
+    assert found.levels[0].gain == pytest.approx(1 / 3)
+    assert words[1] == "Cost model: derived, not measured."
 
 
 def test_memory_bounds_the_advice_and_unknown_memory_does_not_pretend():
