@@ -26,6 +26,7 @@ from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision.cycle import (
     CycleInputs,
+    change_of,
     judge_target,
     plan_target,
     split_window,
@@ -36,7 +37,6 @@ from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import count_moves
-from evenkeel_moe.planning.signals.change_detection import detect_change
 
 __all__ = ["verdict_rows"]
 
@@ -93,12 +93,12 @@ def _judge(
 ) -> tuple[Point, Placement]:
     """Return one point, and the placement of a controller that followed its verdict."""
     inputs = _inputs(trace, current, first, last)
-    split = split_window(inputs, detect_change(inputs.load.astype(np.float64)))
-    target, _ = plan_target(inputs, inputs.load[split.begin : split.cut])
+    split = split_window(inputs, change_of(inputs))
+    target, _ = plan_target(inputs, split)
     copies = count_moves(current, target)
     if copies == 0:
         return Point(trace.name, checking, followed, None, 0.0), current
-    verdict, _ = judge_target(inputs, target, inputs.load[split.cut :])
+    verdict, _ = judge_target(inputs, target, split)
     assert verdict is not None
     after = trace.load[last : last + verdict.steps].astype(np.float64)
     old = moe_time.step_times(after, current).sum(axis=1)

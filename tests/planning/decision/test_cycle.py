@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,13 +8,19 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.decision.cycle import CycleInputs, plan_target, run_cycle
-from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.planning.decision.cycle import (
+    CycleInputs,
+    WindowSplit,
+    plan_target,
+    run_cycle,
+)
+from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Proposal
+from evenkeel_moe.planning.signals.change_detection import Change
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 1000)
 SETTINGS = GateSettings(
@@ -95,14 +102,92 @@ def test_after_a_change_only_the_steps_since_are_planned_on():
     )
 
 
-def test_too_few_steps_since_a_change_are_waited_for():
-    load = np.concatenate([skewed(64, (0, 1)), skewed(12, (6, 7))])
+@pytest.mark.parametrize("least", [4, 8])
+def test_no_fewer_steps_than_set_count_as_a_change(least):
     settled = run_cycle(inputs(skewed(64, (0, 1)))).target
-    result = run_cycle(inputs(load, current=settled))
-    assert (result.passed, result.reason) == (False, Reason.INSUFFICIENT_DATA)
-    assert result.numbers["changed_steps"] == 12
-    assert result.numbers["enough_changed_steps"] == 16
-    assert result.split is None
+    load = np.concatenate([skewed(64, (0, 1)), skewed(4, (6, 7))])
+    settings = replace(SETTINGS, min_changed_steps=least)
+    result = run_cycle(inputs(load, current=settled, settings=settings))
+    assert result.numbers["changed_steps"] == least
+
+
+def test_balance_is_compared_with_the_steps_just_before_the_change():
+    older, old, new = skewed(160, (6, 7), seed=1), skewed(8, (0, 1)), skewed(8, (6, 7))
+    settled = run_cycle(inputs(skewed(64, (0, 1)), policy="keel")).target
+    # Over all steps before the change, the placement was almost as poor as since then.
+    result = run_cycle(
+        inputs(
+            np.concatenate([older, old, new]),
+            current=settled,
+            policy="keel",
+            memory=GateMemory(change_steps=40),
+            steps_since_move=6,
+            last_plan_ended_unix=999.0,
+        )
+    )
+    assert (result.passed, result.reason) == (True, Reason.LOAD_CHANGED)
+
+
+def test_a_few_steps_since_a_change_are_enough_for_a_gain_that_is_certain():
+    settled = run_cycle(inputs(skewed(64, (0, 1)))).target
+    load = np.concatenate([skewed(64, (0, 1)), skewed(8, (6, 7))])
+    result = run_cycle(inputs(load, current=settled, steps_since_move=40))
+    assert (result.passed, result.reason) == (True, Reason.LOAD_CHANGED)
+    assert (result.numbers["planned_on_steps"], result.numbers["held_out_steps"]) == (4, 4)
+    assert result.memory.change_steps == 8
+    later = skewed(30, (6, 7), seed=2)
+    assert result.target is not None and settled is not None
+    assert moe_time.predicted_time(later, result.target) < 0.9 * moe_time.predicted_time(
+        later, settled
+    )
+
+
+@pytest.mark.parametrize("steps", [4, 8, 12, 24])
+def test_few_steps_of_traffic_that_the_placement_suits_move_nothing(steps):
+    suited = run_cycle(inputs(skewed(64, (6, 7)), policy="keel")).target
+    for seed in range(5):
+        load = np.concatenate([skewed(64, (0, 1)), skewed(steps, (6, 7), seed)])
+        result = run_cycle(inputs(load, policy="keel", current=suited))
+        assert not result.passed
+        assert result.memory.change_steps is None
+
+
+def test_a_plan_on_few_steps_is_refined_before_the_cooldown_ends():
+    settled = run_cycle(inputs(skewed(64, (0, 1)))).target
+    first = run_cycle(
+        inputs(np.concatenate([skewed(64, (0, 1)), skewed(4, (6, 7))]), current=settled)
+    )
+    assert first.passed
+    load = np.concatenate([skewed(64, (0, 1)), skewed(12, (6, 7))])
+    soon = {
+        "current": first.target,
+        "memory": first.memory,
+        "steps_since_move": 5,
+        "last_plan_ended_unix": 999.0,
+    }
+    assert run_cycle(inputs(load[:-5], **soon)).reason is Reason.COOLDOWN
+    refined = run_cycle(inputs(load, **soon))
+    assert refined.reason is not Reason.COOLDOWN
+    assert refined.split is not None
+    assert refined.split.begin == 64
+
+
+def test_layers_that_did_not_change_are_planned_on_all_their_steps(monkeypatch):
+    asked = []
+
+    def plan(problem):
+        asked.append(problem)
+        return Proposal(Placement.initial(SHAPE), 1.0)
+
+    monkeypatch.setitem(POLICIES, "listener", plan)
+    load = skewed(80, (0, 1))
+    load[64:, 1] = skewed(16, (6, 7))[:, 1]
+    run_cycle(inputs(load, policy="listener"))
+    (problem,) = asked
+    assert len(problem.load) == 72
+    np.testing.assert_array_equal(problem.load[:, 0], load[:72, 0])
+    before, after = problem.load[:64, 1].mean(axis=0), load[64:72, 1].mean(axis=0)
+    np.testing.assert_allclose(before / before.sum(), after / after.sum())
 
 
 def test_a_change_that_a_plan_has_answered_is_no_reason_to_plan_again():
@@ -149,7 +234,8 @@ def asked_of_a_policy(monkeypatch, load, source_load):
         return Proposal(Placement.initial(SHAPE), 1.0)
 
     monkeypatch.setitem(POLICIES, "listener", plan)
-    plan_target(inputs(skewed(60), policy="listener", source_load=source_load), load)
+    asking = inputs(load, policy="listener", source_load=source_load)
+    plan_target(asking, WindowSplit(0, len(load), Change(0, math.nan)))
     return asked[0]
 
 

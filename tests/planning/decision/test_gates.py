@@ -168,14 +168,13 @@ def test_changed_load_is_judged_by_time_balance_where_it_is_known():
     assert decision.numbers["time_balance_changed"] == 0.8
 
 
-def test_changed_load_wins_over_poor_balance_and_waits_only_for_steps_to_plan_on():
+def test_changed_load_wins_over_poor_balance_and_waits_for_the_cooldown():
     poor = replace(
         CHANGED, balancedness_mean=0.7, memory=GateMemory(windows_below=5, planning=True)
     )
     assert decide_before(poor, SETTINGS).reason is Reason.LOAD_CHANGED
-    early = decide_before(replace(poor, changed_steps=31), SETTINGS)
-    assert (early.passed, early.reason) == (False, Reason.INSUFFICIENT_DATA)
-    assert early.numbers["enough_changed_steps"] == 32.0
+    early = decide_before(replace(poor, changed_steps=4), SETTINGS)
+    assert early.reason is Reason.LOAD_CHANGED
     assert early.memory.planning
     answered = decide_before(
         replace(poor, changed_steps=0, balancedness_changed=math.nan), SETTINGS
@@ -183,6 +182,38 @@ def test_changed_load_wins_over_poor_balance_and_waits_only_for_steps_to_plan_on
     assert answered.reason is Reason.BALANCE_BELOW_THRESHOLD
     cooling = replace(poor, last_plan_ended_unix=999.0)
     assert decide_before(cooling, SETTINGS).reason is Reason.COOLDOWN
+
+
+def test_a_change_that_cost_balance_ends_the_cooldown_but_not_the_wait_after_a_failure():
+    cooling = replace(CHANGED, last_plan_ended_unix=999.0, balancedness_before=0.9)
+    assert decide_before(cooling, SETTINGS).reason is Reason.LOAD_CHANGED
+    lost = SETTINGS.stop_above - SETTINGS.plan_below
+    kept = replace(cooling, balancedness_before=0.6 + 0.99 * lost)
+    assert decide_before(kept, SETTINGS).reason is Reason.COOLDOWN
+    assert decide_before(replace(cooling, failed_plans=1), SETTINGS).reason is Reason.COOLDOWN
+
+
+def test_time_balance_decides_about_a_change_too_where_the_cost_model_knows_of_time():
+    cooling = replace(
+        CHANGED,
+        last_plan_ended_unix=999.0,
+        balancedness_before=0.9,
+        time_balance=0.8,
+        time_balance_changed=0.79,
+        time_balance_before=0.8,
+    )
+    assert decide_before(cooling, SETTINGS).reason is Reason.COOLDOWN
+    slower = replace(cooling, time_balance_changed=0.7)
+    assert decide_before(slower, SETTINGS).reason is Reason.LOAD_CHANGED
+
+
+def test_what_the_last_plan_knew_of_a_change_is_remembered():
+    memory = GateMemory(change_steps=8)
+    refined = replace(CHANGED, changed_steps=16, steps_since_move=4, memory=memory)
+    decision = decide_before(refined, SETTINGS)
+    assert (decision.reason, decision.memory.change_steps) == (Reason.LOAD_CHANGED, 8)
+    waiting = replace(refined, changed_steps=15, last_plan_ended_unix=999.0)
+    assert decide_before(waiting, SETTINGS).reason is Reason.COOLDOWN
 
 
 def test_failed_plans_make_the_wait_double_up_to_a_cap():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.planning.decision.verdict import (
@@ -213,3 +214,36 @@ def test_some_steps_are_kept_to_judge_on_and_most_to_plan_on(steps, least):
 
 def test_a_long_window_gives_a_sixth_and_a_short_one_what_a_verdict_needs():
     assert [held_out_steps(steps, 16) for steps in (15, 31, 32, 96, 256)] == [3, 7, 16, 16, 42]
+
+
+def test_few_steps_are_judged_by_the_interval_of_student():
+    before = np.full(4, 100.0)
+    after = np.array([80.0, 84.0, 78.0, 82.0])
+    few = judge(before, after, rules=VerdictRules(min_steps=4, few_steps=16))
+    excess = (81.0 - after) / 100.0
+    reach = stats.t.ppf(0.97, 3) * excess.std(ddof=1) * (2 / 4) ** 0.5
+    assert few.gain_lower == pytest.approx(few.gain - reach)
+    assert few.gain_upper == pytest.approx(few.gain + reach)
+    assert few.call is Call.RECOMMEND
+    bootstrap = judge(before, after, rules=VerdictRules(min_steps=4))
+    assert bootstrap.gain_lower > few.gain_lower
+
+
+def test_two_steps_are_certain_of_nothing_but_a_large_gain():
+    rules = VerdictRules(min_steps=2, few_steps=16)
+    before = np.full(2, 100.0)
+    assert judge(before, np.array([95.0, 93.0]), rules=rules).call is Call.INSUFFICIENT_EVIDENCE
+    assert judge(before, np.array([60.0, 61.0]), rules=rules).call is Call.RECOMMEND
+
+
+def test_calls_on_few_steps_of_noise_are_wrong_as_rarely_as_they_say():
+    rng = np.random.default_rng(11)
+    rules = VerdictRules(min_steps=4, few_steps=16)
+    wrong = 0
+    for _ in range(400):
+        before = rng.normal(100.0, 3.0, 4)
+        wrong += judge(before, rng.normal(100.0, 3.0, 4), rules=rules).call in (
+            Call.RECOMMEND,
+            Call.NOT_NOW,
+        )
+    assert wrong <= 0.06 * 400

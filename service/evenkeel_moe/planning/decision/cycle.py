@@ -6,8 +6,7 @@ exactly what will run: the target in the waves is, byte for byte, the one scored
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from evenkeel_moe.planning.decision.gates import (
     decide_before,
 )
 from evenkeel_moe.planning.decision.verdict import Verdict, VerdictRules, held_out_steps, judge
+from evenkeel_moe.planning.decision.window_balance import time_balance, token_balance
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.objective import Objective
@@ -34,17 +34,34 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, or
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import align_slots, count_moves, relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
-from evenkeel_moe.planning.signals.change_detection import Change, ChangeRules, detect_change
+from evenkeel_moe.planning.signals.change_detection import (
+    Change,
+    ChangeRules,
+    detect_change,
+    forget_old_means,
+)
+
+_ONE_LAYER = 2.0
+"""A layer counts as changed, if the others did not, at this multiple of the change ratio. On steady
+recorded traffic the largest of up to 26 layers is 1.7 times the difference of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSplit:
-    """The two parts of a window: load[begin:cut] is planned on, load[cut:] is scored on."""
+    """The two parts of a window: load[:cut] is planned on, load[cut:] is scored on."""
 
     begin: int
+    """First step of the traffic that is planned for; 0 if it did not change. `forget_old_means`
+    moves earlier steps to it."""
     cut: int
     change: Change
     """The change of traffic by which `begin` was chosen."""
+
+    def planned_on(self, load: NDArray[np.uint32]) -> NDArray[np.float64]:
+        """Return the (cut, L, E) [tokens] to plan on, of the (T, L, E) window."""
+        if self.begin == 0:
+            return load[: self.cut].astype(np.float64)
+        return forget_old_means(load[: self.cut], self.change)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,7 +106,8 @@ class CycleInputs:
     policy_options: Mapping[str, Mapping[str, OptionValue]] = field(default_factory=dict)
     """Options by policy; those of other policies are for shadows and comparisons."""
     recent_steps: int = 32
-    """Steps since a change of traffic that are enough to plan on."""
+    """Steps since a change of traffic that are enough for a final plan. A plan on fewer is refined
+    when there are twice as many."""
     step_s: float | None = None
     """Seconds from one step to the next; None if unknown."""
     seed: int = 0
@@ -136,23 +154,24 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
     if not before.passed:
         return CycleResult(False, before.reason, before.memory, before.numbers)
     split = split_window(inputs, change)
-    planned_on, scored_on = inputs.load[split.begin : split.cut], inputs.load[split.cut :]
     try:
-        target, numbers = plan_target(inputs, planned_on)
-        verdict, judged = judge_target(inputs, target, scored_on)
+        target, numbers = plan_target(inputs, split)
+        verdict, judged = judge_target(inputs, target, split)
     except EvenkeelError as error:
         return CycleResult(
             False, _reason_of(error), before.memory, before.numbers, detail=str(error), split=split
         )
-    after = decide_target(inputs, target, verdict)
+    after = decide_target(inputs, target, verdict, split)
     numbers = before.numbers | numbers | judged | after.numbers
 
     def end(
         passed: bool, reason: Reason, waves: tuple[Wave, ...] = (), detail: str = ""
     ) -> CycleResult:
-        return CycleResult(
-            passed, reason, before.memory, numbers, target, waves, detail, verdict, split
-        )
+        memory = before.memory
+        if passed:
+            since = len(inputs.load) - split.begin if split.begin else 0
+            memory = replace(memory, change_steps=since)
+        return CycleResult(passed, reason, memory, numbers, target, waves, detail, verdict, split)
 
     if not after.passed:
         return end(False, after.reason)
@@ -179,20 +198,21 @@ def _reason_of(error: EvenkeelError) -> Reason:
 def change_of(inputs: CycleInputs) -> Change:
     """Return the newest change of traffic in the window, under the threshold of the gates."""
     threshold = max(inputs.settings.change_ratio, 1e-9)
-    return detect_change(inputs.load.astype(np.float64), ChangeRules(threshold=threshold))
+    rules = ChangeRules(
+        threshold=threshold,
+        layer_threshold=_ONE_LAYER * threshold,
+        # A number of steps, whatever the length of the window.
+        shortest=min(0.5, max(inputs.settings.min_changed_steps, 2.0) / max(len(inputs.load), 1)),
+    )
+    return detect_change(inputs.load.astype(np.float64), rules)
 
 
 def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
     """Measure the balance of the window and apply the gates before planning."""
-    load = inputs.load
-    mean = worst = changed = math.nan
-    changed_steps = _unanswered_steps(inputs, change)
-    if len(load):
-        by_rank = metrics.rank_load(load, inputs.current, inputs.token_split)
-        mean, worst = metrics.balancedness_mean(by_rank), metrics.balancedness_worst(by_rank)
-        if changed_steps:
-            changed = metrics.balancedness_mean(by_rank[-changed_steps:])
-    time = _time_balance(inputs, changed_steps)
+    load, split = inputs.load, inputs.token_split
+    changed_steps = len(load) - change.first_step if change.first_step else 0
+    tokens = token_balance(load, inputs.current, split, changed_steps)
+    time = time_balance(load, inputs.current, inputs.objective, split, changed_steps)
     decision = decide_before(
         BeforeInputs(
             now_unix=inputs.now_unix,
@@ -201,13 +221,16 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
             ranks_fresh=inputs.ranks_fresh,
             window_steps=len(load),
             newest_step_age_s=inputs.newest_step_age_s,
-            balancedness_mean=mean,
+            balancedness_mean=tokens.window,
             time_balance=None if time is None else time.window,
             change_strength=change.strength,
             changed_steps=changed_steps,
+            steps_since_move=inputs.steps_since_move,
             enough_changed_steps=inputs.recent_steps,
-            balancedness_changed=changed,
+            balancedness_changed=tokens.changed,
             time_balance_changed=math.nan if time is None else time.changed,
+            balancedness_before=tokens.before,
+            time_balance_before=math.nan if time is None else time.before,
             manual=inputs.manual,
             plan_in_progress=inputs.plan_in_progress,
             frozen_until_unix=inputs.frozen_until_unix,
@@ -219,8 +242,8 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
         inputs.settings,
     )
     measured = {
-        "balancedness_mean": mean,
-        "balancedness_worst": worst,
+        "balancedness_mean": tokens.window,
+        "balancedness_worst": tokens.worst,
         "window_steps": float(len(load)),
     }
     if time is not None:
@@ -229,64 +252,27 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
     return Decision(decision.passed, decision.reason, decision.numbers | known, decision.memory)
 
 
-class _TimeBalance(NamedTuple):
-    """Time balance of the present placement; NaN without load."""
-
-    window: float
-    worst: float
-    """Of the worst layer."""
-    changed: float
-    """Since a change of traffic; NaN also without one."""
-
-
-def _time_balance(inputs: CycleInputs, changed_steps: int) -> _TimeBalance | None:
-    """Return the time balance; None if the cost model is by tokens."""
-    cost, load = inputs.objective.cost, inputs.load
-    if cost.by_tokens:
-        return None
-    if not len(load):
-        return _TimeBalance(math.nan, math.nan, math.nan)
-    times = moe_time.step_times(load, inputs.current, cost, inputs.token_split)
-    fluid = moe_time.fluid_times(load, inputs.shape.num_ranks, cost)
-    changed = slice(len(load) - changed_steps, None)
-    return _TimeBalance(
-        moe_time.balance_of(times, fluid),
-        moe_time.worst_balance_of(times, fluid),
-        moe_time.balance_of(times[changed], fluid[changed]),
-    )
-
-
-def _unanswered_steps(inputs: CycleInputs, change: Change) -> int:
-    """Return the number of steps since a change that no plan has answered; 0 if there is none."""
-    if change.first_step == 0:
-        return 0
-    steps = len(inputs.load) - change.first_step
-    answered = inputs.steps_since_move is not None and steps > inputs.steps_since_move
-    return 0 if answered else steps
-
-
 def split_window(inputs: CycleInputs, change: Change) -> WindowSplit:
     """Divide the window into steps to plan on and, after them, steps to score on.
 
-    The newest `held_out_steps` are scored on. Steps before a change of traffic are left out once
-    there are `recent_steps` after it.
+    The newest `held_out_steps` of those since a change are scored on; half of them, if they are
+    few.
     """
-    steps = len(inputs.load)
-    begin = change.first_step if steps - change.first_step >= inputs.recent_steps else 0
-    later = held_out_steps(steps - begin, int(inputs.settings.min_held_out_steps))
-    return WindowSplit(begin, steps - later, change)
+    steps, least = len(inputs.load), int(inputs.settings.min_held_out_steps)
+    since = steps - change.first_step
+    few = change.first_step > 0 and since < 2 * least
+    later = since // 2 if few else held_out_steps(since, least)
+    return WindowSplit(change.first_step, steps - later, change)
 
 
-def plan_target(
-    inputs: CycleInputs, load: NDArray[np.uint32]
-) -> tuple[Placement, dict[str, float]]:
+def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dict[str, float]]:
     """Ask the policy for a placement and rename its ranks to be nearest to the present one.
 
     Args:
         inputs: of the cycle.
-        load: (T, L, E) [tokens] the steps to plan on. They alone say how much load an expert has.
-            Only the origin shares of its tokens come from the whole window, because its sums by
-            source rank do not distinguish steps.
+        split: tells the steps to plan on. They alone say how much load an expert has. Only the
+            origin shares of its tokens come from the whole window, because its sums by source rank
+            do not distinguish steps.
 
     Raises:
         InvalidInput, InfeasiblePlan: the policy is unknown or cannot answer.
@@ -299,12 +285,13 @@ def plan_target(
             fill_slots=objective.fill_slots,
         )
         return align_slots(inputs.current, inputs.target), {}
+    load = split.planned_on(inputs.load)
     source = None
     if inputs.source_load is not None:
         shares = origin_shares(inputs.source_load, inputs.shape)
-        source = shares * load.sum(axis=0, dtype=np.float64)
+        source = shares * load.sum(axis=0)
     problem = PlacementProblem(
-        load=load.astype(np.float64),
+        load=load,
         shape=inputs.shape,
         topology=inputs.topology,
         current=inputs.current,
@@ -321,7 +308,7 @@ def plan_target(
     numbers = {
         "copies_raw": float(count_moves(inputs.current, proposal.placement)),
         "evaluations": float(proposal.evaluations),
-        "planned_on_steps": float(len(load)),
+        "planned_on_steps": float(split.cut - split.begin),
     }
     if proposal.lower_bound is not None and proposal.lower_bound > 0:
         numbers["gap_to_bound"] = moe_time.score(problem, target) / proposal.lower_bound - 1.0
@@ -329,7 +316,7 @@ def plan_target(
 
 
 def judge_target(
-    inputs: CycleInputs, target: Placement, scored_on: NDArray[np.uint32]
+    inputs: CycleInputs, target: Placement, split: WindowSplit
 ) -> tuple[Verdict | None, dict[str, float]]:
     """Judge a target on later steps.
 
@@ -339,24 +326,37 @@ def judge_target(
     Raises:
         InfeasiblePlan: the target misses an expert that has load.
     """
+    scored_on = inputs.load[split.cut :]
     if not len(scored_on):
         return None, {}
-    objective, split = inputs.objective, inputs.token_split
+    least = int(inputs.settings.min_held_out_steps)
+    objective, tokens = inputs.objective, inputs.token_split
     verdict = judge(
-        moe_time.step_times(scored_on, inputs.current, objective.cost, split).sum(axis=1),
-        moe_time.step_times(scored_on, target, objective.cost, split).sum(axis=1),
+        moe_time.step_times(scored_on, inputs.current, objective.cost, tokens).sum(axis=1),
+        moe_time.step_times(scored_on, target, objective.cost, tokens).sum(axis=1),
         copy_cost=objective.copy_cost * count_moves(inputs.current, target),
         lifetime_steps=objective.lifetime_steps,
         step_s=inputs.step_s,
         cost_model=objective.cost.basis,
-        rules=VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps))),
+        rules=VerdictRules(min_steps=max(2, _least_held_out(inputs, split)), few_steps=least),
         seed=inputs.seed,
     )
-    expected = metrics.balancedness_mean(metrics.rank_load(scored_on, target, split))
+    expected = metrics.balancedness_mean(metrics.rank_load(scored_on, target, tokens))
     return verdict, {"balancedness_expected": expected} if math.isfinite(expected) else {}
 
 
-def decide_target(inputs: CycleInputs, target: Placement, verdict: Verdict | None) -> Decision:
+def _least_held_out(inputs: CycleInputs, split: WindowSplit) -> int:
+    """Return the fewest steps that the verdict may judge on: soon after a change, those there are.
+
+    Their interval is wider (`VerdictRules.few_steps`), so that only large gains are certain.
+    """
+    least = int(inputs.settings.min_held_out_steps)
+    return min(least, len(inputs.load) - split.cut) if split.begin else least
+
+
+def decide_target(
+    inputs: CycleInputs, target: Placement, verdict: Verdict | None, split: WindowSplit
+) -> Decision:
     """Apply the gates after planning."""
     return decide_after(
         AfterInputs(
@@ -370,5 +370,5 @@ def decide_target(inputs: CycleInputs, target: Placement, verdict: Verdict | Non
             fill_slots=inputs.objective.fill_slots,
             manual=inputs.manual,
         ),
-        inputs.settings,
+        replace(inputs.settings, min_held_out_steps=_least_held_out(inputs, split)),
     )

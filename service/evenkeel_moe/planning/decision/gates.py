@@ -22,6 +22,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.answered_change import ObservedChange
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from evenkeel_moe.planning.schedule.relabel import moves_by_layer
 
@@ -32,7 +33,8 @@ class GateSettings:
 
     cooldown_s: float = 8.0
     """Seconds between the end of a plan and the next. It is short because loads are counted by
-    logical expert: a window stays valid after a plan."""
+    logical expert: a window stays valid after a plan. A change of traffic that cost balance does
+    not wait for it (`ObservedChange.is_urgent`)."""
     retry_s: float = 30.0
     """Seconds to wait after a plan that was refused or failed, if more than `cooldown_s`. Doubles
     with every further failure, so that a fleet that cannot carry out plans is not asked every
@@ -54,7 +56,11 @@ class GateSettings:
     change_ratio: float = 6.0
     """The threshold of change detection (`change_detection.ChangeRules.threshold`): a split of the
     window counts as a change if the loads around it differ this many times more than neighbouring
-    blocks do. A lower value takes noise for change."""
+    blocks do. A lower value takes noise for change. For one layer alone it is twice as much."""
+    min_changed_steps: float = 4
+    """Fewest complete steps since a change of traffic, at least 2; fewer are not told from the rest
+    of the window. A plan on few steps must be all the surer of its gain
+    (`verdict.VerdictRules.few_steps`)."""
     min_gain: float = 0.002
     """Least predicted saving of MoE time on later data, as a fraction. The verdict already counts
     the copies; this excludes savings too small to act on. If it is too high, many small savings are
@@ -98,6 +104,10 @@ class GateMemory:
     """Cycles in a row with balance below `plan_below`."""
     planning: bool = False
     """True from the start of planning until balance has risen to `stop_above`."""
+    change_steps: int | None = None
+    """Steps since the newest change of traffic when the last plan was made; 0 if it knew of no
+    change, None if there was no plan. After a plan on few steps the next one may come as soon as
+    there are twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +142,20 @@ class BeforeInputs:
     change_strength: float = math.nan
     """`change_detection.Change.strength` of the window; NaN if the window is too short."""
     changed_steps: int = 0
-    """Newest steps since traffic changed; 0 if it did not, or if a plan has already answered the
-    change."""
+    """Newest steps since traffic changed; 0 if it did not."""
+    steps_since_move: int | None = None
+    """Newest steps of the window under the present placement; None if unknown."""
     enough_changed_steps: int = 0
-    """Steps after a change that are enough to plan on."""
+    """Steps after a change that are enough for a plan that need not be refined."""
     balancedness_changed: float = math.nan
     """Balancedness of the present placement since the change; NaN without a change."""
     time_balance_changed: float = math.nan
     """Time balance of the present placement since the change; NaN without a change, or if the cost
     model is by tokens."""
+    balancedness_before: float = math.nan
+    """The same on as many steps just before the change."""
+    time_balance_before: float = math.nan
+    """The same of time balance."""
     manual: bool = False
     """True if an operator asks: cooldown, hold and balance do not matter; data and safety do."""
     plan_in_progress: bool = False
@@ -162,6 +177,19 @@ class BeforeInputs:
     def balance_changed(self) -> float:
         """The same since the change of traffic."""
         return self.balancedness_changed if self.time_balance is None else self.time_balance_changed
+
+    @property
+    def change(self) -> ObservedChange:
+        """The newest change of traffic, by the balance that decides."""
+        by_tokens = self.time_balance is None
+        return ObservedChange(
+            steps=self.changed_steps,
+            steps_since_move=self.steps_since_move,
+            planned_steps=self.memory.change_steps,
+            enough_steps=self.enough_changed_steps,
+            balance=self.balance_changed,
+            balance_before=self.balancedness_before if by_tokens else self.time_balance_before,
+        )
 
     def balance_numbers(self) -> dict[str, float]:
         """Return the balance of the window by name, the one that decides and the other."""
@@ -196,7 +224,10 @@ def _closed_by_time(inputs: BeforeInputs, settings: GateSettings) -> Decision | 
         return None
     if inputs.held and inputs.mode is Mode.AUTO:
         return Decision(False, Reason.HELD_AFTER_ROLLBACK, {}, inputs.memory)
-    if inputs.last_plan_ended_unix is not None:
+    urgent = inputs.failed_plans == 0 and inputs.change.is_urgent(
+        settings.stop_above, settings.stop_above - settings.plan_below
+    )
+    if inputs.last_plan_ended_unix is not None and not urgent:
         since_s = inputs.now_unix - inputs.last_plan_ended_unix
         wait_s = _wait_s(inputs.failed_plans, settings)
         if since_s < wait_s:
@@ -253,8 +284,8 @@ def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision
     planning = windows_below >= settings.consecutive_windows or (
         inputs.memory.planning and inputs.balance < settings.stop_above
     )
-    memory = GateMemory(windows_below, planning)
-    if inputs.changed_steps > 0 and inputs.balance_changed < settings.stop_above:
+    memory = replace(inputs.memory, windows_below=windows_below, planning=planning)
+    if inputs.change.is_open(settings.stop_above):
         numbers |= {
             "change_strength": inputs.change_strength,
             "change_ratio": settings.change_ratio,
@@ -263,10 +294,6 @@ def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision
         }
         if inputs.time_balance is not None:
             numbers["time_balance_changed"] = inputs.time_balance_changed
-        if inputs.changed_steps < inputs.enough_changed_steps:
-            # A plan made on older traffic, or on a few steps, would only delay the right one.
-            numbers["enough_changed_steps"] = float(inputs.enough_changed_steps)
-            return Decision(False, Reason.INSUFFICIENT_DATA, numbers, memory)
         return Decision(True, Reason.LOAD_CHANGED, numbers, memory)
     if planning:
         numbers |= {"plan_below": settings.plan_below, "stop_above": settings.stop_above}

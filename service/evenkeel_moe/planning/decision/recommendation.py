@@ -66,13 +66,13 @@ def _score(inputs: CycleInputs, split: WindowSplit, name: str) -> PolicyScore:
         inputs, policy=name, target=None, mode=Mode.AUTO, manual=False, max_evaluations=None
     )
     try:
-        target, _ = plan_target(asked, inputs.load[split.begin : split.cut])
-        verdict, judged = judge_target(asked, target, inputs.load[split.cut :])
+        target, _ = plan_target(asked, split)
+        verdict, judged = judge_target(asked, target, split)
     except EvenkeelError as error:
         return PolicyScore(name, error.reason, detail=str(error))
     except Exception as error:  # A policy on trial may fail in any way; the others go on.
         return PolicyScore(name, Reason.PLANNER_FAILED, detail=f"{type(error).__name__}: {error}")
-    decision = decide_target(asked, target, verdict)
+    decision = decide_target(asked, target, verdict, split)
     copies = count_moves(inputs.current, target)
     return PolicyScore(
         name,

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import TOKENS, CostBasis
@@ -43,6 +44,9 @@ class VerdictRules:
     drift: float = 1.0
     """Weight, >= 0, of the drift between parts in the variance of the next window; 0 assumes no
     drift."""
+    few_steps: int = 0
+    """Below this number of later steps the interval is at least that of Student's t for the mean of
+    as many steps: a bootstrap of few steps underestimates their scatter."""
 
     def __post_init__(self) -> None:
         if not 0 < self.tail < 0.5:
@@ -237,11 +241,24 @@ def _bounds(
     # The next window is a sample like this one, and its level has drifted.
     ahead = 2.0 * spread + rules.drift * _drift(before, after, gain, rules.parts)
     widen = math.sqrt(ahead / spread)
-    lower, upper = np.quantile(gains, (rules.tail, 1.0 - rules.tail))
+    lower, upper = np.quantile(gains, (rules.tail, 1.0 - rules.tail)) - gain
+    least = _student_reach(before, after, gain, rules.tail) if steps < rules.few_steps else 0.0
     return (
-        gain + widen * min(0.0, float(lower) - gain),
-        gain + widen * max(0.0, float(upper) - gain),
+        gain + min(widen * min(0.0, float(lower)), -least),
+        gain + max(widen * max(0.0, float(upper)), least),
     )
+
+
+def _student_reach(
+    before: NDArray[np.float64], after: NDArray[np.float64], gain: float, tail: float
+) -> float:
+    """Return how far the gain of the next steps may be from that of as many past steps.
+
+    It is half of Student's prediction interval for the mean of as many further draws.
+    """
+    steps = len(before)
+    scatter = float(_excess(before, after, gain).std(ddof=1))
+    return float(stdtrit(steps - 1, 1.0 - tail)) * scatter * math.sqrt(2.0 / steps)
 
 
 def _drift(
@@ -251,9 +268,15 @@ def _drift(
     steps = len(before)
     if steps < 2 * parts:
         return 0.0
-    # The saving of each step beyond the mean gain, as a share of the mean step.
-    excess = ((1.0 - gain) * before - after) / before.mean()
+    excess = _excess(before, after, gain)
     edges = np.linspace(0, steps, parts + 1).round().astype(int)
     means = np.array([excess[a:b].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)])
     scatter = 0.5 * float((np.diff(excess) ** 2).mean())
     return max(0.0, float(means.var(ddof=1)) - scatter * parts / steps)
+
+
+def _excess(
+    before: NDArray[np.float64], after: NDArray[np.float64], gain: float
+) -> NDArray[np.float64]:
+    """Return the (T,) saving of each step beyond the mean gain, as a share of the mean step."""
+    return np.asarray(((1.0 - gain) * before - after) / before.mean(), np.float64)

@@ -3,9 +3,10 @@
 Every split of the window is tried, and the expert loads before and after it are compared. Steps of
 one workload differ too, because requests live for many steps. The difference between neighbouring
 blocks of the window is therefore the unit: a split counts only if its difference is several times
-larger.
+larger. Layers are compared one by one too, because traffic can change in some of them only.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,10 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.jit import kernel
+
+_FARTHEST = 16.0
+"""Largest factor by which the load of an expert in old steps is raised: the deviations of an almost
+idle expert are no measure of those of a busy one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +40,19 @@ class ChangeRules:
     that did not change."""
     shortest: float = 1.0 / 16.0
     """Shortest part, as a share of the window, that can be told from the rest; at least 2 steps."""
+    layer_threshold: float = math.inf
+    """`threshold` for one layer alone, in differences of neighbouring blocks of that layer; inf if
+    only the difference of all layers together counts. It should be higher than `threshold`: a layer
+    is noisier, and one of many differs by chance."""
 
     def __post_init__(self) -> None:
-        for name in ("half_life_windows", "steady_half_life_windows", "steady", "threshold"):
+        for name in (
+            "half_life_windows",
+            "steady_half_life_windows",
+            "steady",
+            "threshold",
+            "layer_threshold",
+        ):
             if not getattr(self, name) > 0:
                 raise InvalidInput(f"{name} is {getattr(self, name)}, must be positive")
         if not (0 <= self.old_weight <= 1 and 0 < self.shortest <= 0.5):
@@ -60,15 +75,24 @@ class Change:
     """Difference of neighbouring blocks of about sqrt(T) steps, as chi-square per degree of
     freedom: 1 if tokens arrive independently, more if they arrive by the request. NaN if there are
     too few steps."""
+    layer_strengths: tuple[float, ...] = ()
+    """The difference of each layer around `first_step`, in its own differences of neighbouring
+    blocks; empty without a change."""
 
 
 @kernel
-def _difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return chi-square per degree of freedom for equal shares of two (L, E) loads."""
+def _difference(
+    a: NDArray[np.float64], b: NDArray[np.float64], by_layer: NDArray[np.float64]
+) -> float:
+    """Return chi-square per degree of freedom for equal shares of two (L, E) loads.
+
+    Mutates: `by_layer` (L,), which receives the same of each layer, 0 for a layer without load.
+    """
     layers, experts = a.shape
     chi = 0.0
     freedom = 0
     for layer in range(layers):
+        by_layer[layer] = 0.0
         sum_a = 0.0
         sum_b = 0.0
         for expert in range(experts):
@@ -82,16 +106,34 @@ def _difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
             both = a[layer, expert] + b[layer, expert]
             if both > 0.0:
                 off = a[layer, expert] - both * part
-                chi += off * off / (both * part * (1.0 - part))
+                off = off * off / (both * part * (1.0 - part))
+                chi += off
+                by_layer[layer] += off
                 used += 1
         freedom += used - 1
+        by_layer[layer] = by_layer[layer] / (used - 1) if used > 1 else 0.0
     return chi / freedom if freedom > 0 else 0.0
 
 
 @kernel
-def _best_split(load: NDArray[np.float64], shortest: int) -> tuple[float, int]:
-    """Return the largest difference around any split of a (T, L, E) window, and its first step."""
-    steps = load.shape[0]
+def _best_split(
+    load: NDArray[np.float64],
+    shortest: int,
+    usual: float,
+    usual_by_layer: NDArray[np.float64],
+    layer_share: float,
+) -> tuple[float, int]:
+    """Return the largest difference around any split of a (T, L, E) window, and its first step.
+
+    Args:
+        load: [tokens], oldest first.
+        shortest: steps on each side of a split.
+        usual: difference of neighbouring blocks, above 0; the unit of the result.
+        usual_by_layer: (L,) the same of each layer; 0 leaves the layer alone out.
+        layer_share: weight of the difference of one layer alone.
+    """
+    steps, layers = load.shape[:2]
+    by_layer = np.empty(layers)
     before = np.zeros(load.shape[1:])
     after = np.zeros(load.shape[1:])
     for t in range(steps):
@@ -103,7 +145,11 @@ def _best_split(load: NDArray[np.float64], shortest: int) -> tuple[float, int]:
         after -= load[t - 1]
         if t < shortest:
             continue
-        difference = _difference(before, np.maximum(after, 0.0))
+        difference = _difference(before, np.maximum(after, 0.0), by_layer) / usual
+        for layer in range(layers):
+            if usual_by_layer[layer] > 0.0:
+                alone = layer_share * by_layer[layer] / usual_by_layer[layer]
+                difference = max(difference, alone)
         if difference > best:
             best = difference
             at = t
@@ -129,16 +175,79 @@ def detect_change(load: NDArray[np.float64], rules: ChangeRules = ChangeRules())
     blocks = steps // block
     if blocks < 3:
         return Change(0, float("nan"))
-    sums = tokens[steps - blocks * block :].reshape(blocks, block, *tokens.shape[1:]).sum(axis=1)
-    usual = float(np.median([_difference(sums[i], sums[i + 1]) for i in range(blocks - 1)]))
+    begin = steps - blocks * block
+    sums = tokens[begin:].reshape(blocks, block, *tokens.shape[1:]).sum(axis=1)
+    by_layer = np.zeros((blocks - 1, tokens.shape[1]))
+    pairs = np.array([_difference(sums[i], sums[i + 1], by_layer[i]) for i in range(blocks - 1)])
+    usual = unit = float(np.median(pairs))
+    usual_by_layer = np.median(by_layer, axis=0)
+    alike = np.ones(blocks - 1, bool)
+    starts = begin + block * np.arange(blocks - 1)
     first, strongest = 0, 0.0
-    while steps - first >= 2 * shortest and usual > 0:
-        difference, at = _best_split(tokens[first:], shortest)
-        strongest = max(strongest, difference / usual)
-        if difference < rules.threshold * usual:
+    while steps - first >= 2 * shortest and unit > 0:
+        strength, at = _best_split(
+            tokens[first:],
+            shortest,
+            unit,
+            usual_by_layer,
+            rules.threshold / rules.layer_threshold,
+        )
+        strongest = max(strongest, strength)
+        if strength < rules.threshold:
             break
         first += at
-    return Change(first, strongest, usual)
+        # Blocks on both sides of a change are not alike, so they no longer count as usual.
+        alike &= (first <= starts) | (first >= starts + 2 * block)
+        if np.count_nonzero(alike) >= 2:
+            unit = float(np.median(pairs[alike]))
+            usual_by_layer = np.median(by_layer[alike], axis=0)
+    return Change(first, strongest, usual, _layer_strengths(tokens, first, usual_by_layer))
+
+
+def _layer_strengths(
+    load: NDArray[np.float64], first_step: int, usual: NDArray[np.float64]
+) -> tuple[float, ...]:
+    """Return `Change.layer_strengths`; a layer whose blocks are all alike has inf, or 0 too."""
+    if first_step == 0:
+        return ()
+    by_layer = np.zeros(load.shape[1])
+    _difference(load[:first_step].sum(axis=0), load[first_step:].sum(axis=0), by_layer)
+    alike = np.where(by_layer > 0, np.inf, 0.0)
+    return tuple(np.divide(by_layer, usual, out=alike, where=usual > 0).tolist())
+
+
+def forget_old_means(load: NDArray[np.generic], change: Change) -> NDArray[np.float64]:
+    """Move the steps before a change to the mean loads of the steps after it.
+
+    Only layers that changed are moved: those that differ by more than `ChangeRules.steady`, where
+    the error of the old means exceeds the noise of the new ones. In the others all steps still say
+    how much load an expert has. Within moved layers the old steps keep their deviations from their
+    mean: a few steps tell means, but not which experts are loaded together.
+
+    Args:
+        load: (T, L, E) [tokens], oldest first; T may end before the window in which the change was
+            found, but after the change.
+        change: in a window that begins with `load`.
+
+    Returns:
+        (T, L, E) float64 [tokens]; the mean of each expert in the old steps of a moved layer is its
+        share after the change times the mean load of that layer before it.
+    """
+    moved = np.array(load, np.float64)
+    first = change.first_step
+    layers = np.flatnonzero(np.array(change.layer_strengths) > ChangeRules().steady)
+    if not 0 < first < len(moved) or not len(layers):
+        return moved
+    old = moved[:first, layers]
+    before, after = old.mean(axis=0), moved[first:, layers].mean(axis=0)
+    total = after.sum(axis=1, keepdims=True)
+    shares = np.divide(after, total, out=np.zeros_like(after), where=total > 0)
+    wanted = shares * before.sum(axis=1, keepdims=True)
+    factor = np.divide(wanted, before, out=np.ones_like(before), where=before > 0)
+    factor = np.minimum(factor, _FARTHEST)
+    # What scaling cannot bring to an expert that was idle is added to every step.
+    moved[:first, layers] = old * factor + np.maximum(wanted - before * factor, 0.0)
+    return moved
 
 
 def step_weights(
