@@ -160,9 +160,36 @@ def foresight_rows(traces: list[Trace]) -> Iterator[list[Row]]:
             ]
 
 
+def cadence_rows(traces: list[Trace]) -> Iterator[list[Row]]:
+    """Compare keel by the steps between its plans with keel told the means of every 8 steps."""
+    for ranks, slots in FLEETS:
+        for trace in traces:
+            if trace.name != "dsv2lite_prefill_phased":
+                continue
+            setup = setup_of(trace, ranks, slots)
+            told = walk_forward("foresight", _foresee, setup)
+            scored = len(told.times)
+            part = replace(setup, load=setup.load[: setup.window_steps + scored])
+            rows = []
+            for every in (8, 4, 2, 1):
+                walk = _walk("keel", plan_keel, replace(part, horizon_steps=every))
+                copies = float(walk.copies[1:].sum()) / trace.num_layers / scored
+                name = f"cadence_{ranks}x{slots}_every_{every}"
+                rows += [
+                    Row(
+                        f"{name}_over_told",
+                        float(walk.times.sum() / told.times.sum()),
+                        "ratio",
+                    ),
+                    Row(f"{name}_copies", copies, "copies/layer/step"),
+                ]
+            yield rows
+
+
 def setup_rows(traces: list[Trace]) -> Iterator[list[Row]]:
     """Yield the rows of every section."""
     yield from foresight_rows(traces)
+    yield from cadence_rows(traces)
     yield from speed_rows(traces)
     yield from craft_objective_rows(traces)
     yield from window_rows(traces)

@@ -155,8 +155,8 @@ class PlannerSettings:
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """Gate settings by name; `planning.decision.gates.GateSettings` has the defaults."""
     recent_steps: Annotated[int, Field(ge=4)] = 32
-    """Steps after a change of traffic that suffice for a plan; at most a quarter of the window.
-    With few, plans follow noise; with many, the old placement serves the new traffic longer."""
+    """Steps after a change of traffic that suffice for a plan; at most a quarter of the window. A
+    plan on fewer is refined when twice as many are known."""
     lifetime_steps: Count = 1000
     """Steps that a placement is expected to last; they share the cost of its copies."""
     copy_bytes_per_s: Annotated[float, Field(gt=0)] = 5e9
