@@ -20,7 +20,6 @@ from tests.waiting import until
 DEPLOYMENT = "demo"
 ENVIRONMENT = {
     "PLANNER__MODE": "auto",
-    "PLANNER__RANK_SPEEDS": "true",
     "METRICS__LAYER_RANK_SERIES": "64",
     "PLANNER__THRESHOLDS__RETRY_S": "1",
     "MIGRATION__PREPARE_DEADLINE_S": "8",

@@ -14,6 +14,15 @@ from evenkeel_moe.replay.options import CostOptions
 SHAPE = ModelShape(2, 8, 2, 5, 2, 44_040_192)
 CURVE = {"tile_tokens": 4, "tile_seconds": [1e-4, 3e-4], "slope_s_per_token": 2e-5}
 
+BY_REPLICAS = {
+    "fixed_s": 5e-6,
+    "s_per_token": 2e-7,
+    "s_per_replica": 2e-6,
+    "read_s": 3e-5,
+    "fit_error": 0.03,
+    "measured_unix_s": 1.7e9,
+}
+
 
 def cost(rank_speeds: str | None = None, **options) -> CostModel:
     return replay_cost(CostOptions(**options), SHAPE, rank_speeds)
@@ -23,7 +32,9 @@ def cost(rank_speeds: str | None = None, **options) -> CostModel:
 def profile(tmp_path):
     def write(**changes):
         path = tmp_path / "curve-GPU-1.json"
-        path.write_text(json.dumps({"gpu_uuid": "GPU-1", "curve": CURVE | changes}))
+        told = changes.pop("replica_cost", None)
+        content = {"gpu_uuid": "GPU-1", "curve": CURVE | changes}
+        path.write_text(json.dumps(content | ({} if told is None else {"replica_cost": told})))
         return path
 
     return write
@@ -60,6 +71,34 @@ def test_a_profile_gives_its_curve_for_every_rank(profile):
         moe_time.rank_times(work, model), [[1e-4, 3e-4], [0.0, 3e-4 + 4 * 2e-5]]
     )
     assert "curve-GPU-1.json" in model.basis.words
+
+
+def test_a_profile_by_replicas_is_used_where_it_fits(profile):
+    model = cost(cost="curve", curve=profile(replica_cost=BY_REPLICAS))
+    assert (model.replica.read_tokens, model.replica.start_tokens) == pytest.approx((150.0, 10.0))
+    assert model.fit_error == 0.03
+    # 5e-6 s of fixed time, then 2e-7 s for each token.
+    np.testing.assert_allclose(
+        moe_time.rank_times(np.array([[100.0, 0.0]]), model), [[2.5e-5, 0.0]]
+    )
+    assert "tokens and replicas of curve-GPU-1.json" in model.basis.words
+    poor = cost(cost="curve", curve=profile(replica_cost=BY_REPLICAS | {"fit_error": 0.4}))
+    assert poor.replica.proportional
+    assert "curve of curve-GPU-1.json" in poor.basis.words
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"read_s": -1.0}, "read_s is -1.0"),
+        ({"s_per_token": 0.0}, "s_per_token is 0.0"),
+        ({"fixed_s": float("nan")}, "fixed_s is nan"),
+        ({"another": 1.0}, "another"),
+    ],
+)
+def test_a_profile_by_replicas_that_cannot_be_is_refused(profile, changes, message):
+    with pytest.raises(InvalidInput, match=message):
+        cost(cost="curve", curve=profile(replica_cost=BY_REPLICAS | changes))
 
 
 def test_speeds_of_ranks_scale_every_model(profile):
@@ -120,7 +159,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
         ({"tile_seconds": []}, "K at least 1"),
         ({"tile_seconds": ["x"]}, "is no curve"),
         ({"tile_seconds": 3}, "is no curve"),
-        ({"tile_seconds": [0.0, 0.0]}, "0 seconds at 8 tokens"),
+        ({"tile_seconds": [0.0, 0.0]}, "0 seconds at any tokens"),
         ({"slope_s_per_token": -1.0}, "slope_s_per_token"),
         ({"slope_s_per_token": float("nan")}, "slope_s_per_token"),
         ({"tile_tokens": 0}, "tile_tokens is 0"),

@@ -11,12 +11,12 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.options import with_option_groups
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.wire.link import ReplicaCost
 
 if TYPE_CHECKING:
     from torch import device
 
     from evenkeel_moe.agent.profiler import ExpertShape
+    from evenkeel_moe.wire.link import ReplicaCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ def profile(
 
 def _time_by_replicas(
     shape: "ExpertShape", place: "device", measured: MeasuredRange, settle: Callable[[], None]
-) -> tuple[ReplicaCost | None, str]:
+) -> "tuple[ReplicaCost | None, str]":
     """Return the time by tokens and replicas, None if it cannot be told, and a line about it."""
     from evenkeel_moe.agent import replica_profiler
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWo
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens
 from evenkeel_moe.replay.options import CostOptions
+from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, profiled_cost
+from evenkeel_moe.telemetry.step_times import NoFit
+from evenkeel_moe.wire.link import CostCurve, ReplicaCost
 
 
 class CostKind(StrEnum):
@@ -84,31 +87,48 @@ def _of_roofline(asked: CostOptions, shape: ModelShape) -> CostModel:
 
 
 def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
-    """Return the model of a device's curve in a file of `evenkeel profile`, for all ranks."""
+    """Return the model of a device's file of `evenkeel profile`, for all ranks.
+
+    It is that of tokens and replicas if the file has one that fits, else that of the curve.
+    """
     if path is None:
         raise InvalidInput("--cost curve needs --curve with a file that `evenkeel profile` wrote")
     try:
-        curve = json.loads(path.read_text("utf-8"))["curve"]
-        tile = int(curve["tile_tokens"])
-        seconds = np.array([float(value) for value in curve["tile_seconds"]], np.float64)
-        slope = float(curve["slope_s_per_token"])
+        content = json.loads(path.read_text("utf-8"))
+        curve, told = content["curve"], content.get("replica_cost")
+        seconds = tuple(float(value) for value in curve["tile_seconds"])
+        found = CostCurve(int(curve["tile_tokens"]), seconds, float(curve["slope_s_per_token"]))
+        cost = None if told is None else ReplicaCost(**{name: float(told[name]) for name in told})
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
+    ranks = (RankNumbers(curve=found, replica_cost=cost),) * shape.num_ranks
+    unmeasured = NoFit("a replay measures nothing")
     try:
-        one = CostCurves(tile, seconds[None], np.array([slope]))
+        # Checked alone, so that a fault is counted once and not for every rank.
+        CostCurves(found.tile_tokens, np.array([seconds]), np.array([found.slope_s_per_token]))
+        _check_cost(cost)
+        model = profiled_cost(KnownCosts(shape, ranks, unmeasured, 0.0, 0.0, now_unix=0.0))
     except EvenkeelError as error:
         raise InvalidInput(f"{path} is no curve: {error}") from error
-    if not seconds[-1] > 0:
-        raise InvalidInput(f"{path} is no curve: it is 0 seconds at {len(seconds) * tile} tokens")
-    ranks = shape.num_ranks
-    return CostModel(
-        CostCurves(tile, one.tile_seconds.repeat(ranks, 0), one.slope_s_per_token.repeat(ranks)),
+    kind = "curve" if model.replica.proportional else "tokens and replicas"
+    return replace(
+        model,
         shared_tokens=shared_tokens(shape),
-        source=CostSource.PROFILED,
-        detail=f"{path.name}, the same on every rank",
+        detail=f"{kind} of {path.name}, the same on every rank",
     )
+
+
+def _check_cost(cost: ReplicaCost | None) -> None:
+    """Check the numbers of a file.
+
+    Raises:
+        InvalidInput: a number is negative or not finite, or no time is counted for a token.
+    """
+    for name, value in ({} if cost is None else asdict(cost)).items():
+        if not 0 <= value < math.inf or (name == "s_per_token" and value == 0):
+            raise InvalidInput(f"{name} is {value}")
 
 
 def _speeds(text: str, ranks: int) -> NDArray[np.float64]:

@@ -81,9 +81,9 @@ class CostOptions:
         str,
         typer.Option(
             help="Cost model by which plans are made and scored. tokens: time is proportional to"
-            " tokens. curve: a measured curve of seconds by tokens; see the option curve. roofline:"
-            " a replica takes the longer of reading its weights and computing its tokens; see"
-            " the options device and read-tokens."
+            " tokens. curve: a profile of seconds by tokens and replicas; see the option curve."
+            " roofline: a replica takes the longer of reading its weights and computing its tokens;"
+            " see the options device and read-tokens."
         ),
     ] = "tokens"
     device: Annotated[
@@ -107,7 +107,7 @@ class CostOptions:
     ] = None
     curve: Annotated[
         Path | None,
-        typer.Option(help="File with a device's curve, as `evenkeel profile` writes it."),
+        typer.Option(help="File with a device's profile, as `evenkeel profile` writes it."),
     ] = None
 
 
