@@ -43,6 +43,7 @@ async def test_a_slow_rank_is_planned_for_once_all_ranks_told_their_curves(tmp_p
     async with Controller(tmp_path, **environment) as controller, EvenGroup() as group:
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
+        await until(lambda: controller.events("planner_ready"), within_s=120)
         group.serve_on()
 
         async def decided(reason):
