@@ -326,7 +326,7 @@ def test_a_rank_of_an_earlier_version_tells_no_device_and_no_shared_experts():
         message.hello.ClearField(field)
     message.hello.shape.ClearField("shared_experts")
     hello = decode_rank_message(over_the_wire(message), None)
-    assert isinstance(hello, link.Hello)
+    assert isinstance(hello, m.Hello)
     assert (hello.device, hello.weight_format, hello.shape.shared_experts) == ("", "", None)
 
 
