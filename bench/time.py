@@ -11,11 +11,13 @@ with.
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
 from bench.planning_walk import FLEETS, recorded, setup_of, upper95
 from bench.report import Row, write_report
+from bench.time_plans import plan_rows
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -128,17 +130,18 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="traces; default all")
     parser.add_argument("--fleet", type=_fleet, action="append", metavar="RANKSxSLOTS")
     parser.add_argument("--k", type=float, action="append", help="default 0 to 4")
+    parser.add_argument("--plans", action="store_true", help="only the times of planning")
     parser.add_argument("--dispatch", type=DispatchModel, action="append")
     given = parser.parse_args()
     warm_kernels()
     chosen = [trace for trace in recorded() if not given.names or trace.name in given.names]
     found = time_rows(
-        chosen,
+        [] if given.plans else chosen,
         tuple(given.fleet or FLEETS),
         tuple(given.k or READS),
         tuple(given.dispatch or DISPATCHES),
     )
-    write_report("time", [row for part in found for row in part])
+    write_report("time", [row for part in chain(found, plan_rows()) for row in part])
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ STYLES = {
     "gem": Style("purple", (2, 1)),
     "libra": Style("olive", (5, 1.5, 1.5, 1.5)),
     "libra-refined": Style("olive", (1.5, 1.5)),
+    "metro": Style("orange", (3, 1.5)),
 }
 """The look of each policy, the same on every page; baselines are grey."""
 

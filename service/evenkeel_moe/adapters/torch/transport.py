@@ -290,7 +290,7 @@ class TorchWeightTransport:
         return None
 
     def _give_up(self, flights: Sequence[_Flight], reason: Reason, detail: str) -> StageOutcome:
-        """Abort the communicator and wait for all operations, so that no late byte hits staging."""
+        """Abort the communicator and wait for all operations: no byte reaches staging later."""
         self.abort()
         for work in itertools.chain.from_iterable(flight.works for flight in flights):
             with suppress(RuntimeError):

@@ -5,12 +5,14 @@ and the first that closes decides. The caller passes all it knows and keeps `Dec
 the next cycle. An unknown value is NaN or None; it closes the gate that needs it and is never taken
 for zero.
 
-The thresholds of balance apply to one of two measures. Where the cost model is by tokens, it is
-token balance. Where more is known of time, it is time balance, and token balance is only reported.
-Token balance must not decide beside it: a slow rank has to get fewer tokens, so that token balance
-stays low under the best placement, and where reading weights dominates, tokens say nothing of time.
-Noise of traffic lowers both measures. Where time balance is lower than token balance by more than
-the distance of the thresholds, something else lowers it, and planning starts below `stop_above`.
+The thresholds of balance apply to one of two measures: to token balance if the cost model is by
+tokens, else to time balance. Token balance is then only reported. It must not decide too, for two
+reasons. A slow rank has to get fewer tokens, so token balance stays low under the best placement.
+And where reading weights dominates, tokens say nothing about time.
+
+Noise of traffic lowers both measures about equally. If time balance is lower than token balance by
+more than `stop_above - plan_below`, the cause is not noise: then planning already starts below
+`stop_above`.
 """
 
 import math
@@ -44,7 +46,7 @@ class GateSettings:
     min_window_steps: float = 64
     """Complete steps needed to plan; with fewer, a placement would be judged by noise."""
     max_data_age_s: float = 15.0
-    """Age of the newest complete step beyond which the window says nothing about now."""
+    """Age of the newest complete step beyond which the window is too old to plan on."""
     plan_below: float = 0.90
     """Balance below which windows count towards planning: the mean balancedness of the layers, or
     the time balance where the cost model is not by tokens."""
@@ -59,7 +61,7 @@ class GateSettings:
     blocks do. A lower value takes noise for change. For one layer alone it is twice as much."""
     min_changed_steps: float = 4
     """Fewest complete steps since a change of traffic, at least 2; fewer are not told from the rest
-    of the window. A plan on few steps must be all the surer of its gain
+    of the window. The gain of a plan on few steps must be more certain
     (`verdict.VerdictRules.few_steps`)."""
     min_gain: float = 0.002
     """Least predicted saving of MoE time on later data, as a fraction. The verdict already counts

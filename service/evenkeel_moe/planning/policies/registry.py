@@ -1,7 +1,7 @@
 """The policies by name.
 
 To add a policy, write `plan(problem) -> Proposal` in a module of its own and add it to `POLICIES`;
-docs/policies.md lists what else to edit and the tests that hold every policy.
+docs/policies.md lists what else to edit and the tests that check every policy.
 """
 
 from collections.abc import Mapping
@@ -47,8 +47,8 @@ FORMS: dict[str, Policy] = {
     "eplb-global": partial(plan_eplb, variant=Variant.GLOBAL),
     "eplb-hierarchical": partial(plan_eplb, variant=Variant.HIERARCHICAL),
 }
-"""Single forms of a policy, for deployments whose better form is known: for example hierarchical
-for prefill and global for decode. Not every topology allows the hierarchical form."""
+"""Single forms of a policy, for deployments where it is known which form is better: for example
+hierarchical for prefill and global for decode. Not every topology allows the hierarchical form."""
 
 CONFIGURABLE: dict[str, ConfigurablePolicy[Any]] = {
     "craft": ConfigurablePolicy(
@@ -82,7 +82,7 @@ def resolve_policy(name: str, options: Mapping[str, OptionValue] | None = None) 
     """Return the policy of a name, with the options that an operator has set for it.
 
     Raises:
-        InvalidInput: no policy has that name, or an option is unknown or cannot be right; the
+        InvalidInput: no policy has that name, or an option is unknown or out of range; the
             message lists those that are known.
     """
     known = POLICIES | FORMS

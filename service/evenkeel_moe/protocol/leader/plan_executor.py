@@ -1,4 +1,4 @@
-"""Carries the active plan out, wave after wave, and ends waves found on the ranks.
+"""Carries out the active plan, wave after wave, and ends waves that ranks still hold.
 
 It is part of `control`, which passes events in and reads the result. There is one coordinator at a
 time. An ended one is kept, so that late answers still reach it.

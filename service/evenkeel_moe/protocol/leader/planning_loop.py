@@ -24,8 +24,8 @@ class PlanningLoop:
     Args:
         since: monotonic seconds from which the time to the first cycle counts.
         deadline_s: a RunCycle that is not answered by then counts as a failed planner.
-        numbers: numbers for the RunCycles, never used under an earlier term of this replica, whose
-            planner may still answer.
+        numbers: numbers for the RunCycles. No earlier term of this replica has used them, so that a
+            late answer to a cycle of that term is not taken for one of this term.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class PlanningLoop:
         if self._began is not None and now - self._began >= self.deadline_s:
             self._began = None
             return [self.decide(Reason.PLANNER_FAILED, now, numbers={"waited_s": self.deadline_s})]
-        # Not a time set one cycle ahead: a new `cycle_s` counts from the moment it is set.
+        # The start of the last cycle is kept, not the time of the next one, so that a new `cycle_s`
+        # counts at once.
         if now < self._last_cycle_at + self.policy.cycle_s or self._began is not None:
             return []
         self._last_cycle_at = now
@@ -103,7 +104,7 @@ class PlanningLoop:
     def take(
         self, event: CycleDecided, now: float, blocked_by: Reason | None
     ) -> list[ControlAction]:
-        """Record the planner's answer, and enter its plan if it has one and it may begin."""
+        """Record the planner's answer, and its plan if there is one that may begin."""
         if event.cycle != self._number or self._began is None:
             return []
         self._began = None

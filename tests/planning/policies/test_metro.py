@@ -1,0 +1,32 @@
+import numpy as np
+
+from evenkeel_moe.model.cost import CostModel, ReplicaWork
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.policies.metro import plan_metro
+from evenkeel_moe.planning.problem import metrics, moe_time
+from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+
+SHAPE = ModelShape(1, 8, 4, 2, 2, 100)
+
+
+def test_active_experts_are_balanced_where_tokens_say_otherwise():
+    # Four experts with many tokens in one step of four, and four with one token in every step.
+    load = np.ones((8, 1, 8))
+    load[:, :, :4] = 0.0
+    load[::4, :, :4] = 40.0
+    cost = CostModel(replica=ReplicaWork(read_tokens=1000.0))
+    problem = PlacementProblem(load, SHAPE, Topology.single_node(4), objective=Objective(cost=cost))
+    proposal = plan_metro(problem)
+    active = metrics.rank_load(np.minimum(load, 1.0), proposal.placement)
+    assert (active.sum(axis=0) == active.sum(axis=0)[0, 0]).all()
+    assert proposal.score == moe_time.score(problem, proposal.placement)
+    assert proposal.lower_bound is not None and proposal.lower_bound <= proposal.score
+
+
+def test_with_one_token_for_each_active_expert_it_is_eplb():
+    load = (np.random.default_rng(1).random((6, 2, 8)) < 0.4).astype(float)
+    shape = ModelShape(2, 8, 4, 3, 2, 100)
+    problem = PlacementProblem(load, shape, Topology.single_node(4))
+    assert plan_metro(problem).placement == plan_eplb(problem).placement
