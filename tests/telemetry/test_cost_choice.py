@@ -146,6 +146,15 @@ def test_speeds_are_measured_where_slopes_are_not():
     assert "rise together" in alone.detail
 
 
+def test_ranks_that_take_longer_than_the_median_rank_are_named_with_their_factor():
+    uneven = replace(FIT, factors=np.array([1.0, 1.12, 1.0, 1.01]))
+    assert "rank 1 takes 1.12 times as long" in chosen(fit=uneven).detail
+    assert "rank 3 takes" not in chosen(fit=uneven).detail, "a small difference is noise"
+    slow = replace(PROFILE, s_per_token=1.12 * PROFILE.s_per_token)
+    told = [replace(H100, replica_cost=slow if rank == 2 else PROFILE) for rank in range(4)]
+    assert "rank 2 takes 1.12 times as long" in chosen(told).detail
+
+
 def test_models_that_disagree_are_named_with_their_ratio():
     slower = replace(PROFILE, fixed_s=1e-3)
     choice = choose_cost(known([replace(H100, replica_cost=slower)] * 4, FIT))

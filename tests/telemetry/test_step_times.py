@@ -152,3 +152,52 @@ def test_reading_without_computing_still_gives_work_in_tokens():
     found = fitted(*served(np.ones(8), per_token=0.0))
     assert found.s_per_token == pytest.approx(1e-3 * found.s_per_replica, rel=0.5)
     assert found.s_per_replica == pytest.approx(2e-4, rel=0.03)
+
+
+def balanced(share=1.0, seed=1):
+    """Return tokens, active replicas and seconds of 8 ranks whose tokens vary by 1 %.
+
+    Args:
+        share: tokens of rank 2 relative to the others'.
+        seed: of the noise, 2 % of the seconds.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = 2000 * (1 + 0.01 * rng.standard_normal((512, 8)))
+    tokens[:, 2] *= share
+    active = np.full(tokens.shape, 160.0)
+    seconds = 4e-4 + 1e-6 * tokens + 2e-4 * active
+    return tokens, active, seconds * rng.lognormal(0, 0.02, tokens.shape)
+
+
+def test_slopes_of_an_earlier_fit_are_kept_where_tokens_hardly_vary():
+    before = fitted(*served(np.ones(8)))
+    tokens, active, seconds = balanced()
+    assert isinstance(fit_times(tokens, active, seconds, LAYERS), NoFit)
+    kept = fit_times(tokens, active, seconds, LAYERS, before)
+    assert isinstance(kept, TimeFit) and kept.slopes_kept
+    assert kept.s_per_replica == pytest.approx(2e-4, rel=0.03)
+    assert (kept.factors == 1.0).all()
+
+    seconds[-32:, 2] *= 1.12
+    seen = fit_times(tokens, active, seconds, LAYERS, before)
+    assert isinstance(seen, TimeFit)
+    assert seen.drifted == (2,)
+    assert np.allclose(seen.factors, slow(2), rtol=0.03)
+
+
+def test_a_rank_that_got_fewer_tokens_because_it_is_slow_stays_known_as_slow():
+    before = fitted(*served(slow(2), per_replica=2e-5, per_token=2e-5))
+    tokens, active, _ = balanced(share=0.9)
+    noise = np.random.default_rng(3).lognormal(0, 0.02, tokens.shape)
+    seconds = (4e-4 + 2e-5 * tokens + 2e-5 * active) * slow(2) * noise
+    assert isinstance(fit_times(tokens, active, seconds, LAYERS), NoFit)
+    kept = fit_times(tokens, active, seconds, LAYERS, before)
+    assert isinstance(kept, TimeFit) and kept.slopes_kept
+    assert np.allclose(kept.factors, slow(2), rtol=0.02)
+
+
+def test_slopes_that_describe_the_steps_worse_than_new_ones_are_not_kept():
+    before = fitted(*served(np.ones(8)))
+    tokens, active, seconds = served(np.ones(8), seed=4)
+    noise = np.random.default_rng(4).lognormal(-5, 0.2, seconds.shape)
+    assert isinstance(fit_times(tokens, active, noise, LAYERS, before), NoFit)

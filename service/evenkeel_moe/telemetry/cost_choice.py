@@ -4,6 +4,7 @@ The most trusted model that is sound is used. The others are compared with it, a
 disagree the model's detail says so.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,9 @@ MAX_FIT_ERROR = 0.25
 """Mean error, as a share of the time, above which a fit or a profile is not used."""
 DISAGREEMENT = 1.5
 """Ratio of two models' times from which on they disagree."""
+_NAMED_RANKS = 3
+_UNEVEN = 0.02
+"""Logarithm of a rank's factor beyond which a model's detail names the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,9 @@ def measured_cost(fit: TimeFit | NoFit) -> CostModel:
     notes = (
         f"{fit.steps} steps",
         fit.note,
+        "slopes of earlier steps" if fit.slopes_kept else "",
         f"the speed of rank {named} has changed" if fit.drifted else "",
+        _uneven_ranks(fit.factors),
     )
     return CostModel(
         _linear(fit.factors * fit.fixed_s, fit.factors * fit.s_per_token),
@@ -138,6 +144,17 @@ def measured_cost(fit: TimeFit | NoFit) -> CostModel:
         detail="; ".join(note for note in notes if note),
         fit_error=fit.error,
     )
+
+
+def _uneven_ranks(factors: NDArray[np.float64]) -> str:
+    """Return the ranks that differ most from the median rank, in words; empty if none differs."""
+    order = np.argsort(-np.abs(np.log(factors)), kind="stable")[:_NAMED_RANKS].tolist()
+    named = [
+        f"rank {rank} takes {factors[rank]:.2f} times as long as the median rank"
+        for rank in order
+        if abs(math.log(factors[rank])) > _UNEVEN
+    ]
+    return ", ".join(named)
 
 
 def profiled_cost(known: KnownCosts) -> CostModel:
@@ -186,11 +203,15 @@ def _by_replicas(told: Sequence[ReplicaCost], now_unix: float) -> CostModel:
     start = float(np.median([cost.s_per_replica for cost in told] / per_token))
     read = float(np.median([cost.read_s for cost in told] / per_token))
     age_s = max(0.0, now_unix - min(cost.measured_unix_s for cost in told))
+    notes = (
+        f"profiles of {len(told)} ranks, the oldest of {_age(age_s)} ago",
+        _uneven_ranks(per_token / np.median(per_token)),
+    )
     return CostModel(
         _linear(np.array([cost.fixed_s for cost in told]), per_token),
         ReplicaWork(read_tokens=read, start_tokens=start),
         source=CostSource.PROFILED,
-        detail=f"profiles of {len(told)} ranks, the oldest of {_age(age_s)} ago",
+        detail="; ".join(note for note in notes if note),
         fit_error=max(cost.fit_error for cost in told),
     )
 

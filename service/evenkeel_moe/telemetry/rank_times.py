@@ -13,13 +13,7 @@ from evenkeel_moe.errors import InfeasiblePlan
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
-from evenkeel_moe.telemetry.step_times import (
-    MIN_EXPLAINED,
-    STILL_EXPLAINED,
-    NoFit,
-    TimeFit,
-    fit_times,
-)
+from evenkeel_moe.telemetry.step_times import NoFit, TimeFit, fit_times
 from evenkeel_moe.telemetry.windows import newest_parts
 
 _FIT_EVERY = 16
@@ -102,7 +96,7 @@ class RankTimes:
         due = 1 if isinstance(self._fit, NoFit) else _FIT_EVERY
         if self._fit is None or self._since_fit >= due:
             tokens, active, seconds = (self._rows[:, column] for column in range(_COLUMNS))
-            least = STILL_EXPLAINED if isinstance(self._fit, TimeFit) else MIN_EXPLAINED
-            self._fit = fit_times(tokens, active, seconds, self._layers, least)
+            before = self._fit if isinstance(self._fit, TimeFit) else None
+            self._fit = fit_times(tokens, active, seconds, self._layers, before)
             self._since_fit = 0
         return self._fit

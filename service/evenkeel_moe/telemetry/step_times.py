@@ -7,10 +7,13 @@ because a step of many tokens has larger errors than one of few. Outliers have a
 (Huber weights). The factors are random effects: where the tokens of a rank never change, a
 difference in its seconds is taken to come from its tokens before it is taken to come from its
 speed.
+
+Under a good placement tokens hardly vary, and the seconds vary by noise. Then the slopes cannot be
+measured, but those measured before still hold, and with them the factors can be measured.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,8 @@ MIN_EXPLAINED = 0.5
 STILL_EXPLAINED = 0.4
 """The same for a fit that follows one that was used, so that a fit near the limit is not used in
 one cycle and left out in the next."""
+_AS_GOOD = 1.1
+"""Slopes of earlier steps are kept if their error is at most this many times that of new ones."""
 NEWEST_STEPS = 32
 """Steps of the short window in which drift is looked for."""
 _POOLED_PASSES = 4
@@ -71,6 +76,8 @@ class TimeFit:
     """Ranks whose factor is that of the newest steps, because it differs from the earlier ones."""
     note: str = ""
     """The reason that a coefficient is 0 although it may not be; empty if all were fitted."""
+    slopes_kept: bool = False
+    """True if the steps tell only the factors, and the slopes are those of an earlier fit."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,7 +96,7 @@ def fit_times(
     active: NDArray[np.float64],
     seconds: NDArray[np.float64],
     layers: int,
-    least_explained: float = MIN_EXPLAINED,
+    before: TimeFit | None = None,
 ) -> TimeFit | NoFit:
     """Fit the common coefficients and the factor of each rank.
 
@@ -98,11 +105,12 @@ def fit_times(
         active: (T, R) replicas with tokens of each rank, over all layers.
         seconds: (T, R) compute of each rank, over all layers; NaN if not measured.
         layers: number of layers.
-        least_explained: share of the variation of the seconds that the fit must explain.
+        before: the fit to earlier steps that was used; None if there was none.
 
     Returns:
         The fit, or the reason that there is none: a rank with fewer than 16 measured steps, or
-        seconds of which tokens, replicas and factors explain too little.
+        seconds of which tokens, replicas and factors explain too little. In the latter case the
+        slopes of the fit before are kept, if they describe the steps as well as new ones.
     """
     known = (tokens > 0) & (seconds > 0) & np.isfinite(seconds) & np.isfinite(active)
     if not known.any():
@@ -123,13 +131,20 @@ def fit_times(
         tokens.shape[1],
     )
     coefficients, note = _fit_what_is_told_apart(data)
-    found = _finish(data, coefficients, len(rows) - NEWEST_STEPS <= step, note)
-    if isinstance(found, TimeFit) and found.explained < least_explained:
-        return NoFit(
-            f"tokens, replicas and speeds explain {max(found.explained, 0.0):.0%} of the variation"
-            f" of the seconds, {least_explained:.0%} are needed"
-        )
-    return found
+    newest = len(rows) - NEWEST_STEPS <= step
+    found = _finish(data, coefficients, newest, note)
+    least_explained = MIN_EXPLAINED if before is None else STILL_EXPLAINED
+    if isinstance(found, NoFit) or found.explained >= least_explained:
+        return found
+    if before is not None:
+        slopes = np.array([before.fixed_s, before.s_per_token, before.s_per_replica])
+        kept = _finish(data, slopes, newest, before.note)
+        if isinstance(kept, TimeFit) and kept.error <= _AS_GOOD * found.error:
+            return replace(kept, slopes_kept=True)
+    return NoFit(
+        f"tokens, replicas and speeds explain {max(found.explained, 0.0):.0%} of the variation"
+        f" of the seconds, {least_explained:.0%} are needed"
+    )
 
 
 def _newest_rows(steps: int, ranks: int) -> NDArray[np.int64]:
