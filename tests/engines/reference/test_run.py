@@ -59,6 +59,19 @@ def run_supervisor(supervisor, until=lambda supervisor: None):
         supervisor.stop()
 
 
+def test_a_paced_rank_takes_its_time_in_each_layer_and_the_slow_one_longer(tmp_path):
+    pace = {"pace_s_per_token": 1e-4, "slow_rank": 1, "slow_factor": 1.5, "slow_from": 3}
+    report = run(tmp_path, None, steps=6, **pace)
+    assert report.ok, report
+    for rank in range(2):
+        for step in lines(tmp_path, rank, "step"):
+            factor = 1.5 if rank == 1 and step["step"] >= 3 else 1.0
+            least_s = [factor * 1e-4 * tokens for tokens in step["rank_load"]]
+            pairs = zip(step["compute_s"], least_s, strict=True)
+            assert all(took >= least - 1e-6 for took, least in pairs), step
+            assert step["seconds"] > sum(step["compute_s"])
+
+
 def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
     """Two plans with different replica counts per layer, and one aborted plan."""
     report = run(tmp_path, {"seed": 7, "plans": 3, "uneven": True, "abort": [1]}, steps=60)

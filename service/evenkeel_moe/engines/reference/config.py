@@ -22,6 +22,7 @@ step       step, seconds (one step without pacing and checks), tokens (routed by
 epoch, domain
            (`prose`, `code` or `trace`), rank_load (L integers: tokens this rank's slots received),
            served (L integers: tokens it computed, also with fetched and shared experts),
+           compute_s (L numbers: seconds in the experts of each layer),
            mismatches (rows that differed from the undistributed model since the start)
 staging    plan_id, wave_index, bytes_done, bytes_total
 swap       step, epoch (the new one), plan_id, wave_index, layers, seconds (delay of the step),
@@ -39,6 +40,7 @@ exit       code, reason (a Reason or `finished`), detail
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -170,7 +172,24 @@ class RankConfig:
     verify_every: int = 1
     """Steps between comparisons of the outputs with the undistributed model; 0 never compares."""
 
+    # The compute time; see `pace`.
+    pace_s_per_token: float = 0.0
+    """Least seconds of a rank's experts in a layer per token; 0 takes as long as the CPU does."""
+    pace_s_per_replica: float = 0.0
+    """The same per active replica, added to the tokens' time."""
+    slow_rank: int = 0
+    slow_factor: float = 1.0
+    """The experts of `slow_rank` take this many times as long; 1 slows nothing."""
+    slow_from: int = 0
+    """First slow step."""
+    slow_until: int = 0
+    """First step at the usual speed again; 0 stays slow."""
+
     # The agent.
+    report_seconds: bool = True
+    """False reports no compute seconds, like an engine that cannot measure them."""
+    tell_cost: bool = False
+    """Tell the controller the rank's own compute time at the start, as after a profile."""
     agent: bool = True
     """False runs the engine without an agent, to measure the agent's cost."""
     staging_bytes: int = 4 << 20
@@ -219,8 +238,34 @@ class RankConfig:
             raise InvalidInput(
                 f"transient_experts is {self.transient_experts}, must not be negative"
             )
+        self._check_pace()
         if not 0 <= self.fault_rank < self.num_ranks:
             raise InvalidInput(f"fault_rank {self.fault_rank} is outside 0..{self.num_ranks - 1}")
+
+    def _check_pace(self) -> None:
+        for name in ("pace_s_per_token", "pace_s_per_replica"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise InvalidInput(f"{name} is {value}, must be finite and not negative")
+        if not 1.0 <= self.slow_factor < math.inf:
+            raise InvalidInput(f"slow_factor is {self.slow_factor}, must be finite and at least 1")
+        if not 0 <= self.slow_rank < self.num_ranks:
+            raise InvalidInput(f"slow_rank {self.slow_rank} is outside 0..{self.num_ranks - 1}")
+        if self.slow_from < 0 or (self.slow_until and self.slow_until <= self.slow_from):
+            raise InvalidInput(
+                f"slow_from {self.slow_from} and slow_until {self.slow_until} leave no slow step"
+            )
+        paced = self.pace_s_per_token or self.pace_s_per_replica or self.slow_factor > 1.0
+        if paced and self.dispatch.fetches:
+            raise InvalidInput(f"dispatch {self.dispatch} has no pace and no slow rank")
+        if self.tell_cost and not self.pace_s_per_token:
+            raise InvalidInput("tell_cost needs pace_s_per_token, the time that is told")
+
+    def slowdown(self, step: int) -> float:
+        """Return how many times as long this rank's experts take at a step."""
+        over = self.slow_until and step >= self.slow_until
+        slow = self.rank == self.slow_rank and step >= self.slow_from and not over
+        return self.slow_factor if slow else 1.0
 
     @property
     def bytes_per_expert(self) -> int:

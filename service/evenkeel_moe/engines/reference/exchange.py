@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.engines.reference.model import expert_forward
+from evenkeel_moe.engines.reference.pace import Pace
 from evenkeel_moe.errors import PeerViolation, Reason
 
 
@@ -49,8 +50,15 @@ class LayerResult:
 class Exchange:
     """Moves rows between ranks. The exchange of the counts comes first and carries the epoch."""
 
-    def __init__(self, communicator: Communicator, slots_per_rank: int, d_model: int) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        slots_per_rank: int,
+        d_model: int,
+        pace: Pace | None = None,
+    ) -> None:
         self._communicator = communicator
+        self._pace = pace
         self._slots_per_rank = slots_per_rank
         self._d_model = d_model
 
@@ -120,4 +128,6 @@ class Exchange:
         outputs = torch.empty(len(arrived), self._d_model, device=arrived.device)
         if results:
             outputs[order] = torch.cat(results)
+        if self._pace is not None:
+            self._pace.wait(began, received.tolist())
         return outputs, received, time.perf_counter() - began

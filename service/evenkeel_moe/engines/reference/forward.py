@@ -27,8 +27,8 @@ class StepResult:
     """(L, slots_per_rank) tokens that this rank's slots received."""
     served: NDArray[np.int64]
     """(L,) tokens that this rank computed, with resident, fetched and shared experts."""
-    compute_s: float
-    """Seconds in the experts."""
+    compute_s: NDArray[np.float64]
+    """(L,) seconds in the experts."""
     stop: bool
     """True if the group stops after this step."""
 
@@ -40,6 +40,7 @@ class Forward:
         self._model, self._traffic = parts.model, parts.traffic
         self._rank, self._num_ranks = parts.config.rank, parts.config.num_ranks
         self._dispatch = dispatch
+        self._pace = parts.pace
         self._share = combine_weights(parts.model.top_k).to(parts.model.device)
 
     def step(self, step: int, stop: bool) -> StepResult:
@@ -54,7 +55,8 @@ class Forward:
         index = torch.arange(n, device=tokens.device) + (step * self._num_ranks + self._rank) * n
         token_hash = (index * _HASH >> 16) & 0xFFFF
         x = self._model.embed(tokens)
-        routed, counts, served, compute_s = [], [], [], 0.0
+        routed, counts, served, compute_s = [], [], [], []
+        self._pace.enter(step)
         for layer in range(self._model.num_layers):
             chosen = self._traffic.route(step, self._rank, layer, x).to(x.device)
             result = self._dispatch.layer(layer, x, chosen, token_hash, stop)
@@ -62,11 +64,16 @@ class Forward:
             routed.append(total)
             counts.append(result.counts.numpy())
             served.append(result.served)
-            compute_s += result.compute_s
+            compute_s.append(result.compute_s)
             stop = result.stop
             x = self._model.next_layer(layer, x, total, result.shared)
         return StepResult(
-            torch.stack(routed), x, np.stack(counts), np.array(served), compute_s, stop
+            torch.stack(routed),
+            x,
+            np.stack(counts),
+            np.array(served),
+            np.array(compute_s),
+            stop,
         )
 
 

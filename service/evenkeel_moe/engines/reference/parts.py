@@ -7,6 +7,7 @@ import torch
 from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.model import Model
+from evenkeel_moe.engines.reference.pace import Pace
 from evenkeel_moe.engines.reference.slots import PooledWeights, Router
 from evenkeel_moe.engines.reference.traffic import RecordedTraffic, TextTraffic, Traffic, read_trace
 from evenkeel_moe.model.placement import Placement
@@ -23,6 +24,7 @@ class RankParts:
     router: Router
     communicator: Communicator
     """The engine's own, over all ranks."""
+    pace: Pace
 
     @classmethod
     def build(
@@ -49,7 +51,8 @@ class RankParts:
         )
         weights.load(placement, config.rank, config.seed)
         router = Router(placement, epoch, device)
-        return cls(config, model, _traffic(config, model), weights, router, communicator)
+        traffic = _traffic(config, model)
+        return cls(config, model, traffic, weights, router, communicator, Pace(config))
 
 
 def _traffic(config: RankConfig, model: Model) -> Traffic:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.agent import Agent, GateFailed, RankLink
 from evenkeel_moe.engines.reference.checks import break_something, final_check, inspect_rank
@@ -120,6 +121,9 @@ class _Rank:
             self.agent = make_agent(
                 self.parts, self.store, self.generation, placement, lines, link=link
             )
+            cost = self.parts.pace.cost(SystemClock().unix())
+            if config.tell_cost and cost is not None:
+                self.agent.tell_curve(cost)
         lines.write(
             "start",
             attempt=config.attempt,
@@ -167,7 +171,7 @@ class _Rank:
             epoch=epoch,
             tokens=self.config.tokens_per_step,
             phase=Phase.PREFILL,
-            compute_s=result.compute_s,
+            compute_s=float(result.compute_s.sum()) if self.config.report_seconds else None,
         )
         agent.step_boundary()
 
@@ -195,6 +199,7 @@ class _Rank:
             domain=self.parts.traffic.domain(step),
             rank_load=result.counts.sum(axis=1).tolist(),
             served=result.served.tolist(),
+            compute_s=result.compute_s.round(6).tolist(),
             mismatches=self.mismatches,
         )
 

@@ -1,0 +1,58 @@
+"""The compute time of a rank: at least a given time per token and replica, and longer if slowed.
+
+The experts of a small model on a CPU take microseconds, and other processes disturb them. With a
+pace, a layer takes as long as on a larger device: the rank really waits, so the peers that need its
+results wait too.
+"""
+
+import time
+
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.wire.link import ReplicaCost
+
+_SPIN_S = 2e-4
+"""The end of a wait, which is spent in a loop, because a sleep ends late by about as much."""
+
+
+class Pace:
+    """Makes the experts of one rank take the time that its configuration says."""
+
+    def __init__(self, config: RankConfig) -> None:
+        self._config = config
+        self._factor = 1.0
+
+    def enter(self, step: int) -> None:
+        """Set the factor of the steps from this one on."""
+        self._factor = self._config.slowdown(step)
+
+    def wait(self, began: float, tokens: list[int]) -> None:
+        """Return once the experts of a layer have taken their time.
+
+        Args:
+            began: `time.perf_counter` when they began.
+            tokens: of each local slot.
+        """
+        config = self._config
+        active = sum(count > 0 for count in tokens)
+        least_s = config.pace_s_per_token * sum(tokens) + config.pace_s_per_replica * active
+        now = time.perf_counter()
+        until = began + self._factor * max(least_s, now - began)
+        if until - now > _SPIN_S:
+            time.sleep(until - now - _SPIN_S)
+        while time.perf_counter() < until:
+            pass
+
+    def cost(self, now_unix: float) -> ReplicaCost | None:
+        """Return what a profile of this rank would show at the first step; None without a pace."""
+        config = self._config
+        if not config.pace_s_per_token:
+            return None
+        factor = config.slowdown(config.first_step)
+        return ReplicaCost(
+            fixed_s=0.0,
+            s_per_token=factor * config.pace_s_per_token,
+            s_per_replica=factor * config.pace_s_per_replica,
+            read_s=0.0,
+            fit_error=0.0,
+            measured_unix_s=now_unix,
+        )
