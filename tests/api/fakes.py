@@ -13,9 +13,11 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.decision.recommendation import (
-    PolicyScore,
-    Recommendation,
+from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
+from evenkeel_moe.planning.decision.recommendation import PolicyScore, Recommendation
+from evenkeel_moe.planning.decision.replica_levels import (
+    CraftFactors,
+    CraftLevel,
     Redundancy,
     ReplicaLevel,
 )
@@ -136,8 +138,9 @@ def make_advice(deployment: str = "demo", **changes) -> Advice:
     levels = (
         ReplicaLevel(0, -0.1, -0.12, -0.08, None, -1000, True),
         ReplicaLevel(2, 0.0, 0.0, 0.0, 0.05, 0, True),
-        ReplicaLevel(4, 0.01, -0.01, 0.03, 0.005, 2000, None),
+        ReplicaLevel(4, 0.01, -0.01, 0.03, 0.005, 2000, None, 0.9),
     )
+    craft = (CraftLevel(1, 2, 1, 0.02, 0.01, 0.03, -1000, True, 0.95),)
     found = Recommendation(
         VERDICT.call,
         own.reason,
@@ -147,7 +150,7 @@ def make_advice(deployment: str = "demo", **changes) -> Advice:
         20,
         None,
         (own, broken),
-        Redundancy(2, 2, levels),
+        Redundancy(2, 2, levels, 2, craft, CraftFactors(1, 2, None)),
     )
     values = {
         "deployment": deployment,
@@ -157,6 +160,7 @@ def make_advice(deployment: str = "demo", **changes) -> Advice:
         "policy": "eplb",
         "newest_step": 119,
         "free_bytes": None,
+        "kv": KvMemory(10, 50_000),
         "recommendation": found,
         "shadow": {"keel": {"at": NOW, "gain": 0.1, "call": Call.RECOMMEND}},
     }

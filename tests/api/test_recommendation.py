@@ -106,3 +106,37 @@ async def test_a_read_token_suffices_and_no_token_does_not(app):
         assert (await client.get(PATH)).status_code == 200
     async with make_client(app, token=None) as client:
         assert_problem(await client.get(PATH), 401)
+
+
+async def test_replicas_are_weighed_against_the_kv_cache(client):
+    """50,000 bytes hold 5000 tokens of 10 bytes; 4 replicas a layer take 2000 bytes of them."""
+    found = (await client.get(PATH, params={"tokens_per_sequence": 1000})).json()
+    weighed = found["replica_tradeoff"]
+    assert weighed["kv"] == {"bytes_per_token": 10, "free_bytes": 50_000}
+    assert (weighed["tokens_per_sequence"], weighed["moe_share"]) == (1000, None)
+    rows = {(row["rule"], row["level"]): row for row in weighed["rows"]}
+    assert set(rows) == {("uniform", 0), ("uniform", 2), ("uniform", 4), ("craft", 1)}
+    more = rows["uniform", 4]
+    assert (more["kv_tokens_lost"], more["kv_tokens"], more["sequences"]) == (200, 4800, 4)
+    assert more["balancedness"] == 0.9
+    assert more["goodput_lower"] == pytest.approx(-0.2)
+    assert more["goodput_upper"] == pytest.approx(0.8 / 0.99 - 1)
+    assert rows["uniform", 2]["present"] is True
+    assert rows["craft", 1]["kv_tokens_lost"] == -100
+    assert found["redundancy"]["craft_factors"]["memory"] is None
+    unasked = (await client.get(PATH)).json()["replica_tradeoff"]
+    assert {row["sequences"] for row in unasked["rows"]} == {None}
+
+
+async def test_without_a_told_kv_cache_its_loss_is_unknown_and_not_zero(client, operations):
+    operations.advice = make_advice(kv=None)
+    weighed = (await client.get(PATH)).json()["replica_tradeoff"]
+    for row in weighed["rows"]:
+        assert (row["kv_tokens_lost"], row["kv_tokens"], row["goodput_lower"]) == (None, None, None)
+    assert weighed["kv"] is None
+    assert "unknown" in weighed["words"]
+
+
+@pytest.mark.parametrize("tokens", [0, -1, "many", 2**31 + 1])
+async def test_a_length_that_no_sequence_has_is_refused(client, tokens):
+    assert_problem(await client.get(PATH, params={"tokens_per_sequence": tokens}), 422)

@@ -71,7 +71,7 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
         (
             ("plan", "-o", "x", *FLEET, "-p", "craft", "--craft-replicas", "most"),
             InvalidInput,
-            "--craft-replicas most is neither memory, knee nor a number",
+            "--craft-replicas most is neither memory, knee, per_replica_gain nor a number",
         ),
         (
             ("plan", "-o", "x", *FLEET, "-p", "keel+verdict"),

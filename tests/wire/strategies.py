@@ -125,6 +125,8 @@ hellos = st.builds(
     weight_format=st.sampled_from(["", "bf16", "fp8", "a type of later versions"]),
     dispatch=st.sampled_from(["", "even", "a rule of later versions"]),
     slots_stay_filled=st.booleans(),
+    kv_bytes_per_token=st.none() | st.integers(1, 1 << 40),
+    kv_free_bytes=st.none() | st.integers(0, 1 << 53),
 )
 
 

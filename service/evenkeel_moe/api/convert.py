@@ -24,6 +24,7 @@ from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanLimits, PlanRecord
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.kv_tradeoff import kv_tradeoff
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.ports import Advice, DeploymentStatus, LedElsewhere, PlanRequest
 from evenkeel_moe.protocol.transitions import ControlState
@@ -130,12 +131,21 @@ def phase_load(window: LoadWindow | None, placement: Placement | None) -> PhaseL
     )
 
 
-def recommendation_out(advice: Advice) -> RecommendationOut:
+def recommendation_out(advice: Advice, tokens_per_sequence: int | None) -> RecommendationOut:
     """Return a recommendation; what is unknown is null."""
     found = advice.recommendation
+    tradeoff = None
+    if found.redundancy is not None:
+        tradeoff = kv_tradeoff(found.redundancy, advice.kv, tokens_per_sequence)
     own = found.policies[0].verdict if found.policies else None
     return RecommendationOut.model_validate(
-        {**_attributes(found), **_attributes(advice), "at": advice.at_unix, "verdict": own}
+        {
+            **_attributes(found),
+            **_attributes(advice),
+            "at": advice.at_unix,
+            "verdict": own,
+            "replica_tradeoff": tradeoff,
+        }
     )
 
 

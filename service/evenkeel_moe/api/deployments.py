@@ -137,13 +137,23 @@ async def get_recommendation(
             description="Largest age of the result; 0 asks for a new one. Default: one cycle.",
         ),
     ] = None,
+    tokens_per_sequence: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=2**31,
+            description="Tokens that a sequence holds in the KV cache: the batch that fits is then"
+            " counted in sequences.",
+        ),
+    ] = None,
 ) -> RecommendationOut:
     """Compare the gain of a plan, of other policies, and of more or fewer replicas.
 
     They are planned on the older steps of the window and scored on the newer ones. Nothing is
     moved, started or stored.
     """
-    return recommendation_out(await operations.recommendation(deployment, max_age_s))
+    advice = await operations.recommendation(deployment, max_age_s)
+    return recommendation_out(advice, tokens_per_sequence)
 
 
 @router.get("/deployments/{deployment}/policy")

@@ -76,6 +76,35 @@ class ReplicaLevelOut(ResponseBody):
     """Memory that the fullest rank would need in addition."""
     fits: bool | None
     """Null if free memory or the size of an expert is unknown."""
+    balancedness: Number
+    """Mean over layers on the scored steps."""
+
+
+class CraftLevelOut(ResponseBody):
+    """CRAFT's allocation for one replication factor; it needs slots pooled over layers."""
+
+    replication_factor: int
+    """R: most replicas of one rank over all layers."""
+    replicas: int
+    """Replicas used over all layers and ranks."""
+    layers_with_replicas: int
+    gain: Number
+    """Share of predicted MoE time saved compared with the present number."""
+    gain_lower: Number
+    gain_upper: Number
+    extra_bytes_per_rank: int | None
+    fits: bool | None
+    balancedness: Number
+
+
+class CraftFactorsOut(ResponseBody):
+    """The replication factor R that each automatic rule of CRAFT would choose."""
+
+    per_replica_gain: int
+    """The rule of the paper's text: the highest gain per replica."""
+    knee: int
+    memory: int | None
+    """As many as fit; null if free memory or the size of an expert is unknown."""
 
 
 class RedundancyOut(ResponseBody):
@@ -84,6 +113,54 @@ class RedundancyOut(ResponseBody):
     present: int
     advised: int
     levels: list[ReplicaLevelOut]
+    craft: list[CraftLevelOut]
+    craft_factors: CraftFactorsOut | None
+    moe_share: Number
+    """Predicted MoE time / step time now; null unless both are known in seconds."""
+
+
+class KvMemoryOut(ResponseBody):
+    """The KV cache of the rank that holds the fewest tokens, with the present replicas."""
+
+    bytes_per_token: int
+    free_bytes: int
+
+
+class TradeoffRowOut(ResponseBody):
+    """One number of replicas, with its KV cache. Null is unknown."""
+
+    rule: str
+    """uniform: the same number in every layer; craft: each layer its own, in pooled slots."""
+    level: int
+    """Replicas per layer if uniform; R if craft."""
+    replicas: int
+    """Over all layers and ranks."""
+    present: bool
+    balancedness: Number
+    gain: Number
+    extra_bytes_per_rank: int | None
+    kv_tokens_lost: int | None
+    """Negative if the KV cache grows."""
+    kv_tokens: int | None
+    """KV tokens that a rank holds then."""
+    sequences: int | None
+    """Sequences of `tokens_per_sequence` that a rank holds then."""
+    goodput_lower: Number
+    """Estimated change of goodput as a share; the formula is in docs/policies.md."""
+    goodput_upper: Number
+    """Equal to the lower one if the MoE share of a step is known."""
+
+
+class ReplicaTradeoffOut(ResponseBody):
+    """Replicas against KV cache."""
+
+    rows: list[TradeoffRowOut]
+    words: str
+    craft_words: str
+    kv: KvMemoryOut | None
+    """Null unless every rank told its KV cache."""
+    tokens_per_sequence: int | None
+    moe_share: Number
 
 
 class RecommendationOut(ResponseBody):
@@ -114,6 +191,8 @@ class RecommendationOut(ResponseBody):
     policies: list[PolicyScoreOut]
     """The deployment's own policy first."""
     redundancy: RedundancyOut | None
+    replica_tradeoff: ReplicaTradeoffOut | None
+    """Null if there were too few steps."""
     free_bytes: int | None
     """Free memory of the rank that has the least."""
     shadow: Annotated[dict[str, dict[str, Any]], PLAIN]

@@ -19,6 +19,7 @@ from evenkeel_moe.replay.options import (
     CostOptions,
     FirstMoeLayerOption,
     FleetOptions,
+    KvOptions,
     PlanningOptions,
     TraceOption,
 )
@@ -78,6 +79,7 @@ def compare_command(
     fleet: FleetOptions,
     planning: PlanningOptions,
     cost: CostOptions,
+    kv: KvOptions,
     first_moe_layer: FirstMoeLayerOption = None,
     save_plans: Annotated[
         Path | None,
@@ -96,8 +98,10 @@ def compare_command(
     from evenkeel_moe.replay.compare import compare, origin_notes
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.planners import choose_planners
+    from evenkeel_moe.replay.replica_tradeoff import check_kv_options, walked_tradeoff
 
     _check_writable(save_plans, html)
+    check_kv_options(kv)
     if html is not None:
         _check_matplotlib()
     recorded = _read(trace, first_moe_layer)
@@ -123,8 +127,9 @@ def compare_command(
             on_work=on_work,
             on_replan=on_replan,
         )
+        tradeoff = walked_tradeoff(setup, kv)
     # Printed before any file is written: a full disk must not lose the results.
-    _print_comparison(comparison, as_json)
+    _print_comparison(comparison, tradeoff, as_json)
     _write_files(comparison, save_plans, html)
 
 
@@ -140,18 +145,39 @@ def _write_files(comparison: Any, plans: Path | None, html: Path | None) -> None
         write_file(html, render_report(comparison))
 
 
-def _print_comparison(comparison: Any, as_json: bool) -> None:
+def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
     from evenkeel_moe.replay.tables import comparison_table
 
     if as_json:
-        print_json(comparison.as_dict())
+        print_json({**comparison.as_dict(), **_tradeoff_fields(tradeoff)})
         return
     facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
     table = comparison_table(comparison.results, stdout_console().width)
     texts = [f"Cost model: {comparison.cost_model.words}."]
     if comparison.replicas is not None:
         texts.append(comparison.replicas.words)
-    print_parts(_headline(comparison.name, f": {facts}"), table, *map(Text, texts))
+    shown = _tradeoff_parts(tradeoff)
+    print_parts(_headline(comparison.name, f": {facts}"), table, *map(Text, texts), *shown)
+
+
+def _tradeoff_fields(tradeoff: Any) -> dict[str, Any]:
+    """Return replicas against KV cache as plain values; empty if not asked for."""
+    return {} if tradeoff is None else {"replica_tradeoff": asdict(tradeoff)}
+
+
+def _tradeoff_parts(tradeoff: Any) -> list[Any]:
+    """Return the table of replicas against KV cache and its sentence; empty if not asked for."""
+    from evenkeel_moe.replay.tables import tradeoff_table
+
+    return (
+        []
+        if tradeoff is None
+        else [
+            tradeoff_table(tradeoff),
+            Text(tradeoff.words),
+            Text(tradeoff.craft_words),
+        ]
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +219,7 @@ def plan_command(
     fleet: FleetOptions,
     planning: PlanningOptions,
     cost: CostOptions,
+    kv: KvOptions,
     first_moe_layer: FirstMoeLayerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -200,6 +227,7 @@ def plan_command(
     from evenkeel_moe.formats import PlacementFile, PlacementFormat, write_placement
     from evenkeel_moe.replay.compare import origin_notes
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
+    from evenkeel_moe.replay.replica_tradeoff import window_tradeoff
     from evenkeel_moe.replay.single import plan_once
 
     _check_writable(output.out)
@@ -209,13 +237,12 @@ def plan_command(
     if steps > recorded.num_steps:
         raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
     setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
+    tradeoff = window_tradeoff(setup, kv)
     start = None if current is None else _read_current(current, fleet.ranks, recorded)
-    policies = replay_policies([policy], planning)
-    notes = origin_notes(recorded, setup, [policy])
-    _print_notes(notes)
+    _print_notes(notes := origin_notes(recorded, setup, [policy]))
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
-        placement, numbers = plan_once(policy, setup, start, policies)
+        placement, numbers = plan_once(policy, setup, start, replay_policies([policy], planning))
     info = {
         "policy": policy,
         "trace": recorded.name,
@@ -225,12 +252,12 @@ def plan_command(
     }
     file = PlacementFile(placement, recorded.layer_ids, info)
     write_placement(output.out, file, format_, num_hidden_layers=output.num_hidden_layers)
-    path = str(output.out)
     if as_json:
-        all_notes = [*recorded.notes, *notes]
-        print_json({"file": path, "format": str(format_), **info, "notes": all_notes})
+        fields = {"file": str(output.out), "format": str(format_), **info}
+        print_json(fields | {"notes": [*recorded.notes, *notes]} | _tradeoff_fields(tradeoff))
         return
-    print_parts(_headline(path, f" ({format_}): {_plan_line(info, numbers)}"))
+    headline = _headline(str(output.out), f" ({format_}): {_plan_line(info, numbers)}")
+    print_parts(headline, *_tradeoff_parts(tradeoff))
 
 
 def _plan_line(info: dict[str, Any], numbers: dict[str, float]) -> str:

@@ -11,6 +11,7 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanRecord
 from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import Recommendation
 
 
@@ -126,6 +127,8 @@ class Advice:
     """None before the first complete step."""
     free_bytes: int | None
     """Free memory of the rank that has the least; None unless all ranks reported it."""
+    kv: KvMemory | None
+    """KV cache of the rank that holds the fewest tokens; None unless all ranks told theirs."""
     recommendation: Recommendation
     shadow: Mapping[str, Mapping[str, Any]]
     """Newest score of each shadow policy, by name."""

@@ -1,9 +1,8 @@
 """Messages between controller and ranks, and the events and actions of a rank's machine.
 
-A machine takes an event and the time, and returns actions. Its shell, the code around it that does
-I/O, carries the actions out and reports each result as a further event. A message is an event where
-it is received and part of a send action where it is sent. Rule numbers (R1) refer to
-docs/protocol.md.
+A machine takes an event and the time, and returns actions. Its shell does the I/O: it carries the
+actions out and reports each result as a further event. A message is an event where it is received
+and part of a send action where it is sent. Rule numbers (R1) refer to docs/protocol.md.
 """
 
 from dataclasses import dataclass
@@ -88,10 +87,11 @@ class Hello:
     weight_format: str = ""
     """Number type in which the experts' weights are computed, such as "bf16"; empty if unknown."""
     dispatch: str = ""
-    """The engine's rule to split the tokens of an expert over its replicas, if known; a value of
-    `DispatchModel`, or another name."""
+    """How the engine splits tokens over replicas, if known; a `DispatchModel` or another name."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty. If any rank says so, it holds for the group."""
+    kv_bytes_per_token: int | None = None  # Both as in `AgentConfig`; None if unknown.
+    kv_free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def replay_policies(names: Sequence[str], planning: PlanningOptions) -> Mapping[
         raise InvalidInput(
             "--craft-replicas and --free-bytes are for craft, which is not among the policies"
         )
-    if replicas in (None, "memory", "knee"):
+    if replicas in (None, "memory", "knee", "per_replica_gain"):
         options = CraftOptions(rule=ReplicaRule(replicas or "memory"))
     else:
         try:
@@ -110,6 +110,7 @@ def replay_policies(names: Sequence[str], planning: PlanningOptions) -> Mapping[
             )
         except ValueError as error:
             raise InvalidInput(
-                f"--craft-replicas {replicas} is neither memory, knee nor a number"
+                f"--craft-replicas {replicas} is neither memory, knee,"
+                " per_replica_gain nor a number"
             ) from error
     return {**POLICIES, "craft": craft_within(options, planning.free_bytes)}

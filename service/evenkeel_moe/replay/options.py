@@ -74,6 +74,40 @@ class FleetOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvOptions:
+    """The options that describe the KV cache, against which replicas are weighed."""
+
+    kv_bytes_per_token: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes of one token in the KV cache of a rank, over all layers. Shows what each"
+            " number of replicas leaves of the cache.",
+            min=1,
+        ),
+    ] = None
+    kv_free_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes of the KV cache of a rank beside the fleet's slots, without sequences.",
+            min=0,
+        ),
+    ] = None
+    tokens_per_sequence: Annotated[
+        int | None,
+        typer.Option(help="Tokens that a sequence holds in the KV cache.", min=1),
+    ] = None
+    moe_share: Annotated[
+        float | None,
+        typer.Option(
+            help="MoE time / step time, for the estimate of goodput.",
+            min=0.0,
+            max=1.0,
+            show_default="unknown: the estimate is an interval",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CostOptions:
     """The options that say how the time of a rank follows from its tokens."""
 
@@ -163,8 +197,9 @@ class PlanningOptions:
         str | None,
         typer.Option(
             help="How many replicas craft uses. memory: as many as fit. knee: up to the bend in the"
-            " curve of gain over replicas. A number, for example 0.001: as long as one more replica"
-            " gains this much balancedness, summed over layers.",
+            " curve of gain over replicas. per_replica_gain: the number with the highest gain per"
+            " replica, which the paper calls automatic. A number, for example 0.001: as long as one"
+            " more replica gains this much balancedness, summed over layers.",
             show_default="memory",
         ),
     ] = None

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff, goodput_words
 from evenkeel_moe.replay.describe import TraceDescription
 from evenkeel_moe.replay.planners import BASELINES
 from evenkeel_moe.replay.walk_metrics import WalkMetrics
@@ -148,6 +149,23 @@ def _titled(title: str, *heads: str, show_header: bool = True) -> Table:
     )
     for head in heads:
         table.add_column(head, justify="right")
+    return table
+
+
+def tradeoff_table(tradeoff: ReplicaTradeoff) -> Table:
+    """Return a table with one row for each number of replicas; `-` is unknown."""
+    heads = ("replicas", "balance", "MoE time", "KV tokens lost", "KV tokens", "sequences")
+    table = _titled("Replicas against KV cache, on one rank", *heads, "goodput")
+    table.columns[0].justify = "left"
+    for row in tradeoff.rows:
+        counts = (row.kv_tokens_lost, row.kv_tokens, row.sequences)
+        table.add_row(
+            f"{row.name}{' (present)' if row.present else ''}",
+            "-" if row.balancedness is None else _plain(3)(row.balancedness),
+            f"{0.0 - row.gain:+.1%}" if math.isfinite(row.gain) else "-",
+            *("-" if value is None else f"{value:,}" for value in counts),
+            goodput_words(row.goodput_lower, row.goodput_upper).replace("unknown", "-"),
+        )
     return table
 
 

@@ -84,7 +84,7 @@ class ControllerMessage(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., report_ack: _Optional[_Union[_telemetry_pb2.ReportAck, _Mapping]] = ..., flow_control: _Optional[_Union[_telemetry_pb2.FlowControl, _Mapping]] = ..., not_leader: _Optional[_Union[NotLeader, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., query_state: _Optional[_Union[QueryState, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("identity", "shape", "node", "gpu_uuid", "epoch", "placement_digest", "weights_version", "checksums_digest", "free_bytes", "staging_bytes", "gate_digest", "capabilities", "highest_term", "device", "weight_format", "dispatch", "slots_stay_filled")
+    __slots__ = ("identity", "shape", "node", "gpu_uuid", "epoch", "placement_digest", "weights_version", "checksums_digest", "free_bytes", "staging_bytes", "gate_digest", "capabilities", "highest_term", "device", "weight_format", "dispatch", "slots_stay_filled", "kv_bytes_per_token", "kv_free_bytes")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,8 @@ class Hello(_message.Message):
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     SLOTS_STAY_FILLED_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KV_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.RankIdentity
     shape: _common_pb2.ModelShape
     node: str
@@ -119,7 +121,9 @@ class Hello(_message.Message):
     weight_format: str
     dispatch: str
     slots_stay_filled: bool
-    def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ..., device: _Optional[str] = ..., weight_format: _Optional[str] = ..., dispatch: _Optional[str] = ..., slots_stay_filled: _Optional[bool] = ...) -> None: ...
+    kv_bytes_per_token: int
+    kv_free_bytes: int
+    def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ..., device: _Optional[str] = ..., weight_format: _Optional[str] = ..., dispatch: _Optional[str] = ..., slots_stay_filled: _Optional[bool] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_free_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("step", "free_bytes", "staging_bytes", "trouble")

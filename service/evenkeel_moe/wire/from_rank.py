@@ -26,6 +26,8 @@ from evenkeel_moe.wire.values import MAX_TERM, message_codec
 _MAX_TILES = 4096
 _MAX_TILE_TOKENS = 1 << 20
 _MAX_CAPABILITIES = 64
+_MAX_KV_BYTES_PER_TOKEN = 1 << 40
+_MAX_KV_BYTES = 1 << 53
 _OUTCOMES = {
     m.WaveOutcome.SWAPPED: pb.WAVE_OUTCOME_SWAPPED,
     m.WaveOutcome.REFUSED: pb.WAVE_OUTCOME_REFUSED,
@@ -81,6 +83,13 @@ def _check_hello(hello: m.Hello) -> None:
     rank, num_ranks = hello.identity.rank, hello.shape.num_ranks
     if rank >= num_ranks:
         raise PeerViolation(f"rank {rank} of {num_ranks} ranks", Reason.WRONG_SHAPE)
+    per_token, free = hello.kv_bytes_per_token, hello.kv_free_bytes
+    if per_token is not None and not 1 <= per_token <= _MAX_KV_BYTES_PER_TOKEN:
+        raise PeerViolation(
+            f"kv_bytes_per_token is {per_token}, 1 to {_MAX_KV_BYTES_PER_TOKEN} are allowed"
+        )
+    if free is not None and free > _MAX_KV_BYTES:
+        raise PeerViolation(f"kv_free_bytes is {free}, at most {_MAX_KV_BYTES} is allowed")
 
 
 def _check_curve(curve: CostCurve) -> None:

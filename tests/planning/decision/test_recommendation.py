@@ -206,3 +206,32 @@ def test_replicas_that_bring_nothing_are_called_superfluous():
     kept, words = redundancy(load, BARE)
     assert kept.advised == 0
     assert words[-1] == "0 replicas per layer: no other number tried would surely pay."
+
+
+def test_craft_levels_are_told_per_layer_beside_the_uniform_ones():
+    """Only layer 0 is skewed, so CRAFT gives layer 1 nothing and takes less memory."""
+    load = two_hot()
+    load[:, 1] = 50
+    found, _ = redundancy(load, free_bytes=10_000)
+    assert [level.replication_factor for level in found.craft] == [1, 2]
+    assert [level.layers_with_replicas for level in found.craft] == [1, 1]
+    for level in found.craft:
+        assert level.replicas <= level.replication_factor * BARE.num_ranks
+        assert level.extra_bytes_per_rank == math.ceil(level.replicas / 4) * 1000
+        assert level.gain > 0
+    assert found.craft_factors is not None
+    assert found.craft_factors.memory == 2
+    unknown, _ = redundancy(load, free_bytes=None)
+    assert unknown.craft_factors is not None
+    assert unknown.craft_factors.memory is None
+
+
+def test_the_moe_share_is_known_only_where_times_are_in_seconds():
+    cost = CostModel(CostCurves.linear(np.full(4, 1e-6)), source=CostSource.MEASURED)
+    found, _ = redundancy(two_hot(), objective=Objective(cost=cost), step_s=1.0)
+    assert found.moe_share is not None
+    assert 0 < found.moe_share < 1
+    for known in ({"objective": Objective(cost=cost)}, {"step_s": 1.0}):
+        assert redundancy(two_hot(), **known)[0].moe_share is None
+    impossible, _ = redundancy(two_hot(), objective=Objective(cost=cost), step_s=1e-9)
+    assert impossible.moe_share is None

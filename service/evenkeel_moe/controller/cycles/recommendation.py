@@ -11,6 +11,7 @@ from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Conflict, Reason
 from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory, smallest_kv
 from evenkeel_moe.planning.decision.recommendation import RecommendationInputs, recommend
 from evenkeel_moe.ports import Advice, Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -89,6 +90,7 @@ class Recommender:
             policy=policy.policy,
             newest_step=max((step for step in newest if step is not None), default=None),
             free_bytes=free_bytes,
+            kv=self._kv(),
             recommendation=found,
             shadow=self.shadows.rows(),
         )
@@ -101,3 +103,12 @@ class Recommender:
             if session is not None:
                 told[session.rank] = session.free_bytes
         return min(told.values()) if shape is not None and len(told) == shape.num_ranks else None
+
+    def _kv(self) -> KvMemory | None:
+        """Return the smallest KV cache of the ranks; None unless every rank told its own."""
+        shape, members = self.control.membership.shape, self.control.membership.members.values()
+        if shape is None or len(members) != shape.num_ranks:
+            return None
+        return smallest_kv(
+            [(member.hello.kv_bytes_per_token, member.hello.kv_free_bytes) for member in members]
+        )

@@ -192,6 +192,10 @@ class RankConfig:
     """Tell the controller the rank's own compute time at the start, as after a profile."""
     agent: bool = True
     """False runs the engine without an agent, to measure the agent's cost."""
+    kv_bytes_per_token: int | None = None
+    """Told to the controller as the rank's own; the engine has no KV cache. None tells nothing."""
+    kv_free_bytes: int | None = None
+    """The same for the bytes of its KV cache."""
     staging_bytes: int = 4 << 20
     """Memory for staged experts on one rank."""
     poll_every: int = 4

@@ -6,9 +6,6 @@ a cycle uses.
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.policy import Mode
@@ -21,9 +18,13 @@ from evenkeel_moe.planning.decision.cycle import (
     plan_target,
     split_window,
 )
-from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules, judge
-from evenkeel_moe.planning.policies.craft.policy import place_replicas
-from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.decision.replica_levels import (
+    LevelInputs,
+    LevelPart,
+    Redundancy,
+    compare_levels,
+)
+from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
 
@@ -87,116 +88,24 @@ def _score(inputs: CycleInputs, split: WindowSplit, name: str) -> PolicyScore:
 # --- redundancy -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLevel:
-    """The effect of one number of replicas per layer, the same in every layer."""
-
-    replicas_per_layer: int
-    gain: float
-    """Share of predicted MoE time saved against the present number; negative if it takes more."""
-    gain_lower: float
-    gain_upper: float
-    marginal_gain: float | None
-    """Share saved against the level below, per replica and layer; None for the first level."""
-    extra_bytes_per_rank: int | None
-    """Memory of the fullest rank beyond the present one, negative if some is freed; None if the
-    size of an expert is unknown."""
-    fits: bool | None
-    """True if the rank with the least free memory could hold it; None if unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Redundancy:
-    """Numbers of replicas compared: placed by one simple rule and scored on the same steps."""
-
-    present: int
-    """Replicas per layer now; the average if slots are pooled."""
-    advised: int
-    """The least number that no larger one, as far as memory allows, beats by `min_gain` for
-    sure."""
-    levels: tuple[ReplicaLevel, ...]
-
-
 def _redundancy(inputs: CycleInputs, split: WindowSplit, free_bytes: int | None) -> Redundancy:
-    """Compare powers of two, up to two replicas per rank, and the present number."""
-    shape = inputs.shape
-    present = shape.num_redundant
-    most = min(2 * shape.num_ranks, shape.num_logical_experts * (shape.num_ranks - 1))
-    powers = [2**k for k in range(most.bit_length()) if 2**k <= most]
-    tried = sorted({0, *powers, present})
-    times = {replicas: _times(inputs, split, replicas) for replicas in tried}
-    rules = VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps)))
-
-    def against(base: int, other: int) -> Verdict:
-        return judge(
-            times[base],
-            times[other],
+    """Compare numbers of replicas on the steps that the policies were planned and scored on."""
+    part = LevelPart(
+        inputs.load[split.begin : split.cut], inputs.load[split.cut :], inputs.token_split
+    )
+    return compare_levels(
+        LevelInputs(
+            shape=inputs.shape,
+            topology=inputs.topology,
+            cost=inputs.objective.cost,
+            parts=(part,),
+            rules=VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps))),
             lifetime_steps=inputs.objective.lifetime_steps,
-            cost_model=inputs.objective.cost.basis,
-            rules=rules,
+            min_gain=inputs.settings.min_gain,
+            free_bytes=free_bytes,
+            step_s=inputs.step_s,
         )
-
-    levels = []
-    for below, replicas in zip([None, *tried], tried, strict=False):
-        verdict = against(present, replicas)
-        marginal = None if below is None else against(below, replicas).gain / (replicas - below)
-        extra = _extra_bytes(inputs, replicas - present)
-        fits = True if extra is not None and extra <= 0 else None
-        if fits is None and extra is not None and free_bytes is not None:
-            fits = extra <= free_bytes
-        levels.append(
-            ReplicaLevel(
-                replicas,
-                verdict.gain,
-                verdict.gain_lower,
-                verdict.gain_upper,
-                marginal,
-                extra,
-                fits,
-            )
-        )
-    advised = present
-    for level in levels:
-        step = against(advised, level.replicas_per_layer)
-        if (
-            level.replicas_per_layer > advised
-            and level.fits is not False
-            and step.call is Call.RECOMMEND
-        ):
-            advised = level.replicas_per_layer if step.gain >= inputs.settings.min_gain else advised
-    if advised == present:
-        for level in reversed(levels):
-            if level.replicas_per_layer < present and level.gain_lower > -inputs.settings.min_gain:
-                advised = level.replicas_per_layer
-    return Redundancy(present, advised, tuple(levels))
-
-
-def _times(inputs: CycleInputs, split: WindowSplit, replicas: int) -> NDArray[np.float64]:
-    """Return the (T,) predicted times of the later steps with this many replicas per layer.
-
-    They are placed by the load of the older steps.
-    """
-    shape = inputs.shape
-    copies = shape.num_logical_experts + replicas
-    planned_on = inputs.load[split.begin : split.cut].sum(axis=0, dtype=np.float64)
-    placement = place_replicas(
-        planned_on,
-        np.full(shape.num_layers, replicas, np.int64),
-        inputs.topology,
-        -(-copies // shape.num_ranks),
     )
-    times = moe_time.step_times(
-        inputs.load[split.cut :], placement, inputs.objective.cost, inputs.token_split
-    )
-    return np.asarray(times.sum(axis=1), np.float64)
-
-
-def _extra_bytes(inputs: CycleInputs, replicas: int) -> int | None:
-    """Return the additional bytes of the fullest rank with this many more replicas per layer."""
-    shape = inputs.shape
-    if shape.bytes_per_expert == 0:
-        return None
-    return -(-replicas * shape.num_layers // shape.num_ranks) * shape.bytes_per_expert
 
 
 # --- the recommendation ---------------------------------------------------------------------------

@@ -111,6 +111,12 @@ def test_factor_rules():
     benefit = Benefit(np.array([1, 2, 4, 8]), gains, np.full(2, 0.6))
     assert choose_factor(benefit, 2, 8) == 8
     assert choose_factor(benefit, 2, 8, CraftOptions(rule=ReplicaRule.KNEE)) == 2
+    paper = CraftOptions(rule=ReplicaRule.PER_REPLICA_GAIN)
+    assert choose_factor(benefit, 2, 8, paper) == 1
+    late_gains = np.array([[0.001] * 2, [0.002] * 2, [0.4] * 2, [0.4] * 2])
+    late = Benefit(benefit.counts, late_gains, benefit.base)
+    assert choose_factor(late, 2, 8, paper) == 2
+    assert choose_factor(Benefit(benefit.counts, -gains, benefit.base), 2, 8, paper) == 0
     steep = CraftOptions(rule=ReplicaRule.MARGINAL_GAIN, min_marginal_gain=0.03)
     assert choose_factor(benefit, 2, 8, steep) == 2
     assert choose_factor(benefit, 2, 0) == 0

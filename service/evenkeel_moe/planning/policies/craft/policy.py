@@ -46,6 +46,9 @@ class ReplicaRule(StrEnum):
     """Double R while that gains at least `min_marginal_gain` balancedness per further replica."""
     KNEE = "knee"
     """The R at which the curve of gain over log2 R is farthest above its chord."""
+    PER_REPLICA_GAIN = "per_replica_gain"
+    """The R with the highest gain per replica: the automatic rule of the paper's section 4.2.1.
+    Where each further replica gains less than the one before, this is the smallest R."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +260,9 @@ def choose_factor(
                 break
             chosen, before = factor, gain
         return int(chosen)
+    if options.rule is ReplicaRule.PER_REPLICA_GAIN:
+        best = int(np.argmax(gains / np.array(factors)))
+        return int(factors[best]) if gains[best] > 0 else 0
     if len(factors) < 3 or gains[-1] <= gains[0]:
         return int(factors[0])
     at = np.log2(factors)

@@ -1,0 +1,120 @@
+import math
+
+import pytest
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory, kv_tradeoff, smallest_kv
+from evenkeel_moe.planning.decision.replica_levels import (
+    CraftFactors,
+    CraftLevel,
+    Redundancy,
+    ReplicaLevel,
+)
+
+KV = KvMemory(bytes_per_token=10, free_bytes=10_000)
+"""1000 tokens."""
+
+
+def level(replicas, gain, extra):
+    return ReplicaLevel(replicas, gain, gain, gain, None, extra, None, 0.9)
+
+
+def comparison(*levels, craft=(), moe_share=None):
+    return Redundancy(2, 2, levels, 3, tuple(craft), None, moe_share)
+
+
+NOW = level(2, 0.0, 0)
+
+
+def test_goodput_is_the_batch_that_fits_over_the_time_of_a_step():
+    """1000 of 10,000 bytes: 9 of 10 sequences fit. Half of a step is 20 % shorter."""
+    found = kv_tradeoff(comparison(NOW, level(4, 0.2, 1000)), KV, 100, 0.5)
+    now, more = found.rows
+    assert (now.present, now.kv_tokens_lost, now.sequences, now.goodput_lower) == (True, 0, 10, 0.0)
+    assert (more.kv_tokens_lost, more.kv_tokens, more.sequences) == (100, 900, 9)
+    assert more.goodput_lower == more.goodput_upper == pytest.approx(0.9 / 0.9 - 1)
+    assert more.replicas == 12
+
+
+def test_an_unknown_moe_share_gives_the_interval_of_all_shares():
+    found = kv_tradeoff(comparison(NOW, level(4, 0.2, 1000)), KV, 100)
+    assert found.rows[1].goodput_lower == pytest.approx(0.9 - 1)
+    assert found.rows[1].goodput_upper == pytest.approx(0.9 / 0.8 - 1)
+    told = kv_tradeoff(comparison(NOW, level(4, 0.2, 1000), moe_share=0.5), KV, 100)
+    assert told.moe_share == 0.5
+    assert kv_tradeoff(comparison(NOW, moe_share=0.5), KV, 100, 0.1).moe_share == 0.1
+
+
+def test_only_whole_sequences_fit_and_without_a_length_tokens_are_compared():
+    lost = level(4, 0.0, 10)
+    whole = kv_tradeoff(comparison(NOW, lost), KV, 1000, 1.0).rows[1]
+    assert (whole.sequences, whole.goodput_lower) == (0, -1.0)
+    tokens = kv_tradeoff(comparison(NOW, lost), KV, None, 1.0).rows[1]
+    assert (tokens.sequences, tokens.goodput_lower) == (None, pytest.approx(-0.001))
+
+
+def test_replicas_that_take_the_whole_cache_leave_no_token():
+    row = kv_tradeoff(comparison(NOW, level(4, 0.5, 20_000)), KV, 100, 1.0).rows[1]
+    assert (row.kv_tokens, row.kv_tokens_lost, row.sequences) == (0, 1000, 0)
+    assert row.goodput_upper == -1.0
+
+
+def test_what_is_not_told_is_unknown():
+    found = kv_tradeoff(comparison(NOW, level(4, 0.2, 1000)), None, 100)
+    for row in found.rows:
+        assert (row.kv_tokens_lost, row.kv_tokens, row.sequences) == (None, None, None)
+        assert (row.goodput_lower, row.goodput_upper) == (None, None)
+    assert "unknown" in found.words
+    sizeless = kv_tradeoff(comparison(level(2, 0.0, None), level(4, 0.1, None)), KV, 100)
+    assert "the size of an expert is not known" in sizeless.words
+    assert sizeless.rows[1].kv_tokens is None
+    unscored = kv_tradeoff(comparison(level(2, math.nan, 0)), KV, 100)
+    assert unscored.rows[0].goodput_lower is None
+    small = kv_tradeoff(comparison(NOW), KV, 1001)
+    assert "the present KV cache of 1000 tokens holds no sequence" in small.words
+
+
+def test_the_sentence_names_the_best_level_with_its_kv_cache():
+    craft = CraftLevel(1, 4, 2, 0.1, 0.1, 0.1, -1000, True, 0.95)
+    found = kv_tradeoff(comparison(NOW, level(4, 0.2, 5000), craft=[craft]), KV, 100, 0.5)
+    assert found.rows[2].rule == "craft"
+    assert found.words == (
+        "Estimated goodput is highest with CRAFT with R = 1: +15.8% against the present number,"
+        " with MoE time as 50% of a step; a rank's KV cache holds 100 tokens more, and 11 sequences"
+        " fit a rank."
+    )
+    kept = kv_tradeoff(comparison(NOW, level(4, 0.2, 5000)), KV, 100)
+    assert kept.words == (
+        "No other number of replicas has a higher estimated goodput for sure, whatever part of a"
+        " step is MoE time."
+    )
+
+
+def test_the_rank_with_the_fewest_tokens_counts_and_every_rank_must_tell():
+    assert smallest_kv([(10, 1000), (20, 1500), (1, 80)]) == KvMemory(20, 1500)
+    for missing in ((None, 1000), (10, None)):
+        assert smallest_kv([(10, 1000), missing]) is None
+    assert smallest_kv([]) is None
+
+
+@pytest.mark.parametrize(
+    ("kv", "length", "share"), [(KV, 0, None), (KV, 1, 1.5), (KV, 1, -0.1), (KV, 1, math.nan)]
+)
+def test_impossible_numbers_are_refused(kv, length, share):
+    with pytest.raises(InvalidInput):
+        kv_tradeoff(comparison(NOW), kv, length, share)
+
+
+@pytest.mark.parametrize(("each", "free"), [(0, 1), (-1, 1), (1, -1)])
+def test_an_impossible_kv_cache_is_refused(each, free):
+    with pytest.raises(InvalidInput):
+        KvMemory(each, free)
+
+
+def test_the_rules_of_craft_are_told_apart():
+    told = Redundancy(2, 2, (NOW,), 3, (), CraftFactors(1, 4, None))
+    assert kv_tradeoff(told, KV).craft_words == (
+        "CRAFT would choose R = 1 by the highest gain per replica, R = 4 at the knee, and an"
+        " unknown R by free memory."
+    )
+    assert kv_tradeoff(comparison(NOW), KV).craft_words == "What R CRAFT would choose is unknown."
