@@ -172,6 +172,8 @@ class Rank:
             "weights_version": 1,
             "checksums_digest": "same",
             "free_bytes": 10_000,
+            "kv_bytes_per_token": 16,
+            "kv_free_bytes": 64_000,
             "staging_bytes": 1 << 20,
             "gate_digest": "gate",
             "highest_term": self.term,

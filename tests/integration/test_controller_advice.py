@@ -49,6 +49,11 @@ async def test_a_recommendation_moves_nothing(tmp_path):
         for level in found["redundancy"]["levels"]:
             assert level["fits"] is (level["extra_bytes_per_rank"] <= 10_000)
         assert set(found["shadow"]) == {"keel", "libra"}
+        # Every rank told a KV cache of 64,000 bytes for tokens of 16 bytes.
+        rows = found["replica_tradeoff"]["rows"]
+        assert {row["rule"] for row in rows} == {"uniform", "craft"}
+        for row in rows:
+            assert row["kv_tokens"] == (64_000 - row["extra_bytes_per_rank"]) // 16
 
         kept = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 600})).json()
         assert kept["at"] == found["at"]
