@@ -11,8 +11,7 @@ reasons. A slow rank has to get fewer tokens, so token balance stays low under t
 And where reading weights dominates, tokens say nothing about time.
 
 Noise of traffic lowers both measures about equally. If time balance is lower than token balance by
-more than `stop_above - plan_below`, the cause is not noise: then planning already starts below
-`stop_above`.
+more than `stop_above - plan_below`, noise is not the cause: planning starts below `stop_above`.
 """
 
 import math
