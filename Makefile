@@ -8,8 +8,10 @@ INSTALL := .venv/$(PIP_INSTALL)
 .PHONY: demo test test-engines test-gpu test-deploy example-qwen3moe check sim chaos format
 .PHONY: proto verify-proto proto-breaking proto-release deploy-files sbom clean
 
+# SLOW=1 slows a rank for a while; SLOW=told slows it from the start, and ranks tell their times.
+SLOW_FLAGS = $(if $(SLOW),--slow $(if $(filter told,$(SLOW)),--told))
 demo: .venv/ready
-	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(DEMO_FLAGS)
+	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(SLOW_FLAGS) $(DEMO_FLAGS)
 
 test: .venv/ready check
 	$(BIN)/pytest -n 3 --dist worksteal

@@ -77,6 +77,22 @@ def test_a_fault_is_found_and_named(tmp_path, fault):
     assert f"the {fault} fault was found" in output
 
 
+@pytest.mark.timeout(600)
+def test_a_slow_rank_is_planned_for_by_what_is_measured_and_again_when_it_recovers(tmp_path):
+    code, output = finish(start_demo(tmp_path, "--slow", "--steps", "480"))
+    assert code == 0, output
+    assert re.search(r"cost model measured: .*rank 1 takes 1\.\d\d times as long", output), output
+    assert re.search(r"^ok   MoE time fell by at least 80% of the promise", output, re.MULTILINE)
+    assert re.search(r"^ok   the recovered rank got tokens back", output, re.MULTILINE), output
+
+
+def test_a_slow_rank_is_planned_for_by_what_the_ranks_tell(tmp_path):
+    code, output = finish(start_demo(tmp_path, "--slow", "--told", "--steps", "200"))
+    assert code == 0, output
+    assert re.search(r"cost model profiled: .*rank 1 takes 1\.12 times as long", output), output
+    assert re.search(r"^ok   MoE time fell by at least 80% of the promise", output, re.MULTILINE)
+
+
 def started(demo, seen):
     """Read the demo's output up to `seen`, and return the processes it has started by then."""
     processes: dict[int, psutil.Process] = {}

@@ -149,6 +149,20 @@ class DemoArguments:
             show_default="no fault",
         ),
     ] = None
+    slow: Annotated[
+        bool,
+        typer.Option(
+            "--slow", help="Slow one rank by 12 % in the second third; the text stays prose."
+        ),
+    ] = False
+    told: Annotated[
+        bool,
+        typer.Option(
+            "--told",
+            help="With --slow: slow from the start, and the ranks tell their compute time then"
+            " instead of reporting seconds.",
+        ),
+    ] = False
     timeout_s: Annotated[
         float, typer.Option(min=10, help="Stop the demo after this many seconds.")
     ] = 170.0
@@ -177,6 +191,11 @@ def demo(
     balancedness rose after the first plan and after the first plan on the new text, and fell after
     no other plan; the controller reacted to the change without help; every slot holds the original
     weights of its expert; and every output equals that of the same model without migrations.
+
+    With --slow, the text stays prose, the experts of rank 1 take 12 % longer in the second third,
+    and other checks of balance apply: the controller finds the rank slow from the reported seconds,
+    plans for it, the measured MoE time falls by at least 80 % of what the plans promised, and the
+    rank gets tokens back after it has recovered.
     """
     from evenkeel_moe.engines.demo.options import DemoOptions
     from evenkeel_moe.engines.demo.run import run_demo

@@ -6,6 +6,13 @@ from pathlib import Path
 from evenkeel_moe.engines.reference.config import DispatchRule, Fault
 from evenkeel_moe.errors import InvalidInput
 
+SLOW_RANK = 1
+SLOW_FACTOR = 1.12
+PACE_S_PER_TOKEN = 25e-6
+"""With a slow rank, the experts of a layer take about 15 ms. Without a pace they would take as long
+as other processes let them, and 12 % could not be seen."""
+PACE_S_PER_REPLICA = 3e-4
+
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
@@ -15,7 +22,8 @@ class DemoOptions:
     nodes: int = 1
     """The ranks are spread over the nodes in blocks."""
     steps: int = 600
-    """Half of them serve prose, half code."""
+    """Half of them serve prose, half code. With a slow rank all serve prose, and the rank is slow
+    in the second third."""
     step_s: float = 0.08
     """Minimum duration of a step, so that a user can follow the run."""
     policy: str = "keel"
@@ -26,6 +34,11 @@ class DemoOptions:
     redis_url: str = ""
     """Empty lets the controller start its own server."""
     fault: Fault | None = None
+    slow: bool = False
+    """Slow the experts of one rank."""
+    told: bool = False
+    """The slow rank is slow from the start, and every rank tells its own compute time then. Without
+    this, ranks tell none, and the controller has only the seconds of each step."""
     folder: Path | None = None
     """Folder for logs and lines; None removes them at the end."""
     timeout_s: float = 170.0
@@ -40,11 +53,28 @@ class DemoOptions:
             raise InvalidInput(f"{self.ranks} ranks cannot be spread over {self.nodes} nodes")
         if self.steps < 200:
             raise InvalidInput(f"{self.steps} steps are too few for two plans, use at least 200")
+        if self.told and not self.slow:
+            raise InvalidInput("a compute time is told of a slow rank only")
+        if self.slow and (self.mode == "observe" or self.fault or self.dispatch.fetches):
+            raise InvalidInput(
+                f"a slow rank needs plans, no fault and a paced dispatch, not mode {self.mode},"
+                f" fault {self.fault or 'none'}, dispatch {self.dispatch}"
+            )
 
     @property
     def shift_at(self) -> int:
-        """The step at which the text changes from prose to code."""
-        return self.steps // 2
+        """The step at which the text changes from prose to code; 0 if it does not."""
+        return 0 if self.slow else self.steps // 2
+
+    @property
+    def slow_from(self) -> int:
+        """The first slow step."""
+        return 0 if self.told else self.steps // 3
+
+    @property
+    def slow_until(self) -> int:
+        """The first step after the slow ones; 0 if the rank stays slow."""
+        return 0 if self.told else 2 * self.steps // 3
 
     @property
     def node_of_rank(self) -> tuple[int, ...]:

@@ -14,7 +14,13 @@ from rich.text import Text
 
 from evenkeel_moe.engines.demo.controller import DemoController
 from evenkeel_moe.engines.demo.fleet_log import read_new_lines
-from evenkeel_moe.engines.demo.options import DemoOptions
+from evenkeel_moe.engines.demo.options import (
+    PACE_S_PER_REPLICA,
+    PACE_S_PER_TOKEN,
+    SLOW_FACTOR,
+    SLOW_RANK,
+    DemoOptions,
+)
 from evenkeel_moe.engines.demo.processes import StopFlag, stop_flag
 from evenkeel_moe.engines.demo.summary import Summary, decision_lines, summarise, summary_lines
 from evenkeel_moe.engines.demo.view import plain_line, render
@@ -53,7 +59,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         watch, report = _watch(options, console, controller, supervisor, stop)
         if stop:
             return _interrupted(stop, console)
-        summary = summarise(watch.fleet, list(watch.plans.values()), options)
+        plans = list(watch.plans.values())
+        summary = summarise(watch.fleet, plans, options, costs=watch.costs)
         if not controller.running:
             return _no_controller(controller, console)
         console.print()
@@ -72,6 +79,18 @@ def _folder(options: DemoOptions, stack: ExitStack) -> Path:
 
 
 def _rank_config(options: DemoOptions, folder: Path, controller: DemoController) -> RankConfig:
+    slow: dict[str, Any] = {}
+    if options.slow:
+        slow = {
+            "pace_s_per_token": PACE_S_PER_TOKEN,
+            "pace_s_per_replica": PACE_S_PER_REPLICA,
+            "slow_rank": SLOW_RANK,
+            "slow_factor": SLOW_FACTOR,
+            "slow_from": options.slow_from,
+            "slow_until": options.slow_until,
+            "tell_cost": options.told,
+            "report_seconds": not options.told,
+        }
     return RankConfig(
         run_folder=str(folder / "ranks"),
         num_ranks=options.ranks,
@@ -83,6 +102,7 @@ def _rank_config(options: DemoOptions, folder: Path, controller: DemoController)
         shift_at=options.shift_at,
         min_step_s=options.step_s,
         fault=options.fault,
+        **slow,
     )
 
 
@@ -112,7 +132,7 @@ def _watch(
             watch.feed_lines(read_new_lines(supervisor.folder, options.ranks, offsets), elapsed_s)
             lost = not controller.running
             if lost:
-                watch.feed_status(None)
+                watch.feed_status(None, elapsed_s)
             else:
                 _ask(watch, controller, elapsed_s, approve=options.mode == "propose")
             if live is not None:
@@ -134,7 +154,7 @@ def _ask(watch: Watch, controller: DemoController, elapsed_s: float, *, approve:
     """Fetch the deployment and its plans; without an answer nothing changes."""
     try:
         status = controller.get(f"deployments/{_DEPLOYMENT}")
-        watch.feed_status(status)
+        watch.feed_status(status, elapsed_s)
         if status is None:
             return
         page = controller.get(f"deployments/{_DEPLOYMENT}/plans")

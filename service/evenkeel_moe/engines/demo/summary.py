@@ -10,6 +10,8 @@ import numpy as np
 
 from evenkeel_moe.engines.demo.fleet_log import FleetLog, StepRow, mean_balancedness
 from evenkeel_moe.engines.demo.options import DemoOptions
+from evenkeel_moe.engines.demo.promise import PromiseCheck
+from evenkeel_moe.engines.demo.slow_rank import CostSeen, slow_rank_checks
 from evenkeel_moe.engines.demo.view import count, ratio, si_bytes
 from evenkeel_moe.engines.reference.config import DispatchRule
 
@@ -50,15 +52,6 @@ class PlanResult:
     and of as many steps before."""
     p99_before_s: float | None
     median_step_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class PromiseCheck:
-    """A promise, and whether the run kept it."""
-
-    promise: str
-    held: bool
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +156,11 @@ def _early_exits(fleet: FleetLog) -> list[str]:
 
 
 def summarise(
-    fleet: FleetLog, plans: Sequence[Mapping[str, Any]], options: DemoOptions, restarts: int = 0
+    fleet: FleetLog,
+    plans: Sequence[Mapping[str, Any]],
+    options: DemoOptions,
+    restarts: int = 0,
+    costs: Sequence[CostSeen] = (),
 ) -> Summary:
     """Judge a run.
 
@@ -172,6 +169,7 @@ def summarise(
         plans: the plans as REST returns them, in any order.
         options: the options of the run. With a fault, only correctness is checked, not balance.
         restarts: number of restarts of the group.
+        costs: the cost models that the controller used, oldest first.
     """
     committed = sorted(
         (plan for plan in plans if plan["phase"] == "committed"),
@@ -184,7 +182,9 @@ def summarise(
         served = len({row.step for row in fleet.rows})
         detail = f"{served} of {options.steps}"
         every_step = PromiseCheck("every step was served", served == options.steps, detail)
-        if options.mode == "observe":
+        if options.slow:
+            balance = slow_rank_checks(fleet, committed, costs, options)
+        elif options.mode == "observe":
             moves = f"{len(fleet.swaps)} swaps on {fleet.num_ranks} ranks"
             balance = [PromiseCheck("observe mode moves nothing", not fleet.swaps, moves)]
         else:

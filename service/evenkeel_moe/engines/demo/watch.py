@@ -1,14 +1,21 @@
 """Joins the ranks' lines and the controller's answers into snapshots of the run."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from evenkeel_moe.engines.demo.fleet_log import FleetLog, mean_balancedness
 from evenkeel_moe.engines.demo.options import DemoOptions
+from evenkeel_moe.engines.demo.slow_rank import CostSeen
 from evenkeel_moe.engines.demo.view import Snapshot, count, si_bytes
 
 _SETTLED_STEPS = 8
 """Steps after a plan's last swap before its effect is reported."""
+
+
+def _speeds(detail: str) -> tuple[str, ...]:
+    """Return the parts of a cost model's detail that name a rank, without the figures."""
+    return tuple(re.findall(r"rank \d+ takes", detail))
 
 
 class Watch:
@@ -18,6 +25,8 @@ class Watch:
         self.fleet = FleetLog(options.ranks)
         self.plans: dict[str, Mapping[str, Any]] = {}
         """Newest state of every plan, by id."""
+        self.costs: list[CostSeen] = []
+        """The cost model of each answer of the controller that names one."""
         self.events: list[str] = []
         self.printed_events = 0
         """Number of events that the plain view has printed."""
@@ -46,9 +55,21 @@ class Watch:
                 )
             self._domain = row.domain
 
-    def feed_status(self, status: Mapping[str, Any] | None) -> None:
+    def feed_status(self, status: Mapping[str, Any] | None, elapsed_s: float) -> None:
         """Set the deployment as REST returns it; None while the controller does not know it."""
         self._status = status
+        row = self.fleet.newest
+        cost = None if status is None else status.get("cost_model")
+        if status is None or row is None or cost is None:
+            return
+        seen = CostSeen(row.step, cost["source"], cost["detail"], status["time_balance"])
+        told = (seen.source, _speeds(seen.detail))
+        if not self.costs or told != (self.costs[-1].source, _speeds(self.costs[-1].detail)):
+            balance = "" if seen.time_balance is None else f", time balance {seen.time_balance:.3f}"
+            self._report(
+                elapsed_s, f"step {row.step}: cost model {seen.source}: {seen.detail}{balance}"
+            )
+        self.costs.append(seen)
 
     def feed_plans(self, plans: Sequence[Mapping[str, Any]], elapsed_s: float) -> None:
         """Add the plans as REST lists them, newest first."""

@@ -1,0 +1,130 @@
+"""The results of a run with a slow rank: promised against measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from evenkeel_moe.engines.demo.fleet_log import FleetLog
+from evenkeel_moe.engines.demo.options import DemoOptions
+from evenkeel_moe.engines.demo.slow_rank import CostSeen, saving, slow_rank_checks
+from evenkeel_moe.engines.demo.watch import Watch
+from evenkeel_moe.engines.reference.config import DispatchRule
+from evenkeel_moe.errors import InvalidInput
+from tests.engines.demo.lines import plan, step_lines, swap_line
+
+OPTIONS = DemoOptions(ranks=2, steps=300, slow=True)
+SLOW = "60 steps; rank 1 takes 1.12 times as long as the median rank"
+COSTS = [
+    CostSeen(90, "measured", "60 steps", 0.97),
+    CostSeen(120, "measured", SLOW, 0.89),
+    CostSeen(190, "measured", SLOW, 0.96),
+    CostSeen(210, "measured", "60 steps", 0.93),
+    CostSeen(290, "measured", "60 steps", 0.98),
+]
+
+
+def slow_run(after=950):
+    """Ranks 0 and 1 with 1000 tokens each; rank 1 is slow, gets `after` tokens, and recovers."""
+    lines = []
+    for step in range(300):
+        slow = 100 <= step < 200
+        mine = after if 140 < step <= 240 else 1000
+        tokens = (2000 - mine, mine)
+        seconds = (tokens[0] * 1e-5, tokens[1] * 1e-5 * (1.12 if slow else 1.0))
+        rows = step_lines(step, tokens)
+        lines += [row | {"compute_s": [s]} for row, s in zip(rows, seconds, strict=True)]
+        if step in (140, 240):
+            lines += [swap_line(rank, step, "p1" if step == 140 else "p2") for rank in range(2)]
+    return lines
+
+
+def plans(gain=0.05):
+    return [
+        plan("p1", 120.0, numbers={"gain": gain}),
+        plan("p2", 220.0, numbers={"gain": 0.03}),
+    ]
+
+
+def fleet(**changes):
+    one = FleetLog(2)
+    one.feed(slow_run(**changes))
+    return one
+
+
+def failed(run, made, costs=COSTS, options=OPTIONS):
+    return [one.promise for one in slow_rank_checks(run, made, costs, options) if not one.held]
+
+
+def test_a_run_that_finds_the_rank_slow_and_recovered_keeps_every_promise():
+    assert failed(fleet(), plans()) == []
+    found = saving(fleet(), plans(), 100, 200)
+    assert found.promised == pytest.approx(0.05)
+    assert found.measured == pytest.approx(1 - 10.64 / 11.2)
+    assert "11.2 -> 10.6 ms" in found.words and "50.0% -> 47.5%" in found.words
+
+
+def test_two_plans_promise_what_both_save():
+    two = [*plans()[:1], plan("p3", 150.0, numbers={"gain": 0.1})]
+    assert saving(fleet(), two, 100, 200).promised == pytest.approx(1 - 0.95 * 0.9)
+
+
+def test_a_plan_that_delivers_too_little_is_a_broken_promise():
+    fell = "MoE time fell by at least 80% of the promise"
+    assert failed(fleet(), plans(gain=0.07)) == [fell]
+    assert failed(fleet(), plans(gain=0.06)) == []
+    assert failed(fleet(), [replaced_numbers(plans()[0]), plans()[1]]) == [fell]
+
+
+def replaced_numbers(one):
+    return one | {"numbers": {"gain": None}}
+
+
+def test_no_plan_is_a_broken_promise():
+    missing = failed(fleet(), plans()[:1])
+    assert missing == [
+        "the controller planned for the recovered rank by itself",
+        "the recovered rank got tokens back",
+    ]
+    assert "the controller planned for the slow rank by itself" in failed(fleet(), plans()[1:])
+    manual = [plans()[0] | {"kind": "manual"}, plans()[1]]
+    assert failed(fleet(), manual) == ["the controller planned for the slow rank by itself"]
+
+
+def test_a_rank_that_is_not_found_slow_or_not_found_recovered_is_a_broken_promise():
+    by_tokens = [replace(one, source="tokens", time_balance=None) for one in COSTS]
+    assert len(failed(fleet(), plans(), by_tokens)) == 3
+    stuck = [*COSTS[:-1], replace(COSTS[-1], detail=SLOW)]
+    assert failed(fleet(), plans(), stuck) == ["the cost model shows that the rank has recovered"]
+    worse = [*COSTS[:-1], replace(COSTS[-1], time_balance=0.9)]
+    assert failed(fleet(), plans(), worse) == ["time balance rose again"]
+
+
+def test_the_watch_reports_when_the_cost_model_names_other_ranks():
+    watch = Watch(OPTIONS)
+    watch.feed_lines(step_lines(5, (1, 1)), 1.0)
+    for one in (*COSTS, COSTS[-1]):
+        cost = {"source": one.source, "detail": one.detail}
+        watch.feed_status({"cost_model": cost, "time_balance": one.time_balance}, 2.0)
+    assert len(watch.costs) == len(COSTS) + 1
+    told = [line for line in watch.events if "cost model" in line]
+    assert len(told) == 3
+    assert "rank 1 takes 1.12 times as long" in told[1] and "time balance 0.890" in told[1]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"told": True},
+        {"slow": True, "mode": "observe"},
+        {"slow": True, "dispatch": DispatchRule.LIBRA},
+    ],
+)
+def test_options_that_contradict_a_slow_rank_are_refused(values):
+    with pytest.raises(InvalidInput):
+        DemoOptions(**values)
+
+
+def test_a_told_rank_is_slow_from_the_start_and_stays_slow():
+    told = DemoOptions(slow=True, told=True)
+    assert (told.shift_at, told.slow_from, told.slow_until) == (0, 0, 0)
+    assert (OPTIONS.shift_at, OPTIONS.slow_from, OPTIONS.slow_until) == (0, 100, 200)
