@@ -77,6 +77,7 @@ def test_a_fault_is_found_and_named(tmp_path, fault):
     assert f"the {fault} fault was found" in output
 
 
+@pytest.mark.timed
 @pytest.mark.timeout(600)
 def test_a_slow_rank_is_planned_for_by_what_is_measured_and_again_when_it_recovers(tmp_path):
     code, output = finish(start_demo(tmp_path, "--slow", "--steps", "480"))
@@ -86,6 +87,7 @@ def test_a_slow_rank_is_planned_for_by_what_is_measured_and_again_when_it_recove
     assert re.search(r"^ok   the recovered rank got tokens back", output, re.MULTILINE), output
 
 
+@pytest.mark.timed
 def test_a_slow_rank_is_planned_for_by_what_the_ranks_tell(tmp_path):
     code, output = finish(start_demo(tmp_path, "--slow", "--told", "--steps", "200"))
     assert code == 0, output
