@@ -13,7 +13,9 @@ import torch
 from evenkeel_moe.adapters.torch.checksum import device_checksum
 from evenkeel_moe.adapters.torch.groups import make_communicator
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport, is_over
-from evenkeel_moe.agent.profiler import ExpertShape, curve_of, measure, moe_layer, token_counts
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer
+from evenkeel_moe.agent.profile.timing import time_points
+from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of, token_counts
 from evenkeel_moe.model.placement import Placement
 from tests.agent.ranks import Group, ToyWeights, prepare_for
 
@@ -93,22 +95,25 @@ def test_checksums_run_at_the_speed_of_memory(capsys):
 
 def test_a_profile_at_the_shape_of_deepseek_v3(capsys):
     """Print the stairs, the time taken, and the error of the curve between measured points."""
-    run, settle = moe_layer(DEEPSEEK_V3, torch.device("cuda", 0)), torch.cuda.synchronize
-    profile = measure(run, token_counts(TILE, 2048, 16384), TILE, budget_s=60, settle=settle)
-    curve = curve_of(profile)
-    between = [
-        count for count in range(2048 + TILE, 16384, 1024 + TILE) if count not in profile.tokens
-    ]
-    asked = measure(run, between, TILE, budget_s=30, settle=settle)
+    layer, settle = grouped_layer(DEEPSEEK_V3, torch.device("cuda", 0)), torch.cuda.synchronize
+
+    def run(tokens: int) -> None:
+        layer(Point(-(-tokens // DEEPSEEK_V3.experts), DEEPSEEK_V3.experts))
+
+    counts = token_counts(TILE, 2048, 16384)
+    timing = time_points(run, counts, budget_s=60, settle=settle)
+    curve = curve_of(TokenProfile(TILE, tuple(counts), timing))
+    between = [count for count in range(2048 + TILE, 16384, 1024 + TILE) if count not in counts]
+    asked = time_points(run, between, budget_s=30, settle=settle)
     drawn = np.interp(between, np.arange(1, len(curve.tile_seconds) + 1) * TILE, curve.tile_seconds)
     errors = np.abs(drawn / np.array(asked.seconds) - 1)
     with capsys.disabled():
         print(
-            f"\n{torch.cuda.get_device_name()}: {len(profile.tokens)} counts,"
-            f" {profile.rounds} rounds, {profile.took_s:.0f} s"
+            f"\n{torch.cuda.get_device_name()}: {len(counts)} counts,"
+            f" {timing.rounds} rounds, {timing.took_s:.0f} s"
         )
-        for tokens, seconds in zip(profile.tokens, profile.seconds, strict=True):
+        for tokens, seconds in zip(counts, timing.seconds, strict=True):
             print(f"  {tokens:6} tokens {seconds * 1e6:9.1f} us")
         print(f"  interpolation error: median {np.median(errors):.2%}, worst {errors.max():.2%}")
     assert (np.diff(curve.tile_seconds) >= 0).all() and curve.slope_s_per_token > 0
-    assert profile.took_s < 120
+    assert timing.took_s < 120

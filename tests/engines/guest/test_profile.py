@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from evenkeel_moe.agent.profiler import Profile, SavedProfile, load_profile, save_curve
+from evenkeel_moe.agent.profile.files import SavedProfile, load_profile, save_curve
+from evenkeel_moe.agent.profile.timing import Timing
+from evenkeel_moe.agent.profile.token_curve import TokenProfile
 from evenkeel_moe.engines.guest.bootstrap import tell_profile
 from evenkeel_moe.wire.link import ReplicaCost
 
@@ -21,7 +23,7 @@ def told() -> Any:
 
 
 def saved_with(tmp_path, **about) -> SavedProfile:
-    profile = Profile(32, (32, 64), (1e-3, 2e-3), 5, 0.1)
+    profile = TokenProfile(32, (32, 64), Timing((1e-3, 2e-3), 5, 0.1))
     save_curve(tmp_path, "", profile, about, SAVED)
     found = load_profile(tmp_path, "")
     assert found is not None

@@ -20,8 +20,8 @@ from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.guest import GuestAgent, HostEngine
 from evenkeel_moe.agent.ports import ExpertWeights, RankLink
-from evenkeel_moe.agent.profiler import SavedProfile, load_profile
-from evenkeel_moe.agent.replica_profiler import remeasure
+from evenkeel_moe.agent.profile.files import SavedProfile, load_profile
+from evenkeel_moe.agent.profile.replica_cost import remeasure
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
 from evenkeel_moe.errors import InvalidInput, Unavailable

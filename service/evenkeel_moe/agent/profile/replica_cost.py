@@ -1,22 +1,18 @@
 """Measures the seconds of one MoE layer by its tokens and its active replicas.
 
 A layer with few tokens waits for the weights of every replica that has any. So the grid has two
-axes: tokens of each active replica, and active replicas. One batched call computes them all, as an
-engine's grouped kernel does; a loop over replicas would time its launches instead. Replicas take
-turns, so that weights come from memory and not from a cache.
+axes: tokens of each active replica, and active replicas.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import nnls
-from torch import Tensor
 
-from evenkeel_moe.agent.profiler import ExpertShape, measure
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer, waiter
+from evenkeel_moe.agent.profile.timing import Timing, time_points
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.wire.link import ReplicaCost
 
@@ -28,23 +24,13 @@ _MEMORY_SHARE = 0.25
 """Share of the free memory that a measurement at the start of an engine may take."""
 
 
-class Point(NamedTuple):
-    """One point of the grid."""
-
-    tokens: int
-    """Of each active replica."""
-    active: int
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaProfile:
-    """The result of a measurement."""
+    """Measured times by tokens and active replicas."""
 
     points: tuple[Point, ...]
-    seconds: tuple[float, ...]
-    """Median over the rounds at each point."""
-    rounds: int
-    took_s: float
+    timing: Timing
+    """At each point."""
 
 
 def grid(experts: int, max_tokens: int) -> list[Point]:
@@ -67,66 +53,6 @@ def _powers(most: int) -> list[int]:
     return sorted({min(most, 1 << power) for power in range(most.bit_length() + 1)})
 
 
-def grouped_layer(shape: ExpertShape, device: torch.device) -> Callable[[Point], None]:
-    """Return a MoE layer that computes the active replicas in one batched call per matrix.
-
-    Raises:
-        InvalidInput: torch cannot multiply matrices of this number type on the device.
-    """
-    dtype: torch.dtype = getattr(torch, shape.dtype)
-    generator = torch.Generator(device="cpu").manual_seed(0)
-
-    def weights(*size: int) -> Tensor:
-        return (torch.randn(*size, generator=generator) * 0.02).to(device=device, dtype=dtype)
-
-    try:
-        up = weights(shape.experts, shape.d_model, 2 * shape.d_ffn)
-        down = weights(shape.experts, shape.d_ffn, shape.d_model)
-        torch.bmm(weights(1, 1, shape.d_model), up[:1])
-    except (RuntimeError, NotImplementedError) as error:
-        raise InvalidInput(f"no layer of {shape.dtype} on {device}: {str(error)[:200]}") from error
-    inputs: dict[Point, Tensor] = {}
-    first = 0
-
-    def run(point: Point) -> None:
-        nonlocal first
-        rows = inputs.get(point)
-        if rows is None:
-            rows = inputs[point] = weights(point.active, point.tokens, shape.d_model)
-        if first + point.active > shape.experts:
-            first = 0
-        chosen = slice(first, first + point.active)
-        first += point.active
-        with torch.no_grad():
-            gate, value = torch.bmm(rows, up[chosen]).chunk(2, dim=-1)
-            torch.bmm(torch.nn.functional.silu(gate).mul_(value), down[chosen])
-
-    return run
-
-
-def measure_replicas(
-    run: Callable[[Point], None],
-    points: Sequence[Point],
-    *,
-    budget_s: float,
-    rounds: int = 50,
-    settle: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] | None = None,
-) -> ReplicaProfile:
-    """Time a layer at each point; the arguments are those of `profiler.measure`."""
-    timer = {} if clock is None else {"clock": clock}
-    found = measure(
-        lambda at: run(points[at]),
-        range(len(points)),
-        1,
-        budget_s=budget_s,
-        rounds=rounds,
-        settle=settle,
-        **timer,
-    )
-    return ReplicaProfile(tuple(points), found.seconds, found.rounds, found.took_s)
-
-
 def fit_replica_cost(profile: ReplicaProfile, measured_unix_s: float) -> ReplicaCost:
     """Return the coefficients with the smallest relative errors, none negative.
 
@@ -135,7 +61,7 @@ def fit_replica_cost(profile: ReplicaProfile, measured_unix_s: float) -> Replica
     """
     tokens = np.array([point.tokens for point in profile.points], np.float64)
     active = np.array([point.active for point in profile.points], np.float64)
-    seconds = np.array(profile.seconds, np.float64)
+    seconds = np.array(profile.timing.seconds, np.float64)
     if len(seconds) < 4 or not (np.isfinite(seconds) & (seconds > 0)).all():
         raise InvalidInput(
             f"{len(seconds)} points of which {int((seconds > 0).sum())} took time: a fit needs 4"
@@ -189,17 +115,12 @@ def remeasure(
     if experts < 2:
         raise InvalidInput(f"the free memory of {device} does not hold two experts for a profile")
     run = grouped_layer(replace(shape, experts=experts), device)
-
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     points = grid(experts, max_tokens)
-    found = measure_replicas(run, points, budget_s=budget_s, settle=settle)
+    timing = time_points(run, points, budget_s=budget_s, settle=waiter(device))
     del run
     if device.type == "cuda":
         torch.cuda.empty_cache()  # The engine gets the memory of the weights back.
-    return fit_replica_cost(found, now_unix_s)
+    return fit_replica_cost(ReplicaProfile(tuple(points), timing), now_unix_s)
 
 
 def _experts_that_fit(shape: ExpertShape, device: torch.device) -> int:

@@ -1,0 +1,118 @@
+"""Files of profiles: one for each device, named after it."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape
+from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.wire.link import CostCurve, ReplicaCost
+
+
+def save_curve(
+    folder: Path,
+    gpu_uuid: str,
+    profile: TokenProfile,
+    about: dict[str, Any],
+    replica_cost: ReplicaCost | None = None,
+) -> Path:
+    """Write the numbers of one device to a file named after the device, and return its path.
+
+    Args:
+        folder: made if it does not exist.
+        gpu_uuid: empty for a CPU.
+        profile: by tokens.
+        about: the layer that was measured.
+        replica_cost: by tokens and active replicas; None if that was not measured.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    curve = curve_of(profile)
+    path = _path(folder, gpu_uuid)
+    content = {
+        "gpu_uuid": gpu_uuid,
+        "about": about,
+        "curve": asdict(curve),
+        "profile": asdict(profile),
+    }
+    if replica_cost is not None:
+        content["replica_cost"] = asdict(replica_cost)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(content) + "\n", "utf-8")
+    draft.replace(path)
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class SavedProfile:
+    """The contents of the file of one device."""
+
+    curve: CostCurve
+    replica_cost: ReplicaCost | None
+    """None in a file of an earlier version."""
+    shape: ExpertShape | None
+    """The layer that was measured; None if the file does not tell it."""
+    max_tokens: int
+    """The most tokens that were measured."""
+
+
+def load_profile(folder: Path, gpu_uuid: str) -> SavedProfile | None:
+    """Read the file of one device; None when the device was never measured.
+
+    Raises:
+        InvalidInput: the file holds no curve, a curve with a gap, or that of another device.
+    """
+    path = _path(folder, gpu_uuid)
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        curve, told = content["curve"], content.get("replica_cost")
+        stairs = tuple(float(value) for value in curve["tile_seconds"])
+        found = CostCurve(int(curve["tile_tokens"]), stairs, float(curve["slope_s_per_token"]))
+        by_replicas = None if told is None else ReplicaCost(**{k: float(told[k]) for k in told})
+        most = found.tile_tokens * len(stairs)
+        shape = _shape_of(content.get("about"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
+    if content.get("gpu_uuid") != gpu_uuid:
+        raise InvalidInput(
+            f"{path} holds the curve of {content.get('gpu_uuid')!r}, not of {gpu_uuid!r}"
+        )
+    fault = _fault_of(found, by_replicas)
+    if fault:
+        raise InvalidInput(f"{path} is no curve: {fault}")
+    return SavedProfile(found, by_replicas, shape, most)
+
+
+def _shape_of(about: Any) -> ExpertShape | None:
+    """Return the layer that a file names; None if it names none."""
+    if not isinstance(about, dict) or not {"d_model", "d_ffn", "experts", "dtype"} <= about.keys():
+        return None
+    return ExpertShape(
+        int(about["d_model"]), int(about["d_ffn"]), int(about["experts"]), str(about["dtype"])
+    )
+
+
+def _fault_of(curve: CostCurve, cost: ReplicaCost | None) -> str:
+    """Return what makes the numbers unusable; empty if they can be used."""
+    for tile, value in enumerate(curve.tile_seconds, 1):
+        if not 0 <= value < math.inf:
+            return f"there is a gap at tile {tile}, {value} s"
+    if not curve.tile_seconds or not 0 <= curve.slope_s_per_token < math.inf:
+        return f"{len(curve.tile_seconds)} tiles and a slope of {curve.slope_s_per_token}"
+    if any(later < earlier for earlier, later in pairwise(curve.tile_seconds)):
+        return "it falls with the number of tokens"
+    if cost is None:
+        return ""
+    for name, value in asdict(cost).items():
+        if not 0 <= value < math.inf or (name == "s_per_token" and value == 0):
+            return f"{name} is {value}"
+    return ""
+
+
+def _path(folder: Path, gpu_uuid: str) -> Path:
+    return folder / f"curve-{gpu_uuid or 'cpu'}.json"
