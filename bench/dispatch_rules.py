@@ -108,7 +108,7 @@ class Tally:
 
 
 class Solvers(NamedTuple):
-    """What the rules prepare for one placement."""
+    """The solvers that the rules prepare for one placement."""
 
     plan: int
     """The number of the plan in the walk."""

@@ -126,7 +126,7 @@ def told_times(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How the loop answered one change."""
+    """The answer of the loop to one change."""
 
     steps: int
     """Steps from the change to the end of that traffic."""

@@ -50,7 +50,7 @@ class Pace:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Course:
-    """What one policy did over a load of T steps."""
+    """The placements and times of one policy over a load of T steps."""
 
     steps: tuple[int, ...]
     """(n,) first step on which each placement was in force; the first is 0."""

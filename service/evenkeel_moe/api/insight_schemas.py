@@ -45,7 +45,7 @@ class VerdictOut(ResponseBody):
     payback_s: Number
     """Null also if the duration of a step is unknown."""
     cost_model: CostModelOut
-    """What predicted MoE time rests on."""
+    """The cost model of the predicted MoE times."""
 
 
 class PolicyScoreOut(ResponseBody):
@@ -179,7 +179,7 @@ class RecommendationOut(ResponseBody):
     words: list[str]
     """The arithmetic, in sentences."""
     cost_model: CostModelOut
-    """What predicted MoE time rests on."""
+    """The cost model of the predicted MoE times."""
     newest_step: int | None
     window_steps: int
     planned_on_steps: int

@@ -48,7 +48,7 @@ class ResponseBody(BaseModel):
 
 
 class CostModelOut(ResponseBody):
-    """What the numbers of a cost model rest on."""
+    """The origin of a cost model's numbers."""
 
     source: str
     """tokens, derived, profiled or measured."""
@@ -59,4 +59,4 @@ class CostModelOut(ResponseBody):
     fit_error: Number
     """Mean error of a fit as a share of the time; null where nothing was fitted."""
     words: str
-    """The same in words."""
+    """The origin as a phrase."""

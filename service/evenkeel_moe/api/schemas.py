@@ -148,7 +148,7 @@ class DeploymentOut(ResponseBody):
     time_balance_worst: Number
     """The same of the worst layer."""
     cost_model: CostModelOut | None
-    """What predicted MoE time rests on; null before the first cycle."""
+    """The cost model of predicted MoE times; null before the first cycle."""
     active_plan: PlanSummary | None
     staging_bytes_done: int | None
     staging_bytes_total: int | None
@@ -159,7 +159,7 @@ class DeploymentOut(ResponseBody):
     dispatch: str | None
     """Model of the engines' dispatcher, for which plans are made."""
     dispatch_warning: str | None
-    """What disagrees with it, with both names; empty if nothing does."""
+    """A sentence that names two dispatchers that disagree; empty if none do."""
 
 
 class DeploymentPage(ResponseBody):

@@ -18,7 +18,7 @@ from evenkeel_moe.model.placement import Placement
 
 
 class PlanningRule(StrEnum):
-    """What follows phase 1, in which each rank fetches what its own tokens choose most."""
+    """The rule that follows phase 1, in which each rank fetches what its own tokens choose most."""
 
     PUBLISHED = "published"
     """Phase 2 of Algorithm 1 as printed: the hottest remote expert of the fullest rank goes to the

@@ -43,7 +43,7 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class CostBasis:
-    """What the numbers of a cost model rest on, as it stands beside every result."""
+    """The origin of a cost model's numbers. It stands beside every result."""
 
     source: CostSource = CostSource.TOKENS
     detail: str = ""
@@ -55,7 +55,7 @@ class CostBasis:
 
     @property
     def words(self) -> str:
-        """The same in words, for example "profiled on the ranks (curves of 8 ranks)"."""
+        """The origin as a phrase, for example "profiled on the ranks (curves of 8 ranks)"."""
         error = "" if self.fit_error is None else f"mean error {self.fit_error:.1%}"
         about = ", ".join(part for part in (self.detail, error) if part)
         if self.source is CostSource.TOKENS and not about:

@@ -90,7 +90,7 @@ class DeploymentStatus:
     dispatch: str = ""
     """The model of the engines' dispatcher, by which plans are made and balance is computed."""
     dispatch_warning: str = ""
-    """What disagrees with it, as a sentence with both names; empty if nothing does."""
+    """A sentence that names two dispatchers that disagree; empty if none do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ class DispatchChoice:
 
     model: DispatchModel
     warning: str = ""
-    """What disagrees with it, with both names, as a sentence; empty if nothing does."""
+    """A sentence that names two dispatchers that disagree; empty if none do."""
 
 
 def choose_dispatch(
