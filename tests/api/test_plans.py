@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import pytest
 
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.plan import PlanLimits, PlanPhase
 from tests.api.conftest import assert_problem
-from tests.api.fakes import SHAPE
+from tests.api.fakes import NOW, SHAPE, make_plan
 
 PLANS = "/v1/deployments/demo/plans"
 
@@ -23,6 +24,37 @@ async def test_a_dry_run_is_the_plan_that_approve_takes(client):
     assert approved.json()["phase"] == "approved"
     assert approved.json()["approved_by"] == "alice"
     assert approved.json()["target"] == made.json()["target"]
+
+
+async def test_a_plan_shows_what_it_promised_and_delivered(client, operations):
+    gained = DeliveredGain(NOW, 0.18, 0.01, 0.15, 0.21, 0.19, 64, "measured")
+    record = make_plan("done", phase=PlanPhase.COMMITTED, delivered=gained)
+    record.plan.numbers.update(gain=0.2, gain_lower=0.17)
+    operations.records["demo"] = [record]
+    shown = (await client.get(f"{PLANS}/done")).json()["delivered"]
+    assert shown == {
+        "gain": 0.18,
+        "lower": 0.15,
+        "upper": 0.21,
+        "error": 0.01,
+        "promised": 0.2,
+        "promised_lower": 0.17,
+        "over_promised": pytest.approx(0.9),
+        "modelled": 0.19,
+        "steps": 64,
+        "cost_source": "measured",
+        "unknown_because": None,
+        "at": NOW,
+    }
+    listed = (await client.get(PLANS)).json()["items"][0]
+    assert listed["delivered"] == shown
+    unknown = DeliveredGain(NOW, unknown_because="no rank reports seconds")
+    operations.records["demo"] = [replace(record, delivered=unknown)]
+    shown = (await client.get(f"{PLANS}/done")).json()["delivered"]
+    assert (shown["gain"], shown["over_promised"]) == (None, None)
+    assert shown["unknown_because"] == "no rank reports seconds"
+    operations.records["demo"] = [replace(record, delivered=None)]
+    assert (await client.get(f"{PLANS}/done")).json()["delivered"] is None
 
 
 async def test_a_plan_that_runs_is_202(client):

@@ -1,4 +1,5 @@
 from evenkeel_moe.model.cost import CostBasis
+from evenkeel_moe.model.delivered import DeliveredGain
 from tests.api.fakes import FakeView, make_plan, make_rank, make_status
 
 
@@ -13,6 +14,21 @@ def test_status_tells_the_cost_model_and_what_is_not_known(run, operations):
     assert "cost model by tokens, because nothing is known of time" in tokens
     assert "time balance" not in tokens
     assert "cost model -" in shown(cost_model=None, time_balance=None, time_balance_worst=None)
+
+
+def test_a_plan_shows_promise_and_delivery(run, operations):
+    gained = DeliveredGain(1.0, -0.021, 0.01, -0.04, -0.002, None, 64)
+    record = make_plan("mine", delivered=gained)
+    record.plan.numbers["gain"] = 0.081
+    operations.records["demo"] = [record]
+    shown = " ".join(run("plan", "show", "mine", "-d", "demo")[1].split())
+    assert "promised 8.1% of MoE time, delivered -2.1% (-4.0% to -0.2%) on 64 steps" in shown
+    listed = run("plan", "list", "-d", "demo")[1]
+    assert "8.1%" in listed and "-2.1%" in listed
+    unknown = DeliveredGain(1.0, unknown_because="no rank reports seconds")
+    operations.records["demo"] = [make_plan("mine", delivered=unknown)]
+    shown = " ".join(run("plan", "show", "mine", "-d", "demo")[1].split())
+    assert "what it delivered is unknown: no rank reports seconds" in shown
 
 
 def test_texts_of_a_rank_are_shown_unchanged(run, operations):

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from evenkeel_moe.errors import IllegalEvent, Reason
-from evenkeel_moe.model.ids import Epoch, EpRank
+from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import diagram
@@ -167,6 +168,7 @@ TO_CONTROL = {
     ctl.RankTroubled: ctl.RankTroubled(EpRank(0), 10, "no more waves"),
     ctl.StreamClosed: ctl.StreamClosed(EpRank(0), 10),
     ctl.CycleDecided: ctl.CycleDecided(1, Reason.NO_CHANGE),
+    ctl.PlanMeasured: ctl.PlanMeasured(PlanId("none"), DeliveredGain(1.0, unknown_because="why")),
     ctl.PersistFailed: ctl.PersistFailed((ctl.PersistDecision({"reason": "x"}),)),
     ctl.CancelWave: ctl.CancelWave(Reason.CANCELLED),
     ctl.PolicySet: ctl.PolicySet(DeploymentPolicy(), {}),

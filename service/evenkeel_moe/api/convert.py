@@ -10,6 +10,7 @@ import numpy as np
 
 from evenkeel_moe.api.insight_schemas import RecommendationOut
 from evenkeel_moe.api.schemas import (
+    DeliveredOut,
     DeploymentOut,
     PhaseLoad,
     PlacementOut,
@@ -44,7 +45,22 @@ def _plan_fields(record: PlanRecord) -> dict[str, Any]:
         "waves": len(plan.waves),
         "moves": plan.moves,
         "nbytes": plan.nbytes,
+        "delivered": _delivered_out(record),
     }
+
+
+def _delivered_out(record: PlanRecord) -> DeliveredOut | None:
+    delivered, promised = record.delivered, record.plan.numbers.get("gain")
+    if delivered is None:
+        return None
+    return DeliveredOut.model_validate(
+        {
+            **_attributes(delivered),
+            "promised": promised,
+            "promised_lower": record.plan.numbers.get("gain_lower"),
+            "over_promised": delivered.over(promised),
+        }
+    )
 
 
 def plan_summary(record: PlanRecord) -> PlanSummary:

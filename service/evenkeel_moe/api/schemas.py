@@ -87,6 +87,36 @@ class RankOut(ResponseBody):
     """Number type of the weights of its experts, such as bf16; empty if unknown."""
 
 
+class DeliveredOut(ResponseBody):
+    """What a plan promised, and what it delivered by the seconds that ranks reported.
+
+    Gains are shares of MoE time. Null is unknown, never zero.
+    """
+
+    gain: Number
+    """The measured gain; negative if the plan cost time."""
+    lower: Number
+    """Lower bound of its 95 % interval."""
+    upper: Number
+    error: Number
+    """Its standard error."""
+    promised: Number
+    """The gain of the verdict; null if the plan had none."""
+    promised_lower: Number
+    over_promised: Number
+    """gain / promised; null also if nothing was promised."""
+    modelled: Number
+    """Gain of the same steps under the cost model."""
+    steps: int
+    """Compared steps, as many before the plan as after it."""
+    cost_source: TextOrNull
+    """Source of the cost model that divided the seconds over the layers."""
+    unknown_because: TextOrNull
+    """The reason that the gain is unknown."""
+    at: float
+    """Unix seconds at which it was measured."""
+
+
 class PlanSummary(ResponseBody):
     """A plan without its maps."""
 
@@ -112,6 +142,8 @@ class PlanSummary(ResponseBody):
     expires_at: float | None
     approved_by: str | None
     numbers: Annotated[dict[str, float | None], PLAIN]
+    delivered: DeliveredOut | None
+    """Null before the plan was measured, and if it was not carried out."""
 
 
 class DeploymentOut(ResponseBody):

@@ -15,6 +15,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def share(value: float | None) -> str:
+    """Return a share in percent, or `-` if it is unknown."""
+    return "-" if value is None else f"{value:.1%}"
+
+
 def moment(unix: float | None) -> str:
     """Return Unix seconds as UTC text, or `-` if they are unknown."""
     return "-" if unix is None else datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -138,15 +143,18 @@ def _plan_line(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each plan."""
-    columns = "PLAN,PHASE,REASON,BECAUSE,POLICY,BASE,WAVES,MOVES,BYTES,CREATED (UTC)"
-    table = _table(*columns.split(","))
+    columns = "PLAN,PHASE,REASON,BECAUSE,POLICY,BASE,WAVES,MOVES,BYTES,PROMISED,DELIVERED"
+    table = _table(*columns.split(","), "CREATED (UTC)")
     for row in rows:
+        delivered = row["delivered"]
         table.add_row(
             *(row[name] for name in ("plan_id", "phase", "reason", "planned_because", "policy")),
             str(row["base_epoch"]),
             f"{row['waves_committed']}/{row['waves']}",
             str(row["moves"]),
             str(row["nbytes"]),
+            share(row["numbers"].get("gain")),
+            "-" if delivered is None else share(delivered["gain"]),
             moment(row["created_at"]),
         )
     return table
@@ -160,7 +168,20 @@ def plan_view(row: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [plans_table([row])]
     if row["error"]:
         parts.append(Text(row["error"], style="red"))
+    if row["delivered"] is not None:
+        parts.append(Text(_delivered_line(row["delivered"])))
     return Group(*parts, Text(), numbers) if row["numbers"] else Group(*parts)
+
+
+def _delivered_line(row: Mapping[str, Any]) -> str:
+    """Return promise and delivery of a plan in words."""
+    if row["gain"] is None:
+        return f"what it delivered is unknown: {row['unknown_because']}"
+    promised = f"promised {share(row['promised'])} of MoE time, " if row["promised"] else ""
+    return (
+        f"{promised}delivered {share(row['gain'])} ({share(row['lower'])} to"
+        f" {share(row['upper'])}) on {row['steps']} steps"
+    )
 
 
 def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

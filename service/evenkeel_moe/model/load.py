@@ -144,8 +144,8 @@ class LoadWindow:
         cut = slice(max(0, len(self) - num_steps), None)
         return self.slice(cut)
 
-    def slice(self, cut: slice) -> "LoadWindow":
-        """Return the steps of a slice. Source-side sums still cover the whole window."""
+    def slice(self, cut: slice | NDArray[np.bool_]) -> "LoadWindow":
+        """Return the steps of a slice or mask. Source-side sums still cover the whole window."""
         return LoadWindow(
             self.counts[cut],
             self.steps[cut],

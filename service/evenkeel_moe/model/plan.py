@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 
@@ -194,3 +195,5 @@ class PlanRecord:
     """Digest of the request that created it: the same id with another request is a conflict."""
     story: tuple[dict[str, Any], ...] = ()
     """Events of the plan in order, each a row {at, event, ...}."""
+    delivered: DeliveredGain | None = None
+    """The measured gain; None before it was measured, and if the plan was not carried out."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import Epoch, EpRank, Generation
+from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.ids import Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanRecord, WaveKey
 from evenkeel_moe.model.policy import DeploymentPolicy
@@ -131,6 +132,14 @@ class CycleDecided:
     numbers: Mapping[str, float] = field(default_factory=dict)
     shadow: Mapping[str, Any] = field(default_factory=dict)
     """The last scores of the shadow policies by name, for the decision row."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMeasured:
+    """The gain of a committed plan was measured, or it is known that it cannot be."""
+
+    plan_id: PlanId
+    delivered: DeliveredGain
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from evenkeel_moe.adapters.prometheus.metric_families import (
     DeploymentGauges,
     LayerGauges,
+    MeasuredGauges,
     PlanGauges,
 )
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
@@ -25,6 +26,7 @@ GAUGES = DeploymentGauges(
     redundant=(1, 1.5, 2),
     layers=(LayerGauges(1, 0.6, 2, (1.2, 0.8)), LayerGauges(0, None, 1)),
     last_plan=PlanGauges(NOW, 0.2, 0.15, 0.95, 0.93),
+    measured=MeasuredGauges(0.2, (0.18, 0.15, 0.21), 2),
     last_failure=(NOW, "prepare_deadline"),
 )
 
@@ -173,6 +175,20 @@ def test_predicted_and_realised_gain_have_series(metrics, registry):
         assert found["evenkeel_last_plan_balancedness_ratio", labels] == balance
     failed = (("deployment", "demo"), ("reason", "prepare_deadline"))
     assert found["evenkeel_last_plan_failed_timestamp_seconds", failed] == NOW
+
+
+def test_promise_and_delivery_of_the_newest_measured_plan_have_series(metrics, registry):
+    exercise(metrics)
+    found = series(registry)
+    assert found["evenkeel_plan_promised_gain_ratio", (("deployment", "demo"),)] == 0.2
+    for bound, delivered in (("estimate", 0.18), ("lower", 0.15), ("upper", 0.21)):
+        labels = (("bound", bound), ("deployment", "demo"))
+        assert found["evenkeel_plan_delivered_gain_ratio", labels] == delivered
+    assert found["evenkeel_plans_lost_time_in_a_row", (("deployment", "demo"),)] == 2
+    unpromised = replace(GAUGES, measured=MeasuredGauges(None, (0.1, 0.0, 0.2), 0))
+    metrics.refresh(make_status(), BALANCE, unpromised)
+    assert "evenkeel_plan_promised_gain_ratio" not in names(registry)
+    assert "evenkeel_plan_delivered_gain_ratio" in names(registry)
 
 
 def test_only_layers_with_a_value_have_a_balancedness_series(metrics, registry):

@@ -1,9 +1,11 @@
 """The stored form: damaged and foreign bytes are unreadable, and counts take few bytes."""
 
 import contextlib
+import json
 import struct
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_source,
     unpack_window,
 )
+from evenkeel_moe.model.delivered import DeliveredGain
 from tests.contracts.test_stores import (
     BASE,
     assert_same,
@@ -51,6 +54,55 @@ def test_foreign_values_are_unreadable_and_nothing_worse(form, data):
     for value in (data, form[0][: len(data)]):
         with pytest.raises(Unreadable):
             form[1](value)
+
+
+def as_json(record):
+    return json.loads(zstandard.ZstdDecompressor().decompress(pack_plan(record)))
+
+
+def unpack_json(form):
+    return unpack_plan(zstandard.ZstdCompressor().compress(json.dumps(form).encode()))
+
+
+GAINED = DeliveredGain(9.0, 0.1, 0.01, 0.08, 0.12, 0.15, 64, "measured")
+
+
+def test_a_measured_gain_is_stored_and_records_of_older_versions_have_none():
+    for gained in (GAINED, DeliveredGain(9.0, unknown_because="why"), None):
+        record = make_record(delivered=gained)
+        assert unpack_plan(pack_plan(record)).delivered == gained
+    older = as_json(make_record(delivered=GAINED))
+    del older["delivered"]
+    assert unpack_json(older).delivered is None
+    del older["story"]
+    with pytest.raises(Unreadable):
+        unpack_json(older)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"gain": "much"},
+        {"gain": 2.0},
+        {"gain": None},
+        {"gain": float("nan")},
+        {"error": -1.0},
+        {"lower": 0.2},
+        {"upper": []},
+        {"modelled": float("inf")},
+        {"steps": -3},
+        {"steps": {}},
+        {"at": None},
+    ],
+)
+def test_an_impossible_measured_gain_is_unreadable(damage):
+    form = as_json(make_record(delivered=GAINED))
+    form["delivered"] |= damage
+    with pytest.raises(Unreadable):
+        unpack_json(form)
+    for other in ("gained", 3, [1], {"gain": 0.1}):
+        with pytest.raises(Unreadable):
+            unpack_json(form | {"delivered": other})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.driver import ActionStage
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import Epoch, EpRank, Generation
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
@@ -126,6 +127,20 @@ async def test_a_plan_is_logged_once_however_often_it_is_stored_and_not_held_for
     known = [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)]
     deployment.executor.log._logged.clear()
     assert [sys.getrefcount(thing) for thing in (action.record, changed.record, placement)] == known
+
+
+async def test_a_plan_that_is_measured_has_not_ended_again():
+    _, deployment, _ = await leading()
+    ended = []
+    deployment.executor.log.metrics.plan_ended = lambda *args: ended.append(args)  # type: ignore[method-assign]
+    book = PlanRecords()
+    book.add(plan_of(), PlanPhase.MIGRATING, Reason.PLAN_STARTED, 0.0)
+    record = next(iter(book.by_id.values()))
+    committed = book.change(record, "ended", 1.0, phase=PlanPhase.COMMITTED)
+    await deployment.executor.persist([committed])
+    gained = DeliveredGain(2.0, unknown_because="no rank reports seconds")
+    await deployment.executor.persist([book.measured(committed.record, gained, 2.0)])
+    assert len(ended) == 1
 
 
 async def test_each_decision_and_each_waves_end_is_logged_once():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,8 +9,10 @@ from evenkeel_moe.controller.operations.gauges import (
     RealisedGain,
     ReplicaCoverage,
     live_replicas,
+    measured_gauges,
 )
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
@@ -122,6 +126,35 @@ def test_a_step_counts_once_and_another_plan_starts_at_zero():
     assert realised.gain == again
     realised.update(make_plan("p-2", phase=PlanPhase.COMMITTED), seen, EVEN_SPLIT)
     assert realised.gain == pytest.approx(first)
+
+
+def measured_plan(name, at, gain, numbers=None):
+    record = make_plan(name, phase=PlanPhase.COMMITTED)
+    record.plan.numbers.update(numbers or {})
+    if gain is None:
+        return replace(record, delivered=DeliveredGain(at, unknown_because="why"))
+    return replace(record, delivered=DeliveredGain(at, gain, 0.01, gain - 0.02, gain + 0.02))
+
+
+def test_the_newest_measured_plan_is_shown_and_losses_are_counted_back_to_the_last_gain():
+    assert measured_gauges([make_plan(phase=PlanPhase.COMMITTED)]) is None
+    assert measured_gauges([measured_plan("p", 1.0, None)]) is None
+    promised = {"gain": 0.2}
+    found = measured_gauges(
+        [
+            measured_plan("lost", 3.0, -0.1, promised),
+            measured_plan("unknown", 4.0, None),
+            measured_plan("lost-too", 2.0, -0.2),
+            measured_plan("gained", 1.0, 0.1),
+            measured_plan("lost-before", 0.0, -0.1),
+        ]
+    )
+    assert found is not None
+    assert found.promised == 0.2
+    assert found.delivered == pytest.approx((-0.1, -0.12, -0.08))
+    assert found.losses_in_a_row == 2
+    only = measured_gauges([measured_plan("lost", 3.0, -0.1)])
+    assert only is not None and only.losses_in_a_row == 1
 
 
 def test_balance_by_layer_is_what_the_summary_is_made_of():

@@ -3,6 +3,7 @@
 import pytest
 
 from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
@@ -40,6 +41,19 @@ def test_no_wave_begins_while_a_rank_refuses_waves():
     control.handle(ctl.RankTroubled(EpRank(1), 11, ""), 0.1)
     actions = control.handle(msg.Tick(), 0.2)
     assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
+
+
+def test_a_plan_is_measured_once_and_only_if_it_was_carried_out():
+    control, gained = control_of(), DeliveredGain(9.0, unknown_because="no rank reports seconds")
+    plan = plan_of()
+    control.records.add(plan, PlanPhase.ABORTED, Reason.RANK_LOST, 0.0)
+    event = ctl.PlanMeasured(plan.plan_id, gained)
+    assert control.handle(event, 1.0) == []
+    control.records.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
+    (write,) = control.handle(event, 1.0)
+    assert isinstance(write, ctl.PersistPlan)
+    assert write.record.delivered is gained
+    assert control.handle(event, 2.0) == []
 
 
 def test_policy_is_used_and_stored():

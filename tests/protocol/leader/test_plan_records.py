@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.protocol import messages as msg
@@ -70,6 +71,38 @@ def test_failures_are_kept_back_to_the_last_plan_that_was_carried_out_and_not_wi
     enter(records, "by-hand", P.REFUSED, Reason.NO_SOURCE, kind=PlanKind.MANUAL)
     records.crowd()
     assert records.kept() == ["carried-out", *(f"fault{number}" for number in range(34, 50))]
+
+
+GAINED = DeliveredGain(9.0, gain=0.1, error=0.01, lower=0.08, upper=0.12, steps=64)
+
+
+def test_the_newest_measured_plans_are_kept_for_the_next_promises(records):
+    for number in range(12):
+        enter(records, f"done{number}", P.COMMITTED, Reason.COMMITTED, waves=1)
+        record = records.get(PlanId(f"done{number}"))
+        written = records.measured(record, GAINED, 50.0).record
+        assert written is records.get(PlanId(f"done{number}"))
+        assert (written.updated_at, written.phase) == (record.updated_at, P.COMMITTED)
+    enter(records, "unknown", P.COMMITTED, Reason.COMMITTED, waves=1)
+    nothing = DeliveredGain(9.0, unknown_because="no rank reports seconds")
+    records.measured(records.get(PlanId("unknown")), nothing, 50.0)
+    records.crowd()
+    assert records.kept() == [*(f"done{number}" for number in range(4, 12)), "unknown"]
+
+
+def test_the_story_tells_promise_and_delivery(records):
+    enter(records, "done", P.COMMITTED, Reason.COMMITTED, waves=1)
+    record = records.get(PlanId("done"))
+    record.plan.numbers.update(gain=0.12, gain_lower=0.1)
+    row = records.measured(record, GAINED, 50.0).record.story[-1]
+    assert (row["at"], row["event"], row["phase"]) == (50.0, "measured", "committed")
+    assert (row["promised_gain"], row["promised_lower"]) == (0.12, 0.1)
+    assert (row["delivered_gain"], row["delivered_lower"], row["delivered_upper"]) == (
+        0.1,
+        0.08,
+        0.12,
+    )
+    assert "detail" not in row
 
 
 def test_plans_that_have_not_ended_are_kept_whatever_came_after(records):

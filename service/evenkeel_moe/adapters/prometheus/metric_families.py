@@ -42,6 +42,18 @@ class PlanGauges:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredGauges:
+    """Promise and delivery of the newest committed plan whose gain was measured."""
+
+    promised: float | None
+    """Gain of the verdict; None for plans without one."""
+    delivered: tuple[float | None, float | None, float | None]
+    """Gain by reported seconds: estimate, lower and upper bound."""
+    losses_in_a_row: int
+    """Newest measured plans in a row whose delivered gain was negative."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeploymentGauges:
     """Values of a deployment's gauges that its `DeploymentStatus` does not hold."""
 
@@ -56,6 +68,8 @@ class DeploymentGauges:
     layers: tuple[LayerGauges, ...] = ()
     """The worst layers, worst first."""
     last_plan: PlanGauges | None = None
+    measured: MeasuredGauges | None = None
+    """None before a plan was measured."""
     last_failure: tuple[float, str] | None = None
     """Time at which the newest aborted plan ended [Unix s], and its Reason."""
 
@@ -95,6 +109,10 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         "evenkeel_staging_planned_bytes": "Bytes the current wave stages in all.",
         "evenkeel_experts_down_to_one_replica": "Experts of all layers placed on several ranks"
         " of which one is alive.",
+        "evenkeel_plan_promised_gain_ratio": "Saving of MoE time that the verdict promised for the"
+        " newest measured plan.",
+        "evenkeel_plans_lost_time_in_a_row": "Newest measured plans in a row that cost MoE time by"
+        " the seconds that ranks reported; absent before one was measured.",
         "evenkeel_last_plan_committed_timestamp_seconds": "When the newest committed plan was"
         " done.",
     },
@@ -155,6 +173,11 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
     ("reason",): {
         "evenkeel_last_plan_failed_timestamp_seconds": "When the newest aborted plan ended, and"
         " why; one series at a time.",
+    },
+    ("bound",): {
+        "evenkeel_plan_delivered_gain_ratio": "Saving of MoE time that the newest measured plan"
+        " delivered by the seconds that ranks reported: estimate, and lower and upper bound of its"
+        " 95 % interval.",
     },
     ("basis",): {
         "evenkeel_last_plan_gain_ratio": "Saving of modelled MoE time of the newest committed"
@@ -257,6 +280,12 @@ def _of_last_plan(view: View) -> _Series:
     if failure is not None:
         failed_at, reason = failure
         yield "evenkeel_last_plan_failed_timestamp_seconds", (reason,), failed_at
+    measured = view.gauges.measured
+    if measured is not None:
+        yield "evenkeel_plans_lost_time_in_a_row", (), measured.losses_in_a_row
+        yield "evenkeel_plan_promised_gain_ratio", (), measured.promised
+        for bound, gain in zip(("estimate", "lower", "upper"), measured.delivered, strict=True):
+            yield "evenkeel_plan_delivered_gain_ratio", (bound,), gain
     if plan is not None:
         yield "evenkeel_last_plan_committed_timestamp_seconds", (), plan.committed_at_unix
         yield "evenkeel_last_plan_gain_ratio", ("predicted",), plan.predicted_gain

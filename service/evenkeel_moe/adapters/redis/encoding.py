@@ -10,7 +10,7 @@ import json
 import operator
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
@@ -164,7 +165,11 @@ def unpack_plan(data: bytes) -> PlanRecord:
 
 def _plan_of(form: dict[str, Any]) -> PlanRecord:
     plan = {name: read(form["plan"][name]) for name, read in _PLAN_READERS.items()}
-    record = {name: read(form[name]) for name, read in _RECORD_READERS.items()}
+    record = {
+        name: read(form[name])
+        for name, read in _RECORD_READERS.items()
+        if name in form or name not in _NEWER
+    }
     return PlanRecord(plan=Plan(**plan), **record)
 
 
@@ -250,10 +255,29 @@ def _read(build: Callable[[], _T]) -> _T:
         raise Unreadable(f"{type(error).__name__}: {error}") from None
 
 
+def _delivered_of(form: dict[str, Any] | None) -> DeliveredGain | None:
+    """Read a measured gain; its values are checked by `DeliveredGain`."""
+    if form is None:
+        return None
+    gains = ("gain", "error", "lower", "upper", "modelled")
+    known = {name: None if form[name] is None else float(form[name]) for name in gains}
+    return DeliveredGain(
+        at=float(form["at"]),
+        **known,
+        steps=int(form["steps"]),
+        cost_source=str(form["cost_source"]),
+        unknown_because=str(form["unknown_because"]),
+    )
+
+
+_NEWER = frozenset({"delivered"})
+"""Fields that records of older versions lack; they then have their default."""
+
 _WRITERS: dict[str, Callable[[Any], Any]] = {
     "base": _placement_form,
     "target": _placement_form,
     "waves": lambda waves: [_wave_form(wave) for wave in waves],
+    "delivered": lambda delivered: None if delivered is None else asdict(delivered),
 }
 """Fields whose JSON form is not the value itself."""
 
@@ -285,5 +309,6 @@ _RECORD_READERS: dict[str, Callable[[Any], Any]] = {
     "approved_by": _same,
     "request_digest": _same,
     "story": tuple,
+    "delivered": _delivered_of,
 }
 """Field of a PlanRecord, without its plan -> conversion from JSON."""

@@ -12,6 +12,7 @@ from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings, PlanBase, finite
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.cycles.manual_plans import ManualPlanner
+from evenkeel_moe.controller.cycles.plan_gains import PlanGains
 from evenkeel_moe.controller.cycles.recommendation import Recommender
 from evenkeel_moe.controller.cycles.shadow_policies import ShadowPolicies
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
@@ -50,6 +51,7 @@ class DeploymentPlanner:
         budget = self._budget = CycleBudget(self.settings.deadline_s)
         builder = InputBuilder(control, loads, self.ranks, clock, self.settings, budget)
         self._control, self._builder = control, builder
+        self.gains = PlanGains(control, loads, self.inbox, clock)
         self._shadows = ShadowPolicies(control, pool, self.spawn)
         self.manual = ManualPlanner(
             self.operator, builder, budget, loads, pool, self.inbox, self.store, clock
@@ -66,6 +68,7 @@ class DeploymentPlanner:
     def forget(self) -> None:
         """Start again: the windows begin again for another generation."""
         self._builder.forget()
+        self.gains.forget()
         self._shadows.forget()
         self.recommender.forget()
 

@@ -111,7 +111,7 @@ class ActionLog:
             epoch=record.plan.base_epoch + record.waves_committed,
             **row,
         )
-        if record.phase.terminal:
+        if record.phase.terminal and row["happened"] in ("ended", "created"):
             self.metrics.plan_ended(self.deployment, record.phase, record.reason)
 
     def _log_wave(self, wave: WaveKey, committed: bool, reason: Reason) -> None:

@@ -27,13 +27,14 @@ from evenkeel_moe.controller.ranks.session import RankSession
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import Spawn, end_tasks
 from evenkeel_moe.driver import Driver
+from evenkeel_moe.model.cost import TOKENS
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.ports import Clock, DeploymentStore, WindowStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.protocol.messages import Hello, Tick
+from evenkeel_moe.protocol.messages import Hello, Prepare, Tick
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.settings import LeaderSettings
 from evenkeel_moe.wire.link import FlowControl
@@ -154,9 +155,14 @@ class Deployment:
             self.leadership,
             self.ranks,
             log,
-            expect_wave=self.loads.expect_wave,
+            expect_wave=self._expect_wave,
             begin_cycle=self.planner.begin_cycle,
         )
+
+    def _expect_wave(self, prepare: Prepare) -> None:
+        self.loads.expect_wave(prepare)
+        if prepare.wave.wave_index == 0:
+            self.planner.gains.plan_begins(prepare.wave.plan_id)
 
     def _build_driver(self, clock: Clock) -> Driver[ctl.ControlAction]:
         return Driver(
@@ -202,6 +208,11 @@ class Deployment:
         """
         if self.keeper.leading:
             await self.loads.store_windows(lambda: self.leadership.term)
+
+    async def measure_plans(self) -> None:
+        """Measure what committed plans delivered, where enough steps have run since."""
+        if self.keeper.leading:
+            await self.planner.gains.measure(self.planner.cost or TOKENS)
 
     def follow_machine(self) -> None:
         """Bring the parts in line with the machine; called after every batch of its actions."""

@@ -4,7 +4,7 @@ These are the replicas on live ranks, the worst layers, and the effect of the la
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.adapters.prometheus.metric_families import (
     DeploymentGauges,
     LayerGauges,
+    MeasuredGauges,
     PlanGauges,
 )
 from evenkeel_moe.controller.cycles.planner import DeploymentPlanner
@@ -133,6 +134,26 @@ def live_replicas(
     return counts, int(((alive == 1) & (placed > 1)).sum())
 
 
+def measured_gauges(records: Iterable[PlanRecord]) -> MeasuredGauges | None:
+    """Return promise and delivery of the newest measured plan; None if none was measured."""
+    measured = [
+        (record.delivered, record.plan.numbers)
+        for record in records
+        if record.delivered is not None and record.delivered.gain is not None
+    ]
+    if not measured:
+        return None
+    measured.sort(key=lambda one: one[0].at, reverse=True)
+    delivered, numbers = measured[0]
+    gains = [one.gain for one, _ in measured if one.gain is not None]
+    lost = next((at for at, gain in enumerate(gains) if gain >= 0), len(gains))
+    return MeasuredGauges(
+        numbers.get("gain"),
+        (delivered.gain, delivered.lower, delivered.upper),
+        lost,
+    )
+
+
 class ReplicaCoverage:
     """The last result of `live_replicas`, which takes milliseconds to work out."""
 
@@ -182,6 +203,7 @@ class GaugeReader:
             redundant=(int(redundant.min()), float(redundant.mean()), int(redundant.max())),
             layers=self._layers(placement, redundant),
             last_plan=self._last_plan(),
+            measured=measured_gauges(self.control.records.by_id.values()),
             last_failure=self._last_failure(),
         )
 

@@ -1,4 +1,8 @@
-"""The background tasks of a controller: stored windows, gauges, idle deployments, report pace."""
+"""The background tasks of a controller.
+
+They keep stored windows and gauges up to date, measure plans, evict idle deployments and pace
+reports.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -21,6 +25,7 @@ _PROBE_S = 1.0
 """Time between writes that only check whether the store takes writes. A replica that leads nothing
 writes nothing else."""
 _RETRY_S = 1.0
+_MEASURE_S = 1.0
 _EVICT_EVERY_S = 60.0
 
 
@@ -144,6 +149,18 @@ async def refresh_metrics(
                 # What the ranks of one group send must not end the controller of all groups.
                 _log.error("figures_failed", deployment=name, error=str(error))
                 metrics.follow(name)
+
+
+async def measure_plans(registry: DeploymentRegistry) -> None:
+    """Measure what the plans of all deployments delivered."""
+    while True:
+        await asyncio.sleep(_MEASURE_S)
+        for deployment in list(registry.deployments.values()):
+            try:
+                await deployment.measure_plans()
+            except EvenkeelError as error:
+                # What the ranks of one group send must not end the controller of all groups.
+                _log.error("measuring_failed", deployment=deployment.deployment, error=str(error))
 
 
 async def evict_idle(registry: DeploymentRegistry, after_s: float) -> None:

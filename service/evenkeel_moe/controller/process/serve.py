@@ -235,6 +235,7 @@ def _spawn_background(
         "refresh-metrics",
     )
     spawner.spawn(background.evict_idle(registry, ingest.forget_after_s), "forget-idle")
+    spawner.spawn(background.measure_plans(registry), "measure-plans")
     spawner.spawn(background.pace_reports(registry, registry.options.flow), "pace-reports")
     return spawner.spawn(
         background.store_windows(registry, settings.advanced.store_interval_s), "store-windows"

@@ -6,7 +6,7 @@ order (see `control_messages`) and reads the public attributes. Operators use `o
 """
 
 from evenkeel_moe.errors import IllegalEvent, Reason
-from evenkeel_moe.model.plan import PlanKind, PlanRecord
+from evenkeel_moe.model.plan import PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction, FromRank, PersistAction
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
@@ -335,6 +335,13 @@ class DeploymentControl(DeploymentState):
         migrating = self.state is ControlState.MIGRATING
         blocked_by = Reason.PLAN_IN_PROGRESS if migrating else Reason.RECOVERING
         return self.planning_loop.take(event, now, blocked_by)
+
+    def _plan_measured(self, event: ctl.PlanMeasured, now: float) -> list[ControlAction]:
+        """Enter the measured gain of a plan, once."""
+        record = self.records.by_id.get(event.plan_id)
+        if record is None or record.phase is not PlanPhase.COMMITTED or record.delivered:
+            return []
+        return [self.records.measured(record, event.delivered, now + self.unix_offset_s)]
 
     # --- failed writes ----------------------------------------------------------------------------
 

@@ -3,11 +3,12 @@
 Every change returns the PersistPlan that stores it. Which plan may run is decided in `control`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from evenkeel_moe.errors import Conflict, NotFound, Reason
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.protocol.control_messages import PersistPlan
@@ -17,6 +18,9 @@ _KEPT_TERMINAL = 16
 
 _KEPT_FAILURES = 16
 """Failed plans kept however old: after so many failures the wait for the next plan is longest."""
+
+KEPT_MEASURED = 8
+"""Plans with a measured gain kept however old."""
 
 _MOST_PROPOSALS = 32
 """Proposals made by hand that may wait at the same time."""
@@ -54,12 +58,18 @@ def is_failure(record: PlanRecord) -> bool:
     return failed and record.plan.kind is PlanKind.AUTOMATIC
 
 
+def is_measured(record: PlanRecord) -> bool:
+    """Return True if it is known what the plan delivered."""
+    return record.delivered is not None and record.delivered.gain is not None
+
+
 def select_remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
     """Return the records a leader needs: all that have not ended, and some that have.
 
     Besides the newest ended records these are, however old: the plan that led to the present epoch,
     which a rollback undoes; the newest plan that was carried out, cancelled or aborted, from whose
-    end cooldowns count; the failures since the last plan that was carried out.
+    end cooldowns count; the failures since the last plan that was carried out; the newest plans
+    whose gain was measured, by which the next promises are calibrated.
 
     Order: as given, oldest first.
     """
@@ -72,6 +82,7 @@ def select_remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
     committed = [r.updated_at for r in ended if r.phase is PlanPhase.COMMITTED]
     since = max(committed, default=float("-inf"))
     failures = [record for record in by_end if record.updated_at > since and is_failure(record)]
+    kept += [record for record in by_end if is_measured(record)][-KEPT_MEASURED:]
     names = {record.plan.plan_id for record in kept + failures[-_KEPT_FAILURES:]}
     return [
         record for record in records if not record.phase.terminal or record.plan.plan_id in names
@@ -189,6 +200,15 @@ class PlanRecords:
         phase, reason = PlanPhase.COMMITTED, Reason.COMMITTED
         return self.change(record, "ended", unix, phase=phase, reason=reason)
 
+    def measured(self, record: PlanRecord, delivered: DeliveredGain, unix: float) -> PersistPlan:
+        """Enter the measured gain of an ended plan; it still ended when it did."""
+        row = _story_row(unix, "measured", record.phase, record.reason) | story_of(
+            delivered, record.plan.numbers
+        )
+        new = replace(record, delivered=delivered, story=(*record.story, row))
+        self.by_id[record.plan.plan_id] = new
+        return PersistPlan(new)
+
     def sweep(self, is_stale: Callable[[PlanRecord], bool], unix: float) -> list[PersistPlan]:
         """End proposals that have expired or whose base is stale."""
         changes = []
@@ -245,6 +265,19 @@ class PlanRecords:
     def _forget_old(self) -> None:
         kept = select_remembered(self.by_id.values())
         self.by_id = {record.plan.plan_id: record for record in kept}
+
+
+def story_of(delivered: DeliveredGain, promised: Mapping[str, float]) -> dict[str, Any]:
+    """Return the promised and the delivered gain as parts of a story row; None is unknown."""
+    figures = {
+        "promised_gain": promised.get("gain"),
+        "promised_lower": promised.get("gain_lower"),
+        "delivered_gain": delivered.gain,
+        "delivered_lower": delivered.lower,
+        "delivered_upper": delivered.upper,
+        "steps": delivered.steps,
+    }
+    return figures | ({"detail": delivered.unknown_because} if delivered.unknown_because else {})
 
 
 def _story_row(unix: float, event: str, phase: PlanPhase, reason: Reason) -> dict[str, Any]:

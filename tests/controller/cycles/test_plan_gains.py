@@ -1,0 +1,141 @@
+"""What a plan delivered: the steps that count, when it is told, and where it is kept."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.controller.cycles.plan_gains import PlanSteps, measure_plan, steps_around
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
+from tests.api.fakes import make_plan
+from tests.controller.cycles.test_manual_plans import BAD, Rig
+from tests.protocol.machines import AFTER_ONE, BASE
+from tests.waiting import until
+
+PLAN = make_plan(phase=PlanPhase.COMMITTED).plan
+FINAL = PLAN.base_epoch + len(PLAN.waves)
+WITHOUT = np.nan
+
+
+def window(first, steps, epoch, placement=PLAN.base, *, factor=1.0, experts=4, seed=0):
+    """Return steps whose ranks take a microsecond a token, times a factor."""
+    rng = np.random.default_rng(seed + first)
+    counts = rng.poisson(np.array([90.0, 40.0, 20.0, 10.0]), (steps, 2, experts)).astype(np.uint32)
+    work = moe_time.rank_work(counts, placement)
+    return LoadWindow(
+        counts,
+        np.arange(first, first + steps),
+        np.full(steps, epoch),
+        np.ones((steps, 2), np.int64),
+        factor * 1e-6 * work.sum(axis=1),
+    )
+
+
+def around(*parts, began=99, until=None) -> PlanSteps:
+    return steps_around({Phase.DECODE: list(parts)}, PLAN, began, until)
+
+
+def test_steps_while_weights_move_count_on_no_side():
+    before = window(0, 120, PLAN.base_epoch)  # The copies begin after step 99.
+    between, after = window(120, 10, PLAN.base_epoch + 9), window(130, 90, FINAL)
+    found = around(before, between, after)
+    assert found.before[Phase.DECODE].steps.tolist() == list(range(36, 100))
+    assert found.after[Phase.DECODE].steps.tolist() == list(range(130, 220))
+    cut = around(before, between, after, until=150)
+    assert cut.after[Phase.DECODE].steps.tolist() == list(range(130, 151))
+
+
+def test_a_phase_without_steps_on_one_side_does_not_count():
+    assert around(window(0, 100, PLAN.base_epoch)).most_after == 0
+    assert around(window(130, 90, FINAL)).most_after == 0
+    assert steps_around({}, PLAN, 99, None).most_after == 0
+
+
+def test_a_plan_is_measured_by_the_seconds_of_its_own_steps():
+    steps = around(window(0, 100, PLAN.base_epoch), window(130, 90, FINAL, PLAN.target, factor=1.1))
+    found = measure_plan(steps, PLAN, TOKENS, EVEN_SPLIT, 5.0)
+    counts = steps.after[Phase.DECODE].counts
+    old, new = (moe_time.predicted_time(counts, one) for one in (PLAN.base, PLAN.target))
+    assert found.modelled == pytest.approx(1 - new / old, abs=0.02)
+    assert found.gain == pytest.approx(1 - 1.1 * new / old, abs=0.02)
+    assert found.steps >= 50
+    assert (found.at, found.cost_source) == (5.0, "tokens")
+
+
+def test_without_seconds_or_with_foreign_curves_it_is_unknown():
+    silent = window(130, 90, FINAL, PLAN.target, factor=WITHOUT)
+    steps = around(window(0, 100, PLAN.base_epoch), silent)
+    found = measure_plan(steps, PLAN, TOKENS, EVEN_SPLIT, 5.0)
+    assert (found.gain, found.unknown_because) == (None, "no rank reports seconds")
+    foreign = CostModel(CostCurves.linear(np.ones(3)))
+    assert "3 ranks" in measure_plan(steps, PLAN, foreign, EVEN_SPLIT, 5.0).unknown_because
+
+
+# --- in a running controller ----------------------------------------------------------------------
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    await rig.lead()
+    yield rig
+    await rig.tasks.end()
+    await rig.serving.end()
+
+
+def append(rig, part):
+    ingest = rig.member.loads.ingest
+    ingest.rings[Phase.DECODE].append(part)
+    ingest.newest_step = int(part.steps[-1])
+
+
+async def test_a_measured_gain_is_stored_with_the_plan_and_outlives_a_restart(rig):
+    append(rig, window(0, 100, 0, BASE))
+    await rig.migrate()
+    ended = rig.member.control.records.get(BAD).updated_at
+    append(rig, window(100, 40, 1, AFTER_ONE, factor=2.0))
+    await rig.member.measure_plans()
+    assert rig.member.control.records.get(BAD).delivered is None, "too few steps"
+    append(rig, window(140, 30, 1, AFTER_ONE, factor=2.0))
+    await rig.member.measure_plans()
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    record = rig.member.control.records.get(BAD)
+    assert record.delivered.gain < -0.5
+    assert record.updated_at == ended, "cooldowns count from the end of a plan"
+    assert (record.story[-1]["event"], record.phase) == ("measured", PlanPhase.COMMITTED)
+    assert record.story[-1]["delivered_gain"] == record.delivered.gain
+    await rig.at_rest()
+    await rig.member.measure_plans()
+    assert len(rig.member.control.records.get(BAD).story) == len(record.story), "once"
+    await rig.restart()
+    assert rig.member.control.records.get(BAD).delivered == record.delivered
+
+
+async def test_traffic_of_other_sizes_is_waited_for_and_then_unknown(rig):
+    append(rig, window(0, 100, 0, BASE))
+    await rig.migrate()
+    part = window(100, 200, 1, AFTER_ONE)
+    append(rig, replace(part, counts=part.counts * 3))
+    await rig.member.measure_plans()
+    assert rig.member.control.records.get(BAD).delivered is None
+    part = window(300, 80, 1, AFTER_ONE)
+    append(rig, replace(part, counts=part.counts * 3))
+    await rig.member.measure_plans()
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    delivered = rig.member.control.records.get(BAD).delivered
+    assert delivered.gain is None
+    assert "alike in tokens" in delivered.unknown_because
+
+
+async def test_another_generation_begins_anew(rig):
+    append(rig, window(0, 100, 0, BASE))
+    await rig.migrate()
+    rig.member.planner.forget()
+    append(rig, window(100, 80, 1, AFTER_ONE))
+    await rig.member.measure_plans()
+    await rig.member.driver.call(lambda now: (None, []))  # What was posted has been handled.
+    assert rig.member.control.records.get(BAD).delivered is None

@@ -1,0 +1,210 @@
+"""The measured gain of a plan: exact without noise, honest with it, unknown where it must be."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
+from evenkeel_moe.model.load import LoadWindow
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
+from evenkeel_moe.telemetry.delivered_gain import (
+    MIN_STEPS,
+    MeasuredGain,
+    NoGain,
+    PhaseSteps,
+    TimedSteps,
+    match_tokens,
+    measure_gain,
+    timed_steps,
+)
+
+LAYERS, EXPERTS, RANKS = 3, 8, 4
+LINEAR = Placement(np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1)), RANKS, EXPERTS)
+MIXED = Placement(
+    np.tile(np.array([0, 7, 1, 6, 2, 5, 3, 4], np.int32), (LAYERS, 1)), RANKS, EXPERTS
+)
+SPEEDS = np.array([1.0, 1.2, 0.9, 1.05])
+TRUE = CostModel(CostCurves.linear(2e-6 * SPEEDS), source=CostSource.MEASURED)
+
+
+def traffic(seed, steps, scale=1.0):
+    """Return (T, L, E) counts: expert 0 is the hottest, and steps differ by a few percent."""
+    rng = np.random.default_rng(seed)
+    means = scale * 400.0 / (1.0 + np.arange(EXPERTS)) * rng.lognormal(0, 0.03, (steps, 1, 1))
+    return rng.poisson(np.broadcast_to(means, (steps, LAYERS, EXPERTS))).astype(np.uint32)
+
+
+def truth(counts, placement, fixed_s=0.0):
+    """Return the real (T, L, R) seconds of each rank and layer."""
+    return moe_time.rank_times(moe_time.rank_work(counts, placement, TRUE), TRUE) + fixed_s
+
+
+def true_gain(counts, fixed_s=0.0):
+    old, new = (truth(counts, one, fixed_s).max(axis=2).sum() for one in (LINEAR, MIXED))
+    return 1 - new / old
+
+
+def timed(counts, placement, cost, noise=1.0, fixed_s=0.0):
+    seconds = truth(counts, placement, fixed_s).sum(axis=1) * noise
+    steps = len(counts)
+    window = LoadWindow(
+        counts,
+        np.arange(steps),
+        np.zeros(steps, np.int64),
+        np.ones((steps, RANKS), np.int64),
+        seconds,
+    )
+    return timed_steps(window, placement, cost, EVEN_SPLIT)
+
+
+def around(before, after, cost=TOKENS, *, noise=(1.0, 1.0), fixed_s=0.0):
+    old_times = moe_time.rank_times(moe_time.rank_work(after, LINEAR, cost), cost)
+    return PhaseSteps(
+        timed(before, LINEAR, cost, noise[0], fixed_s),
+        timed(after, MIXED, cost, noise[1], fixed_s),
+        old_times,
+    )
+
+
+def gain_of(*phases) -> MeasuredGain:
+    found = measure_gain(phases)
+    assert isinstance(found, MeasuredGain), found
+    return found
+
+
+@given(st.integers(0, 99), st.sampled_from([TOKENS, TRUE]))
+@settings(max_examples=20, deadline=None)
+def test_without_noise_the_gain_is_exact_though_the_model_knows_no_speeds(seed, cost):
+    before, after = traffic(seed, 64), traffic(seed + 100, 64)
+    found = gain_of(around(before, after, cost))
+    assert found.gain == pytest.approx(true_gain(after), abs=1e-9)
+    assert found.lower <= found.gain <= found.upper <= 1.0
+    assert found.steps == 64
+    if cost is TRUE:
+        assert found.modelled == pytest.approx(found.gain)
+
+
+@given(st.integers(0, 99), st.floats(0.92, 1.08))
+@settings(max_examples=20, deadline=None)
+def test_a_change_of_traffic_is_no_gain(seed, scale):
+    """The same placement before and after, other tokens, and a fixed part no model knows of."""
+    before, after = traffic(seed, 64), traffic(seed + 100, 64, scale)
+    times = moe_time.rank_times(moe_time.rank_work(after, LINEAR))
+    phase = PhaseSteps(
+        timed(before, LINEAR, TOKENS, fixed_s=3e-4),
+        timed(after, LINEAR, TOKENS, fixed_s=3e-4),
+        times,
+    )
+    found = gain_of(phase)
+    unmatched = abs(np.log(truth(after, LINEAR).sum() / truth(before, LINEAR).sum()))
+    assert abs(found.gain) < 0.35 * unmatched + 0.01
+    assert found.modelled == 0.0
+
+
+def test_steps_of_other_sizes_are_not_compared():
+    found = measure_gain([around(traffic(1, 64), traffic(2, 64, 2.0), fixed_s=3e-4)])
+    assert isinstance(found, NoGain)
+    assert "pairs of steps alike in tokens" in found.reason
+    half = np.concatenate([traffic(2, 40, 2.0), traffic(3, 40)])
+    assert gain_of(around(traffic(1, 64), half)).steps == 40
+
+
+def test_a_plan_that_makes_the_steps_slower_has_a_negative_gain():
+    phase = around(traffic(1, 64), traffic(2, 64))
+    slower = TimedSteps(phase.after.tokens, 2 * phase.after.seconds, phase.after.times)
+    found = gain_of(PhaseSteps(phase.before, slower, phase.old_times))
+    assert found.gain < found.upper + 1e-12 < 0
+    assert found.modelled > 0.2
+
+
+def test_phases_are_measured_by_their_own_steps():
+    """Decode takes ten times as long a token; the mix of phases differs before and after."""
+    prefill = around(traffic(1, 60), traffic(2, 20))
+    decode = around(traffic(3, 20, 0.1), traffic(4, 60, 0.1), noise=(10.0, 10.0))
+    found = gain_of(prefill, decode)
+    assert 36 <= found.steps <= 40
+    assert found.gain == pytest.approx(true_gain(traffic(2, 20)), abs=0.03)
+
+
+def autocorrelated(rng, steps, spread, memory=0.7):
+    """Return (T, R) factors: noise of each rank and of all ranks together, alike in neighbours."""
+    out = np.zeros((steps, RANKS))
+    state = np.zeros(RANKS)
+    for step in range(steps):
+        fresh = rng.normal(0, 1, RANKS) + rng.normal()
+        state = memory * state + np.sqrt(1 - memory**2) * fresh / np.sqrt(2)
+        out[step] = state
+    return np.exp(spread * out)
+
+
+def test_the_interval_covers_the_true_gain_and_the_error_is_of_the_right_size():
+    rng = np.random.default_rng(7)
+    inside, gains, errors = 0, [], []
+    for run in range(200):
+        before, after = traffic(run, 64), traffic(1000 + run, 64)
+        noise = autocorrelated(rng, 64, 0.05), autocorrelated(rng, 64, 0.05)
+        found = gain_of(around(before, after, noise=noise))
+        wanted = true_gain(after)
+        inside += found.lower <= wanted <= found.upper
+        gains.append(found.gain - wanted)
+        errors.append(found.error)
+    assert inside >= 0.9 * 200
+    assert abs(np.mean(gains)) < 0.005
+    assert 0.7 < np.mean(errors) / np.std(gains) < 1.5
+
+
+def test_single_slow_steps_do_not_decide():
+    noise = np.ones((64, RANKS))
+    noise[::10] = 8.0
+    after = traffic(2, 64)
+    found = gain_of(around(traffic(1, 64), after, noise=(1.0, noise)))
+    assert found.gain == pytest.approx(true_gain(after), abs=0.01)
+
+
+def test_seconds_that_are_missing_are_unknown_and_never_zero():
+    before, after = traffic(1, 64), traffic(2, 64)
+    none = measure_gain([around(before, after, noise=(np.nan, np.nan))])
+    assert none == NoGain("no rank reports seconds")
+    assert measure_gain([]) == NoGain("no rank reports seconds")
+    few = measure_gain([around(before, after[: MIN_STEPS - 1])])
+    assert isinstance(few, NoGain)
+    assert few.steps == MIN_STEPS - 1
+    one_rank = np.ones((64, RANKS))
+    one_rank[:40, 2] = np.nan
+    partly = measure_gain([around(before, after, noise=(1.0, one_rank))])
+    assert isinstance(partly, NoGain), "a step counts only with the seconds of every rank"
+    assert partly.steps == 24
+
+
+def test_a_rank_without_tokens_needs_no_seconds():
+    counts = traffic(1, 64)
+    counts[:, :, 2:4] = 0  # Both experts of rank 1 under LINEAR.
+    phase = around(counts, counts)
+    assert (phase.before.seconds[:, 1] == 0).all()
+    assert gain_of(phase).gain == pytest.approx(true_gain(counts), abs=0.02)
+
+
+@given(
+    st.lists(st.floats(1, 1000), max_size=7),
+    st.lists(st.floats(1, 1000), max_size=7),
+)
+def test_pairs_are_as_many_as_possible_and_each_step_is_used_once(before, after):
+    first, second = np.array(before), np.array(after)
+    i, j = match_tokens(first, second)
+    assert len(set(i)) == len(set(j)) == len(i) == len(j)
+    assert (np.abs(first[i] - second[j]) <= 0.1 * np.maximum(first[i], second[j])).all()
+
+    def most(at, used):
+        if at == len(before):
+            return 0
+        best = most(at + 1, used)
+        for other, value in enumerate(after):
+            if not used >> other & 1 and abs(before[at] - value) <= 0.1 * max(before[at], value):
+                best = max(best, 1 + most(at + 1, used | 1 << other))
+        return best
+
+    if len(before) * len(after) <= 25:
+        assert len(i) == most(0, 0)
