@@ -165,6 +165,9 @@ def test_models_that_disagree_are_named_with_their_ratio():
 
 def test_a_rank_whose_speed_changed_is_named():
     assert "speed of rank 2 has changed" in chosen(fit=replace(FIT, drifted=(2,))).detail
+    held = chosen(fit=replace(FIT, refused="noise"))
+    assert held.source is CostSource.MEASURED
+    assert "newer steps are not used: noise" in held.detail
 
 
 def test_models_are_not_compared_without_load():

@@ -1,4 +1,4 @@
-"""Steps are fitted with the placement they ran under, whatever the phase and the order."""
+"""Steps are fitted with the placement they ran under, and tell the speeds of the ranks."""
 
 import numpy as np
 import pytest
@@ -39,6 +39,36 @@ def window(steps, placement, epoch, *, seed=0, measured=True) -> LoadWindow:
         np.ones((len(steps), 4), np.int64),
         seconds if measured else np.full(seconds.shape, np.nan),
     )
+
+
+def seen(tokens, seconds, times=None, first=0) -> RankTimes:
+    """Add steps in which expert r, which only rank r holds, got tokens[:, r]."""
+    times = RankTimes(512) if times is None else times
+    steps, ranks = tokens.shape
+    part = LoadWindow(
+        tokens[:, None].astype(np.uint32),
+        np.arange(first, first + steps),
+        np.zeros(steps, int),
+        np.ones(tokens.shape, np.int64),
+        seconds,
+    )
+    placement = Placement(np.arange(ranks, dtype=np.int32)[None], ranks, ranks)
+    times.update({Phase.MIXED: [part]}, placement, 0, EVEN_SPLIT)
+    return times
+
+
+def served(factors, steps=200, seed=0, noise=0.02, shares=None):
+    """Return tokens and seconds of a layer that takes 1 ms up to 512 tokens and 2 us per token
+    beyond."""
+    rng = np.random.default_rng(seed)
+    shares = rng.lognormal(0.0, 0.5, len(factors)) if shares is None else shares
+    tokens = np.rint(
+        rng.lognormal(6.5, 0.6, steps)[:, None]
+        * shares
+        * rng.lognormal(0, 0.1, (steps, len(factors)))
+    )
+    seconds = (1e-3 + np.maximum(0, tokens - 512) * 2e-6) * factors
+    return tokens, seconds * rng.lognormal(0, noise, seconds.shape)
 
 
 def fit_of(times) -> TimeFit:
@@ -120,3 +150,102 @@ def test_a_fit_in_use_is_not_dropped_at_the_limit():
     fit_of(after)
     after.update({Phase.DECODE: [first, noisy]}, SPREAD, 1, EVEN_SPLIT)
     assert 0.4 <= fit_of(after).explained < 0.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_rank_is_found_whatever_it_carries(seed):
+    true = np.ones(8)
+    true[3] = 1.3
+    found = seen(*served(true, seed=seed)).speed_factors()
+    assert np.allclose(found, true, rtol=0.06)
+
+
+def test_a_rank_that_carries_little_is_not_slow():
+    tokens, seconds = served(np.ones(8), shares=np.array([1.0] * 7 + [0.2]))
+    per_token = np.median(seconds / np.maximum(tokens, 1), axis=0)
+    assert per_token.max() / np.median(per_token) > 1.5, "seconds per token alone would name one"
+    assert np.abs(seen(tokens, seconds).speed_factors() - 1).max() < 0.06
+
+
+def test_outliers_move_nothing():
+    true = np.array([1.0, 1.0, 1.25, 1.0])
+    tokens, seconds = served(true, seed=3)
+    rng = np.random.default_rng(9)
+    seconds[rng.random(seconds.shape) < 0.2] *= 50
+    assert np.allclose(seen(tokens, seconds).speed_factors(), true, rtol=0.1)
+
+
+def test_unknown_is_not_a_speed():
+    tokens, seconds = served(np.array([1.0, 1.0, 1.0, 1.3]))
+    seconds[:, 1] = np.nan
+    seconds[15:, 2] = np.nan
+    times = seen(tokens, seconds)
+    assert isinstance(times.fit(), NoFit)
+    found = times.speed_factors()
+    assert np.isnan(found[[1, 2]]).all()
+    assert found[3] / found[0] == pytest.approx(1.3, rel=0.06), "the others are known"
+    assert len(RankTimes(512).speed_factors()) == 0
+    assert np.isnan(seen(tokens, np.full(seconds.shape, np.nan)).speed_factors()).all()
+
+
+def test_speeds_are_known_where_no_slope_is():
+    rng = np.random.default_rng(5)
+    tokens = np.full((64, 4), 700.0)
+    times = seen(tokens, 1e-3 * rng.lognormal(0, 0.02, tokens.shape))
+    assert isinstance(times.fit(), NoFit), "nothing varies that a cost model could explain"
+    assert times.speed_factors().tolist() == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_factors_stand_until_sixteen_more_steps_came():
+    tokens, seconds = served(np.array([1.0, 1.0, 1.2, 1.0]))
+    times = seen(tokens[:15], seconds[:15])
+    assert np.isnan(times.speed_factors()).all()
+    first = seen(tokens[15:40], seconds[15:40], times, 15).speed_factors()
+    assert np.isfinite(first).all(), "unknown is no answer to keep"
+    assert seen(tokens[40:55], seconds[40:55], times, 40).speed_factors() is first
+    assert seen(tokens[55:56], seconds[55:56], times, 55).speed_factors() is not first
+    times.clear()
+    assert len(times.speed_factors()) == 0
+
+
+def test_a_refused_fit_keeps_the_last_sound_one_until_its_steps_are_gone():
+    times = RankTimes(128)
+    times.update({Phase.DECODE: [window(range(128), SPREAD, 1)]}, SPREAD, 1, EVEN_SPLIT)
+    sound = fit_of(times)
+    rng = np.random.default_rng(4)
+
+    def noise(first, last):
+        part = window(range(first, last), SPREAD, 1)
+        part.compute_s[:] = rng.lognormal(-5, 0.6, part.compute_s.shape)
+        times.update({Phase.DECODE: [part]}, SPREAD, 1, EVEN_SPLIT)
+        return times.fit()
+
+    for first in range(128, 256, 16):
+        kept = noise(first, first + 16)
+        if kept.refused:
+            break
+    assert isinstance(kept, TimeFit)
+    assert kept.refused
+    shape = kept.s_per_replica / kept.s_per_token
+    assert shape == pytest.approx(sound.s_per_replica / sound.s_per_token, rel=0.1)
+    gone = noise(256, 400)
+    assert isinstance(gone, NoFit), "nothing that is kept supports the fit"
+    good = window(range(400, 528), SPREAD, 1)
+    times.update({Phase.DECODE: [good]}, SPREAD, 1, EVEN_SPLIT)
+    assert fit_of(times).refused == ""
+
+
+def test_a_rank_that_changes_its_speed_loses_its_earlier_steps_only():
+    times = RankTimes(512)
+    for first in range(0, 600, 8):
+        part = window(range(first, first + 8), SPREAD, 1)
+        part.compute_s[:, 2] *= 1.12 if 200 <= first < 400 else 1.0
+        times.update({Phase.DECODE: [part]}, SPREAD, 1, EVEN_SPLIT)
+        times.fit()
+        found = times.speed_factors()
+        if first in (192, 392, 592):
+            assert found[2] == pytest.approx(1.12 if first == 392 else 1.0, rel=0.01)
+        if 232 <= first < 400:
+            assert fit_of(times).drifted == (2,)
+            assert fit_of(times).steps >= first, "the others keep theirs"
+    assert fit_of(times).s_per_replica == pytest.approx(PER_REPLICA, rel=0.05)

@@ -124,27 +124,9 @@ def test_a_rank_without_seconds_is_named():
     assert fit_times(empty, empty, empty, LAYERS) == NoFit("no rank reports seconds")
 
 
-def test_a_rank_that_became_slow_is_seen_in_32_steps():
-    tokens, active, seconds = served(np.ones(8), steps=512, seed=5)
-    seconds[-32:, 2] *= 1.12
-    found = fitted(tokens, active, seconds)
-    assert found.drifted == (2,)
-    assert np.allclose(found.factors, slow(2), rtol=0.03)
-    assert np.array_equal(found.factors == 1.0, slow(2) == 1.0)
-
-
-def test_a_slower_step_on_all_ranks_is_no_drift():
-    tokens, active, seconds = served(np.ones(8), seed=5)
-    seconds[-32:] *= 1.2
-    assert fitted(tokens, active, seconds).drifted == ()
-
-
-def test_long_windows_of_many_ranks_are_thinned_out_but_keep_the_newest_steps():
-    tokens, active, seconds = served(np.ones(128), steps=400, seed=1)
-    seconds[-32:, 7] *= 1.2
-    found = fitted(tokens, active, seconds)
+def test_long_windows_of_many_ranks_are_thinned_out():
+    found = fitted(*served(np.ones(128), steps=400, seed=1))
     assert found.steps <= 128
-    assert found.drifted == (7,)
     assert found.s_per_replica == pytest.approx(2e-4, rel=0.03)
 
 
@@ -177,12 +159,6 @@ def test_slopes_of_an_earlier_fit_are_kept_where_tokens_hardly_vary():
     assert isinstance(kept, TimeFit) and kept.slopes_kept
     assert kept.s_per_replica == pytest.approx(2e-4, rel=0.03)
     assert (kept.factors == 1.0).all()
-
-    seconds[-32:, 2] *= 1.12
-    seen = fit_times(tokens, active, seconds, LAYERS, before)
-    assert isinstance(seen, TimeFit)
-    assert seen.drifted == (2,)
-    assert np.allclose(seen.factors, slow(2), rtol=0.03)
 
 
 def test_a_rank_that_got_fewer_tokens_because_it_is_slow_stays_known_as_slow():

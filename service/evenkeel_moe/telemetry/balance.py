@@ -11,12 +11,7 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT, SplitModel
-from evenkeel_moe.telemetry.rank_speeds import speed_factors
 from evenkeel_moe.telemetry.windows import newest_parts
-
-_FACTORS_EVERY = 16
-"""New steps after which speed factors are computed again; they are medians of hundreds of values
-and take milliseconds."""
 
 
 class _PhaseBalance:
@@ -34,7 +29,7 @@ class _PhaseBalance:
 
 
 class Balance:
-    """Computes balancedness, load shares and speeds of the windows of one deployment.
+    """Computes balancedness, load shares and seconds per token of the windows of one deployment.
 
     The rank loads of a step are computed once; only another placement or another split of tokens
     makes all of them be computed again.
@@ -51,13 +46,10 @@ class Balance:
         self._split = EVEN_SPLIT
         self._placement: Placement | None = None
         self._phases: dict[Phase, _PhaseBalance] = {}
-        self._factors: NDArray[np.float64] | None = None
-        """None while no factor is known; see `speed_factors`."""
-        self._steps_since_factors = 0
 
     def clear(self) -> None:
         """Forget all steps."""
-        self._placement = self._factors = None
+        self._placement = None
         self._phases.clear()
 
     def update(self, windows: Mapping[Phase, Sequence[LoadWindow]], placement: Placement) -> None:
@@ -84,7 +76,6 @@ class Balance:
                 # The placement has lost an expert that still has load in the window: the balance is
                 # unknown until these steps leave the window.
                 del self._phases[phase]
-                self._factors = None
                 continue
             cut = slice(-self._capacity, None)
             balance = map(metrics.balancedness, by_rank)
@@ -94,7 +85,6 @@ class Balance:
             known.balance = np.concatenate([known.balance, *balance])[cut]
             known.tokens = np.concatenate([known.tokens, *tokens])[cut]
             known.compute_s = np.concatenate([known.compute_s, *compute_s])[cut]
-            self._steps_since_factors += sum(map(len, new))
 
     def summary(self, phase: Phase | None = None) -> tuple[float | None, float | None]:
         """Return (mean, worst layer) of one phase or of all; None without load."""
@@ -138,22 +128,6 @@ class Balance:
                 for column in measured.T
             ]
         )
-
-    def speed_factors(self) -> NDArray[np.float64]:
-        """Return the (R,) speed factors, as `rank_speeds.speed_factors` computes them.
-
-        NaN if unknown; empty before the first step. Known factors are kept until 16 more steps
-        came.
-        """
-        if self._factors is not None and self._steps_since_factors < _FACTORS_EVERY:
-            return self._factors
-        tokens, seconds = self._joined("tokens"), self._joined("compute_s")
-        if tokens is None or seconds is None:
-            return np.zeros(0)
-        found = speed_factors(tokens, seconds)
-        self._factors = found if np.isfinite(found).any() else None
-        self._steps_since_factors = 0
-        return found
 
     def _joined(self, name: str, phase: Phase | None = None) -> NDArray[np.float64] | None:
         """Concatenate a figure over one phase or all; None before the first step."""

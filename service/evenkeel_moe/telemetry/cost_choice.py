@@ -135,6 +135,7 @@ def measured_cost(fit: TimeFit | NoFit) -> CostModel:
         fit.note,
         "slopes of earlier steps" if fit.slopes_kept else "",
         f"the speed of rank {named} has changed" if fit.drifted else "",
+        f"newer steps are not used: {fit.refused}" if fit.refused else "",
         _uneven_ranks(fit.factors),
     )
     return CostModel(

@@ -1,10 +1,4 @@
-"""Determines the speeds of ranks, from measured curves or from serving, and reports slow ranks.
-
-Speed factors need neither a pause nor a profile: a step gives the tokens and the pre-collective
-    seconds of every rank. Seconds per token alone would make a rank with few tokens look slow,
-    because a layer has a cost at any count. All ranks together therefore give one curve of seconds
-    by tokens, and the factor of a rank is the median of its seconds divided by this curve.
-"""
+"""Joins the curves that ranks measured, and logs which ranks are slow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,56 +11,6 @@ from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.wire.link import CostCurve
 
 _log = structlog.get_logger(__name__)
-_BINS = 12
-_PASSES = 12
-"""Iterations between the curve and the factors; ranks whose tokens hardly overlap need this many to
-converge."""
-_MIN_STEPS = 16
-
-
-def speed_factors(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds of each rank relative to the median rank at the same number of tokens.
-
-    Args:
-        tokens: (T, R) tokens each rank carried in a step, over all layers.
-        seconds: (T, R) its compute before the collective; NaN if not measured.
-
-    Returns:
-        (R,) float64: 1 is the median rank, 1.2 takes a fifth longer; NaN for a rank with fewer than
-        16 measured steps. All averages are medians: outliers in up to half the steps of a rank have
-        no effect.
-    """
-    ranks = tokens.shape[1] if tokens.ndim == 2 else 0
-    known = (tokens > 0) & (seconds > 0) & np.isfinite(seconds)
-    enough = known.sum(axis=0) >= _MIN_STEPS if ranks else np.zeros(0, bool)
-    if not enough.any():
-        return np.full(ranks, np.nan)
-    known &= enough
-    # Passes only change the seconds, so the tokens are sorted and divided into bins once.
-    carried = tokens[known]
-    parts = np.array_split(np.argsort(carried, kind="stable"), min(_BINS, len(carried)))
-    at = np.array([_median(carried[part]) for part in parts])
-    keep = np.concatenate([[True], np.diff(at) > 0])
-    rows = [np.flatnonzero(column) for column in known.T]
-    factors = np.where(enough, 1.0, np.nan)
-    for _ in range(_PASSES):
-        level = _rising(parts, (seconds / factors)[known])
-        expected = np.interp(tokens, at[keep], level[keep])
-        ratios = [seconds[row, rank] / expected[row, rank] for rank, row in enumerate(rows)]
-        factors = np.array([_median(ratio) if len(ratio) else np.nan for ratio in ratios])
-        factors /= _median(factors[enough])
-    return factors
-
-
-def _rising(parts: list[NDArray[np.int64]], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the curve of all ranks in each bin: the largest median of this and earlier bins."""
-    return np.asarray(np.maximum.accumulate([_median(seconds[part]) for part in parts]), np.float64)
-
-
-def _median(values: NDArray[np.float64]) -> float:
-    """Return exactly `np.median` of finite values, without its checks, which take longer."""
-    ordered, count = np.sort(values), len(values)
-    return float((ordered[(count - 1) // 2] + ordered[count // 2]) / 2)
 
 
 def join_curves(curves: Sequence[CostCurve | None]) -> CostCurves | None:

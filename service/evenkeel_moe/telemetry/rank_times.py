@@ -1,10 +1,11 @@
 """Keeps the tokens, active replicas and seconds of each rank, step by step, and fits them.
 
 Each step is counted under the placement that it ran under, so what is known of the ranks' times
-outlives a move.
+outlives a move. It is the only source of the ranks' speeds.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,8 @@ from evenkeel_moe.errors import InfeasiblePlan
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
-from evenkeel_moe.telemetry.step_times import NoFit, TimeFit, fit_times
+from evenkeel_moe.telemetry.speed_changes import fit_present_speeds
+from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
 from evenkeel_moe.telemetry.windows import newest_parts
 
 _FIT_EVERY = 16
@@ -39,8 +41,13 @@ class RankTimes:
         self._rows = np.zeros((0, _COLUMNS, 0))
         """(T, 3, R) tokens, active replicas and seconds, oldest step first."""
         self._layers = 0
+        self._speed_since = np.zeros(0, np.int64)
+        """(R,) first step that counts for each rank: the first at its present speed."""
         self._fit: TimeFit | NoFit | None = None
-        self._since_fit = 0
+        self._good: TimeFit | None = None
+        """The newest fit that was sound. Its slopes hold although newer steps may be refused."""
+        self._since_fit = self._since_good = 0
+        self._change_waits = False
 
     def update(
         self,
@@ -60,6 +67,7 @@ class RankTimes:
         if self._rows.shape[2] != placement.num_ranks:
             self.clear()
             self._rows = np.zeros((0, _COLUMNS, placement.num_ranks))
+            self._speed_since = np.zeros(placement.num_ranks, np.int64)
         self._layers = placement.num_layers
         for phase, parts in windows.items():
             for part in newest_parts(parts, self._newest.get(phase, -1), self._capacity):
@@ -90,13 +98,42 @@ class RankTimes:
         self._steps = steps[order]
         self._rows = np.concatenate([self._rows, rows])[order]
         self._since_fit += len(rows)
+        self._since_good += len(rows)
 
     def fit(self) -> TimeFit | NoFit:
-        """Return the fit to the steps kept; one that succeeded stands until 16 more steps came."""
-        due = 1 if isinstance(self._fit, NoFit) else _FIT_EVERY
+        """Return the fit to the steps kept.
+
+        A fit stands until 16 more steps came, or fewer if a speed seems to have changed. If newer
+        steps are refused, the last sound fit stands until its steps are no longer kept, and says
+        why.
+        """
+        sound = isinstance(self._fit, TimeFit) and not self._fit.refused
+        due = _FIT_EVERY if sound and not self._change_waits else 1
         if self._fit is None or self._since_fit >= due:
-            tokens, active, seconds = (self._rows[:, column] for column in range(_COLUMNS))
-            before = self._fit if isinstance(self._fit, TimeFit) else None
-            self._fit = fit_times(tokens, active, seconds, self._layers, before)
+            self._fit = self._fit_again()
             self._since_fit = 0
         return self._fit
+
+    def _fit_again(self) -> TimeFit | NoFit:
+        tokens, active, seconds = (self._rows[:, column] for column in range(_COLUMNS))
+        first = np.searchsorted(self._steps, self._speed_since)
+        found, changes = fit_present_speeds(
+            tokens, active, seconds, self._layers, self._good, first
+        )
+        self._change_waits = changes.waiting
+        for rank in np.flatnonzero(changes.first > first).tolist():
+            self._speed_since[rank] = self._steps[changes.first[rank]]
+        if isinstance(found, TimeFit):
+            self._good, self._since_good = found, 0
+        elif self._good is not None and self._since_good < self._capacity:
+            return replace(self._good, refused=found.reason)
+        return found
+
+    def speed_factors(self) -> NDArray[np.float64]:
+        """Return the (R,) seconds of each rank relative to the median rank at the same work.
+
+        1.2 takes a fifth longer; 1 where no difference is clear; NaN if unknown. Factors are known
+        also where the seconds are no sound cost model, for example because the tokens hardly vary.
+        """
+        factors = self.fit().factors
+        return np.full(self._rows.shape[2], np.nan) if factors is None else factors

@@ -10,14 +10,25 @@ speed.
 
 Under a good placement tokens hardly vary, and the seconds vary by noise. Then the slopes cannot be
 measured, but those measured before still hold, and with them the factors can be measured.
+
+The speed of a rank is taken to be the same in all steps that are given; `speed_changes` finds the
+steps of which this holds.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
+
+from evenkeel_moe.telemetry.common_curve import levels_by_curve
+from evenkeel_moe.telemetry.robust_regression import (
+    EFFICIENCY,
+    huber,
+    inverse_of_gram,
+    solve,
+    spread_of,
+)
 
 MIN_STEPS = 16
 """Measured steps that every rank needs."""
@@ -28,31 +39,40 @@ STILL_EXPLAINED = 0.4
 one cycle and left out in the next."""
 _AS_GOOD = 1.1
 """Slopes of earlier steps are kept if their error is at most this many times that of new ones."""
-NEWEST_STEPS = 32
-"""Steps of the short window in which drift is looked for."""
+_NEWEST_STEPS = 32
+"""Steps that always count, so that a rank whose speed has just changed has enough."""
 _POOLED_PASSES = 4
 _RANK_PASSES = 4
 _MOST_ROWS = 16_384
 """More measurements take longer and change a median of thousands of values little."""
-_HUBER = 1.345
-"""Residuals beyond this many standard deviations lose weight: 95 % efficient for normal errors."""
+_MEDIAN_ERROR = 1.2533
+"""Standard error of a median over that of a mean, for normal errors."""
 _FACTOR_SPREAD = 0.1
 """Expected standard deviation of the ranks' factors."""
+_BENT = 0.8
+"""Ranks are compared by a curve if its error is at most this share of that of the straight fit."""
 _LEAST_VARIATION = 0.005
 """A column that varies by a smaller share of its mean, given the others, is collinear."""
 _LARGEST_ERROR = 0.05
 """Largest standard error of the part of the time that a slope explains, as a share of the time."""
 _CLEAR = 0.02
 """A factor must differ by this much from 1, and by three standard errors, or it counts as 1."""
-_DRIFT = 0.05
-"""A rank has drifted if its newest factor differs by this much, and by four standard errors."""
+_TOLD_APART = (
+    ((0, 1, 2), ""),
+    ((0, 1), "tokens and active replicas rise together: one slope by tokens"),
+    ((1,), "tokens hardly vary: seconds per token only"),
+)
+"""Columns of the design that a fit uses, most first, and what it says of the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoFit:
-    """The seconds cannot be used."""
+    """The seconds cannot be used as a cost model."""
 
     reason: str
+    factors: NDArray[np.float64] | None = field(default=None, compare=False)
+    """(R,) like `TimeFit.factors`, NaN for ranks with too few measured steps. Speeds can be
+    compared without slopes that are sound. None if they cannot."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,12 +92,23 @@ class TimeFit:
     explained: float
     """Share of the variation of the seconds that the fit explains, at most 1."""
     steps: int
+    told_apart: int = 3
+    """Coefficients that the steps tell apart."""
     drifted: tuple[int, ...] = ()
-    """Ranks whose factor is that of the newest steps, because it differs from the earlier ones."""
+    """Ranks whose speed has changed: only their steps since then were fitted."""
     note: str = ""
     """The reason that a coefficient is 0 although it may not be; empty if all were fitted."""
     slopes_kept: bool = False
     """True if the steps tell only the factors, and the slopes are those of an earlier fit."""
+    refused: str = ""
+    """The reason that newer steps were not fitted; empty if this fit is of the newest."""
+
+    def expected_s(
+        self, tokens: NDArray[np.float64], active: NDArray[np.float64], layers: int
+    ) -> NDArray[np.float64]:
+        """Return the seconds of the median rank over all layers, of the shape of `tokens`."""
+        fixed_s = self.fixed_s * layers
+        return np.asarray(fixed_s + self.s_per_token * tokens + self.s_per_replica * active)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -98,7 +129,7 @@ def fit_times(
     layers: int,
     before: TimeFit | None = None,
 ) -> TimeFit | NoFit:
-    """Fit the common coefficients and the factor of each rank.
+    """Fit the common coefficients and the factor of each rank, and judge the fit.
 
     Args:
         tokens: (T, R) tokens each rank carried in a step, over all layers; oldest step first.
@@ -109,8 +140,22 @@ def fit_times(
 
     Returns:
         The fit, or the reason that there is none: a rank with fewer than 16 measured steps, or
-        seconds of which tokens, replicas and factors explain too little. In the latter case the
-        slopes of the fit before are kept, if they describe the steps as well as new ones.
+        seconds of which tokens, replicas and factors explain too little. The slopes of the fit
+        before are kept if these steps tell less of them and they describe the steps as well.
+    """
+    return judged(best_fit(tokens, active, seconds, layers, before), before)
+
+
+def best_fit(
+    tokens: NDArray[np.float64],
+    active: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    layers: int,
+    before: TimeFit | None = None,
+) -> TimeFit | NoFit:
+    """Return the fit as `fit_times` does, without judging it: its slopes may be 0 or mean nothing.
+
+    The reason is that a rank has too few measured steps.
     """
     known = (tokens > 0) & (seconds > 0) & np.isfinite(seconds) & np.isfinite(active)
     if not known.any():
@@ -119,7 +164,8 @@ def fit_times(
     if counts.min() < MIN_STEPS:
         return NoFit(
             f"rank {int(counts.argmin())} reported seconds for {int(counts.min())} steps,"
-            f" {MIN_STEPS} are needed"
+            f" {MIN_STEPS} are needed",
+            _factors_of_some(tokens, active, seconds, layers, counts >= MIN_STEPS),
         )
     rows = _newest_rows(len(tokens), tokens.shape[1])
     step, rank = np.nonzero(known[rows])
@@ -130,44 +176,76 @@ def fit_times(
         rank,
         tokens.shape[1],
     )
-    coefficients, note = _fit_what_is_told_apart(data)
-    newest = len(rows) - NEWEST_STEPS <= step
-    found = _finish(data, coefficients, newest, note)
-    least_explained = MIN_EXPLAINED if before is None else STILL_EXPLAINED
-    if isinstance(found, NoFit) or found.explained >= least_explained:
+    coefficients, told_apart, note = _fit_what_is_told_apart(data)
+    found = _finish(data, coefficients, told_apart, note)
+    if before is None:
         return found
-    if before is not None:
-        slopes = np.array([before.fixed_s, before.s_per_token, before.s_per_replica])
-        kept = _finish(data, slopes, newest, before.note)
-        if isinstance(kept, TimeFit) and kept.error <= _AS_GOOD * found.error:
-            return replace(kept, slopes_kept=True)
+    clear = found.explained >= STILL_EXPLAINED and _rises(found)
+    if clear and told_apart >= before.told_apart:
+        return found
+    slopes = np.array([before.fixed_s, before.s_per_token, before.s_per_replica])
+    kept = _finish(data, slopes, before.told_apart, before.note, compare_by_curve=False)
+    return replace(kept, slopes_kept=True) if kept.error <= _AS_GOOD * found.error else found
+
+
+def judged(found: TimeFit | NoFit, before: TimeFit | None) -> TimeFit | NoFit:
+    """Return the fit, or the reason that it cannot be used as a cost model."""
+    if isinstance(found, NoFit) or found.slopes_kept:
+        return found
+    if not _rises(found):
+        return NoFit("the seconds do not rise with tokens or active replicas", found.factors)
+    least_explained = MIN_EXPLAINED if before is None else STILL_EXPLAINED
+    if found.explained >= least_explained:
+        return found
     return NoFit(
         f"tokens, replicas and speeds explain {max(found.explained, 0.0):.0%} of the variation"
-        f" of the seconds, {least_explained:.0%} are needed"
+        f" of the seconds, {least_explained:.0%} are needed",
+        found.factors,
     )
+
+
+def _rises(found: TimeFit) -> bool:
+    return found.s_per_token > 0.0 or found.s_per_replica > 0.0
+
+
+def _factors_of_some(
+    tokens: NDArray[np.float64],
+    active: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    layers: int,
+    enough: NDArray[np.bool_],
+) -> NDArray[np.float64] | None:
+    """Return the (R,) factors of the ranks with enough steps, NaN for the others."""
+    if not enough.any():
+        return None
+    found = best_fit(tokens[:, enough], active[:, enough], seconds[:, enough], layers)
+    factors = np.full(len(enough), np.nan)
+    factors[enough] = 1.0 if found.factors is None else found.factors
+    return factors
 
 
 def _newest_rows(steps: int, ranks: int) -> NDArray[np.int64]:
     """Return the steps that count: the newest, and evenly spaced ones of the earlier."""
-    most = max(2 * NEWEST_STEPS, _MOST_ROWS // ranks)
+    most = max(2 * _NEWEST_STEPS, _MOST_ROWS // ranks)
     if steps <= most:
         return np.arange(steps)
-    earlier = np.linspace(0, steps - NEWEST_STEPS - 1, most - NEWEST_STEPS).astype(np.int64)
-    return np.concatenate([np.unique(earlier), np.arange(steps - NEWEST_STEPS, steps)])
+    earlier = np.linspace(0, steps - _NEWEST_STEPS - 1, most - _NEWEST_STEPS).astype(np.int64)
+    return np.concatenate([np.unique(earlier), np.arange(steps - _NEWEST_STEPS, steps)])
 
 
-def _fit_what_is_told_apart(data: _Data) -> tuple[NDArray[np.float64], str]:
-    """Return (3,) coefficients, 0 for those that the data do not tell apart, and what was not."""
-    for columns, note in (
-        ((0, 1, 2), ""),
-        ((0, 1), "tokens and active replicas rise together: one slope by tokens"),
-    ):
-        part = _Data(data.design[:, columns], data.seconds, data.rank, data.num_ranks)
-        found, clear = _fit(part)
-        if clear:
-            return np.pad(found, (0, 3 - len(found))), note
-    only = _Data(data.design[:, 1:2], data.seconds, data.rank, data.num_ranks)
-    return np.array([0.0, _fit(only)[0][0], 0.0]), "tokens hardly vary: seconds per token only"
+def _fit_what_is_told_apart(data: _Data) -> tuple[NDArray[np.float64], int, str]:
+    """Return (3,) coefficients, 0 for those that the data do not tell apart.
+
+    Return also how many were told apart, and what was not.
+    """
+    for chosen in _TOLD_APART:
+        columns, note = chosen
+        found, clear = _fit(replace(data, design=data.design[:, columns]))
+        if clear or len(columns) == 1:
+            break
+    coefficients = np.zeros(3)
+    coefficients[list(columns)] = found
+    return coefficients, len(columns), note
 
 
 def _fit(data: _Data) -> tuple[NDArray[np.float64], bool]:
@@ -178,25 +256,25 @@ def _fit(data: _Data) -> tuple[NDArray[np.float64], bool]:
     for _ in range(_POOLED_PASSES):
         expected = data.design @ coefficients
         relative = data.seconds / expected - 1.0
-        weights = _huber(relative, _spread(relative))
-        found = _solve(data.design / expected[:, None], 1.0 + relative, weights)
+        weights = huber(relative, spread_of(relative))
+        found = solve(data.design / expected[:, None], 1.0 + relative, weights)
         coefficients = found if found.any() else coefficients
     clear = False
     for _ in range(_RANK_PASSES):
         expected = data.design @ coefficients
         error = np.log(data.seconds / expected)
         of_rank = _medians(error, data)
-        spread = _spread(error - of_rank[data.rank])
-        weights = _huber(error - of_rank[data.rank], spread)
+        spread = spread_of(error - of_rank[data.rank])
+        weights = huber(error - of_rank[data.rank], spread)
         scaled = data.design / expected[:, None]
         taken = _demeaned_share(data, spread)[data.rank]
         design = scaled - taken[:, None] * _means(scaled, weights, data)[data.rank]
         level = np.clip(1.0 + error, 0.0, 2.0)
         target = level - taken * _means(level[:, None], weights, data)[data.rank, 0]
-        found = _solve(design, target, weights)
+        found = solve(design, target, weights)
         coefficients = found if found.any() else coefficients
         parts = coefficients * scaled.mean(axis=0)
-        clear = _tells_apart(_inverse_of_gram(design, weights), scaled, parts, spread, tokens)
+        clear = _tells_apart(inverse_of_gram(design, weights), scaled, parts, spread, tokens)
     return coefficients, clear
 
 
@@ -221,24 +299,30 @@ def _tells_apart(
 
 
 def _finish(
-    data: _Data, coefficients: NDArray[np.float64], newest: NDArray[np.bool_], note: str
-) -> TimeFit | NoFit:
-    """Return the factors, errors and drift of given coefficients, or why they are not used."""
+    data: _Data,
+    coefficients: NDArray[np.float64],
+    told_apart: int,
+    note: str,
+    *,
+    compare_by_curve: bool = True,
+) -> TimeFit:
+    """Return the factors and errors of given coefficients."""
     fixed, per_token, per_replica = coefficients.tolist()
-    if per_token == 0.0 and per_replica == 0.0:
-        return NoFit("the seconds do not rise with tokens or active replicas")
     error = np.log(data.seconds / (data.design @ coefficients))
     of_rank = _medians(error, data)
-    middle = float(np.median(of_rank))
+    weights = huber(error - of_rank[data.rank], spread_of(error - of_rank[data.rank]))
+    of_rank = _means(error[:, None], weights, data)[:, 0]
     rest = error - of_rank[data.rank]
-    spread = _spread(rest)
+    spread = spread_of(rest)
     counts = np.bincount(data.rank, minlength=data.num_ranks)
-    errors = 1.2533 * spread / np.sqrt(counts)  # The standard error of a median.
-    logs = of_rank - middle
-    drift = _drift(data, rest, newest, spread)
-    drifted = np.flatnonzero(drift != 0)
-    logs = logs + drift
-    logs -= np.median(logs)
+    middle = float(np.median(of_rank))
+    logs, errors = of_rank - middle, spread / np.sqrt(EFFICIENCY * counts)
+    if compare_by_curve:
+        bent, bent_rest = levels_by_curve(
+            data.design @ coefficients, data.seconds, data.rank, data.num_ranks
+        )
+        if spread_of(bent_rest) <= _BENT * spread:
+            logs, errors = bent, _MEDIAN_ERROR * spread_of(bent_rest) / np.sqrt(counts)
     clear = np.abs(logs) > np.maximum(_CLEAR, 3 * errors)
     scale = math.exp(middle)
     return TimeFit(
@@ -252,26 +336,13 @@ def _finish(
         error=float(np.minimum(np.abs(rest), 3 * spread).mean()),
         explained=_explained(data, rest, spread),
         steps=int(counts.max()),
-        drifted=tuple(drifted.tolist()),
+        told_apart=told_apart,
         note=note,
     )
 
 
-def _drift(
-    data: _Data, rest: NDArray[np.float64], newest: NDArray[np.bool_], spread: float
-) -> NDArray[np.float64]:
-    """Return (R,) change of each rank's logarithmic factor in the newest steps; 0 without drift."""
-    counts = np.bincount(data.rank[newest], minlength=data.num_ranks)
-    medians = np.zeros(data.num_ranks)
-    for rank in np.flatnonzero(counts >= NEWEST_STEPS // 4):
-        medians[rank] = np.median(rest[newest & (data.rank == rank)])
-    medians -= np.median(medians)
-    errors = 1.2533 * spread / np.sqrt(np.maximum(counts, 1))
-    return np.where(np.abs(medians) > np.maximum(_DRIFT, 4 * errors), medians, 0.0)
-
-
 def _explained(data: _Data, rest: NDArray[np.float64], spread: float) -> float:
-    weights = _huber(rest, spread)
+    weights = huber(rest, spread)
     values = np.log(data.seconds)
     mean = float(np.average(values, weights=weights))
     total = float((weights * (values - mean) ** 2).sum())
@@ -279,16 +350,6 @@ def _explained(data: _Data, rest: NDArray[np.float64], spread: float) -> float:
 
 
 # --- parts of the fit -----------------------------------------------------------------------------
-
-
-def _spread(values: NDArray[np.float64]) -> float:
-    """Return the standard deviation as the median absolute value shows it, at least 1e-4."""
-    return max(1e-4, 1.4826 * float(np.median(np.abs(values))))
-
-
-def _huber(values: NDArray[np.float64], spread: float) -> NDArray[np.float64]:
-    size = np.abs(values)
-    return np.asarray(_HUBER * spread / np.maximum(size, _HUBER * spread), np.float64)
 
 
 def _medians(values: NDArray[np.float64], data: _Data) -> NDArray[np.float64]:
@@ -316,25 +377,3 @@ def _demeaned_share(data: _Data, spread: float) -> NDArray[np.float64]:
     """
     counts = np.bincount(data.rank, minlength=data.num_ranks)
     return np.asarray(1.0 - spread / np.sqrt(spread**2 + counts * _FACTOR_SPREAD**2), np.float64)
-
-
-def _solve(
-    design: NDArray[np.float64], target: NDArray[np.float64], weights: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return the weighted least squares solution without negative coefficients."""
-    root = np.sqrt(weights)
-    q, r = np.linalg.qr(design * root[:, None])
-    scale = np.maximum(np.abs(r).max(axis=0), 1e-300)
-    return np.asarray(nnls(r / scale, q.T @ (target * root))[0] / scale, np.float64)
-
-
-def _inverse_of_gram(
-    design: NDArray[np.float64], weights: NDArray[np.float64]
-) -> NDArray[np.float64] | None:
-    """Return the inverse of the normal equations' matrix; None if it has none."""
-    gram = design.T @ (design * weights[:, None])
-    scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
-    unit = gram / np.outer(scale, scale)
-    if np.linalg.cond(unit) > 1e12:
-        return None
-    return np.asarray(np.linalg.inv(unit) / np.outer(scale, scale), np.float64)

@@ -13,6 +13,7 @@ from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
+from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.wire.link import ReplicaCost
 from tests.controller.cycles.test_manual_plans import Rig
 from tests.protocol.machines import BASE, SHAPE
@@ -33,7 +34,9 @@ async def rig():
 def costs_of(rig, windows=None) -> RankCosts:
     member = rig.member
     loads = SimpleNamespace(
-        ingest=SimpleNamespace(parts=lambda: windows or {}), split=lambda: EVEN_SPLIT
+        ingest=SimpleNamespace(parts=lambda: windows or {}),
+        split=lambda: EVEN_SPLIT,
+        times=RankTimes(512),
     )
     return RankCosts(member.control, loads, member.ranks, rig.clock)  # type: ignore[arg-type]
 
@@ -84,8 +87,8 @@ async def test_seconds_that_ranks_report_come_before_their_profiles(rig):
     slopes = model.curves.slope_s_per_token
     assert slopes[1] / slopes[0] == pytest.approx(1.2, rel=0.02)
     assert model.replica.start_tokens == pytest.approx(30.0, rel=0.1)
-    costs.forget()
-    costs.loads = costs_of(rig).loads
+    costs.loads.times.clear()
+    costs.loads.ingest = costs_of(rig).loads.ingest
     assert chosen(costs, rig).source is CostSource.PROFILED, "another generation measures anew"
 
 

@@ -183,7 +183,10 @@ async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
     store = MemoryStore(SystemClock())
     ingest = _ingest_on(store)
     loads = GroupLoads(control, store, ingest, 8, DispatchModel.EVEN)
-    loads.follow_generation()
+    loads.times.update({}, committed, 3, loads.split())
+    assert len(loads.times.speed_factors()) == committed.num_ranks
+    assert loads.follow_generation()
+    assert len(loads.times.speed_factors()) == 0, "the ranks' times are of a generation, too"
     loads.follow_placement()
     assembler = ingest._assembler
     assert assembler is not None

@@ -89,7 +89,6 @@ class InputBuilder:
         """Start again: the windows begin again for another generation."""
         self.gate_memory = GateMemory()
         self.cost = None
-        self._costs.forget()
         self._pace = StepPace()
 
     def measure_pace(self) -> None:
@@ -157,8 +156,8 @@ class InputBuilder:
     ) -> Objective:
         balance = self.loads.balance
         balance.update(self.loads.ingest.parts(), base.placement)
-        self._log_slow_ranks()
         cost = self.cost = self._costs.choose(base, shape, load, self.control.policy.cost)
+        self._log_slow_ranks()
         return replace(
             self.settings.objective,
             cost=cost,
@@ -185,7 +184,7 @@ class InputBuilder:
         devices = {
             int(rank): Device(one.hello.node, one.hello.gpu_uuid) for rank, one in members.items()
         }
-        self._slow.update(self.control.deployment, self.loads.balance.speed_factors(), devices)
+        self._slow.update(self.control.deployment, self.loads.times.speed_factors(), devices)
 
     def _plan_history(self) -> tuple[int, float | None]:
         """Count the plans that failed in a row; return also when the last plan ended [Unix s]."""

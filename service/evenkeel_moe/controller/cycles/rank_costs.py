@@ -16,11 +16,8 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.cost_choice import ChosenCost, KnownCosts, RankNumbers, choose_cost
-from evenkeel_moe.telemetry.rank_times import RankTimes
 
 _log = structlog.get_logger(__name__)
-_STEPS = 512
-"""Steps whose seconds are fitted."""
 
 
 @dataclass(eq=False, repr=False)
@@ -31,13 +28,8 @@ class RankCosts:
     loads: GroupLoads
     ranks: RankSessions
     clock: Clock
-    _times: RankTimes = field(default_factory=lambda: RankTimes(_STEPS), init=False)
     _source: CostSource | None = field(default=None, init=False)
     """The source that was logged last."""
-
-    def forget(self) -> None:
-        """Start again: the ranks are of another generation."""
-        self._times.clear()
 
     def choose(
         self, base: PlanBase, shape: ModelShape, load: NDArray[np.uint32], asked: CostChoice
@@ -50,14 +42,14 @@ class RankCosts:
             load: (T, L, E) tokens, at whose mean the models are compared.
             asked: the operator's choice.
         """
-        parts = self.loads.ingest.parts()
-        self._times.update(parts, base.placement, base.epoch, self.loads.split())
+        times = self.loads.times
+        times.update(self.loads.ingest.parts(), base.placement, base.epoch, self.loads.split())
         each = max(1, load.shape[0] * load.shape[1] * shape.num_ranks)
         choice = choose_cost(
             KnownCosts(
                 shape=shape,
                 ranks=[self._told(EpRank(rank)) for rank in range(shape.num_ranks)],
-                fit=self._times.fit(),
+                fit=times.fit(),
                 tokens_per_rank=float(load.sum()) / each,
                 active_per_rank=float(np.count_nonzero(load)) / each,
                 now_unix=self.clock.unix(),

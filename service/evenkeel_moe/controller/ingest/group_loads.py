@@ -22,15 +22,18 @@ from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.telemetry.balance import Balance
+from evenkeel_moe.telemetry.rank_times import RankTimes
 
 _log = structlog.get_logger(__name__)
+_TIMED_STEPS = 512
+"""Steps whose seconds are fitted."""
 _EARLIER_PLACEMENTS = 3
 """Placements before the present one under which late reports are still counted."""
 
 
 @dataclass(eq=False, repr=False)
 class GroupLoads:
-    """The loads of one deployment's ranks: windows, balance, shape and topology.
+    """The loads of one deployment's ranks: windows, balance, times, shape and topology.
 
     Args:
         control: the machine; only read.
@@ -46,6 +49,8 @@ class GroupLoads:
     plan_steps: int
     dispatch: DispatchModel
     balance: Balance = field(init=False)
+    times: RankTimes = field(init=False)
+    """The seconds that ranks report, and the speeds of the ranks."""
     shape: ModelShape | None = field(default=None, init=False)
     """As the ranks declared it; before they do, as stored. None while it is not known."""
     _settled_at: tuple[Epoch, str] | None = field(default=None, init=False)
@@ -54,6 +59,7 @@ class GroupLoads:
 
     def __post_init__(self) -> None:
         self.balance = Balance(self.plan_steps, self.split)
+        self.times = RankTimes(_TIMED_STEPS)
 
     def topology(self) -> Topology:
         """Return the node of each rank; a single node until all ranks are known."""
@@ -87,6 +93,7 @@ class GroupLoads:
         self.ingest.begin_generation(generation, shape)
         self.shape = shape
         self.balance.clear()
+        self.times.clear()
         self._settled_at = None
         self._shape_unstored = True
         return True

@@ -69,6 +69,8 @@ class LiveView:
             if parts[-1].counts.shape[1:] == (layers, experts)
         }
         self.loads.balance.update(windows, placement)
+        if self.control.epoch is not None:
+            self.loads.times.update(windows, placement, self.control.epoch, self.loads.split())
 
     def status(self) -> DeploymentStatus:
         """Return the present status.
@@ -124,7 +126,7 @@ class LiveView:
     def _rank_rows(self, now: float) -> tuple[RankStatus, ...]:
         balance, members = self.loads.balance, self.control.membership.members
         shares = balance.load_shares()
-        speeds, factors = balance.seconds_per_token(), balance.speed_factors()
+        speeds, factors = balance.seconds_per_token(), self.loads.times.speed_factors()
         return tuple(
             self._rank_row(
                 rank,

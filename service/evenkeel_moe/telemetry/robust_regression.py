@@ -1,0 +1,43 @@
+"""Regression in which outliers have a bounded influence."""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+_HUBER = 1.345
+"""Residuals beyond this many standard deviations lose weight."""
+EFFICIENCY = 0.95
+"""Of a mean with these weights, for normal errors."""
+
+
+def spread_of(values: NDArray[np.float64]) -> float:
+    """Return the standard deviation as the median absolute value shows it, at least 1e-4."""
+    return max(1e-4, 1.4826 * float(np.median(np.abs(values))))
+
+
+def huber(values: NDArray[np.float64], spread: float) -> NDArray[np.float64]:
+    """Return the weights of residuals with a standard deviation, at most 1."""
+    size = np.abs(values)
+    return np.asarray(_HUBER * spread / np.maximum(size, _HUBER * spread), np.float64)
+
+
+def solve(
+    design: NDArray[np.float64], target: NDArray[np.float64], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the weighted least squares solution without negative coefficients."""
+    root = np.sqrt(weights)
+    q, r = np.linalg.qr(design * root[:, None])
+    scale = np.maximum(np.abs(r).max(axis=0), 1e-300)
+    return np.asarray(nnls(r / scale, q.T @ (target * root))[0] / scale, np.float64)
+
+
+def inverse_of_gram(
+    design: NDArray[np.float64], weights: NDArray[np.float64]
+) -> NDArray[np.float64] | None:
+    """Return the inverse of the normal equations' matrix; None if it has none."""
+    gram = design.T @ (design * weights[:, None])
+    scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
+    unit = gram / np.outer(scale, scale)
+    if np.linalg.cond(unit) > 1e12:
+        return None
+    return np.asarray(np.linalg.inv(unit) / np.outer(scale, scale), np.float64)
