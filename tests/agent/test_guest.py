@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from evenkeel_moe.agent import AgentConfig, GateFailed, GuestAgent
@@ -19,7 +18,13 @@ from evenkeel_moe.protocol.messages import (
     RankState,
     Vote,
 )
-from evenkeel_moe.wire.link import CostCurve, FlowControl, Registration, RegistrationOutcome
+from evenkeel_moe.wire.link import (
+    CostCurve,
+    FlowControl,
+    KvCache,
+    Registration,
+    RegistrationOutcome,
+)
 from tests.agent.fleet import PortLink
 from tests.agent.ranks import (
     CPU,
@@ -311,14 +316,15 @@ class _Failed:
         raise RuntimeError("a peer went away")
 
 
-def test_a_curve_is_sent_on_every_stream():
+def test_facts_are_sent_on_every_stream_and_a_newer_one_replaces_its_kind():
     old, _ = two_rank_placements()
     with Guests(old) as guests:
-        curve = CostCurve(64, (1e-3, 2e-3), 1e-5)
-        guests.agents[0].tell_curve(curve)
-        assert guests.links[0].expect(CostCurve) == curve
+        curve, cache = CostCurve(64, (1e-3, 2e-3), 1e-5), KvCache(70_000, 10**10)
+        for fact in (curve, KvCache(1, 1), cache):
+            guests.agents[0].tell(fact)
+            assert guests.links[0].expect(type(fact)) == fact
         guests.links[0].say(
             Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, FlowControl(0.05)), stream=2
         )
         assert guests.links[0].expect(CostCurve) == curve
-        assert np.isfinite(curve.tile_seconds).all()
+        assert guests.links[0].expect(KvCache) == cache

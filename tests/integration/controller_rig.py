@@ -172,8 +172,6 @@ class Rank:
             "weights_version": 1,
             "checksums_digest": "same",
             "free_bytes": 10_000,
-            "kv_bytes_per_token": 16,
-            "kv_free_bytes": 64_000,
             "staging_bytes": 1 << 20,
             "gate_digest": "gate",
             "highest_term": self.term,
@@ -187,6 +185,7 @@ class Rank:
         await self.call.write(encode_rank_message(self.hello(**changes)))
         self.answer = await self.read()
         self.reader = asyncio.create_task(self._listen())
+        await self.send_wire(encode_rank_message(link.KvCache(16, 64_000)))
         return self.answer
 
     async def send_wire(self, wire: agent_pb2.RankMessage) -> None:

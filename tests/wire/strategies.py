@@ -125,8 +125,6 @@ hellos = st.builds(
     weight_format=st.sampled_from(["", "bf16", "fp8", "a type of later versions"]),
     dispatch=st.sampled_from(["", "even", "a rule of later versions"]),
     slots_stay_filled=st.booleans(),
-    kv_bytes_per_token=st.none() | st.integers(1, 1 << 40),
-    kv_free_bytes=st.none() | st.integers(0, 1 << 53),
 )
 
 
@@ -170,6 +168,7 @@ rank_messages = st.one_of(
         seconds,
         seconds,
     ),
+    st.builds(link.KvCache, st.integers(1, 1 << 40), st.integers(0, 1 << 53)),
     no_votes,
     yes_votes,
     st.builds(m.Ack, keys, counts.map(Epoch), short_text, seconds),

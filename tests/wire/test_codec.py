@@ -338,26 +338,18 @@ def test_hostile_work_of_shared_experts_is_refused(shared):
         decode_rank_message(over_the_wire(message), None)
 
 
-def test_an_absent_kv_cache_is_unknown_and_an_empty_one_is_zero():
-    message = encode_rank_message(dataclasses.replace(HELLO, kv_free_bytes=0))
-    assert not message.hello.HasField("kv_bytes_per_token")
-    hello = decode_rank_message(over_the_wire(message), None)
-    assert isinstance(hello, m.Hello)
-    assert (hello.kv_bytes_per_token, hello.kv_free_bytes) == (None, 0)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("kv_bytes_per_token", 0),
-        ("kv_bytes_per_token", (1 << 40) + 1),
-        ("kv_bytes_per_token", (1 << 64) - 1),
-        ("kv_free_bytes", (1 << 53) + 1),
-        ("kv_free_bytes", (1 << 64) - 1),
+        ("bytes_per_token", 0),
+        ("bytes_per_token", (1 << 40) + 1),
+        ("bytes_per_token", (1 << 64) - 1),
+        ("free_bytes", (1 << 53) + 1),
+        ("free_bytes", (1 << 64) - 1),
     ],
 )
 def test_a_hostile_kv_cache_is_refused(field, value):
-    message = encode_rank_message(HELLO)
-    setattr(message.hello, field, value)
+    message = encode_rank_message(link.KvCache(1, 0))
+    setattr(message.kv_cache, field, value)
     with pytest.raises(PeerViolation, match=f"{field} is {value}"):
-        decode_rank_message(over_the_wire(message), None)
+        decode_rank_message(over_the_wire(message), HELLO)

@@ -60,7 +60,7 @@ from evenkeel_moe.protocol.messages import (
     WeightsReloaded,
 )
 from evenkeel_moe.protocol.rank.gate import Gate, GateAction
-from evenkeel_moe.wire.link import CostCurve, Heartbeat, ReplicaCost, ToRankLink
+from evenkeel_moe.wire.link import Heartbeat, RankFact, ToRankLink
 
 _log = structlog.get_logger(__name__)
 _PROGRESS_INTERVAL_S = 0.2
@@ -235,10 +235,10 @@ class Agent:
             )
         self.feed(WeightsReloaded(weights_version, checksums or ()))
 
-    def tell_curve(self, curve: CostCurve | ReplicaCost) -> None:
-        """Tell the controller what a profile measured, now and on each new stream."""
+    def tell(self, fact: RankFact) -> None:
+        """Tell the controller the result of a profile or the KV cache, now and on new streams."""
         if self._network is not None:
-            self._network.tell_curve(curve)
+            self._network.tell(fact)
 
     def disable_migration(self, why: str) -> None:
         """Refuse every further wave, and send the cause with every heartbeat."""

@@ -80,6 +80,4 @@ def make_hello(
         weight_format=config.weight_format,
         dispatch=config.dispatch,
         slots_stay_filled=config.slots_stay_filled,
-        kv_bytes_per_token=config.kv_bytes_per_token,
-        kv_free_bytes=config.kv_free_bytes,
     )

@@ -29,11 +29,6 @@ class AgentConfig:
     `DispatchModel`, or the engine's own name; empty if unknown."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty; plans then fill all slots."""
-    kv_bytes_per_token: int | None = None
-    """Bytes of one token in this rank's KV cache, over all layers; None if unknown."""
-    kv_free_bytes: int | None = None
-    """Bytes of this rank's KV cache with its present slots while no sequence runs; None if
-    unknown."""
     weights_version: int = 1
     """Version of the weights loaded at the start; every reload raises it."""
     side: CountingSide = CountingSide.DESTINATION

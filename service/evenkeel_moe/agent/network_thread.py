@@ -17,12 +17,11 @@ from evenkeel_moe.agent.reporter import Reporter
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.protocol.messages import ControllerMessage, RankIdentity
 from evenkeel_moe.wire.link import (
-    CostCurve,
     FlowControl,
     FromRankLink,
     NotLeader,
+    RankFact,
     Registration,
-    ReplicaCost,
     ReportAck,
     ToRankLink,
 )
@@ -32,14 +31,14 @@ _RESTART_AFTER_S = 5.0
 
 
 class NetworkThread:
-    """Owns the event loop. Other threads only call `send` and `tell_curve`."""
+    """Owns the event loop. Other threads only call `send` and `tell`."""
 
     def __init__(
         self, link: RankLink, recorder: Recorder, identity: RankIdentity, side: CountingSide
     ) -> None:
         self._link = link
         self.reporter = Reporter(recorder, identity, side, link)
-        self._curves: dict[type, CostCurve | ReplicaCost] = {}
+        self._facts: dict[type, RankFact] = {}
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
 
@@ -55,10 +54,10 @@ class NetworkThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the agent is shutting down
             self._loop.call_soon_threadsafe(self._link.send, message, stream)
 
-    def tell_curve(self, curve: CostCurve | ReplicaCost) -> None:
-        """Send what a profile measured now, and again on each new stream; newer replaces older."""
-        self._curves[type(curve)] = curve
-        self.send(curve, None)
+    def tell(self, fact: RankFact) -> None:
+        """Send a fact now, and again on each new stream; a newer one of its type replaces it."""
+        self._facts[type(fact)] = fact
+        self.send(fact, None)
 
     def take_telemetry(self, stream: int, message: ToRankLink) -> ControllerMessage | None:
         """Handle a message about reports; return every other message to the caller."""
@@ -86,8 +85,8 @@ class NetworkThread:
 
     def _registered(self, stream: int, answer: Registration) -> None:
         self.reporter.registered(answer.flow, answer.highest_step)
-        for curve in list(self._curves.values()):
-            self.send(curve, stream)
+        for fact in list(self._facts.values()):
+            self.send(fact, stream)
         if answer.reason is not None:
             _log.warning(
                 "registered", outcome=answer.outcome, reason=answer.reason, detail=answer.detail

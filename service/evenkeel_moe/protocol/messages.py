@@ -90,8 +90,6 @@ class Hello:
     """How the engine splits tokens over replicas, if known; a `DispatchModel` or another name."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty. If any rank says so, it holds for the group."""
-    kv_bytes_per_token: int | None = None  # Both as in `AgentConfig`; None if unknown.
-    kv_free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

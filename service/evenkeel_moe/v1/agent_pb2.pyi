@@ -38,7 +38,7 @@ PARTICIPANT_STATE_SWAPPING: ParticipantState
 PARTICIPANT_STATE_ABORTED: ParticipantState
 
 class RankMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress", "cost_curve", "replica_cost")
+    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress", "cost_curve", "replica_cost", "kv_cache")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LOAD_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class RankMessage(_message.Message):
     STAGING_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     COST_CURVE_FIELD_NUMBER: _ClassVar[int]
     REPLICA_COST_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     load_report: _telemetry_pb2.LoadReport
@@ -61,7 +62,8 @@ class RankMessage(_message.Message):
     staging_progress: StagingProgress
     cost_curve: CostCurve
     replica_cost: ReplicaCost
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ..., cost_curve: _Optional[_Union[CostCurve, _Mapping]] = ..., replica_cost: _Optional[_Union[ReplicaCost, _Mapping]] = ...) -> None: ...
+    kv_cache: KvCache
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ..., cost_curve: _Optional[_Union[CostCurve, _Mapping]] = ..., replica_cost: _Optional[_Union[ReplicaCost, _Mapping]] = ..., kv_cache: _Optional[_Union[KvCache, _Mapping]] = ...) -> None: ...
 
 class ControllerMessage(_message.Message):
     __slots__ = ("registration", "report_ack", "flow_control", "not_leader", "prepare", "commit", "abort", "query_state")
@@ -84,7 +86,7 @@ class ControllerMessage(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., report_ack: _Optional[_Union[_telemetry_pb2.ReportAck, _Mapping]] = ..., flow_control: _Optional[_Union[_telemetry_pb2.FlowControl, _Mapping]] = ..., not_leader: _Optional[_Union[NotLeader, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., query_state: _Optional[_Union[QueryState, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("identity", "shape", "node", "gpu_uuid", "epoch", "placement_digest", "weights_version", "checksums_digest", "free_bytes", "staging_bytes", "gate_digest", "capabilities", "highest_term", "device", "weight_format", "dispatch", "slots_stay_filled", "kv_bytes_per_token", "kv_free_bytes")
+    __slots__ = ("identity", "shape", "node", "gpu_uuid", "epoch", "placement_digest", "weights_version", "checksums_digest", "free_bytes", "staging_bytes", "gate_digest", "capabilities", "highest_term", "device", "weight_format", "dispatch", "slots_stay_filled")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -102,8 +104,6 @@ class Hello(_message.Message):
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     SLOTS_STAY_FILLED_FIELD_NUMBER: _ClassVar[int]
-    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    KV_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.RankIdentity
     shape: _common_pb2.ModelShape
     node: str
@@ -121,9 +121,7 @@ class Hello(_message.Message):
     weight_format: str
     dispatch: str
     slots_stay_filled: bool
-    kv_bytes_per_token: int
-    kv_free_bytes: int
-    def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ..., device: _Optional[str] = ..., weight_format: _Optional[str] = ..., dispatch: _Optional[str] = ..., slots_stay_filled: _Optional[bool] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_free_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ..., device: _Optional[str] = ..., weight_format: _Optional[str] = ..., dispatch: _Optional[str] = ..., slots_stay_filled: _Optional[bool] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("step", "free_bytes", "staging_bytes", "trouble")
@@ -162,6 +160,14 @@ class ReplicaCost(_message.Message):
     fit_error: float
     measured_unix_s: float
     def __init__(self, fixed_s: _Optional[float] = ..., s_per_token: _Optional[float] = ..., s_per_replica: _Optional[float] = ..., read_s: _Optional[float] = ..., fit_error: _Optional[float] = ..., measured_unix_s: _Optional[float] = ...) -> None: ...
+
+class KvCache(_message.Message):
+    __slots__ = ("bytes_per_token", "free_bytes")
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes_per_token: int
+    free_bytes: int
+    def __init__(self, bytes_per_token: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("wave", "yes", "reason", "detail")

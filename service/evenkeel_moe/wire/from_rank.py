@@ -19,7 +19,7 @@ from evenkeel_moe.wire.fields import (
     seconds,
     text,
 )
-from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat, ReplicaCost
+from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat, KvCache, ReplicaCost
 from evenkeel_moe.wire.reports import decode_report, encode_report
 from evenkeel_moe.wire.values import MAX_TERM, message_codec
 
@@ -83,13 +83,6 @@ def _check_hello(hello: m.Hello) -> None:
     rank, num_ranks = hello.identity.rank, hello.shape.num_ranks
     if rank >= num_ranks:
         raise PeerViolation(f"rank {rank} of {num_ranks} ranks", Reason.WRONG_SHAPE)
-    per_token, free = hello.kv_bytes_per_token, hello.kv_free_bytes
-    if per_token is not None and not 1 <= per_token <= _MAX_KV_BYTES_PER_TOKEN:
-        raise PeerViolation(
-            f"kv_bytes_per_token is {per_token}, 1 to {_MAX_KV_BYTES_PER_TOKEN} are allowed"
-        )
-    if free is not None and free > _MAX_KV_BYTES:
-        raise PeerViolation(f"kv_free_bytes is {free}, at most {_MAX_KV_BYTES} is allowed")
 
 
 def _check_curve(curve: CostCurve) -> None:
@@ -102,6 +95,16 @@ def _check_curve(curve: CostCurve) -> None:
         )
     if any(later < earlier for earlier, later in pairwise(tiles)):
         raise PeerViolation("tile_seconds fall with the number of tokens")
+
+
+def _check_kv_cache(cache: KvCache) -> None:
+    if not 1 <= cache.bytes_per_token <= _MAX_KV_BYTES_PER_TOKEN:
+        raise PeerViolation(
+            f"bytes_per_token is {cache.bytes_per_token}, 1 to {_MAX_KV_BYTES_PER_TOKEN} are"
+            " allowed"
+        )
+    if cache.free_bytes > _MAX_KV_BYTES:
+        raise PeerViolation(f"free_bytes is {cache.free_bytes}, at most {_MAX_KV_BYTES} is allowed")
 
 
 # --- messages -------------------------------------------------------------------------------
@@ -131,6 +134,7 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
     "replica_cost": message_codec(
         ReplicaCost, pb.ReplicaCost, s_per_token=seconds(above_zero=True)
     ),
+    "kv_cache": message_codec(KvCache, pb.KvCache, check=_check_kv_cache),
     "vote": message_codec(
         m.Vote, pb.Vote, reason=FieldCodec(_read_vote_reason), detail=text(cut=True)
     ),

@@ -56,6 +56,20 @@ class ReplicaCost:
 
 
 @dataclass(frozen=True, slots=True)
+class KvCache:
+    """The KV cache of a rank, once its engine has allocated it."""
+
+    bytes_per_token: int
+    """Bytes of one token over all layers; at least 1."""
+    free_bytes: int
+    """Bytes of the cache with the present slots while no sequence runs."""
+
+
+RankFact = CostCurve | ReplicaCost | KvCache
+"""Facts that a rank tells when it knows them, and again on each new stream."""
+
+
+@dataclass(frozen=True, slots=True)
 class FlowControl:
     """Tells a rank when to report, and which steps. It replaces the one sent before."""
 
@@ -116,5 +130,5 @@ class NotLeader:
     retry_after_s: float
 
 
-FromRankLink = RankMessage | Heartbeat | LoadReport | CostCurve | ReplicaCost
+FromRankLink = RankMessage | Heartbeat | LoadReport | RankFact
 ToRankLink = ControllerMessage | Registration | ReportAck | FlowControl | NotLeader

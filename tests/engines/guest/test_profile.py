@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def told() -> Any:
     messages: list[Any] = []
-    return SimpleNamespace(tell_curve=messages.append, messages=messages)
+    return SimpleNamespace(tell=messages.append, messages=messages)
 
 
 def saved_with(tmp_path, **about) -> SavedProfile:

@@ -155,6 +155,7 @@ def _stand_ins(srt: str) -> None:
     stand_in(
         "sglang.srt.model_executor.forward_batch_info", ForwardBatch=object, ForwardMode=object
     )
+    stand_in("sglang.srt.model_executor.model_runner", ModelRunner=ModelRunner)
     _package("sglang.srt.model_executor.model_runner_components")
     stand_in(
         "sglang.srt.model_executor.model_runner_components.moe_ep_setup",
@@ -184,6 +185,22 @@ def _stand_ins(srt: str) -> None:
         get_moe_a2a_backend=lambda: SimpleNamespace(is_megamoe=lambda: False),
     )
     logging.getLogger("sglang").setLevel(logging.WARNING)
+
+
+class ModelRunner:
+    """The part of SGLang's runner that allocates the KV cache: 900 tokens of 128 bytes."""
+
+    is_hybrid_swa = False
+    max_total_num_tokens = 900
+
+    def __init__(self, manager: Any):
+        self.eplb_manager = manager
+        self.token_to_kv_pool: Any = None
+
+    def alloc_memory_pool(self, memory_pool_config: Any = None) -> None:
+        del memory_pool_config
+        half = self.max_total_num_tokens * 64
+        self.token_to_kv_pool = SimpleNamespace(get_kv_size_bytes=lambda: (half, half))
 
 
 class ModelConfig:

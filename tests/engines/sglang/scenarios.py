@@ -14,6 +14,7 @@ from evenkeel_moe.formats import PlacementFile, PlacementFormat, render_placemen
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Ack, StagingProgress
+from evenkeel_moe.wire.link import KvCache
 from tests.agent.fleet import PortLink
 from tests.engines.driving import DrivenRank, is_told, steps_of, toy_settings
 from tests.engines.sglang import engine
@@ -61,6 +62,7 @@ class Rank(DrivenRank):
             get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
         )
         self.model = engine.Model(self.metadata, rank)
+        engine.ModelRunner(self.manager).alloc_memory_pool()
         self.taken = 0
         self.step()
         self.guest = self.plugin.guest_of(self.manager)
@@ -122,6 +124,7 @@ def place(rank, size, *, chunk):
 def observe(rank, size):
     """Observe mode: only counts."""
     one = Rank(rank, size, mode="observe")
+    kv_cache = one.link.expect(KvCache)
     one.steps(5)
     want = torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy()
     reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 5)
@@ -130,6 +133,7 @@ def observe(rank, size):
     return {
         "steps": metas["step"].tolist(),
         "tokens": set(metas["tokens"].tolist()),
+        "kv_cache": kv_cache,
         "sides": {report.side.value for report in reports},
         "last": counts[-1],
         "want": want,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from evenkeel_moe.wire.link import KvCache
 from tests.engines import ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
@@ -41,6 +42,7 @@ def test_every_pass_is_reported_with_its_real_tokens():
             4,
             2,
         )
+        assert seen["kv_cache"] == KvCache(bytes_per_token=128, free_bytes=900 * 128)
         assert seen["capabilities"] == []
         assert seen["slots_stay_filled"]
         assert seen["dispatch"] == "nearest"

@@ -65,6 +65,27 @@ class Groups:
 
 
 GROUPS = Groups()
+KV_CACHE = SimpleNamespace(
+    num_blocks=50,
+    kv_cache_groups=[
+        SimpleNamespace(
+            layer_names=["a", "b", "c"],
+            kv_cache_spec=SimpleNamespace(block_size=16, page_size_bytes=16 * 40),
+        )
+    ],
+)
+"""A `KVCacheConfig`: 50 blocks of 16 tokens, each of 40 bytes in three layers."""
+
+
+class WorkerWrapper:
+    """`WorkerWrapperBase` of one rank; its worker allocates nothing."""
+
+    def __init__(self, rank: int, state: Any):
+        self.global_rank = rank
+        self.worker = SimpleNamespace(model_runner=SimpleNamespace(eplb_state=state))
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        assert kv_cache_configs[self.global_rank] is KV_CACHE
 
 
 def group_of(device_group: Any, cpu_group: Any) -> SimpleNamespace:
@@ -114,6 +135,9 @@ def _stand_ins() -> None:
         pass
 
     stand_in("vllm", __version__=VERSION)
+    for name in ("v1", "v1.worker"):
+        stand_in(f"vllm.{name}").__path__ = []  # type: ignore[attr-defined]
+    stand_in("vllm.v1.worker.worker_base", WorkerWrapperBase=WorkerWrapper)
     for name in ("model_executor", "model_executor.models", "utils", "distributed"):
         stand_in(f"vllm.{name}").__path__ = []  # type: ignore[attr-defined]
     stand_in("vllm.distributed.device_communicators").__path__ = []  # type: ignore[attr-defined]

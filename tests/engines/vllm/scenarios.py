@@ -12,6 +12,7 @@ from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol.messages import Ack, StagingProgress
+from evenkeel_moe.wire.link import KvCache
 from tests.agent.fleet import PortLink
 from tests.engines.driving import DrivenRank, is_told, steps_of, toy_settings
 from tests.engines.vllm import engine
@@ -62,6 +63,7 @@ class Rank(DrivenRank):
         self.model_config = ModelConfig()
         self.state.add_model(self.model, self.model_config)
         self.model_state = self.state.model_states["toy-hash"]
+        engine.WorkerWrapper(rank, self.state).initialize_from_config([engine.KV_CACHE] * size)
         self.guest: Any = None
         self.agent: Any = None
         self.link: Any = None
@@ -148,6 +150,7 @@ def place(rank, size, *, use_async):
 def observe(rank, size):
     """Observe mode: steps, a dummy step, and the reports of them."""
     one = Rank(rank, size, use_async=True, mode="observe")
+    kv_cache = one.link.expect(KvCache)
     one.steps(4)
     chosen = one.chosen[:TOKENS].reshape(-1)
     want = torch.bincount(chosen, minlength=one.model.num_logical_experts).numpy()
@@ -164,6 +167,7 @@ def observe(rank, size):
         "epochs": metas["epoch"].tolist(),
         "counts": counts,
         "want_3": want,
+        "kv_cache": kv_cache,
         "shape": hello.shape,
         "capabilities": sorted(hello.capabilities),
         "digest": hello.placement_digest,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from evenkeel_moe.wire.link import KvCache
 from tests.engines import ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
@@ -28,6 +29,7 @@ def test_registration_has_shape_and_map_and_offers_no_moves():
         assert (shape.num_layers, shape.num_logical_experts, shape.num_ranks) == (3, 6, 2)
         assert (shape.slots_per_rank, shape.top_k) == (4, 2)
         assert shape.bytes_per_expert == 6 * 4 * 4 + 8 + 2
+        assert seen["kv_cache"] == KvCache(bytes_per_token=120, free_bytes=50 * 16 * 120)
         assert seen["capabilities"] == []
         assert seen["digest"] == seen["placement"]
         assert seen["policy"] == "DefaultEplbPolicy", "observing leaves vLLM's planner alone"

@@ -2,10 +2,8 @@ import math
 
 import pytest
 
-from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory, kv_tradeoff, smallest_kv
+from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory, kv_tradeoff
 from evenkeel_moe.planning.decision.replica_levels import (
-    CraftFactors,
     CraftLevel,
     Redundancy,
     ReplicaLevel,
@@ -89,33 +87,3 @@ def test_the_sentence_names_the_best_level_with_its_kv_cache():
         "No other number of replicas has a higher estimated goodput for sure, whatever part of a"
         " step is MoE time."
     )
-
-
-def test_the_rank_with_the_fewest_tokens_counts_and_every_rank_must_tell():
-    assert smallest_kv([(10, 1000), (20, 1500), (1, 80)]) == KvMemory(20, 1500)
-    for missing in ((None, 1000), (10, None)):
-        assert smallest_kv([(10, 1000), missing]) is None
-    assert smallest_kv([]) is None
-
-
-@pytest.mark.parametrize(
-    ("kv", "length", "share"), [(KV, 0, None), (KV, 1, 1.5), (KV, 1, -0.1), (KV, 1, math.nan)]
-)
-def test_impossible_numbers_are_refused(kv, length, share):
-    with pytest.raises(InvalidInput):
-        kv_tradeoff(comparison(NOW), kv, length, share)
-
-
-@pytest.mark.parametrize(("each", "free"), [(0, 1), (-1, 1), (1, -1)])
-def test_an_impossible_kv_cache_is_refused(each, free):
-    with pytest.raises(InvalidInput):
-        KvMemory(each, free)
-
-
-def test_the_rules_of_craft_are_told_apart():
-    told = Redundancy(2, 2, (NOW,), 3, (), CraftFactors(1, 4, None))
-    assert kv_tradeoff(told, KV).craft_words == (
-        "CRAFT would choose R = 1 by the highest gain per replica, R = 4 at the knee, and an"
-        " unknown R by free memory."
-    )
-    assert kv_tradeoff(comparison(NOW), KV).craft_words == "What R CRAFT would choose is unknown."

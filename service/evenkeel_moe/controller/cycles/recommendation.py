@@ -11,7 +11,7 @@ from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Conflict, Reason
 from evenkeel_moe.model.policy import DeploymentPolicy
-from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory, smallest_kv
+from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import RecommendationInputs, recommend
 from evenkeel_moe.ports import Advice, Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -107,8 +107,10 @@ class Recommender:
     def _kv(self) -> KvMemory | None:
         """Return the smallest KV cache of the ranks; None unless every rank told its own."""
         shape, members = self.control.membership.shape, self.control.membership.members.values()
-        if shape is None or len(members) != shape.num_ranks:
-            return None
-        return smallest_kv(
-            [(member.hello.kv_bytes_per_token, member.hello.kv_free_bytes) for member in members]
-        )
+        told = []
+        for member in members:
+            session = self.ranks.by_stream.get(member.stream)
+            if session is not None and session.kv_cache is not None:
+                told.append(KvMemory(session.kv_cache.bytes_per_token, session.kv_cache.free_bytes))
+        complete = shape is not None and len(told) == shape.num_ranks
+        return min(told, key=KvMemory.tokens) if complete else None

@@ -13,10 +13,10 @@ from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Ack, Hello, RankMessage, RankState
-from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat, ReplicaCost
+from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat, KvCache, ReplicaCost
 
 _log = structlog.get_logger(__name__)
-_TELEMETRY = (LoadReport, Heartbeat, CostCurve, ReplicaCost)
+_TELEMETRY = (LoadReport, Heartbeat, CostCurve, ReplicaCost, KvCache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class RankSession:
         """The cost curve its profiler measured; None until then."""
         self.replica_cost: ReplicaCost | None = None
         """The time by tokens and replicas that its profiler measured; None until then."""
+        self.kv_cache: KvCache | None = None
+        """The KV cache of the engine; None until the rank tells it."""
         self._targets = targets
 
     @property
@@ -73,6 +75,8 @@ class RankSession:
                 self.curve = message
             elif isinstance(message, ReplicaCost):
                 self.replica_cost = message
+            elif isinstance(message, KvCache):
+                self.kv_cache = message
             else:
                 self._beat(message)
             return

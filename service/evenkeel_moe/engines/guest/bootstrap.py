@@ -164,7 +164,7 @@ def tell_profile(
     agent: GuestAgent, saved: SavedProfile, device: torch.device, budget_s: float
 ) -> None:
     """Tell the controller the saved profile, measured again if that is possible now."""
-    agent.tell_curve(saved.curve)
+    agent.tell(saved.curve)
     cost = saved.replica_cost
     if saved.shape is not None and budget_s > 0:
         try:
@@ -178,7 +178,7 @@ def tell_profile(
         except (InvalidInput, RuntimeError) as error:
             _log.warning("profile_not_measured_again", detail=str(error)[:300])
     if cost is not None:
-        agent.tell_curve(cost)
+        agent.tell(cost)
 
 
 def _open_store(

@@ -20,6 +20,7 @@ from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.wire.link import KvCache
 
 _log = structlog.get_logger(__name__)
 
@@ -40,6 +41,7 @@ class EngineGuest(ABC):
         self.agreement = PlanAgreement()
         self.agent: GuestAgent | None = None
         """None until the guest has started, and for good if it could not start."""
+        self._kv_cache: KvCache | None = None
         self._link = link
         self._counts: StepCounts | None = None
         self._top_k = 1
@@ -55,6 +57,23 @@ class EngineGuest(ABC):
     def begin(self, move: Move) -> None:
         """Let the engine rebalance at this step; its planner then asks for the plan."""
         self.agreement.move, self.agreement.refused, self._due = move, "", True
+
+    def kv_cache_allocated(self, read: Callable[[], KvCache | None]) -> None:
+        """Tell the controller the engine's KV cache, also if the agent starts later.
+
+        Args:
+            read: returns the cache, or None if a token has no fixed size in it. If it fails, the
+                cache stays unknown, and plans go on.
+        """
+        try:
+            self._kv_cache = read()
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+            _log.warning("kv_cache_unknown", engine=self.engine_name, detail=repr(error)[:300])
+        self._tell_kv_cache()
+
+    def _tell_kv_cache(self) -> None:
+        if self.agent is not None and self._kv_cache is not None:
+            self.agent.tell(self._kv_cache)
 
     def close(self) -> None:
         """Stop the agent's threads."""
@@ -86,6 +105,7 @@ class EngineGuest(ABC):
         self.agent = all_or_none("start an agent", make, self._gather, GuestAgent.close)
         if not self.places:
             self.agent.observe_as_asked()
+        self._tell_kv_cache()
         return self.agent
 
     def _follow(self, agent: GuestAgent, phy2log: NDArray[np.int64]) -> None:

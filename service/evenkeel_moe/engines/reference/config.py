@@ -195,7 +195,7 @@ class RankConfig:
     kv_bytes_per_token: int | None = None
     """Told to the controller as the rank's own; the engine has no KV cache. None tells nothing."""
     kv_free_bytes: int | None = None
-    """The same for the bytes of its KV cache."""
+    """The same for the bytes of its KV cache. Both are given or neither."""
     staging_bytes: int = 4 << 20
     """Memory for staged experts on one rank."""
     poll_every: int = 4
@@ -262,6 +262,11 @@ class RankConfig:
         paced = self.pace_s_per_token or self.pace_s_per_replica or self.slow_factor > 1.0
         if paced and self.dispatch.fetches:
             raise InvalidInput(f"dispatch {self.dispatch} has no pace and no slow rank")
+        if (self.kv_bytes_per_token is None) != (self.kv_free_bytes is None):
+            raise InvalidInput(
+                f"kv_bytes_per_token is {self.kv_bytes_per_token} and kv_free_bytes is"
+                f" {self.kv_free_bytes}: give both or neither"
+            )
         if self.tell_cost and not self.pace_s_per_token:
             raise InvalidInput("tell_cost needs pace_s_per_token, the time that is told")
 

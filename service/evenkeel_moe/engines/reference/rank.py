@@ -28,6 +28,7 @@ from evenkeel_moe.engines.reference.wiring import connect_group, make_agent
 from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.wire.link import KvCache
 
 _distributed: Any = torch.distributed
 
@@ -123,7 +124,9 @@ class _Rank:
             )
             cost = self.parts.pace.cost(SystemClock().unix())
             if config.tell_cost and cost is not None:
-                self.agent.tell_curve(cost)
+                self.agent.tell(cost)
+            if config.kv_bytes_per_token is not None and config.kv_free_bytes is not None:
+                self.agent.tell(KvCache(config.kv_bytes_per_token, config.kv_free_bytes))
         lines.write(
             "start",
             attempt=config.attempt,

@@ -82,8 +82,6 @@ def _agent_config(config: RankConfig, generation: str, device: torch.device) -> 
         device_name=device_name(device),
         weight_format="fp32",
         dispatch=config.dispatch.told,
-        kv_bytes_per_token=config.kv_bytes_per_token,
-        kv_free_bytes=config.kv_free_bytes,
         staging_bytes=config.staging_bytes,
         poll_every=config.poll_every,
         resolve_after=config.poll_latency,

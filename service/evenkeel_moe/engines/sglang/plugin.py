@@ -7,11 +7,15 @@ and nothing is hooked unless the version and every signature are known.
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.guards import check_signatures, check_version
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
+from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.sglang.guest import SglangAccess, SglangGuest
+from evenkeel_moe.engines.sglang.kv_cache import read_kv_cache
 
 KNOWN_VERSIONS = ("0.5.23",)
 _EPLB = "sglang.srt.eplb"
@@ -21,6 +25,7 @@ _LOCATION = f"{_EPLB}.expert_location"
 _UPDATER = f"{_EPLB}.expert_location_updater"
 _ALGORITHMS = f"{_EPLB}.eplb_algorithms"
 _CONTEXT = "sglang.srt.runtime_context"
+_RUNNER = "sglang.srt.model_executor.model_runner"
 
 _SIGNATURES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     _MANAGER: {
@@ -81,6 +86,13 @@ def check_engine(version: str) -> None:
 class SglangPlugin(EnginePlugin[SglangGuest]):
     """The hooks, and the guest of each `EPLBManager` of the process."""
 
+    def __init__(
+        self, settings: GuestSettings, version: str, make_link: Callable[[], RankLink] | None = None
+    ) -> None:
+        super().__init__(settings, version, make_link)
+        self._runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """The `ModelRunner` of each manager, once it has a KV cache."""
+
     def install(self) -> None:
         """Check SGLang, then register the hooks; SGLang applies them once all plugins are loaded.
 
@@ -96,6 +108,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         add(f"{recorder}._on_forward_pass_start", self._pass_began, kinds.BEFORE)
         add(f"{manager}.on_forward_pass_end", self._around_pass_end, kinds.AROUND)
         add(f"{_UPDATER}.ExpertLocationUpdater.update", self._around_update, kinds.AROUND)
+        add(f"{_RUNNER}.ModelRunner.alloc_memory_pool", self._pool_allocated, kinds.AFTER)
         if self._places:
             add(f"{manager}._entrypoint", self._around_entrypoint, kinds.AROUND)
             add(f"{manager}._check_rebalance_needed", self._around_check, kinds.AROUND)
@@ -116,6 +129,9 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
             )
             guest = SglangGuest(self.settings, manager, access, self._new_link())
             self.guests[manager] = guest
+            runner = self._runners.get(manager)
+            if runner is not None:
+                guest.kv_cache_allocated(lambda: read_kv_cache(runner))
         return guest
 
     # --- hooks; SGLang passes the original as the first argument of an AROUND hook
@@ -134,6 +150,16 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         """Before `_on_forward_pass_start(self, forward_batch)`."""
         batch = kwargs.get("forward_batch", args[1] if len(args) > 1 else None)
         self._notify("_on_forward_pass_start", lambda guest: guest.pass_began(batch))
+
+    def _pool_allocated(self, _result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> None:
+        """After `alloc_memory_pool(self, ...)`; the runner of a draft model has no manager."""
+        manager = getattr(runner, "eplb_manager", None)
+        if manager is None:
+            return
+        self._runners[manager] = runner
+        guest = self.guests.get(manager)
+        if guest is not None:  # Otherwise the first forward pass makes the guest.
+            guest.kv_cache_allocated(lambda: read_kv_cache(runner))
 
     def _around_pass_end(self, original: Callable[[Any], None], manager: Any) -> None:
         guest = self.guest_of(manager)

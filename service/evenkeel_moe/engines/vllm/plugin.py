@@ -7,6 +7,7 @@ are known.
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -22,12 +23,14 @@ from evenkeel_moe.engines.guest.guards import (
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.guest import VllmGuest, is_draft
+from evenkeel_moe.engines.vllm.kv_cache import read_kv_cache
 from evenkeel_moe.engines.vllm.policy import make_policy
 
 KNOWN_VERSIONS = ("0.33.0",)
 _STATE = "vllm.distributed.eplb.eplb_state"
 _POLICIES = "vllm.distributed.eplb.policy"
 _GROUPS = "vllm.distributed.parallel_state"
+_WORKERS = "vllm.v1.worker.worker_base"
 _INSTALLED = "_evenkeel_plugin"
 
 _SIGNATURES: Mapping[str, Mapping[str, str]] = {
@@ -108,6 +111,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         self._wrap_start(state.EplbState)
         self._wrap_step(state.EplbState)
         self._wrap_commits(state)
+        self._wrap_kv_cache(sys.modules.get(_WORKERS))
         if self._places:
             self._policy = make_policy(policies.EPLB_POLICIES["default"], self.guests)
             policies.EPLB_POLICIES["default"] = self._policy
@@ -170,6 +174,25 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
 
         owner.prepare_forward, owner.step = prepare_and_note, count_and_step
         owner.rearrange = note_and_rearrange
+
+    def _wrap_kv_cache(self, module: Any) -> None:
+        """Learn the size of the KV cache; a process without workers has none."""
+        owner = getattr(module, "WorkerWrapperBase", None)
+        if owner is None:
+            return
+        allocate = owner.initialize_from_config
+
+        @functools.wraps(allocate)
+        def allocate_and_tell(wrapper: Any, kv_cache_configs: Any) -> Any:
+            answer = allocate(wrapper, kv_cache_configs)
+            for state, guest in list(self.guests.items()):
+                if getattr(wrapper.worker.model_runner, "eplb_state", None) is state:
+                    guest.kv_cache_allocated(
+                        lambda: read_kv_cache(kv_cache_configs[wrapper.global_rank])
+                    )
+            return answer
+
+        owner.initialize_from_config = allocate_and_tell
 
     def _wrap_commits(self, module: Any) -> None:
         move, commit = module._move_to_workspace, module._commit_eplb_maps

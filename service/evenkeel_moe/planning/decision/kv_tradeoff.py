@@ -48,21 +48,6 @@ class KvMemory:
         return max(0, self.free_bytes - extra_bytes) // self.bytes_per_token
 
 
-def smallest_kv(ranks: Sequence[tuple[int | None, int | None]]) -> KvMemory | None:
-    """Return the KV cache that holds the fewest tokens.
-
-    Args:
-        ranks: (bytes per token, bytes of the cache) of each rank; None is unknown.
-
-    Returns:
-        None if any rank's is unknown, or without ranks.
-    """
-    known = [KvMemory(each, free) for each, free in ranks if each is not None and free is not None]
-    if not known or len(known) < len(ranks):
-        return None
-    return min(known, key=KvMemory.tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class TradeoffRow:
     """One number of replicas. None is unknown, never zero."""
