@@ -26,9 +26,7 @@ class Served:
         start = max(0, end - CAPACITY)
         tokens, active, seconds = (values[start:end] for values in self.steps)
         first = np.maximum(self.first - start, 0)
-        found, changes = fit_present_speeds(
-            tokens, active, seconds, LAYERS, self.before, first
-        )
+        found, changes = fit_present_speeds(tokens, active, seconds, LAYERS, self.before, first)
         self.waits = changes.waiting
         self.first = np.where(changes.first > first, changes.first + start, self.first)
         if isinstance(found, TimeFit):
