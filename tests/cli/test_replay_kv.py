@@ -1,6 +1,7 @@
 """`evenkeel replay` with options of the KV cache: replicas are weighed against it."""
 
 import json
+from html import escape
 
 import pytest
 
@@ -16,7 +17,7 @@ def rows_of(answer):
     return {(row["rule"], row["level"]): row for row in answer["replica_tradeoff"]["rows"]}
 
 
-def test_compare_weighs_every_number_of_replicas_on_the_shipped_trace():
+def test_compare_weighs_every_number_of_replicas_on_the_shipped_trace(tmp_path):
     args = ("compare", "-t", SHIPPED, "--slots", 72, "-p", "eplb", "--bytes-per-expert", EXPERT)
     plain = json.loads(run_replay(*args, "--json"))
     assert "replica_tradeoff" not in plain
@@ -35,9 +36,13 @@ def test_compare_weighs_every_number_of_replicas_on_the_shipped_trace():
     # CRAFT with one replica per layer and rank uses no more memory than that in every layer.
     assert rows["craft", layers]["replicas"] <= rows["uniform", 8]["replicas"]
     assert rows["craft", 1]["kv_tokens_lost"] < 0 < rows["uniform", 16]["kv_tokens_lost"]
-    text = " ".join(run_replay(*asked).split())
+    page = tmp_path / "page.html"
+    text = " ".join(run_replay(*asked, "--html", page).split())
     assert "Replicas against KV cache" in text
     assert answer["replica_tradeoff"]["words"] in text
+    written = page.read_text()
+    assert escape(answer["replica_tradeoff"]["words"]) in written
+    assert f"<td>{none['kv_tokens']:,}</td>" in written
 
 
 def test_plan_weighs_them_on_the_newest_steps(small, tmp_path):

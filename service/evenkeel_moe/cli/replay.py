@@ -130,10 +130,10 @@ def compare_command(
         tradeoff = walked_tradeoff(setup, kv)
     # Printed before any file is written: a full disk must not lose the results.
     _print_comparison(comparison, tradeoff, as_json)
-    _write_files(comparison, save_plans, html)
+    _write_files(comparison, tradeoff, save_plans, html)
 
 
-def _write_files(comparison: Any, plans: Path | None, html: Path | None) -> None:
+def _write_files(comparison: Any, tradeoff: Any, plans: Path | None, html: Path | None) -> None:
     from evenkeel_moe.formats.writing import write_file
     from evenkeel_moe.replay.compare import save_plans
 
@@ -142,7 +142,7 @@ def _write_files(comparison: Any, plans: Path | None, html: Path | None) -> None
     if html is not None:
         from evenkeel_moe.replay.report import render_report
 
-        write_file(html, render_report(comparison))
+        write_file(html, render_report(comparison, tradeoff))
 
 
 def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:

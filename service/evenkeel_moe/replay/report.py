@@ -8,12 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.budget import BudgetPoint
 from evenkeel_moe.replay.charts import PALETTE, SMALL, Series, Style, bars, heat_map, lines, ranges
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.planners import BASELINES, VERDICT
-from evenkeel_moe.replay.tables import COLUMNS, best_by_column
+from evenkeel_moe.replay.tables import (
+    COLUMNS,
+    TRADEOFF_HEADS,
+    TRADEOFF_TITLE,
+    best_by_column,
+    tradeoff_rows,
+)
 from evenkeel_moe.replay.walk import Walk
 
 MAX_POINTS = 120
@@ -60,8 +67,8 @@ th:first-child{{text-align:left}}
 """
 
 
-def render_report(comparison: Comparison) -> str:
-    """Return the page as HTML text."""
+def render_report(comparison: Comparison, tradeoff: ReplicaTradeoff | None = None) -> str:
+    """Return the page as HTML text; with a table of replicas against KV cache if it is given."""
     styles = _styles([walk.policy for walk in comparison.walks])
     horizon = comparison.setup.horizon_steps
     sections = [
@@ -110,6 +117,9 @@ def render_report(comparison: Comparison) -> str:
                 _budget(comparison.budget),
             )
         )
+    if tradeoff is not None:
+        text = f"{tradeoff.words} {tradeoff.craft_words}".strip()
+        sections.append(_section(TRADEOFF_TITLE, text, _tradeoff(tradeoff)))
     title = escape(f"Replay of {comparison.name}")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -170,6 +180,18 @@ def _table(comparison: Comparison) -> str:
         '<section><div class="scroll"><table><thead><tr><th scope="col">policy</th>'
         f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         "<p>Bold: the best value of a column, or a tie.</p></section>"
+    )
+
+
+def _tradeoff(tradeoff: ReplicaTradeoff) -> str:
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in TRADEOFF_HEADS)
+    rows = []
+    for name, *cells in tradeoff_rows(tradeoff):
+        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{values}</tr>')
+    return (
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 

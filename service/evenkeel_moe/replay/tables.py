@@ -152,20 +152,34 @@ def _titled(title: str, *heads: str, show_header: bool = True) -> Table:
     return table
 
 
-def tradeoff_table(tradeoff: ReplicaTradeoff) -> Table:
-    """Return a table with one row for each number of replicas; `-` is unknown."""
-    heads = ("replicas", "balance", "MoE time", "KV tokens lost", "KV tokens", "sequences")
-    table = _titled("Replicas against KV cache, on one rank", *heads, "goodput")
-    table.columns[0].justify = "left"
+TRADEOFF_TITLE = "Replicas against KV cache, on one rank"
+TRADEOFF_HEADS = (
+    "replicas", "balance", "MoE time", "KV tokens lost", "KV tokens", "sequences", "goodput",
+)  # fmt: skip
+
+
+def tradeoff_rows(tradeoff: ReplicaTradeoff) -> list[tuple[str, ...]]:
+    """Return the cells under `TRADEOFF_HEADS` for each number of replicas; `-` is unknown."""
+    rows = []
     for row in tradeoff.rows:
         counts = (row.kv_tokens_lost, row.kv_tokens, row.sequences)
-        table.add_row(
+        cells = (
             f"{row.name}{' (present)' if row.present else ''}",
             "-" if row.balancedness is None else _plain(3)(row.balancedness),
             f"{0.0 - row.gain:+.1%}" if math.isfinite(row.gain) else "-",
             *("-" if value is None else f"{value:,}" for value in counts),
             goodput_words(row.goodput_lower, row.goodput_upper).replace("unknown", "-"),
         )
+        rows.append(cells)
+    return rows
+
+
+def tradeoff_table(tradeoff: ReplicaTradeoff) -> Table:
+    """Return a table with one row for each number of replicas."""
+    table = _titled(TRADEOFF_TITLE, *TRADEOFF_HEADS)
+    table.columns[0].justify = "left"
+    for cells in tradeoff_rows(tradeoff):
+        table.add_row(*cells)
     return table
 
 
