@@ -18,6 +18,14 @@ Cells = list[list[float | None]]
 # --- recommendations ------------------------------------------------------------------------
 
 
+class CalibrationOut(ResponseBody):
+    """The factor by which modelled gains are multiplied, by what earlier plans delivered."""
+
+    factor: float
+    plans: int
+    """Measured plans that it rests on; 0 if nothing is calibrated."""
+
+
 class VerdictOut(ResponseBody):
     """The verdict of later steps on a plan. Shares are of predicted MoE time; null is unknown."""
 
@@ -26,7 +34,10 @@ class VerdictOut(ResponseBody):
     steps: int
     """Number of later steps it is based on."""
     gain: Number
-    """Share saved, without the cost of the copies."""
+    """Share saved, without the cost of the copies; calibrated, like all that follows from it."""
+    gain_modelled: Number
+    """The same before calibration, as the cost model has it."""
+    calibration: CalibrationOut
     gain_lower: Number
     """Lower bound of the gain in the next window."""
     gain_upper: Number

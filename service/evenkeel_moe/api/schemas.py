@@ -110,7 +110,7 @@ class DeliveredOut(ResponseBody):
     steps: int
     """Compared steps, as many before the plan as after it."""
     cost_source: TextOrNull
-    """Source of the cost model that divided the seconds over the layers."""
+    """Source of the cost model that the plan was scored by."""
     unknown_because: TextOrNull
     """The reason that the gain is unknown."""
     at: float

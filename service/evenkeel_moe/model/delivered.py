@@ -25,7 +25,7 @@ class DeliveredGain:
     steps: int = 0
     """Compared steps, as many before the plan as after it."""
     cost_source: str = ""
-    """Source of the cost model (`CostSource`) that took part; empty if unknown."""
+    """Source of the cost model (`CostSource`) that the plan was scored by; empty if unknown."""
     unknown_because: str = ""
     """The reason that the gain is unknown; empty if it is known."""
 

@@ -27,6 +27,7 @@ GAUGES = DeploymentGauges(
     layers=(LayerGauges(1, 0.6, 2, (1.2, 0.8)), LayerGauges(0, None, 1)),
     last_plan=PlanGauges(NOW, 0.2, 0.15, 0.95, 0.93),
     measured=MeasuredGauges(0.2, (0.18, 0.15, 0.21), 2),
+    calibration=0.9,
     last_failure=(NOW, "prepare_deadline"),
 )
 
@@ -185,6 +186,7 @@ def test_promise_and_delivery_of_the_newest_measured_plan_have_series(metrics, r
         labels = (("bound", bound), ("deployment", "demo"))
         assert found["evenkeel_plan_delivered_gain_ratio", labels] == delivered
     assert found["evenkeel_plans_lost_time_in_a_row", (("deployment", "demo"),)] == 2
+    assert found["evenkeel_gain_calibration_ratio", (("deployment", "demo"),)] == 0.9
     unpromised = replace(GAUGES, measured=MeasuredGauges(None, (0.1, 0.0, 0.2), 0))
     metrics.refresh(make_status(), BALANCE, unpromised)
     assert "evenkeel_plan_promised_gain_ratio" not in names(registry)

@@ -5,15 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel_moe.controller.cycles.plan_gains import PlanSteps, measure_plan, steps_around
-from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel
+from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
+from evenkeel_moe.controller.cycles.plan_gains import (
+    PlanSteps,
+    calibration_of,
+    measure_plan,
+    steps_around,
+)
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.load import LoadWindow, Phase
-from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.model.plan import PlanLimits, PlanPhase
+from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, GainPair, calibrate
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from tests.api.fakes import make_plan
 from tests.controller.cycles.test_manual_plans import BAD, Rig
-from tests.protocol.machines import AFTER_ONE, BASE
+from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT
 from tests.waiting import until
 
 PLAN = make_plan(phase=PlanPhase.COMMITTED).plan
@@ -63,7 +71,7 @@ def test_a_plan_is_measured_by_the_seconds_of_its_own_steps():
     assert found.modelled == pytest.approx(1 - new / old, abs=0.02)
     assert found.gain == pytest.approx(1 - 1.1 * new / old, abs=0.02)
     assert found.steps >= 50
-    assert (found.at, found.cost_source) == (5.0, "tokens")
+    assert found.at == 5.0
 
 
 def test_without_seconds_or_with_foreign_curves_it_is_unknown():
@@ -73,6 +81,26 @@ def test_without_seconds_or_with_foreign_curves_it_is_unknown():
     assert (found.gain, found.unknown_because) == (None, "no rank reports seconds")
     foreign = CostModel(CostCurves.linear(np.ones(3)))
     assert "3 ranks" in measure_plan(steps, PLAN, foreign, EVEN_SPLIT, 5.0).unknown_because
+
+
+def measured(at, gain, *, modelled=None, source="tokens", promised=0.1):
+    record = make_plan(f"p{at}", phase=PlanPhase.COMMITTED)
+    record.plan.numbers.update(gain=promised)
+    record.plan.numbers.update({} if modelled is None else {"gain_modelled": modelled})
+    gained = DeliveredGain(at, gain, 0.001, gain - 0.01, gain + 0.01, None, 64, source)
+    return replace(record, delivered=gained)
+
+
+def test_a_verdict_is_calibrated_by_the_model_and_not_by_calibrated_promises():
+    unmeasured = make_plan(phase=PlanPhase.COMMITTED)
+    unknown = replace(unmeasured, delivered=DeliveredGain(3.0, unknown_because="why"))
+    plans = [measured(2.0, 0.05, promised=0.05, modelled=0.1), unmeasured, unknown]
+    assert calibration_of(plans, CostSource.TOKENS) == calibrate([GainPair(0.1, 0.05, 0.001)])
+    assert calibration_of([measured(2.0, 0.05)], CostSource.TOKENS).factor < 1
+    assert calibration_of(plans, CostSource.MEASURED) == NOT_CALIBRATED, "of another cost model"
+    newest = [measured(float(at), 0.1) for at in range(20, 28)]
+    odd = [measured(float(at), 0.01) for at in range(8)]
+    assert calibration_of([*newest, *odd], CostSource.TOKENS).factor == pytest.approx(1.0)
 
 
 # --- in a running controller ----------------------------------------------------------------------
@@ -106,6 +134,7 @@ async def test_a_measured_gain_is_stored_with_the_plan_and_outlives_a_restart(ri
     record = rig.member.control.records.get(BAD)
     assert record.delivered.gain < -0.5
     assert record.updated_at == ended, "cooldowns count from the end of a plan"
+    assert record.delivered.cost_source == "tokens"
     assert (record.story[-1]["event"], record.phase) == ("measured", PlanPhase.COMMITTED)
     assert record.story[-1]["delivered_gain"] == record.delivered.gain
     await rig.at_rest()
@@ -139,3 +168,22 @@ async def test_another_generation_begins_anew(rig):
     await rig.member.measure_plans()
     await rig.member.driver.call(lambda now: (None, []))  # What was posted has been handled.
     assert rig.member.control.records.get(BAD).delivered is None
+
+
+async def test_the_next_cycle_is_calibrated_by_the_stored_plans_also_after_a_restart(rig):
+    await rig.operations.set_policy(DEPLOYMENT, {"cost": "tokens"}, "me")
+    append(rig, window(0, 100, 0, BASE))
+    await rig.migrate()
+    rig.member.control.records.get(BAD).plan.numbers["gain"] = 0.3
+    append(rig, window(100, 80, 1, AFTER_ONE, factor=2.0))
+    await rig.member.measure_plans()
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    await rig.at_rest()
+    for _ in range(2):
+        base = PlanBase.current(rig.member.control)
+        builder = rig.member.planner._builder
+        inputs = builder.build(base, "eplb", PlanLimits())
+        assert inputs.calibration.plans == 1
+        assert 0.25 <= inputs.calibration.factor < 1
+        assert rig.member.planner.calibration == inputs.calibration
+        await rig.restart()

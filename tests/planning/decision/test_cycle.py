@@ -8,6 +8,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.planning.decision.cycle import (
     CycleInputs,
     WindowSplit,
@@ -69,6 +70,13 @@ def test_the_policy_is_told_what_it_may_spend(monkeypatch):
     assert [(problem.objective.cross_node_factor, problem.max_evaluations) for problem in told] == [
         (3.0, 77)
     ]
+
+
+def test_a_cycle_scales_its_verdict_by_what_earlier_plans_delivered():
+    plain = run_cycle(inputs(skewed(60)))
+    scaled = run_cycle(inputs(skewed(60), calibration=Calibration(0.5, 4)))
+    assert scaled.numbers["gain"] == pytest.approx(0.5 * plain.numbers["gain"])
+    assert scaled.numbers["gain_modelled"] == pytest.approx(plain.numbers["gain"])
 
 
 def test_a_skewed_window_ends_in_waves_that_reach_a_better_target():

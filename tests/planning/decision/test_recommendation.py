@@ -8,6 +8,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.planning.decision.cycle import run_cycle
 from evenkeel_moe.planning.decision.recommendation import (
     RecommendationInputs,
@@ -55,6 +56,16 @@ def test_the_words_carry_the_arithmetic():
         f"= {own.verdict.net_gain:.2%}: recommend.",
     ):
         assert part in words, (part, words)
+
+
+def test_a_calibrated_recommendation_says_so():
+    found = ask(skewed(60), calibration=Calibration(0.75, 4))
+    own = found.policies[0].verdict
+    assert own is not None and own.calibration.plans == 4
+    said = f"The cost model says {own.gain_modelled:.2%}; the last 4 measured plans lead to 0.75"
+    assert any(said in words for words in found.words)
+    assert any(f"It saves {own.gain:.2%}" in words for words in found.words)
+    assert not any("measured plans" in words for words in ask(skewed(60)).words)
 
 
 def test_a_recommendation_states_the_cost_model_and_its_unit():

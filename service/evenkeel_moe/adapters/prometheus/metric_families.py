@@ -70,6 +70,8 @@ class DeploymentGauges:
     last_plan: PlanGauges | None = None
     measured: MeasuredGauges | None = None
     """None before a plan was measured."""
+    calibration: float | None = None
+    """Factor by which modelled gains are multiplied."""
     last_failure: tuple[float, str] | None = None
     """Time at which the newest aborted plan ended [Unix s], and its Reason."""
 
@@ -109,6 +111,8 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         "evenkeel_staging_planned_bytes": "Bytes the current wave stages in all.",
         "evenkeel_experts_down_to_one_replica": "Experts of all layers placed on several ranks"
         " of which one is alive.",
+        "evenkeel_gain_calibration_ratio": "Factor by which the gain of a verdict is multiplied,"
+        " by what earlier plans delivered; 1 without measured plans.",
         "evenkeel_plan_promised_gain_ratio": "Saving of MoE time that the verdict promised for the"
         " newest measured plan.",
         "evenkeel_plans_lost_time_in_a_row": "Newest measured plans in a row that cost MoE time by"
@@ -280,6 +284,7 @@ def _of_last_plan(view: View) -> _Series:
     if failure is not None:
         failed_at, reason = failure
         yield "evenkeel_last_plan_failed_timestamp_seconds", (reason,), failed_at
+    yield "evenkeel_gain_calibration_ratio", (), view.gauges.calibration
     measured = view.gauges.measured
     if measured is not None:
         yield "evenkeel_plans_lost_time_in_a_row", (), measured.losses_in_a_row

@@ -17,6 +17,7 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     price,
     steps_since_move,
 )
+from evenkeel_moe.controller.cycles.plan_gains import calibration_of
 from evenkeel_moe.controller.cycles.rank_costs import RankCosts
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
@@ -26,6 +27,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibration
 from evenkeel_moe.planning.decision.cycle import CycleInputs
 from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
 from evenkeel_moe.planning.problem.objective import Objective
@@ -76,6 +78,8 @@ class InputBuilder:
     """The state of the gates after the last cycle; each cycle replaces it."""
     cost: CostModel | None = field(default=None, init=False)
     """The cost model of the newest inputs; None before the first."""
+    calibration: Calibration = field(default=NOT_CALIBRATED, init=False)
+    """By what plans delivered, in the newest inputs."""
     _pace: StepPace = field(default_factory=StepPace, init=False)
     _slow: SlowRanks = field(default_factory=SlowRanks, init=False)
     _costs: RankCosts = field(init=False)
@@ -122,6 +126,8 @@ class InputBuilder:
         load, source = merge_phases(windows, shape, settings.plan_steps)
         starts = request is None or not request.dry_run
         failed_plans, ended_at = self._plan_history()
+        objective = self._objective(shape, base, limits, load)
+        self.calibration = calibration_of(control.records.by_id.values(), objective.cost.source)
         return CycleInputs(
             load=load,
             shape=shape,
@@ -145,7 +151,8 @@ class InputBuilder:
             steps_since_move=steps_since_move(windows, base.epoch, settings.plan_steps),
             step_s=self._pace.step_s,
             source_load=source,
-            objective=self._objective(shape, base, limits, load),
+            objective=objective,
+            calibration=self.calibration,
             max_evaluations=self.budget.limit(policy),
             policy_options=control.policy.policy_options,
             recent_steps=settings.recent_steps,

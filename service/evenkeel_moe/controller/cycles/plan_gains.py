@@ -1,8 +1,8 @@
 """Measures what each committed plan delivered, once enough steps have run under it."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import structlog
@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.errors import EvenkeelError
-from evenkeel_moe.model.cost import CostModel
+from evenkeel_moe.model.cost import CostModel, CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import MAX_STEP, LoadWindow, Phase
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
+from evenkeel_moe.planning.decision.calibration import Calibration, GainPair, calibrate
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports import Clock
@@ -89,7 +90,7 @@ def _chosen(parts: Sequence[LoadWindow], masks: Sequence[NDArray[np.bool_]]) -> 
 def measure_plan(
     steps: PlanSteps, plan: Plan, cost: CostModel, split: SplitModel, at: float
 ) -> DeliveredGain:
-    """Return what a plan delivered, or why that is unknown."""
+    """Return what a plan delivered, or why that is unknown; `cost_source` is left empty."""
     phases = []
     try:
         for phase, after in steps.after.items():
@@ -114,8 +115,26 @@ def measure_plan(
         upper=found.upper,
         modelled=found.modelled,
         steps=found.steps,
-        cost_source=cost.source.value,
     )
+
+
+def calibration_of(records: Iterable[PlanRecord], source: CostSource) -> Calibration:
+    """Return the calibration of the next verdict by the measured plans that had a verdict.
+
+    Args:
+        records: in any order.
+        source: of the cost model of the verdict; plans measured under another one do not count.
+    """
+    found: list[tuple[float, GainPair]] = []
+    for record in records:
+        delivered, numbers = record.delivered, record.plan.numbers
+        modelled = numbers.get("gain_modelled", numbers.get("gain"))
+        if delivered is None or delivered.gain is None or delivered.error is None:
+            continue
+        if modelled is not None and delivered.cost_source == source.value:
+            found.append((delivered.at, GainPair(modelled, delivered.gain, delivered.error)))
+    found.sort(key=lambda one: one[0])
+    return calibrate([pair for _, pair in found])
 
 
 @dataclass(eq=False, repr=False)
@@ -130,8 +149,9 @@ class PlanGains:
     loads: GroupLoads
     inbox: MachineInbox
     clock: Clock
-    _began: dict[PlanId, int] = field(default_factory=dict, init=False)
-    """Newest complete step when the first wave of a plan went out, oldest plan first."""
+    _began: dict[PlanId, tuple[int, CostSource]] = field(default_factory=dict, init=False)
+    """Newest complete step, and source of the cost model, when the first wave of a plan went out;
+    oldest plan first."""
     _tried: dict[PlanId, int] = field(default_factory=dict, init=False)
     """Steps after a plan with which it could not be measured yet."""
 
@@ -140,11 +160,15 @@ class PlanGains:
         self._began.clear()
         self._tried.clear()
 
-    def plan_begins(self, plan_id: PlanId) -> None:
-        """Note that the first wave of a plan goes out."""
+    def plan_begins(self, plan_id: PlanId, source: CostSource) -> None:
+        """Note that the first wave of a plan goes out.
+
+        Args:
+            source: of the cost model of the newest cycle.
+        """
         newest = self.loads.ingest.newest_step
         if newest is not None:
-            self._began.setdefault(plan_id, newest)
+            self._began.setdefault(plan_id, (newest, source))
         for old in list(self._began)[:-_REMEMBERED]:
             del self._began[old]
             self._tried.pop(old, None)
@@ -157,7 +181,8 @@ class PlanGains:
         """
         for record, until in self._unmeasured():
             plan, split = record.plan, self.loads.split()
-            steps = steps_around(self.loads.ingest.parts(), plan, self._began[plan.plan_id], until)
+            began, source = self._began[plan.plan_id]
+            steps = steps_around(self.loads.ingest.parts(), plan, began, until)
             over = until is not None or steps.most_after >= _MOST_STEPS
             wanted = max(ENOUGH_STEPS, self._tried.get(plan.plan_id, 0) + _AGAIN_AFTER)
             if not over and steps.most_after < wanted:
@@ -167,7 +192,7 @@ class PlanGains:
             at = self.clock.unix()
             found = await asyncio.to_thread(measure_plan, steps, plan, cost, split, at)
             if over or found.steps >= ENOUGH_STEPS:
-                self._tell(record, found)
+                self._tell(record, replace(found, cost_source=source.value))
 
     def _unmeasured(self) -> list[tuple[PlanRecord, int | None]]:
         """Return the plans to measure, each with the step at which the next plan began."""
@@ -179,7 +204,7 @@ class PlanGains:
             if record is None or record.phase is not PlanPhase.COMMITTED or record.delivered:
                 continue
             following = nexts.get(plan_id)
-            found.append((record, None if following is None else self._began[following]))
+            found.append((record, None if following is None else self._began[following][0]))
         return found
 
     def _tell(self, record: PlanRecord, found: DeliveredGain) -> None:

@@ -24,6 +24,7 @@ from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.ports import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.operator import Operator
@@ -64,6 +65,11 @@ class DeploymentPlanner:
     def cost(self) -> CostModel | None:
         """The cost model by which the newest cycle scored; None before the first."""
         return self._builder.cost
+
+    @property
+    def calibration(self) -> Calibration:
+        """By what earlier plans delivered, in the newest cycle."""
+        return self._builder.calibration
 
     def forget(self) -> None:
         """Start again: the windows begin again for another generation."""

@@ -162,7 +162,8 @@ class Deployment:
     def _expect_wave(self, prepare: Prepare) -> None:
         self.loads.expect_wave(prepare)
         if prepare.wave.wave_index == 0:
-            self.planner.gains.plan_begins(prepare.wave.plan_id)
+            source = (self.planner.cost or TOKENS).source
+            self.planner.gains.plan_begins(prepare.wave.plan_id, source)
 
     def _build_driver(self, clock: Clock) -> Driver[ctl.ControlAction]:
         return Driver(

@@ -204,6 +204,7 @@ class GaugeReader:
             layers=self._layers(placement, redundant),
             last_plan=self._last_plan(),
             measured=measured_gauges(self.control.records.by_id.values()),
+            calibration=self.planner.calibration.factor,
             last_failure=self._last_failure(),
         )
 

@@ -16,6 +16,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
 from evenkeel_moe.model.policy import Mode, OptionValue
 from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibration
 from evenkeel_moe.planning.decision.gates import (
     AfterInputs,
     BeforeInputs,
@@ -110,6 +111,8 @@ class CycleInputs:
     when there are twice as many."""
     step_s: float | None = None
     """Seconds from one step to the next; None if unknown."""
+    calibration: Calibration = NOT_CALIBRATED
+    """By what earlier plans delivered."""
     seed: int = 0
 
     @property
@@ -338,6 +341,7 @@ def judge_target(
         lifetime_steps=objective.lifetime_steps,
         step_s=inputs.step_s,
         cost_model=objective.cost.basis,
+        calibration=inputs.calibration,
         rules=VerdictRules(min_steps=max(2, _least_held_out(inputs, split)), few_steps=least),
         seed=inputs.seed,
     )

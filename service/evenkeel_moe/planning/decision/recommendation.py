@@ -212,7 +212,13 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         if verdict.saved_per_step > 0
         else "is never paid back"
     )
+    calibration = verdict.calibration
+    calibrated = (
+        f"The cost model says {verdict.gain_modelled:.2%}; the last {calibration.plans} measured"
+        f" plans lead to {calibration.factor:.2f} times that."
+    )
     return [
+        *([calibrated] if calibration.plans else []),
         (
             f"{own.policy} would make {own.copies} copies x {cycle.shape.bytes_per_expert} B ="
             f" {own.nbytes} B between ranks."

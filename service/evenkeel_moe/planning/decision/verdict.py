@@ -16,6 +16,7 @@ from scipy.special import stdtrit
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import TOKENS, CostBasis
+from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibration
 
 
 class Call(StrEnum):
@@ -27,6 +28,9 @@ class Call(StrEnum):
     """The whole interval lies at or below it."""
     INSUFFICIENT_EVIDENCE = "insufficient_evidence"
     """The price lies inside the interval, or there were too few steps, or no load."""
+
+
+_UNCERTAIN = Call.INSUFFICIENT_EVIDENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,10 @@ class Verdict:
     """The same in seconds; None if the time of a step is unknown, or it never pays."""
     cost_model: CostBasis = CostBasis()
     """What the predicted times rest on."""
+    gain_modelled: float = math.nan
+    """The gain before calibration, as the cost model has it; NaN without steps or load."""
+    calibration: Calibration = NOT_CALIBRATED
+    """By what earlier plans delivered; the gain, its bounds and the saving contain it."""
 
     @property
     def net_gain(self) -> float:
@@ -106,6 +114,12 @@ class Verdict:
             "payback_steps": self.payback_steps,
             "payback_s": math.nan if self.payback_s is None else self.payback_s,
         }
+        if self.calibration.plans:
+            known |= {
+                "gain_modelled": self.gain_modelled,
+                "calibration": self.calibration.factor,
+                "calibrated_on_plans": float(self.calibration.plans),
+            }
         return {name: value for name, value in known.items() if math.isfinite(value)}
 
 
@@ -136,6 +150,7 @@ def judge(
     lifetime_steps: int = 1000,
     step_s: float | None = None,
     cost_model: CostBasis = TOKENS.basis,
+    calibration: Calibration = NOT_CALIBRATED,
     rules: VerdictRules = VerdictRules(),
     seed: int = 0,
 ) -> Verdict:
@@ -149,6 +164,7 @@ def judge(
         lifetime_steps: steps the placement is expected to last, >= 1.
         step_s: seconds from one step of the engine to the next, > 0; None if unknown.
         cost_model: what the times rest on; by default they are tokens.
+        calibration: every step saves as many times what the times say as earlier plans delivered.
         rules: the certainty needed.
         seed: of the bootstrap.
 
@@ -158,20 +174,18 @@ def judge(
     """
     _check(before, after, copy_cost, lifetime_steps, step_s)
     steps, total = len(before), float(before.sum())
-    gain = saved = lower = upper = cost = payback = math.nan
+    gain = saved = lower = upper = cost = payback = modelled = math.nan
     if steps and total > 0:
         per_step = total / steps
+        modelled = float((before - after).mean()) / per_step
+        if calibration.plans:
+            after = np.maximum(before - calibration.factor * (before - after), 0.0)
         saved = float((before - after).mean())
         gain, cost = saved / per_step, copy_cost / (lifetime_steps * per_step)
         lower, upper = _bounds(before, after, gain, rules, seed)
         payback = 0.0 if copy_cost == 0 else copy_cost / saved if saved > 0 else math.inf
-    call = Call.INSUFFICIENT_EVIDENCE
-    if steps >= rules.min_steps and lower > cost:  # False with a NaN
-        call = Call.RECOMMEND
-    elif steps >= rules.min_steps and upper <= cost:
-        call = Call.NOT_NOW
     return Verdict(
-        call=call,
+        call=_call(lower, upper, cost) if steps >= rules.min_steps else _UNCERTAIN,
         steps=steps,
         gain=gain,
         gain_lower=lower,
@@ -183,7 +197,16 @@ def judge(
         payback_steps=payback,
         payback_s=None if step_s is None or not math.isfinite(payback) else payback * step_s,
         cost_model=cost_model,
+        gain_modelled=modelled,
+        calibration=calibration,
     )
+
+
+def _call(lower: float, upper: float, cost: float) -> Call:
+    """Compare the bounds of the gain with the price of the copies; NaN is unknown."""
+    if lower > cost:
+        return Call.RECOMMEND
+    return Call.NOT_NOW if upper <= cost else _UNCERTAIN
 
 
 def _check(
