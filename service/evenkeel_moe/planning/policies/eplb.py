@@ -51,6 +51,34 @@ def plan_eplb(problem: PlacementProblem, variant: Variant | None = None) -> Prop
         InvalidInput: sizes that do not divide, or hierarchical asked for where it is not possible.
         InfeasiblePlan: too few slots.
     """
+    candidates = _candidates(problem, variant)
+    scores = {form: moe_time.score(problem, placed) for form, placed in candidates.items()}
+    chosen = min(scores, key=lambda form: scores[form])
+    numbers = {f"score_{form}": score for form, score in scores.items()}
+    numbers["keep_nodes"] = float(chosen is Variant.HIERARCHICAL)
+    return build_proposal(
+        problem, candidates[chosen], len(candidates), numbers, score=scores[chosen]
+    )
+
+
+def place_by_eplb(problem: PlacementProblem) -> tuple[Placement, bool]:
+    """Place as `plan_eplb` does, without what a proposal tells beside the placement.
+
+    Returns:
+        the placement, and True for the hierarchical form.
+
+    Raises:
+        InvalidInput, InfeasiblePlan: as `plan_eplb`.
+    """
+    candidates = _candidates(problem, None)
+    if len(candidates) == 1:
+        return candidates[Variant.GLOBAL], False
+    chosen = min(candidates, key=lambda form: moe_time.score(problem, candidates[form]))
+    return candidates[chosen], chosen is Variant.HIERARCHICAL
+
+
+def _candidates(problem: PlacementProblem, variant: Variant | None) -> dict[Variant, Placement]:
+    """Return the placements of the forms that `plan_eplb` may choose from."""
     candidates: dict[Variant, Placement] = {}
     if variant is not Variant.GLOBAL:
         refusal = _why_not_hierarchical(problem)
@@ -62,13 +90,7 @@ def plan_eplb(problem: PlacementProblem, variant: Variant | None = None) -> Prop
     if variant is not Variant.HIERARCHICAL:
         one_node = Topology.single_node(problem.shape.num_ranks)
         candidates[Variant.GLOBAL] = _place(problem, 1, one_node)
-    scores = {form: moe_time.score(problem, placed) for form, placed in candidates.items()}
-    chosen = min(scores, key=lambda form: scores[form])
-    numbers = {f"score_{form}": score for form, score in scores.items()}
-    numbers["keep_nodes"] = float(chosen is Variant.HIERARCHICAL)
-    return build_proposal(
-        problem, candidates[chosen], len(candidates), numbers, score=scores[chosen]
-    )
+    return candidates
 
 
 def _why_not_hierarchical(problem: PlacementProblem) -> str | None:

@@ -9,6 +9,7 @@ from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudg
 from evenkeel_moe.planning.policies.keel.moves import replacement_gain, swap_gain
 from evenkeel_moe.planning.policies.keel.search import Search
 from evenkeel_moe.planning.policies.keel.starts import fit_to_budget
+from evenkeel_moe.planning.policies.keel.window import search_window
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import step_weights
@@ -44,7 +45,7 @@ def searches(draw):
     search = Search(
         problem,
         fitted if fitted is not None else Placement.initial(shape),
-        step_weights(problem.load)[0],
+        search_window(problem, step_weights(problem.load)[0]),
         EvaluationBudget(problem),
         sharp=draw(st.booleans()),
     )

@@ -46,6 +46,10 @@ class EvaluationBudget:
         """Return the candidates that a layer may still evaluate; 0 or less if there are none."""
         return min(self.share - self._kept - int(self._spent[layer]), self._total - self.used)
 
+    def is_spent(self) -> bool:
+        """Return True if no layer may evaluate another candidate."""
+        return all(self.left(layer) <= 0 for layer in range(len(self._spent)))
+
     def spend(self, layer: int, count: int) -> None:
         """Book evaluated candidates on a layer."""
         self._spent[layer] += count

@@ -138,9 +138,8 @@ class KeelOptions:
     """Candidates per layer in larger models. A strongly skewed layer of 256 experts needs 175,000
     from the engines' start on 32 ranks, and more on 64."""
     common_layer_size: int = 256 * 64 * 256
-    """Experts x ranks x steps of a layer up to which a candidate takes about a microsecond. Beyond
-    it `layer_evaluations` falls with the square of the size, as the time rises: 18 microseconds on
-    288 ranks, mostly to update slopes after every move."""
+    """Experts x ranks x steps of a layer up to which its search looks at every step. Beyond it
+    neighbouring steps are merged, and `layer_evaluations` falls with the square of the size."""
 
     def __post_init__(self) -> None:
         for name in _SHARES:

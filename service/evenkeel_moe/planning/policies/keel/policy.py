@@ -15,12 +15,13 @@ All constants are in `options`.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
-from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.policies.eplb import place_by_eplb
 from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
 from evenkeel_moe.planning.policies.keel.outlook import (
@@ -31,6 +32,7 @@ from evenkeel_moe.planning.policies.keel.outlook import (
 )
 from evenkeel_moe.planning.policies.keel.search import Search
 from evenkeel_moe.planning.policies.keel.starts import cold_start, fit_to_budget, linear_rates
+from evenkeel_moe.planning.policies.keel.window import SearchWindow, search_window
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import (
@@ -62,7 +64,8 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
     """
     check_current(problem)
     expected, outlook = look_ahead(problem, options)
-    planner = _Planner(expected, outlook, options, EvaluationBudget(problem, options))
+    window = search_window(expected, outlook.weights, options)
+    planner = _Planner(expected, outlook, window, options, EvaluationBudget(problem, options))
     dispatch = problem.objective.dispatch
     if problem.objective.limits.max_layers is None and dispatch is DispatchModel.OPTIMAL:
         best, price = planner.plan_for_optimal()
@@ -101,6 +104,8 @@ class _Planner:
     problem: PlacementProblem
     """With the loads to plan for."""
     outlook: Outlook
+    window: SearchWindow
+    """Of the loads to plan for."""
     options: KeelOptions
     evaluations: EvaluationBudget
     """Shared by all searches of the plan."""
@@ -152,10 +157,10 @@ class _Planner:
         start = None if problem.current is None else fit_to_budget(problem, problem.current)
         if reading_dominates(problem):
             start = self._without_replicas(start)
-        search = self._search_from(cold_start(problem) if start is None else start)
-        price = self._price(search)
-        per_copy = price * search.unit_cost * len(problem.load)
+        price = self._price()
+        per_copy = price * self.window.unit_cost * len(problem.load)
 
+        @cache
         def total(placement: Placement) -> float:
             """Return the predicted time of the window plus the price of all copies."""
             time = self._time(placement)
@@ -163,11 +168,10 @@ class _Planner:
                 return time
             return time + per_copy * relabel.count_moves(problem.current, placement)
 
-        best = self._improve(search, price)
+        best = self._improve(cold_start(problem) if start is None else start, price)
         rival = _eplb_placement(problem)
         if rival is not None and total(rival) < total(best):
-            improved = self._improve(self._search_from(rival), price)
-            best = min((rival, improved), key=total)
+            best = min((rival, self._improve(rival, price)), key=total)
         if problem.current is None:
             return self._improve_from_nothing(best), 0.0
         if _is_engine_start(problem.current) and problem.objective.limits == PlanLimits():
@@ -192,17 +196,18 @@ class _Planner:
         return replace(self, problem=replace(self.problem, objective=objective))
 
     def _search_from(self, start: Placement, *, sharp: bool = False) -> Search:
-        return Search(
-            self.problem, start, self.outlook.weights, self.evaluations, self.options, sharp=sharp
-        )
+        return Search(self.problem, start, self.window, self.evaluations, self.options, sharp=sharp)
 
-    def _improve(self, search: Search, price: float) -> Placement:
+    def _improve(self, start: Placement, price: float) -> Placement:
         """Search at the price, then for a few more copies at a lower one."""
+        if self.evaluations.is_spent():
+            return start
+        search = self._search_from(start)
         search.search(price)
         objective = self.problem.objective
         if price > 0.0 and objective.limits.max_layers is None:
             few = self.options.few_stickiness / self.problem.shape.slots_per_rank
-            few = max(min(few, price), search.price_of(objective.cost_per_move))
+            few = max(min(few, price), objective.cost_per_move / self.window.unit_cost)
             search.search_few(self.options.few_share, few, price)
         return search.placement()
 
@@ -211,17 +216,18 @@ class _Planner:
 
         No placement has to be kept, so a copy has no price and noise matters less.
         """
+        time = cache(self._time)
         try:
             first = fit_to_budget(self.problem, Placement.initial(self.problem.shape))
         except InfeasiblePlan:
             first = None
         if first is not None:
-            search = self._search_from(first)
-            search.search(0.0)
-            best = min((best, search.placement()), key=self._time)
+            best = min((best, self._improve(first, 0.0)), key=time)
+        if self.evaluations.is_spent():
+            return best
         search = self._search_from(best, sharp=True)
         search.search(0.0)
-        return min((best, search.placement()), key=self._time)
+        return min((best, search.placement()), key=time)
 
     def _time(self, placement: Placement) -> float:
         """Return the predicted time of the weighted window, in the unit of the score."""
@@ -231,7 +237,7 @@ class _Planner:
         )
         return float(weights @ times.sum(axis=1)) * len(weights)
 
-    def _price(self, search: Search) -> float:
+    def _price(self) -> float:
         """Return the gain per step, in layer times, that a copy must bring."""
         problem, options = self.problem, self.options
         if problem.current is None:
@@ -239,10 +245,10 @@ class _Planner:
         price = options.first_stickiness
         if not _is_engine_start(problem.current):
             per_rank = problem.shape.slots_per_rank
-            seen = search.unit_tokens * len(problem.load) / per_rank / self.outlook.noise
+            seen = self.window.unit_tokens * len(problem.load) / per_rank / self.outlook.noise
             caution = min(options.caution / seen**0.5, options.max_caution)
             price = (options.stickiness + caution) / per_rank
-        return max(price, search.price_of(problem.objective.cost_per_move))
+        return max(price, problem.objective.cost_per_move / self.window.unit_cost)
 
     def _restart_gain(self) -> float:
         """Return the share of the window's time that a plan from nothing must save to be chosen."""
@@ -267,9 +273,7 @@ def _eplb_placement(problem: PlacementProblem) -> Placement | None:
     if problem.objective.limits != PlanLimits():
         return None
     try:
-        proposal = plan_eplb(problem)
+        placement, hierarchical = place_by_eplb(problem)
     except (InvalidInput, InfeasiblePlan):
         return None
-    return relabel.relabel(
-        problem, proposal.placement, keep_nodes=proposal.numbers["keep_nodes"] > 0
-    )
+    return relabel.relabel(problem, placement, keep_nodes=hierarchical)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.keel.budget_trades import CopyOffers, best_copies
+from evenkeel_moe.planning.policies.keel.build_layer import build_layer
 from evenkeel_moe.planning.policies.keel.descent import descend
 from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
 from evenkeel_moe.planning.policies.keel.moves import apply_replacement, copies_of_replacement
@@ -23,10 +24,10 @@ from evenkeel_moe.planning.policies.keel.state import (
     LayerState,
     SearchObjective,
     SmoothCosts,
-    build_layer,
     load_ranks,
     refresh,
 )
+from evenkeel_moe.planning.policies.keel.window import SearchWindow
 from evenkeel_moe.planning.policies.keel.work import smooth_work
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem import moe_time
@@ -51,65 +52,51 @@ class Search:
     """The search of one problem from one start.
 
     Attributes:
-        problem: the loads to plan for.
+        problem: names the objective, the budget and the current placement.
         objective: what the search minimises.
         layers: the state of each layer.
         rooms: (R,) further slots that each rank may fill, by layer; with pooled slots all layers
             share one array.
-        unit_tokens: tokens of a mean rank load.
-        unit_cost: a layer time, in the unit of the score.
     """
 
     def __init__(
         self,
         problem: PlacementProblem,
         start: Placement,
-        weights: NDArray[np.float64],
+        window: SearchWindow,
         evaluations: EvaluationBudget,
         options: KeelOptions = DEFAULT_OPTIONS,
         *,
         sharp: bool = False,
     ) -> None:
         self.problem = problem
+        self._window = window
         self._start = start
         self._evaluations = evaluations
         self._options = options
-        steps, num_layers, _ = problem.load.shape
-        ranks = problem.shape.num_ranks
-        layer_steps = steps * num_layers
-        self.unit_tokens = float(problem.load.sum()) / (layer_steps * ranks) or 1.0
-        fluid = moe_time.fluid_bound(problem.load, ranks, problem.objective.cost)
-        self.unit_cost = fluid / layer_steps or 1.0
-        sharp = sharp or self.unit_tokens >= options.sharp_tokens or reading_dominates(problem)
-        self.objective = _scaled_objective(
-            problem, self.unit_tokens, self.unit_cost, options, sharp
-        )
+        sharp = sharp or window.unit_tokens >= options.sharp_tokens or reading_dominates(problem)
+        self.objective = _scaled_objective(problem, window, options, sharp)
         origin = _origin_shares(problem)
-        tokens = np.moveaxis(problem.load, 0, 2) / self.unit_tokens
-        base, floor = _unplanned(problem)
+        base, floor = _unplanned(problem, window.load)
         self.layers: list[LayerState] = [
             build_layer(
-                tokens[layer],
-                weights,
-                origin[layer],
+                window.tokens[layer],
+                window.weights,
+                origin[layer % len(origin)],
                 start.phy2log[layer],
                 None if problem.current is None else problem.current.phy2log[layer],
                 self.objective,
                 problem.objective.cross_node_factor,
-                base[layer] / self.unit_tokens,
-                floor[:, layer] / self.unit_cost,
+                base[layer % len(base)] / window.unit_tokens,
+                floor[:, layer] / window.unit_cost,
             )
-            for layer in range(num_layers)
+            for layer in range(problem.shape.num_layers)
         ]
         self._budget = SlotBudget.of(problem)
         self._copy_limit = _copy_limit(problem)
         self._few_limit = _UNLIMITED
         self._recount()
         self._copies_at_start = [count.copies for count in self._counts]
-
-    def price_of(self, cost_per_move: float) -> float:
-        """Convert a price per copy from the unit of the score to layer times."""
-        return cost_per_move / self.unit_cost
 
     def placement(self) -> Placement:
         """Return the placement that the layers hold now."""
@@ -181,7 +168,7 @@ class Search:
     def _descend(self, i: int, price: float) -> None:
         """Search layer i by itself."""
         left = self._evaluations.left(i)
-        if left <= 0 or not self.layers[i].tokens.any():
+        if left <= 0 or not self._window.loaded[i]:
             return
         copies, added, used = descend(
             self.layers[i],
@@ -208,7 +195,7 @@ class Search:
                 offers.pop(i, None)
 
         for i in which:
-            if self.layers[i].tokens.any():
+            if self._window.loaded[i]:
                 update(i)
         touched: set[int] = set()
         for _ in range(self.problem.shape.num_slots * len(self.layers)):
@@ -330,13 +317,10 @@ def _copy_limit(problem: PlacementProblem) -> int:
 
 
 def _scaled_objective(
-    problem: PlacementProblem,
-    unit_tokens: float,
-    unit_cost: float,
-    options: KeelOptions,
-    sharp: bool,
+    problem: PlacementProblem, window: SearchWindow, options: KeelOptions, sharp: bool
 ) -> SearchObjective:
     """Convert the problem's objective to search units, and curves without stairs to lines."""
+    unit_tokens, unit_cost = window.unit_tokens, window.unit_cost
     ranks, costs = problem.shape.num_ranks, problem.objective.cost.curves
     replica, dispatch = problem.objective.cost.replica, problem.objective.dispatch
     tile, stairs = 0.0, np.zeros((ranks, 1))
@@ -360,27 +344,34 @@ def _scaled_objective(
     )
 
 
-def _unplanned(problem: PlacementProblem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _unplanned(
+    problem: PlacementProblem, load: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return what no placement changes: the work of shared experts, and a least time.
 
     Under Waterfill the shared experts run where there is room, so only the level that they reach
     counts: below it, the routed load of a rank does not matter.
 
     Returns:
-        (L, R, T) [tokens] and (T, L) in the unit of the score; the other of the two is 0.
+        (L, R, T) [tokens] and (T, L) in the unit of the score; the other of the two is 0. A single
+        layer of the first stands for all.
     """
-    load, cost, ranks = problem.load, problem.objective.cost, problem.shape.num_ranks
+    cost, ranks = problem.objective.cost, problem.shape.num_ranks
     if problem.objective.dispatch is DispatchModel.WATERFILL and cost.shared_tokens > 0.0:
         level = np.maximum(moe_time.fluid_times(load, ranks, cost) - cost.fixed, 0.0)
-        return np.zeros((load.shape[1], ranks, load.shape[0])), level
+        return np.zeros((1, ranks, load.shape[0])), level
+    if cost.shared_tokens == 0.0:
+        return np.zeros((1, ranks, load.shape[0])), np.zeros(load.shape[:2])
     shared = moe_time.shared_work(load, ranks, cost, SplitModel.of(problem))
     return np.moveaxis(shared, 0, 2), np.zeros(load.shape[:2])
 
 
 def _origin_shares(problem: PlacementProblem) -> NDArray[np.float64]:
-    """Return (L, E, R) shares of an expert's tokens that start on a rank; even if unknown."""
+    """Return (L, E, R) shares of an expert's tokens that start on a rank.
+
+    A single layer of even shares stands for all if the ranks are unknown.
+    """
     shape = problem.shape
     if problem.source_load is None:
-        sizes = (shape.num_layers, shape.num_logical_experts, shape.num_ranks)
-        return np.full(sizes, 1.0 / shape.num_ranks)
+        return np.full((1, shape.num_logical_experts, shape.num_ranks), 1.0 / shape.num_ranks)
     return np.ascontiguousarray(np.moveaxis(origin_shares(problem.source_load, shape), 0, 2))

@@ -1,0 +1,95 @@
+"""The window as the search reads it: loads by expert, and for large layers fewer, merged steps."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.jit import kernel
+from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
+from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SearchWindow:
+    """The steps that all searches of a plan look at."""
+
+    load: NDArray[np.float64]
+    """(T, L, E) [tokens]."""
+    weights: NDArray[np.float64]
+    """(T,) weights of the steps, summing to 1."""
+    unit_tokens: float
+    """Tokens of a mean rank load."""
+    unit_cost: float
+    """A layer time, in the unit of the score."""
+    tokens: NDArray[np.float64]
+    """(L, E, T) the load in mean rank loads."""
+    loaded: NDArray[np.bool_]
+    """(L,) True for a layer that has load."""
+
+
+def search_window(
+    problem: PlacementProblem, weights: NDArray[np.float64], options: KeelOptions = DEFAULT_OPTIONS
+) -> SearchWindow:
+    """Prepare a problem's window for searches.
+
+    The time of a search is proportional to experts x ranks x steps. Beyond
+    `options.common_layer_size`, neighbouring steps are merged into their weighted mean: the load of
+    every expert counts in full, only its changes within a few steps are lost.
+
+    Args:
+        problem: the loads to plan for.
+        weights: (T,) of its steps, summing to 1.
+        options: the constants.
+    """
+    load, ranks = problem.load, problem.shape.num_ranks
+    steps, layers, experts = load.shape
+    together = -(-experts * ranks * steps // options.common_layer_size)
+    if together > 1:
+        first = np.append(np.arange(0, steps, together), steps)
+        load = _merged_steps(load, weights, first)
+        weights = np.add.reduceat(weights, first[:-1])
+    by_layer = load.sum(axis=2)
+    unit_tokens = float(by_layer.sum()) / (by_layer.size * ranks) or 1.0
+    fluid = moe_time.fluid_bound(load, ranks, problem.objective.cost)
+    return SearchWindow(
+        load,
+        weights,
+        unit_tokens,
+        fluid / by_layer.size or 1.0,
+        _by_expert(load, unit_tokens),
+        by_layer.any(axis=0),
+    )
+
+
+@kernel
+def _merged_steps(
+    load: NDArray[np.float64], weights: NDArray[np.float64], first: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return the (B, L, E) weighted means of the steps `first[b]` to `first[b + 1]` - 1."""
+    out = np.zeros((len(first) - 1, *load.shape[1:]))
+    for block in range(len(first) - 1):
+        total = weights[first[block] : first[block + 1]].sum()
+        for step in range(first[block], first[block + 1]):
+            part = weights[step] / total if total > 0.0 else 0.0
+            for layer in range(load.shape[1]):
+                for expert in range(load.shape[2]):
+                    out[block, layer, expert] += part * load[step, layer, expert]
+    return out
+
+
+@kernel
+def _by_expert(load: NDArray[np.float64], unit: float) -> NDArray[np.float64]:
+    """Return (L, E, T) a (T, L, E) load in units.
+
+    A cache line of the load, eight experts, is read at a time.
+    """
+    steps, layers, experts = load.shape
+    out = np.empty((layers, experts, steps))
+    for layer in range(layers):
+        for begin in range(0, experts, 8):
+            for step in range(steps):
+                for expert in range(begin, min(begin + 8, experts)):
+                    out[layer, expert, step] = load[step, layer, expert] / unit
+    return out
