@@ -18,6 +18,7 @@ import numpy as np
 from bench.planning_walk import FLEETS, recorded, setup_of, upper95
 from bench.report import Row, write_report
 from bench.time_plans import plan_rows
+from bench.time_slow_rank import slow_rank_rows
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -131,17 +132,19 @@ def main() -> None:
     parser.add_argument("--fleet", type=_fleet, action="append", metavar="RANKSxSLOTS")
     parser.add_argument("--k", type=float, action="append", help="default 0 to 4")
     parser.add_argument("--plans", action="store_true", help="only the times of planning")
+    parser.add_argument("--slow-rank", action="store_true", help="only the slow rank of the demo")
     parser.add_argument("--dispatch", type=DispatchModel, action="append")
     given = parser.parse_args()
     warm_kernels()
     chosen = [trace for trace in recorded() if not given.names or trace.name in given.names]
     found = time_rows(
-        [] if given.plans else chosen,
+        [] if given.plans or given.slow_rank else chosen,
         tuple(given.fleet or FLEETS),
         tuple(given.k or READS),
         tuple(given.dispatch or DISPATCHES),
     )
-    write_report("time", [row for part in chain(found, plan_rows()) for row in part])
+    parts = slow_rank_rows() if given.slow_rank else chain(found, plan_rows(), slow_rank_rows())
+    write_report("time", [row for part in parts for row in part])
 
 
 if __name__ == "__main__":

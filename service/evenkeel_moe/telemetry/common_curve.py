@@ -7,10 +7,14 @@ Then a straight line makes a rank with few tokens look slow. The curve only has 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.telemetry.robust_regression import median_of
+
 _BINS = 12
 _PASSES = 12
-"""Iterations between the curve and the factors; ranks whose work hardly overlaps need this many to
-converge."""
+"""Most iterations between the curve and the factors; ranks whose work hardly overlaps need this
+many to converge."""
+_CONVERGED = 1e-4
+"""Change of a logarithmic factor in one iteration, below which the iterations end."""
 
 
 def levels_by_curve(
@@ -34,21 +38,17 @@ def levels_by_curve(
     """
     # Passes only change the seconds, so the work is sorted and divided into bins once.
     parts = np.array_split(np.argsort(expected_s, kind="stable"), min(_BINS, len(expected_s)))
-    at = np.array([_median(expected_s[part]) for part in parts])
+    at = np.array([median_of(expected_s[part]) for part in parts])
     keep = np.concatenate([[True], np.diff(at) > 0])
     rows = [np.flatnonzero(rank == one) for one in range(num_ranks)]
     levels = np.zeros(num_ranks)
     error = np.zeros(len(seconds))
     for _ in range(_PASSES):
         level = seconds / np.exp(levels[rank])
-        curve = np.maximum.accumulate([_median(level[part]) for part in parts])
+        curve = np.maximum.accumulate([median_of(level[part]) for part in parts])
         error = np.log(seconds / np.interp(expected_s, at[keep], curve[keep]))
-        levels = np.array([_median(error[row]) for row in rows])
-        levels -= _median(levels)
+        before, levels = levels, np.array([median_of(error[row]) for row in rows])
+        levels -= median_of(levels)
+        if np.abs(levels - before).max() < _CONVERGED:
+            break
     return levels, error - levels[rank]
-
-
-def _median(values: NDArray[np.float64]) -> float:
-    """Return exactly `np.median` of finite values, without its checks, which take longer."""
-    ordered, count = np.sort(values), len(values)
-    return float((ordered[(count - 1) // 2] + ordered[count // 2]) / 2)

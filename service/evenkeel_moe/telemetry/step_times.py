@@ -26,6 +26,7 @@ from evenkeel_moe.telemetry.robust_regression import (
     EFFICIENCY,
     huber,
     inverse_of_gram,
+    median_of,
     solve,
     spread_of,
 )
@@ -357,7 +358,7 @@ def _medians(values: NDArray[np.float64], data: _Data) -> NDArray[np.float64]:
     order = np.argsort(data.rank, kind="stable")
     counts = np.bincount(data.rank, minlength=data.num_ranks)
     parts = np.split(values[order], np.cumsum(counts)[:-1])
-    return np.array([np.median(part) for part in parts])
+    return np.array([median_of(part) for part in parts])
 
 
 def _means(

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from bench.time_slow_rank import figures
 from evenkeel_moe.engines.demo.fleet_log import FleetLog
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.slow_rank import CostSeen, saving, slow_rank_checks
+from evenkeel_moe.engines.demo.summary import Summary, summary_lines
 from evenkeel_moe.engines.demo.watch import Watch
 from evenkeel_moe.engines.reference.config import DispatchRule
 from evenkeel_moe.errors import InvalidInput
@@ -23,14 +25,21 @@ COSTS = [
 ]
 
 
-def slow_run(after=950):
+RECOVERED = (
+    "MoE time fell by at least 80% of the promise when it recovered, within the error of the"
+    " measurement"
+)
+
+
+def slow_run(after=950, noise=0.0):
     """Ranks 0 and 1 with 1000 tokens each; rank 1 is slow, gets `after` tokens, and recovers."""
     lines = []
     for step in range(300):
         slow = 100 <= step < 200
         mine = after if 140 < step <= 240 else 1000
         tokens = (2000 - mine, mine)
-        seconds = (tokens[0] * 1e-5, tokens[1] * 1e-5 * (1.12 if slow else 1.0))
+        pace = 1e-5 * (1 + noise * (-1) ** step)
+        seconds = (tokens[0] * pace, tokens[1] * pace * (1.12 if slow else 1.0))
         rows = step_lines(step, tokens)
         lines += [row | {"compute_s": [s]} for row, s in zip(rows, seconds, strict=True)]
         if step in (140, 240):
@@ -61,6 +70,35 @@ def test_a_run_that_finds_the_rank_slow_and_recovered_keeps_every_promise():
     assert found.promised == pytest.approx(0.05)
     assert found.measured == pytest.approx(1 - 10.64 / 11.2)
     assert "11.2 -> 10.6 ms" in found.words and "50.0% -> 47.5%" in found.words
+    assert "5.0% less, promised 5.0%: 100% delivered, standard error 0%" in found.words
+    assert "1 plan, 3 copies, in force after 40 steps" in found.words
+
+
+def test_the_lines_say_after_how_many_steps_each_change_was_found():
+    checks = slow_rank_checks(fleet(), plans(), COSTS, OPTIONS)
+    found = {one.promise: one.detail for one in checks}
+    name = "the cost model is measured and shows that rank 1 is slow"
+    assert found[name].startswith("after 20 steps: 60 steps; rank 1 takes 1.12")
+    assert found["the cost model shows that the rank has recovered"] == "after 10 steps: 60 steps"
+
+
+def test_a_recovery_may_deliver_less_within_the_error_of_the_measurement():
+    made = [plans()[0], plans()[1] | {"numbers": {"gain": 0.062}}]
+    assert failed(fleet(), made) == [RECOVERED]
+    noisy = fleet(noise=0.05)
+    back = saving(noisy, made, 200, 300)
+    assert back.measured == pytest.approx(1 - 10 / 10.5, abs=2e-3)
+    assert back.error == pytest.approx(0.05 * (1 / 40 + 1 / 59) ** 0.5 / 0.6, rel=0.1)
+    assert failed(noisy, made) == []
+
+
+def test_the_bench_reads_the_figures_from_the_printed_lines():
+    checks = tuple(slow_rank_checks(fleet(), plans(), COSTS, OPTIONS))
+    printed = "\n".join(summary_lines(Summary((), checks, ())))
+    assert figures(printed) == [(20, 5.0, 5.0, 40), (10, 4.8, 3.0, 40)]
+    without = tuple(slow_rank_checks(fleet(), plans()[:1], COSTS, OPTIONS))
+    with pytest.raises(ValueError, match="no plan both ways"):
+        figures("\n".join(summary_lines(Summary((), without, ()))))
 
 
 def test_two_plans_promise_what_both_save():
@@ -84,6 +122,7 @@ def test_no_plan_is_a_broken_promise():
     assert missing == [
         "the controller planned for the recovered rank by itself",
         "the recovered rank got tokens back",
+        RECOVERED,
     ]
     assert "the controller planned for the slow rank by itself" in failed(fleet(), plans()[1:])
     manual = [plans()[0] | {"kind": "manual"}, plans()[1]]
