@@ -178,3 +178,13 @@ def test_a_table_without_steps_or_values_has_no_change():
         changes = find_changes(np.full(shape, np.nan))
         assert changes.first.tolist() == [0] * shape[1]
         assert not changes.waiting
+
+
+@pytest.mark.parametrize("alike", [0.5, 0.7])
+def test_errors_that_successive_steps_share_are_no_change(alike):
+    rng = np.random.default_rng(2)
+    errors = 0.03 * np.sqrt(1 - alike**2) * rng.standard_normal((2000, 8))
+    for step in range(1, len(errors)):
+        errors[step] += alike * errors[step - 1]
+    for end in range(64, len(errors), 16):
+        assert not find_changes(errors[max(0, end - 256) : end]).first.any()

@@ -26,6 +26,10 @@ _STANDARD_ERRORS = 5.0
 fit, so a lower limit would find changes in noise."""
 _CLIP = 2.0
 """Values count as at most this many standard deviations from their median."""
+_BLOCK = 8
+"""Steps of a block, whose means show how much the errors of successive steps are alike."""
+_BLOCKS = 6
+"""Fewer blocks tell too little."""
 _PASSES = 4
 """A fit without the earlier steps of one rank may show the change of another."""
 
@@ -103,6 +107,7 @@ def find_changes(logs: NDArray[np.float64]) -> SpeedChanges:
     level = logs - _medians(logs)[0]
     level = level - _medians(level.T)[0][:, None]
     spread = _spread(level)
+    alike = _alike(level, spread)
     direction = np.zeros(ranks)
     for window in _WINDOWS:
         if window + MIN_STEPS > steps:
@@ -112,7 +117,7 @@ def find_changes(logs: NDArray[np.float64]) -> SpeedChanges:
         old, old_count = _centres(level[start : steps - window], spread)
         enough = (new_count >= _WINDOWS[0]) & (old_count >= MIN_STEPS)
         share = 1.0 / np.maximum(new_count, 1) + 1.0 / np.maximum(old_count, 1)
-        least = np.maximum(_LEAST_CHANGE, _STANDARD_ERRORS * spread * np.sqrt(share))
+        least = np.maximum(_LEAST_CHANGE, _STANDARD_ERRORS * alike * spread * np.sqrt(share))
         changed = enough & (first == 0) & (np.abs(new - old) > least)
         for rank in np.flatnonzero(changed).tolist():
             row = start + _change_row(level[start:, rank], old[rank], new[rank])
@@ -166,3 +171,17 @@ def _spread(level: NDArray[np.float64]) -> float:
     steps = np.abs(np.diff(level, axis=0))
     known = steps[np.isfinite(steps)]
     return max(1e-4, 1.4826 * float(np.median(known)) / np.sqrt(2.0)) if len(known) else 1e-4
+
+
+def _alike(level: NDArray[np.float64], spread: float) -> float:
+    """Return how many times more block means scatter than those of independent values, at least 1.
+
+    Errors of successive steps may be alike, for example while another process uses a core.
+    """
+    blocks = len(level) // _BLOCK
+    if blocks < _BLOCKS:
+        return 1.0
+    parts = level[len(level) - blocks * _BLOCK :].reshape(blocks, _BLOCK, -1)
+    columns = parts.swapaxes(0, 1).reshape(_BLOCK, -1)
+    means = _centres(columns, spread)[0].reshape(blocks, -1)
+    return max(1.0, _spread(means) * np.sqrt(_BLOCK) / spread)
