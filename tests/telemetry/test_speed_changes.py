@@ -181,10 +181,12 @@ def test_a_table_without_steps_or_values_has_no_change():
 
 
 @pytest.mark.parametrize("alike", [0.5, 0.7])
-def test_errors_that_successive_steps_share_are_no_change(alike):
+def test_errors_that_successive_steps_share_are_seldom_taken_for_a_change(alike):
     rng = np.random.default_rng(2)
-    errors = 0.03 * np.sqrt(1 - alike**2) * rng.standard_normal((2000, 8))
+    errors = 0.05 * np.sqrt(1 - alike**2) * rng.standard_normal((4000, 8))
     for step in range(1, len(errors)):
         errors[step] += alike * errors[step - 1]
-    for end in range(64, len(errors), 16):
-        assert not find_changes(errors[max(0, end - 256) : end]).first.any()
+    ends = range(64, len(errors), 16)
+    found = [find_changes(errors[max(0, end - CAPACITY) : end]).first.any() for end in ends]
+    # Taken for independent, they would be a change in 11 and 43 % of the fits.
+    assert np.mean(found) < 0.04
