@@ -184,4 +184,4 @@ def _alike(level: NDArray[np.float64], spread: float) -> float:
     parts = level[len(level) - blocks * _BLOCK :].reshape(blocks, _BLOCK, -1)
     columns = parts.swapaxes(0, 1).reshape(_BLOCK, -1)
     means = _centres(columns, spread)[0].reshape(blocks, -1)
-    return max(1.0, _spread(means) * np.sqrt(_BLOCK) / spread)
+    return max(1.0, _spread(means) * float(np.sqrt(_BLOCK)) / spread)
