@@ -1,5 +1,11 @@
 """The comparison of what the ranks hold, and the map they go to."""
 
+import random
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -43,3 +49,72 @@ def test_without_a_plan_the_map_stays_and_nothing_is_refused():
     agreement, now = PlanAgreement(), np.arange(12).reshape(2, 6)
     assert np.array_equal(agreement.agree(now, lambda row: np.stack([row, row])), now)
     assert agreement.refused == ""
+
+
+MAP = np.arange(12).reshape(2, 6)
+PLANS = 200
+
+
+class Rank:
+    """One rank whose engine takes steps while a worker thread asks for the plan."""
+
+    def __init__(self, number: int, rows: list[Any], together: threading.Barrier):
+        self.agreement, self.step = PlanAgreement(), 0
+        self.number, self.rows, self.together = number, rows, together
+        self.answers: list[Any] = []
+
+    def gather(self, row):
+        self.rows[self.number] = row
+        self.together.wait(60)
+        table = np.stack(self.rows)
+        self.together.wait(60)
+        return table
+
+    def ask(self, delay_s):
+        time.sleep(delay_s)
+        self.answers.append(self.agreement.agree(MAP, self.gather))
+
+
+def test_workers_that_ask_at_different_steps_get_every_plan():
+    jitter = random.Random(5)
+    together, rows = threading.Barrier(2), [None, None]
+    ranks = [Rank(number, rows, together) for number in range(2)]
+    for number in range(PLANS):
+        target = np.roll(MAP, number + 1, axis=1)
+        move: Any = SimpleNamespace(
+            wave=SimpleNamespace(fingerprint=number), placement=SimpleNamespace(phy2log=target)
+        )
+        workers = []
+        for rank in ranks:
+            rank.step += 1
+            rank.agreement.begin(move, rank.step)
+            late = jitter.uniform(0.002, 0.05) if number % 2 == rank.number else 0.0
+            workers.append(threading.Thread(target=rank.ask, args=(late,)))
+        for worker in workers:
+            worker.start()
+        while any(worker.is_alive() for worker in workers):
+            # The engine takes steps of some milliseconds on both ranks in the meantime.
+            for rank in ranks:
+                rank.step += 1
+            time.sleep(0.002)
+        for rank in ranks:
+            assert rank.agreement.refused == ""
+            assert np.array_equal(rank.answers[-1], target)
+            rank.agreement.end()
+    assert [len(rank.answers) for rank in ranks] == [PLANS, PLANS]
+
+
+def test_a_plan_that_the_ranks_got_at_different_steps_is_refused():
+    agreement = PlanAgreement()
+    move: Any = SimpleNamespace(
+        wave=SimpleNamespace(fingerprint=1), placement=SimpleNamespace(phy2log=MAP + 1)
+    )
+    agreement.begin(move, 7)
+
+    def gather(row):
+        other = row.copy()
+        other[ROW.index("step")] = 8
+        return np.stack([row, row, other])
+
+    assert np.array_equal(agreement.agree(MAP, gather), MAP)
+    assert agreement.refused == "ranks {2: 8} of 3 have another step, the others 7"

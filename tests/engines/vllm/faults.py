@@ -139,13 +139,11 @@ def disagree(rank, size, *, how):
         bigger = np.concatenate([new.phy2log, new.phy2log[:1]])
         move.placement = Placement(bigger, size, new.num_logical_experts)
     if not (how == "missing" and rank == 1):
-        one.guest.agreement.move = move
-    if how == "step" and rank == 1:
-        one.guest.agreement.step += 1
+        one.guest.agreement.begin(move, 4 if how == "step" and rank == 1 else 3)
     if how == "target" and rank == 1:
         move.placement = one.target(seed=9)
     one.state.rearrange()
-    one.guest.agreement.move = None
+    one.guest.agreement.end()
     seen = {**one.seen(), "target": new.phy2log}
     one.steps(5)
     return {**seen, "after": one.taken}

@@ -147,6 +147,28 @@ def place(rank, size, *, use_async):
     }
 
 
+def late_worker(rank, size, *, plans):
+    """The worker of one rank asks for each plan some steps after the others."""
+    one = Rank(rank, size, use_async=True)
+    asked: list[int] = []
+    given = one.guest.plan
+
+    def plan(current):
+        if rank == 1:
+            until = one.taken + 3
+            while one.taken < until:
+                time.sleep(0.001)
+        asked.append(one.taken)
+        return given(current)
+
+    one.guest.plan = plan
+    one.steps(3)
+    for number in range(1, plans + 1):
+        one.order(one.target(seed=number), f"plan-{number}")
+        one.until(lambda number=number: one.agent.epoch == number)
+    return {**one.seen(), "asked": asked}
+
+
 def observe(rank, size):
     """Observe mode: steps, a dummy step, and the reports of them."""
     one = Rank(rank, size, use_async=True, mode="observe")

@@ -23,6 +23,14 @@ def test_vllm_commits_exactly_the_controllers_placement(use_async):
         assert seen["progress"][-1][0] == seen["progress"][-1][1] > 0
 
 
+def test_a_worker_that_asks_some_steps_late_gets_every_plan():
+    first, second = ranks.once(SCENARIOS, "late_worker", plans=4)
+    for seen in (first, second):
+        assert (seen["epoch"], seen["trouble"], seen["refused"]) == (4, "", "")
+        assert seen["wrong"] == []
+    assert second["asked"][0] >= first["asked"][0] + 2
+
+
 def test_layers_are_reported_one_by_one():
     for seen in ranks.once(SCENARIOS, "place", use_async=True):
         done = [done for done, _ in seen["progress"]]

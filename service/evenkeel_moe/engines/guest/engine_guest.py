@@ -56,7 +56,8 @@ class EngineGuest(ABC):
 
     def begin(self, move: Move) -> None:
         """Let the engine rebalance at this step; its planner then asks for the plan."""
-        self.agreement.move, self.agreement.refused, self._due = move, "", True
+        self.agreement.begin(move, self._step)
+        self._due = True
 
     def kv_cache_allocated(self, read: Callable[[], KvCache | None]) -> None:
         """Tell the controller the engine's KV cache, also if the agent starts later.

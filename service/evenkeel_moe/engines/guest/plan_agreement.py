@@ -24,12 +24,13 @@ _distributed: Any = torch.distributed
 
 ROW = ("layout", "ordered", "plan", "target", "base", "step")
 """Columns of a rank's row: the version of this layout, 1 if the rank holds a plan, the digests of
-the plan, of the target map and of the map in use, and the rank's step."""
+the plan, of the target map and of the map in use, and the step at which the plan was given, -1
+without a plan."""
 _LAYOUT = int.from_bytes(hashlib.blake2b(repr(ROW).encode(), digest_size=7).digest(), "big")
 _DIFFERENCES = {
     "layout": "another version of this plugin",
-    "step": "another step",
     "ordered": "no plan where others have one",
+    "step": "another step",
     "plan": "another plan",
     "target": "another target map",
     "base": "another map now",
@@ -41,16 +42,41 @@ Gather = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 group of the engine."""
 
 
+@dataclass(frozen=True, slots=True)
+class GivenPlan:
+    """A plan, and when the ranks got it."""
+
+    move: Move
+    step: int
+    """Step of the engine at which the gate gave the plan; the same on all ranks."""
+
+
 @dataclass(slots=True)
 class PlanAgreement:
-    """The plan that one rank holds for the engine, if any."""
+    """The plan that one rank holds for the engine, if any.
 
-    move: Move | None = None
+    An engine may ask for the plan on a thread of its own, some steps after it was given, and on
+    each rank at another step. So `given` is one immutable value, and holds the step that the ranks
+    compare.
+    """
+
+    given: GivenPlan | None = None
     """Set by the gate, on every rank at the same step."""
-    step: int = 0
-    """Step of the engine; the same on all ranks."""
     refused: str = ""
     """Reason why the engine did not get the last plan; empty if it did."""
+
+    @property
+    def move(self) -> Move | None:
+        """The move of the plan; None without a plan."""
+        return None if self.given is None else self.given.move
+
+    def begin(self, move: Move, step: int) -> None:
+        """Hold a plan that the gate gave at this step."""
+        self.given, self.refused = GivenPlan(move, step), ""
+
+    def end(self) -> None:
+        """Drop the plan: the engine has carried it out."""
+        self.given = None
 
     def agree(self, current: NDArray[np.int64], gather: Gather) -> NDArray[np.int64]:
         """Return the map the engine must go to; collective.
@@ -62,10 +88,11 @@ class PlanAgreement:
         Returns:
             (L, S) int64, the same on every rank: the plan's map, or `current`.
         """
-        move = self.move
+        given = self.given
+        move, step = (None, -1) if given is None else (given.move, given.step)
         fingerprint = 0 if move is None else move.wave.fingerprint
         target = 0 if move is None else map_digest(move.placement.phy2log)
-        row = [_LAYOUT, int(move is not None), fingerprint, target, map_digest(current), self.step]
+        row = [_LAYOUT, int(move is not None), fingerprint, target, map_digest(current), step]
         table = gather(np.array(row, np.int64))
         problem = find_disagreement(table)
         if move is None:

@@ -166,7 +166,6 @@ class SglangGuest(EngineGuest):
             self.join()
         agent, counts = self.agent, self._counts
         step, self._step = self._step, self._step + 1
-        self.agreement.step = step
         if agent is None or counts is None:
             return
         self._count(agent, counts, step)
@@ -216,7 +215,7 @@ class SglangGuest(EngineGuest):
             self._due = False
             yield from self.manager.rebalance()
             if self.agent is not None and self.agent.move is not None:
-                self.agreement.move = None
+                self.agreement.end()
                 with protect_engine(self, "EPLBManager.rebalance"):
                     self.agent.move_finished(self._map())
 

@@ -138,7 +138,6 @@ class VllmGuest(EngineGuest):
         note = StepNote(self._step, agent.epoch, dummy, self._prepared)
         self._count(note, self._counts, model_state)
         self._prepared = None
-        self.agreement.step = self._step
         self._step += 1
         try:
             agent.step_boundary()
@@ -207,7 +206,7 @@ class VllmGuest(EngineGuest):
     def _rearrangement_ended(self, agent: GuestAgent, model_state: VllmModelState) -> None:
         now = read_map(model_state)
         if agent.move is not None:
-            self.agreement.move = None
+            self.agreement.end()
             agent.move_finished(now)
         else:
             self._follow(agent, now)
