@@ -188,6 +188,22 @@ def _plan_panels() -> list[Any]:
             least=None,
         ),
         line_panel(
+            "Promised against delivered gain",
+            "Saving of MoE time of the newest measured plan: promised by its verdict, and delivered"
+            " by the seconds that ranks reported before and after it, with its 95 % interval. The"
+            " calibration is the factor by which the next promise is multiplied.",
+            [
+                (f"max(evenkeel_plan_promised_gain_ratio{{{ONE}}})", "promised"),
+                (
+                    f"max by (bound) (evenkeel_plan_delivered_gain_ratio{{{ONE}}})",
+                    "delivered, {{bound}}",
+                ),
+                (f"max(evenkeel_gain_calibration_ratio{{{ONE}}})", "calibration"),
+            ],
+            unit="percentunit",
+            least=None,
+        ),
+        line_panel(
             "Predicted against realised balancedness",
             "Under the newest committed plan: predicted on held-out steps, and realised on the"
             " steps since.",

@@ -32,6 +32,7 @@ class Reason(StrEnum):
     FROZEN = "frozen"
     OUTSIDE_SCHEDULE = "outside_schedule"
     HELD_AFTER_ROLLBACK = "held_after_rollback"
+    GAINS_NOT_DELIVERED = "gains_not_delivered"
     COOLDOWN = "cooldown"
     INSUFFICIENT_DATA = "insufficient_data"
     STALE_DATA = "stale_data"

@@ -31,6 +31,18 @@ def test_a_plan_shows_promise_and_delivery(run, operations):
     assert "what it delivered is unknown: no rank reports seconds" in shown
 
 
+def test_status_says_why_automatic_plans_are_held(run, operations):
+    for because, words in (
+        ("gains_not_delivered", "held because plans did not deliver their gain"),
+        ("held_after_rollback", "held after a rollback"),
+    ):
+        status = make_status(held=True, held_because=because)
+        operations.views["demo"] = FakeView(status, {}, None)
+        assert words in " ".join(run("status", "demo")[1].split())
+    operations.views["demo"] = FakeView(make_status(), {}, None)
+    assert "held" not in run("status", "demo")[1]
+
+
 def test_texts_of_a_rank_are_shown_unchanged(run, operations):
     """Brackets and colons are not markup; as markup, the place of a failure would be lost."""
     words = "rank 3: [/lib/gloo/pair.cc:553] closed by [oncall] :warning:"

@@ -1,5 +1,6 @@
 """SimStore: records that can be out of reach, lose their last write, or be flushed."""
 
+from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Leader
@@ -127,8 +128,6 @@ class SimStore:
     def load(self, deployment) -> ctl.StoredRecords:
         shelf = self._reading(deployment)
         plans: tuple[PlanRecord, ...] = tuple(shelf.plans.values())
-        held, frozen = (
-            bool(shelf.control.get("held", False)),
-            float(shelf.control.get("frozen_until", 0.0)),
-        )
-        return ctl.StoredRecords(plans, dict(shelf.epochs), held, frozen)
+        hold = Hold.of_document(shelf.control)
+        frozen = float(shelf.control.get("frozen_until", 0.0))
+        return ctl.StoredRecords(plans, dict(shelf.epochs), hold, frozen)

@@ -233,7 +233,7 @@ async def resume(
     deployment: DeploymentPath,
     idempotency_key: IdempotencyKey = None,
 ) -> None:
-    """Allow automatic plans again after a rollback."""
+    """Allow automatic plans again that a rollback or undelivered gains stopped."""
     await operations.resume(deployment, caller)
 
 

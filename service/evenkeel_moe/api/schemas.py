@@ -187,7 +187,10 @@ class DeploymentOut(ResponseBody):
     last_decision: JsonObject | None
     frozen_until_unix: float | None
     held: bool | None
-    """True after a rollback, until `resume`: no automatic plans."""
+    """True until `resume`, after a rollback or gains that were not delivered: no automatic
+    plans."""
+    held_because: str | None
+    """held_after_rollback or gains_not_delivered; null if not held."""
     dispatch: str | None
     """Model of the engines' dispatcher, for which plans are made."""
     dispatch_warning: str | None

@@ -87,7 +87,7 @@ def freeze(
 
 
 def resume(connection: DeploymentClientOptions) -> None:
-    """Let automatic plans run again after a rollback."""
+    """Let automatic plans run again that a rollback or undelivered gains stopped."""
     with connection.client() as client:
         client.post(connection.path(client, "/resume"))
 

@@ -9,6 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+_HELD = {
+    "held_after_rollback": "held after a rollback",
+    "gains_not_delivered": "held because plans did not deliver their gain",
+}
+"""Reason of a hold -> words."""
+
 
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number as text, or `-` if it is unknown."""
@@ -65,7 +71,7 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
     """Return a view of one deployment and its ranks."""
     decision, plan = row["last_decision"], row["active_plan"]
     mean, worst = number(row["balancedness_mean"]), number(row["balancedness_worst"])
-    held = ", held after a rollback" if row["held"] else ""
+    held = f", {_HELD.get(row['held_because'], 'held')}" if row["held"] else ""
     facts = {
         "deployment": row["deployment"],
         "state": f"{row['state']} ({row['reason']})",

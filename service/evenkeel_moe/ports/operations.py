@@ -84,7 +84,9 @@ class DeploymentStatus:
     last_decision: Mapping[str, Any] | None = None
     frozen_until_unix: float | None = None
     held: bool = False
-    """True after a rollback: automatic plans wait for `resume`."""
+    """True while automatic plans wait for `resume`."""
+    held_because: str | None = None
+    """The Reason for the hold; None if not held."""
     leader_address: str | None = None
     """host:port by which ranks reach the leader."""
     dispatch: str = ""
@@ -294,7 +296,7 @@ class Operations(Protocol):
         ...
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
-        """Allow automatic plans again after a rollback."""
+        """Allow automatic plans again that a rollback or undelivered gains stopped."""
         ...
 
     async def set_policy(

@@ -12,6 +12,7 @@ from typing import Any
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.ids import Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanRecord, WaveKey
@@ -79,7 +80,7 @@ class PlansFrozen:
 
 @dataclass(frozen=True, slots=True)
 class AutomaticPlansResumed:
-    """An operator lets automatic plans begin again after a rollback (R16)."""
+    """An operator lets automatic plans begin again (R16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class StoredRecords:
 
     plans: tuple[PlanRecord, ...] = ()
     epochs: Mapping[Epoch, Placement] = field(default_factory=dict)
-    held: bool = False
+    hold: Hold = Hold()
     frozen_until: float = 0.0
     """Unix seconds."""
     policy: DeploymentPolicy | None = None

@@ -193,6 +193,14 @@ def test_promise_and_delivery_of_the_newest_measured_plan_have_series(metrics, r
     assert "evenkeel_plan_delivered_gain_ratio" in names(registry)
 
 
+def test_the_reason_of_a_hold_has_a_series_while_it_lasts(metrics, registry):
+    because = (("deployment", "demo"), ("reason", "gains_not_delivered"))
+    metrics.refresh(make_status(held=True, held_because="gains_not_delivered"), {})
+    assert series(registry)["evenkeel_held_reason", because] == 1
+    metrics.refresh(make_status(), {})
+    assert "evenkeel_held_reason" not in names(registry)
+
+
 def test_only_layers_with_a_value_have_a_balancedness_series(metrics, registry):
     exercise(metrics)
     found = series(registry)

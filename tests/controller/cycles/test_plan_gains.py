@@ -12,16 +12,20 @@ from evenkeel_moe.controller.cycles.plan_gains import (
     measure_plan,
     steps_around,
 )
+from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.load import LoadWindow, Phase
-from evenkeel_moe.model.plan import PlanLimits, PlanPhase
+from evenkeel_moe.model.plan import PlanKind, PlanLimits, PlanPhase
 from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, GainPair, calibrate
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
+from evenkeel_moe.protocol import control_messages as ctl
 from tests.api.fakes import make_plan
 from tests.controller.cycles.test_manual_plans import BAD, Rig
-from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT
+from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
 from tests.waiting import until
 
 PLAN = make_plan(phase=PlanPhase.COMMITTED).plan
@@ -187,3 +191,25 @@ async def test_the_next_cycle_is_calibrated_by_the_stored_plans_also_after_a_res
         assert 0.25 <= inputs.calibration.factor < 1
         assert rig.member.planner.calibration == inputs.calibration
         await rig.restart()
+
+
+async def test_auto_stopped_by_undelivered_gains_stays_stopped_after_a_restart(rig):
+    control = rig.member.control
+    await rig.operations.set_policy(DEPLOYMENT, {"mode": "auto"}, "me")
+    for at in range(1, 4):
+        plan = replace(plan_of(plan_id=f"a{at}"), kind=PlanKind.AUTOMATIC)
+        plan.numbers["gain_lower"] = 0.1
+        control.records.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, rig.clock.unix())
+        gained = DeliveredGain(rig.clock.unix(), 0.0, 0.001, -0.01, 0.01, None, 64)
+        rig.member.inbox.post(ctl.PlanMeasured(plan.plan_id, gained))
+    await until(lambda: control.held)
+    await rig.at_rest()
+    status = live_view(rig.member).status()
+    assert (status.held, status.held_because) == (True, "gains_not_delivered")
+    await rig.restart()
+    assert rig.member.control.hold.because is Reason.GAINS_NOT_DELIVERED
+    await rig.operations.resume(DEPLOYMENT, "me")
+    since = rig.member.control.hold.judged_from
+    assert since > 0
+    await rig.restart()
+    assert rig.member.control.hold == Hold(None, since)

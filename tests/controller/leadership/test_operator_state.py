@@ -3,7 +3,8 @@
 import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.policy import Mode
 from tests.contracts.memory_store import MemoryStore
 from tests.controller.replicas import DEMO, replicas
@@ -26,7 +27,7 @@ async def hold(replica):
     """Hold automatic plans, as a rollback does."""
 
     def change(_now):
-        replica.member.control.planning_loop.held = True
+        replica.member.control.planning_loop.hold = Hold(Reason.HELD_AFTER_ROLLBACK)
         return None, replica.member.control.write_retry.order([replica.member.control.document()])
 
     await replica.member.driver.call(change)

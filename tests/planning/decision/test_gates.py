@@ -43,7 +43,7 @@ def test_poor_balance_for_long_enough_passes():
 CLOSED: list[tuple[Reason, dict[str, Any]]] = [
     (Reason.PLAN_IN_PROGRESS, {"plan_in_progress": True}),
     (Reason.FROZEN, {"frozen_until_unix": 1000.1}),
-    (Reason.HELD_AFTER_ROLLBACK, {"held": True}),
+    (Reason.HELD_AFTER_ROLLBACK, {"held": Reason.HELD_AFTER_ROLLBACK}),
     (Reason.COOLDOWN, {"last_plan_ended_unix": 900.0}),
     (Reason.RANKS_MISSING, {"ranks_fresh": 7}),
     (Reason.INSUFFICIENT_DATA, {"window_steps": 63}),
@@ -239,7 +239,11 @@ def test_a_long_cooldown_is_never_shortened_by_a_failure():
 
 def test_a_manual_request_needs_data_and_no_freeze_but_nothing_else():
     asked = replace(
-        POOR, manual=True, held=True, last_plan_ended_unix=999.0, balancedness_mean=0.99
+        POOR,
+        manual=True,
+        held=Reason.HELD_AFTER_ROLLBACK,
+        last_plan_ended_unix=999.0,
+        balancedness_mean=0.99,
     )
     assert decide_before(asked, SETTINGS).reason is Reason.MANUAL_REQUEST
     assert decide_before(replace(asked, frozen_until_unix=2000.0), SETTINGS).reason is Reason.FROZEN
@@ -250,9 +254,12 @@ def test_a_manual_request_needs_data_and_no_freeze_but_nothing_else():
 
 
 def test_hold_after_rollback_stops_only_automatic_plans():
-    assert decide_before(replace(POOR, held=True), SETTINGS).reason is Reason.HELD_AFTER_ROLLBACK
+    for why in (Reason.HELD_AFTER_ROLLBACK, Reason.GAINS_NOT_DELIVERED):
+        assert decide_before(replace(POOR, held=why), SETTINGS).reason is why
     for mode in (Mode.OBSERVE, Mode.PROPOSE):
-        assert decide_before(replace(POOR, held=True, mode=mode), SETTINGS).passed
+        assert decide_before(
+            replace(POOR, held=Reason.GAINS_NOT_DELIVERED, mode=mode), SETTINGS
+        ).passed
 
 
 SHAPE = ModelShape(2, 2, 2, 2, 1, 100)

@@ -94,7 +94,7 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         "evenkeel_newest_step": "Newest step that every rank reported.",
         "evenkeel_newest_step_timestamp_seconds": "When the newest complete step was assembled.",
         "evenkeel_last_decision_timestamp_seconds": "When the last cycle ended.",
-        "evenkeel_held": "1 while automatic plans wait for resume after a rollback.",
+        "evenkeel_held": "1 while automatic plans wait for resume.",
         "evenkeel_frozen_until_timestamp_seconds": "When the freeze in force ends.",
         "evenkeel_time_balance_ratio": "Fluid MoE time over predicted MoE time of the window under"
         " the cost model; absent where the model is by tokens. 1 is perfect.",
@@ -175,6 +175,8 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         " only with metrics.layer_rank_series.",
     },
     ("reason",): {
+        "evenkeel_held_reason": "Why automatic plans wait for resume: held_after_rollback or"
+        " gains_not_delivered; always 1, absent while they do not wait.",
         "evenkeel_last_plan_failed_timestamp_seconds": "When the newest aborted plan ended, and"
         " why; one series at a time.",
     },
@@ -226,6 +228,8 @@ def _of_deployment(view: View) -> _Series:
         decided_at = float(status.last_decision["at"])
         yield "evenkeel_last_decision_timestamp_seconds", (), decided_at
     yield "evenkeel_held", (), status.held
+    if status.held_because is not None:
+        yield "evenkeel_held_reason", (status.held_because,), 1
     yield "evenkeel_frozen_until_timestamp_seconds", (), status.frozen_until_unix
     yield "evenkeel_time_balance_ratio", (), status.time_balance
     yield "evenkeel_time_balance_worst_ratio", (), status.time_balance_worst

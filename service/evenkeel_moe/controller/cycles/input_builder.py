@@ -145,7 +145,7 @@ class InputBuilder:
             target=None if request is None else request.target,
             plan_in_progress=starts and control.active_plan is not None,
             frozen_until_unix=control.frozen_until if starts else 0.0,
-            held=control.held,
+            held=control.hold.because,
             last_plan_ended_unix=ended_at,
             failed_plans=failed_plans,
             steps_since_move=steps_since_move(windows, base.epoch, settings.plan_steps),

@@ -82,7 +82,7 @@ class Leadership:
         """Keep the operator's settings in memory, in case the store loses them."""
         control = self.control
         if control.leader is not None:
-            state = OperatorState(control.policy, control.held, control.frozen_until)
+            state = OperatorState(control.policy, control.hold, control.frozen_until)
             self._recovery.remember(control.leader.term, state)
 
     def raise_term(self, at_least: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from evenkeel_moe.controller.policy_document import policy_document, policy_from_document
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.policy import DeploymentPolicy
 
 
@@ -17,8 +18,8 @@ class OperatorState:
     """The settings of an operator; in force until an operator changes them."""
 
     policy: DeploymentPolicy
-    held: bool = False
-    """Automatic plans wait for `resume`."""
+    hold: Hold = Hold()
+    """Whether automatic plans wait for `resume`."""
     frozen_until: float = 0.0
     """Unix seconds; 0 when not frozen."""
 
@@ -35,7 +36,7 @@ class RestoredState:
 
     def row(self, unix: float) -> dict[str, Any]:
         """Return the loss as a row of the decision log."""
-        reason = Reason.HELD_AFTER_ROLLBACK if self.state.held else Reason.RECOVERED
+        reason = self.state.hold.because or Reason.RECOVERED
         return {
             "at": unix,
             "reason": reason.value,
@@ -86,13 +87,14 @@ class OperatorStateRecovery:
         known = (self._remembered if self._was_blank else None) or OperatorState(self._default)
         state = OperatorState(
             known.policy if policy is None else policy_from_document(policy, self._default),
-            known.held if control is None else bool(control.get("held", False)),
+            known.hold if control is None else Hold.of_document(control),
             known.frozen_until if control is None else float(control.get("frozen_until", 0.0)),
         )
         loss = ""
         if self._was_blank and self._ranks_term > self._term:
             # Another replica led since, or this process never did: its settings are not known.
-            state = OperatorState(state.policy, True, state.frozen_until)
+            hold = Hold(Reason.HELD_AFTER_ROLLBACK)
+            state = OperatorState(state.policy, hold, state.frozen_until)
             loss = (
                 f"the store came back empty, and ranks were led under term {self._ranks_term}: what"
                 " operators had set is lost; automatic plans are held until resume"
@@ -102,7 +104,7 @@ class OperatorStateRecovery:
         unstored: dict[str, Mapping[str, Any]] = {}
         if policy is None and state.policy != self._default:
             unstored["policy"] = policy_document(state.policy)
-        body = {"held": state.held, "frozen_until": state.frozen_until}
+        body = {**state.hold.document(), "frozen_until": state.frozen_until}
         if body != (control or {"held": False, "frozen_until": 0.0}):
             unstored["control"] = body
         return RestoredState(state, unstored, loss)

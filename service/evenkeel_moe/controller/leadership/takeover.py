@@ -59,7 +59,7 @@ async def take_over(
     # With one epoch no plan was ever carried out, and there may be a thousand unapproved proposals.
     plans = await _fetch_plans(store, deployment, find_committed=len(epochs) > 1)
     state = restored.state
-    records = StoredRecords(plans, epochs, state.held, state.frozen_until, state.policy)
+    records = StoredRecords(plans, epochs, state.hold, state.frozen_until, state.policy)
     leader = documents["leader"]
     return Takeover(
         restored, records, None if leader is None else str(leader.get("replica_id", ""))

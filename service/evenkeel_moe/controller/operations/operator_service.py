@@ -281,7 +281,7 @@ class OperatorService:
         return await known.planner.manual.rollback(to_epoch, by, plan_id)
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
-        """Let automatic plans run again after a rollback."""
+        """Let automatic plans run again that a rollback or undelivered gains stopped."""
         known = await self._changeable(deployment)
         _log.info("resumed", deployment=deployment, by=by)
         await known.inbox.call(lambda now: (None, known.operator.resume(now)))

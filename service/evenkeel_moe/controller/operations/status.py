@@ -112,6 +112,7 @@ class LiveView:
             last_decision=self.decisions[-1] if self.decisions else None,
             frozen_until_unix=frozen_until if frozen_until > now + control.unix_offset_s else None,
             held=control.held,
+            held_because=control.hold.because,
             leader_address=leadership.advertise if leading else None,
             dispatch=choice.model.value,
             dispatch_warning=choice.warning,

@@ -89,7 +89,8 @@ class CycleInputs:
     """An explicit placement to use instead of the policy's; it is judged in the same way."""
     plan_in_progress: bool = False
     frozen_until_unix: float = 0.0
-    held: bool = False
+    held: Reason | None = None
+    """Why automatic plans wait for `resume`; None if they do not."""
     last_plan_ended_unix: float | None = None
     failed_plans: int = 0
     """Automatic plans in a row, up to the newest, that were refused or failed."""

@@ -161,8 +161,8 @@ class BeforeInputs:
     """True if an operator asks: cooldown, hold and balance do not matter; data and safety do."""
     plan_in_progress: bool = False
     frozen_until_unix: float = 0.0
-    held: bool = False
-    """True after a rollback: automatic plans wait for `resume`."""
+    held: Reason | None = None
+    """Why automatic plans wait for `resume`; None if they do not."""
     last_plan_ended_unix: float | None = None
     """None if there was none."""
     failed_plans: int = 0
@@ -203,7 +203,7 @@ def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
 
     Returns:
         Passed, with the cause to plan: MANUAL_REQUEST, LOAD_CHANGED or BALANCE_BELOW_THRESHOLD.
-        Closed, with one of PLAN_IN_PROGRESS, FROZEN, HELD_AFTER_ROLLBACK, COOLDOWN, RANKS_MISSING,
+        Closed, with one of PLAN_IN_PROGRESS, FROZEN, the reason of a hold, COOLDOWN, RANKS_MISSING,
         INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS, BALANCE_ABOVE_THRESHOLD.
     """
     closed = _closed_by_time(inputs, settings) or _closed_by_data(inputs, settings)
@@ -223,8 +223,8 @@ def _closed_by_time(inputs: BeforeInputs, settings: GateSettings) -> Decision | 
         return Decision(False, Reason.FROZEN, {"frozen_s": frozen_s}, inputs.memory)
     if inputs.manual:
         return None
-    if inputs.held and inputs.mode is Mode.AUTO:
-        return Decision(False, Reason.HELD_AFTER_ROLLBACK, {}, inputs.memory)
+    if inputs.held is not None and inputs.mode is Mode.AUTO:
+        return Decision(False, inputs.held, {}, inputs.memory)
     urgent = inputs.failed_plans == 0 and inputs.change.is_urgent(
         settings.stop_above, settings.stop_above - settings.plan_below
     )

@@ -5,13 +5,18 @@ docs/protocol.md. The shell passes events to `handle` one at a time, carries the
 order (see `control_messages`) and reads the public attributes. Operators use `operator.Operator`.
 """
 
+from dataclasses import replace
+
 from evenkeel_moe.errors import IllegalEvent, Reason
+from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.plan import PlanKind, PlanPhase, PlanRecord
+from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction, FromRank, PersistAction
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.liveness import Liveness
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
+from evenkeel_moe.protocol.leader.undelivered import IN_A_ROW, undelivered_in_a_row
 from evenkeel_moe.protocol.messages import Hello, RankState, StagingProgress, TermRefused, Tick
 from evenkeel_moe.protocol.transitions import CONTROL, IGNORED, ILLEGAL, VIOLATION, ControlState
 
@@ -82,7 +87,7 @@ class DeploymentControl(DeploymentState):
             deadline_s=timing.cycle_deadline_s,
             numbers=self._cycle_numbers,
         )
-        self.planning_loop.held = stored.held
+        self.planning_loop.hold = stored.hold
         self.planning_loop.frozen_until = stored.frozen_until
         self.state = ControlState.WAITING_FOR_RANKS
         return [] if stored.loss is None else [ctl.PersistDecision(stored.loss)]
@@ -268,11 +273,14 @@ class DeploymentControl(DeploymentState):
         self.planning_loop.frozen_until = event.until
         return [self.document()]
 
-    def _resume(self, _event: object, _now: float) -> list[ControlAction]:
+    def _resume(self, _event: object, now: float) -> list[ControlAction]:
         assert self.planning_loop is not None
-        if not self.planning_loop.held:
+        hold = self.planning_loop.hold
+        if hold.because is None:
             return []  # A repeated request: its caller may have missed the first answer.
-        self.planning_loop.held = False
+        stopped = hold.because is Reason.GAINS_NOT_DELIVERED
+        since = now + self.unix_offset_s if stopped else hold.judged_from
+        self.planning_loop.hold = Hold(None, since)
         return [self.document()]
 
     # --- time -------------------------------------------------------------------------------------
@@ -341,7 +349,22 @@ class DeploymentControl(DeploymentState):
         record = self.records.by_id.get(event.plan_id)
         if record is None or record.phase is not PlanPhase.COMMITTED or record.delivered:
             return []
-        return [self.records.measured(record, event.delivered, now + self.unix_offset_s)]
+        change = self.records.measured(record, event.delivered, now + self.unix_offset_s)
+        return [change, *self._stop_undelivered()]
+
+    def _stop_undelivered(self) -> list[ControlAction]:
+        """Hold automatic plans after three in a row that delivered too little."""
+        loop = self.planning_loop
+        assert loop is not None
+        if loop.policy.mode is not Mode.AUTO or loop.hold.because is not None:
+            return []
+        missed = undelivered_in_a_row(self.records.by_id.values(), loop.hold.judged_from)
+        if len(missed) < IN_A_ROW:
+            return []
+        loop.hold = replace(loop.hold, because=Reason.GAINS_NOT_DELIVERED)
+        plans = ", ".join(record.plan.plan_id for record in reversed(missed))
+        detail = f"less than half of the promised lower bound was delivered by plans {plans}"
+        return [self.document(), ctl.Alert(Reason.GAINS_NOT_DELIVERED, detail)]
 
     # --- failed writes ----------------------------------------------------------------------------
 

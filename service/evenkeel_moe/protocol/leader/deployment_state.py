@@ -3,6 +3,7 @@
 from itertools import count
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
@@ -100,8 +101,13 @@ class DeploymentState:
 
     @property
     def held(self) -> bool:
-        """True while automatic plans wait for `resume` after a rollback (R16)."""
-        return self.planning_loop is not None and self.planning_loop.held
+        """True while automatic plans wait for `resume` (R16)."""
+        return self.hold.because is not None
+
+    @property
+    def hold(self) -> Hold:
+        """Whether automatic plans wait for `resume`, and why."""
+        return self.planning_loop.hold if self.planning_loop is not None else Hold()
 
     @property
     def frozen_until(self) -> float:
@@ -110,7 +116,7 @@ class DeploymentState:
 
     def document(self) -> PersistDocument:
         """Return the write of the operators' hold and freeze."""
-        body = {"held": self.held, "frozen_until": self.frozen_until}
+        body = {**self.hold.document(), "frozen_until": self.frozen_until}
         return PersistDocument("control", body)
 
     def state_reason(self, now: float) -> tuple[Reason, str]:

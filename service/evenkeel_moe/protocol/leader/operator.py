@@ -5,6 +5,7 @@ A method either raises and has changed nothing, or returns the actions for the s
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason, Unavailable
@@ -77,8 +78,9 @@ class Operator:
             records.add(plan, phase, plan.reason, unix, digest=request_digest, by=by)
         ]
         actions += records.drop_excess(unix)
-        if plan.kind is PlanKind.ROLLBACK and not planning_loop.held:
-            planning_loop.held = True
+        if plan.kind is PlanKind.ROLLBACK and planning_loop.hold.because is None:
+            hold = replace(planning_loop.hold, because=Reason.HELD_AFTER_ROLLBACK)
+            planning_loop.hold = hold
             actions.append(self.control.document())
         actions += self.control.advance_plan(now)
         return records.get(plan.plan_id), self.control.write_retry.order(actions)
@@ -178,7 +180,7 @@ class Operator:
         return earlier[-1]
 
     def resume(self, now: float) -> list[ControlAction]:
-        """Let automatic plans begin again after a rollback."""
+        """Let automatic plans begin again that a rollback or undelivered gains stopped."""
         self._leading()
         return self.control.handle(AutomaticPlansResumed(), now)
 

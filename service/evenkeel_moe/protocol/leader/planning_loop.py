@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.plan import Plan, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol.control_messages import (
@@ -40,8 +41,8 @@ class PlanningLoop:
         self.executor = executor
         self.policy = policy
         self.deadline_s = deadline_s
-        self.held = False
-        """True while automatic plans wait for `resume` after a rollback (R16)."""
+        self.hold = Hold()
+        """Whether automatic plans wait for `resume` (R16)."""
         self.frozen_until = 0.0
         """Unix seconds."""
         self.last: Mapping[str, object] | None = None
@@ -82,8 +83,8 @@ class PlanningLoop:
         closed = self.closed(now)
         if closed is not None:
             return closed
-        if self.policy.mode is Mode.AUTO and self.held:
-            return Reason.HELD_AFTER_ROLLBACK
+        if self.policy.mode is Mode.AUTO and self.hold.because is not None:
+            return self.hold.because
         if records.active is not None:
             return Reason.PLAN_IN_PROGRESS
         # A proposal left from `propose` mode must not block `auto`: the next plan makes it stale.

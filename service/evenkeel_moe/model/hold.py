@@ -1,0 +1,36 @@
+"""Whether automatic plans wait for an operator's `resume`, and why."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evenkeel_moe.errors import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The hold on automatic plans, as it is kept over restarts."""
+
+    because: Reason | None = None
+    """HELD_AFTER_ROLLBACK or GAINS_NOT_DELIVERED; None if automatic plans are not held."""
+    judged_from: float = 0.0
+    """Unix seconds of the newest `resume` after GAINS_NOT_DELIVERED: plans measured earlier do not
+    stop `auto` again."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the hold as it is stored; what has its default value is left out."""
+        body: dict[str, Any] = {"held": self.because is not None}
+        if self.because not in (None, Reason.HELD_AFTER_ROLLBACK):
+            body["held_because"] = self.because.value
+        return body | ({"judged_from": self.judged_from} if self.judged_from else {})
+
+    @classmethod
+    def of_document(cls, body: Mapping[str, Any]) -> "Hold":
+        """Read a stored hold. Values that cannot be read have their default; `held` counts."""
+        because = Reason.HELD_AFTER_ROLLBACK if body.get("held") else None
+        if because is not None and body.get("held_because") == Reason.GAINS_NOT_DELIVERED.value:
+            because = Reason.GAINS_NOT_DELIVERED
+        since = body.get("judged_from", 0.0)
+        known = isinstance(since, int | float) and math.isfinite(since)
+        return cls(because, float(since) if known else 0.0)
