@@ -46,16 +46,19 @@ class Tables:
 
     def install(self, built: Any) -> None:
         layers, tables, epoch = built
+        # In place: a captured CUDA graph would keep reading the old tensors.
         for layer, table in zip(layers, tables, strict=True):
-            self.layers[layer] = table
+            self.layers[layer].slots.copy_(table.slots)
+            self.layers[layer].replicas.copy_(table.replicas)
         self.epoch = epoch
 
     def _table(self, row: np.ndarray) -> Table:
-        one = Placement(row[None], self.placement.num_ranks, self.placement.num_logical_experts)
-        return Table(
-            torch.from_numpy(one.log2phy[0].astype(np.int64)),
-            torch.from_numpy(one.logcnt[0].astype(np.int64)),
-        )
+        experts = self.placement.num_logical_experts
+        one = Placement(row[None], self.placement.num_ranks, experts)
+        # As wide as any placement needs it, so that every table has the same shape.
+        slots = np.full((experts, len(row) - experts + 1), -1, np.int64)
+        slots[:, : one.log2phy.shape[2]] = one.log2phy[0]
+        return Table(torch.from_numpy(slots), torch.from_numpy(one.logcnt[0].astype(np.int64)))
 
 
 class Slots:

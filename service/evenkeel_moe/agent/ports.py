@@ -74,7 +74,12 @@ class MapInstaller(Protocol):
         ...
 
     def install(self, built: Any) -> None:
-        """Switch to the built tables, inside `step_boundary`; must not fail."""
+        """Switch to the built tables, inside `step_boundary`; must not fail.
+
+        Write into the tensors that the forward pass reads, for example with `copy_`. A captured
+        CUDA graph keeps their addresses: new tensors would leave it with the old tables, while
+        the weights have moved.
+        """
         ...
 
 

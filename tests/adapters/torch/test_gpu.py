@@ -17,6 +17,7 @@ from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_
 from evenkeel_moe.agent.profile.timing import time_points
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of, token_counts
 from evenkeel_moe.model.placement import Placement
+from examples.qwen3moe.ep_model import Table, Tables
 from tests.agent.ranks import Group, ToyWeights, prepare_for
 
 pytestmark = [
@@ -117,3 +118,20 @@ def test_a_profile_at_the_shape_of_deepseek_v3(capsys):
         print(f"  interpolation error: median {np.median(errors):.2%}, worst {errors.max():.2%}")
     assert (np.diff(curve.tile_seconds) >= 0).all() and curve.slope_s_per_token > 0
     assert timing.took_s < 120
+
+
+def test_a_captured_graph_follows_tables_that_are_installed_in_place():
+    """A graph reads the addresses that it was captured with."""
+    old = Placement(np.array([[0, 1, 2, 0]], np.int32), 1, 3)
+    new = Placement(np.array([[2, 1, 0, 1]], np.int32), 1, 3)
+    tables = Tables(old)
+    tables.layers = [Table(one.slots.cuda(), one.replicas.cuda()) for one in tables.layers]
+    seen = torch.empty_like(tables.layers[0].slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seen.copy_(tables.layers[0].slots)
+    graph.replay()
+    assert torch.equal(seen.cpu(), Tables(old).layers[0].slots)
+    tables.install(tables.build([0], new.phy2log, 1))
+    graph.replay()
+    assert torch.equal(seen.cpu(), Tables(new).layers[0].slots)

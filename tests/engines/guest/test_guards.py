@@ -27,6 +27,11 @@ def test_guards_name_the_difference():
     check_version("engine", "1.0", ("1.0", "1.1"))
     with pytest.raises(Unsupported, match=r"engine is 1.2; this plugin supports 1.0, 1.1"):
         check_version("engine", "1.2", ("1.0", "1.1"))
+    for build in ("1.0.post1", "1.0+cu130", "1.1.post2+local.3"):
+        check_version("engine", build, ("1.0", "1.1"))
+    for other in ("1.0rc1", "1.0.dev3", "1.0.1", "1.0.post1x", "2.0+cu130", ""):
+        with pytest.raises(Unsupported, match="this plugin supports 1.0, 1.1"):
+            check_version("engine", other, ("1.0", "1.1"))
     check_signatures(Engine, {"plan": "cls weight ranks", "free": "one"})
     with pytest.raises(
         Unsupported, match=r"plan takes \(cls, weight, ranks\), not \(cls, weight\)"

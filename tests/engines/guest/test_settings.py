@@ -17,6 +17,17 @@ def test_the_environment_is_read_once_and_checked(monkeypatch):
     assert settings.mode is GuestMode.PLACE
 
 
+def test_the_engines_own_network_variables_are_followed(monkeypatch):
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1, eth2")
+    settings = load_guest_settings()
+    assert (settings.host, settings.interface) == ("10.0.0.7", "eth1")
+    monkeypatch.setenv("EVENKEEL_RANK__HOST", "rank-0.moe")
+    monkeypatch.setenv("EVENKEEL_RANK__INTERFACE", "eth3")
+    settings = load_guest_settings()
+    assert (settings.host, settings.interface) == ("rank-0.moe", "eth3")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

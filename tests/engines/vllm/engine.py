@@ -198,6 +198,11 @@ class ModelConfig:
         return "toy-hash"
 
 
+class DraftConfig(ModelConfig):
+    def compute_hash(self):
+        return "draft-hash"
+
+
 class Model:
     """A MixtureOfExperts for vLLM; the weights of an expert tell which expert it is."""
 

@@ -88,6 +88,7 @@ class Rank(DrivenRank):
         self.chosen = scores.topk(2).indices
         if not dummy:
             self.state.prepare_forward(self.model_config, TOKENS)
+            self.state.prepare_forward(engine.DraftConfig(), 3)  # A drafter prepares its own pass.
             self.model.forward(self.chosen)
         dist.barrier(group=self.lockstep)
         self.state.step(is_dummy=dummy)
@@ -190,6 +191,7 @@ def observe(rank, size):
         "counts": counts,
         "want_3": want,
         "kv_cache": kv_cache,
+        "warned": one.guest._warned_of_counts,
         "shape": hello.shape,
         "capabilities": sorted(hello.capabilities),
         "digest": hello.placement_digest,

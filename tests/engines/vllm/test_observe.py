@@ -18,6 +18,7 @@ def test_every_step_is_reported_with_its_real_tokens_and_its_epoch():
             "five padding tokens a step are left out"
         )
         assert set(seen["epochs"]) == {0}
+        assert not seen["warned"], "the tokens that a drafter prepares are its own"
         for layer in range(3):
             assert np.array_equal(seen["counts"][3][layer], seen["want_3"])
         assert not seen["counts"][4].any()

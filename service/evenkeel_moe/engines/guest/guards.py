@@ -5,6 +5,7 @@ whole plugin is refused with a message that names the difference. The engine the
 """
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,13 +19,21 @@ class Unsupported(InvalidInput):
     default_reason = Reason.UNSUPPORTED
 
 
+_RELEASE = re.compile(r"(\d+(?:\.\d+)*)(?:\.post\d+)?(?:\+[a-zA-Z0-9.]+)?")
+"""A final release: its numbers, then a post-release and a local build, which keep its code."""
+
+
 def check_version(engine: str, found: str, known: Sequence[str]) -> None:
     """Refuse every version that was not tested.
+
+    Post-releases and local builds of a tested version pass, for example 0.33.0.post1 and
+    0.33.0+cu130; release candidates and development versions do not.
 
     Raises:
         Unsupported: another version; the message names both.
     """
-    if found not in known:
+    release = _RELEASE.fullmatch(found)
+    if release is None or release[1] not in known:
         raise Unsupported(f"{engine} is {found}; this plugin supports {', '.join(known)}")
 
 

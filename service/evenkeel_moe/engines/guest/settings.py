@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from evenkeel_moe.errors import InvalidInput
@@ -21,6 +21,11 @@ _PREFIX = "EVENKEEL_RANK__"
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 """At most one day, because "inf" is a valid float that no wait accepts."""
 _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/]+):[0-9]{1,5}")
+
+
+def _first_name(names: str) -> str:
+    """Return the first of several names separated by commas."""
+    return names.split(",")[0].strip()
 
 
 class GuestMode(StrEnum):
@@ -37,7 +42,11 @@ class GuestSettings(BaseSettings):
 
     # An empty variable counts as not set: a pod template can clear a variable but rarely remove it.
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True
+        env_prefix=_PREFIX,
+        frozen=True,
+        extra="ignore",
+        env_ignore_empty=True,
+        populate_by_name=True,
     )
 
     controllers: str = ""
@@ -51,11 +60,14 @@ class GuestSettings(BaseSettings):
     deployment of its own."""
     node: str = Field(default_factory=socket.gethostname)
     """Name of the rank's fast-link domain."""
-    host: str = ""
-    """Address at which the other ranks reach the store of rank 0; empty takes the host name,
-    which the other machines must then be able to resolve."""
-    interface: str = ""
-    """Network interface of the gate's Gloo group; empty takes the one of the host name."""
+    host: str = Field(default="", validation_alias=AliasChoices(f"{_PREFIX}HOST", "VLLM_HOST_IP"))
+    """Address at which the other ranks reach the store of rank 0. Without it `VLLM_HOST_IP` counts,
+    then the host name, which the other machines must be able to resolve."""
+    interface: Annotated[str, AfterValidator(_first_name)] = Field(
+        default="", validation_alias=AliasChoices(f"{_PREFIX}INTERFACE", "GLOO_SOCKET_IFNAME")
+    )
+    """Network interface of the gate's Gloo group. Without it the first one in `GLOO_SOCKET_IFNAME`
+    counts, then the one of the host name."""
     poll_every: Annotated[int, Field(ge=2, le=1_000_000)] = 16
     """Steps between two polls of the gate; a plan waits up to this long before it starts."""
     resolve_after: Annotated[int, Field(ge=1)] = 8

@@ -59,21 +59,23 @@ class VllmGuest(EngineGuest):
         self._groups = groups
         self._engine = engine
         self._model_state: VllmModelState | None = None
+        self._model_config: Any = None
         self._policy: Any = None
         self._prepared: int | None = None
         self._warned_of_counts = False
 
     # --- start ------------------------------------------------------------------------------------
 
-    def join(self, model_state: VllmModelState, policy: Any) -> None:
+    def join(self, model_state: VllmModelState, model_config: Any, policy: Any) -> None:
         """Start the agent for the target model. Collective; after a failure vLLM runs without it.
 
         Args:
             model_state: of the target model.
+            model_config: vLLM's configuration of the target model.
             policy: the planner class that vLLM must use so that plans reach it; None in observe
                 mode.
         """
-        self._model_state, self._policy = model_state, policy
+        self._model_state, self._model_config, self._policy = model_state, model_config, policy
         self._try_to_start(lambda: self._start(model_state))
 
     def _start(self, model_state: VllmModelState) -> None:
@@ -122,9 +124,15 @@ class VllmGuest(EngineGuest):
 
     # --- around vLLM's step -----------------------------------------------------------------------
 
-    def prepared(self, num_tokens: int) -> None:
-        """Note how many real tokens the next forward pass has."""
-        self._prepared = num_tokens
+    def prepared(self, model_config: Any, num_tokens: int) -> None:
+        """Note how many real tokens the next forward pass of a model has.
+
+        Args:
+            model_config: vLLM's configuration of the model. A draft model has its own.
+            num_tokens: tokens without padding.
+        """
+        if model_config is self._model_config:
+            self._prepared = num_tokens
 
     def before_step(self, *, dummy: bool) -> None:
         """Count the step and run the step boundary: after the forward pass, before vLLM's balancer.

@@ -130,7 +130,8 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
                 guest = self.guests[state] = VllmGuest(
                     self.settings, state, self._groups, self._engine, self._new_link()
                 )
-                guest.join(state.model_states[model_config.compute_hash()], self._policy)
+                model_state = state.model_states[model_config.compute_hash()]
+                guest.join(model_state, model_config, self._policy)
 
         @functools.wraps(should_record)
         def record_always(state: Any, log_stats: bool = False) -> bool:
@@ -151,7 +152,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
             prepare(state, model_config, num_unpadded_tokens, ubatch_slices)
             guest = self.guests.get(state)
             if guest is not None:
-                guest.prepared(num_unpadded_tokens)
+                guest.prepared(model_config, num_unpadded_tokens)
 
         @functools.wraps(step)
         def count_and_step(
