@@ -18,6 +18,7 @@ from evenkeel_moe.telemetry.delivered_gain import (
     TimedSteps,
     match_tokens,
     measure_gain,
+    newest_state,
     timed_steps,
 )
 
@@ -156,6 +157,33 @@ def test_the_interval_covers_the_true_gain_and_the_error_is_of_the_right_size():
     assert 0.7 < np.mean(errors) / np.std(gains) < 1.5
 
 
+@pytest.mark.parametrize("slow_steps", [20, 24, 40])
+def test_a_rank_that_became_slow_before_the_plan_counts_as_slow(slow_steps):
+    """The plan was made for the slow rank; with its earlier speed, the gain would be too small."""
+    rng, after = np.random.default_rng(1), traffic(2, 64)
+    slow = np.array([1.0, 1.0, 1.0, 1.6])
+    noise = rng.lognormal(0, 0.01, (64, RANKS))
+    before = noise * np.where(np.arange(64)[:, None] >= 64 - slow_steps, slow, 1.0)
+    found = gain_of(around(traffic(1, 64), after, noise=(before, slow)))
+    old, new = ((truth(after, one) * slow).max(axis=2).sum() for one in (LINEAR, MIXED))
+    assert found.gain == pytest.approx(1 - new / old, abs=0.015)
+    assert MIN_STEPS <= found.steps <= slow_steps
+
+
+def test_steps_without_a_change_are_all_kept():
+    noise = np.random.default_rng(1).lognormal(0, 0.05, (64, RANKS))
+    steps = timed(traffic(1, 64), LINEAR, TOKENS, noise)
+    assert len(newest_state(steps).tokens) == 64
+    few = timed(traffic(1, 20), LINEAR, TOKENS)
+    assert len(newest_state(few).tokens) == 20
+
+
+def test_more_steps_are_wanted_only_while_they_would_add_pairs():
+    assert gain_of(around(traffic(1, 64), traffic(2, 64))).enough
+    assert not gain_of(around(traffic(1, 64), traffic(2, 40))).enough
+    assert gain_of(around(traffic(1, 30), traffic(2, 64))).enough
+
+
 def test_single_slow_steps_do_not_decide():
     noise = np.ones((64, RANKS))
     noise[::10] = 8.0
@@ -173,10 +201,10 @@ def test_seconds_that_are_missing_are_unknown_and_never_zero():
     assert isinstance(few, NoGain)
     assert few.steps == MIN_STEPS - 1
     one_rank = np.ones((64, RANKS))
-    one_rank[:40, 2] = np.nan
+    one_rank[:50, 2] = np.nan
     partly = measure_gain([around(before, after, noise=(1.0, one_rank))])
     assert isinstance(partly, NoGain), "a step counts only with the seconds of every rank"
-    assert partly.steps == 24
+    assert partly.steps == 14
 
 
 def test_a_rank_without_tokens_needs_no_seconds():

@@ -15,7 +15,8 @@ of that factor.
 
 Where the model misses a part of the time, for example a fixed part, the medians depend on the
 tokens of the steps. Therefore each step after the plan is paired with a step of the same phase
-before it whose tokens differ by at most a tenth; steps without a partner are left out.
+before it whose tokens differ by at most a tenth; steps without a partner are left out. Where a rank
+clearly changed its speed before the plan, only the steps since then are compared.
 
 The standard error is that of batch means, because neighbouring steps are alike: the steps of each
 side are divided into eight consecutive batches, and the variance of their means counts. What
@@ -40,13 +41,20 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 
-MIN_STEPS = 32
+MIN_STEPS = 16
 """Fewest compared steps."""
 ENOUGH_STEPS = 64
 """Compared steps that are enough; more are not waited for."""
 _CALIPER = 0.1
 """Largest difference of the tokens of two paired steps, as a share of the larger number."""
 _BATCHES = 8
+_SHIFT = 0.05
+"""A rank changed its speed if its ratio changed by this much, and by eight standard errors."""
+_SHIFT_ERRORS = 8.0
+"""Twice four, because the standard error takes steps as independent; neighbours are alike."""
+_SPLIT_EVERY = 4
+"""Steps between two positions at which such a change is looked for."""
+_MOSTLY = 0.9
 _MEDIAN_VARIANCE = math.pi / 2
 """Variance of a median over that of a mean, for normal errors."""
 _WINSOR = 3.0
@@ -101,6 +109,8 @@ class MeasuredGain:
     """Gain of the same steps under the cost model."""
     steps: int
     """Pairs of steps."""
+    enough: bool
+    """True if more steps after the plan would add few pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +155,13 @@ def measure_gain(phases: Sequence[PhaseSteps]) -> MeasuredGain | NoGain:
     """Return the gain that a plan delivered; see the head of the module."""
     if not any(_measured(one.after).any() for one in phases):
         return NoGain("no rank reports seconds")
-    pairs = [pair for pair in map(_pair, phases) if len(pair[0].ratios) >= _BATCHES]
+    known = [_known(one) for one in phases]
+    pairs = [pair for pair in map(_pair, known) if len(pair[0].ratios) >= _BATCHES]
     steps = sum(len(old.ratios) for old, _ in pairs)
     if steps < MIN_STEPS:
         return NoGain(f"{steps} pairs of steps alike in tokens, {MIN_STEPS} are needed", steps)
     old, new = _total([one for one, _ in pairs]), _total([one for _, one in pairs])
+    possible = min(ENOUGH_STEPS, sum(len(one.before.tokens) for one in known))
     remaining = new.time / old.time
     reach, error = _reach(old.variance, new.variance)
     return MeasuredGain(
@@ -159,7 +171,35 @@ def measure_gain(phases: Sequence[PhaseSteps]) -> MeasuredGain | NoGain:
         upper=1.0 - remaining * math.exp(-reach),
         modelled=1.0 - new.modelled / old.modelled,
         steps=steps,
+        enough=steps >= _MOSTLY * possible,
     )
+
+
+def _known(phase: PhaseSteps) -> PhaseSteps:
+    """Return the steps that can be compared: with seconds, and before the plan in one state."""
+    use = _measured(phase.after)
+    before = newest_state(phase.before.take(_measured(phase.before)))
+    return PhaseSteps(before, phase.after.take(use), phase.old_times[use])
+
+
+def newest_state(steps: TimedSteps) -> TimedSteps:
+    """Return the newest steps in which no rank clearly changed its speed, at least `MIN_STEPS`.
+
+    A plan often follows such a change: only the steps since say what it was made for.
+    """
+    ratios, count = steps.ratios, len(steps.tokens)
+    ratios = ratios[:, np.isfinite(ratios).all(axis=0)]  # The ranks with work in every step.
+    clearest, begin = _SHIFT_ERRORS, 0
+    for split in range(_BATCHES, count - MIN_STEPS + 1, _SPLIT_EVERY):
+        old, new = np.median(ratios[:split], axis=0), np.median(ratios[split:], axis=0)
+        rest = np.abs(np.concatenate([ratios[:split] - old, ratios[split:] - new]))
+        spread = np.maximum(1.4826 * np.median(rest, axis=0), 1e-4)
+        error = math.sqrt(_MEDIAN_VARIANCE * (1 / split + 1 / (count - split))) * spread
+        shift = np.abs(new - old)
+        clear = float(np.max(np.where(shift > _SHIFT, shift / error, 0.0), initial=0.0))
+        if clear > clearest:
+            clearest, begin = clear, split
+    return steps.take(np.arange(begin, count))
 
 
 def _measured(steps: TimedSteps) -> NDArray[np.bool_]:
@@ -171,11 +211,10 @@ def _measured(steps: TimedSteps) -> NDArray[np.bool_]:
 
 def _pair(phase: PhaseSteps) -> tuple[_Side, _Side]:
     """Return both sides, of the steps that have a partner alike in tokens."""
-    use = _measured(phase.after)
-    before, after = phase.before.take(_measured(phase.before)), phase.after.take(use)
+    before, after = phase.before, phase.after
     earlier, later = match_tokens(before.tokens, after.tokens)
     earlier, order = np.sort(earlier), np.sort(later)
-    old_times = phase.old_times[use][order]
+    old_times = phase.old_times[order]
     chosen = after.take(order)
     return _Side(before.take(earlier).ratios, old_times), _Side(chosen.ratios, chosen.times)
 

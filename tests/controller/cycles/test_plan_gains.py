@@ -69,7 +69,8 @@ def test_a_phase_without_steps_on_one_side_does_not_count():
 
 def test_a_plan_is_measured_by_the_seconds_of_its_own_steps():
     steps = around(window(0, 100, PLAN.base_epoch), window(130, 90, FINAL, PLAN.target, factor=1.1))
-    found = measure_plan(steps, PLAN, TOKENS, EVEN_SPLIT, 5.0)
+    found, enough = measure_plan(steps, PLAN, TOKENS, EVEN_SPLIT, 5.0)
+    assert enough
     counts = steps.after[Phase.DECODE].counts
     old, new = (moe_time.predicted_time(counts, one) for one in (PLAN.base, PLAN.target))
     assert found.modelled == pytest.approx(1 - new / old, abs=0.02)
@@ -81,10 +82,10 @@ def test_a_plan_is_measured_by_the_seconds_of_its_own_steps():
 def test_without_seconds_or_with_foreign_curves_it_is_unknown():
     silent = window(130, 90, FINAL, PLAN.target, factor=WITHOUT)
     steps = around(window(0, 100, PLAN.base_epoch), silent)
-    found = measure_plan(steps, PLAN, TOKENS, EVEN_SPLIT, 5.0)
+    found, _ = measure_plan(steps, PLAN, TOKENS, EVEN_SPLIT, 5.0)
     assert (found.gain, found.unknown_because) == (None, "no rank reports seconds")
     foreign = CostModel(CostCurves.linear(np.ones(3)))
-    assert "3 ranks" in measure_plan(steps, PLAN, foreign, EVEN_SPLIT, 5.0).unknown_because
+    assert "3 ranks" in measure_plan(steps, PLAN, foreign, EVEN_SPLIT, 5.0)[0].unknown_because
 
 
 def measured(at, gain, *, modelled=None, source="tokens", promised=0.1):

@@ -89,8 +89,11 @@ def _chosen(parts: Sequence[LoadWindow], masks: Sequence[NDArray[np.bool_]]) -> 
 
 def measure_plan(
     steps: PlanSteps, plan: Plan, cost: CostModel, split: SplitModel, at: float
-) -> DeliveredGain:
-    """Return what a plan delivered, or why that is unknown; `cost_source` is left empty."""
+) -> tuple[DeliveredGain, bool]:
+    """Return what a plan delivered, or why that is unknown; and whether more steps add little.
+
+    `cost_source` is left empty.
+    """
     phases = []
     try:
         for phase, after in steps.after.items():
@@ -103,11 +106,11 @@ def measure_plan(
                 )
             )
     except EvenkeelError as error:  # The cost model is of a group of another size.
-        return DeliveredGain(at, unknown_because=str(error))
+        return DeliveredGain(at, unknown_because=str(error)), False
     found = measure_gain(phases)
     if not isinstance(found, MeasuredGain):
-        return DeliveredGain(at, steps=found.steps, unknown_because=found.reason)
-    return DeliveredGain(
+        return DeliveredGain(at, steps=found.steps, unknown_because=found.reason), False
+    delivered = DeliveredGain(
         at,
         gain=found.gain,
         error=found.error,
@@ -116,6 +119,7 @@ def measure_plan(
         modelled=found.modelled,
         steps=found.steps,
     )
+    return delivered, found.enough
 
 
 def calibration_of(records: Iterable[PlanRecord], source: CostSource) -> Calibration:
@@ -190,8 +194,8 @@ class PlanGains:
             self._tried[plan.plan_id] = steps.most_after
             # In a thread: for a large model it takes a tenth of a second.
             at = self.clock.unix()
-            found = await asyncio.to_thread(measure_plan, steps, plan, cost, split, at)
-            if over or found.steps >= ENOUGH_STEPS:
+            found, enough = await asyncio.to_thread(measure_plan, steps, plan, cost, split, at)
+            if over or enough:
                 self._tell(record, replace(found, cost_source=source.value))
 
     def _unmeasured(self) -> list[tuple[PlanRecord, int | None]]:
