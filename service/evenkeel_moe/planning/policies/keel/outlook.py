@@ -10,6 +10,9 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import Change, step_weights
 from evenkeel_moe.planning.signals.forecast import forecast, recentred
 
+_PARTS = 4
+"""Parts of a window whose numbers of tokens are compared."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Outlook:
@@ -35,6 +38,9 @@ def look_ahead(problem: PlacementProblem, options: KeelOptions) -> tuple[Placeme
     unless reading dominates.
     """
     weights, change = step_weights(problem.load, options.change)
+    scale = _volume_scale(problem, options.volume_spread)
+    if (scale != 1.0).any():
+        problem = replace(problem, load=problem.load * scale[:, None, None])
     expected = forecast(problem.load)
     # `usual` is NaN where there are too few steps to tell.
     noise = change.usual**options.noise_exponent if change.usual > 1.0 else 1.0
@@ -44,6 +50,25 @@ def look_ahead(problem: PlacementProblem, options: KeelOptions) -> tuple[Placeme
     if moving and not reading_dominates(problem):
         problem = replace(problem, load=recentred(problem.load, weights, expected))
     return problem, Outlook(weights, noise, moving, expected.error, change)
+
+
+def _volume_scale(problem: PlacementProblem, spread: float) -> NDArray[np.float64]:
+    """Return (T,) factors giving the steps more and fewer tokens, in turn, if that number moves.
+
+    Whether reading or computing dominates depends on the number of tokens. If it moved from one
+    part of the window to another, by more than from step to step, the coming steps have another
+    number than the window. Where work is proportional to tokens, this does not matter.
+    """
+    tokens = problem.load.sum(axis=(1, 2))
+    if problem.objective.cost.replica.proportional or len(tokens) < 2 * _PARTS or not tokens.any():
+        return np.ones(len(tokens))
+    parts = np.array_split(tokens, _PARTS)
+    between = float(np.var([part.mean() for part in parts], ddof=1))
+    within = float(np.mean([part.var(ddof=1) / len(part) for part in parts]))
+    moved = max(0.0, between - within) ** 0.5 / float(tokens.mean())
+    factor = 1.0 + spread * moved
+    more = np.arange(len(tokens)) % 2 == 0
+    return np.asarray(np.where(more, factor, 1.0 / factor), np.float64)
 
 
 def reading_dominates(problem: PlacementProblem) -> bool:

@@ -17,12 +17,16 @@ All constants are in `options`.
 from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.policies.eplb import place_by_eplb
 from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
+from evenkeel_moe.planning.policies.keel.fewest_slots import fill_for_fewest
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
 from evenkeel_moe.planning.policies.keel.outlook import (
     Outlook,
@@ -138,24 +142,55 @@ class _Planner:
         return best, price
 
     def plan_for_fewest(self) -> tuple[Placement, float]:
-        """Plan with and without replicas, and choose between the two.
+        """Plan without and with replicas, and choose for each layer by the dispatcher's own rule.
 
         The search takes the work of an expert as shared evenly by its copies over the steps. Under
-        fewest dispatch it is on one of them in each step, so replicas help less than the search
-        expects. What they save must be more than chance.
+        fewest dispatch it is on one of them in each step, chosen for the batch, so replicas help
+        more or less than the search expects. What they save must be more than chance. The present
+        placement competes too, in a first plan also METRO's, which is made for this dispatch.
         """
+        problem = self.problem
         with self.evaluations.keeping(self.options.even_reserve):
-            best, price = self.plan()
-        single, _ = replace(self, problem=replace(self.problem, replica_budget=0)).plan()
-        if self._time(best) > (1.0 - self.options.optimal_gain) * self._time(single):
-            best = single
-        return best, price
+            single, _ = replace(self, problem=replace(problem, replica_budget=0)).plan()
+        best, price = self.plan()
+        others: list[Placement | None] = [best]
+        if problem.current is not None and problem.objective.limits == PlanLimits():
+            others.append(fit_to_budget(problem, problem.current))
+            if _is_engine_start(problem.current):
+                others.append(_metro_placement(problem))
+            per_step = price * self.window.unit_cost
+            others += [fill_for_fewest(problem, plan, per_step) for plan in (single, best)]
+        found = [other for other in others if other is not None]
+        return self._best_by_layer([single, *found], price), price
+
+    def _best_by_layer(self, candidates: list[Placement], price: float) -> Placement:
+        """Return each layer from the candidate with the least time, copies paid.
+
+        A later candidate must be better than the earlier ones by more than chance. Where layers
+        share slots or limits, they all come from the same candidate.
+        """
+        problem = self.problem
+        per_copy = price * self.window.unit_cost * len(problem.load)
+        costs = []
+        for candidate in candidates:
+            cost = self._layer_times(candidate)
+            if problem.current is not None:
+                cost = cost + per_copy * relabel.moves_by_layer(problem.current, candidate)
+            costs.append(cost)
+        table = np.array(costs)
+        if problem.shape.pooled or problem.objective.limits != PlanLimits():
+            table[:] = table.sum(axis=1, keepdims=True)
+        table[1:] /= 1.0 - self.options.optimal_gain
+        chosen = table.argmin(axis=0)
+        rows = np.stack([c.phy2log for c in candidates])[chosen, np.arange(len(chosen))]
+        shape = problem.shape
+        return Placement(rows.copy(), shape.num_ranks, shape.num_logical_experts)
 
     def plan(self) -> tuple[Placement, float]:
         """Search from the current placement and EPLB's, and in a first plan also from nothing."""
         problem = self.problem
         start = None if problem.current is None else fit_to_budget(problem, problem.current)
-        if reading_dominates(problem):
+        if self._starts_without_replicas():
             start = self._without_replicas(start)
         price = self._price()
         per_copy = price * self.window.unit_cost * len(problem.load)
@@ -180,6 +215,17 @@ class _Planner:
             if total(fresh) < (1.0 - self._restart_gain()) * total(best):
                 best = fresh
         return best, price
+
+    def _starts_without_replicas(self) -> bool:
+        """Return True if replicas must pay: in a first plan, and wherever reading dominates.
+
+        Copies are free in a first plan, and later ones seldom remove what it made.
+        """
+        problem = self.problem
+        current = problem.current
+        first = current is not None and _is_engine_start(current)
+        reads = not problem.objective.cost.replica.proportional
+        return reading_dominates(problem) or (first and reads)
 
     def _without_replicas(self, start: Placement | None) -> Placement:
         """Return a start without redundant copies, to which the search adds those that pay.
@@ -231,11 +277,15 @@ class _Planner:
 
     def _time(self, placement: Placement) -> float:
         """Return the predicted time of the weighted window, in the unit of the score."""
+        return float(self._layer_times(placement).sum())
+
+    def _layer_times(self, placement: Placement) -> NDArray[np.float64]:
+        """Return the (L,) predicted times of the weighted window, in the unit of the score."""
         problem, weights = self.problem, self.outlook.weights
         times = moe_time.step_times(
             problem.load, placement, problem.objective.cost, SplitModel.of(problem)
         )
-        return float(weights @ times.sum(axis=1)) * len(weights)
+        return np.asarray(weights @ times * len(weights), np.float64)
 
     def _price(self) -> float:
         """Return the gain per step, in layer times, that a copy must bring."""
@@ -277,3 +327,8 @@ def _eplb_placement(problem: PlacementProblem) -> Placement | None:
     except (InvalidInput, InfeasiblePlan):
         return None
     return relabel.relabel(problem, placement, keep_nodes=hierarchical)
+
+
+def _metro_placement(problem: PlacementProblem) -> Placement | None:
+    """Return METRO's placement, from EPLB on activations, as `_eplb_placement`."""
+    return _eplb_placement(replace(problem, load=np.minimum(problem.load, 1.0)))

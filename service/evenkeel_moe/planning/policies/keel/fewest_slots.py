@@ -1,0 +1,189 @@
+"""Fills empty slots with the replicas that help a dispatcher which activates the fewest experts.
+
+Under `fewest` dispatch all tokens of an expert go to one of its replicas, chosen for the batch. A
+replica then adds no work: it lets the dispatcher move the expert off a rank that is slow in this
+batch. The search of keel takes the work as shared evenly by the copies and does not see this.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.fewest_active import choose_replicas, slots_by_expert
+from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.policies.slot_budget import SlotBudget
+from evenkeel_moe.planning.problem.kernels import (
+    WorkTerms,
+    token_cost,
+    work_of_tokens,
+    work_terms,
+)
+from evenkeel_moe.planning.problem.moe_time import CurveArrays, curve_arrays
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.token_split import SplitModel, source_shares
+
+_DOUBLINGS = 5
+"""The time of a step is the norm over ranks with p = 2 ** 5: several ranks are often equally slow,
+so that no single replica lowers the maximum."""
+_MOST_TRIALS = 4_000_000
+"""Most steps x experts x ranks looked at for one replica of a layer. With more, only every second
+step is looked at, or every third, and so on."""
+
+
+class _FillTerms(NamedTuple):
+    """A cost model in the form of the kernels, and the price of a copy."""
+
+    work: WorkTerms
+    curves: CurveArrays
+    price: float
+    """Per step, in the unit of the score."""
+
+
+def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: float) -> Placement:
+    """Put into empty slots the replicas with which the window takes less time, copies paid.
+
+    Args:
+        problem: gives the loads, the cost model and the current placement.
+        placement: each expert at most once on a rank. Pooled slots are left as they are.
+        price: of a copy per step, in the unit of the score.
+
+    Complexity: O(T E R) for each slot filled, in steps that are thinned out for large models.
+    """
+    shape, cost = problem.shape, problem.objective.cost
+    ranks, experts = shape.num_ranks, shape.num_logical_experts
+    if shape.pooled:
+        return placement
+    every = max(1, -(-len(problem.load) * experts * ranks // _MOST_TRIALS))
+    load = problem.load[::-every][::-1]
+    shared = cost.shared_tokens * source_shares(SplitModel.of(problem), ranks, shape.num_layers)
+    terms = _FillTerms(work_terms(cost.replica), curve_arrays(cost.curves, ranks), price)
+    rows, most = placement.phy2log.copy(), SlotBudget.of(problem).per_layer
+    for layer, row in enumerate(rows):
+        present = np.full(row.shape, -1, np.int32)
+        if problem.current is not None:
+            present[:] = problem.current.phy2log[layer]
+        spare = min(most, len(row)) - int((row >= 0).sum())
+        tokens = np.ascontiguousarray(load[:, layer])
+        _fill_layer(tokens, row, present, shared[layer], terms, spare)
+    return Placement(rows, ranks, experts)
+
+
+@kernel
+def _fill_layer(
+    tokens: NDArray[np.float64],
+    row: NDArray[np.int32],
+    present: NDArray[np.int32],
+    shared: NDArray[np.float64],
+    terms: _FillTerms,
+    spare: int,
+) -> None:
+    """Fill up to `spare` empty slots of one layer, the most helpful replica first.
+
+    Mutates: `row` (S,).
+
+    tokens: (T, E). present: (S,) the current row. shared: (R,) as in `step_times_kernel`.
+    """
+    experts = tokens.shape[1]
+    ranks = shared.shape[0]
+    per_rank = row.shape[0] // ranks
+    had = np.zeros((experts, ranks), np.bool_)
+    for slot in range(row.shape[0]):
+        if present[slot] >= 0:
+            had[present[slot], slot // per_rank] = True
+    free = np.full(ranks, -1, np.int64)
+    for _ in range(spare):
+        free[:] = -1
+        for slot in range(row.shape[0]):
+            if row[slot] < 0:
+                free[slot // per_rank] = slot
+        gains = _gains(tokens, row, free, shared, terms)
+        best, at, chosen = 0.0, -1, -1
+        for expert in range(experts):
+            for rank in range(ranks):
+                gain = gains[expert, rank] - (0.0 if had[expert, rank] else terms.price)
+                if free[rank] >= 0 and gain > best:
+                    best, at, chosen = gain, free[rank], expert
+        if at < 0:
+            return
+        row[at] = chosen
+
+
+@kernel
+def _gains(
+    tokens: NDArray[np.float64],
+    row: NDArray[np.int32],
+    free: NDArray[np.int64],
+    shared: NDArray[np.float64],
+    terms: _FillTerms,
+) -> NDArray[np.float64]:
+    """Return (E, R) the mean time saved in a step if a free slot of the rank held the expert.
+
+    In each step the dispatcher may then move the expert from the replica that serves it to that
+    rank, if this shortens the step; all other choices stay. free: (R,) an empty slot, -1 for none.
+    """
+    steps, experts = tokens.shape
+    ranks = shared.shape[0]
+    per_rank = row.shape[0] // ranks
+    first, following = slots_by_expert(row, experts, ranks)
+    held = np.zeros((experts, ranks), np.bool_)
+    for slot in range(row.shape[0]):
+        if row[slot] >= 0:
+            held[row[slot], slot // per_rank] = True
+    active, routed = np.empty(ranks, np.int64), np.empty(ranks)
+    chosen, own = np.empty(experts, np.int64), np.empty(experts)
+    work, power = np.empty(ranks), np.empty(ranks)
+    gains = np.zeros((experts, ranks))
+    for t in range(steps):
+        choose_replicas(tokens[t], row, first, following, active, routed, chosen)
+        work[:] = shared * tokens[t].sum()
+        for expert in range(experts):
+            own[expert] = work_of_tokens(tokens[t, expert], terms.work)
+            if chosen[expert] >= 0:
+                work[chosen[expert] // per_rank] += own[expert]
+        scale = 0.0
+        for rank in range(ranks):
+            scale = max(scale, _time(work[rank], rank, terms.curves))
+        if scale <= 0.0:
+            continue
+        total = 0.0
+        for rank in range(ranks):
+            power[rank] = _power(_time(work[rank], rank, terms.curves) / scale)
+            total += power[rank]
+        norm = _root(total)
+        for expert in range(experts):
+            if chosen[expert] < 0:
+                continue
+            source = chosen[expert] // per_rank
+            left = _power(_time(work[source] - own[expert], source, terms.curves) / scale)
+            relief = power[source] - left
+            if relief < 1e-3:
+                continue
+            for rank in range(ranks):
+                if free[rank] < 0 or held[expert, rank] or work[rank] >= work[source]:
+                    continue
+                grown = _time(work[rank] + own[expert], rank, terms.curves) / scale
+                after = total - relief + _power(grown) - power[rank]
+                if after < total:
+                    gains[expert, rank] += scale * (norm - _root(after)) / steps
+    return gains
+
+
+@kernel
+def _time(work: float, rank: int, curves: CurveArrays) -> float:
+    return token_cost(max(work, 0.0), rank, curves.tile, curves.tile_seconds, curves.slope)
+
+
+@kernel
+def _power(value: float) -> float:
+    for _ in range(_DOUBLINGS):
+        value *= value
+    return value
+
+
+@kernel
+def _root(value: float) -> float:
+    for _ in range(_DOUBLINGS):
+        value = np.sqrt(value)
+    return value
