@@ -185,7 +185,8 @@ class Rank:
         await self.call.write(encode_rank_message(self.hello(**changes)))
         self.answer = await self.read()
         self.reader = asyncio.create_task(self._listen())
-        await self.send_wire(encode_rank_message(link.KvCache(16, 64_000)))
+        if getattr(self.answer, "outcome", None) is link.RegistrationOutcome.ACCEPTED:
+            await self.send_wire(encode_rank_message(link.KvCache(16, 64_000)))
         return self.answer
 
     async def send_wire(self, wire: agent_pb2.RankMessage) -> None:

@@ -1,6 +1,7 @@
 """A measured gain has an interval around it, or a reason why it is unknown."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.delivered import DeliveredGain
 
-KNOWN = {"gain": 0.1, "error": 0.01, "lower": 0.08, "upper": 0.12}
+KNOWN: dict[str, Any] = {"gain": 0.1, "error": 0.01, "lower": 0.08, "upper": 0.12}
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,17 @@ def test_life_that_seems_older_is_taken_when_the_newer_one_is_no_longer_heard():
     assert members.heard(0, 3, 41, 5.1)
 
 
+def test_a_registered_generation_keeps_its_shape_also_with_one_rank():
+    one = dataclasses.replace(SHAPE, num_ranks=1, slots_per_rank=6)
+    members, _ = group(hello_of(0, shape=one))
+    larger = dataclasses.replace(one, num_layers=one.num_layers + 1)
+    answer = members.register(hello_of(0, incarnation=5, shape=larger), 30, 1.0)
+    assert (answer.accepted, answer.reason) == (False, Reason.SHAPE_DISAGREES)
+    assert members.shape == one
+    assert members.register(hello_of(0, "g2", incarnation=5, shape=larger), 31, 1.0).new_generation
+    assert members.shape == larger
+
+
 def test_new_generation_may_be_at_a_lower_epoch():
     """R1: a restarted group must not be locked out by "refuse lower"."""
     members, _ = group(hello_of(0, epoch=9), hello_of(1, epoch=9))

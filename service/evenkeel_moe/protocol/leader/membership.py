@@ -231,6 +231,10 @@ class Membership:
                 f" {known.hello.identity.incarnation} on {known.stream}"
             )
             return Admission(False, Reason.STALE_INCARNATION, detail)
+        if identity.generation == self.generation and shape != self.shape:
+            # Also if this rank was the only one: windows and records have the registered shape.
+            detail = f"rank {rank} has {shape}, {identity.generation} is registered as {self.shape}"
+            return Admission(False, Reason.SHAPE_DISAGREES, detail)
         for member in self.everyone.values():
             other = member.hello
             if other.identity.generation != identity.generation or member is known:

@@ -1,0 +1,34 @@
+"""Ranks whose messages are valid each for itself and contradict each other."""
+
+import asyncio
+
+import pytest
+
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.wire import link
+from tests.integration.controller_rig import Controller, Group
+from tests.waiting import deadline, until
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+ONE_RANK = ModelShape(2, 8, 1, 8, 2, 64)
+OTHER = ModelShape(3, 16, 1, 16, 2, 64)
+
+
+async def test_a_generation_keeps_its_shape_and_the_controller_serves_on(tmp_path):
+    async with Controller(tmp_path) as controller:
+        async with (
+            Group("honest", seed=1) as honest,
+            Group("torn", ONE_RANK, generation="g") as first,
+            Group("torn", OTHER, generation="g") as second,
+        ):
+            await honest.connect(controller.address)
+            await first.connect(controller.address)
+            await until(lambda: controller.state("ready", "torn"))
+            answer = await second.ranks[0].connect(controller.address)
+            assert answer.outcome is link.RegistrationOutcome.REFUSED
+            assert answer.reason == "shape_disagrees"
+            # A controller that fails over this does so within some ticks and queries.
+            await asyncio.sleep(deadline(2))
+            assert controller.process.returncode is None
+            assert not controller.events("task_failed")
+            await until(lambda: controller.state("ready", "honest"))
