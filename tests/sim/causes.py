@@ -5,7 +5,7 @@ itself. It delays or repeats messages, breaks streams, ends leases, lets engines
 operators cancel; the event follows from that as in a real deployment.
 """
 
-from tests.sim.faults import clock_stepped
+from tests.sim.faults import clock_stepped, plan_measured
 
 TO_RANKS = frozenset({"Prepare", "Commit", "Abort", "QueryState", "NotLeading"})
 """The messages of controllers; all other kinds are messages of ranks."""
@@ -340,11 +340,20 @@ def follow(world, site, seat) -> None:
 
 def set_clock(moment: str, times: int = 1, chance: float = 0.8):
     """The controller's Unix clock is set at that moment."""
+    return _at_controller(clock_stepped, moment, times, chance)
+
+
+def measure(moment: str, times: int = 1, chance: float = 0.8):
+    """The controller measures a plan at that moment."""
+    return _at_controller(plan_measured, moment, times, chance)
+
+
+def _at_controller(fault, moment: str, times: int, chance: float):
 
     def arrange(world) -> None:
         def strike(context) -> None:
             for _ in range(times):
-                world.after(SOON_S * world.rng.random(), clock_stepped, world, context)
+                world.after(SOON_S * world.rng.random(), fault, world, context)
 
         meet(world, moment, chance, strike)
 

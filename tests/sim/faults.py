@@ -1,5 +1,7 @@
 """The faults of a run, at random times and at the moments where they do most harm."""
 
+from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.protocol import control_messages as ctl
 
 MOMENTS = (
@@ -250,6 +252,18 @@ def clock_stepped(world, context) -> None:
         return
     for seat in replica.seats.values():
         seat.feed(ctl.ClockStepped(world.rng.choice((-2.0, -0.3, 0.0, 0.5, 3.0))))
+
+
+def plan_measured(world, context) -> None:
+    """A controller has measured what a plan delivered."""
+    replica = _replica(world, context)
+    if world.calm or not replica.alive or replica.paused:
+        return
+    gain = world.rng.choice((-0.1, 0.0, 0.2))
+    for seat in replica.seats.values():
+        known = list(seat.control.records.by_id) or [PlanId("unknown")]
+        gained = DeliveredGain(world.now, gain, 0.01, gain - 0.02, gain + 0.02)
+        seat.feed(ctl.PlanMeasured(world.rng.choice(known), gained))
 
 
 def lossy(world, _context) -> None:

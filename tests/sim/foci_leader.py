@@ -5,6 +5,7 @@ from tests.sim.causes import (
     cut,
     lapse,
     late,
+    measure,
     reload,
     set_clock,
     silent,
@@ -208,8 +209,10 @@ LEADER_FOCI = (
     ),
     focus(
         "control waiting_for_ranks PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
+        " control waiting_for_ranks PlanMeasured;"
         " control waiting_for_ranks RankHeard, RankTroubled;"
-        " control recovering PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped",
+        " control recovering PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
+        " control recovering PlanMeasured",
         14,
         late(frozenset({"Hello"}), "controller is waiting_for_ranks", None, 0.4, 0.9, one=True),
         late(frozenset({"RankState"}), "controller is recovering", None, 0.4, 0.9, one=True),
@@ -220,13 +223,15 @@ LEADER_FOCI = (
             for order in (
                 *(wish(what, f"controller is {state}") for what in 2 * ORDERS),
                 set_clock(f"controller is {state}", 2),
+                measure(f"controller is {state}", 2),
             )
         ),
         lapse("controller is ready", 0.9, same=1.0, within=0.3),
     ),
     focus(
         "control migrating PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
-        " control ready PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped",
+        " control ready PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
+        " control migrating PlanMeasured; control ready PlanMeasured",
         10,
         *(
             order
@@ -234,6 +239,7 @@ LEADER_FOCI = (
             for order in (
                 *(wish(what, f"controller is {state}") for what in ORDERS),
                 set_clock(f"controller is {state}"),
+                measure(f"controller is {state}"),
             )
         ),
     ),

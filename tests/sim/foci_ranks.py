@@ -6,6 +6,7 @@ from tests.sim.causes import (
     lapse,
     late,
     leaderless,
+    measure,
     news,
     rebalance,
     reload,
@@ -61,10 +62,11 @@ RANK_FOCI = (
     ),
     focus(
         "control follower Vote, Ack, AbortAnswer, StagingProgress;"
-        " control follower RankHeard, RankTroubled, ClockStepped",
+        " control follower RankHeard, RankTroubled, ClockStepped, PlanMeasured",
         16,
         *(again(kind, "controller is follower", 2) for kind in (*ANSWERS, "Beat")),
         set_clock("controller is follower", 2),
+        measure("controller is follower", 2),
         lapse("controller is ready", 0.5, same=1.0, within=0.3),
         CANCELLED,
     ),
