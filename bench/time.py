@@ -9,30 +9,28 @@ with.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
 from bench.planning_walk import FLEETS, recorded, setup_of, upper95
-from bench.report import Row, write_report
+from bench.report import Row, save_rows, write_report
+from bench.time_models import DISPATCHES, READS, roofline
 from bench.time_plans import plan_rows
 from bench.time_slow_rank import slow_rank_rows
+from bench.time_verdict import verdict_rows
 from evenkeel_moe.formats import Trace
-from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.registry import resolve_policy, warm_kernels
 from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Proposal
 from evenkeel_moe.replay.walk import Replan, Setup, Walk, walk_forward
 
 __all__ = ["time_rows"]
 
-READS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
-DISPATCHES = (DispatchModel.EVEN, DispatchModel.WATERFILL, DispatchModel.FEWEST)
 RIVALS = ("eplb", "craft", "gem", "libra", "metro")
 """Policies whose placements follow from tokens or activations alone."""
 
@@ -69,13 +67,6 @@ def _scored(setup: Setup, steps: list[int], placements: list[Placement]) -> np.n
     return np.concatenate(parts)
 
 
-def _objective(setup: Setup, reading: float, dispatch: DispatchModel, top_k: int) -> Objective:
-    read = reading * float(setup.load.mean())
-    shared = 1.0 / top_k if dispatch is DispatchModel.WATERFILL else 0.0
-    cost = CostModel(replica=ReplicaWork(read_tokens=read), shared_tokens=shared)
-    return Objective(cost=cost, dispatch=dispatch)
-
-
 def time_rows(
     traces: list[Trace],
     fleets: tuple[tuple[int, int], ...] = FLEETS,
@@ -92,7 +83,8 @@ def time_rows(
             rows = []
             for reading in reads:
                 for dispatch in dispatches:
-                    objective = _objective(setup, reading, dispatch, trace.top_k or 1)
+                    mean = float(setup.load.mean())
+                    objective = roofline(mean, reading, dispatch, trace.top_k or 1)
                     under = replace(setup, objective=objective)
                     times = {
                         name: _scored(under, steps, list(walk.placements))
@@ -133,18 +125,30 @@ def main() -> None:
     parser.add_argument("--k", type=float, action="append", help="default 0 to 4")
     parser.add_argument("--plans", action="store_true", help="only the times of planning")
     parser.add_argument("--slow-rank", action="store_true", help="only the slow rank of the demo")
+    parser.add_argument("--verdict", action="store_true", help="only the verdicts")
+    parser.add_argument("--walks", action="store_true", help="only the walks and the verdicts")
     parser.add_argument("--dispatch", type=DispatchModel, action="append")
+    parser.add_argument("--out", default="time", help="name of the report in bench/out")
     given = parser.parse_args()
     warm_kernels()
     chosen = [trace for trace in recorded() if not given.names or trace.name in given.names]
-    found = time_rows(
-        [] if given.plans or given.slow_rank else chosen,
-        tuple(given.fleet or FLEETS),
-        tuple(given.k or READS),
-        tuple(given.dispatch or DISPATCHES),
-    )
-    parts = slow_rank_rows() if given.slow_rank else chain(found, plan_rows(), slow_rank_rows())
-    write_report("time", [row for part in parts for row in part])
+    fleets, reads = tuple(given.fleet or FLEETS), tuple(given.k or READS)
+    dispatches = tuple(given.dispatch or DISPATCHES)
+    alone = given.plans or given.slow_rank or given.verdict
+    parts: list[Iterable[list[Row]]] = []
+    if not alone:
+        parts.append(time_rows(chosen, fleets, reads, dispatches))
+    if given.verdict or not alone:
+        parts.append([verdict_rows(chosen, fleets, reads, dispatches)])
+    if given.plans or not (alone or given.walks):
+        parts.append(plan_rows())
+    if given.slow_rank or not (alone or given.walks):
+        parts.append(slow_rank_rows())
+    rows: list[Row] = []
+    for part in chain.from_iterable(parts):
+        rows += part
+        save_rows(given.out, rows)
+    write_report(given.out, rows)
 
 
 if __name__ == "__main__":
