@@ -28,6 +28,8 @@ def _run() -> str:
     command = [sys.executable, "-m", "evenkeel_moe", "demo", "--plain", "--slow"]
     command += ["--timeout-s", str(TIMEOUT_S - 60)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    told = [line for line in done.stdout.splitlines() if line.startswith(("ok ", "FAIL"))]
+    print("\n".join(told), flush=True)
     return done.stdout
 
 

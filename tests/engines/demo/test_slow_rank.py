@@ -38,7 +38,7 @@ def slow_run(after=950, noise=0.0):
         slow = 100 <= step < 200
         mine = after if 140 < step <= 240 else 1000
         tokens = (2000 - mine, mine)
-        pace = 1e-5 * (1 + noise * (-1) ** step)
+        pace = 1e-5 * (1 + noise * (step * 7 % 10 - 2.25) / 10)
         seconds = (tokens[0] * pace, tokens[1] * pace * (1.12 if slow else 1.0))
         rows = step_lines(step, tokens)
         lines += [row | {"compute_s": [s]} for row, s in zip(rows, seconds, strict=True)]
@@ -85,11 +85,18 @@ def test_the_lines_say_after_how_many_steps_each_change_was_found():
 def test_a_recovery_may_deliver_less_within_the_error_of_the_measurement():
     made = [plans()[0], plans()[1] | {"numbers": {"gain": 0.062}}]
     assert failed(fleet(), made) == [RECOVERED]
-    noisy = fleet(noise=0.05)
+    noisy = fleet(noise=0.1)
     back = saving(noisy, made, 200, 300)
-    assert back.measured == pytest.approx(1 - 10 / 10.5, abs=2e-3)
-    assert back.error == pytest.approx(0.05 * (1 / 40 + 1 / 59) ** 0.5 / 0.6, rel=0.1)
-    assert failed(noisy, made) == []
+    assert back.measured == pytest.approx(1 - 10 / 10.5, abs=5e-3)
+    assert 0.003 < back.error < 0.01
+    assert RECOVERED not in failed(noisy, made)
+
+
+def test_steps_that_other_processes_delay_do_not_count():
+    run = fleet()
+    for row in run.rows[::2]:
+        row.layer_s[:] *= 1.0 + row.step % 3
+    assert failed(run, plans()) == []
 
 
 def test_the_bench_reads_the_figures_from_the_printed_lines():

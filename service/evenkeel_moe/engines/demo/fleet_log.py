@@ -30,9 +30,9 @@ class StepRow:
     """(L, R) [tokens]."""
     balancedness: float
     """Mean over the layers; NaN without load."""
-    moe_s: float
-    """Seconds in the experts: of the slowest rank in each layer, because a layer's results must
-    arrive before the next begins."""
+    layer_s: NDArray[np.float64]
+    """(L,) seconds in the experts: of the slowest rank in each layer, because a layer's results
+    must arrive before the next begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class FleetLog:
                 domain=line["domain"],
                 rank_load=load,
                 balancedness=float(known.mean()) if known.size else float("nan"),
-                moe_s=float(np.max([row["compute_s"] for row in ranks.values()], axis=0).sum()),
+                layer_s=np.max([row["compute_s"] for row in ranks.values()], axis=0),
             )
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel_moe.engines.demo.fleet_log import FleetLog, StepRow
 from evenkeel_moe.engines.demo.options import SLOW_FACTOR, SLOW_RANK, DemoOptions
@@ -17,9 +18,10 @@ DELIVERED = 0.8
 """Least measured saving, as a share of the promised one."""
 _COMPARED_STEPS = 80
 """Most steps averaged on each side of the plans."""
-_TRIMMED = 0.2
-"""Share of the fastest and of the slowest steps that are left out of an average, because other
-processes delay single steps by far more than 12 %."""
+_QUANTILE = 0.25
+"""The MoE time of a layer is this quantile over the steps. Other processes only ever delay a step,
+and by far more than 12 %, so the faster steps show the placement."""
+_RESAMPLES = 200
 _FACTOR = re.compile(rf"rank {SLOW_RANK} takes ([0-9.]+) times")
 _CLEARLY_SLOW = (1.0 + SLOW_FACTOR) / 2
 
@@ -61,13 +63,20 @@ class Saving:
     @property
     def measured(self) -> float:
         """Share of MoE time saved; NaN without steps before or after."""
-        return 1.0 - _moe_s(self.after)[0] / _moe_s(self.before)[0]
+        return 1.0 - _moe_s(_layers_s(self.after)) / _moe_s(_layers_s(self.before))
 
     @property
     def error(self) -> float:
-        """Standard error of `measured`; NaN without steps before or after."""
-        (after, after_error), (before, before_error) = _moe_s(self.after), _moe_s(self.before)
-        return after / before * math.hypot(after_error / after, before_error / before)
+        """Standard error of `measured` by bootstrap; NaN without steps before or after."""
+        if not self.before or not self.after:
+            return math.nan
+        rng = np.random.default_rng(0)
+        before, after = _layers_s(self.before), _layers_s(self.after)
+        ratios = [
+            _moe_s(rng.choice(after, len(after))) / _moe_s(rng.choice(before, len(before)))
+            for _ in range(_RESAMPLES)
+        ]
+        return float(np.std(ratios))
 
     @property
     def words(self) -> str:
@@ -75,7 +84,7 @@ class Saving:
         if not self.reasons:
             return "no plan was committed"
         sides = (self.before, self.after)
-        moe = " -> ".join(f"{_moe_s(rows)[0] * 1e3:.1f}" for rows in sides)
+        moe = " -> ".join(f"{_moe_s(_layers_s(rows)) * 1e3:.1f}" for rows in sides)
         steps = " -> ".join(f"{_step_s(rows) * 1e3:.1f}" for rows in sides)
         tokens = " -> ".join(f"{_share(rows):.1%}" for rows in sides)
         plans = f"{count(len(self.reasons), 'plan')}, {count(self.copies, 'copy', 'copies')}"
@@ -88,19 +97,14 @@ class Saving:
         )
 
 
-def _moe_s(rows: Sequence[StepRow]) -> tuple[float, float]:
-    """Return the trimmed mean of the MoE seconds and its standard error; NaN without steps.
+def _layers_s(rows: Sequence[StepRow]) -> NDArray[np.float64]:
+    """Return the (T, L) seconds of the slowest rank."""
+    return np.array([row.layer_s for row in rows])
 
-    Source: Yuen, The two-sample trimmed t for unequal population variances, 1974.
-    """
-    if not rows:
-        return math.nan, math.nan
-    ordered = np.sort([row.moe_s for row in rows])
-    cut = int(len(ordered) * _TRIMMED)
-    kept = ordered[cut : len(ordered) - cut]
-    winsorised = np.clip(ordered, kept[0], kept[-1])
-    error = winsorised.std() / (len(kept) / len(ordered) * math.sqrt(len(ordered)))
-    return float(kept.mean()), float(error)
+
+def _moe_s(layers_s: NDArray[np.float64]) -> float:
+    """Return the MoE seconds of a step, summed over its layers; NaN without steps."""
+    return float(np.quantile(layers_s, _QUANTILE, axis=0).sum()) if len(layers_s) else math.nan
 
 
 def _step_s(rows: Sequence[StepRow]) -> float:
