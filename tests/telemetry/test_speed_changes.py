@@ -190,3 +190,13 @@ def test_errors_that_successive_steps_share_are_seldom_taken_for_a_change(alike)
     found = [find_changes(errors[max(0, end - CAPACITY) : end]).first.any() for end in ends]
     # Taken for independent, they would be a change in 11 and 43 % of the fits.
     assert np.mean(found) < 0.04
+
+
+def test_of_two_ranks_a_change_is_found_too():
+    tokens, active, seconds = served(np.ones(2), steps=200, seed=6)
+    seconds[-32:, 1] *= 1.2
+    found, _ = fit_present_speeds(tokens, active, seconds, LAYERS)
+    assert isinstance(found, TimeFit)
+    assert found.factors[1] / found.factors[0] == pytest.approx(1.2, rel=0.02)
+    _, changes = fit_present_speeds(tokens[:-20], active[:-20], seconds[:-20], LAYERS)
+    assert changes.waiting, "no rank is without a change, and yet it waits"

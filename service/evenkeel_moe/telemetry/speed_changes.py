@@ -42,11 +42,8 @@ class SpeedChanges:
     """(R,) first row since the newest change that was found; 0 without change."""
     end: NDArray[np.int64]
     """(R,) row from which on the speed may be another, seen in too few steps; T without that."""
-
-    @property
-    def waiting(self) -> bool:
-        """True if a change may have begun."""
-        return bool((self.end < self.end.max(initial=0)).any())
+    waiting: bool = False
+    """True if a change may have begun."""
 
 
 def fit_present_speeds(
@@ -129,7 +126,7 @@ def find_changes(logs: NDArray[np.float64]) -> SpeedChanges:
             first[rank] = row
             if sign == direction[rank] or end[rank] <= row:
                 end[rank] = steps  # It was the same change. One in the other direction waits.
-    return SpeedChanges(first, end)
+    return SpeedChanges(first, end, bool((end < steps).any()))
 
 
 def _change_row(level: NDArray[np.float64], old: float, new: float) -> int:
