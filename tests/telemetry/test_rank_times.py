@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
@@ -99,6 +100,21 @@ def test_steps_of_another_epoch_do_not_count_and_earlier_ones_outlive_a_move():
     second = fit_of(times)
     assert second.steps == 120
     assert second.s_per_replica == pytest.approx(PER_REPLICA, rel=0.05)
+
+
+def test_no_step_is_lost_around_a_move():
+    times = RankTimes(512)
+    parts = [window(range(100), SPREAD, 1), window(range(100, 140), MOVED, 2)]
+    times.update({Phase.DECODE: parts}, SPREAD, 1, EVEN_SPLIT)
+    assert fit_of(times).steps == 100, "steps of a later epoch wait"
+    parts.append(window(range(140, 160), SPREAD, 3))
+    times.update({Phase.DECODE: parts}, SPREAD, 3, EVEN_SPLIT, {Epoch(1): SPREAD, Epoch(2): MOVED})
+    assert fit_of(times).steps == 160, "each is counted under its own placement"
+    assert fit_of(times).s_per_replica == pytest.approx(PER_REPLICA, rel=0.05)
+    lost = RankTimes(512)
+    other = Placement(np.arange(8, dtype=np.int32)[None], 4, 8)
+    lost.update({Phase.DECODE: parts}, SPREAD, 3, EVEN_SPLIT, {Epoch(1): other, Epoch(2): MOVED})
+    assert fit_of(lost).steps == 60, "a placement of another shape counts nothing"
 
 
 def test_phases_are_fitted_together_in_the_order_of_their_steps():

@@ -6,11 +6,13 @@ outlives a move. It is the only source of the ranks' speeds.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan
+from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
@@ -55,26 +57,37 @@ class RankTimes:
         placement: Placement,
         epoch: int,
         split: SplitModel,
+        earlier: Mapping[Epoch, Placement] = MappingProxyType({}),
     ) -> None:
-        """Add the steps of an epoch that are new since the last call and have seconds.
+        """Add the steps that are new since the last call and have seconds.
 
         Args:
             windows: each in parts, oldest first.
             placement: the placement of the epoch.
-            epoch: steps of another epoch are left out.
+            epoch: the present one; steps of a later one wait until it is.
             split: how tokens split over replicas now.
+            earlier: placements of other epochs; steps of an epoch without placement are left out.
         """
         if self._rows.shape[2] != placement.num_ranks:
             self.clear()
             self._rows = np.zeros((0, _COLUMNS, placement.num_ranks))
             self._speed_since = np.zeros(placement.num_ranks, np.int64)
         self._layers = placement.num_layers
+        known = {int(one): its for one, its in earlier.items() if its.sizes == placement.sizes}
+        known[epoch] = placement
         for phase, parts in windows.items():
             for part in newest_parts(parts, self._newest.get(phase, -1), self._capacity):
-                self._newest[phase] = int(part.steps[-1])
-                counted = (part.epochs == epoch) & np.isfinite(part.compute_s).any(axis=1)
-                if counted.any():
-                    self._add(part, counted, placement, split)
+                later = np.flatnonzero(part.epochs > epoch)
+                if len(later):
+                    part = part.slice(slice(0, int(later[0])))
+                if len(part):
+                    self._newest[phase] = int(part.steps[-1])
+                timed = np.isfinite(part.compute_s).any(axis=1)
+                for one in np.unique(part.epochs[timed]).tolist():
+                    if one in known:
+                        self._add(part, timed & (part.epochs == one), known[one], split)
+                if len(later):
+                    break
 
     def _add(
         self,

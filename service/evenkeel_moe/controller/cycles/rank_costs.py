@@ -43,7 +43,13 @@ class RankCosts:
             asked: the operator's choice.
         """
         times = self.loads.times
-        times.update(self.loads.ingest.parts(), base.placement, base.epoch, self.loads.split())
+        times.update(
+            self.loads.ingest.parts(),
+            base.placement,
+            base.epoch,
+            self.loads.split(),
+            self.control.history,
+        )
         each = max(1, load.shape[0] * load.shape[1] * shape.num_ranks)
         choice = choose_cost(
             KnownCosts(

@@ -70,7 +70,8 @@ class LiveView:
         }
         self.loads.balance.update(windows, placement)
         if self.control.epoch is not None:
-            self.loads.times.update(windows, placement, self.control.epoch, self.loads.split())
+            history, split = self.control.history, self.loads.split()
+            self.loads.times.update(windows, placement, self.control.epoch, split, history)
 
     def status(self) -> DeploymentStatus:
         """Return the present status.
