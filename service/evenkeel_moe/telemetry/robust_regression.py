@@ -1,5 +1,7 @@
 """Regression in which outliers have a bounded influence."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
@@ -8,11 +10,41 @@ _HUBER = 1.345
 """Residuals beyond this many standard deviations lose weight."""
 EFFICIENCY = 0.95
 """Of a mean with these weights, for normal errors."""
+_BLOCK = 8
+"""Steps of a block, whose means show how much the errors of successive steps are alike."""
+_BLOCKS = 6
+"""Fewer differences of blocks tell too little."""
 
 
 def spread_of(values: NDArray[np.float64]) -> float:
     """Return the standard deviation as the median absolute value shows it, at least 1e-4."""
     return max(1e-4, 1.4826 * float(np.median(np.abs(values))))
+
+
+def alikeness(series: Iterable[NDArray[np.float64]], spread: float) -> float:
+    """Return how many times more means of successive values scatter than of independent ones.
+
+    Errors of successive steps may be alike, for example while another process uses a core. At least
+    1; 1 if there are too few values. Changes of level count little, because differences of
+    neighbouring blocks are compared by their median.
+
+    Args:
+        series: values in their order; NaN are left out.
+        spread: standard deviation of single values.
+    """
+    steps = []
+    for values in series:
+        known = values[np.isfinite(values)]
+        blocks = len(known) // _BLOCK
+        if blocks > 1:
+            parts = known[len(known) - blocks * _BLOCK :].reshape(blocks, _BLOCK)
+            middle = np.median(parts, axis=1)[:, None]
+            clipped = np.clip(parts, middle - 2 * spread, middle + 2 * spread)
+            steps.append(np.abs(np.diff(clipped.mean(axis=1))))
+    if sum(map(len, steps)) < _BLOCKS:
+        return 1.0
+    scatter = 1.4826 * median_of(np.concatenate(steps)) / np.sqrt(2.0)
+    return max(1.0, float(scatter * np.sqrt(_BLOCK) / spread))
 
 
 def median_of(values: NDArray[np.float64]) -> float:

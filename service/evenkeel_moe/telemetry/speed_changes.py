@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.telemetry.robust_regression import alikeness
 from evenkeel_moe.telemetry.step_times import MIN_STEPS, NoFit, TimeFit, best_fit, judged
 
 _WINDOWS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
@@ -26,10 +27,6 @@ _STANDARD_ERRORS = 5.0
 fit, so a lower limit would find changes in noise."""
 _CLIP = 2.0
 """Values count as at most this many standard deviations from their median."""
-_BLOCK = 8
-"""Steps of a block, whose means show how much the errors of successive steps are alike."""
-_BLOCKS = 6
-"""Fewer blocks tell too little."""
 _PASSES = 4
 """A fit without the earlier steps of one rank may show the change of another."""
 
@@ -104,7 +101,7 @@ def find_changes(logs: NDArray[np.float64]) -> SpeedChanges:
     level = logs - _medians(logs)[0]
     level = level - _medians(level.T)[0][:, None]
     spread = _spread(level)
-    alike = _alike(level, spread)
+    alike = alikeness(level.T, spread)
     direction = np.zeros(ranks)
     for window in _WINDOWS:
         if window + MIN_STEPS > steps:
@@ -168,17 +165,3 @@ def _spread(level: NDArray[np.float64]) -> float:
     steps = np.abs(np.diff(level, axis=0))
     known = steps[np.isfinite(steps)]
     return max(1e-4, 1.4826 * float(np.median(known)) / np.sqrt(2.0)) if len(known) else 1e-4
-
-
-def _alike(level: NDArray[np.float64], spread: float) -> float:
-    """Return how many times more block means scatter than those of independent values, at least 1.
-
-    Errors of successive steps may be alike, for example while another process uses a core.
-    """
-    blocks = len(level) // _BLOCK
-    if blocks < _BLOCKS:
-        return 1.0
-    parts = level[len(level) - blocks * _BLOCK :].reshape(blocks, _BLOCK, -1)
-    columns = parts.swapaxes(0, 1).reshape(_BLOCK, -1)
-    means = _centres(columns, spread)[0].reshape(blocks, -1)
-    return max(1.0, _spread(means) * float(np.sqrt(_BLOCK)) / spread)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.telemetry.common_curve import levels_by_curve
 from evenkeel_moe.telemetry.robust_regression import (
     EFFICIENCY,
+    alikeness,
     huber,
     inverse_of_gram,
     median_of,
@@ -317,13 +318,14 @@ def _finish(
     spread = spread_of(rest)
     counts = np.bincount(data.rank, minlength=data.num_ranks)
     middle = float(np.median(of_rank))
-    logs, errors = of_rank - middle, spread / np.sqrt(EFFICIENCY * counts)
+    alike = alikeness(_by_rank(rest, data), spread)
+    logs, errors = of_rank - middle, alike * spread / np.sqrt(EFFICIENCY * counts)
     if compare_by_curve:
         bent, bent_rest = levels_by_curve(
             data.design @ coefficients, data.seconds, data.rank, data.num_ranks
         )
         if spread_of(bent_rest) <= _BENT * spread:
-            logs, errors = bent, _MEDIAN_ERROR * spread_of(bent_rest) / np.sqrt(counts)
+            logs, errors = bent, alike * _MEDIAN_ERROR * spread_of(bent_rest) / np.sqrt(counts)
     clear = np.abs(logs) > np.maximum(_CLEAR, 3 * errors)
     scale = math.exp(middle)
     return TimeFit(
@@ -355,10 +357,13 @@ def _explained(data: _Data, rest: NDArray[np.float64], spread: float) -> float:
 
 def _medians(values: NDArray[np.float64], data: _Data) -> NDArray[np.float64]:
     """Return the (R,) median of each rank."""
+    return np.array([median_of(part) for part in _by_rank(values, data)])
+
+
+def _by_rank(values: NDArray[np.float64], data: _Data) -> list[NDArray[np.float64]]:
     order = np.argsort(data.rank, kind="stable")
     counts = np.bincount(data.rank, minlength=data.num_ranks)
-    parts = np.split(values[order], np.cumsum(counts)[:-1])
-    return np.array([median_of(part) for part in parts])
+    return np.split(values[order], np.cumsum(counts)[:-1])
 
 
 def _means(
