@@ -51,6 +51,11 @@ class KeelOptions:
     max_caution: float = 0.03
     """Bound on the caution, as a share of the time of the mean slot. Without it, loads given as
     shares instead of tokens would forbid every copy."""
+    active_caution: float = 1.35
+    """Factor on the caution where times depend on which experts are active: where reading
+    dominates, and under `fewest` dispatch. Too low: more copies for no less time."""
+    fill_price: float = 2.0
+    """Price, over that of other copies, of a replica that fills a slot under `fewest` dispatch."""
     few_share: float = 0.028
     """Share of the slots that may change at the price `few_stickiness`: so few copies cost little
     even if chance chose them. Too high: many copies at a price that does not cover their noise."""

@@ -158,7 +158,7 @@ class _Planner:
             others.append(fit_to_budget(problem, problem.current))
             if _is_engine_start(problem.current):
                 others.append(_metro_placement(problem))
-            per_step = price * self.window.unit_cost
+            per_step = self.options.fill_price * price * self.window.unit_cost
             others += [fill_for_fewest(problem, plan, per_step) for plan in (single, best)]
         found = [other for other in others if other is not None]
         return self._best_by_layer([single, *found], price), price
@@ -297,6 +297,8 @@ class _Planner:
             per_rank = problem.shape.slots_per_rank
             seen = self.window.unit_tokens * len(problem.load) / per_rank / self.outlook.noise
             caution = min(options.caution / seen**0.5, options.max_caution)
+            if reading_dominates(problem) or problem.objective.dispatch is DispatchModel.FEWEST:
+                caution *= options.active_caution
             price = (options.stickiness + caution) / per_rank
         return max(price, problem.objective.cost_per_move / self.window.unit_cost)
 
