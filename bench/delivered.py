@@ -1,0 +1,194 @@
+"""Compares what plans promised with what they delivered, on the reference engine.
+
+`make bench-delivered` (`python -m bench.delivered RUNS`) runs a controller in `auto` and 4 ranks,
+several times with other weights. The experts of a rank take a given time per token and replica, so
+that a plan changes the time of a step. In the second third of a run one rank takes 1.4 times as
+long. Ranks report their seconds, and the controller measures every plan. The bench also measures
+the plans from the lines that the ranks wrote, layer by layer, which the controller never sees.
+
+It needs a machine that does nothing else: other processes delay the ranks.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from bench.report import Row, write_report
+from evenkeel_moe.engines.demo.controller import DemoController
+from evenkeel_moe.engines.demo.fleet_log import FleetLog, read_new_lines
+from evenkeel_moe.engines.demo.options import PACE_S_PER_REPLICA, PACE_S_PER_TOKEN, DemoOptions
+from evenkeel_moe.engines.demo.processes import stop_flag
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.supervisor import Supervisor
+
+RUNS = 5
+STEPS = 540
+_RANKS = 4
+_SLOW_FACTOR = 1.4
+_PACE = 2.0
+"""Times the pace of the demo: the longer a layer takes, the less other processes matter."""
+_LARGE = 0.05
+"""Promises from here on are shown apart: noise of a percent hides smaller ones."""
+_TIMEOUT_S = 400.0
+_COMPARED = 64
+_LEAST, _MOST = 0.7, 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """One measured plan."""
+
+    run: int
+    because: str
+    promised: float
+    delivered: float
+    lower: float
+    upper: float
+    modelled: float
+    by_lines: float
+    """Share of MoE time saved by the ranks' own lines; NaN with too few steps."""
+
+    @property
+    def ratio(self) -> float:
+        """Delivered over promised gain."""
+        return self.delivered / self.promised
+
+
+def run_once(run: int) -> list[Promise]:
+    """Run the controller and the ranks once; return the plans that were measured."""
+    options = DemoOptions(ranks=_RANKS, steps=STEPS)
+    with stop_flag() as stop, ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="evenkeel-bench-")))
+        controller = DemoController(options, folder)
+        stack.callback(controller.stop)
+        if not controller.wait_ready(stop):
+            raise SystemExit(f"the controller did not start:\n{controller.log_tail()}")
+        controller.wait_planner(stop)
+        config = RankConfig(
+            run_folder=str(folder / "ranks"),
+            num_ranks=_RANKS,
+            deployment="demo",
+            controllers=(controller.grpc_address,),
+            seed=3 + run,
+            steps=STEPS,
+            pace_s_per_token=_PACE * PACE_S_PER_TOKEN,
+            pace_s_per_replica=_PACE * PACE_S_PER_REPLICA,
+            slow_rank=1,
+            slow_factor=_SLOW_FACTOR,
+            slow_from=STEPS // 3,
+            slow_until=2 * STEPS // 3,
+            verify_every=0,
+        )
+        supervisor = Supervisor(config, max_restarts=0)
+        stack.callback(supervisor.stop)
+        supervisor.start()
+        fleet, offsets = FleetLog(_RANKS), dict[Path, int]()
+        plans: list[Mapping[str, Any]] = []
+        until = time.monotonic() + _TIMEOUT_S
+        while supervisor.poll() is None and not stop and time.monotonic() < until:
+            fleet.feed(read_new_lines(supervisor.folder, _RANKS, offsets))
+            plans = _plans(controller) or plans
+            stop.wait(0.5)
+        fleet.feed(read_new_lines(supervisor.folder, _RANKS, offsets))
+    return [
+        _promise(run, plan, fleet)
+        for plan in plans
+        if plan["delivered"] is not None and plan["delivered"]["over_promised"] is not None
+    ]
+
+
+def _plans(controller: DemoController) -> list[Mapping[str, Any]]:
+    """Return the plans, oldest first; none without an answer."""
+    try:
+        page = controller.get("deployments/demo/plans")
+    except httpx.HTTPError:
+        return []
+    return [] if page is None else list(reversed(page["items"]))
+
+
+def _promise(run: int, plan: Mapping[str, Any], fleet: FleetLog) -> Promise:
+    found = plan["delivered"]
+    return Promise(
+        run,
+        plan["planned_because"],
+        found["promised"],
+        found["gain"],
+        found["lower"],
+        found["upper"],
+        found["modelled"],
+        gain_by_lines(fleet, plan["plan_id"]),
+    )
+
+
+def gain_by_lines(fleet: FleetLog, plan_id: str) -> float:
+    """Return the share of MoE time that a plan saved, by the seconds of each layer in the lines.
+
+    Every step has the same number of tokens. Steps before the rank's speed changed do not count.
+    """
+    mine = [swap.step for swap in fleet.swaps if swap.plan_id == plan_id]
+    others = [swap.step for swap in fleet.swaps if swap.plan_id != plan_id]
+    if not mine:
+        return float("nan")
+    changes = [step for step in (STEPS // 3, 2 * STEPS // 3) if step < min(mine)]
+    from_step = max([step for step in others if step < min(mine)] + changes, default=-1)
+    to_step = min([step for step in others if step > max(mine)], default=STEPS)
+    before = [row for row in fleet.rows if from_step < row.step < min(mine)][-_COMPARED:]
+    after = [row for row in fleet.rows if max(mine) < row.step < to_step][:_COMPARED]
+    if min(len(before), len(after)) < _COMPARED // 4:
+        return float("nan")
+    old, new = (
+        float(np.median([row.layer_s for row in rows], axis=0).sum()) for rows in (before, after)
+    )
+    return 1.0 - new / old
+
+
+def rows_of(found: list[Promise]) -> list[Row]:
+    """Return the figures of all runs."""
+    ratios = np.array([one.ratio for one in found])
+    kept = (_LEAST <= ratios) & (ratios <= _MOST)
+    large = np.array([one.promised >= _LARGE for one in found])
+    inside = [one.lower <= one.promised <= one.upper for one in found]
+    seen = [(one.delivered, one.by_lines) for one in found if np.isfinite(one.by_lines)]
+    apart = float(np.mean([abs(one - other) for one, other in seen])) if seen else float("nan")
+    return [
+        Row("delivered_plans", float(len(found)), "measured plans"),
+        Row("delivered_within_share", float(kept.mean()), "of the plans, from 0.7 to 1.3"),
+        Row("delivered_large_plans", float(large.sum()), f"promised {_LARGE:.0%} or more"),
+        Row("delivered_large_within_share", float(kept[large].mean()), "of those"),
+        Row("delivered_over_promised_median", float(np.median(ratios)), ""),
+        Row("delivered_over_promised_sum", _sum_ratio(found), "sum of gains"),
+        Row("delivered_promise_in_interval_share", float(np.mean(inside)), "of the plans"),
+        Row("delivered_minus_lines_mean", apart, "share of MoE time, absolute"),
+    ]
+
+
+def _sum_ratio(found: list[Promise]) -> float:
+    return sum(one.delivered for one in found) / sum(one.promised for one in found)
+
+
+def main() -> None:
+    """Run, print every plan, and write the report."""
+    found: list[Promise] = []
+    print("run  promised  delivered  (95 %)          modelled  by lines  ratio  because")
+    for run in range(int(sys.argv[1]) if len(sys.argv) > 1 else RUNS):
+        for one in run_once(run):
+            found.append(one)
+            print(
+                f"{run:3d}  {one.promised:8.1%}  {one.delivered:9.1%}  ({one.lower:6.1%},"
+                f" {one.upper:6.1%})  {one.modelled:8.1%}  {one.by_lines:8.1%}  {one.ratio:5.2f}"
+                f"  {one.because}",
+                flush=True,
+            )
+    write_report("delivered", rows_of(found))
+
+
+if __name__ == "__main__":
+    main()
