@@ -27,5 +27,5 @@ def test_no_replacement_gains_more_than_the_best_one_found(drawn):
             assert gain <= brute + 1e-9
         # With the sharp norm the two halves of a replacement are computed one after the other,
         # which gives no bound.
-        if is_exact(search) and not search.objective.sharp:
+        if is_exact(search) and not search.objective.quick:
             assert gain == pytest.approx(max(brute, LEAST), rel=1e-6, abs=2e-9)

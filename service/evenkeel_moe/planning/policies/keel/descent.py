@@ -23,9 +23,9 @@ def descend(
 ) -> tuple[int, int, int]:
     """Move until no move gains more than `least`, copies paid.
 
-    Every pass makes the best replacement or swap. With the sharp norm it also makes swaps between
-    other ranks that gain nearly as much. Moves made together may undo each other's gain: once they
-    have, only the best move of a pass is made, so a descent ends.
+    Every pass makes the best replacement or swap. Where `objective.quick` is set it also
+    makes swaps between other ranks that gain nearly as much. Moves made together may undo each
+    other's gain: once they have, only the best move of a pass is made, so a descent ends.
 
     Args are those of `best_swaps` and `best_replacement`; layer and room are mutated.
 
@@ -34,7 +34,7 @@ def descend(
     """
     copies, added, used = 0, 0, 0
     touched = np.empty(layer.rank_load.shape[0], np.bool_)
-    one_at_a_time = not objective.sharp
+    one_at_a_time = not objective.quick
     made, before = 0, np.inf
     while used < evaluations:
         now = refresh(layer, objective) + price * copies

@@ -30,10 +30,11 @@ class EvaluationBudget:
         self.share = total = options.least_evaluations
         if not self._pooled:
             size = experts * ranks * steps
-            for_size = int(
-                options.layer_evaluations * min(1.0, options.common_layer_size / size) ** 2
-            )
-            self.share = max(options.least_evaluations // layers, for_size)
+            least = options.least_evaluations
+            if size > options.common_layer_size:
+                least = options.large_evaluations
+            for_size = options.layer_evaluations * min(1.0, options.common_layer_size / size) ** 3
+            self.share = max(least // layers, int(for_size))
             total = self.share * layers
         if problem.max_evaluations is not None:
             total = min(total, problem.max_evaluations)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.state import (
     WRITTEN_OUT,
+    WRITTEN_OUT_SHARP,
     LayerState,
     SearchObjective,
     SmoothCosts,
@@ -25,8 +26,9 @@ from evenkeel_moe.planning.policies.keel.state import (
 )
 from evenkeel_moe.planning.policies.keel.work import fill_work
 
-LEAVES, STAYS, ENTERS, EASED = 0, 1, 2, 3
-"""Rows of `LayerState.after`, see `work_changes`."""
+LEAVES, STAYS, ENTERS, EASED = 0, 1, 0, 1
+"""Rows of the changes of `leave_changes` and `enter_changes`, which `LayerState.after` holds one
+after the other."""
 
 
 @inlined
@@ -57,6 +59,17 @@ def add_power_change(
             cost *= cost
             cost *= cost
             out[t] += cost * cost - powers[rank, t]
+    elif costs.tile == 0.0 and costs.doublings == WRITTEN_OUT_SHARP:
+        rate = costs.rates[rank]
+        for t in range(out.shape[0]):
+            cost = (
+                rank_load[rank, t] + by_first * work[first, t] + by_second * work[second, t]
+            ) * rate
+            cost *= cost
+            cost *= cost
+            cost *= cost
+            cost *= cost
+            out[t] += cost * cost - powers[rank, t]
     else:
         for t in range(out.shape[0]):
             amount = rank_load[rank, t] + by_first * work[first, t] + by_second * work[second, t]
@@ -78,6 +91,10 @@ def gain_of_power_change(
         for t in range(steps):
             after = np.sqrt(np.sqrt(np.sqrt(max(power_sum[t] + out[t], 0.0))))
             out[t] = weight[t] * (norm[t] - after)
+    elif doublings == WRITTEN_OUT_SHARP:
+        for t in range(steps):
+            after = np.sqrt(np.sqrt(np.sqrt(max(power_sum[t] + out[t], 0.0))))
+            out[t] = weight[t] * (norm[t] - np.sqrt(np.sqrt(after)))
     else:
         for t in range(steps):
             out[t] = weight[t] * (norm[t] - root(max(power_sum[t] + out[t], 0.0), doublings))
@@ -161,9 +178,9 @@ def replacement_gain(
     rank = slot // (layer.row.shape[0] // ranks)
     old = layer.row[slot]
     if not objective.work.proportional:
-        work_changes(layer, objective, old, expert)
-        layer.scratch[:] = 0.0
-        return gain_of_work_changes(layer, objective.costs, rank, old, expert)
+        leave_changes(layer, objective, old, layer.after[:2])
+        enter_changes(layer, objective, expert, layer.after[2:])
+        return gain_of_work_changes(layer, objective.costs, layer.after, 0, 2, rank, old, expert)
     layer.moved[:] = 0.0
     if old >= 0:
         _share_changes(layer, objective, old, rank, -1, layer.moved[0])
@@ -173,54 +190,65 @@ def replacement_gain(
 
 
 @kernel
-def work_changes(layer: LayerState, objective: SearchObjective, old: int, expert: int) -> None:
-    """Write to `layer.after` how the work of copies changes if one expert replaces another.
+def leave_changes(
+    layer: LayerState, objective: SearchObjective, old: int, out: NDArray[np.float64]
+) -> None:
+    """Write to `out` (2, T) how the work of copies changes if one copy of `old` leaves.
 
-    Rows: the copy that leaves (less), each other copy of `old` (more), the copy that enters (more),
-    each other copy of `expert` (less). -1 stands for no expert: its rows are then 0.
+    Rows: the copy that leaves (less), each other copy (more). -1 stands for no expert: 0.
     """
-    after, work = layer.after, objective.work
-    after[:] = 0.0
+    out[:] = 0.0
     if old >= 0:
         copies = layer.copies[old]
-        after[LEAVES] = layer.work[old] / copies
+        leaves = layer.work[old] / copies
         if copies > 1:
-            fill_work(layer.tokens[old], copies - 1, work, after[STAYS])
-            after[STAYS] -= after[LEAVES]
-        after[LEAVES] *= -1.0
+            fill_work(layer.tokens[old], copies - 1, objective.work, out[STAYS])
+            out[STAYS] -= leaves
+        out[LEAVES] = -leaves
+
+
+@kernel
+def enter_changes(
+    layer: LayerState, objective: SearchObjective, expert: int, out: NDArray[np.float64]
+) -> None:
+    """Write to `out` (2, T) how the work of copies changes if one more copy of `expert` enters.
+
+    Rows: the copy that enters (more), each other copy (less). -1 stands for no expert: 0.
+    """
+    out[:] = 0.0
     if expert >= 0:
         copies = layer.copies[expert]
-        fill_work(layer.tokens[expert], copies + 1, work, after[ENTERS])
-        after[EASED] = after[ENTERS] - layer.work[expert] / copies
+        fill_work(layer.tokens[expert], copies + 1, objective.work, out[ENTERS])
+        out[EASED] = out[ENTERS] - layer.work[expert] / copies
 
 
 @kernel
 def gain_of_work_changes(
-    layer: LayerState, costs: SmoothCosts, rank: int, old: int, expert: int
+    layer: LayerState,
+    costs: SmoothCosts,
+    changes: NDArray[np.float64],
+    leave: int,
+    enter: int,
+    rank: int,
+    old: int,
+    expert: int,
 ) -> float:
-    """Return the gain if `expert` replaces `old` on a rank, by the changes in `layer.after`.
+    """Return the gain if `expert` replaces `old` on a rank.
 
-    Adds to `layer.scratch`.
+    `changes` (N, T) holds those of `leave_changes` from row `leave` on, and those of
+    `enter_changes` from row `enter` on. Overwrites `layer.scratch`.
     """
-    for on in range(layer.rank_load.shape[0]):
-        by_old = 0.0 if old < 0 else (1.0 if on == rank else float(layer.held[old, on]))
-        by_new = 0.0 if expert < 0 else (1.0 if on == rank else float(layer.held[expert, on]))
+    rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
+    held = layer.held
+    out[:] = 0.0
+    for on in range(rank_load.shape[0]):
+        here = on == rank
+        by_old = 0.0 if old < 0 else (1.0 if here else float(held[old, on]))
+        by_new = 0.0 if expert < 0 else (1.0 if here else float(held[expert, on]))
         if by_old != 0.0 or by_new != 0.0:
-            add_power_change(
-                layer.after,
-                LEAVES if on == rank else STAYS,
-                by_old,
-                ENTERS if on == rank else EASED,
-                by_new,
-                layer.rank_load,
-                layer.powers,
-                on,
-                costs,
-                layer.scratch,
-            )
-    return gain_of_power_change(
-        layer.weight, layer.norm, layer.power_sum, costs.doublings, layer.scratch
-    )
+            one, two = leave + (LEAVES if here else STAYS), enter + (ENTERS if here else EASED)
+            add_power_change(changes, one, by_old, two, by_new, rank_load, powers, on, costs, out)
+    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, costs.doublings, out)
 
 
 @kernel

@@ -20,7 +20,7 @@ class OpenSlots(NamedTuple):
     drop: NDArray[np.float64]
     """Gain that the gradient promises for emptying the slot."""
     alone: NDArray[np.float64]
-    """Bound on the gain of emptying it; with the sharp norm tighter than `drop`."""
+    """Bound on the gain of emptying it; where `quick` tighter than `drop`."""
     saved: NDArray[np.float64]
     """Price of the copy in the slot, which emptying it saves."""
     given_up: NDArray[np.int64]
@@ -91,7 +91,7 @@ def open_slots(
 
 @kernel
 def tighten(layer: LayerState, costs: SmoothCosts, slots: OpenSlots) -> None:
-    """Fill `slots.alone` with a tighter bound than the gradient's.
+    """Fill `slots.alone` with a tighter bound than the gradient's on the gain of emptying alone.
 
     It is the relief of the slot's rank, minus what the gradient says that the ranks of the other
     copies lose. Their gradient only grows when this rank is relieved.

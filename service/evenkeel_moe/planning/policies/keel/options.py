@@ -111,8 +111,8 @@ class KeelOptions:
     # The search.
     smooth_doublings: int = 3
     """p of the norm is 2 to this power, 8, where loads are noisy: it fits little of the noise of
-    single steps. Too high: the plan fits noise. Too low: the slowest rank counts too little. Only 8
-    has kernels written out for speed."""
+    single steps. Too high: the plan fits noise. Too low: the slowest rank counts too little. 8 and
+    32 have kernels written out for speed."""
     sharp_doublings: int = 5
     """The same where loads are not noisy: 32 is nearer to the maximum, which many ranks share. More
     than `smooth_doublings`."""
@@ -122,8 +122,9 @@ class KeelOptions:
     """Smallest gain of a move in layer times. Less is not worth a place in a move limit, and
     rounding could keep the search going."""
     swap_share: float = 0.1
-    """With the sharp norm many ranks wait for one move each. Swaps that gain this share of the best
-    one are made with it. Too low: swaps that undo each other. 1: slow, one swap per pass."""
+    """With the sharp norm, and in large layers, many ranks wait for one move each. Swaps that gain
+    this share of the best one are made with it. Too low: swaps that undo each other. 1: slow, one
+    swap per pass."""
     price_levels: tuple[float, ...] = (4.0, 2.0, 1.0)
     """Prices of a search's passes over its final price: the copies that save most come first."""
     limited_top_price: float = 0.05
@@ -144,11 +145,14 @@ class KeelOptions:
     """Layers x experts x ranks up to which `least_evaluations` is one pool for all layers. Replans
     of that size use at most a sixth of it."""
     layer_evaluations: int = 300_000
-    """Candidates per layer in larger models. A strongly skewed layer of 256 experts needs 175,000
-    from the engines' start on 32 ranks, and more on 64."""
+    """Candidates per layer in larger models, at least `least_evaluations` divided by the layers. A
+    strongly skewed layer of 256 experts needs 175,000 from the engines' start on 32 ranks, and more
+    on 64."""
     common_layer_size: int = 256 * 64 * 256
     """Experts x ranks x steps of a layer up to which its search looks at every step. Beyond it
-    neighbouring steps are merged, and `layer_evaluations` falls with the square of the size."""
+    neighbouring steps are merged, and `layer_evaluations` falls with the cube of the size."""
+    large_evaluations: int = 1_000_000
+    """`least_evaluations` of a plan with such layers. These take about a second."""
 
     def __post_init__(self) -> None:
         for name in _SHARES:

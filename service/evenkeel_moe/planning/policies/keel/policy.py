@@ -187,7 +187,10 @@ class _Planner:
         return Placement(rows.copy(), shape.num_ranks, shape.num_logical_experts)
 
     def plan(self) -> tuple[Placement, float]:
-        """Search from the current placement and EPLB's, and in a first plan also from nothing."""
+        """Search from the current placement and EPLB's, and in a first plan also from nothing.
+
+        Large layers are searched once, from the best of these.
+        """
         problem = self.problem
         start = None if problem.current is None else fit_to_budget(problem, problem.current)
         if self._starts_without_replicas():
@@ -203,13 +206,17 @@ class _Planner:
                 return time
             return time + per_copy * relabel.count_moves(problem.current, placement)
 
-        best = self._improve(cold_start(problem) if start is None else start, price)
+        if start is None:
+            start = cold_start(problem)
         rival = _eplb_placement(problem)
+        if self.window.merged:
+            start = min((start, *self._other_starts(rival)), key=total)
+        best = self._improve(start, price)
         if rival is not None and total(rival) < total(best):
             best = min((rival, self._improve(rival, price)), key=total)
         if problem.current is None:
             return self._improve_from_nothing(best), 0.0
-        if _is_engine_start(problem.current) and problem.objective.limits == PlanLimits():
+        if self._is_first() and not self.window.merged:
             fresh, _ = replace(self, problem=replace(problem, current=None)).plan()
             fresh = relabel.relabel(problem, fresh)
             if total(fresh) < (1.0 - self._restart_gain()) * total(best):
@@ -226,6 +233,22 @@ class _Planner:
         first = current is not None and _is_engine_start(current)
         reads = not problem.objective.cost.replica.proportional
         return reading_dominates(problem) or (first and reads)
+
+    def _other_starts(self, rival: Placement | None) -> list[Placement]:
+        """Return EPLB's placement if there is one, and in a first plan one from nothing."""
+        starts = [] if rival is None else [rival]
+        if self._is_first():
+            starts.append(relabel.relabel(self.problem, cold_start(self.problem)))
+        return starts
+
+    def _is_first(self) -> bool:
+        """Return True if engines have just started and no limit keeps the plan near their start."""
+        current = self.problem.current
+        return (
+            current is not None
+            and _is_engine_start(current)
+            and self.problem.objective.limits == PlanLimits()
+        )
 
     def _without_replicas(self, start: Placement | None) -> Placement:
         """Return a start without redundant copies, to which the search adds those that pay.

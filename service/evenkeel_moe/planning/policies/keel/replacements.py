@@ -1,7 +1,9 @@
 """Finds which slot should take a further copy of which expert.
 
-A replacement gains at most what the gradient promises. With the sharp norm that bound is far above
-the gain, so the relief of single ranks is computed exactly and used as a tighter bound.
+A replacement gains at most what the gradient promises. That bound is far above the gain with the
+sharp norm, and in large layers there are many candidates below it. There the relief of single ranks
+is computed exactly and used as a tighter bound. It misses moves whose gain needs two ranks relieved
+together.
 """
 
 import numpy as np
@@ -49,8 +51,8 @@ def best_replacement(
         return best_replacement_by_work(
             layer, objective, slots, price * dear, price, allowance, least, evaluations
         )
-    if objective.sharp and not objective.nearest:
-        # A bound is never below the gain: where none reaches the bar, nothing is computed exactly.
+    if objective.quick and not objective.nearest:
+        # Where no promise reaches the bar, nothing is computed exactly.
         if not _any_promise(layer, borne, dear, (slots.drop + slots.saved).max(), price, least):
             return -1, -1, least, 0, 0
         tighten(layer, objective.costs, slots)
@@ -77,7 +79,7 @@ def _best_of_open_slots(
     rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
     weight, norm, power_sum = layer.weight, layer.norm, layer.power_sum
     slot_of, rank_of, drop, alone, saved, given_up, freed = slots
-    costs, tight = objective.costs, objective.sharp and not objective.nearest
+    costs, tight = objective.costs, objective.quick and not objective.nearest
     most = (alone + saved).max()
     first, following = _slots_of_experts(row, copies_of.shape[0])
     slot, chosen, best_copies, used = -1, -1, 0, 0

@@ -13,8 +13,9 @@ from evenkeel_moe.planning.policies.keel.moves import (
     EASED,
     ENTERS,
     STAYS,
+    enter_changes,
     gain_of_work_changes,
-    work_changes,
+    leave_changes,
 )
 from evenkeel_moe.planning.policies.keel.open_slots import OpenSlots, tighten
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
@@ -39,8 +40,11 @@ def best_replacement_by_work(
         (slot or -1, expert or -1 for a drop, net gain, copies needed, evaluations used).
     """
     held, had, copy_price = layer.held, layer.had, layer.copy_price
-    _promise_drops(layer, objective, slots)
-    if objective.sharp:
+    # The changes of each slot's expert are the same for all candidates; then the candidate's.
+    enter = 2 * len(slots.slot)
+    changes = np.zeros((enter + 2, layer.weight.shape[0]))
+    _promise_drops(layer, objective, slots, changes)
+    if objective.quick:
         tighten(layer, objective.costs, slots)
     most = (slots.alone + slots.saved).max()
     enter_cost = np.empty(held.shape[1])
@@ -48,7 +52,7 @@ def best_replacement_by_work(
     for expert in range(-1 if objective.drops else 0, held.shape[0]):
         eased = 0.0
         if expert >= 0:
-            eased = _promise_copy(layer, objective, expert, enter_cost)
+            eased = _promise_copy(layer, objective, expert, enter_cost, changes[enter:])
             if eased + most - dear[expert] <= best:
                 continue
         for n in range(len(slots.slot)):
@@ -69,28 +73,36 @@ def best_replacement_by_work(
             if used >= evaluations:
                 return slot, chosen, best, best_copies, used
             used += 1
-            work_changes(layer, objective, old, expert)
-            layer.scratch[:] = 0.0
-            gain = gain_of_work_changes(layer, objective.costs, rank, old, expert)
+            gain = gain_of_work_changes(
+                layer, objective.costs, changes, 2 * n, enter, rank, old, expert
+            )
             if gain - price * cost > best:
                 best, best_copies, slot, chosen = gain - price * cost, copies, slots.slot[n], expert
     return slot, chosen, best, best_copies, used
 
 
 @kernel
-def _promise_drops(layer: LayerState, objective: SearchObjective, slots: OpenSlots) -> None:
-    """Fill `slots.drop` and `slots.alone` with the gain that the gradient promises for a drop."""
+def _promise_drops(
+    layer: LayerState,
+    objective: SearchObjective,
+    slots: OpenSlots,
+    changes: NDArray[np.float64],
+) -> None:
+    """Fill `slots.drop` and `slots.alone` with the gain that the gradient promises for a drop.
+
+    Writes to `changes` two rows for each slot, those of `leave_changes`.
+    """
     slope, share, rank_slope = layer.slope, layer.share, layer.rank_slope
     for n in range(len(slots.slot)):
         old, rank = layer.row[slots.slot[n]], slots.rank[n]
         slots.drop[n] = 0.0
         if old >= 0:
             slots.drop[n] = slope[old, rank] * share[old, rank]
-            work_changes(layer, objective, old, -1)
+            leave_changes(layer, objective, old, changes[2 * n : 2 * n + 2])
             for on in range(rank_slope.shape[1]):
                 if on != rank and layer.held[old, on] > 0:
                     for t in range(rank_slope.shape[0]):
-                        more = layer.held[old, on] * layer.after[STAYS, t]
+                        more = layer.held[old, on] * changes[2 * n + STAYS, t]
                         slots.drop[n] -= more * rank_slope[t, on]
         slots.alone[n] = slots.drop[n]
 
@@ -101,20 +113,22 @@ def _promise_copy(
     objective: SearchObjective,
     expert: int,
     enter_cost: NDArray[np.float64],
+    changes: NDArray[np.float64],
 ) -> float:
     """Return the gain that the gradient promises for the relief of an expert's other copies.
 
-    Writes to `enter_cost` (R,) what it says that the new copy costs each rank.
+    Writes to `enter_cost` (R,) what it says that the new copy costs each rank, and to `changes`
+    (2, T) those of `enter_changes`.
     """
-    rank_slope, after = layer.rank_slope, layer.after
-    work_changes(layer, objective, -1, expert)
+    rank_slope = layer.rank_slope
+    enter_changes(layer, objective, expert, changes)
     enter_cost[:] = 0.0
     for t in range(rank_slope.shape[0]):
         for rank in range(rank_slope.shape[1]):
-            enter_cost[rank] += after[ENTERS, t] * rank_slope[t, rank]
+            enter_cost[rank] += changes[ENTERS, t] * rank_slope[t, rank]
     eased = 0.0
     for rank in range(rank_slope.shape[1]):
         if layer.held[expert, rank] > 0:
             for t in range(rank_slope.shape[0]):
-                eased -= layer.held[expert, rank] * after[EASED, t] * rank_slope[t, rank]
+                eased -= layer.held[expert, rank] * changes[EASED, t] * rank_slope[t, rank]
     return eased

@@ -333,10 +333,11 @@ def _scaled_objective(
         if costs.tile_tokens != 1 or not np.allclose(seconds, straight, rtol=1e-9, atol=0.0):
             tile, stairs = costs.tile_tokens / unit_tokens, seconds / unit_cost
     doublings = options.sharp_doublings if sharp else options.smooth_doublings
+    quick = sharp or window.merged
     return SearchObjective(
         costs=SmoothCosts(rates, tile, stairs, doublings),
-        sharp=sharp,
-        swap_share=options.swap_share if sharp else 1.0,
+        quick=quick,
+        swap_share=options.swap_share if quick else 1.0,
         nearest=dispatch is DispatchModel.NEAREST and replica.proportional,
         node_of_rank=np.array(problem.topology.node_of_rank, np.int64),
         work=smooth_work(replica, unit_tokens, single=dispatch is DispatchModel.FEWEST),

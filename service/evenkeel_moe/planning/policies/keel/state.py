@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.work import SmoothWork, fill_work
 
-WRITTEN_OUT = 3
-"""Doublings of p = 8, for which the innermost loops have no inner loop of their own."""
+WRITTEN_OUT, WRITTEN_OUT_SHARP = 3, 5
+"""Doublings of p = 8 and 32, for which the innermost loops have no inner loop of their own."""
 
 
 class SmoothCosts(NamedTuple):
@@ -46,11 +46,11 @@ class SearchObjective(NamedTuple):
 
     costs: SmoothCosts
     """The cost of each rank by its load, as smooth functions."""
-    sharp: bool
-    """True where p is the higher one: then many ranks have the largest cost together, and moves are
-    made together."""
+    quick: bool
+    """True where p is the higher one, because many ranks then have the largest cost together, and
+    in large layers: moves are made together, and bounds are tighter but approximate."""
     swap_share: float
-    """Gain, over that of the best swap, from which a swap is made with it; 1 where not `sharp`."""
+    """Gain, over that of the best swap, from which a swap is made with it; 1 where not `quick`."""
     nearest: bool
     """True for nearest dispatch, False for an even split. Where work is not proportional to tokens,
     the search is under an even split: only there all copies of an expert have the same work."""

@@ -27,6 +27,9 @@ class SearchWindow:
     """(L, E, T) the load in mean rank loads."""
     loaded: NDArray[np.bool_]
     """(L,) True for a layer that has load."""
+    merged: bool
+    """True if steps were merged: then the layers are large, and the evaluations last for one search
+    from a good start."""
 
 
 def search_window(
@@ -60,6 +63,7 @@ def search_window(
         fluid / by_layer.size or 1.0,
         _by_expert(load, unit_tokens),
         by_layer.any(axis=0),
+        together > 1,
     )
 
 
