@@ -40,3 +40,11 @@ def test_a_small_model_has_one_pool(least):
     budget.spend(0, 500_000)
     with budget.keeping(0.5):
         assert [budget.left(layer) for layer in range(26)] == [least - 500_000] * 26
+
+
+def test_plans_with_large_layers_evaluate_about_as_many_candidates_whatever_their_size():
+    options = KeelOptions(common_layer_size=10_000)
+    few, many = (
+        EvaluationBudget(problem_of(50, 256, ranks, 9), options).share * 50 for ranks in (32, 128)
+    )
+    assert many == few == options.large_evaluations

@@ -240,3 +240,25 @@ def test_the_layers_of_a_large_model_that_may_change_are_searched_after_they_wer
     assert (relabel.moves_by_layer(problem.current, keel.placement) > 0).sum() == 5
     least = moe_time.score(problem, problem.current)
     assert keel.score < least * (1 - 0.3 * 5 / LARGE.num_layers)
+
+
+def test_merged_steps_of_large_layers_still_give_a_good_first_plan_and_few_copies_later():
+    options = KeelOptions(common_layer_size=1_000)
+    shape = ModelShape(3, 32, 8, 5, 2, 1)
+    rng = np.random.default_rng(4)
+    load = rng.poisson(np.exp(rng.normal(0, 0.8, (3, 32))) * 50, (64, 3, 32)).astype(np.float64)
+    problem = PlacementProblem(
+        load, shape, Topology.single_node(8), current=Placement.initial(shape)
+    )
+    first = plan_keel(problem, options)
+    assert first.score <= plan_eplb(problem).score
+    moved = replace(
+        problem,
+        load=load * np.exp(rng.normal(0, 0.25, load.shape[1:])),
+        current=first.placement,
+    )
+    later, eplb = plan_keel(moved, options), plan_eplb(moved)
+    assert later.score < moe_time.score(moved, first.placement)
+    assert later.score < 1.02 * eplb.score
+    copies = relabel.count_moves(first.placement, relabel.relabel(moved, eplb.placement))
+    assert relabel.count_moves(first.placement, later.placement) < 0.5 * copies
