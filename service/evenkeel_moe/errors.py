@@ -68,6 +68,7 @@ class Reason(StrEnum):
     LEASE_LOST = "lease_lost"
     RECOVERED = "recovered"
     OBSERVE_ONLY = "observe_only"
+    DEPLOYMENT_FAILED = "deployment_failed"
 
     # Votes against a wave.
     CHECKSUM_MISMATCH = "checksum_mismatch"

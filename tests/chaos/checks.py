@@ -145,6 +145,8 @@ def bad_logs(controllers: Sequence[ControllerProcess]) -> Iterator[str]:
         for row in rows:
             if row.get("event") in (
                 "task_failed",
+                "deployment_failed",
+                "ended_deployment_failed",
                 "message_not_sent",
                 "wave_map_unusable",
                 "cycle_failed",

@@ -179,6 +179,7 @@ async def replicas(*names, store=None, **options):
     finally:
         for replica in made:
             await replica.tasks.end()
+            assert not replica.registry.failures._newest, "a task of a deployment failed"
 
 
 def report(rank, first, end, generation, incarnation):

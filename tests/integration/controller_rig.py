@@ -106,6 +106,11 @@ class Controller:
             except ValueError:
                 self.noise.append(line.decode().rstrip())
 
+    def failures(self) -> list[dict[str, Any]]:
+        """The logged errors that are bugs of the controller."""
+        names = ("task_failed", "deployment_failed", "ended_deployment_failed")
+        return [row for row in self.log if row.get("event") in names]
+
     def events(self, name: str) -> list[dict[str, Any]]:
         return [row for row in self.log if row.get("event") == name]
 

@@ -62,7 +62,7 @@ async def test_a_recommendation_moves_nothing(tmp_path):
         assert newer["newest_step"] >= found["newest_step"]
         assert group.epoch == 0
         assert await controller.plans() == []
-        assert not controller.events("task_failed")
+        assert not controller.failures()
 
 
 async def test_a_fleet_that_cannot_carry_plans_out_is_not_asked_every_cycle(tmp_path):

@@ -80,7 +80,7 @@ async def test_bad_reports_are_quarantined_and_counted_and_good_ones_still_count
         ):
             assert series[_series(reason)] == steps, reason
         assert all(not rank.call.done() for rank in group.ranks)
-        assert not controller.events("task_failed")
+        assert not controller.failures()
 
 
 def _series(reason):
@@ -137,7 +137,7 @@ async def test_ranks_that_cannot_be_right_get_a_reason_and_harm_nothing(tmp_path
         assert group.ranks[3].answer.outcome is link.RegistrationOutcome.ACCEPTED
         await group.serve(8)
         assert (await until(lambda: _steps(controller, 8)))["state"] == "ready"
-        assert not controller.events("task_failed")
+        assert not controller.failures()
 
 
 async def _say_raw(address, data):
@@ -250,7 +250,7 @@ async def test_the_store_goes_away_and_comes_back(tmp_path, shared_store, how):
         await until(lambda: group.epoch > epoch, within_s=30)
         assert (await controller.metrics())["evenkeel_store_degraded"] == 0
         assert all(not rank.call.done() for rank in group.ranks)
-        assert not controller.events("task_failed")
+        assert not controller.failures()
 
 
 async def _health(controller, status):

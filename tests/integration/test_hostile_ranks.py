@@ -30,5 +30,5 @@ async def test_a_generation_keeps_its_shape_and_the_controller_serves_on(tmp_pat
             # A controller that fails over this does so within some ticks and queries.
             await asyncio.sleep(deadline(2))
             assert controller.process.returncode is None
-            assert not controller.events("task_failed")
+            assert not controller.failures()
             await until(lambda: controller.state("ready", "honest"))

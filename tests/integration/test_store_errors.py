@@ -49,7 +49,7 @@ async def test_a_full_store_is_unavailable_and_nothing_is_decided_until_it_has_r
         await admin.config_set("maxmemory", "0")
         await until(lambda: _health(controller, "ok"))
         await until(lambda: group.epoch > epoch, within_s=60)
-        assert not controller.events("task_failed")
+        assert not controller.failures()
     await disconnect(admin)
 
 

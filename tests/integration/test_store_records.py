@@ -184,7 +184,7 @@ async def test_a_rank_that_hung_up_while_the_lease_was_sought_leaves_nothing(tmp
         finally:
             os.kill(valkey.pid, signal.SIGCONT)
         await until(lambda: _forgotten(controller, "hasty"), within_s=30)
-        assert not controller.events("task_failed")
+        assert not controller.failures()
 
 
 async def _forgotten(controller, name):

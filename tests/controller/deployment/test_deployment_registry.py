@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.controller.deployment.failures import DeploymentFailures
+from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import NotLeading
 from evenkeel_moe.wire.link import Registration, RegistrationOutcome
@@ -157,3 +158,34 @@ async def _begin_eviction(registry):
     idle = asyncio.create_task(registry.evict_idle(0.0))
     await until(lambda: store.waiting)
     return idle
+
+
+async def test_a_deployment_that_fails_ends_alone_and_starts_again_after_a_pause():
+    async with replicas("a") as (one, _):
+        one.registry.failures = DeploymentFailures(first_pause_s=3600.0)
+        await one.lead()
+        other = hello_of(0)
+        other = replace(other, identity=replace(other.identity, deployment=ONE))
+        assert await one.registry.attach(other, RankStream(50, "peer", capacity=64)) is not None
+        broken, sound = one.member, one.registry.deployments[ONE]
+
+        def fail(*_):
+            raise ZeroDivisionError("a bug of ours")
+
+        broken.control.handle = fail  # type: ignore[method-assign]
+        await until(lambda: DEMO not in one.registry.deployments)
+        stream = RankStream(51, "peer", capacity=64)
+        assert await one.registry.attach(hello_of(0, incarnation=9), stream) is None
+        refused = await stream.next()
+        assert isinstance(refused, Registration)
+        assert refused.reason is Reason.DEPLOYMENT_FAILED
+        assert "ZeroDivisionError: a bug of ours" in refused.detail
+        await until(lambda: not broken.keeper.leading)
+        with pytest.raises(Unavailable, match="failed on this replica") as error:
+            await one.operations.deployment(DEMO)
+        assert error.value.reason is Reason.DEPLOYMENT_FAILED
+        assert one.registry.deployments[ONE] is sound and sound.keeper.leading
+
+        one.registry.failures = DeploymentFailures()  # As after the pause.
+        await one.lead(first=60, highest_term=1)
+        assert one.member is not broken

@@ -1,6 +1,7 @@
 """Background tasks: stored windows and refreshed gauges."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -64,6 +65,7 @@ class Stuck:
 
     def __init__(self, fault=None):
         self.asked, self.keeper, self._fault = 0, self, fault
+        self.deployment = "one"
         self.lost_why = ""
 
     async def store_windows(self):
@@ -75,6 +77,23 @@ class Stuck:
         self.lost_why = why
 
 
+def no_failure(name, deployment, error):
+    raise error
+
+
+async def test_windows_that_cannot_be_stored_fail_their_deployment_alone():
+    members = [Stuck(), Stuck(ZeroDivisionError("a bug of ours")), Stuck()]
+    members[1].deployment = "broken"
+    failed: list[Any] = []
+    await store_all_windows(
+        members,  # type: ignore[arg-type]
+        StoreHealth(SetClock(), ControllerMetrics(CollectorRegistry())),
+        lambda name, deployment, error: failed.append((name, deployment)),
+    )
+    assert failed == [("broken", members[1])]
+    assert [member.asked for member in members] == [1] * 3
+
+
 async def test_a_shard_that_is_gone_keeps_no_window_from_the_others():
     clock = SetClock()
     health = StoreHealth(clock, ControllerMetrics(CollectorRegistry()))
@@ -84,11 +103,11 @@ async def test_a_shard_that_is_gone_keeps_no_window_from_the_others():
     )
     members = [Stuck(), Stuck(gone), Stuck(fenced), Stuck(gone), Stuck()]
     with pytest.raises(Unavailable, match="shard 2"):
-        await store_all_windows(members, health)  # type: ignore[arg-type]
+        await store_all_windows(members, health, no_failure)  # type: ignore[arg-type]
     assert [member.asked for member in members] == [1] * 5
     assert members[2].lost_why == "term 2 has taken over"
     assert health.resting
-    await store_all_windows([Stuck(), Stuck()], health)  # type: ignore[list-item]
+    await store_all_windows([Stuck(), Stuck()], health, no_failure)  # type: ignore[list-item]
 
 
 class NoLeases(MemoryStore):

@@ -56,6 +56,11 @@ _COUNTERS = (
         "Bytes of expert weights copied between ranks in committed waves.",
     ),
     ("evenkeel_plans_ended_total", ("phase", "reason"), "Plans that reached a terminal phase."),
+    (
+        "evenkeel_deployment_failures_total",
+        (),
+        "Errors that ended a deployment on this replica; it starts again after a pause.",
+    ),
 )
 """Name, labels after `deployment`, help text."""
 
@@ -154,6 +159,11 @@ class ControllerMetrics(Collector):
     def plan_ended(self, deployment: str, phase: str, reason: str) -> None:
         """Count a plan that reached a terminal phase."""
         self._count("evenkeel_plans_ended_total", 1, deployment, phase, reason)
+
+    def deployment_failed(self, deployment: str) -> None:
+        """Count an error that ended a deployment, and remove its gauges."""
+        self._count("evenkeel_deployment_failures_total", 1, deployment)
+        self.follow(deployment)
 
     def store_degraded(self, degraded: bool) -> None:
         """Set whether the store is out of reach."""

@@ -1,6 +1,10 @@
 """Holds the deployments of this replica: where the streams of ranks arrive."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import structlog
 
@@ -10,6 +14,7 @@ from evenkeel_moe.controller.deployment.deployment import (
     DeploymentOptions,
     SharedServices,
 )
+from evenkeel_moe.controller.deployment.failures import DeploymentFailures
 from evenkeel_moe.controller.deployment.idle_eviction import choose_evicted, is_expired
 from evenkeel_moe.controller.ranks.rank_sessions import refusal
 from evenkeel_moe.controller.ranks.session import RankSession
@@ -31,6 +36,7 @@ class DeploymentRegistry:
         self.deployments: dict[DeploymentId, Deployment] = {}
         self.options = options
         self.shared = shared
+        self.failures = DeploymentFailures()
         self._max_deployments = max_deployments
         self._flow = options.flow
 
@@ -38,11 +44,63 @@ class DeploymentRegistry:
         """Return the deployment of a name; create and start it if it is new here."""
         known = self.deployments.get(name)
         if known is None:
-            known = self.deployments[name] = Deployment(name, self.options, self.shared)
+            shared = replace(self.shared, spawn=partial(self._spawn_contained, name))
+            known = self.deployments[name] = Deployment(name, self.options, shared)
             if self._flow != self.options.flow:
                 known.ranks.pace(self._flow)
             known.start()
         return known
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def _spawn_contained(
+        self, name: DeploymentId, work: Coroutine[Any, Any, None], task: str
+    ) -> asyncio.Task[None]:
+        """Run a task of a deployment; if it fails, only that deployment ends."""
+
+        async def contain() -> None:
+            deployment = self.deployments.get(name)
+            try:
+                await work
+            except Exception as error:  # Whatever a peer or the store caused, the others go on.
+                self.failed(name, deployment, error)
+
+        running = self.shared.spawn(contain(), task)
+        # A task that is cancelled before its first step would leave the coroutine unawaited.
+        running.add_done_callback(lambda _: work.close())
+        return running
+
+    def failed(self, name: DeploymentId, deployment: Deployment | None, error: Exception) -> None:
+        """End a deployment whose part failed. It starts again with its ranks, after a pause.
+
+        Args:
+            name: of the deployment.
+            deployment: the one that failed; one that has taken its place since goes on.
+            error: logged with its traceback.
+        """
+        if deployment is None or self.deployments.get(name) is not deployment:
+            _log.error("ended_deployment_failed", deployment=name, exc_info=error)
+            return
+        del self.deployments[name]
+        failure = self.failures.note(name, error, self.shared.clock.monotonic())
+        _log.error(
+            "deployment_failed",
+            deployment=name,
+            detail=failure.detail,
+            pause_s=failure.pause_s,
+            exc_info=error,
+        )
+        self.shared.metrics.deployment_failed(name)
+        self.shared.spawn(self._end_failed(deployment), f"end-failed-{name}")
+
+    async def _end_failed(self, deployment: Deployment) -> None:
+        """Close the streams of a failed deployment, end its tasks and give its lease up."""
+        name = deployment.deployment
+        try:
+            deployment.ranks.close_all()
+            await deployment.stop()
+        except Exception as error:
+            _log.error("failed_deployment_not_ended", deployment=name, exc_info=error)
 
     async def take_up(self, names: Sequence[DeploymentId]) -> None:
         """Seek the leases of the deployments that this replica led before it restarted.
@@ -110,6 +168,12 @@ class DeploymentRegistry:
     async def attach(self, hello: Hello, stream: RankStream) -> RankSession | None:
         """Register the stream of a rank; return None if it was turned away."""
         name = hello.identity.deployment
+        now = self.shared.clock.monotonic()
+        failure = self.failures.waiting(name, now)
+        if failure is not None:
+            detail = f"{failure.detail}; {name} starts again in {failure.left_s(now):.0f} s"
+            self._refuse(stream, Reason.DEPLOYMENT_FAILED, detail)
+            return None
         if name not in self.deployments and not self._make_room():
             detail = f"{len(self.deployments)} deployments are here, no more are taken"
             _log.error("deployment_refused", deployment=name, detail=detail)

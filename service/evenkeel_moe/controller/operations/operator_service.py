@@ -99,6 +99,14 @@ class OperatorService:
         return deployment
 
     async def _leader_of(self, name: DeploymentId) -> LedElsewhere:
+        now = self._registry.shared.clock.monotonic()
+        failure = self._registry.failures.waiting(name, now)
+        if failure is not None:
+            raise Unavailable(
+                f"{name} failed on this replica and starts again in {failure.left_s(now):.0f} s:"
+                f" {failure.detail}",
+                Reason.DEPLOYMENT_FAILED,
+            )
         led = await self._lookup.leader(name)
         if led is not None:
             return led

@@ -5,7 +5,7 @@ reports.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import structlog
 
@@ -17,9 +17,12 @@ from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.controller.process.flow_control import Pacer
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, EvenkeelError, Unavailable
+from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.wire.link import FlowControl
 
 _log = structlog.get_logger(__name__)
+Failed = Callable[[DeploymentId, Deployment | None, Exception], None]
+"""`DeploymentRegistry.failed`."""
 _PACE_S = 0.25
 _PROBE_S = 1.0
 """Time between writes that only check whether the store takes writes. A replica that leads nothing
@@ -52,7 +55,7 @@ async def store_windows(registry: DeploymentRegistry, interval_s: float) -> None
         if health.resting:
             continue
         try:
-            await store_all_windows(deployments.values(), health)
+            await store_all_windows(deployments.values(), health, registry.failed)
             if clock.monotonic() - probed_at < _PROBE_S:
                 continue
             await shared.store.ping()
@@ -75,24 +78,31 @@ def _check_leases(deployments: Iterable[Deployment]) -> None:
             raise deployment.keeper.fault
 
 
-async def store_all_windows(deployments: Iterable[Deployment], health: StoreHealth) -> None:
+async def store_all_windows(
+    deployments: Iterable[Deployment], health: StoreHealth, failed: Failed
+) -> None:
     """Store the windows of all deployments.
+
+    Args:
+        deployments: of this replica.
+        health: told when the store does not take windows.
+        failed: called with a deployment whose windows cannot be stored for another reason.
 
     Raises:
         Unavailable: the store did not take all of them.
     """
     waiting = list(deployments)
     while waiting:
-        fault = await _store_window(waiting.pop(0))
+        fault = await _store_window(waiting.pop(0), failed)
         if fault is not None:
             health.failed(fault)
             # The others may be on a shard that answers. They are stored at the same time, so that a
             # silent shard costs one more timeout, and not one for each deployment.
-            await asyncio.gather(*map(_store_window, waiting))
+            await asyncio.gather(*(_store_window(one, failed) for one in waiting))
             raise fault
 
 
-async def _store_window(deployment: Deployment) -> Unavailable | None:
+async def _store_window(deployment: Deployment, failed: Failed) -> Unavailable | None:
     """Store the windows of one deployment; return the error if the store did not take them."""
     try:
         await deployment.store_windows()
@@ -100,6 +110,8 @@ async def _store_window(deployment: Deployment) -> Unavailable | None:
         deployment.keeper.lose(str(error))
     except Unavailable as error:
         return error
+    except Exception as error:
+        failed(deployment.deployment, deployment, error)
     return None
 
 
@@ -142,13 +154,15 @@ async def refresh_metrics(
             if not deployment.keeper.leading or deployment.loads.shape is None:
                 metrics.follow(name)
                 continue
-            view = live_view(deployment)
             try:
+                view = live_view(deployment)
                 metrics.refresh(view.status(), view.balance(), readers[deployment].read())
             except EvenkeelError as error:
                 # What the ranks of one group send must not end the controller of all groups.
                 _log.error("figures_failed", deployment=name, error=str(error))
                 metrics.follow(name)
+            except Exception as error:
+                registry.failed(name, deployment, error)
 
 
 async def measure_plans(registry: DeploymentRegistry) -> None:
@@ -161,6 +175,8 @@ async def measure_plans(registry: DeploymentRegistry) -> None:
             except EvenkeelError as error:
                 # What the ranks of one group send must not end the controller of all groups.
                 _log.error("measuring_failed", deployment=deployment.deployment, error=str(error))
+            except Exception as error:
+                registry.failed(deployment.deployment, deployment, error)
 
 
 async def evict_idle(registry: DeploymentRegistry, after_s: float) -> None:
