@@ -1,9 +1,9 @@
 """Times keel's plans under the roofline, and on a model of Kimi K3's shape.
 
-`roofline_plan_time_over_tokens` is the same problem under both cost models, in turn. The K3-like
-shape has 92 layers of 896 experts on 64 ranks with 960 slots; its window has 256 steps. Its first
-plan starts from the placement of the engines, the later one from the first plan after the load has
-drifted.
+`roofline_plan_time_over_tokens` is the same problem under both cost models, in turn; the larger of
+the ratios at k = 0.5 and 2. The K3-like shape has 92 layers of 896 experts on 64 ranks with 960
+slots; its window has 256 steps. Its first plan starts from the placement of the engines, the later
+one from the first plan after the load has drifted.
 """
 
 import time
@@ -43,10 +43,10 @@ def plan_rows() -> Iterator[list[Row]]:
     seconds = best_of(
         {name: partial(plan_keel, problem) for name, problem in problems.items()}, REPEATS
     )
-    yield [
-        Row(f"roofline_plan_time_over_tokens_k{name}", seconds[name] / seconds["tokens"], "ratio")
-        for name in ("0.5", "2")
-    ]
+    ratios = {name: seconds[name] / seconds["tokens"] for name in ("0.5", "2")}
+    name = "roofline_plan_time_over_tokens"
+    yield [Row(f"{name}_k{reading}", ratio, "ratio") for reading, ratio in ratios.items()]
+    yield [Row(name, max(ratios.values()), "ratio")]
     load = lognormal_steps(256, K3.num_layers, K3.num_logical_experts)
     topology = Topology.single_node(K3.num_ranks)
     problem = PlacementProblem(load, K3, topology, current=Placement.initial(K3))
