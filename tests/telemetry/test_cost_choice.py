@@ -10,9 +10,14 @@ from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
-from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, choose_cost
+from evenkeel_moe.telemetry.cost_choice import (
+    KnownCosts,
+    RankNumbers,
+    choose_cost,
+    clock_factors,
+)
 from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
-from evenkeel_moe.wire.link import CostCurve, ReplicaCost
+from evenkeel_moe.wire.link import CostCurve, DeviceClock, ReplicaCost
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 3 * 7168 * 2048, shared_experts=1.0)
 H100 = RankNumbers("NVIDIA H100 80GB HBM3", "fp8")
@@ -173,3 +178,34 @@ def test_a_rank_whose_speed_changed_is_named():
 def test_models_are_not_compared_without_load():
     idle = replace(known(fit=FIT), tokens_per_rank=0.0, active_per_rank=0.0)
     assert all(one.time_ratio is None for one in choose_cost(idle).others)
+
+
+def clocks(*ratios, limited_by=""):
+    return [
+        replace(H100, clock=None if ratio is None else DeviceClock(ratio, limited_by))
+        for ratio in ratios
+    ]
+
+
+def test_clocks_tell_speeds_where_no_rank_reports_seconds():
+    slow = chosen(clocks(0.9, 0.9, 0.75, 0.9, limited_by="heat"))
+    assert slow.source is CostSource.DERIVED
+    assert seconds(slow, 1000.0) / seconds(chosen(), 1000.0) == pytest.approx([1, 1, 1.2, 1])
+    assert "by the devices' clocks rank 2 takes 1.20 times" in slow.detail
+    assert "rank 2 is limited by heat" in slow.detail
+    measured = replace(NONE, factors=np.ones(4))
+    assert chosen(clocks(0.9, 0.9, 0.75, 0.9), measured).detail == chosen().detail
+    asked = choose_cost(known(clocks(0.9, 0.9, 0.75, 0.9)), CostChoice.TOKENS).model
+    assert asked.by_tokens
+
+
+def test_clocks_that_hardly_differ_or_are_not_all_known_change_nothing():
+    for told in (clocks(0.9, 0.91, 0.9, 0.9), clocks(0.9, None, 0.5, 0.9)):
+        assert chosen(told).detail == chosen().detail
+
+
+def test_a_clock_never_counts_for_more_than_a_factor_of_two():
+    factors = clock_factors([DeviceClock(ratio) for ratio in (1.0, 1.0, 1e-9, 2.0)])
+    assert factors is not None
+    assert factors.tolist() == [1.0, 1.0, 2.0, 0.5]
+    assert clock_factors([]) is None

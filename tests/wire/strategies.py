@@ -169,6 +169,7 @@ rank_messages = st.one_of(
         seconds,
     ),
     st.builds(link.KvCache, st.integers(1, 1 << 40), st.integers(0, 1 << 53)),
+    st.builds(link.DeviceClock, st.floats(0, 2, exclude_min=True), st.text(max_size=16)),
     no_votes,
     yes_votes,
     st.builds(m.Ack, keys, counts.map(Epoch), short_text, seconds),

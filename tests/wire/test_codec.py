@@ -353,3 +353,11 @@ def test_a_hostile_kv_cache_is_refused(field, value):
     setattr(message.kv_cache, field, value)
     with pytest.raises(PeerViolation, match=f"{field} is {value}"):
         decode_rank_message(over_the_wire(message), HELLO)
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, 2.1, float("nan"), float("inf")])
+def test_a_hostile_clock_is_refused(ratio):
+    message = encode_rank_message(link.DeviceClock(0.9))
+    message.device_clock.ratio = ratio
+    with pytest.raises(PeerViolation, match="ratio"):
+        decode_rank_message(over_the_wire(message), HELLO)

@@ -29,6 +29,7 @@ from evenkeel_moe.agent.gate_polls import GatePolls
 from evenkeel_moe.agent.memory import FreeMemory
 from evenkeel_moe.agent.network_thread import NetworkThread
 from evenkeel_moe.agent.ports import (
+    ClockReader,
     ExpertWeights,
     GateFailed,
     MapInstaller,
@@ -115,6 +116,7 @@ class Agent:
         link: RankLink | None = None,
         on_swap: Callable[[SwapRecord, Placement], None] | None = None,
         on_progress: Callable[[WaveKey, int, int], None] | None = None,
+        clock: ClockReader | None = None,
     ) -> None:
         self._config = config
         self._device = device
@@ -146,7 +148,7 @@ class Agent:
         self._recorder = Recorder(config.ring_steps, *shape)
         self._network: NetworkThread | None = None
         if link is not None:
-            self._network = NetworkThread(link, self._recorder, config.identity, config.side)
+            self._network = NetworkThread(link, self._recorder, config.identity, config.side, clock)
             self._network.start(self)
 
     def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:

@@ -27,7 +27,13 @@ from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome
 from evenkeel_moe.agent.agent import Agent, SwapRecord
 from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.config import AgentConfig
-from evenkeel_moe.agent.ports import ExpertWeights, GateFailed, RankLink, WeightTransport
+from evenkeel_moe.agent.ports import (
+    ClockReader,
+    ExpertWeights,
+    GateFailed,
+    RankLink,
+    WeightTransport,
+)
 from evenkeel_moe.agent.staging import ReadyWave
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
@@ -111,6 +117,7 @@ class GuestAgent(Agent):
         on_swap: Callable[[SwapRecord, Placement], None] | None = None,
         stall_after_s: float = 30.0,
         stall_after_steps: int = 64,
+        clock: ClockReader | None = None,
     ) -> None:
         self._engine = engine
         self._move: Move | None = None
@@ -127,6 +134,7 @@ class GuestAgent(Agent):
             device=device,
             link=link,
             on_swap=on_swap,
+            clock=clock,
         )
 
     def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:

@@ -11,7 +11,8 @@ from typing import Any
 
 import structlog
 
-from evenkeel_moe.agent.ports import LinkListener, RankLink
+from evenkeel_moe.agent.clock_watch import watch_clock
+from evenkeel_moe.agent.ports import ClockReader, LinkListener, RankLink
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.reporter import Reporter
 from evenkeel_moe.model.load import CountingSide
@@ -34,9 +35,15 @@ class NetworkThread:
     """Owns the event loop. Other threads only call `send` and `tell`."""
 
     def __init__(
-        self, link: RankLink, recorder: Recorder, identity: RankIdentity, side: CountingSide
+        self,
+        link: RankLink,
+        recorder: Recorder,
+        identity: RankIdentity,
+        side: CountingSide,
+        clock: ClockReader | None = None,
     ) -> None:
         self._link = link
+        self._clock = clock
         self.reporter = Reporter(recorder, identity, side, link)
         self._facts: dict[type, RankFact] = {}
         self._loop = asyncio.new_event_loop()
@@ -105,6 +112,9 @@ class NetworkThread:
         loop = self._loop
         asyncio.set_event_loop(loop)
         works = {"link": lambda: self._link.run(listener), "reporter": self.reporter.run}
+        if self._clock is not None:
+            reader = self._clock
+            works["clock"] = lambda: watch_clock(reader, self.tell)
         tasks = [
             loop.create_task(self._keep_running(name, work), name=name)
             for name, work in works.items()

@@ -12,9 +12,10 @@ from evenkeel_moe.adapters.grpc.rank_link import LinkListener
 from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.protocol.messages import Prepare
-from evenkeel_moe.wire.link import FromRankLink
+from evenkeel_moe.wire.link import DeviceClock, FromRankLink
 
 __all__ = [
+    "ClockReader",
     "ExpertWeights",
     "GateFailed",
     "LinkListener",
@@ -79,6 +80,17 @@ class MapInstaller(Protocol):
         Write into the tensors that the forward pass reads, for example with `copy_`. A captured
         CUDA graph keeps their addresses: new tensors would leave it with the old tables, while
         the weights have moved.
+        """
+        ...
+
+
+class ClockReader(Protocol):
+    """Reads the clock of the device. An engine that measures its compute time needs none."""
+
+    def read(self) -> DeviceClock | None:
+        """Return the present clock; None while the device is idle, or if the clock is unknown.
+
+        Called on a thread of its own; may take milliseconds.
         """
         ...
 

@@ -25,13 +25,15 @@ from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_toke
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
 from evenkeel_moe.telemetry.rank_speeds import join_curves
 from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
-from evenkeel_moe.wire.link import CostCurve, ReplicaCost
+from evenkeel_moe.wire.link import CostCurve, DeviceClock, ReplicaCost
 
 MAX_FIT_ERROR = 0.25
 """Mean error, as a share of the time, above which a fit or a profile is not used."""
 DISAGREEMENT = 1.5
 """Ratio of two models' times from which on they disagree."""
 _NAMED_RANKS = 3
+_MOST_BY_CLOCK = 2.0
+"""Largest factor that is taken from a clock."""
 _UNEVEN = 0.02
 """Logarithm of a rank's factor beyond which a model's detail names the rank."""
 
@@ -45,6 +47,8 @@ class RankNumbers:
     weight_format: str = ""
     curve: CostCurve | None = None
     replica_cost: ReplicaCost | None = None
+    clock: DeviceClock | None = None
+    """The clock of its device under load; None if unknown."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -96,7 +100,7 @@ def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> Chose
         chosen_by = "the deployment's policy asks for tokens"
         detail = chosen_by if asked is CostChoice.TOKENS else "; ".join(one.reason for one in found)
         return ChosenCost(replace(TOKENS, detail=detail), tuple(found))
-    chosen = _with_measured_speeds(models, known.fit)
+    chosen = _with_clocks(_with_measured_speeds(models, known.fit), known)
     chosen = replace(chosen, shared_tokens=shared_tokens(known.shape))
     others = tuple(
         replace(one, time_ratio=_time_ratio(one.model, chosen, known))
@@ -240,6 +244,42 @@ def _derived(known: KnownCosts) -> CostModel:
 def _linear(fixed_s: NDArray[np.float64], per_token: NDArray[np.float64]) -> CostCurves:
     """Return C_r(n) = fixed_s[r] + n * per_token[r] for n >= 1; both (R,)."""
     return CostCurves(1, (fixed_s + per_token)[:, None], np.asarray(per_token, np.float64))
+
+
+# --- clocks ---------------------------------------------------------------------------------------
+
+
+def clock_factors(clocks: Sequence[DeviceClock | None]) -> NDArray[np.float64] | None:
+    """Return the (R,) time of each rank relative to the median rank, by the clocks of the devices.
+
+    Returns:
+        None unless every rank told its clock. Factors within 2 % of 1 count as 1, all are between
+        1/2 and 2: a clock tells less than measured seconds, because reading memory does not slow
+        down with it.
+    """
+    told = [clock.ratio for clock in clocks if clock is not None]
+    if not told or len(told) < len(clocks):
+        return None
+    factors = np.clip(np.median(told) / np.array(told), 1 / _MOST_BY_CLOCK, _MOST_BY_CLOCK)
+    return np.where(np.abs(np.log(factors)) > _UNEVEN, factors, 1.0)
+
+
+def _with_clocks(model: CostModel, known: KnownCosts) -> CostModel:
+    """Return the model with the ranks' speeds by their clocks, if no rank reports seconds."""
+    clocks = [rank.clock for rank in known.ranks]
+    factors = None if known.fit.factors is not None else clock_factors(clocks)
+    if model.curves is None or factors is None or (factors == 1.0).all():
+        return model
+    curves = replace(
+        model.curves,
+        tile_seconds=model.curves.tile_seconds * factors[:, None],
+        slope_s_per_token=model.curves.slope_s_per_token * factors,
+    )
+    limits = {str(rank): clock.limited_by for rank, clock in enumerate(clocks) if clock is not None}
+    slow = [rank for rank in limits if factors[int(rank)] > 1.0 and limits[rank]][:_NAMED_RANKS]
+    because = "".join(f", rank {rank} is limited by {limits[rank]}" for rank in slow)
+    notes = (model.detail, f"by the devices' clocks {_uneven_ranks(factors)}{because}")
+    return replace(model, curves=curves, detail="; ".join(note for note in notes if note))
 
 
 # --- comparison -----------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ PARTICIPANT_STATE_SWAPPING: ParticipantState
 PARTICIPANT_STATE_ABORTED: ParticipantState
 
 class RankMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress", "cost_curve", "replica_cost", "kv_cache")
+    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress", "cost_curve", "replica_cost", "kv_cache", "device_clock")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LOAD_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class RankMessage(_message.Message):
     COST_CURVE_FIELD_NUMBER: _ClassVar[int]
     REPLICA_COST_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_CLOCK_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     load_report: _telemetry_pb2.LoadReport
@@ -63,7 +64,8 @@ class RankMessage(_message.Message):
     cost_curve: CostCurve
     replica_cost: ReplicaCost
     kv_cache: KvCache
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ..., cost_curve: _Optional[_Union[CostCurve, _Mapping]] = ..., replica_cost: _Optional[_Union[ReplicaCost, _Mapping]] = ..., kv_cache: _Optional[_Union[KvCache, _Mapping]] = ...) -> None: ...
+    device_clock: DeviceClock
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ..., cost_curve: _Optional[_Union[CostCurve, _Mapping]] = ..., replica_cost: _Optional[_Union[ReplicaCost, _Mapping]] = ..., kv_cache: _Optional[_Union[KvCache, _Mapping]] = ..., device_clock: _Optional[_Union[DeviceClock, _Mapping]] = ...) -> None: ...
 
 class ControllerMessage(_message.Message):
     __slots__ = ("registration", "report_ack", "flow_control", "not_leader", "prepare", "commit", "abort", "query_state")
@@ -168,6 +170,14 @@ class KvCache(_message.Message):
     bytes_per_token: int
     free_bytes: int
     def __init__(self, bytes_per_token: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+
+class DeviceClock(_message.Message):
+    __slots__ = ("ratio", "limited_by")
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    LIMITED_BY_FIELD_NUMBER: _ClassVar[int]
+    ratio: float
+    limited_by: str
+    def __init__(self, ratio: _Optional[float] = ..., limited_by: _Optional[str] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("wave", "yes", "reason", "detail")

@@ -19,7 +19,14 @@ from evenkeel_moe.wire.fields import (
     seconds,
     text,
 )
-from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat, KvCache, ReplicaCost
+from evenkeel_moe.wire.link import (
+    CostCurve,
+    DeviceClock,
+    FromRankLink,
+    Heartbeat,
+    KvCache,
+    ReplicaCost,
+)
 from evenkeel_moe.wire.reports import decode_report, encode_report
 from evenkeel_moe.wire.values import MAX_TERM, message_codec
 
@@ -28,6 +35,7 @@ _MAX_TILE_TOKENS = 1 << 20
 _MAX_CAPABILITIES = 64
 _MAX_KV_BYTES_PER_TOKEN = 1 << 40
 _MAX_KV_BYTES = 1 << 53
+_MAX_CLOCK_RATIO = 2.0
 _OUTCOMES = {
     m.WaveOutcome.SWAPPED: pb.WAVE_OUTCOME_SWAPPED,
     m.WaveOutcome.REFUSED: pb.WAVE_OUTCOME_REFUSED,
@@ -107,6 +115,14 @@ def _check_kv_cache(cache: KvCache) -> None:
         raise PeerViolation(f"free_bytes is {cache.free_bytes}, at most {_MAX_KV_BYTES} is allowed")
 
 
+def _check_clock(clock: DeviceClock) -> None:
+    if not 0 < clock.ratio <= _MAX_CLOCK_RATIO:
+        raise PeerViolation(
+            f"the clock's ratio is {clock.ratio}, above 0 and at most {_MAX_CLOCK_RATIO:g} is"
+            " allowed"
+        )
+
+
 # --- messages -------------------------------------------------------------------------------
 
 _DIGEST = text(64)
@@ -135,6 +151,9 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
         ReplicaCost, pb.ReplicaCost, s_per_token=seconds(above_zero=True)
     ),
     "kv_cache": message_codec(KvCache, pb.KvCache, check=_check_kv_cache),
+    "device_clock": message_codec(
+        DeviceClock, pb.DeviceClock, check=_check_clock, limited_by=text(64)
+    ),
     "vote": message_codec(
         m.Vote, pb.Vote, reason=FieldCodec(_read_vote_reason), detail=text(cut=True)
     ),

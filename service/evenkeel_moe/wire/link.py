@@ -65,7 +65,17 @@ class KvCache:
     """Bytes of the cache with the present slots while no sequence runs."""
 
 
-RankFact = CostCurve | ReplicaCost | KvCache
+@dataclass(frozen=True, slots=True)
+class DeviceClock:
+    """The clock of a rank's device under load."""
+
+    ratio: float
+    """Present clock of the multiprocessors over the highest one: above 0, at most 2."""
+    limited_by: str = ""
+    """What keeps the clock down, for example "power"; empty if nothing does."""
+
+
+RankFact = CostCurve | ReplicaCost | KvCache | DeviceClock
 """Facts that a rank tells when it knows them, and again on each new stream."""
 
 

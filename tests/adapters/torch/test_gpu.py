@@ -12,6 +12,7 @@ import torch
 
 from evenkeel_moe.adapters.torch.checksum import device_checksum
 from evenkeel_moe.adapters.torch.groups import make_communicator
+from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport, is_over
 from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer
 from evenkeel_moe.agent.profile.timing import time_points
@@ -135,3 +136,20 @@ def test_a_captured_graph_follows_tables_that_are_installed_in_place():
     tables.install(tables.build([0], new.phy2log, 1))
     graph.replay()
     assert torch.equal(seen.cpu(), Tables(new).layers[0].slots)
+
+
+def test_nvml_tells_the_clock_of_a_busy_device(capsys):
+    """An idle device tells none; under matrix products the ratio is above 0."""
+    device = torch.device("cuda", 0)
+    clock = NvmlClock(str(torch.cuda.get_device_properties(device).uuid))
+    rows = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    until, found = time.perf_counter() + 5, None
+    while time.perf_counter() < until and found is None:
+        for _ in range(20):
+            rows @ rows
+        found = clock.read()
+        torch.cuda.synchronize()
+    assert found is not None
+    with capsys.disabled():
+        print(f"\n{torch.cuda.get_device_name()}: {found}")
+    assert 0 < found.ratio <= 2

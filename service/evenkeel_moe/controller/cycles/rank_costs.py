@@ -75,6 +75,7 @@ class RankCosts:
             member.hello.weight_format,
             None if session is None else session.curve,
             None if session is None else session.replica_cost,
+            None if session is None else session.clock,
         )
 
     def _log_source(self, choice: ChosenCost) -> None:

@@ -13,10 +13,17 @@ from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Ack, Hello, RankMessage, RankState
-from evenkeel_moe.wire.link import CostCurve, FromRankLink, Heartbeat, KvCache, ReplicaCost
+from evenkeel_moe.wire.link import (
+    CostCurve,
+    DeviceClock,
+    FromRankLink,
+    Heartbeat,
+    KvCache,
+    ReplicaCost,
+)
 
 _log = structlog.get_logger(__name__)
-_TELEMETRY = (LoadReport, Heartbeat, CostCurve, ReplicaCost, KvCache)
+_TELEMETRY = (LoadReport, Heartbeat, CostCurve, ReplicaCost, KvCache, DeviceClock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class RankSession:
         """The time by tokens and replicas that its profiler measured; None until then."""
         self.kv_cache: KvCache | None = None
         """The KV cache of the engine; None until the rank tells it."""
+        self.clock: DeviceClock | None = None
+        """The clock of the device under load; None until the rank tells it."""
         self._targets = targets
 
     @property
@@ -77,6 +86,8 @@ class RankSession:
                 self.replica_cost = message
             elif isinstance(message, KvCache):
                 self.kv_cache = message
+            elif isinstance(message, DeviceClock):
+                self.clock = message
             else:
                 self._beat(message)
             return

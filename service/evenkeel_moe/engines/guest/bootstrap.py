@@ -16,6 +16,7 @@ import torch.distributed
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTls
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
+from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
 from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.guest import GuestAgent, HostEngine
@@ -91,6 +92,8 @@ def make_guest(
         device=device,
         link=link or GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings)),
         stall_after_s=settings.stall_after_s,
+        # Neither engine measures the time of its MoE layers.
+        clock=NvmlClock(config.gpu_uuid) if config.gpu_uuid else None,
     )
     if saved is not None:
         tell_profile(agent, saved, device, settings.profile_s)
