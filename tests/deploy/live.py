@@ -138,6 +138,11 @@ async def live_through_everything(
         one.votes = True
     await until(ended(controller, "committed", 2), within_s=60)
     await until(lambda: "evenkeel_last_plan_gain_ratio" in seen.names)
+    base = f"/v1/deployments/{DEPLOYMENT}"
+    (await controller.http.post(f"{base}/rollback", json={"plan_id": "back"})).raise_for_status()
+    await until(lambda: shown("evenkeel_held_reason"), within_s=60)
+    await until(ended(controller, "committed", 3), within_s=60)
+    (await controller.http.post(f"{base}/resume")).raise_for_status()
 
 
 def _of_an_epoch_that_never_was(report: LoadReport) -> LoadReport:

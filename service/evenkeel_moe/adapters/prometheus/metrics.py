@@ -160,6 +160,10 @@ class ControllerMetrics(Collector):
         """Count a plan that reached a terminal phase."""
         self._count("evenkeel_plans_ended_total", 1, deployment, phase, reason)
 
+    def deployment_added(self, deployment: str) -> None:
+        """Begin the count of failures at 0: the first one must be seen as a rise."""
+        self._count("evenkeel_deployment_failures_total", 0, deployment)
+
     def deployment_failed(self, deployment: str) -> None:
         """Count an error that ended a deployment, and remove its gauges."""
         self._count("evenkeel_deployment_failures_total", 1, deployment)

@@ -49,6 +49,7 @@ class DeploymentRegistry:
             if self._flow != self.options.flow:
                 known.ranks.pace(self._flow)
             known.start()
+            self.shared.metrics.deployment_added(name)
         return known
 
     # --- failures ---------------------------------------------------------------------------------

@@ -92,12 +92,16 @@ def make_guest(
         device=device,
         link=link or GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings)),
         stall_after_s=settings.stall_after_s,
-        # Neither engine measures the time of its MoE layers.
-        clock=NvmlClock(config.gpu_uuid) if config.gpu_uuid else None,
+        clock=_clock_reader(config.gpu_uuid),
     )
     if saved is not None:
         tell_profile(agent, saved, device, settings.profile_s)
     return agent
+
+
+def _clock_reader(gpu_uuid: str) -> NvmlClock | None:
+    """Return a reader of the GPU's clock: neither engine measures the time of its MoE layers."""
+    return NvmlClock(gpu_uuid) if gpu_uuid else None
 
 
 def _connector(settings: GuestSettings, store: Any, rank: int, size: int) -> Connect:
