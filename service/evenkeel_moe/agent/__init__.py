@@ -7,10 +7,12 @@ its arguments raises the number.
 
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
+from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
 from evenkeel_moe.agent.agent import Agent, SwapRecord
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.guest import GuestAgent, HostEngine, Move
 from evenkeel_moe.agent.ports import (
+    ClockReader,
     ExpertWeights,
     GateFailed,
     LinkListener,
@@ -23,14 +25,17 @@ from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.wire.link import DeviceClock, KvCache
 
 __all__ = [
     "API_VERSION",
     "Agent",
     "AgentConfig",
+    "ClockReader",
     "Communicator",
     "CountingSide",
     "DeploymentId",
+    "DeviceClock",
     "EpRank",
     "ExpertWeights",
     "GateFailed",
@@ -38,10 +43,12 @@ __all__ = [
     "GrpcRankLink",
     "GuestAgent",
     "HostEngine",
+    "KvCache",
     "LinkListener",
     "MapInstaller",
     "ModelShape",
     "Move",
+    "NvmlClock",
     "Phase",
     "Placement",
     "RankIdentity",
