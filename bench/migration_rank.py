@@ -152,14 +152,14 @@ class BenchRank:
         dist.barrier()
         self.weights.asked_at = float("inf")
         self.link.say(Prepare(LEADER, key, Epoch(turn), wave, sums, 60.0))
-        vote = self.link.expect(Vote, 60)
+        vote = self.link.expect(Vote)
         seconds = self._span(self.weights.asked_at, time.perf_counter())
         assert vote.yes, vote
         self.link.say(Commit(LEADER, key))
         while self.agent.epoch == turn:
             dist.barrier()
             self.agent.step_boundary()
-        self.link.expect(Ack, 60)
+        self.link.expect(Ack)
         return seconds
 
     def bare_s(self, turn: int) -> float:
