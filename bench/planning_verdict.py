@@ -38,7 +38,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
-__all__ = ["verdict_rows"]
+__all__ = ["JudgedCall", "verdict_rows"]
 
 TRACES = Path(os.environ.get("EVENKEEL_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
 POINTS = 16
@@ -50,17 +50,13 @@ COPY_COST, LIFETIME = 200.0, 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One verdict and the gain that followed."""
+class JudgedCall:
+    """The call of one verdict and the gain that followed."""
 
-    trace: str
-    checking: bool
-    followed: bool
-    """True if earlier verdicts led to the current placement; False if it is the initial one."""
     call: Call | None
     """None if the policy proposed nothing."""
     realised: float
-    """The net gain of the window after B, as a share of its time."""
+    """The net gain of the steps after B, copies paid, as a share of their time."""
 
     @property
     def called(self) -> bool:
@@ -69,6 +65,16 @@ class Point:
     @property
     def right(self) -> bool:
         return self.called and (self.call is Call.RECOMMEND) == (self.realised > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Point(JudgedCall):
+    """One start point of a trace."""
+
+    trace: str
+    checking: bool
+    followed: bool
+    """True if earlier verdicts led to the current placement; False if it is the initial one."""
 
 
 def _inputs(trace: Recorded, current: Placement, first: int, last: int) -> CycleInputs:
@@ -97,14 +103,14 @@ def _judge(
     target, _ = plan_target(inputs, split)
     copies = count_moves(current, target)
     if copies == 0:
-        return Point(trace.name, checking, followed, None, 0.0), current
+        return Point(None, 0.0, trace.name, checking, followed), current
     verdict, _ = judge_target(inputs, target, split)
     assert verdict is not None
     after = trace.load[last : last + verdict.steps].astype(np.float64)
     old = moe_time.step_times(after, current).sum(axis=1)
     new = moe_time.step_times(after, target).sum(axis=1)
     realised = float((old - new).mean() - COPY_COST * copies / LIFETIME) / float(old.mean())
-    point = Point(trace.name, checking, followed, verdict.call, realised)
+    point = Point(verdict.call, realised, trace.name, checking, followed)
     return point, target if verdict.call is Call.RECOMMEND else current
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.planning_verdict import COPY_COST, LIFETIME, WINDOW
+from bench.planning_verdict import COPY_COST, LIFETIME, WINDOW, JudgedCall
 from bench.report import Row
 from bench.time_models import roofline
 from evenkeel_moe.formats import Trace
@@ -40,23 +40,12 @@ POINTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
-    """One plan, its verdict, and the gain that followed."""
+class _Judged(JudgedCall):
+    """One plan of the walks."""
 
     name: str
     policy: str
-    call: Call
     promised: float
-    realised: float
-    """Net gain of the steps after B, the price of the copies paid, as a share of their time."""
-
-    @property
-    def called(self) -> bool:
-        return self.call is not Call.INSUFFICIENT_EVIDENCE
-
-    @property
-    def right(self) -> bool:
-        return self.called and (self.call is Call.RECOMMEND) == (self.realised > 0)
 
     @property
     def cost_time(self) -> bool:
@@ -109,7 +98,7 @@ def _judged(
         if found is None:
             continue
         call, promised, realised, target = found
-        yield _Judged(f"{name}_step{last}", policy, call, promised, realised)
+        yield _Judged(call, realised, f"{name}_step{last}", policy, promised)
         if call is Call.RECOMMEND:
             current = target
 

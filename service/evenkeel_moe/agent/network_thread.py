@@ -104,7 +104,7 @@ class NetworkThread:
         while True:
             try:
                 await work()
-            except Exception:
+            except Exception:  # The rank serves on whatever fails here; telemetry starts again.
                 _log.exception(f"{name}_failed")
             await asyncio.sleep(_RESTART_AFTER_S)
 

@@ -166,7 +166,7 @@ def _loggable(number: Any) -> object:
     """Return a plain int, or else a short text: the log takes no numpy number and no NaN."""
     try:
         return int(number)
-    except Exception:
+    except Exception:  # Any object may come from an engine; a log line must not fail.
         return repr(number)[:50]
 
 

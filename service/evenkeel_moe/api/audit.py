@@ -57,7 +57,7 @@ class Audit:
 
         try:
             await self._app(scope, receive, send_recorded)
-        except Exception:
+        except Exception:  # It goes on to the server; the record must tell of the failure first.
             if not recorded:
                 await record(500)
             raise

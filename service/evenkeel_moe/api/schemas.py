@@ -88,7 +88,7 @@ class RankOut(ResponseBody):
 
 
 class DeliveredOut(ResponseBody):
-    """What a plan promised, and what it delivered by the seconds that ranks reported.
+    """The gain that a plan promised, and the one it delivered by the seconds that ranks reported.
 
     Gains are shares of MoE time. Null is unknown, never zero.
     """

@@ -67,7 +67,7 @@ class Spawner:
     async def _guard(self, work: Coroutine[Any, Any, None], name: str) -> None:
         try:
             await work
-        except Exception:
+        except Exception:  # It is a bug of ours: the whole group ends, and the error is raised.
             _log.exception("task_failed", task=name)
             self._failed()
             # The group cancels the other tasks once. A task that loses this cancellation would keep

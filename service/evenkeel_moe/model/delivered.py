@@ -1,4 +1,4 @@
-"""What a committed plan delivered, by the seconds that ranks reported before and after it."""
+"""The gain of a committed plan, by the seconds that ranks reported before and after it."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Whether automatic plans wait for an operator's `resume`, and why."""
+"""The hold on automatic plans: they wait for an operator's `resume`, for a reason."""
 
 import math
 from collections.abc import Mapping

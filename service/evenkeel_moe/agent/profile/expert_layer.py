@@ -38,7 +38,7 @@ class Point(NamedTuple):
     """One point of the grid."""
 
     tokens: int
-    """Of each active replica."""
+    """Each active replica has this many."""
     active: int
 
 

@@ -91,7 +91,7 @@ class DeploymentPlanner:
         except EvenkeelError as error:
             _log.error("cycle_failed", deployment=deployment, error=str(error))
             decided = ctl.CycleDecided(action.cycle, error.reason)
-        except Exception:
+        except Exception:  # The machine waits for the end of the cycle, however it ends.
             _log.exception("cycle_failed", deployment=deployment)
         finally:
             self.inbox.post(decided)

@@ -19,7 +19,7 @@ class OperatorState:
 
     policy: DeploymentPolicy
     hold: Hold = Hold()
-    """Whether automatic plans wait for `resume`."""
+    """The hold on automatic plans."""
     frozen_until: float = 0.0
     """Unix seconds; 0 when not frozen."""
 

@@ -190,7 +190,7 @@ class SglangGuest(EngineGuest):
             mixed = agent.move is not None
             note = StepNote(step, agent.epoch, mixed, self._tokens)
             counts.take(note, by_slot[:, self._local], None)
-        except Exception:
+        except Exception:  # It costs the telemetry of this step; the engine goes on.
             counts.failed(step)
 
     def _layers_on(self, device: torch.device) -> Tensor:

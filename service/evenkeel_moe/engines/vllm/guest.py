@@ -158,7 +158,7 @@ class VllmGuest(EngineGuest):
         try:
             counts.pick_up()
             counts.take(note, model_state.expert_load_pass, model_state.physical_to_logical_map)
-        except Exception:
+        except Exception:  # It costs the telemetry of this step; the engine goes on.
             counts.failed(note.step)
 
     def _set_trigger(self) -> None:

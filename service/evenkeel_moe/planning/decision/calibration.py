@@ -25,7 +25,7 @@ _LARGEST_ERROR = 0.5
 
 @dataclass(frozen=True, slots=True)
 class GainPair:
-    """What the cost model said of one plan, and what the plan delivered; shares of MoE time."""
+    """The modelled and the delivered gain of one plan, as shares of MoE time."""
 
     modelled: float
     """Gain of the verdict before calibration."""

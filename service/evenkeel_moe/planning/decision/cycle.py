@@ -90,7 +90,7 @@ class CycleInputs:
     plan_in_progress: bool = False
     frozen_until_unix: float = 0.0
     held: Reason | None = None
-    """Why automatic plans wait for `resume`; None if they do not."""
+    """The reason for which automatic plans wait for `resume`; None if they do not wait."""
     last_plan_ended_unix: float | None = None
     failed_plans: int = 0
     """Automatic plans in a row, up to the newest, that were refused or failed."""

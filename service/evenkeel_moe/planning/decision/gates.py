@@ -162,7 +162,7 @@ class BeforeInputs:
     plan_in_progress: bool = False
     frozen_until_unix: float = 0.0
     held: Reason | None = None
-    """Why automatic plans wait for `resume`; None if they do not."""
+    """The reason for which automatic plans wait for `resume`; None if they do not wait."""
     last_plan_ended_unix: float | None = None
     """None if there was none."""
     failed_plans: int = 0

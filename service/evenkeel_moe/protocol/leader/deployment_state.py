@@ -106,7 +106,7 @@ class DeploymentState:
 
     @property
     def hold(self) -> Hold:
-        """Whether automatic plans wait for `resume`, and why."""
+        """The hold on automatic plans, with its reason."""
         return self.planning_loop.hold if self.planning_loop is not None else Hold()
 
     @property

@@ -42,7 +42,7 @@ class PlanningLoop:
         self.policy = policy
         self.deadline_s = deadline_s
         self.hold = Hold()
-        """Whether automatic plans wait for `resume` (R16)."""
+        """The hold on automatic plans (R16)."""
         self.frozen_until = 0.0
         """Unix seconds."""
         self.last: Mapping[str, object] | None = None

@@ -86,9 +86,9 @@ class KeelOptions:
     window to be used. Too low: the plan follows forecasts that fit by chance. 1 or nearly 1: never
     used."""
     volume_spread: float = 4.0
-    """Where replicas have work of their own, the plan is for more and fewer tokens a step than in
-    the window, by this multiple of the relative standard deviation between parts of the window. Too
-    low: a plan for as many tokens as now. Too high: a plan for numbers that never come."""
+    """The number of tokens in a step is varied by this multiple of its relative standard deviation
+    between parts of the window, where replicas have work of their own. Too low: a plan for as many
+    tokens as now. Too high: a plan for numbers that never come."""
     change: ChangeRules = field(default_factory=ChangeRules)
     """The weights of the window's steps."""
 

@@ -109,7 +109,7 @@ class _Planner:
     """With the loads to plan for."""
     outlook: Outlook
     window: SearchWindow
-    """Of the loads to plan for."""
+    """The loads to plan for, in the form of the search."""
     options: KeelOptions
     evaluations: EvaluationBudget
     """Shared by all searches of the plan."""
