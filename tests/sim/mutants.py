@@ -5,6 +5,7 @@ If no invariant catches a mutant, its rule is not needed or not tested.
 
 from dataclasses import dataclass
 
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
@@ -197,6 +198,18 @@ class TakesUnsoundPlans(PlanExecutor):
         return None
 
 
+class SendsAnyTransfers(PlanExecutor):
+    def wave_problem(self, plan, index):
+        refusal = super().wave_problem(plan, index)
+        of_transfers = (Reason.NO_SOURCE, Reason.INVALID_INPUT)
+        return None if refusal is not None and refusal[0] in of_transfers else refusal
+
+
+class TakesAnyTransfers(Participant):
+    def wave_problem(self, prepare):
+        return None
+
+
 MUTANTS = (
     Mutant(
         "R1", "R1", "refuses a new generation at a lower epoch", Kit(membership=RefuseLowerEpochs)
@@ -225,5 +238,11 @@ MUTANTS = (
     Mutant("R15", "R15", "takes the placement from the store", Kit(recovery=TrustsTheStore)),
     Mutant("R16", "R16", "begins a plan on a stale base", Kit(executor=TakesStalePlans)),
     Mutant("R17", "R17", "begins a plan that breaks an invariant", Kit(executor=TakesUnsoundPlans)),
+    Mutant(
+        "R17b", "R17", "sends transfers that do not fit the rows", Kit(executor=SendsAnyTransfers)
+    ),
+    Mutant(
+        "R17c", "R17", "a rank takes a Prepare wrong in itself", Kit(participant=TakesAnyTransfers)
+    ),
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

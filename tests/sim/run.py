@@ -39,6 +39,8 @@ class FleetWorld(World):
         self.kit = self.kit.wired(pairs)
         self.slow_copies = self.corruption = self.rumours = self.slow_swaps = 0.0
         self.failing_swaps = 0.01
+        self.wrong_prepares = 0.0
+        """Probability that a leader sends a wave's Prepare with a flaw."""
         self.copy_s = (0.01, 0.05)
         """The shortest and longest time of a copy without a fault."""
         self.prompt_failures = 0.5

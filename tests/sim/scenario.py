@@ -15,6 +15,7 @@ Commands:
     crash NAME | start NAME | pause NAME SECONDS      a controller
     crash rank=N                    a rank
     corrupt-copy                    the next copy between ranks arrives damaged
+    spoil-prepare                   the next Prepare lacks a transfer, the same on all ranks
     lose-write KIND                 the store loses the next write of a kind without an error
     flush                           the store loses everything
     store-down | store-up           the store takes no writes, or takes them again
@@ -230,6 +231,11 @@ class Script:
 
     def corrupt_copy(self):
         self.world.corrupt_next = True
+
+    def spoil_prepare(self):
+        world = self.world
+        world.wrong_prepares = 1.0
+        world.when("rank sends Vote", lambda _context: setattr(world, "wrong_prepares", 0.0))
 
     def lose_write(self, kind: str):
         self.world.when(

@@ -9,6 +9,7 @@ from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.checks import WAVE_REFUSED
+from tests.sim.prepares import problem_of, spoiled
 from tests.sim.store import StoreDown
 
 LEASE_S = 2.0
@@ -71,6 +72,8 @@ class Seat:
         """Stream number -> when its newest heartbeat was sent."""
         self.waves: set = set()
         """Waves begun under this term."""
+        self.spoiled: dict = {}
+        """Wave -> its Prepare with a flaw, sent in place of the right one."""
 
     # --- lease ------------------------------------------------------------------------------------
 
@@ -165,17 +168,30 @@ class Seat:
             self.feed(ctl.RankTroubled(stream.rank.rank, number, "injected"))
 
     def note_waves(self, actions) -> None:
-        """Check that no wave begins while a rank refuses every wave."""
+        """Check that no wave begins while a rank refuses every wave, or that is wrong in itself."""
         for action in actions:
             message = getattr(action, "message", None)
             if not isinstance(message, Prepare) or message.wave in self.waves:
                 continue
             self.waves.add(message.wave)
+            self.check_prepare(message)
             for number, stream in self.troubled.items():
                 if stream.rank.alive and number in self.streams:
                     self.world.checks.fail(
                         WAVE_REFUSED, f"{message.wave} begins, rank {stream.rank.rank} refuses it"
                     )
+
+    def check_prepare(self, prepare) -> None:
+        """Check a Prepare by itself (R17); some seeds spoil it afterwards, for all ranks alike."""
+        world = self.world
+        before = world.checks.truth.get(
+            (self.deployment, prepare.wave.generation, prepare.base_epoch)
+        )
+        problem = problem_of(prepare, before) if before is not None else ""
+        if problem:
+            world.checks.fail(WAVE_REFUSED, f"{prepare.wave} begins: {problem}")
+        if not world.calm and world.rng.random() < world.wrong_prepares:
+            self.spoiled[prepare.wave] = spoiled(world.rng, prepare)
 
     def carry(self, actions) -> None:
         """Carry out writes, then sends; after a failed write only questions are sent."""
@@ -228,11 +244,13 @@ class Seat:
             failed.append(action)
 
     def send(self, action) -> None:
-        stream = self.streams.get(action.stream)
-        kind = type(action.message).__name__
+        stream, message = self.streams.get(action.stream), action.message
+        kind = type(message).__name__
+        if isinstance(message, Prepare):
+            message = self.spoiled.get(message.wave, message)
         self.world.moment(f"controller sends {kind}", replica=self.replica, seat=self)
         if stream is not None and self.replica.alive:
-            self.world.network.to_rank(stream, action.message)
+            self.world.network.to_rank(stream, message)
 
     def other(self, action) -> None:
         world = self.world

@@ -282,7 +282,7 @@ def test_rank_state_has_all_that_a_new_leader_decides_from():
             {"body": dataclasses.replace(wave_of(), rows=wave_of().rows + 9)},
             Reason.EXPERT_OUT_OF_RANGE,
         ),
-        ({"body": wave_of(src=0, dst=2), "checksums": (1,)}, None),
+        ({"body": wave_of(src=0, dst=2), "checksums": (5,)}, None),
         (
             {"body": dataclasses.replace(wave_of(), batches=wave_of(src=3).batches)},
             Reason.MALFORMED,

@@ -1,5 +1,7 @@
 """The rank's machine: reloads of the weights, and errors that disable its migration."""
 
+import dataclasses
+
 import pytest
 
 from evenkeel_moe.errors import Reason
@@ -68,9 +70,11 @@ def test_no_wave_is_taken_between_permission_and_reload():
     assert not only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).yes
     state = only(rank.handle(msg.WeightsReloaded(2, (6,) * 8), 0.0), msg.RankState)
     assert state.weights_version == 2
-    assert only(
-        rank.handle(from_controller(prepare_of(key=key_of(version=2))), 0.0), msg.StartStaging
-    )
+    of_old = prepare_of(key=key_of("old", version=2))
+    vote = only(rank.handle(from_controller(of_old), 0.0), msg.Vote)
+    assert vote.reason is Reason.CHECKSUM_MISMATCH, "its checksums are those of the old weights"
+    of_new = dataclasses.replace(prepare_of(key=key_of(version=2)), checksums=(6,))
+    assert only(rank.handle(from_controller(of_new), 0.0), msg.StartStaging)
 
 
 def test_reload_given_up_lets_waves_in_again():

@@ -8,6 +8,7 @@ from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, Wave
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.wave_checks import transfers_refusal
 
 Refusal = tuple[Reason, str]
 """The reason of a refusal, and a sentence with the numbers."""
@@ -64,27 +65,12 @@ def wave_refusal(
         after.check(shape, allow_duplicates=duplicates)
     except EvenkeelError as error:
         return error.reason, str(error)
-    changed = (after.phy2log != before.phy2log) & (after.phy2log >= 0)
-    filled = np.zeros_like(changed)
+    refusal = transfers_refusal(wave, before, after, Reason.INVALID_INPUT)
+    if refusal is not None:
+        return refusal
     needed = np.zeros(shape.num_ranks, np.int64)
     for t in wave.transfers:
-        held = int(before.phy2log[t.layer, t.src_slot])
-        if held != t.logical_expert:
-            return Reason.NO_SOURCE, f"{t}: the source slot holds expert {held}"
-        if after.phy2log[t.layer, t.dst_slot] != t.logical_expert or filled[t.layer, t.dst_slot]:
-            return (
-                Reason.INVALID_INPUT,
-                f"{t} fills a slot the rows give to another, or fills it twice",
-            )
-        filled[t.layer, t.dst_slot] = True
         needed[t.dst_slot // shape.slots_per_rank] += t.nbytes
-    bare = np.argwhere(changed & ~filled)
-    if len(bare):
-        layer, slot = bare[0]
-        return (
-            Reason.NO_SOURCE,
-            f"{len(bare)} slots change without a transfer, first: layer {layer} slot {slot}",
-        )
     over = np.nonzero(needed > np.asarray(staging_bytes))[0]
     if len(over):
         rank = int(over[0])

@@ -1,4 +1,6 @@
-"""A rank's checks of a Prepare, before it touches anything: format, ranges and space."""
+"""A rank's checks of a Prepare, before it touches anything: form, transfers, checksums, space."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -6,12 +8,23 @@ from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Prepare
+from evenkeel_moe.protocol.wave_checks import transfers_refusal
 
 
 def prepare_refusal(
-    prepare: Prepare, placement: Placement, rank: int, shape: ModelShape, staging_bytes: int
+    prepare: Prepare,
+    placement: Placement,
+    rank: int,
+    shape: ModelShape,
+    staging_bytes: int,
+    registered: Sequence[int],
 ) -> tuple[Reason, str] | None:
-    """Return the reason why this rank cannot take the wave, with the numbers; None if it can."""
+    """Return the reason why this rank cannot take the wave, with the numbers; None if it can.
+
+    Args:
+        placement: the rank's placement before the wave.
+        registered: (L * E) unsigned 64-bit checksums, layer-major, as registered at load (R4).
+    """
     body = prepare.body
     layers, slots = body.layers, placement.num_slots
     if (
@@ -28,24 +41,38 @@ def prepare_refusal(
         new = placement.with_rows(layers, body.rows)
     except EvenkeelError as error:
         return error.reason, str(error)
-    checksums, transfers = prepare.checksums, body.transfers
-    if len(checksums) != len(transfers):
-        return Reason.MALFORMED, f"{len(checksums)} checksums for {len(transfers)} transfers"
-    # Lists are faster to read: a wave may have thousands of transfers, and the rank's lock is held.
-    before = {layer: placement.phy2log[layer].tolist() for layer in layers}
-    after = {layer: new.phy2log[layer].tolist() for layer in layers}
-    needed = 0
-    for transfer in transfers:
-        layer, expert = transfer.layer, transfer.logical_expert
-        src, dst = transfer.src_slot, transfer.dst_slot
-        if layer not in before or not (0 <= src < slots and 0 <= dst < slots):
-            return Reason.MALFORMED, f"{transfer} is outside the wave"
-        if before[layer][src] != expert:
-            return Reason.NO_SOURCE, f"slot {src} of layer {layer} does not hold {transfer}"
-        if after[layer][dst] != expert:
-            return Reason.MALFORMED, f"{transfer} does not end where the rows put it"
-        if dst // placement.slots_per_rank == rank:
-            needed += transfer.nbytes
+    for layer, row in zip(layers, body.rows, strict=True):
+        missing = shape.num_logical_experts - len(np.unique(row[row >= 0]))
+        if missing:
+            detail = f"{missing} experts of layer {layer} would have no replica"
+            return Reason.EXPERT_WITHOUT_REPLICA, detail
+    refusal = transfers_refusal(body, placement, new, Reason.MALFORMED)
+    if refusal is not None:
+        return refusal
+    refusal = _checksums_refusal(prepare, shape, registered)
+    if refusal is not None:
+        return refusal
+    per_rank = placement.slots_per_rank
+    needed = sum(t.nbytes for t in body.transfers if t.dst_slot // per_rank == rank)
     if needed > staging_bytes:
         return Reason.STAGING_TOO_SMALL, f"{needed} bytes to stage, room for {staging_bytes}"
+    return None
+
+
+def _checksums_refusal(
+    prepare: Prepare, shape: ModelShape, registered: Sequence[int]
+) -> tuple[Reason, str] | None:
+    """R4: refuse a wave unless it gives the checksum of every transfer as registered at load."""
+    checksums, transfers = prepare.checksums, prepare.body.transfers
+    if len(checksums) != len(transfers):
+        return Reason.MALFORMED, f"{len(checksums)} checksums for {len(transfers)} transfers"
+    experts = shape.num_logical_experts
+    if len(registered) != shape.num_layers * experts:
+        wanted = f"(layers, experts) = ({shape.num_layers}, {experts})"
+        return Reason.OBSERVE_ONLY, f"{len(registered)} checksums are registered, {wanted}"
+    for transfer, checksum in zip(transfers, checksums, strict=True):
+        known = registered[transfer.layer * experts + transfer.logical_expert]
+        if checksum != known:
+            detail = f"{transfer} with checksum {checksum:#x}, registered is {known:#x}"
+            return Reason.CHECKSUM_MISMATCH, detail
     return None

@@ -113,8 +113,18 @@ class RankDeployment:
             detail = f"for weights {wave.weights_version}, this rank has {self.weights_version}"
             detail += ", a reload is under way" if self.reloading else ""
             return Reason.WEIGHTS_VERSION_CHANGED, detail
-        rank, staging_bytes = self.identity.rank, self.staging_bytes
-        return prepare_refusal(prepare, self.placement, rank, self.shape, staging_bytes)
+        return self.wave_problem(prepare)
+
+    def wave_problem(self, prepare: msg.Prepare) -> tuple[Reason, str] | None:
+        """R4, R17: return what is wrong with the wave itself; None if nothing is."""
+        return prepare_refusal(
+            prepare,
+            self.placement,
+            self.identity.rank,
+            self.shape,
+            self.staging_bytes,
+            self.checksums,
+        )
 
     def is_stale(self, prepare: msg.Prepare) -> bool:
         """R3: a wave must be based on the epoch this rank is at."""
