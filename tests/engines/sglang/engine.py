@@ -36,7 +36,7 @@ EXEC = SimpleNamespace(
         ep_num_redundant_experts=REDUNDANT,
         eplb_algorithm="auto",
         ep_join_mode="none",
-        moe_a2a_backend="none",
+        moe_a2a_backend="deepep",
         deepep_mode="normal",
         elastic_ep_backend=None,
         init_expert_location="trivial",
@@ -44,7 +44,13 @@ EXEC = SimpleNamespace(
     overlap=SimpleNamespace(enable_two_batch_overlap=False),
 )
 PARALLEL = SimpleNamespace(
-    ep_size=2, tp_rank=0, tp_size=2, nnodes=1, elastic_ep_initial_size=None, ep_join_rank_offset=0
+    ep_size=2,
+    tp_rank=0,
+    tp_size=2,
+    attn_tp_rank=0,
+    nnodes=1,
+    elastic_ep_initial_size=None,
+    ep_join_rank_offset=0,
 )
 RESOURCES = SimpleNamespace(expert_distribution_recorder=None, expert_location_metadata=None)
 

@@ -26,7 +26,17 @@ class Rank(DrivenRank):
     """One rank of the toy engine with the plugin's hooks applied."""
 
     def __init__(
-        self, rank, size, *, mode="place", chunk=None, interval=10_000, init="trivial", **changes
+        self,
+        rank,
+        size,
+        *,
+        mode="place",
+        chunk=None,
+        interval=10_000,
+        init="trivial",
+        a2a="deepep",
+        deepep_mode="normal",
+        **changes,
     ):
         self.rank, self.size = rank, size
         modules = self.modules = engine.load(rank)
@@ -35,6 +45,9 @@ class Rank(DrivenRank):
         moe.eplb_rebalance_layers_per_chunk, moe.eplb_rebalance_num_iterations = chunk, interval
         moe.expert_distribution_recorder_buffer_size = min(16, interval)
         moe.init_expert_location = init
+        moe.moe_a2a_backend, moe.deepep_mode = a2a, deepep_mode
+        self.shared_batch = a2a == "none" or deepep_mode == "low_latency"
+        engine.PARALLEL.attn_tp_rank = rank if self.shared_batch else 0
         settings = toy_settings(mode=mode, stall_after_s=0.5, **changes)
         self.links: list[Any] = []
 
@@ -73,18 +86,29 @@ class Rank(DrivenRank):
 
     def step(self):
         """Run a forward pass as ModelRunner does; padding tokens are routed to -1."""
-        generator = torch.Generator().manual_seed(100 * self.taken + self.rank)
+        batch = 0 if self.shared_batch else self.rank
+        generator = torch.Generator().manual_seed(100 * self.taken + batch)
         self.chosen = torch.rand(TOKENS, engine.EXPERTS, generator=generator).topk(2).indices
-        batch = SimpleNamespace(num_token_non_padded_cpu=TOKENS)
+        padded = torch.zeros(TOKENS + 4, dtype=torch.int64)
+        batch = SimpleNamespace(global_num_token_non_padded_cpu=TOKENS, input_ids=padded)
         with self.recorder.with_forward_pass(self.taken, batch):
             for layer in engine.MOE_LAYERS:
                 slots = self.metadata.logical_to_all_physical_map[layer, self.chosen, 0]
                 padded = torch.cat([slots, torch.full((4, 2), -1)])
                 with self.recorder.with_current_layer(layer):
                     self.recorder.on_select_experts(padded)
+                    self.recorder.on_deepep_dispatch_low_latency(self.received(slots))
         dist.barrier(group=self.lockstep)
         self.manager.on_forward_pass_end()
         self.taken += 1
+
+    def received(self, slots):
+        """Return the tokens that each slot of this rank got, if each rank sends its own part."""
+        here = self.metadata.num_local_physical_experts
+        sent = slots[self.rank :: self.size] if self.shared_batch else slots
+        counts = torch.bincount(sent.reshape(-1), minlength=here * self.size)
+        dist.all_reduce(counts, group=self.lockstep)
+        return counts[self.rank * here : (self.rank + 1) * here]
 
     def map(self):
         return self.metadata.physical_to_logical_map_cpu.numpy().copy()
@@ -141,6 +165,20 @@ def observe(rank, size):
         "capabilities": sorted(one.agent.hello().capabilities),
         "dispatch": one.agent.hello().dispatch,
         "slots_stay_filled": one.agent.hello().slots_stay_filled,
+    }
+
+
+def shared_batch(rank, size, *, a2a, deepep_mode):
+    """Both ranks got the same batch: without all-to-all, or as one attention group of DeepEP."""
+    one = Rank(rank, size, mode="observe", a2a=a2a, deepep_mode=deepep_mode)
+    one.steps(5)
+    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 5)
+    return {
+        "tokens": np.concatenate([report.steps["tokens"] for report in reports]).tolist(),
+        "counts": np.concatenate([report.counts for report in reports]),
+        "side": {report.side.value for report in reports},
+        "want": torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy(),
+        "moe": one.map()[list(engine.MOE_LAYERS)],
     }
 
 

@@ -48,6 +48,25 @@ def test_every_pass_is_reported_with_its_real_tokens():
         assert seen["dispatch"] == "nearest"
 
 
+def test_ranks_that_route_the_same_tokens_count_each_once():
+    """Without an all-to-all every rank routes all tokens, and they add up their outputs."""
+    first, second = ranks.once(SCENARIOS, "shared_batch", a2a="none", deepep_mode="normal")
+    assert first["side"] == second["side"] == {"source"}
+    assert (first["tokens"], second["tokens"]) == ([9] * 5, [0] * 5)
+    for layer in (first["counts"] + second["counts"])[-1]:
+        assert np.array_equal(layer, first["want"])
+
+
+def test_received_tokens_are_compared_with_one_batch_of_an_attention_group():
+    first, second = ranks.once(SCENARIOS, "shared_batch", a2a="deepep", deepep_mode="low_latency")
+    assert first["side"] == second["side"] == {"destination"}
+    assert (first["tokens"], second["tokens"]) == ([9] * 5, [0] * 5), "padding is left out"
+    together = np.concatenate([first["counts"][-1], second["counts"][-1]], axis=1)
+    for layer, row in enumerate(first["moe"]):
+        by_expert = np.bincount(row, weights=together[layer], minlength=6)
+        assert np.array_equal(by_expert, first["want"])
+
+
 def test_moves_of_sglangs_own_planner_are_followed():
     for seen in ranks.once(SCENARIOS, "own_balancer"):
         assert not np.array_equal(seen["map"], seen["before"])

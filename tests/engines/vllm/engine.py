@@ -61,6 +61,7 @@ class Groups:
     def __init__(self):
         self.ep: Any = None
         self.eplb: Any = None
+        self.tp = SimpleNamespace(rank_in_group=0, world_size=1)
         self.nodes = 1
 
 
@@ -164,6 +165,7 @@ def _stand_ins() -> None:
         GroupCoordinator=object,
         get_ep_group=lambda: GROUPS.ep,
         get_eplb_group=lambda: GROUPS.eplb,
+        get_tp_group=lambda: GROUPS.tp,
         get_pp_group=lambda: None,
         get_node_count=lambda: GROUPS.nodes,
         in_the_same_node_as=lambda *_: [True],

@@ -2,9 +2,11 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 
@@ -37,14 +39,19 @@ class Rank(DrivenRank):
         make_link=PortLink,
         top_k=2,
         plugged=True,
+        tensor_parallel="",
         **changes,
     ):
         self.rank, self.size = rank, size
+        self.tensor_parallel = tensor_parallel
+        self.counted_times = 1
         self.modules = engine.load()
         everyone = list(range(size))
         self.lockstep = dist.new_group(everyone)
         engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.new_group(everyone))
         engine.GROUPS.eplb = engine.group_of(dist.new_group(everyone), dist.new_group(everyone))
+        if tensor_parallel:
+            engine.GROUPS.tp = SimpleNamespace(rank_in_group=rank, world_size=size)
         values = {
             "mode": mode,
             "node": f"node-{rank}",
@@ -78,8 +85,13 @@ class Rank(DrivenRank):
             self.register()
 
     def step(self, dummy=False):
-        """Run a forward pass, its all-to-all, and then vLLM's balancer."""
-        generator = torch.Generator().manual_seed(100 * self.taken + self.rank)
+        """Run a forward pass, its all-to-all, and then vLLM's balancer.
+
+        With tensor parallelism all ranks get the same tokens; each routes all of them, or, with
+        "sequence", its chunk, as vLLM's `sequence_parallel_chunk` cuts it.
+        """
+        batch = 0 if self.tensor_parallel else self.rank
+        generator = torch.Generator().manual_seed(100 * self.taken + batch)
         padded = TOKENS + 5
         scores = torch.rand(padded, self.model.num_logical_experts, generator=generator)
         if self.hot:
@@ -89,10 +101,21 @@ class Rank(DrivenRank):
         if not dummy:
             self.state.prepare_forward(self.model_config, TOKENS)
             self.state.prepare_forward(engine.DraftConfig(), 3)  # A drafter prepares its own pass.
-            self.model.forward(self.chosen)
+            for _ in range(self.counted_times):
+                self.model.forward(self.routed())
         dist.barrier(group=self.lockstep)
         self.state.step(is_dummy=dummy)
         self.taken += 1
+
+    def routed(self):
+        """Return the rows that this rank routes."""
+        if self.tensor_parallel != "sequence":
+            return self.chosen
+        per_rank = -(-len(self.chosen) // self.size)
+        filled = torch.nn.functional.pad(
+            self.chosen, (0, 0, 0, per_rank * self.size - len(self.chosen))
+        )
+        return filled[self.rank * per_rank : (self.rank + 1) * per_rank]
 
     def until(self, done, limit_s=60.0):
         """Step until `done()` is true on every rank; all ranks stop at the same step."""
@@ -197,6 +220,36 @@ def observe(rank, size):
         "digest": hello.placement_digest,
         "placement": one.agent.placement.digest,
         "policy": one.modules.policies.EPLB_POLICIES["default"].__name__,
+    }
+
+
+def tensor_parallel(rank, size, *, how):
+    """Both ranks get the same batch; all of them or a chunk is routed on each."""
+    one = Rank(rank, size, use_async=False, mode="observe", tensor_parallel=how)
+    one.steps(4)
+    real = one.chosen[:TOKENS].reshape(-1)
+    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 4)
+    metas = np.concatenate([report.steps for report in reports])
+    counts = np.concatenate([report.counts for report in reports])
+    return {
+        "tokens": metas["tokens"].tolist(),
+        "dummy": metas["dummy"].any(),
+        "counts": counts,
+        "want_3": torch.bincount(real, minlength=one.model.num_logical_experts).numpy(),
+        "warned": one.guest._warned_of_counts,
+    }
+
+
+def counted_otherwise(rank, size, *, times):
+    """vLLM counts each token some times, as when the mask of padding does not fit the batch."""
+    one = Rank(rank, size, use_async=False, mode="observe")
+    one.counted_times = times
+    with structlog.testing.capture_logs() as said:
+        one.steps(4)
+    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 4)
+    return {
+        "said": [line for line in said if line["event"] == "tokens_counted_otherwise"],
+        "tokens": np.concatenate([report.steps["tokens"] for report in reports]).tolist(),
     }
 
 

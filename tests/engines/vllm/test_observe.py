@@ -24,6 +24,30 @@ def test_every_step_is_reported_with_its_real_tokens_and_its_epoch():
         assert not seen["counts"][4].any()
 
 
+@pytest.mark.parametrize("how", ["replicated", "sequence"])
+def test_ranks_that_share_a_batch_count_each_token_once(how):
+    first, second = ranks.once(SCENARIOS, "tensor_parallel", how=how)
+    assert [sum(pair) for pair in zip(first["tokens"], second["tokens"], strict=True)] == [12] * 4
+    together = first["counts"] + second["counts"]
+    assert (together.sum(axis=2) == 2 * 12).all(), "tokens times top-k in every layer"
+    for seen in (first, second):
+        assert not seen["warned"]
+        assert not seen["dummy"]
+    if how == "replicated":
+        assert all(np.array_equal(layer, first["want_3"]) for layer in together[3])
+
+
+@pytest.mark.parametrize(
+    ("times", "tokens", "words"), [(2, 12, "reduced to the batch"), (0, 0, "totals are too low")]
+)
+def test_counts_that_do_not_fit_the_batch_are_named_once_with_the_numbers(times, tokens, words):
+    for seen in ranks.once(SCENARIOS, "counted_otherwise", times=times):
+        (line,) = seen["said"]
+        assert (line["step"], line["prepared"], line["counted"]) == (0, 12, 12 * times)
+        assert words in line["detail"]
+        assert seen["tokens"] == [tokens] * 4
+
+
 def test_registration_has_shape_and_map_and_offers_no_moves():
     for seen in ranks.once(SCENARIOS, "observe"):
         shape = seen["shape"]

@@ -111,6 +111,31 @@ class StepCounts:
         return sums[:, :-1].contiguous()
 
 
+def count_once(
+    counts: NDArray[np.int64], counted: int, batch: int, place: int
+) -> tuple[NDArray[np.int64], int]:
+    """Return this rank's part of a batch that several ranks got, such as a tensor-parallel group.
+
+    Either every rank routes the whole batch, or each routes one of equal parts, in the order of the
+    ranks; the rows that pad the last parts are then counted too. In both cases this rank's part
+    begins at `place * counted`, so the parts of all ranks add up to the batch.
+
+    Args:
+        counts: (L, E) int64 of this rank.
+        counted: tokens that this rank counted.
+        batch: real tokens of the batch.
+        place: position of this rank among the ranks that got the batch.
+
+    Returns:
+        (L, E) int64 counts scaled to the part, and its tokens. Each layer's counts sum to tokens x
+        top_k if they did before.
+    """
+    part = min(max(batch - place * counted, 0), counted)
+    if part == counted:
+        return counts, counted
+    return np.diff(counts.cumsum(axis=1) * part // counted, axis=1, prepend=0), part
+
+
 def record_step(
     agent: GuestAgent, note: StepNote, counts: NDArray[np.int64], tokens: int, phase: Phase
 ) -> None:

@@ -19,7 +19,7 @@ from evenkeel_moe.engines.guest.collective_start import (
     protect_engine,
     require_plugin_in_group,
 )
-from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, record_step
+from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
@@ -53,6 +53,8 @@ class SglangAccess:
     """A CPU group over all ranks."""
     moe_config: Callable[[], Any]
     """The options of MoE layers: `get_exec().moe`."""
+    parallel: Callable[[], Any]
+    """The sizes of the groups and this rank's positions in them: `get_parallel()`."""
 
 
 class SglangGuest(EngineGuest):
@@ -146,7 +148,7 @@ class SglangGuest(EngineGuest):
 
     def pass_began(self, forward_batch: Any) -> None:
         """Note the real tokens of a forward pass that begins, if SGLang reports them."""
-        tokens = getattr(forward_batch, "num_token_non_padded_cpu", None)
+        tokens = getattr(forward_batch, "global_num_token_non_padded_cpu", None)
         if tokens is None:
             ids = getattr(forward_batch, "input_ids", None)
             tokens = None if ids is None else len(ids)
@@ -300,6 +302,11 @@ class SglangGuest(EngineGuest):
         tokens = note.prepared_tokens
         if self._side is CountingSide.SOURCE:
             tokens = int(counts[0].sum()) // self._top_k
+            if self._access.moe_config().moe_a2a_backend == "none":
+                # All ranks route the same tokens then, and add up their partial outputs.
+                counts, tokens = count_once(counts, tokens, tokens, _distributed.get_rank())
+        elif self._access.parallel().attn_tp_rank:
+            tokens = 0  # The first rank of its attention group reports their batch.
         if tokens is not None:
             record_step(agent, note, counts, tokens, self.settings.phase)
 

@@ -56,7 +56,7 @@ _SIGNATURES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             " num_local_physical_experts num_groups num_nodes algorithm"
         }
     },
-    _CONTEXT: {"": {"get_exec": ""}},
+    _CONTEXT: {"": {"get_exec": "", "get_parallel": ""}},
 }
 """Module -> class, or empty for the module -> its functions -> their parameters."""
 
@@ -126,6 +126,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
                 recorder=recorder.get_global_expert_distribution_recorder,
                 cpu_group=_cpu_group,
                 moe_config=lambda: importlib.import_module(_CONTEXT).get_exec().moe,
+                parallel=lambda: importlib.import_module(_CONTEXT).get_parallel(),
             )
             guest = SglangGuest(self.settings, manager, access, self._new_link())
             self.guests[manager] = guest

@@ -12,7 +12,7 @@ from evenkeel_moe.agent.guest import GuestAgent
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
 from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, record_step
+from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
@@ -63,6 +63,8 @@ class VllmGuest(EngineGuest):
         self._policy: Any = None
         self._prepared: int | None = None
         self._warned_of_counts = False
+        self._place_in_batch, self._ranks_of_batch = 0, 1
+        """Position and number of the ranks that get the same batch: the tensor-parallel group."""
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -83,6 +85,9 @@ class VllmGuest(EngineGuest):
         size, rank = int(group.world_size), int(group.rank_in_group)
         require_plugin_in_group(group.cpu_group, self.settings.group_timeout_s)
         shape = all_or_none("read the model", lambda: read_shape(model_state, size), self._gather)
+        tensor_group = self._groups.get_tp_group()
+        self._place_in_batch = int(tensor_group.rank_in_group)
+        self._ranks_of_batch = int(tensor_group.world_size)
         if self.settings.placement:
             start_from_file(
                 self.settings.placement,
@@ -263,18 +268,29 @@ class VllmGuest(EngineGuest):
         agent = self.agent
         if agent is None:
             return
-        tokens = int(counts[0].sum()) // self._top_k
-        if not self._warned_of_counts and _differs(note, tokens):
-            self._warned_of_counts = True
-            _log.warning(
-                "tokens_counted_otherwise",
-                step=note.step,
-                prepared=note.prepared_tokens,
-                counted=tokens,
-                detail="this all-to-all routes a token on several ranks:"
-                " the shares are correct, the totals are multiples",
-            )
+        tokens, batch = int(counts[0].sum()) // self._top_k, note.prepared_tokens
+        if batch is not None and not note.dummy:
+            self._check_counts(note.step, tokens, batch)
+            counts, tokens = count_once(counts, tokens, batch, self._place_in_batch)
         record_step(agent, note, counts, tokens, self.settings.phase)
+
+    def _check_counts(self, step: int, counted: int, batch: int) -> None:
+        """Warn once if the ranks that share a batch cannot have counted each token once."""
+        ranks = self._ranks_of_batch
+        if self._warned_of_counts or counted <= batch <= ranks * counted:
+            return
+        self._warned_of_counts = True
+        _log.warning(
+            "tokens_counted_otherwise",
+            step=step,
+            prepared=batch,
+            counted=counted,
+            ranks_of_batch=ranks,
+            detail="this rank counted more tokens than its batch has: the totals are reduced to"
+            " the batch"
+            if counted > batch
+            else "the ranks of the batch counted fewer tokens than it has: the totals are too low",
+        )
 
     def _plan_group(self) -> Any:
         return self._groups.get_eplb_group().cpu_group
@@ -289,11 +305,6 @@ class VllmGuest(EngineGuest):
             words += torch.tensor(list(message), dtype=torch.int32)
         _distributed.all_reduce(words, group=group)
         return bytes(words.tolist())
-
-
-def _differs(note: StepNote, tokens: int) -> bool:
-    """Return True if vLLM prepared another number of tokens than were counted."""
-    return bool(note.prepared_tokens) and not note.dummy and tokens != note.prepared_tokens
 
 
 def is_draft(model_name: str | None) -> bool:

@@ -49,6 +49,7 @@ _SIGNATURES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Class, or empty for the module -> its functions -> their parameters."""
+_GROUP_SIGNATURES = {"get_ep_group": "", "get_eplb_group": "", "get_tp_group": ""}
 _PLANNER = "cls weight num_replicas num_groups num_nodes num_ranks old_global_expert_indices"
 _FIELDS = (
     "physical_to_logical_map",
@@ -67,7 +68,7 @@ def register() -> None:
     )
 
 
-def check_engine(version: str, state: ModuleType, policies: ModuleType) -> None:
+def check_engine(version: str, state: ModuleType, policies: ModuleType, groups: ModuleType) -> None:
     """Compare vLLM with the version that this plugin was written for.
 
     Raises:
@@ -76,6 +77,7 @@ def check_engine(version: str, state: ModuleType, policies: ModuleType) -> None:
     check_version("vllm", version, KNOWN_VERSIONS)
     for owner, wanted in _SIGNATURES.items():
         check_signatures(getattr(state, owner) if owner else state, wanted)
+    check_signatures(groups, _GROUP_SIGNATURES)
     check_fields(state.EplbModelState, _FIELDS)
     known = getattr(policies, "EPLB_POLICIES", None)
     if not isinstance(known, dict) or set(known) != {"default"}:
@@ -105,9 +107,9 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         state = importlib.import_module(_STATE)
         if getattr(state, _INSTALLED, None) is not None:
             return
-        policies = importlib.import_module(_POLICIES)
-        check_engine(self._version, state, policies)
-        self._groups, self._engine = importlib.import_module(_GROUPS), state
+        policies, groups = importlib.import_module(_POLICIES), importlib.import_module(_GROUPS)
+        check_engine(self._version, state, policies, groups)
+        self._groups, self._engine = groups, state
         self._wrap_start(state.EplbState)
         self._wrap_step(state.EplbState)
         self._wrap_commits(state)
