@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.wire import link
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import deadline, until
@@ -32,3 +33,19 @@ async def test_a_generation_keeps_its_shape_and_the_controller_serves_on(tmp_pat
             assert controller.process.returncode is None
             assert not controller.failures()
             await until(lambda: controller.state("ready", "honest"))
+
+
+async def test_one_rank_that_names_the_highest_term_locks_nobody_out(tmp_path):
+    async with Controller(tmp_path) as controller, Group() as honest, Group() as liar:
+        await honest.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        before = await controller.status()
+        liar.ranks[0].term = MAX_TERM
+        answer = await liar.ranks[0].connect(controller.address)
+        assert answer.outcome is link.RegistrationOutcome.REFUSED
+        assert answer.reason == "limit_exceeded"
+        await honest.serve(8)
+        await asyncio.sleep(deadline(1))
+        after = await controller.status()
+        assert (after["term"], after["state"], after["held"]) == (before["term"], "ready", False)
+        assert all(not rank.call.done() for rank in honest.ranks)

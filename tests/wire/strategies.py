@@ -11,8 +11,8 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.wire import link
-from evenkeel_moe.wire.values import MAX_TERM
 
 SHAPE = ModelShape(
     3, 8, 4, 3, 2, 4096, num_expert_groups=2, pool_slots_per_rank=8, shared_experts=1.5

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.model.ids import Epoch, Generation, PlanId
 from evenkeel_moe.model.plan import Wave, WaveKey
+from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.terms import MAX_TERM, MAX_TERM_RISE
 from evenkeel_moe.v1 import agent_pb2, common_pb2, telemetry_pb2
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import (
@@ -21,7 +24,7 @@ from evenkeel_moe.wire.codec import (
     encode_controller_message,
     encode_rank_message,
 )
-from evenkeel_moe.wire.values import MAX_TERM, is_deployment_id
+from evenkeel_moe.wire.values import is_deployment_id
 from tests.wire import strategies as gen
 from tests.wire.strategies import IDENTITY
 from tests.wire.wires import HELLO, make_report, over_the_wire, refusal, same
@@ -219,6 +222,21 @@ def test_a_term_the_store_cannot_count_on_from_is_refused():
     hello.hello.highest_term = MAX_TERM + 1
     with pytest.raises(PeerViolation, match="highest_term is 4503599627370497"):
         decode_rank_message(hello, None)
+
+
+@given(gen.highest_terms, st.integers(1, MAX_TERM - MAX_TERM_RISE))
+def test_leader_never_rises_to_a_term_that_ranks_refuse(named, term):
+    """R2: whatever a Hello names, the next term is one that the ranks' codec takes."""
+    hello = dataclasses.replace(HELLO, highest_term=named)
+    heard = decode_rank_message(encode_rank_message(hello), None)
+    control = DeploymentControl(hello.identity.deployment)
+    control.handle(ctl.LeaseAcquired(m.Leader("a", term), ctl.StoredRecords()), 0.0)
+    identity = hello.identity
+    event = ctl.FromRank(identity.rank, identity.incarnation, 1, heard)
+    raised = [a.at_least for a in control.handle(event, 0.0) if isinstance(a, ctl.RaiseTerm)]
+    assert bool(raised) is (term < named <= term + MAX_TERM_RISE)
+    question = m.QueryState(m.Leader("a", raised[0] + 1 if raised else term))
+    assert decode_controller_message(encode_controller_message(question)) == question
 
 
 def break_checksums(wire):

@@ -7,6 +7,7 @@ from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.v1 import agent_pb2 as pb
 from evenkeel_moe.wire.fields import (
     FieldCodec,
@@ -28,7 +29,7 @@ from evenkeel_moe.wire.link import (
     ReplicaCost,
 )
 from evenkeel_moe.wire.reports import decode_report, encode_report
-from evenkeel_moe.wire.values import MAX_TERM, message_codec
+from evenkeel_moe.wire.values import message_codec
 
 _MAX_TILES = 4096
 _MAX_TILE_TOKENS = 1 << 20

@@ -10,14 +10,13 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Leader, RankIdentity
+from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.v1 import common_pb2 as pb
 from evenkeel_moe.wire.fields import MessageCodec, count, nested, text
 
 MAX_CELLS = 1 << 26
 """Largest number of (layer, slot) or (layer, expert) cells of a deployment. It bounds what a peer
 can make us allocate."""
-MAX_TERM = 1 << 52
-"""The store's scripts count terms as doubles: above 2**53 adding 1 would give the same term."""
 _ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
 
 

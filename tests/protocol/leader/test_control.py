@@ -3,11 +3,12 @@
 import pytest
 
 from evenkeel_moe.errors import NotFound, Reason, Unavailable
-from evenkeel_moe.model.ids import Epoch
+from evenkeel_moe.model.ids import Epoch, EpRank
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.terms import MAX_TERM, MAX_TERM_RISE
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
@@ -92,6 +93,21 @@ def test_rank_that_knows_a_higher_term_makes_the_leader_step_down_and_rise_above
     control = control_of(S.WAITING_FOR_RANKS)
     actions = control.handle(from_rank(0, hello_of(0, highest_term=4)), 0.0)
     assert only(actions, ctl.RaiseTerm).at_least == 4
+
+
+@pytest.mark.parametrize("term", [MAX_TERM, MAX_TERM - 1, LEADER.term + MAX_TERM_RISE + 1])
+def test_rank_that_names_an_incredible_term_is_refused_and_changes_nothing(term):
+    """R2: above such a term no rank would accept any leader."""
+    control = control_of()
+    hello = hello_of(0, incarnation=9, highest_term=term)
+    actions = control.handle(from_rank(0, hello, 9, stream=40), 0.0)
+    closed = only(actions, ctl.CloseStream)
+    assert (closed.stream, closed.reason) == (40, Reason.LIMIT_EXCEEDED)
+    refused = msg.TermRefused(identity_of(1), msg.Leader("b", term))
+    closed = only(control.handle(from_rank(1, refused), 0.0), ctl.CloseStream)
+    assert (closed.stream, closed.reason) == (11, Reason.LIMIT_EXCEEDED)
+    assert (control.state, control.leader) == (S.READY, LEADER)
+    assert control.membership.members[EpRank(0)].stream == 10, "the honest rank keeps its seat"
 
 
 def test_term_bound_to_another_leader_is_refused_and_an_old_refusal_is_not_heard():

@@ -19,6 +19,7 @@ from evenkeel_moe.ports import Clock, DeploymentStore, Lease
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.messages import Leader
+from evenkeel_moe.protocol.terms import is_credible_term
 from evenkeel_moe.settings import LeaderSettings
 from evenkeel_moe.wire.link import NotLeader
 
@@ -129,7 +130,9 @@ class Leadership:
     async def _won(self, lease: Lease) -> None:
         """Load the records, then let the machine lead, and present the connected ranks to it."""
         for session in self.ranks.by_stream.values():
-            self._recovery.ranks_know(session.hello.highest_term)
+            known = session.hello.highest_term
+            if is_credible_term(known, lease.term):
+                self._recovery.ranks_know(known)
         found = await take_over(self.store, self.control.deployment, lease.term, self._recovery)
         if found.led_by is None:
             self.loads.store_shape_again()
