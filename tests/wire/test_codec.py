@@ -231,6 +231,7 @@ def test_leader_never_rises_to_a_term_that_ranks_refuse(named, term):
     heard = decode_rank_message(encode_rank_message(hello), None)
     control = DeploymentControl(hello.identity.deployment)
     control.handle(ctl.LeaseAcquired(m.Leader("a", term), ctl.StoredRecords()), 0.0)
+    assert isinstance(heard, m.Hello)
     identity = hello.identity
     event = ctl.FromRank(identity.rank, identity.incarnation, 1, heard)
     raised = [a.at_least for a in control.handle(event, 0.0) if isinstance(a, ctl.RaiseTerm)]

@@ -18,7 +18,7 @@ from evenkeel_moe.protocol.leader.liveness import Liveness
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.leader.undelivered import IN_A_ROW, undelivered_in_a_row
 from evenkeel_moe.protocol.messages import Hello, RankState, StagingProgress, TermRefused, Tick
-from evenkeel_moe.protocol.terms import MAX_TERM_RISE, is_credible_term
+from evenkeel_moe.protocol.terms import is_credible_term
 from evenkeel_moe.protocol.transitions import CONTROL, IGNORED, ILLEGAL, VIOLATION, ControlState
 
 _FLUSHING = (Tick, ctl.AutomaticPlansResumed)
@@ -101,12 +101,9 @@ class DeploymentControl(DeploymentState):
     def _term_refused(self, event: FromRank, _now: float) -> list[ControlAction]:
         refused = event.message
         assert isinstance(refused, TermRefused) and self.leader is not None
-        known = refused.leader
-        if known == self.leader or not self.is_behind(known.term + 1):
+        if (known := refused.leader) == self.leader or not self.is_behind(known.term + 1):
             return []  # An answer to an earlier term of this replica.
-        if not self.believes(known.term):
-            return [self._refuse_term(event, known.term)]
-        return self._step_down(known.term)
+        return self._refuse_term(event, known.term) or self._step_down(known.term)
 
     def _step_down(self, known_term: int) -> list[ControlAction]:
         self._become_follower()
@@ -116,17 +113,12 @@ class DeploymentControl(DeploymentState):
         """R2: the term must be above the one in the store and above all that ranks know."""
         return self.leader is None or self.leader.term < known_term
 
-    def believes(self, known_term: int) -> bool:
-        """R2: a rank's term counts unless it is so far above ours that it cannot be right."""
-        return self.leader is None or is_credible_term(known_term, self.leader.term)
-
-    def _refuse_term(self, event: FromRank, known_term: int) -> ctl.CloseStream:
-        assert self.leader is not None
-        detail = (
-            f"rank {event.rank} names term {known_term}, this leader is at {self.leader.term};"
-            f" at most {MAX_TERM_RISE} more are believed"
-        )
-        return ctl.CloseStream(event.rank, event.stream, Reason.LIMIT_EXCEEDED, detail)
+    def _refuse_term(self, event: FromRank, known_term: int) -> list[ControlAction]:
+        """R2: close the stream of a rank that names an incredible term."""
+        if self.leader is None or is_credible_term(known_term, self.leader.term):
+            return []
+        detail = f"term {known_term} cannot follow from term {self.leader.term}"
+        return [ctl.CloseStream(event.rank, event.stream, Reason.LIMIT_EXCEEDED, detail)]
 
     # --- membership (R1) --------------------------------------------------------------------------
 
@@ -137,8 +129,8 @@ class DeploymentControl(DeploymentState):
     def _hello(self, event: FromRank, now: float) -> list[ControlAction]:
         hello, recovery, liveness = event.message, self.recovery, self.liveness
         assert isinstance(hello, Hello) and recovery is not None and liveness is not None
-        if not self.believes(hello.highest_term):
-            return [self._refuse_term(event, hello.highest_term)]
+        if refused := self._refuse_term(event, hello.highest_term):
+            return refused
         admission = self.membership.register(hello, event.stream, now)
         if not admission.accepted:
             return [ctl.CloseStream(event.rank, event.stream, admission.reason, admission.detail)]
