@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 
@@ -36,6 +37,8 @@ class Rank(DrivenRank):
         init="trivial",
         a2a="deepep",
         deepep_mode="normal",
+        elastic=None,
+        ep_size=2,
         **changes,
     ):
         self.rank, self.size = rank, size
@@ -46,6 +49,7 @@ class Rank(DrivenRank):
         moe.expert_distribution_recorder_buffer_size = min(16, interval)
         moe.init_expert_location = init
         moe.moe_a2a_backend, moe.deepep_mode = a2a, deepep_mode
+        moe.elastic_ep_backend, engine.PARALLEL.ep_size = elastic, ep_size
         self.shared_batch = a2a == "none" or deepep_mode == "low_latency"
         engine.PARALLEL.attn_tp_rank = rank if self.shared_batch else 0
         settings = toy_settings(mode=mode, stall_after_s=0.5, **changes)
@@ -60,10 +64,10 @@ class Rank(DrivenRank):
         modules.hooks.HookRegistry.apply_hooks()
         location, record = modules.expert_location, modules.expert_distribution
         config = engine.ModelConfig()
-        metadata = location.compute_initial_expert_location_metadata(config, rank)
+        metadata = location.compute_initial_expert_location_metadata(config, rank % ep_size)
         location.set_global_expert_location_metadata(metadata)
         self.metadata = location.get_global_expert_location_metadata()
-        self.recorder = record.ExpertDistributionRecorder.init_new(self.metadata, rank)
+        self.recorder = record.ExpertDistributionRecorder.init_new(self.metadata, rank % ep_size)
         record.set_global_expert_distribution_recorder(self.recorder)
         updater = modules.expert_location_updater.ExpertLocationUpdater()
         self.model: Any = None
@@ -74,7 +78,7 @@ class Rank(DrivenRank):
             get_expert_backup_client=lambda: None,
             get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
         )
-        self.model = engine.Model(self.metadata, rank)
+        self.model = engine.Model(self.metadata, rank % ep_size)
         engine.ModelRunner(self.manager).alloc_memory_pool()
         self.taken = 0
         self.step()
@@ -200,6 +204,18 @@ def disabled(rank, size):
     one.steps(30)
     late = one.order(new, "plan-2")
     return {**one.seen(), "late": late}
+
+
+def refused(rank, size, *, options):
+    """The ranks are grouped in a way that the plugin does not support."""
+    with structlog.testing.capture_logs() as said:
+        one = Rank(rank, size, group_timeout_s=3.0, **dict(options))
+    one.steps(5)
+    return {
+        "agent": one.agent is not None,
+        "said": [line for line in said if line["event"] == "guest_not_started"],
+        "steps": one.taken,
+    }
 
 
 def start_fails(rank, size):

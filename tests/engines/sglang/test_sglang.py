@@ -84,6 +84,25 @@ def test_rebalancing_that_is_switched_off_is_named_and_serving_goes_on():
         assert seen["steps"] == 35
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            (("elastic", "mooncake"),),
+            "elastic_ep_backend mooncake), which changes the ranks (now 2)",
+        ),
+        ((("ep_size", 1),), "2 ranks, of which 1 share experts"),
+    ],
+    ids=["elastic", "more ranks than share experts"],
+)
+def test_groups_that_are_not_supported_are_refused_with_the_numbers(options, words):
+    for seen in ranks.once(SCENARIOS, "refused", options=options):
+        assert not seen["agent"]
+        (line,) = seen["said"]
+        assert line["reason"] == "unsupported" and words in line["detail"]
+        assert seen["steps"] == 6
+
+
 def test_a_guest_that_cannot_start_leaves_sglangs_groups_alone():
     for seen in ranks.once(SCENARIOS, "start_fails"):
         assert not seen["agent"]

@@ -62,6 +62,7 @@ class Groups:
         self.ep: Any = None
         self.eplb: Any = None
         self.tp = SimpleNamespace(rank_in_group=0, world_size=1)
+        self.pp = SimpleNamespace(rank_in_group=0, world_size=1)
         self.nodes = 1
 
 
@@ -166,7 +167,7 @@ def _stand_ins() -> None:
         get_ep_group=lambda: GROUPS.ep,
         get_eplb_group=lambda: GROUPS.eplb,
         get_tp_group=lambda: GROUPS.tp,
-        get_pp_group=lambda: None,
+        get_pp_group=lambda: GROUPS.pp,
         get_node_count=lambda: GROUPS.nodes,
         in_the_same_node_as=lambda *_: [True],
         is_local_first_rank=lambda: True,
@@ -188,6 +189,7 @@ class Config:
             migration_batching_enabled=False,
         )
         self.enable_elastic_ep = False
+        self.elastic_ep_max_dp_size = 1
         self.enable_eplb = True
         self.num_ubatches = 0
         self.data_parallel_size = 1

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import structlog
 import torch
 import torch.distributed as dist
 
@@ -40,6 +39,7 @@ class Rank(DrivenRank):
         top_k=2,
         plugged=True,
         tensor_parallel="",
+        stages=1,
         **changes,
     ):
         self.rank, self.size = rank, size
@@ -48,8 +48,11 @@ class Rank(DrivenRank):
         self.modules = engine.load()
         everyone = list(range(size))
         self.lockstep = dist.new_group(everyone)
-        engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.new_group(everyone))
-        engine.GROUPS.eplb = engine.group_of(dist.new_group(everyone), dist.new_group(everyone))
+        if stages > 1:
+            self.rank, self.size = rank, size = self.split_into_stages(stages)
+        else:
+            engine.GROUPS.ep = engine.group_of(dist.group.WORLD, dist.new_group(everyone))
+            engine.GROUPS.eplb = engine.group_of(dist.new_group(everyone), dist.new_group(everyone))
         if tensor_parallel:
             engine.GROUPS.tp = SimpleNamespace(rank_in_group=rank, world_size=size)
         values = {
@@ -83,6 +86,19 @@ class Rank(DrivenRank):
         self.taken = 0
         if self.link is not None and self.agent is not None:
             self.register()
+
+    def split_into_stages(self, stages):
+        """Make the groups of each pipeline stage; return this rank and the size of its group."""
+        size = self.size // stages
+        made = []
+        for stage in range(stages):
+            members = list(range(stage * size, (stage + 1) * size))
+            made.append([dist.new_group(members) for _ in range(4)])
+        stage = self.rank // size
+        engine.GROUPS.pp = SimpleNamespace(rank_in_group=stage, world_size=stages)
+        engine.GROUPS.ep = engine.group_of(*made[stage][:2])
+        engine.GROUPS.eplb = engine.group_of(*made[stage][2:])
+        return self.rank % size, size
 
     def step(self, dummy=False):
         """Run a forward pass, its all-to-all, and then vLLM's balancer.
@@ -142,9 +158,15 @@ class Rank(DrivenRank):
         }
 
 
-def place(rank, size, *, use_async):
-    """A plan is voted on, committed, and carried out by vLLM; then a second one."""
+def place(rank, size, *, use_async, no_gain=False):
+    """A plan is voted on, committed, and carried out by vLLM; then a second one.
+
+    With `no_gain` vLLM runs on ROCm, and its own load window shows no load.
+    """
     one = Rank(rank, size, use_async=use_async)
+    if no_gain:
+        one.modules.state.current_platform.is_rocm = lambda: True
+        one.state._allreduce_list = lambda tensors: [torch.zeros_like(one) for one in tensors]
     one.steps(6)
     before = one.map()
     new = one.target()
@@ -220,36 +242,6 @@ def observe(rank, size):
         "digest": hello.placement_digest,
         "placement": one.agent.placement.digest,
         "policy": one.modules.policies.EPLB_POLICIES["default"].__name__,
-    }
-
-
-def tensor_parallel(rank, size, *, how):
-    """Both ranks get the same batch; all of them or a chunk is routed on each."""
-    one = Rank(rank, size, use_async=False, mode="observe", tensor_parallel=how)
-    one.steps(4)
-    real = one.chosen[:TOKENS].reshape(-1)
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 4)
-    metas = np.concatenate([report.steps for report in reports])
-    counts = np.concatenate([report.counts for report in reports])
-    return {
-        "tokens": metas["tokens"].tolist(),
-        "dummy": metas["dummy"].any(),
-        "counts": counts,
-        "want_3": torch.bincount(real, minlength=one.model.num_logical_experts).numpy(),
-        "warned": one.guest._warned_of_counts,
-    }
-
-
-def counted_otherwise(rank, size, *, times):
-    """vLLM counts each token some times, as when the mask of padding does not fit the batch."""
-    one = Rank(rank, size, use_async=False, mode="observe")
-    one.counted_times = times
-    with structlog.testing.capture_logs() as said:
-        one.steps(4)
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 4)
-    return {
-        "said": [line for line in said if line["event"] == "tokens_counted_otherwise"],
-        "tokens": np.concatenate([report.steps["tokens"] for report in reports]).tolist(),
     }
 
 

@@ -7,7 +7,7 @@ from evenkeel_moe.wire.link import KvCache
 from tests.engines import ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
-SCENARIOS = "tests.engines.vllm.scenarios"
+SCENARIOS, PARALLEL = "tests.engines.vllm.scenarios", "tests.engines.vllm.parallel"
 
 
 def test_every_step_is_reported_with_its_real_tokens_and_its_epoch():
@@ -26,7 +26,7 @@ def test_every_step_is_reported_with_its_real_tokens_and_its_epoch():
 
 @pytest.mark.parametrize("how", ["replicated", "sequence"])
 def test_ranks_that_share_a_batch_count_each_token_once(how):
-    first, second = ranks.once(SCENARIOS, "tensor_parallel", how=how)
+    first, second = ranks.once(PARALLEL, "tensor_parallel", how=how)
     assert [sum(pair) for pair in zip(first["tokens"], second["tokens"], strict=True)] == [12] * 4
     together = first["counts"] + second["counts"]
     assert (together.sum(axis=2) == 2 * 12).all(), "tokens times top-k in every layer"
@@ -41,7 +41,7 @@ def test_ranks_that_share_a_batch_count_each_token_once(how):
     ("times", "tokens", "words"), [(2, 12, "reduced to the batch"), (0, 0, "totals are too low")]
 )
 def test_counts_that_do_not_fit_the_batch_are_named_once_with_the_numbers(times, tokens, words):
-    for seen in ranks.once(SCENARIOS, "counted_otherwise", times=times):
+    for seen in ranks.once(PARALLEL, "counted_otherwise", times=times):
         (line,) = seen["said"]
         assert (line["step"], line["prepared"], line["counted"]) == (0, 12, 12 * times)
         assert words in line["detail"]

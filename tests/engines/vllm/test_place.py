@@ -7,11 +7,16 @@ from tests.engines import ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 SCENARIOS, FAULTS = "tests.engines.vllm.scenarios", "tests.engines.vllm.faults"
+PARALLEL = "tests.engines.vllm.parallel"
 
 
-@pytest.mark.parametrize("use_async", [True, False], ids=["async", "sync"])
-def test_vllm_commits_exactly_the_controllers_placement(use_async):
-    for seen in ranks.once(SCENARIOS, "place", use_async=use_async):
+@pytest.mark.parametrize(
+    "options",
+    [{"use_async": True}, {"use_async": False}, {"use_async": False, "no_gain": True}],
+    ids=["async", "sync", "sync on ROCm, which leaves out a map without gain"],
+)
+def test_vllm_commits_exactly_the_controllers_placement(options):
+    for seen in ranks.once(SCENARIOS, "place", **options):
         for name, epoch in (("first", 1), ("second", 2)):
             part = seen[name]
             assert np.array_equal(part["map"], part["target"])
@@ -21,6 +26,34 @@ def test_vllm_commits_exactly_the_controllers_placement(use_async):
             assert part["trouble"] == ""
         assert not np.array_equal(seen["first"]["before"], seen["first"]["target"])
         assert seen["progress"][-1][0] == seen["progress"][-1][1] > 0
+
+
+def test_each_pipeline_stage_gets_plans_of_its_own():
+    found = ranks.once(PARALLEL, "pipeline", size=4)
+    assert [(seen["identity"].deployment, seen["identity"].rank) for seen in found] == [
+        ("toy-pp0", 0),
+        ("toy-pp0", 1),
+        ("toy-pp1", 0),
+        ("toy-pp1", 1),
+    ]
+    assert len({seen["identity"].generation for seen in found}) == 2
+    for seen in found:
+        assert seen["vote"] and seen["trouble"] == ""
+        assert np.array_equal(seen["map"], seen["target"])
+        assert seen["wrong"] == []
+    assert not np.array_equal(found[0]["map"], found[2]["map"])
+
+
+def test_elastic_parallelism_is_refused_on_every_rank_and_vllm_fills_new_ranks_itself():
+    found = ranks.once(PARALLEL, "elastic_scale_up", size=3)
+    for seen in found:
+        assert not seen["agent"]
+        (line,) = seen["said"]
+        assert line["reason"] == "unsupported" and "at most 3" in line["detail"]
+        assert seen["seconds"] < 1.0, "no rank waits for another"
+        assert np.array_equal(seen["map"], found[0]["map"])
+        assert seen["map"].shape == (3, 12) and (seen["map"] >= 0).all()
+        assert seen["wrong"] == []
 
 
 def test_a_worker_that_asks_some_steps_late_gets_every_plan():

@@ -15,6 +15,7 @@ from evenkeel_moe.agent.guest import GuestAgent, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import all_or_none
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote
+from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.plan_agreement import PlanAgreement, gather_rows
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.errors import Reason
@@ -96,6 +97,8 @@ class EngineGuest(ABC):
         """Run `start`; if it fails, the engine serves without a guest."""
         try:
             start()
+        except Unsupported as error:
+            _log.error("guest_not_started", reason=error.reason, detail=str(error))
         except Exception as error:
             _log.exception("guest_not_started", detail=str(error)[:300])
 

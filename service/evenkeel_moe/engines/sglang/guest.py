@@ -21,6 +21,7 @@ from evenkeel_moe.engines.guest.collective_start import (
 )
 from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
+from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.sglang.state import (
@@ -31,7 +32,7 @@ from evenkeel_moe.engines.sglang.state import (
     initial_placement,
     read_shape,
 )
-from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape
@@ -100,6 +101,7 @@ class SglangGuest(EngineGuest):
         self._try_to_start(self._start)
 
     def _start(self) -> None:
+        self._refuse_unsupported()
         require_plugin_in_group(self._plan_group(), self.settings.group_timeout_s)
         shape = all_or_none("read the model", self._read_model, self._gather)
         rank, metadata = _distributed.get_rank(), self._access.metadata()
@@ -126,16 +128,29 @@ class SglangGuest(EngineGuest):
         self._start_agent(shape, make)
         _log.info("guest_started", deployment=self.settings.deployment, rank=rank, side=self._side)
 
+    def _refuse_unsupported(self) -> None:
+        """Refuse groups of ranks that the plugin does not support, on every rank alike.
+
+        Raises:
+            Unsupported: before any collective call; the message has the numbers.
+        """
+        world, ranks = _distributed.get_world_size(), self._access.metadata().ep_size
+        if world != ranks:
+            raise Unsupported(
+                f"{world} ranks, of which {ranks} share experts: SGLang moves experts"
+                " over all ranks, so this plugin needs both numbers to be equal"
+            )
+        backend = self._access.moe_config().elastic_ep_backend
+        if backend is not None:
+            raise Unsupported(
+                f"SGLang runs with elastic expert parallelism (elastic_ep_backend {backend}), which"
+                f" changes the ranks (now {ranks}): this plugin supports a fixed number"
+            )
+
     def _read_model(self) -> ModelShape:
         """Return the model's shape; note the MoE layers, and what the recorder counts."""
         metadata = self._access.metadata()
         by_layer = self.manager._get_model().routed_experts_weights_of_layer
-        world = _distributed.get_world_size()
-        if world != metadata.ep_size:
-            raise InvalidInput(
-                f"{world} ranks, of which {metadata.ep_size} share experts: SGLang moves experts"
-                " over all ranks, so this plugin needs both numbers to be equal"
-            )
         config = self.manager._model_config
         text_config = getattr(config, "hf_text_config", None) or getattr(config, "hf_config", None)
         shape = read_shape(metadata, by_layer, text_config)

@@ -16,6 +16,7 @@ from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, count_once, 
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.vllm.parallelism import refuse_elastic, stage_settings
 from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
     VllmState,
@@ -23,7 +24,7 @@ from evenkeel_moe.engines.vllm.state import (
     read_map,
     read_shape,
 )
-from evenkeel_moe.engines.vllm.warm import start_from_file
+from evenkeel_moe.engines.vllm.warm import move_experts, start_from_file
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
@@ -39,7 +40,7 @@ class VllmGuest(EngineGuest):
     Args:
         settings: the plugin's settings.
         state: vLLM's `EplbState`.
-        groups: module with `get_ep_group` and `get_eplb_group`.
+        groups: vLLM's `parallel_state` module.
         engine: vLLM's `eplb_state` module.
         link: used instead of gRPC to the controllers.
     """
@@ -62,6 +63,8 @@ class VllmGuest(EngineGuest):
         self._model_config: Any = None
         self._policy: Any = None
         self._prepared: int | None = None
+        self._answer: NDArray[np.int64] | None = None
+        """The map that the planner gave vLLM for the plan under way."""
         self._warned_of_counts = False
         self._place_in_batch, self._ranks_of_batch = 0, 1
         """Position and number of the ranks that get the same batch: the tensor-parallel group."""
@@ -81,6 +84,11 @@ class VllmGuest(EngineGuest):
         self._try_to_start(lambda: self._start(model_state))
 
     def _start(self, model_state: VllmModelState) -> None:
+        refuse_elastic(self.state.parallel_config)
+        stages = self._groups.get_pp_group()
+        self.settings = stage_settings(
+            self.settings, int(stages.rank_in_group), int(stages.world_size)
+        )
         group = self._groups.get_ep_group()
         size, rank = int(group.world_size), int(group.rank_in_group)
         require_plugin_in_group(group.cpu_group, self.settings.group_timeout_s)
@@ -119,11 +127,6 @@ class VllmGuest(EngineGuest):
             agent.disable_migration(
                 f"vLLM's EPLB plans with {self.state.policy.__name__}, not with the controller's"
                 " plans: another plugin replaced the planner"
-            )
-        elif self.places and getattr(self.state.parallel_config, "enable_elastic_ep", False):
-            agent.disable_migration(
-                "vLLM runs with elastic expert parallelism, which changes the ranks:"
-                " plans are not supported"
             )
         _log.info("guest_started", deployment=self.settings.deployment, rank=rank, shape=str(shape))
 
@@ -181,11 +184,29 @@ class VllmGuest(EngineGuest):
 
         vLLM calls it once per rank, on any thread.
         """
-        return self.agreement.agree(current, self._gather)
+        answer = self.agreement.agree(current, self._gather)
+        self._answer = None if answer is current else answer
+        return answer
 
     def rearranging(self) -> None:
         """Note that vLLM begins a rearrangement."""
-        self._due = False
+        self._due, self._answer = False, None
+
+    def rearranged(self) -> None:
+        """Move the experts if synchronous vLLM did not; collective then, as vLLM's own copies are.
+
+        On ROCm vLLM leaves out a map that its own load window rates less than 5 % better. The
+        agreed plan goes on all the same.
+        """
+        answer, model_state = self._answer, self._model_state
+        if self.state.is_async or answer is None or model_state is None:
+            return
+        self._answer = None
+        if np.array_equal(read_map(model_state), answer):
+            return
+        _log.info("rearranged_without_vllm", detail="vLLM left the plan out: its gain is too small")
+        group = self._groups.get_ep_group().device_group
+        move_experts(model_state, answer, self._engine, group)
 
     def concerns(self, layers: int, slots: int) -> bool:
         """Return True if the agent runs and a map of this size is the target model's."""

@@ -49,7 +49,7 @@ _SIGNATURES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Class, or empty for the module -> its functions -> their parameters."""
-_GROUP_SIGNATURES = {"get_ep_group": "", "get_eplb_group": "", "get_tp_group": ""}
+_GROUP_SIGNATURES = {f"get_{kind}_group": "" for kind in ("ep", "eplb", "tp", "pp")}
 _PLANNER = "cls weight num_replicas num_groups num_nodes num_ranks old_global_expert_indices"
 _FIELDS = (
     "physical_to_logical_map",
@@ -173,7 +173,10 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
             guest = self.guests.get(state)
             if guest is not None and not is_profile:
                 guest.rearranging()
-            return rearrange(state, is_profile, *args, **kwargs)
+            answer = rearrange(state, is_profile, *args, **kwargs)
+            if guest is not None and not is_profile:
+                guest.rearranged()
+            return answer
 
         owner.prepare_forward, owner.step = prepare_and_note, count_and_step
         owner.rearrange = note_and_rearrange

@@ -63,6 +63,11 @@ def read_shape(state: VllmModelState, num_ranks: int) -> ModelShape:
     slots = int(model.num_physical_experts)
     if slots % num_ranks:
         raise InvalidInput(f"{slots} slots do not divide over {num_ranks} ranks")
+    if len(model.expert_weights) != int(model.num_moe_layers):
+        raise InvalidInput(
+            f"the model has weights of {len(model.expert_weights)} MoE layers here and maps of"
+            f" {int(model.num_moe_layers)}: vLLM itself cannot move experts of this pipeline stage"
+        )
     widest = max(sum(tensor[0].nbytes for tensor in layer) for layer in model.expert_weights)
     return ModelShape(
         num_layers=int(model.num_moe_layers),

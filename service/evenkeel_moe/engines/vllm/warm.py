@@ -48,8 +48,24 @@ def start_from_file(
         detail = problem or "no rank has a usable file"
         _log.warning("warm_start_left_out", path=path, detail=detail)
         return
-    new = torch.from_numpy(target)
+    move_experts(model_state, target, engine, ep_group)
+    moved = int((target != current).sum())
+    _log.info("warm_start", path=path, slots_changed=moved, slots=current.size)
+
+
+def move_experts(
+    model_state: VllmModelState, target: NDArray[np.int64], engine: Any, ep_group: Any
+) -> None:
+    """Move the experts to a map with vLLM's own copies and commit; collective.
+
+    Args:
+        model_state: of the target model.
+        target: (L, S) int64 map, the same on every rank.
+        engine: vLLM's `eplb_state` module.
+        ep_group: device group of the EP ranks.
+    """
     state: Any = model_state
+    new = torch.from_numpy(np.ascontiguousarray(target))
     engine.rearrange_expert_weights_inplace(
         state.physical_to_logical_map,
         new,
@@ -59,8 +75,6 @@ def start_from_file(
         state.communicator,
     )
     engine._commit_eplb_maps(state, new_physical_to_logical_map=new)
-    moved = int((target != current).sum())
-    _log.info("warm_start", path=path, slots_changed=moved, slots=current.size)
 
 
 def _read(
