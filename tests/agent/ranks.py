@@ -143,7 +143,7 @@ def shape_of(placement, **changes):
     return ModelShape(**{**values, **changes})
 
 
-def prepare_for(old, new, *, plan="plan", index=0, epoch=0, one_batch=False, **changes):
+def prepare_for(old, new, *, plan="plan", index=0, epoch=0, weights=1, one_batch=False, **changes):
     """Return a Prepare from one placement to the other, with one transfer per batch by default."""
     transfers = []
     for layer, slot in np.argwhere((old.phy2log != new.phy2log) & (new.phy2log != EMPTY)).tolist():
@@ -159,7 +159,7 @@ def prepare_for(old, new, *, plan="plan", index=0, epoch=0, one_batch=False, **c
         "checksums": tuple(checksum(expert_tensors(t.layer, t.logical_expert)) for t in transfers),
         "batch_deadline_s": 20.0,
     }
-    key = WaveKey(GENERATION, PlanId(plan), index, 1)
+    key = WaveKey(GENERATION, PlanId(plan), index, weights)
     return Prepare(LEADER, key, Epoch(epoch), wave, **{**values, **changes})
 
 

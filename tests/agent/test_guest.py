@@ -48,6 +48,7 @@ class ToyEngine:
         self.map = placement.phy2log.copy()
         self.rank = rank
         self.weights = ToyWeights(placement, rank)
+        self.version = 0
         self.agent: Any = None
         self.todo: list[int] = []
         self.target: Any = None
@@ -67,6 +68,14 @@ class ToyEngine:
         return self.broken or None
 
     def step(self):
+        self.switch_layer()
+        self.agent.step_boundary()
+
+    def finish(self, move):
+        while self.todo and self.stop_after != 0:
+            self.switch_layer()
+
+    def switch_layer(self):
         if self.todo and self.stop_after != 0:
             layer = self.todo.pop(0)
             self.stop_after = None if self.stop_after is None else self.stop_after - 1
@@ -77,7 +86,6 @@ class ToyEngine:
                 if self.wrong_map:
                     self.map[0, 0] = 1
                 self.agent.move_finished(self.map)
-        self.agent.step_boundary()
 
     def _copy(self, layer):
         per_rank = self.map.shape[1] // 2
@@ -85,10 +93,15 @@ class ToyEngine:
             expert = int(self.map[layer, self.rank * per_rank + local])
             if expert >= 0:
                 wrong = expert + 1 if self.corrupt else expert
-                for have, want in zip(
-                    self.weights.slots[layer, local], expert_tensors(layer, wrong), strict=True
-                ):
+                source = expert_tensors(layer, wrong, self.version)
+                for have, want in zip(self.weights.slots[layer, local], source, strict=True):
                     have.copy_(want)
+
+    def load(self, version):
+        """Replace the weights in all slots."""
+        self.version = version
+        for layer in range(len(self.map)):
+            self._copy(layer)
 
 
 class Guests:
@@ -141,8 +154,8 @@ class Guests:
         for link in self.links:
             link.say(message)
 
-    def order(self, new):
-        prepare = prepare_for(self.old, new)
+    def order(self, new, **changes):
+        prepare = prepare_for(self.old, new, **changes)
         self.say(prepare)
         votes = [link.expect(Vote) for link in self.links]
         if all(vote.yes for vote in votes):

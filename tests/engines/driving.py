@@ -68,7 +68,8 @@ class DrivenRank:
 
     def prepare(self, new, plan="plan-1", **changes):
         old, identity = self.agent.placement, self.agent.hello().identity
-        checksums = self.agent._participant.checksums
+        participant = self.agent._participant
+        checksums = participant.checksums
         transfers = [
             Transfer(
                 int(layer),
@@ -82,7 +83,7 @@ class DrivenRank:
         layers = tuple(sorted({transfer.layer for transfer in transfers}))
         values = {
             "leader": LEADER,
-            "wave": WaveKey(identity.generation, PlanId(plan), 0, 1),
+            "wave": WaveKey(identity.generation, PlanId(plan), 0, participant.weights_version),
             "base_epoch": Epoch(self.agent.epoch),
             "body": Wave(0, layers, new.phy2log[list(layers)], tuple((t,) for t in transfers)),
             "checksums": tuple(

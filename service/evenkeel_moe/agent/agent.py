@@ -38,6 +38,7 @@ from evenkeel_moe.agent.ports import (
 )
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.staging import StagingWorker
+from evenkeel_moe.agent.trouble import Trouble
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
@@ -47,7 +48,6 @@ from evenkeel_moe.protocol.messages import (
     FromController,
     Hello,
     LeaveGroup,
-    MigrationDisabled,
     ParticipantAction,
     PermitReload,
     RebuildTransport,
@@ -125,7 +125,6 @@ class Agent:
         self._on_progress = on_progress
         self._progress_at = 0.0
         self._left: LeaveGroup | None = None
-        self._trouble = ""
         self._memory = FreeMemory(device)
         self._lock = threading.Lock()
         self._permit = threading.Event()
@@ -134,6 +133,7 @@ class Agent:
         agree_on_start(self._gate_group, config, placement, epoch)
         checksums = agree_on_checksums(self._gate_group, config.identity.rank, placement, weights)
         self._participant = make_participant(config, placement, epoch, checksums)
+        self._trouble = Trouble(self._participant)
         self._gate = Gate(
             [self._participant], poll_every=config.poll_every, resolve_after=config.resolve_after
         )
@@ -174,7 +174,7 @@ class Agent:
     @property
     def trouble(self) -> str:
         """The fault that disabled migration on this rank; empty without one."""
-        return self._trouble
+        return self._trouble.why
 
     @property
     def dropped_steps(self) -> int:
@@ -233,8 +233,11 @@ class Agent:
         if checksums is None:
             self.disable_migration(
                 f"after loading weights {weights_version}, replicas of an expert differ or an"
-                " expert is missing"
+                " expert is missing",
+                until_reload=True,
             )
+        else:
+            self._trouble.reloaded()
         self.feed(WeightsReloaded(weights_version, checksums or ()))
 
     def tell(self, fact: RankFact) -> None:
@@ -242,14 +245,9 @@ class Agent:
         if self._network is not None:
             self._network.tell(fact)
 
-    def disable_migration(self, why: str) -> None:
-        """Refuse every further wave, and send the cause with every heartbeat."""
-        if self._trouble:
-            return
-        self._trouble = why
-        # Called with and without the lock: this event sets a flag and moves nothing.
-        self._participant.handle(MigrationDisabled(), time.monotonic())
-        _log.error("placement_off", deployment=self._config.identity.deployment, detail=why)
+    def disable_migration(self, why: str, *, until_reload: bool = False) -> None:
+        """Refuse waves, and report why; with `until_reload` until weights agree on all ranks."""
+        self._trouble.begin(why, until_reload=until_reload)
 
     def close(self) -> None:
         """End the threads and the transfers. The gate's communicator ends with the process."""
@@ -379,13 +377,13 @@ class Agent:
     def hello(self) -> Hello:
         """Return the first message of a stream."""
         with self._lock:
-            memory = self._memory.read()
-            return make_hello(self._config, self._participant, self._gate.digest, memory)
+            digest, memory, moves = self._gate.digest, self._memory.read(), self._trouble.moves
+            return make_hello(self._config, self._participant, digest, memory, moves)
 
     def heartbeat(self) -> Heartbeat:
         """Return the steps run, the free memory and the trouble of this rank."""
         memory = self._memory.read()
-        return Heartbeat(self._gate.calls, memory, self._config.staging_bytes, self._trouble)
+        return Heartbeat(self._gate.calls, memory, self._config.staging_bytes, self.trouble)
 
     def received(self, stream: int, message: ToRankLink) -> None:
         """Pass messages about reports to the reporter, and all others to the participant."""

@@ -59,9 +59,13 @@ def make_transport(
 
 
 def make_hello(
-    config: AgentConfig, participant: Participant, gate_digest: str, free_bytes: int
+    config: AgentConfig, participant: Participant, gate_digest: str, free_bytes: int, moves: bool
 ) -> Hello:
-    """Return everything the controller must know of this rank, as of now."""
+    """Return everything the controller must know of this rank, as of now.
+
+    Args:
+        moves: the rank takes waves, or will once its fault has ended. Heartbeats tell the fault.
+    """
     return Hello(
         identity=participant.identity,
         shape=config.shape,
@@ -74,7 +78,7 @@ def make_hello(
         free_bytes=free_bytes,
         staging_bytes=config.staging_bytes,
         gate_digest=gate_digest,
-        capabilities=frozenset() if participant.observe_only else frozenset({"migrate"}),
+        capabilities=frozenset({"migrate"}) if moves else frozenset(),
         highest_term=participant.leader.term if participant.leader is not None else 0,
         device=config.device_name,
         weight_format=config.weight_format,

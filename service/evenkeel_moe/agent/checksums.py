@@ -1,7 +1,7 @@
 """Compares the configuration and the expert weights of all ranks before the first step (R1, R4)."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import structlog
@@ -35,13 +35,27 @@ def agree_on_start(
         "weights version": str(config.weights_version),
         "shape": repr(config.shape),
     }
+    differences = find_differences(group, facts)
+    if differences:
+        name = differences[0]
+        raise PeerViolation(
+            f"the ranks of the group disagree on their {name}; this rank has {facts[name]}"
+        )
+
+
+def find_differences(group: Communicator, facts: Mapping[str, str]) -> list[str]:
+    """Return the names of the facts that are not equal on all ranks, in order; collective.
+
+    Args:
+        group: a communicator on which nothing else is in flight.
+        facts: name -> value; the same names on every rank.
+
+    Raises:
+        RuntimeError: not all ranks came before the communicator's deadline.
+    """
     mine = torch.tensor([_number(text) for text in facts.values()])
     theirs = group.all_gather(mine)
-    for column, name in enumerate(facts):
-        if len(set(theirs[:, column].tolist())) > 1:
-            raise PeerViolation(
-                f"the ranks of the group disagree on their {name}; this rank has {facts[name]}"
-            )
+    return [name for name, column in zip(facts, theirs.T, strict=True) if len(column.unique()) > 1]
 
 
 def agree_on_checksums(

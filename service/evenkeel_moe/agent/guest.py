@@ -11,9 +11,8 @@ The engine outlives its guest. Nothing here ends the process, with one exception
 armed for a wave and cannot know whether the others began it.
 """
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,10 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.torch.checksum import checksum
-from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome
 from evenkeel_moe.agent.agent import Agent, SwapRecord
 from evenkeel_moe.agent.build import Connect
+from evenkeel_moe.agent.checksums import find_differences
 from evenkeel_moe.agent.config import AgentConfig
+from evenkeel_moe.agent.engine_copies import NoCopies, NoMaps
 from evenkeel_moe.agent.ports import (
     ClockReader,
     ExpertWeights,
@@ -35,7 +35,7 @@ from evenkeel_moe.agent.ports import (
     WeightTransport,
 )
 from evenkeel_moe.agent.staging import ReadyWave
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol.messages import (
@@ -47,6 +47,7 @@ from evenkeel_moe.protocol.messages import (
 )
 
 _log = structlog.get_logger(__name__)
+_PAUSE = "pause the engine before weights are replaced, so that all ranks stand at one step"
 
 
 class HostEngine(Protocol):
@@ -68,6 +69,14 @@ class HostEngine(Protocol):
 
     def fault(self) -> str | None:
         """Return a known fault of the engine's own balancer; asked at each step of a move."""
+        ...
+
+    def finish(self, move: "Move") -> None:
+        """Carry the move out to its end now, without further steps; collective.
+
+        Needed only by an engine that calls `GuestAgent.end_move` or `begin_reload`. It returns
+        early, on all ranks, if the move cannot end.
+        """
         ...
 
 
@@ -122,14 +131,16 @@ class GuestAgent(Agent):
         self._engine = engine
         self._move: Move | None = None
         self._off = False
+        self._reloading = False
         self._stall_after_s = stall_after_s
         self._stall_after_steps = stall_after_steps
+        self._meeting = connect("meeting", torch.device("cpu"))
         super().__init__(
             config,
             placement,
             epoch,
             weights,
-            _NoMaps(),
+            NoMaps(),
             connect=connect,
             device=device,
             link=link,
@@ -138,7 +149,7 @@ class GuestAgent(Agent):
         )
 
     def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:
-        return _NoCopies(self._engine, lambda: self._participant.next_placement)
+        return NoCopies(self._engine.refusal, lambda: self._participant.next_placement)
 
     # --- called by the engine ---------------------------------------------------------------------
 
@@ -234,6 +245,65 @@ class GuestAgent(Agent):
             )
             participant.handle(EngineRebalanced(placement), time.monotonic())
 
+    # --- other weights ----------------------------------------------------------------------------
+
+    def end_move(self) -> None:
+        """End the move under way, so that no bytes are in flight until the next boundary.
+
+        Collective: every rank calls it between the same two step boundaries.
+
+        Raises:
+            Unavailable: the ranks did not come together, or the move cannot end.
+            GateFailed: see `step_boundary`.
+        """
+        facts = {"steps": f"{self._gate.calls}", "map": self.placement.digest}
+        facts["move"] = "" if self._move is None else str(self._move.wave)
+        try:
+            differences = find_differences(self._meeting, facts)
+        except RuntimeError as error:
+            raise Unavailable(f"not all ranks came: {str(error)[:300]}; {_PAUSE}") from error
+        if differences:
+            raise Unavailable(f"the ranks differ in their {', '.join(differences)}; {_PAUSE}")
+        self._resolve_poll()
+        if self._move is not None:
+            self._engine.finish(self._move)
+        if self._move is not None:
+            raise Unavailable(f"{self._move.wave.plan_id} cannot end: {self.trouble or 'it hangs'}")
+        # What was copied is compared with the checksums of the present weights.
+        if not self._worker.wait_until_idle(self._config.gate_timeout_s):
+            raise Unavailable("the check of the copied experts takes too long")
+
+    def begin_reload(self) -> None:
+        """End the move under way, and take no wave until `end_reload`; collective as `end_move`.
+
+        Call it before the first weight is replaced; further calls do nothing.
+
+        Raises:
+            Unavailable, GateFailed: see `end_move`. Do not load the weights then.
+        """
+        if self._reloading:
+            return
+        self.end_move()
+        if not self.request_reload().is_set():
+            raise Unavailable("a wave is under way at the gate")
+        self._reloading = True
+
+    def end_reload(self) -> None:
+        """Register the weights that are in the slots now; collective as `end_move`."""
+        if self._reloading:
+            self._reloading = False
+            self.finish_reload(self._participant.weights_version + 1)
+
+    def _resolve_poll(self) -> None:
+        """Use the result of the poll in flight now, on every rank at this boundary."""
+        if not self._gate.polling:
+            return
+        result = self._polls.wait()
+        with self._lock:
+            self._carry_out_gate(self._gate.handle(result, time.monotonic()))
+        if self._left is not None:
+            raise GateFailed(self._left.detail, self._left.reason)
+
     def observe_as_asked(self) -> None:
         """Refuse every wave, as the engine's configuration asks; this is not a fault."""
         self._participant.handle(MigrationDisabled(), time.monotonic())
@@ -283,51 +353,8 @@ class GuestAgent(Agent):
                     self.disable_migration(
                         f"layer {layer} slot {rank * per_rank + local} holds {found:016x}, expert"
                         f" {expert} was registered as {expected:016x}"
-                        f" ({Reason.CHECKSUM_MISMATCH}): restart this group"
+                        f" ({Reason.CHECKSUM_MISMATCH}): load the weights again, or restart this"
+                        " group",
+                        until_reload=True,
                     )
                     return
-
-
-class _NoMaps:
-    """A MapInstaller that installs nothing: the engine updates its own tables."""
-
-    def build(self, layers: Sequence[int], rows: NDArray[np.int32], epoch: int) -> None:
-        del layers, rows, epoch
-
-    def install(self, built: None) -> None:
-        del built
-
-
-class _NoCopies:
-    """A WeightTransport that copies nothing: staging asks the engine whether it can move."""
-
-    serial = 0
-    broken = False
-
-    def __init__(self, engine: HostEngine, wanted: Callable[[], Placement | None]) -> None:
-        self._engine = engine
-        self._wanted = wanted
-
-    @property
-    def staged(self) -> Mapping[tuple[int, int], tuple[torch.Tensor, ...]]:
-        return {}
-
-    def stage(self, prepare: Prepare, cancel: threading.Event, progress: Progress) -> StageOutcome:
-        del progress
-        new = self._wanted()
-        if new is None or cancel.is_set():
-            return StageOutcome(Reason.CANCELLED, "the wave was cancelled")
-        refusal = self._engine.refusal(prepare, new)
-        return StageOutcome() if refusal is None else StageOutcome(*refusal)
-
-    def rebuild(self, serial: int) -> None:
-        self.serial = serial
-
-    def abort(self) -> None:
-        """Nothing is in flight."""
-
-    def fence(self) -> None:
-        """Nothing to order: the agent copies nothing."""
-
-    def clear(self) -> None:
-        """Nothing is staged."""

@@ -137,6 +137,12 @@ class StagingWorker:
         """Run something slow on this thread, after the jobs in the queue."""
         self._jobs.put(job)
 
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until the jobs queued so far have run; False if they take longer."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return done.wait(timeout_s)
+
     # --- at the boundary, on the engine's thread --------------------------------------------------
 
     def swap(self, wave: WaveKey) -> ReadyWave:

@@ -147,6 +147,11 @@ class Gate:
             participant.step = self.calls
 
     @property
+    def polling(self) -> bool:
+        """True while a poll is in flight."""
+        return self._began is not None
+
+    @property
     def resolve_due(self) -> bool:
         """True if the result of the poll in flight must be used at this call."""
         return self._began is not None and self.calls >= self._began + self.resolve_after
