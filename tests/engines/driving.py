@@ -129,9 +129,9 @@ def is_told(said):
     return whole and any(isinstance(one, Ack) for one in said)
 
 
-def expert_rows(layer: int, expert: int) -> list[torch.Tensor]:
+def expert_rows(layer: int, expert: int, version: int = 0) -> list[torch.Tensor]:
     """Return an expert's tensors: a float matrix, one-byte values, and a scale."""
-    seed = torch.Generator().manual_seed(1000 * layer + expert)
+    seed = torch.Generator().manual_seed(1_000_000 * version + 1000 * layer + expert)
     return [
         torch.randn(6, 4, generator=seed),
         torch.randint(0, 255, (8,), generator=seed, dtype=torch.uint8),

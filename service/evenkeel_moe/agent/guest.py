@@ -245,6 +245,11 @@ class GuestAgent(Agent):
             )
             participant.handle(EngineRebalanced(placement), time.monotonic())
 
+    @property
+    def reloading(self) -> bool:
+        """True from `begin_reload` to `end_reload`."""
+        return self._reloading
+
     # --- other weights ----------------------------------------------------------------------------
 
     def end_move(self) -> None:

@@ -164,6 +164,17 @@ def _stand_ins(srt: str) -> None:
     stand_in("sglang.srt.model_executor.model_runner", ModelRunner=ModelRunner)
     _package("sglang.srt.model_executor.model_runner_components")
     stand_in(
+        "sglang.srt.model_executor.model_runner_components.weight_updater",
+        WeightUpdater=WeightUpdater,
+    )
+    _package("sglang.srt.managers")
+    stand_in("sglang.srt.managers.io_struct", BeginWeightUpdateReqOutput=SimpleNamespace)
+    _package("sglang.srt.managers.scheduler_components")
+    stand_in(
+        "sglang.srt.managers.scheduler_components.weight_updater",
+        SchedulerWeightUpdaterManager=SchedulerUpdater,
+    )
+    stand_in(
         "sglang.srt.model_executor.model_runner_components.moe_ep_setup",
         init_lplb_solvers=lambda **_: None,
     )
@@ -201,12 +212,59 @@ class ModelRunner:
 
     def __init__(self, manager: Any):
         self.eplb_manager = manager
+        self.model: Any = None
         self.token_to_kv_pool: Any = None
 
     def alloc_memory_pool(self, memory_pool_config: Any = None) -> None:
         del memory_pool_config
         half = self.max_total_num_tokens * 64
         self.token_to_kv_pool = SimpleNamespace(get_kv_size_bytes=lambda: (half, half))
+
+
+class WeightUpdater:
+    """The ways in which SGLang's `WeightUpdater` of one runner replaces weights."""
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+
+    def get_model_runner(self) -> Any:
+        return self._runner
+
+    def _load(self, weights: Any) -> tuple[bool, str]:
+        self._runner.model.load_weights(weights)
+        return True, "Success"
+
+    def update_weights_from_disk(
+        self, model_path, load_format, weight_name_filter=None, recapture_cuda_graph=False
+    ):
+        return self._load(model_path)
+
+    def update_weights_from_tensor(self, named_tensors, load_format=None):
+        return self._load(named_tensors)
+
+    def update_weights_from_ipc(self, recv_req):
+        return self._load(recv_req)
+
+    def load_weights_from_distributed(self, named_tensors):
+        return self._load(named_tensors)
+
+
+class SchedulerUpdater:
+    """`SchedulerWeightUpdaterManager`: sessions, and the memory of the weights."""
+
+    def __init__(self, runner: Any):
+        self.tp_worker = SimpleNamespace(model_runner=runner)
+
+    def begin_weight_update(self, recv_req):
+        return SimpleNamespace(success=True, message="Success")
+
+    def end_weight_update(self, recv_req):
+        return SimpleNamespace(success=True, message="Success")
+
+    def release_memory_occupation(self, recv_req):
+        for tensors in self.tp_worker.model_runner.model.routed_experts_weights_of_layer.values():
+            for tensor in tensors:
+                tensor.fill_(3)
 
 
 class ModelConfig:
@@ -217,8 +275,10 @@ class Model:
     """`routed_experts_weights_of_layer` of the MoE layers; the weights tell the expert."""
 
     def __init__(self, metadata: Any, rank: int):
+        self.metadata = metadata
         self.per_rank = metadata.num_local_physical_experts
         self.rank = rank
+        self.version = 0
         self.routed_experts_weights_of_layer = {}
         for layer in MOE_LAYERS:
             here = metadata.physical_to_logical_map_cpu[
@@ -229,11 +289,29 @@ class Model:
                 torch.stack(part) for part in zip(*rows, strict=True)
             ]
 
+    def checkpoint(self, version: int) -> Any:
+        """Yield all experts of a version; from now on the slots must hold this version."""
+        self.version = version
+        for layer in MOE_LAYERS:
+            for expert in range(EXPERTS):
+                yield (layer, expert), expert_rows(layer, expert, version)
+
+    def load_weights(self, weights: Any) -> None:
+        """Load ((layer, expert), rows) into the slots that SGLang's real metadata names."""
+        for (layer, expert), rows in weights:
+            for slot in self.metadata.logical_to_all_physical(layer, expert):
+                local = slot - self.rank * self.per_rank
+                if 0 <= local < self.per_rank:
+                    tensors = self.routed_experts_weights_of_layer[layer]
+                    for tensor, row in zip(tensors, rows, strict=True):
+                        tensor[local].copy_(row)
+
     def wrong_slots(self, hidden_map: torch.Tensor) -> list[tuple[int, int]]:
         wrong = []
         for layer, tensors in self.routed_experts_weights_of_layer.items():
             for local in range(self.per_rank):
-                want = expert_rows(layer, int(hidden_map[layer, self.rank * self.per_rank + local]))
+                expert = int(hidden_map[layer, self.rank * self.per_rank + local])
+                want = expert_rows(layer, expert, self.version)
                 if not all(
                     torch.equal(have[local], must) for have, must in zip(tensors, want, strict=True)
                 ):

@@ -52,7 +52,7 @@ class Rank(DrivenRank):
         moe.elastic_ep_backend, engine.PARALLEL.ep_size = elastic, ep_size
         self.shared_batch = a2a == "none" or deepep_mode == "low_latency"
         engine.PARALLEL.attn_tp_rank = rank if self.shared_batch else 0
-        settings = toy_settings(mode=mode, stall_after_s=0.5, **changes)
+        settings = toy_settings(**{"mode": mode, "stall_after_s": 0.5, **changes})
         self.links: list[Any] = []
 
         def make_link():
@@ -79,7 +79,9 @@ class Rank(DrivenRank):
             get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
         )
         self.model = engine.Model(self.metadata, rank % ep_size)
-        engine.ModelRunner(self.manager).alloc_memory_pool()
+        self.runner = engine.ModelRunner(self.manager)
+        self.runner.model = self.model
+        self.runner.alloc_memory_pool()
         self.taken = 0
         self.step()
         self.guest = self.plugin.guest_of(self.manager)

@@ -79,12 +79,59 @@ KV_CACHE = SimpleNamespace(
 """A `KVCacheConfig`: 50 blocks of 16 tokens, each of 40 bytes in three layers."""
 
 
+class Worker:
+    """The ways in which `vllm.v1.worker.gpu_worker.Worker` replaces weights.
+
+    Each of them loads through `model.load_weights`, as the original does.
+    """
+
+    def __init__(self, state: Any):
+        self.model_runner = SimpleNamespace(eplb_state=state)
+
+    @property
+    def model_state(self) -> Any:
+        return next(iter(self.model_runner.eplb_state.model_states.values()))
+
+    def reload_weights(self, weights_iterator: Any) -> None:
+        self.model_state.model.load_weights(weights_iterator)
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: Any) -> None:
+        self.model_state.model.load_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def sleep(self, level: int = 1) -> None:
+        if level == 2:
+            state, model_state = self.model_runner.eplb_state, self.model_state
+            for tensors in model_state.model.expert_weights:
+                for tensor in tensors:
+                    tensor.fill_(3)
+            # `add_model` allocates these in the pool of the weights, which level 2 discards.
+            for tensor in (
+                model_state.physical_to_logical_map_buffer,
+                model_state.logical_to_physical_map,
+                model_state.logical_replica_count,
+                model_state.expert_load_pass_buffer,
+                model_state.expert_load_window,
+                model_state.last_expert_load,
+            ):
+                tensor.fill_(77)
+            state.should_record_tensor.fill_(False)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
+
+
 class WorkerWrapper:
     """`WorkerWrapperBase` of one rank; its worker allocates nothing."""
 
     def __init__(self, rank: int, state: Any):
         self.global_rank = rank
-        self.worker = SimpleNamespace(model_runner=SimpleNamespace(eplb_state=state))
+        self.worker = Worker(state)
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
         assert kv_cache_configs[self.global_rank] is KV_CACHE
@@ -233,6 +280,24 @@ class Model:
                 SimpleNamespace(top_k=top_k, eplb_state=modules.state.EplbLayerState())
             )
 
+        self._initial, self._first = initial, local.start
+        self.version = 0
+
+    def load_weights(self, weights: Any) -> None:
+        """Load ((layer, expert), rows) as vLLM does: into the slots of the initial map."""
+        for (layer, expert), rows in weights:
+            for local in range(self.num_local_physical_experts):
+                if self._initial[self._first + local] == expert:
+                    for tensor, row in zip(self.expert_weights[layer], rows, strict=True):
+                        tensor[local].copy_(row)
+
+    def checkpoint(self, version: int) -> Any:
+        """Yield all experts of a version; from now on the slots must hold this version."""
+        self.version = version
+        for layer in range(self.num_moe_layers):
+            for expert in range(self.num_logical_experts):
+                yield (layer, expert), expert_rows(layer, expert, version)
+
     def set_eplb_state(self, expert_load_view, logical_to_physical_map, logical_replica_count):
         for index, layer in enumerate(self.moe_layers):
             layer.eplb_state.set_layer_state(
@@ -259,7 +324,7 @@ class Model:
         for layer, tensors in enumerate(self.expert_weights):
             for local in range(self.num_local_physical_experts):
                 expert = int(phy2log[layer, rank * self.num_local_physical_experts + local])
-                want = expert_rows(layer, expert)
+                want = expert_rows(layer, expert, self.version)
                 if not all(
                     torch.equal(have[local], must) for have, must in zip(tensors, want, strict=True)
                 ):

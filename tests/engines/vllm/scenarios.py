@@ -73,7 +73,9 @@ class Rank(DrivenRank):
         self.model_config = ModelConfig()
         self.state.add_model(self.model, self.model_config)
         self.model_state = self.state.model_states["toy-hash"]
-        engine.WorkerWrapper(rank, self.state).initialize_from_config([engine.KV_CACHE] * size)
+        wrapper = engine.WorkerWrapper(rank, self.state)
+        wrapper.initialize_from_config([engine.KV_CACHE] * size)
+        self.worker = wrapper.worker
         self.guest: Any = None
         self.agent: Any = None
         self.link: Any = None
@@ -133,11 +135,11 @@ class Rank(DrivenRank):
         )
         return filled[self.rank * per_rank : (self.rank + 1) * per_rank]
 
-    def until(self, done, limit_s=60.0):
+    def until(self, done, limit_s=60.0, every=8):
         """Step until `done()` is true on every rank; all ranks stop at the same step."""
         end = time.monotonic() + deadline(limit_s)
         while True:
-            self.steps(8, 0.002)
+            self.steps(every, 0.002)
             here = torch.tensor([int(bool(done())), int(time.monotonic() < end)])
             dist.all_reduce(here, op=dist.ReduceOp.MIN, group=self.lockstep)
             if here[0] or not here[1]:

@@ -11,7 +11,7 @@ import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.agent.guest import GuestAgent
+from evenkeel_moe.agent.guest import GuestAgent, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
 from evenkeel_moe.engines.guest.collective_start import (
@@ -56,6 +56,8 @@ class SglangAccess:
     """The options of MoE layers: `get_exec().moe`."""
     parallel: Callable[[], Any]
     """The sizes of the groups and this rank's positions in them: `get_parallel()`."""
+    check_loaders: Callable[[], None]
+    """Raises Unsupported if SGLang replaces weights in another way than the plugin knows."""
 
 
 class SglangGuest(EngineGuest):
@@ -149,6 +151,7 @@ class SglangGuest(EngineGuest):
 
     def _read_model(self) -> ModelShape:
         """Return the model's shape; note the MoE layers, and what the recorder counts."""
+        self._access.check_loaders()
         metadata = self._access.metadata()
         by_layer = self.manager._get_model().routed_experts_weights_of_layer
         config = self.manager._model_config
@@ -186,6 +189,7 @@ class SglangGuest(EngineGuest):
         if agent is None or counts is None:
             return
         self._count(agent, counts, step)
+        self.weights_loaded()
         agent.step_boundary()
 
     def _count(self, agent: GuestAgent, counts: StepCounts, step: int) -> None:
@@ -280,6 +284,29 @@ class SglangGuest(EngineGuest):
         if agent is not None and agent.move is None and changed:
             self._follow(agent, self._map())
 
+    # --- around SGLang's loaders, which follow the map in use
+    # -------------------------------------
+
+    def before_weights(self) -> None:
+        """End the move under way, before the first weight is replaced; collective.
+
+        Further calls do nothing, nor does a call in observe mode, or by SGLang's own rebalance,
+        which restores experts of lost ranks.
+
+        Raises:
+            Unavailable, GateFailed: see `GuestAgent.begin_reload`; nothing was replaced.
+        """
+        agent = self.agent
+        if agent is None or not self.places or agent.reloading:
+            return
+        if not getattr(self.manager._main_generator, "gi_running", False):
+            agent.begin_reload()
+
+    def weights_loaded(self) -> None:
+        """Register the new weights; collective. Without a call it happens at the next pass."""
+        if self.agent is not None and self.agent.reloading:
+            self.agent.end_reload()
+
     # --- HostEngine -------------------------------------------------------------------------------
 
     def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
@@ -300,6 +327,13 @@ class SglangGuest(EngineGuest):
     def fault(self) -> str | None:
         """Return why a rebalance does not happen, for the known causes."""
         return self._disagreement() or self._disabled()
+
+    def finish(self, move: Move) -> None:
+        """Let the manager begin the move if it has not, and switch the layers that remain."""
+        for _ in range(len(move.layers) + 2):  # SGLang switches at least one layer each time.
+            if self.agent is None or self.agent.move is None:
+                return
+            next(self.manager._main_generator)
 
     def _disabled(self) -> str | None:
         reason = self.manager._rebalance_disabled_reason

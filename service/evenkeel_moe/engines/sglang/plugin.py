@@ -16,6 +16,7 @@ from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, time
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.sglang.guest import SglangAccess, SglangGuest
 from evenkeel_moe.engines.sglang.kv_cache import read_kv_cache
+from evenkeel_moe.engines.sglang.loaders import check_loaders, watch_loaders
 
 KNOWN_VERSIONS = ("0.5.23",)
 _EPLB = "sglang.srt.eplb"
@@ -110,6 +111,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         add(f"{_UPDATER}.ExpertLocationUpdater.update", self._around_update, kinds.AROUND)
         add(f"{_RUNNER}.ModelRunner.alloc_memory_pool", self._pool_allocated, kinds.AFTER)
         if self._places:
+            watch_loaders(add, kinds, self.guests.get)
             add(f"{manager}._entrypoint", self._around_entrypoint, kinds.AROUND)
             add(f"{manager}._check_rebalance_needed", self._around_check, kinds.AROUND)
             add(f"{_ALGORITHMS}.rebalance_experts", self._around_planner, kinds.AROUND)
@@ -127,6 +129,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
                 cpu_group=_cpu_group,
                 moe_config=lambda: importlib.import_module(_CONTEXT).get_exec().moe,
                 parallel=lambda: importlib.import_module(_CONTEXT).get_parallel(),
+                check_loaders=check_loaders,
             )
             guest = SglangGuest(self.settings, manager, access, self._new_link())
             self.guests[manager] = guest

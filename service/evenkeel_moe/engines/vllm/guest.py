@@ -1,5 +1,6 @@
 """One rank's guest in vLLM: reports counts, delivers plans, and watches the rearrangements."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.guest import GuestAgent
+from evenkeel_moe.agent.guest import GuestAgent, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
 from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
@@ -17,6 +18,7 @@ from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.parallelism import refuse_elastic, stage_settings
+from evenkeel_moe.engines.vllm.reload import ReloadMap, finish_rearrangement
 from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
     VllmState,
@@ -25,7 +27,7 @@ from evenkeel_moe.engines.vllm.state import (
     read_shape,
 )
 from evenkeel_moe.engines.vllm.warm import move_experts, start_from_file
-from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Prepare
@@ -62,6 +64,8 @@ class VllmGuest(EngineGuest):
         self._model_state: VllmModelState | None = None
         self._model_config: Any = None
         self._policy: Any = None
+        self._reload: ReloadMap | None = None
+        """None if vLLM loads weights as it does without the plugin."""
         self._prepared: int | None = None
         self._answer: NDArray[np.int64] | None = None
         """The map that the planner gave vLLM for the plan under way."""
@@ -123,6 +127,8 @@ class VllmGuest(EngineGuest):
             )
 
         agent = self._start_agent(shape, make)
+        if self.places:
+            self._reload = ReloadMap(model_state, self._engine, group)
         if self.places and self.state.policy is not self._policy:
             agent.disable_migration(
                 f"vLLM's EPLB plans with {self.state.policy.__name__}, not with the controller's"
@@ -155,6 +161,7 @@ class VllmGuest(EngineGuest):
         self._count(note, self._counts, model_state)
         self._prepared = None
         self._step += 1
+        self.weights_loaded()
         try:
             agent.step_boundary()
         finally:  # A rank that skipped the trigger would rearrange without the others.
@@ -232,6 +239,8 @@ class VllmGuest(EngineGuest):
         target = self._model_state
         if target is None or model_state is not target or self.agent is None:
             return
+        if self.agent.reloading:  # These commits are our own.
+            return
         move = self.agent.move
         for layer in move.layers if move is not None else ():
             self.agent.layer_switched(layer, seconds)
@@ -244,6 +253,52 @@ class VllmGuest(EngineGuest):
             agent.move_finished(now)
         else:
             self._follow(agent, now)
+
+    # --- around vLLM's loaders --------------------------------------------------------------------
+
+    def before_weights(self, *, discard: bool = False) -> None:
+        """Prepare for other weights, before the first is replaced; further calls do nothing.
+
+        Collective: vLLM calls it on all ranks between the same two steps. In observe mode vLLM
+        loads as it does without the plugin.
+
+        Args:
+            discard: vLLM discards the weights and the maps first.
+
+        Raises:
+            Unavailable, GateFailed: see `GuestAgent.begin_reload`; nothing was replaced.
+        """
+        agent, reload = self.agent, self._reload
+        if agent is None or reload is None or agent.reloading:
+            return
+        agent.begin_reload()
+        if not finish_rearrangement(self.state, self._engine, self._group, self._worker_ended):
+            agent.end_reload()
+            raise Unavailable("vLLM's EPLB moves experts and does not end: restart this group")
+        reload.go_to_start(discard=discard)
+
+    def before_sleep(self, level: int) -> None:
+        """End the move under way; at level 2 vLLM also discards the weights. Raises: as above."""
+        if level > 1:
+            self.before_weights(discard=True)
+        elif self.agent is not None and self._reload is not None and not self.agent.reloading:
+            self.agent.end_move()
+
+    def woke(self) -> None:
+        """Restore the tables that vLLM discarded; the weights follow with a reload."""
+        if self._reload is not None and self._reload.discarded:
+            self._reload.restore(self.state)
+
+    def weights_loaded(self) -> None:
+        """Go back to the map in use, and register the new weights; collective, ends a reload.
+
+        Without a call it happens at the next step, which routes by the map of the start.
+        """
+        agent, reload = self.agent, self._reload
+        if agent is None or reload is None or not agent.reloading or reload.discarded:
+            return
+        reload.go_back()
+        agent.end_reload()
 
     # --- HostEngine -------------------------------------------------------------------------------
 
@@ -279,6 +334,18 @@ class VllmGuest(EngineGuest):
             )
         return None
 
+    def finish(self, move: Move) -> None:
+        """Let vLLM begin the move if it has not, and switch the layers that remain."""
+        if self._due:
+            self.state.expert_rearrangement_step = 0
+            self.state.rearrange()
+
+        def is_stopped() -> bool:
+            quiet_s = time.monotonic() - move.quiet_since_s
+            return self._worker_ended() or quiet_s > self.settings.stall_after_s
+
+        finish_rearrangement(self.state, self._engine, self._group, is_stopped)
+
     def _worker_ended(self) -> bool:
         worker = self.state.async_worker
         return self.state.is_async and worker is not None and not worker.is_alive()
@@ -312,6 +379,10 @@ class VllmGuest(EngineGuest):
             if counted > batch
             else "the ranks of the batch counted fewer tokens than it has: the totals are too low",
         )
+
+    @property
+    def _group(self) -> Any:
+        return self._groups.get_ep_group()
 
     def _plan_group(self) -> Any:
         return self._groups.get_eplb_group().cpu_group

@@ -24,6 +24,7 @@ from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, time
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.guest import VllmGuest, is_draft
 from evenkeel_moe.engines.vllm.kv_cache import read_kv_cache
+from evenkeel_moe.engines.vllm.loaders import watch_model, watch_worker
 from evenkeel_moe.engines.vllm.policy import make_policy
 
 KNOWN_VERSIONS = ("0.33.0",)
@@ -134,6 +135,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
                 )
                 model_state = state.model_states[model_config.compute_hash()]
                 guest.join(model_state, model_config, self._policy)
+                watch_model(model, guest)
 
         @functools.wraps(should_record)
         def record_always(state: Any, log_stats: bool = False) -> bool:
@@ -182,7 +184,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         owner.rearrange = note_and_rearrange
 
     def _wrap_kv_cache(self, module: Any) -> None:
-        """Learn the size of the KV cache; a process without workers has none."""
+        """Learn of each worker and the size of its KV cache; a process may have no worker."""
         owner = getattr(module, "WorkerWrapperBase", None)
         if owner is None:
             return
@@ -193,6 +195,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
             answer = allocate(wrapper, kv_cache_configs)
             for state, guest in list(self.guests.items()):
                 if getattr(wrapper.worker.model_runner, "eplb_state", None) is state:
+                    watch_worker(wrapper.worker, guest)
                     guest.kv_cache_allocated(
                         lambda: read_kv_cache(kv_cache_configs[wrapper.global_rank])
                     )

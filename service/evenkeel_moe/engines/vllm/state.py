@@ -31,10 +31,17 @@ class VllmState(Protocol):
 
     parallel_config: Any
     policy: Any
+    model_states: dict[str, Any]
     is_async: bool
     async_worker: Any
     expert_rearrangement_step: int
     expert_rearrangement_step_interval: int
+
+    def rearrange(self) -> Any:
+        """Ask the planner, and copy or start the asynchronous worker; collective."""
+        ...
+
+    def _update_layer_should_record(self) -> None: ...
 
 
 class VllmWeights(OwnedSlots):

@@ -48,24 +48,32 @@ def start_from_file(
         detail = problem or "no rank has a usable file"
         _log.warning("warm_start_left_out", path=path, detail=detail)
         return
-    move_experts(model_state, target, engine, ep_group)
-    moved = int((target != current).sum())
+    moved = move_experts(model_state, target, engine, ep_group)
     _log.info("warm_start", path=path, slots_changed=moved, slots=current.size)
 
 
 def move_experts(
     model_state: VllmModelState, target: NDArray[np.int64], engine: Any, ep_group: Any
-) -> None:
-    """Move the experts to a map with vLLM's own copies and commit; collective.
+) -> int:
+    """Move the experts to a map with vLLM's own copies and commit; collective, between two steps.
 
     Args:
-        model_state: of the target model.
-        target: (L, S) int64 map, the same on every rank.
+        model_state: of the target model; nothing of it may be in flight.
+        target: (L, S) the map to go to.
         engine: vLLM's `eplb_state` module.
         ep_group: device group of the EP ranks.
+
+    Returns:
+        The number of slots that changed their expert.
     """
-    state: Any = model_state
+    current = read_map(model_state)
+    moved = int((target != current).sum())
+    if not moved:
+        return 0
     new = torch.from_numpy(np.ascontiguousarray(target))
+    state: Any = model_state
+    # The asynchronous worker sets a stream of its own before each of its rearrangements.
+    state.communicator.set_stream(None)
     engine.rearrange_expert_weights_inplace(
         state.physical_to_logical_map,
         new,
@@ -75,6 +83,7 @@ def move_experts(
         state.communicator,
     )
     engine._commit_eplb_maps(state, new_physical_to_logical_map=new)
+    return moved
 
 
 def _read(

@@ -1,0 +1,81 @@
+"""Scenarios of a toy SGLang whose weights are replaced between and during plans."""
+
+from types import SimpleNamespace
+
+from evenkeel_moe.protocol.messages import Vote
+from tests.engines.sglang import engine
+from tests.engines.sglang.scenarios import Rank
+
+
+def replace(one, way, version):
+    """Load new weights in one of SGLang's ways; the answers of SGLang's functions."""
+    updater, scheduler = engine.WeightUpdater(one.runner), engine.SchedulerUpdater(one.runner)
+    weights = list(one.model.checkpoint(version))
+    half = len(weights) // 2
+    nothing = SimpleNamespace(tags=None)
+    match way:
+        case "disk":
+            return [updater.update_weights_from_disk(weights, "auto")[0]]
+        case "ipc":
+            return [updater.update_weights_from_ipc(weights)[0]]
+        case "tensor":
+            return [
+                scheduler.begin_weight_update(nothing).success,
+                updater.update_weights_from_tensor(weights[:half])[0],
+                updater.update_weights_from_tensor(weights[half:])[0],
+                scheduler.end_weight_update(nothing).success,
+            ]
+        case "distributed":
+            return [
+                scheduler.begin_weight_update(nothing).success,
+                updater.load_weights_from_distributed(weights)[0],
+                scheduler.end_weight_update(nothing).success,
+            ]
+        case "release":
+            scheduler.release_memory_occupation(nothing)
+            return [updater.update_weights_from_disk(weights, "auto")[0]]
+    raise AssertionError(way)
+
+
+def replaced(rank, size, *, way):
+    """A plan; weights replaced during a second one, and after it; a third plan."""
+    one = Rank(rank, size, chunk=1, stall_after_s=60.0)
+    one.steps(4)
+    one.order(one.target(seed=1), "plan-1")
+    one.steps(20)
+    first = one.seen()
+    one.order(one.target(seed=2), "plan-2")
+    for _ in range(12):
+        one.step()
+        if one.agent.move is not None and one.agent.move.done:
+            break
+    moving = one.agent.move is not None
+    answers = replace(one, way, version=1)
+    one.step()
+    during = one.seen()
+    answers += replace(one, way, version=2)
+    one.step()
+    after = one.seen()
+    new = one.target(seed=3)
+    vote = one.order(new, "plan-3")
+    one.steps(20)
+    return {
+        "first": first,
+        "moving": moving,
+        "during": during,
+        "after": after,
+        "vote": vote.yes,
+        "target": new.phy2log,
+        "answers": answers,
+        **one.seen(),
+    }
+
+
+def observed(rank, size):
+    """In observe mode the plugin leaves SGLang's loading as it is."""
+    one = Rank(rank, size, mode="observe")
+    one.steps(3)
+    replace(one, "disk", version=1)
+    one.steps(3)
+    one.link.nothing(Vote)
+    return one.seen()

@@ -1,0 +1,28 @@
+"""Weights that SGLang replaces between and during plans."""
+
+import numpy as np
+import pytest
+
+from tests.engines import ranks
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+SCENARIOS = "tests.engines.sglang.reloads"
+
+
+@pytest.mark.parametrize("way", ["disk", "ipc", "tensor", "distributed", "release"])
+def test_updates_during_and_after_a_plan_leave_the_new_bytes_and_the_next_plan_works(way):
+    for seen in ranks.run(SCENARIOS, "replaced", way=way):
+        assert seen["first"]["epoch"] == 1
+        assert seen["moving"], "the first update comes in the middle of a move"
+        for name in ("during", "after"):
+            part = seen[name]
+            assert (part["epoch"], part["wrong"], part["trouble"]) == (2, [], "")
+            assert np.array_equal(part["moe"], part["placement"])
+        assert all(seen["answers"]) and seen["vote"]
+        assert np.array_equal(seen["moe"], seen["target"])
+        assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (3, [], "")
+
+
+def test_observing_changes_nothing_about_an_update():
+    for seen in ranks.run(SCENARIOS, "observed"):
+        assert (seen["wrong"], seen["trouble"], seen["steps"]) == ([], "", 7)
