@@ -27,7 +27,7 @@ from evenkeel_moe.engines.vllm.state import (
     read_shape,
 )
 from evenkeel_moe.engines.vllm.warm import move_experts, start_from_file
-from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
+from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Prepare
@@ -397,10 +397,3 @@ class VllmGuest(EngineGuest):
             words += torch.tensor(list(message), dtype=torch.int32)
         _distributed.all_reduce(words, group=group)
         return bytes(words.tolist())
-
-
-def is_draft(model_name: str | None) -> bool:
-    """Return True if `add_model` got a draft model."""
-    if model_name is not None and not isinstance(model_name, str):
-        raise InvalidInput(f"model_name is {type(model_name).__name__}")
-    return model_name is not None and model_name.endswith("(draft)")

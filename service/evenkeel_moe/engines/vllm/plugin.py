@@ -22,10 +22,11 @@ from evenkeel_moe.engines.guest.guards import (
 )
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.engines.vllm.guest import VllmGuest, is_draft
+from evenkeel_moe.engines.vllm.guest import VllmGuest
 from evenkeel_moe.engines.vllm.kv_cache import read_kv_cache
 from evenkeel_moe.engines.vllm.loaders import watch_model, watch_worker
 from evenkeel_moe.engines.vllm.policy import make_policy
+from evenkeel_moe.engines.vllm.state import is_draft
 
 KNOWN_VERSIONS = ("0.33.0",)
 _STATE = "vllm.distributed.eplb.eplb_state"

@@ -97,3 +97,10 @@ def _top_k(model: Any) -> int:
             if isinstance(value, int) and value > 0:
                 return value
     raise InvalidInput(f"{type(layer).__name__} does not tell how many experts a token uses")
+
+
+def is_draft(model_name: str | None) -> bool:
+    """Return True if `add_model` got a draft model."""
+    if model_name is not None and not isinstance(model_name, str):
+        raise InvalidInput(f"model_name is {type(model_name).__name__}")
+    return model_name is not None and model_name.endswith("(draft)")
