@@ -77,11 +77,19 @@ def make_health(clock=None) -> StoreHealth:
 
 
 def make_registry(
-    store, spawn, *, clock=None, planner=None, settings=None, address="here:1", max_deployments=8
+    store,
+    spawn,
+    *,
+    clock=None,
+    planner=None,
+    settings=None,
+    address="here:1",
+    max_deployments=8,
+    windows=None,
 ) -> DeploymentRegistry:
     clock, metrics = clock or SystemClock(), ControllerMetrics(CollectorRegistry())
     health = StoreHealth(clock, metrics)
-    shared = SharedServices(store, store, clock, metrics, health, planner, spawn)  # type: ignore[arg-type]
+    shared = SharedServices(store, windows or store, clock, metrics, health, planner, spawn)  # type: ignore[arg-type]
     options = deployment_options(settings or Settings(), address)
     return DeploymentRegistry(options, shared, max_deployments=max_deployments)
 
@@ -89,7 +97,7 @@ def make_registry(
 class Replica:
     """One replica on a store; its ranks answer when they are asked."""
 
-    def __init__(self, store, name, *, max_deployments=8, **planner):
+    def __init__(self, store, name, *, max_deployments=8, windows=None, **planner):
         settings = Settings()
         settings = replace(
             settings,
@@ -103,6 +111,7 @@ class Replica:
             settings=settings,
             address=f"{name}:1",
             max_deployments=max_deployments,
+            windows=windows,
         )
         self.operations = OperatorService(self.registry)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -110,7 +110,8 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
             )
         limits[bound] = value
     thresholds = {
-        key: _number(f"thresholds.{key}", value) for key, value in document["thresholds"].items()
+        key: finite_number(f"thresholds.{key}", value)
+        for key, value in document["thresholds"].items()
     }
     GateSettings.from_thresholds(thresholds)
     for policy, options in document["policy_options"].items():
@@ -123,8 +124,8 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
         policy=name,
         shadow_policies=shadows,
         limits=PlanLimits(**limits),
-        cycle_s=_number("cycle_s", document["cycle_s"]),
-        proposal_ttl_s=_number("proposal_ttl_s", document["proposal_ttl_s"]),
+        cycle_s=finite_number("cycle_s", document["cycle_s"]),
+        proposal_ttl_s=finite_number("proposal_ttl_s", document["proposal_ttl_s"]),
         schedule=Schedule(
             **{name: _spans(name, value) for name, value in document["schedule"].items()}
         ),
@@ -161,7 +162,12 @@ def _spans(name: str, texts: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _number(what: str, value: Any) -> float:
+def finite_number(what: str, value: Any) -> float:
+    """Return a finite number.
+
+    Raises:
+        InvalidInput: the value is none.
+    """
     if not isinstance(value, bool) and isinstance(value, int | float):
         # An integer may be larger than any float.
         with contextlib.suppress(OverflowError):
@@ -171,12 +177,20 @@ def _number(what: str, value: Any) -> float:
 
 
 def policy_from_document(
-    body: Mapping[str, Any] | None, default: DeploymentPolicy
+    body: Mapping[str, Any] | None,
+    default: DeploymentPolicy,
+    unusable: Callable[[str], None] | None = None,
 ) -> DeploymentPolicy:
-    """Return the stored policy; the default if none is stored or it can no longer be used."""
+    """Return the stored policy; the default if none is stored or it can no longer be used.
+
+    Args:
+        unusable: told why a stored policy cannot be used.
+    """
     if body is None:
         return default
     try:
         return change_policy(default, body)
-    except EvenkeelError:
+    except EvenkeelError as error:
+        if unusable is not None:
+            unusable(str(error))
         return default

@@ -12,6 +12,8 @@ from evenkeel_moe.ports import Clock
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 _RETRY_S = 1.0
+_MOST_UNREADABLE = 10_000
+"""Unreadable records that are remembered, so that each is told of once."""
 
 
 class StoreHealth:
@@ -23,6 +25,7 @@ class StoreHealth:
         self._clock = clock
         self._metrics = metrics
         self._failed_at = float("-inf")
+        self._unreadable: set[str] = set()
         metrics.store_degraded(False)
 
     @property
@@ -44,6 +47,14 @@ class StoreHealth:
         This does not end a fault: a store may answer reads and refuse writes that need replicas.
         """
         self._metrics.store_answered(self._clock.unix())
+
+    def unreadable(self, kind: str, where: str, why: str) -> None:
+        """Note a record that cannot be read: it stays in the store and is not used."""
+        if where in self._unreadable or len(self._unreadable) >= _MOST_UNREADABLE:
+            return
+        self._unreadable.add(where)
+        self._metrics.record_unreadable(kind)
+        _log.error("record_unreadable", kind=kind, record=where, detail=why[:300])
 
     def recovered(self) -> None:
         """End the fault: the store's own check passed."""

@@ -1,11 +1,13 @@
 """The hold on automatic plans: they wait for an operator's `resume`, for a reason."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from evenkeel_moe.errors import Reason
+
+_LATEST = 1e15
+"""Unix seconds beyond which a stored time is no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,5 +34,5 @@ class Hold:
         if because is not None and body.get("held_because") == Reason.GAINS_NOT_DELIVERED.value:
             because = Reason.GAINS_NOT_DELIVERED
         since = body.get("judged_from", 0.0)
-        known = isinstance(since, int | float) and math.isfinite(since)
+        known = isinstance(since, int | float) and -_LATEST <= since <= _LATEST
         return cls(because, float(since) if known else 0.0)

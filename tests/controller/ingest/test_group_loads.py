@@ -20,7 +20,7 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
-from tests.controller.replicas import DEMO, feed, make_registry, replicas
+from tests.controller.replicas import DEMO, feed, make_health, make_registry, replicas
 from tests.protocol.machines import answer_queries, control_of
 from tests.telemetry.reports import SHAPE
 from tests.waiting import until
@@ -182,7 +182,7 @@ async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
     control.executor.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
     store = MemoryStore(SystemClock())
     ingest = _ingest_on(store)
-    loads = GroupLoads(control, store, ingest, 8, DispatchModel.EVEN)
+    loads = GroupLoads(control, store, ingest, 8, DispatchModel.EVEN, make_health())
     loads.times.update({}, committed, 3, loads.split())
     assert len(loads.times.speed_factors()) == committed.num_ranks
     assert loads.follow_generation()

@@ -115,6 +115,12 @@ class ControllerMetrics(Collector):
             ["policy"],
             registry=registry,
         )
+        self._unreadable = Counter(
+            "evenkeel_store_unreadable_records_total",
+            "Stored records that this replica skipped because it could not read them.",
+            ["kind"],
+            registry=registry,
+        )
         Gauge(
             "evenkeel_build_info",
             "The running version; always 1.",
@@ -172,6 +178,10 @@ class ControllerMetrics(Collector):
     def store_degraded(self, degraded: bool) -> None:
         """Set whether the store is out of reach."""
         self._degraded.set(1 if degraded else 0)
+
+    def record_unreadable(self, kind: str) -> None:
+        """Count a stored record that cannot be read."""
+        self._unreadable.labels(kind).inc()
 
     def store_policies(self, policies: Collection[str]) -> None:
         """Set the store's eviction policies; empty: unknown."""

@@ -7,6 +7,7 @@ nothing else; the store skips what it cannot read.
 import base64
 import itertools
 import json
+import math
 import operator
 import struct
 from collections.abc import Callable, Iterable
@@ -17,10 +18,10 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.adapters.redis import stored_values as stored
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.delivered import DeliveredGain
-from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
@@ -44,6 +45,14 @@ _BLOCK = 4096
 
 class Unreadable(Exception):
     """Stored bytes that do not have the expected form."""
+
+
+UnreadableRecord = Callable[[str, str, str], None]
+"""Takes the kind of a record that cannot be read, its key and name, and what is wrong with it."""
+
+
+def ignore_unreadable(_kind: str, _where: str, _why: str) -> None:
+    """Take no note of a record that cannot be read."""
 
 
 @kernel
@@ -95,6 +104,10 @@ def pack_window(*parts: LoadWindow) -> bytes:
 
 def unpack_window(data: bytes) -> LoadWindow:
     """Decode a chunk, without source-side sums."""
+    return _read(lambda: _window_of(data))
+
+
+def _window_of(data: bytes) -> LoadWindow:
     version, width, length, layers, experts, ranks = _unpack_header(_WINDOW_HEADER, data)
     if version != _WINDOW_VERSION or not 1 <= width <= 4:
         raise Unreadable(f"window chunk of version {version} with counts of {width} bytes")
@@ -115,6 +128,10 @@ def unpack_window(data: bytes) -> LoadWindow:
     counts = np.zeros((length, layers, experts), np.uint32)
     for byte in range(width):
         counts |= take("u1", length, layers, experts).astype(np.uint32) << np.uint32(8 * byte)
+    if length == 0 or (np.diff(steps) <= 0).any() or min(steps[0], epochs.min()) < 0:
+        raise ValueError("the steps do not rise from one to the next, or a number is below 0")
+    if tokens.size and tokens.min() < 0:
+        raise ValueError(f"a rank has {tokens.min()} tokens")
     return LoadWindow(
         counts,
         steps.astype(np.int64),
@@ -132,10 +149,14 @@ def pack_source(source: NDArray[np.uint32]) -> bytes:
 
 def unpack_source(data: bytes) -> NDArray[np.uint32]:
     """Decode source-side sums."""
+    return _read(lambda: _source_of(data))
+
+
+def _source_of(data: bytes) -> NDArray[np.uint32]:
     version, *shape = _unpack_header(_SOURCE_HEADER, data)
     if version != _VERSION:
         raise Unreadable(f"source sums of version {version}")
-    body = _decompress(data[_SOURCE_HEADER.size :], 4 * int(np.prod(shape)))
+    body = _decompress(data[_SOURCE_HEADER.size :], 4 * math.prod(shape))
     return np.frombuffer(body, "<u4").reshape(shape).astype(np.uint32)
 
 
@@ -146,7 +167,7 @@ def pack_placement(placement: Placement) -> bytes:
 
 def unpack_placement(data: bytes) -> Placement:
     """Decode a placement."""
-    return _read(lambda: _placement_of(json.loads(data)))
+    return _read(lambda: _placement_of(stored.parse_json(data)))
 
 
 def pack_plan(record: PlanRecord) -> bytes:
@@ -160,7 +181,7 @@ def pack_plan(record: PlanRecord) -> bytes:
 
 def unpack_plan(data: bytes) -> PlanRecord:
     """Decode a plan record."""
-    return _read(lambda: _plan_of(json.loads(_decompress(data, None))))
+    return _read(lambda: _plan_of(stored.parse_json(_decompress(data, None))))
 
 
 def _plan_of(form: dict[str, Any]) -> PlanRecord:
@@ -170,7 +191,32 @@ def _plan_of(form: dict[str, Any]) -> PlanRecord:
         for name, read in _RECORD_READERS.items()
         if name in form or name not in _NEWER
     }
-    return PlanRecord(plan=Plan(**plan), **record)
+    return _checked(PlanRecord(plan=Plan(**plan), **record))
+
+
+def _checked(record: PlanRecord) -> PlanRecord:
+    """Return a record whose parts fit each other: others count on it."""
+    plan = record.plan
+    base, waves = plan.base, plan.waves
+    if plan.target.sizes != base.sizes or record.waves_committed > len(waves):
+        raise ValueError(f"{record.waves_committed} of {len(waves)} waves, sizes {base.sizes}")
+    for index, wave in enumerate(waves):
+        layers, rows = wave.layers, wave.rows
+        sound = (
+            wave.index == index
+            and len(set(layers)) == len(layers) > 0
+            and all(layer < base.num_layers for layer in layers)
+            and rows.shape == (len(layers), base.num_slots)
+            and -1 <= rows.min()
+            and rows.max() < base.num_logical_experts
+            and all(
+                t.layer in layers and max(t.src_slot, t.dst_slot) < base.num_slots
+                for t in wave.transfers
+            )
+        )
+        if not sound:
+            raise ValueError(f"wave {index} does not fit a placement of {base.sizes}")
+    return record
 
 
 def _form_of(value: object, names: Iterable[str]) -> dict[str, Any]:
@@ -193,7 +239,9 @@ def _placement_form(placement: Placement) -> dict[str, Any]:
 
 def _placement_of(form: dict[str, Any]) -> Placement:
     return Placement(
-        _array_of(form["phy2log"], form["shape"]), int(form["ranks"]), int(form["experts"])
+        _array_of(form["phy2log"], form["shape"]),
+        stored.whole(form["ranks"]),
+        stored.whole(form["experts"]),
     )
 
 
@@ -210,12 +258,13 @@ def _wave_form(wave: Wave) -> dict[str, Any]:
 
 
 def _wave_of(form: dict[str, Any]) -> Wave:
-    sizes = [int(size) for size in form["batches"]]
+    sizes = [stored.whole(size) for size in form["batches"]]
     table = _array_of(form["transfers"], [sum(sizes), len(fields(Transfer))], "<i8").tolist()
-    transfers = iter([Transfer(*row) for row in table])
+    transfers = iter([Transfer(*map(stored.whole, row)) for row in table])
     batches = tuple(tuple(itertools.islice(transfers, size)) for size in sizes)
     rows = _array_of(form["rows"], form["shape"])
-    return Wave(int(form["index"]), tuple(map(int, form["layers"])), rows, batches)
+    layers = tuple(map(stored.whole, form["layers"]))
+    return Wave(stored.whole(form["index"]), layers, rows, batches)
 
 
 def _array_form(array: NDArray[np.integer[Any]]) -> str:
@@ -225,7 +274,7 @@ def _array_form(array: NDArray[np.integer[Any]]) -> str:
 
 def _array_of(text: str, shape: list[int], dtype: str = "<i4") -> NDArray[Any]:
     kind = np.dtype(dtype)
-    data = _decompress(base64.b64decode(text), kind.itemsize * int(np.prod(shape)))
+    data = _decompress(base64.b64decode(text), kind.itemsize * math.prod(map(stored.whole, shape)))
     return np.frombuffer(data, kind).reshape(shape).astype(kind.newbyteorder("="))
 
 
@@ -251,8 +300,10 @@ def _decompress(data: bytes, want: int | None) -> bytes:
 def _read(build: Callable[[], _T]) -> _T:
     try:
         return build()
-    except (EvenkeelError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unreadable(f"{type(error).__name__}: {error}") from None
+    except Unreadable:
+        raise
+    except Exception as error:  # whatever the bytes are, they are only not readable
+        raise Unreadable(f"{type(error).__name__}: {error}"[:300]) from None
 
 
 def _delivered_of(form: dict[str, Any] | None) -> DeliveredGain | None:
@@ -282,33 +333,33 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
 """Fields whose JSON form is not the value itself."""
 
 _PLAN_READERS: dict[str, Callable[[Any], Any]] = {
-    "plan_id": PlanId,
-    "deployment": DeploymentId,
+    "plan_id": stored.text,
+    "deployment": stored.text,
     "kind": PlanKind,
-    "policy": _same,
+    "policy": stored.text,
     "reason": Reason,
-    "generation": Generation,
-    "weights_version": int,
-    "base_epoch": lambda epoch: Epoch(int(epoch)),
+    "generation": stored.text,
+    "weights_version": stored.whole,
+    "base_epoch": stored.whole,
     "base": _placement_of,
     "target": _placement_of,
     "waves": lambda waves: tuple(_wave_of(wave) for wave in waves),
-    "created_at": float,
-    "expires_at": _same,
-    "allow_duplicates": bool,
-    "numbers": dict,
+    "created_at": stored.number,
+    "expires_at": stored.optional_number,
+    "allow_duplicates": stored.flag,
+    "numbers": stored.numbers,
 }
 """Field of a Plan -> conversion from JSON."""
 
 _RECORD_READERS: dict[str, Callable[[Any], Any]] = {
     "phase": PlanPhase,
     "reason": Reason,
-    "waves_committed": int,
-    "updated_at": float,
-    "error": _same,
-    "approved_by": _same,
-    "request_digest": _same,
-    "story": tuple,
+    "waves_committed": stored.whole,
+    "updated_at": stored.number,
+    "error": stored.optional_text,
+    "approved_by": stored.optional_text,
+    "request_digest": stored.optional_text,
+    "story": stored.rows,
     "delivered": _delivered_of,
 }
 """Field of a PlanRecord, without its plan -> conversion from JSON."""

@@ -4,11 +4,25 @@ Every write but the decision log compares the writer's term with the highest ter
 seen. Comments name the KEYS and ARGV of each script.
 """
 
+# A stored term that is no term counts as none. Otherwise no lease could be taken any more; ranks
+# that know a higher term say so.
+_TERM_OF = """
+local function term_of(text)
+  local term = tonumber(text or '0')
+  if term == nil or term ~= term or term < 0 or term >= 4503599627370496 then return 0 end
+  return math.floor(term)
+end
+"""
+
 # KEYS: lease, term. ARGV: holder, ttl in ms, term that the new one must exceed, record age in ms.
-ACQUIRE = """
+ACQUIRE = (
+    _TERM_OF
+    + """
 local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
-if held[1] and held[1] ~= ARGV[1] then return {held[1], held[2]} end
-local term = math.max(tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[3])) + 1
+if held[1] and held[2] and held[1] ~= ARGV[1] then
+  return {held[1], string.format('%.0f', term_of(held[2]))}
+end
+local term = math.max(term_of(redis.call('GET', KEYS[2])), tonumber(ARGV[3])) + 1
 local text = string.format('%.0f', term)
 redis.call('SET', KEYS[2], text)
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'term', text)
@@ -16,6 +30,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return {ARGV[1], text}
 """
+)
 
 # KEYS: lease, then all records. ARGV: holder, term, ttl in ms, record age in ms.
 # Records are kept while somebody leads, and expire some time after the last leader is gone.
@@ -47,14 +62,17 @@ return 1
 # writer, number of the write; the last one is the record age in ms.
 # A flushed store knows no term and takes over the writer's. A write may arrive after a later one of
 # its own writer, on a connection the writer had closed. It is outdated and ignored.
-_FENCE = """
-local known = tonumber(redis.call('GET', KEYS[1]) or '0')
+_FENCE = (
+    _TERM_OF
+    + """
+local known = term_of(redis.call('GET', KEYS[1]))
 if known > tonumber(ARGV[1]) then return known end
 if known < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
 local writer, number = string.match(redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%S+) (%d+)$')
 if writer == ARGV[3] and tonumber(number) > tonumber(ARGV[4]) then return 0 end
 redis.call('HSET', KEYS[2], ARGV[2], ARGV[3] .. ' ' .. ARGV[4])
 """
+)
 
 # Every fenced write ends with this. Records expire from the first write on, because a deployment
 # may never be led long enough to be renewed.
@@ -95,7 +113,8 @@ STORE_EPOCH = (
     + """
 local kept = tonumber(ARGV[5]) - tonumber(ARGV[7])
 for _, epoch in ipairs(redis.call('HKEYS', KEYS[3])) do
-  if tonumber(epoch) > tonumber(ARGV[5]) or tonumber(epoch) <= kept then
+  local known = tonumber(epoch)
+  if known and (known > tonumber(ARGV[5]) or known <= kept) then
     redis.call('HDEL', KEYS[3], epoch)
   end
 end

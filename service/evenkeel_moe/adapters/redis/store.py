@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from evenkeel_moe.adapters.redis import scripts
+from evenkeel_moe.adapters.redis import scripts, stored_values
 from evenkeel_moe.adapters.redis.client import Client, deployment_key, store_errors
 from evenkeel_moe.adapters.redis.encoding import (
     Unreadable,
+    UnreadableRecord,
+    ignore_unreadable,
     pack_placement,
     pack_plan,
     unpack_placement,
@@ -27,12 +29,15 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.ports import Lease
+from evenkeel_moe.wire.values import is_deployment_id
 
 _LISTINGS_PER_AGE = 100
 """Times per record age that a deployment is listed again while it is led."""
 
 _RECORDS = ("term", "written", "plans", "plan_order", "plans_open", "epochs", "documents")
 _PLAN = "plan:"
+_MAX_DIGITS = 18
+"""Digits of an epoch: less than 2**63."""
 _WRITTEN_BY_EACH_LEADER = ("leader", "shape")
 """Documents that every leader writes when it begins. Losing them costs nothing, so they wait for no
 replica. Otherwise nobody could lead or collect loads while replicas are down."""
@@ -64,6 +69,7 @@ class RedisDeploymentStore:
         wait_replicas: replicas that must have a plan, an epoch or a document within `wait_s`. If
             fewer have it, the write raises Unavailable and must be repeated, though the primary
             has it.
+        unreadable: told of each record that is skipped because it cannot be read.
     """
 
     def __init__(
@@ -78,8 +84,10 @@ class RedisDeploymentStore:
         record_age_s: float = 90 * 86_400.0,
         wait_replicas: int = 0,
         wait_s: float = 1.0,
+        unreadable: UnreadableRecord = ignore_unreadable,
     ) -> None:
         self._client: Any = client  # The clients share their commands but no typed base.
+        self._unreadable = unreadable
         self._prefix = prefix
         self._plans_kept = plans_kept
         self._epochs_kept = epochs_kept
@@ -113,7 +121,7 @@ class RedisDeploymentStore:
             await self._list(deployment)
             self._listed_at.pop(deployment, None)
             winner, term = await self._eval(scripts.ACQUIRE, keys, *values)
-        return Lease(winner.decode(), int(term))
+        return Lease(winner.decode(errors="replace"), int(term))
 
     async def _list(self, deployment: DeploymentId) -> None:
         """Add a deployment to those that `deployments` returns, for as long as records are kept."""
@@ -142,7 +150,13 @@ class RedisDeploymentStore:
         key = self._key(deployment, "lease")
         with store_errors("reading a lease"):
             holder, term = await self._client.hmget(key, ["holder", "term"])
-        return None if holder is None or term is None else Lease(holder.decode(), int(term))
+        if holder is None or term is None:
+            return None
+        try:
+            return Lease(holder.decode(), int(term))
+        except ValueError as error:
+            self._unreadable("lease", key, str(error))
+            return None
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
         """Write one whole plan record."""
@@ -157,16 +171,19 @@ class RedisDeploymentStore:
         key = self._key(deployment, "plan_order")
         with store_errors("reading the order of plans"):
             rows = await self._client.zrevrange(key, 0, -1, withscores=True)
-        return [(PlanId(name.decode()), float(created_at)) for name, created_at in rows]
+        known = ((self._name("plan", key, name), created_at) for name, created_at in rows)
+        return [(PlanId(name), created_at) for name, created_at in known if name is not None]
 
     async def open_plans(self, deployment: DeploymentId) -> Sequence[PlanId]:
         """Return the plans that had not ended when they were stored.
 
         Plans stored by versions that did not keep this list are missing.
         """
+        key = self._key(deployment, "plans_open")
         with store_errors("reading which plans are open"):
-            names = await self._client.hkeys(self._key(deployment, "plans_open"))
-        return sorted(PlanId(name.decode()) for name in names)
+            names = await self._client.hkeys(key)
+        known = (self._name("plan", key, name) for name in names)
+        return sorted(PlanId(name) for name in known if name is not None)
 
     async def fetch_plans(
         self, deployment: DeploymentId, plan_ids: Sequence[PlanId]
@@ -174,11 +191,20 @@ class RedisDeploymentStore:
         """Return these plans in this order, without those that are missing or unreadable."""
         if not plan_ids:
             return []
+        key = self._key(deployment, "plans")
         with store_errors("reading plans"):
-            found = await self._client.hmget(self._key(deployment, "plans"), list(plan_ids))
+            found = await self._client.hmget(key, list(plan_ids))
+        stored = [
+            (name, body) for name, body in zip(plan_ids, found, strict=True) if body is not None
+        ]
         # In a thread, so that leases are renewed meanwhile: a large plan takes milliseconds.
-        plans = await asyncio.to_thread(lambda: [_readable_plan(body) for body in found])
-        return [record for record in plans if record is not None]
+        plans = await asyncio.to_thread(
+            lambda: [_plan_or_fault(deployment, name, body) for name, body in stored]
+        )
+        for (name, _), plan in zip(stored, plans, strict=True):
+            if isinstance(plan, Unreadable):
+                self._unreadable("plan", f"{key} {name}", str(plan))
+        return [plan for plan in plans if not isinstance(plan, Unreadable)]
 
     async def store_epoch(
         self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int
@@ -190,15 +216,16 @@ class RedisDeploymentStore:
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
         """Return the recorded placements by epoch, as many as are kept."""
+        key = self._key(deployment, "epochs")
         with store_errors("reading epochs"):
-            found = await self._client.hgetall(self._key(deployment, "epochs"))
+            found = await self._client.hgetall(key)
         epochs: dict[Epoch, Placement] = {}
-        for epoch, body in sorted(found.items(), key=lambda item: int(item[0])):
+        for name, body in found.items():
             try:
-                epochs[Epoch(int(epoch))] = unpack_placement(body)
-            except Unreadable:
-                continue
-        return epochs
+                epochs[_epoch_of(name)] = unpack_placement(body)
+            except Unreadable as error:
+                self._unreadable("epoch", f"{key} {name!r:.80}", str(error))
+        return dict(sorted(epochs.items()))
 
     async def store_document(
         self, deployment: DeploymentId, name: str, body: Mapping[str, Any], term: int
@@ -211,10 +238,10 @@ class RedisDeploymentStore:
 
     async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
         """Return a named document; None when it is missing or unreadable."""
+        key = self._key(deployment, "documents")
         with store_errors("reading a document"):
-            body = await self._client.hget(self._key(deployment, "documents"), name)
-        document = None if body is None else _readable_json(body)
-        return document if isinstance(document, dict) else None
+            body = await self._client.hget(key, name)
+        return None if body is None else self._object("document", f"{key} {name}", body)
 
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
         """Add a row to the decision log, which is bounded by count and age."""
@@ -229,10 +256,21 @@ class RedisDeploymentStore:
         """Return the newest rows of the decision log, newest first."""
         if limit < 1:
             return []
+        key = self._key(deployment, "decisions")
         with store_errors("reading decisions"):
-            rows = await self._client.xrevrange(self._key(deployment, "decisions"), count=limit)
-        decisions = (_readable_json(fields.get(b"d", b"")) for _, fields in rows)
-        return [row for row in decisions if isinstance(row, dict)]
+            found = await self._client.xrevrange(key, count=limit)
+        decisions = []
+        for entry, fields in found:
+            where = f"{key} {entry.decode(errors='replace')}"
+            row = self._object("decision", where, fields.get(b"d", b""))
+            try:
+                stored_values.numbers({} if row is None else row.get("numbers", {}))
+            except ValueError as error:
+                self._unreadable("decision", where, str(error))
+                continue
+            if row is not None:
+                decisions.append(row)
+        return decisions
 
     async def unlist(self, deployment: DeploymentId) -> None:
         """Omit a deployment from `deployments` until it is led again; its records stay."""
@@ -242,8 +280,12 @@ class RedisDeploymentStore:
     async def deployments(self) -> Sequence[DeploymentId]:
         """Return every deployment with a record here, without those that were unlisted."""
         with store_errors("listing deployments"):
-            names = await self._client.zrange(self._seen, 0, -1)
-        return sorted(DeploymentId(name.decode()) for name in names)
+            found = await self._client.zrange(self._seen, 0, -1)
+        names = [(self._name("deployment", self._seen, name) or "", name) for name in found]
+        for name, raw in names:
+            if name and not is_deployment_id(name):
+                self._unreadable("deployment", f"{self._seen} {raw!r:.80}", "it is no name")
+        return sorted(DeploymentId(name) for name, _ in names if is_deployment_id(name))
 
     async def ping(self) -> None:
         """Raise Unavailable unless the store takes a write, on as many replicas as a plan needs."""
@@ -257,6 +299,22 @@ class RedisDeploymentStore:
             raise Unavailable(
                 f"ping: {copies} of {wanted} replicas have a write after {self._wait_s:g} s"
             )
+
+    def _name(self, kind: str, key: str, name: bytes) -> str | None:
+        """Return a name of the store; None if it is not UTF-8."""
+        try:
+            return name.decode()
+        except UnicodeDecodeError as error:
+            self._unreadable(kind, f"{key} {name!r:.80}", str(error))
+            return None
+
+    def _object(self, kind: str, where: str, body: bytes) -> dict[str, Any] | None:
+        """Return a stored JSON object; None if it is unreadable."""
+        try:
+            return stored_values.mapping(stored_values.parse_json(body))
+        except ValueError as error:
+            self._unreadable(kind, where, str(error))
+            return None
 
     async def _write(
         self, write: _Write, term: int, values: tuple[object, ...], replicas: int
@@ -299,15 +357,20 @@ def _milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _readable_plan(body: bytes | None) -> PlanRecord | None:
+def _plan_or_fault(
+    deployment: DeploymentId, plan_id: PlanId, body: bytes
+) -> PlanRecord | Unreadable:
     try:
-        return None if body is None else unpack_plan(body)
-    except Unreadable:
-        return None
+        record = unpack_plan(body)
+    except Unreadable as error:
+        return error
+    plan = record.plan
+    if (plan.deployment, plan.plan_id) != (deployment, plan_id):
+        return Unreadable(f"it is plan {plan.plan_id:.80} of {plan.deployment:.80}")
+    return record
 
 
-def _readable_json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError:
-        return None
+def _epoch_of(name: bytes) -> Epoch:
+    if not name.isdigit() or len(name) > _MAX_DIGITS:
+        raise Unreadable("the name is no epoch")
+    return Epoch(int(name))

@@ -1,13 +1,14 @@
 """`ports.WindowStore` on Redis or Valkey: a stream of chunks for each deployment and phase."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from evenkeel_moe.adapters.redis.client import Client, deployment_key, store_errors
 from evenkeel_moe.adapters.redis.encoding import (
     Unreadable,
+    UnreadableRecord,
+    ignore_unreadable,
     pack_source,
     pack_window,
     unpack_source,
@@ -64,6 +65,7 @@ class RedisWindowStore:
         prefix: first part of every key.
         capacity: steps kept of each window; the store holds up to one chunk more.
         ttl_s: a window without new steps for this long is dropped.
+        unreadable: told of each chunk that is skipped because it cannot be read.
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class RedisWindowStore:
         prefix: str = "evenkeel",
         capacity: int = 512,
         ttl_s: float = 86_400.0,
+        unreadable: UnreadableRecord = ignore_unreadable,
     ) -> None:
         if capacity < 1:
             raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
         self._client: Any = client  # The clients share their commands but no typed base.
+        self._unreadable = unreadable
         self._prefix = prefix
         self._capacity = capacity
         self._ttl_ms = max(1, round(ttl_s * 1000))
@@ -113,16 +117,29 @@ class RedisWindowStore:
         with store_errors("reading a window"):
             rows = await self._client.xrange(keys.stream)
             sums = await self._client.get(keys.source)
-        window = _join([fields.get(b"d", b"") for _, fields in rows])
+        chunks = [self._chunk(keys.stream, number, fields) for number, fields in rows]
+        window = _join([chunk for chunk in chunks if chunk is not None])
         if window is None:
             return None
         window = window.last(self._capacity)
         if sums is not None:
-            with suppress(Unreadable):
+            try:
                 source = unpack_source(sums)
-                if source.shape[1:] == window.counts.shape[1:]:
-                    return replace(window, source=source)
+            except Unreadable as error:
+                self._unreadable("window", keys.source, str(error))
+                return window
+            if source.shape[1:] == window.counts.shape[1:]:
+                return replace(window, source=source)
         return window
+
+    def _chunk(
+        self, stream: str, number: bytes, fields: Mapping[bytes, bytes]
+    ) -> LoadWindow | None:
+        try:
+            return unpack_window(fields.get(b"d", b""))
+        except Unreadable as error:
+            self._unreadable("window", f"{stream} {number.decode(errors='replace')}", str(error))
+            return None
 
     async def forget(self, deployment: DeploymentId) -> None:
         """Drop every window of a deployment."""
@@ -131,17 +148,13 @@ class RedisWindowStore:
                 await self._client.delete(*self._keys(deployment, phase))
 
 
-def _join(chunks: Sequence[bytes]) -> LoadWindow | None:
+def _join(chunks: Sequence[LoadWindow]) -> LoadWindow | None:
     """Join chunks in stored order, as long as they have the newest shape and rising steps.
 
     Two writers may have overlapped.
     """
     parts: list[LoadWindow] = []
-    for data in reversed(chunks):
-        try:
-            part = unpack_window(data)
-        except Unreadable:
-            continue
+    for part in reversed(chunks):
         if parts:
             later = parts[-1]
             shapes = part.counts.shape[1:], part.tokens.shape[1:]

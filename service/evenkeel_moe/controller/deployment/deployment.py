@@ -93,7 +93,8 @@ class Deployment:
         self.inbox = MachineInbox(self.control, clock, lambda: self.driver)
         ingest = _build_ingest(deployment, options, shared)
         plan_steps, dispatch = options.cycle.plan_steps, options.cycle.objective.dispatch
-        self.loads = GroupLoads(self.control, store, ingest, plan_steps, dispatch)
+        health = shared.health
+        self.loads = GroupLoads(self.control, store, ingest, plan_steps, dispatch, health)
         self.ranks = RankSessions(
             deployment,
             self.inbox,
@@ -114,6 +115,7 @@ class Deployment:
             self.loads,
             self.ranks,
             self.decisions,
+            health,
             spawn,
         )
         self.planner = DeploymentPlanner(
@@ -122,7 +124,7 @@ class Deployment:
             self.ranks,
             self.inbox,
             store,
-            shared.health,
+            health,
             clock,
             shared.planner,
             spawn,

@@ -12,6 +12,7 @@ import structlog
 
 from evenkeel_moe.controller.ingest.dispatch_choice import DispatchChoice, choose_dispatch
 from evenkeel_moe.controller.ingest.ingest import Ingest
+from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import Epoch, Generation
@@ -23,6 +24,7 @@ from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.telemetry.balance import Balance
 from evenkeel_moe.telemetry.rank_times import RankTimes
+from evenkeel_moe.wire.values import MAX_CELLS
 
 _log = structlog.get_logger(__name__)
 _TIMED_STEPS = 512
@@ -48,6 +50,7 @@ class GroupLoads:
     ingest: Ingest
     plan_steps: int
     dispatch: DispatchModel
+    health: StoreHealth
     balance: Balance = field(init=False)
     times: RankTimes = field(init=False)
     """The seconds that ranks report, and the speeds of the ranks."""
@@ -172,8 +175,11 @@ class GroupLoads:
             Unavailable: the store is out of reach.
         """
         deployment = self.control.deployment
-        known = shape_from_document(await self.store.fetch_document(deployment, "shape"))
+        document = await self.store.fetch_document(deployment, "shape")
+        known = shape_from_document(document)
         if known is None:
+            if document is not None:
+                self.health.unreadable("document", f"{deployment} shape", "it is no shape")
             return
         generation, shape = known
         steps = await self._restore_windows(generation, shape, connected())
@@ -216,7 +222,16 @@ def shape_from_document(body: Mapping[str, Any] | None) -> tuple[Generation, Mod
     """Read the document back; None if none is stored or it cannot be read."""
     if body is None:
         return None
-    try:
-        return Generation(str(body["generation"])), ModelShape(**body["shape"])
-    except (EvenkeelError, KeyError, TypeError):
+    sizes = body.get("shape")
+    generation = body.get("generation")
+    if not isinstance(generation, str) or not isinstance(sizes, Mapping):
         return None
+    whole = {name: value for name, value in sizes.items() if name != "shared_experts"}
+    if not all(type(value) is int for value in whole.values() if value is not None):
+        return None
+    try:
+        shape = ModelShape(**sizes)
+    except (EvenkeelError, TypeError, OverflowError):
+        return None
+    cells = shape.num_layers * max(shape.num_slots, shape.num_logical_experts)
+    return None if cells > MAX_CELLS else (Generation(generation), shape)

@@ -41,7 +41,7 @@ class LeaderLookup:
             return None
         if lease is None or lease.holder == self.replica_id:
             return LedElsewhere(deployment, None, None)
-        address = str(last["address"]) if last.get("replica_id") == lease.holder else None
+        address = str(last.get("address", "")) if last.get("replica_id") == lease.holder else None
         return LedElsewhere(deployment, lease.holder, address)
 
     async def all(

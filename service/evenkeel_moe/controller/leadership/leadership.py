@@ -13,6 +13,7 @@ from evenkeel_moe.controller.leadership.operator_state import OperatorState, Ope
 from evenkeel_moe.controller.leadership.takeover import Takeover, take_over
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
+from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import Spawn
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.ports import Clock, DeploymentStore, Lease
@@ -46,6 +47,7 @@ class Leadership:
     loads: GroupLoads
     ranks: RankSessions
     decisions: deque[dict[str, Any]]
+    health: StoreHealth
     spawn: Spawn
     term: int = field(default=0, init=False)
     """The term to write under; without a lease the last one we held."""
@@ -150,11 +152,14 @@ class Leadership:
     def _records(self, found: Takeover) -> ctl.StoredRecords:
         """Return the records the machine starts with; log what the store lost."""
         restored = found.restored
+        for name, why in restored.unreadable.items():
+            self.health.unreadable("document", f"{self.control.deployment} {name}", why)
         if not restored.loss:
             return found.records
-        _log.error(
-            "store_came_back_empty", deployment=self.control.deployment, detail=restored.loss
-        )
+        if "control" not in restored.unreadable:
+            _log.error(
+                "store_came_back_empty", deployment=self.control.deployment, detail=restored.loss
+            )
         return replace(found.records, loss=restored.row(self.clock.unix()))
 
     async def _restore(self) -> None:

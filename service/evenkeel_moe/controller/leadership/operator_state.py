@@ -4,11 +4,15 @@ They also survive a store that lost its data.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from evenkeel_moe.controller.policy_document import policy_document, policy_from_document
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.controller.policy_document import (
+    finite_number,
+    policy_document,
+    policy_from_document,
+)
+from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.policy import DeploymentPolicy
 
@@ -33,6 +37,8 @@ class RestoredState:
     """Documents that the store lacks, by name."""
     loss: str = ""
     """The loss of the store and its consequence; empty if no loss is known."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """What is wrong with documents that cannot be used, by name."""
 
     def row(self, unix: float) -> dict[str, Any]:
         """Return the loss as a row of the decision log."""
@@ -85,12 +91,23 @@ class OperatorStateRecovery:
         elif leader.get("replica_id") != self._replica_id:
             self._was_blank = False
         known = (self._remembered if self._was_blank else None) or OperatorState(self._default)
-        state = OperatorState(
-            known.policy if policy is None else policy_from_document(policy, self._default),
-            known.hold if control is None else Hold.of_document(control),
-            known.frozen_until if control is None else float(control.get("frozen_until", 0.0)),
-        )
+        unreadable: dict[str, str] = {}
         loss = ""
+        if policy is not None:
+            stored_policy = policy_from_document(
+                policy, self._default, lambda why: unreadable.update(policy=why)
+            )
+            known = replace(known, policy=stored_policy)
+        if control is not None:
+            try:
+                frozen_until = finite_number("frozen_until", control.get("frozen_until", 0.0))
+                known = OperatorState(known.policy, Hold.of_document(control), frozen_until)
+            except InvalidInput as error:
+                # An operator may have frozen the deployment: unknown is not "not frozen".
+                known = OperatorState(known.policy, Hold(Reason.HELD_AFTER_ROLLBACK))
+                unreadable["control"] = str(error)
+                loss = f"the stored freeze: {error}; automatic plans are held until resume"
+        state = known
         if self._was_blank and self._ranks_term > self._term:
             # Another replica led since, or this process never did: its settings are not known.
             hold = Hold(Reason.HELD_AFTER_ROLLBACK)
@@ -107,4 +124,4 @@ class OperatorStateRecovery:
         body = {**state.hold.document(), "frozen_until": state.frozen_until}
         if body != (control or {"held": False, "frozen_until": 0.0}):
             unstored["control"] = body
-        return RestoredState(state, unstored, loss)
+        return RestoredState(state, unstored, loss, unreadable)

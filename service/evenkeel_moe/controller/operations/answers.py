@@ -15,12 +15,14 @@ _KEPT = 512
 """Answers kept for each deployment: about 120 kB."""
 _KEPT_S = 86_400.0
 
+_FORM = {"at": float | int, "name": str, "digest": str, "status": int, "location": str | None}
+
 
 class AnswerLog:
     """The newest answers of each deployment. An answer names its plan, which has the rest."""
 
     def __init__(self, store: DeploymentStore, health: StoreHealth, clock: Clock) -> None:
-        self._stored = StoredRows(store, health, "answers", _KEPT)
+        self._stored = StoredRows(store, health, "answers", _KEPT, _FORM)
         self._clock = clock
 
     async def keep(self, deployment: DeploymentId, answer: StoredResponse, term: int) -> None:
@@ -40,7 +42,9 @@ class AnswerLog:
         """
         for row in self._young(await self._stored.fetch(deployment)):
             if row["name"] == name:
-                return StoredResponse(name, str(row["digest"]), int(row["status"]), row["location"])
+                return StoredResponse(
+                    name, str(row["digest"]), int(row["status"]), row.get("location")
+                )
         return None
 
     def _young(self, rows: Sequence[Row]) -> Sequence[Row]:

@@ -19,6 +19,20 @@ _IN_MEMORY = 1024
 _STORED = 256
 """Rows of one deployment: about 60 kB."""
 
+_FORM = {
+    "at": float | int,
+    "id": str,
+    "deployment": str | None,
+    "by": str,
+    "role": str,
+    "method": str,
+    "path": str,
+    "status": int,
+    "idempotency_key": str | None,
+    "trace_id": str | None,
+}
+"""The type of each field of a row; a row of an older version may lack the last two."""
+
 
 class AuditLog:
     """The newest audit rows.
@@ -27,7 +41,7 @@ class AuditLog:
     """
 
     def __init__(self, store: DeploymentStore, health: StoreHealth, clock: Clock) -> None:
-        self._stored = StoredRows(store, health, "audit", _STORED)
+        self._stored = StoredRows(store, health, "audit", _STORED, _FORM)
         self._health = health
         self._clock = clock
         self._rows: deque[dict[str, Any]] = deque(maxlen=_IN_MEMORY)
@@ -68,6 +82,6 @@ class AuditLog:
 
     def _merged(self, deployment: DeploymentId, stored: Sequence[Row]) -> Sequence[Row]:
         """Return the stored rows and those in memory, oldest first, each once."""
-        found = {str(row["id"]): row for row in stored}
+        found: dict[str, Row] = {row["id"]: {n: row.get(n) for n in _FORM} for row in stored}
         found |= {row["id"]: row for row in self._rows if row["deployment"] == deployment}
         return sorted(found.values(), key=lambda row: float(row["at"]))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
 
 import structlog
@@ -24,12 +25,14 @@ class StoredRows:
     Args:
         name: name of the document.
         most: rows kept for each deployment.
+        form: the type of each field that a row must have.
     """
 
     store: DeploymentStore
     health: StoreHealth
     name: str
     most: int
+    form: Mapping[str, type | UnionType]
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def fetch(self, deployment: DeploymentId) -> Sequence[Row]:
@@ -39,7 +42,19 @@ class StoredRows:
             Unavailable: the store is out of reach.
         """
         document = await self.store.fetch_document(deployment, self.name) or {}
-        return list(document.get("rows", ()))
+        rows = document.get("rows", [])
+        found = rows if isinstance(rows, list) else [rows]
+        sound = [row for row in found if self._is_sound(row)]
+        if len(sound) < len(found):
+            why = f"{len(found) - len(sound)} of {len(found)} rows have another form"
+            self.health.unreadable("row", f"{deployment} {self.name}", why)
+        return sound
+
+    def _is_sound(self, row: Any) -> bool:
+        return isinstance(row, Mapping) and all(
+            isinstance(row.get(name), kind) and not isinstance(row.get(name), bool)
+            for name, kind in self.form.items()
+        )
 
     async def change(
         self, deployment: DeploymentId, edit: Callable[[Sequence[Row]], Sequence[Row]], term: int

@@ -207,9 +207,14 @@ def _shared_services(settings: Settings, servers: _Servers, spawner: Spawner) ->
             prefix=redis.prefix,
             wait_replicas=redis.wait_replicas,
             wait_s=redis.timeout_s / 2,
+            unreadable=servers.health.unreadable,
         ),
         windows=RedisWindowStore(
-            client, prefix=redis.prefix, capacity=window.steps, ttl_s=window.ttl_s
+            client,
+            prefix=redis.prefix,
+            capacity=window.steps,
+            ttl_s=window.ttl_s,
+            unreadable=servers.health.unreadable,
         ),
         clock=servers.clock,
         metrics=servers.metrics,

@@ -1,0 +1,111 @@
+"""Reads single values of stored JSON. A value of another form raises ValueError with what it is.
+
+The store belongs to operators, but its bytes may be old, damaged or written by something else. A
+value of a wrong type would otherwise raise far from here, where nobody expects it.
+"""
+
+import json
+import math
+from typing import Any
+
+_MAX_WHOLE = 1 << 63
+_MAX_TEXT = 1 << 16
+_MAX_DEPTH = 64
+"""Nesting of a stored JSON value; our own have less than ten levels."""
+
+
+def parse_json(data: bytes) -> Any:
+    """Return a JSON value.
+
+    Raises:
+        ValueError: it is not JSON, it is nested too deep, or UTF-8 cannot encode a text of it.
+    """
+    try:
+        value = json.loads(data)
+        _check(value, _MAX_DEPTH)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    return value
+
+
+def text(value: Any) -> str:
+    """Return a string that UTF-8 can encode."""
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise ValueError(f"{value!r:.80} is not a text of at most {_MAX_TEXT} characters")
+    value.encode()
+    return value
+
+
+def optional_text(value: Any) -> str | None:
+    """Return a string or None."""
+    return None if value is None else text(value)
+
+
+def number(value: Any) -> float:
+    """Return a finite number."""
+    if not _is_number(value) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.80} is not a finite number")
+    return float(value)
+
+
+def optional_number(value: Any) -> float | None:
+    """Return a finite number or None."""
+    return None if value is None else number(value)
+
+
+def whole(value: Any) -> int:
+    """Return a whole number from 0 to 2**63 - 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_WHOLE:
+        raise ValueError(f"{value!r:.80} is not a whole number from 0 to 2^63 - 1")
+    return value
+
+
+def flag(value: Any) -> bool:
+    """Return true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r:.80} is neither true nor false")
+    return value
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """Return numbers by name; those of a decision need not be finite."""
+    found = mapping(value)
+    for name, entry in found.items():
+        if not _is_number(entry):
+            raise ValueError(f"{name!r:.80} is {entry!r:.80}, which is not a number")
+    return {name: float(entry) for name, entry in found.items()}
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Return a JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.80} is not an object")
+    return value
+
+
+def rows(value: Any) -> tuple[dict[str, Any], ...]:
+    """Return a list of JSON objects."""
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r:.80} is not a list")
+    return tuple(mapping(row) for row in value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 1 << 1000
+    return isinstance(value, float)
+
+
+def _check(value: Any, levels: int) -> None:
+    """Refuse what later work on the value cannot bear: deep nesting and lone surrogates."""
+    if levels == 0:
+        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            name.encode()
+            _check(entry, levels - 1)
+    elif isinstance(value, list):
+        for entry in value:
+            _check(entry, levels - 1)
