@@ -73,6 +73,7 @@ def build_layer(
     layer = LayerState(
         tokens=tokens,
         work=tokens if objective.work.proportional else np.zeros_like(tokens),
+        one_more=tokens if objective.work.proportional else np.zeros_like(tokens),
         base=np.ascontiguousarray(base),
         floor_power=np.asarray(ranks * floor ** (2.0**objective.costs.doublings), np.float64),
         weight=weight,

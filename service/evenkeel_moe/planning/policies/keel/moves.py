@@ -179,8 +179,15 @@ def replacement_gain(
     old = layer.row[slot]
     if not objective.work.proportional:
         leave_changes(layer, objective, old, layer.after[:2])
-        enter_changes(layer, objective, expert, layer.after[2:])
-        return gain_of_work_changes(layer, objective.costs, layer.after, 0, 2, rank, old, expert)
+        enter_changes(layer, expert, layer.after[2:])
+        layer.scratch[:] = 0.0
+        add_work_changes(
+            layer.after, 0, 2, rank, old, expert, layer.held, layer.rank_load, layer.powers,
+            objective.costs, layer.scratch,
+        )  # fmt: skip
+        return gain_of_power_change(
+            layer.weight, layer.norm, layer.power_sum, objective.costs.doublings, layer.scratch
+        )
     layer.moved[:] = 0.0
     if old >= 0:
         _share_changes(layer, objective, old, rank, -1, layer.moved[0])
@@ -208,39 +215,39 @@ def leave_changes(
 
 
 @kernel
-def enter_changes(
-    layer: LayerState, objective: SearchObjective, expert: int, out: NDArray[np.float64]
-) -> None:
+def enter_changes(layer: LayerState, expert: int, out: NDArray[np.float64]) -> None:
     """Write to `out` (2, T) how the work of copies changes if one more copy of `expert` enters.
 
     Rows: the copy that enters (more), each other copy (less). -1 stands for no expert: 0.
     """
-    out[:] = 0.0
-    if expert >= 0:
-        copies = layer.copies[expert]
-        fill_work(layer.tokens[expert], copies + 1, objective.work, out[ENTERS])
-        out[EASED] = out[ENTERS] - layer.work[expert] / copies
+    if expert < 0:
+        out[:] = 0.0
+        return
+    part = 1.0 / layer.copies[expert]
+    for t in range(out.shape[1]):
+        out[ENTERS, t] = layer.one_more[expert, t]
+        out[EASED, t] = layer.one_more[expert, t] - part * layer.work[expert, t]
 
 
-@kernel
-def gain_of_work_changes(
-    layer: LayerState,
-    costs: SmoothCosts,
+@inlined
+def add_work_changes(
     changes: NDArray[np.float64],
     leave: int,
     enter: int,
     rank: int,
     old: int,
     expert: int,
-) -> float:
-    """Return the gain if `expert` replaces `old` on a rank.
+    held: NDArray[np.int64],
+    rank_load: NDArray[np.float64],
+    powers: NDArray[np.float64],
+    costs: SmoothCosts,
+    out: NDArray[np.float64],
+) -> None:
+    """Add to `out` (T,) the change of all powered costs if `expert` replaces `old` on a rank.
 
     `changes` (N, T) holds those of `leave_changes` from row `leave` on, and those of
-    `enter_changes` from row `enter` on. Overwrites `layer.scratch`.
+    `enter_changes` from row `enter` on.
     """
-    rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
-    held = layer.held
-    out[:] = 0.0
     for on in range(rank_load.shape[0]):
         here = on == rank
         by_old = 0.0 if old < 0 else (1.0 if here else float(held[old, on]))
@@ -248,7 +255,6 @@ def gain_of_work_changes(
         if by_old != 0.0 or by_new != 0.0:
             one, two = leave + (LEAVES if here else STAYS), enter + (ENTERS if here else EASED)
             add_power_change(changes, one, by_old, two, by_new, rank_load, powers, on, costs, out)
-    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, costs.doublings, out)
 
 
 @kernel

@@ -8,13 +8,13 @@ of work are computed exactly, and the gradient bounds the gain as in `replacemen
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import kernel
+from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.moves import (
-    EASED,
     ENTERS,
     STAYS,
+    add_work_changes,
     enter_changes,
-    gain_of_work_changes,
+    gain_of_power_change,
     leave_changes,
 )
 from evenkeel_moe.planning.policies.keel.open_slots import OpenSlots, tighten
@@ -39,24 +39,29 @@ def best_replacement_by_work(
     Returns:
         (slot or -1, expert or -1 for a drop, net gain, copies needed, evaluations used).
     """
-    held, had, copy_price = layer.held, layer.had, layer.copy_price
+    row, held, had, copy_price = layer.row, layer.held, layer.had, layer.copy_price
+    rank_load, powers, rank_slope = layer.rank_load, layer.powers, layer.rank_slope
+    weight, norm, power_sum, out = layer.weight, layer.norm, layer.power_sum, layer.scratch
+    one_more, slope, costs = layer.one_more, layer.slope, objective.costs
     # The changes of each slot's expert are the same for all candidates; then the candidate's.
     enter = 2 * len(slots.slot)
-    changes = np.zeros((enter + 2, layer.weight.shape[0]))
+    changes = np.zeros((enter + 2, weight.shape[0]))
     _promise_drops(layer, objective, slots, changes)
     if objective.quick:
-        tighten(layer, objective.costs, slots)
+        tighten(layer, costs, slots)
     most = (slots.alone + slots.saved).max()
     enter_cost = np.empty(held.shape[1])
     slot, chosen, best_copies, used = -1, -1, 0, 0
     for expert in range(-1 if objective.drops else 0, held.shape[0]):
         eased = 0.0
         if expert >= 0:
-            eased = _promise_copy(layer, objective, expert, enter_cost, changes[enter:])
+            eased = _promise_relief(one_more, slope, rank_slope, held, layer.copies[expert], expert)
             if eased + most - dear[expert] <= best:
                 continue
+            enter_changes(layer, expert, changes[enter:])
+            _promise_cost(rank_slope, changes[enter + ENTERS], enter_cost)
         for n in range(len(slots.slot)):
-            rank, old = slots.rank[n], layer.row[slots.slot[n]]
+            rank, old = slots.rank[n], row[slots.slot[n]]
             copies, cost = -slots.given_up[n], -slots.price[n]
             if expert >= 0:
                 if held[expert, rank] > 0:
@@ -73,9 +78,11 @@ def best_replacement_by_work(
             if used >= evaluations:
                 return slot, chosen, best, best_copies, used
             used += 1
-            gain = gain_of_work_changes(
-                layer, objective.costs, changes, 2 * n, enter, rank, old, expert
+            out[:] = 0.0
+            add_work_changes(
+                changes, 2 * n, enter, rank, old, expert, held, rank_load, powers, costs, out
             )
+            gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
             if gain - price * cost > best:
                 best, best_copies, slot, chosen = gain - price * cost, copies, slots.slot[n], expert
     return slot, chosen, best, best_copies, used
@@ -107,28 +114,38 @@ def _promise_drops(
         slots.alone[n] = slots.drop[n]
 
 
-@kernel
-def _promise_copy(
-    layer: LayerState,
-    objective: SearchObjective,
+@inlined
+def _promise_relief(
+    one_more: NDArray[np.float64],
+    slope: NDArray[np.float64],
+    rank_slope: NDArray[np.float64],
+    held: NDArray[np.int64],
+    copies: int,
     expert: int,
-    enter_cost: NDArray[np.float64],
-    changes: NDArray[np.float64],
 ) -> float:
     """Return the gain that the gradient promises for the relief of an expert's other copies.
 
-    Writes to `enter_cost` (R,) what it says that the new copy costs each rank, and to `changes`
-    (2, T) those of `enter_changes`.
+    The arrays are those of `LayerState`, as for `add_power_change`.
     """
-    rank_slope = layer.rank_slope
-    enter_changes(layer, objective, expert, changes)
-    enter_cost[:] = 0.0
-    for t in range(rank_slope.shape[0]):
-        for rank in range(rank_slope.shape[1]):
-            enter_cost[rank] += changes[ENTERS, t] * rank_slope[t, rank]
     eased = 0.0
     for rank in range(rank_slope.shape[1]):
-        if layer.held[expert, rank] > 0:
+        if held[expert, rank] > 0:
+            left = 0.0
             for t in range(rank_slope.shape[0]):
-                eased -= layer.held[expert, rank] * changes[EASED, t] * rank_slope[t, rank]
+                left += one_more[expert, t] * rank_slope[t, rank]
+            eased += held[expert, rank] * (slope[expert, rank] / copies - left)
     return eased
+
+
+@kernel
+def _promise_cost(
+    rank_slope: NDArray[np.float64], enters: NDArray[np.float64], out: NDArray[np.float64]
+) -> None:
+    """Write to `out` (R,) what the gradient says that a new copy costs each rank.
+
+    rank_slope: (T, R) of `LayerState`. enters: (T,) the work of the copy.
+    """
+    out[:] = 0.0
+    for t in range(rank_slope.shape[0]):
+        for rank in range(rank_slope.shape[1]):
+            out[rank] += enters[t] * rank_slope[t, rank]

@@ -69,6 +69,9 @@ class LayerState(NamedTuple):
     """(E, T) tokens of each expert."""
     work: NDArray[np.float64]
     """(E, T) work of all copies of each expert; `tokens` itself where work is proportional."""
+    one_more: NDArray[np.float64]
+    """(E, T) work that each copy of an expert would have with one copy more; `tokens` itself, and
+    unused, where work is proportional."""
     base: NDArray[np.float64]
     """(R, T) load of each rank without routed experts: the work of shared experts."""
     floor_power: NDArray[np.float64]
@@ -246,6 +249,7 @@ def update_work(layer: LayerState, objective: SearchObjective, expert: int) -> N
         return
     fill_work(layer.tokens[expert], copies, objective.work, layer.work[expert])
     layer.work[expert] *= copies
+    fill_work(layer.tokens[expert], copies + 1, objective.work, layer.one_more[expert])
 
 
 @kernel
