@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from evenkeel_moe.cli import app
+from tests.waiting import deadline
 
 
 def every_command(group=app, prefix=()):
@@ -41,5 +42,8 @@ def test_help_is_quick_and_loads_no_heavy_library():
         " assert not heavy, heavy"
     )
     subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=30, env={**os.environ, "TERM": "dumb"}
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=deadline(30),
+        env={**os.environ, "TERM": "dumb"},
     )

@@ -15,6 +15,7 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
 from tests.cli.conftest import SMALL, run_replay
 from tests.replay.conftest import SHIPPED
+from tests.waiting import deadline
 
 
 def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises():
@@ -248,7 +249,11 @@ def test_the_module_imports_nothing_heavy():
     heavy = "{'numpy', 'torch', 'scipy', 'numba'}"
     code = f"import sys, evenkeel_moe.cli.replay; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
+        check=True,
     )
     assert run.stdout.strip() == "[]"
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from evenkeel_moe.controller.tasks import Spawner, end_tasks
+from tests.waiting import deadline
 
 
 async def test_a_lost_cancellation_is_repeated():
@@ -63,8 +64,8 @@ threading.Event().wait(60)
     saved = stuck.replace(
         "ExitTimer(0.2).arm()", "r = ExitTimer(0.2); r.arm(); r.disarm()"
     ).replace("60", "1")
-    assert subprocess.run([sys.executable, "-c", stuck], timeout=60).returncode == 70
-    assert subprocess.run([sys.executable, "-c", saved], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", stuck], timeout=deadline(60)).returncode == 70
+    assert subprocess.run([sys.executable, "-c", saved], timeout=deadline(60)).returncode == 0
 
 
 async def test_a_failure_ends_a_neighbour_that_misses_its_first_cancellation():

@@ -10,7 +10,7 @@ from hypothesis.strategies import booleans
 
 from tests.api.conftest import ADMIN, OPERATE, READ
 from tests.integration.controller_rig import Controller, Group
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +43,7 @@ def one_operation(operation, headers, answers, unavailable):
     def ask(case, known):
         if known:
             case.path_parameters |= {key: IDS[key] for key in case.path_parameters}
-        answer = case.call(headers=headers)
+        answer = case.call(headers=headers, timeout=deadline(10))
         if answer.status_code == 503:
             unavailable.append(f"{case.method} {case.path}: {answer.text}")
         assert answer.status_code < 500 or answer.status_code == 503, answer.text

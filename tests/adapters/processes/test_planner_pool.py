@@ -61,7 +61,7 @@ async def test_a_failing_background_process_leaves_the_planner_alone(pool):
     assert await pool.run(whoami, 0) == planner
     background = await pool.background.run(whoami, 0)
     pool.close()
-    psutil.wait_procs([p for p in map(_process, (planner, background)) if p], timeout=10)
+    psutil.wait_procs([p for p in map(_process, (planner, background)) if p], timeout=deadline(10))
     assert not psutil.pid_exists(planner)
     assert not psutil.pid_exists(background)
 
@@ -136,7 +136,11 @@ def test_a_worker_whose_parent_died_before_it_asked_to_die_with_it_ends():
     )
     # The pipe closes only when the orphan has ended too.
     done = subprocess.run(
-        [sys.executable, "-c", parent], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", parent],
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
+        check=True,
     )
     assert done.stdout.split("\n")[:2] == ["started", "orphaned"]
     assert "lives on" not in done.stdout
