@@ -69,3 +69,29 @@ async def test_a_request_with_an_incomplete_body_is_ignored(app, operations, key
 def test_the_largest_target_fits():
     rows = [[-1] * (320 * 9)] * 61
     assert len(json.dumps({"target": {"physical_to_logical": rows}})) < MAX_BODY_BYTES / 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"target": {"physical_to_logical": [["x"] * 1000] * 1000}},
+        {"target": {"physical_to_logical": ["x"] * 500_000}},
+        {"phases": ["dawn"] * 500_000},
+        {f"field{number}": 1 for number in range(200_000)},
+        {"limits": {f"field{number}": 1 for number in range(200_000)}},
+        {"limits": {"x" * 4_000_000: 1}},
+    ],
+    ids=["slots", "rows", "phases", "fields", "fields inside", "a long name"],
+)
+async def test_megabytes_of_wrong_types_get_a_short_answer(client, body):
+    answer = await client.post(PLANS, json=body)
+    problem = assert_problem(answer, 422, "invalid_input")
+    assert len(answer.content) < 20_000
+    assert 1 <= len(problem["errors"]) <= 20
+
+
+async def test_at_most_twenty_errors_are_listed(client):
+    body = {"limits": {f"x{n}": 1 for n in range(14)}, **{f"y{n}": 1 for n in range(14)}}
+    problem = assert_problem(await client.post(PLANS, json=body), 422)
+    assert len(problem["errors"]) == 20
+    assert problem["detail"].endswith("and 27 more")

@@ -45,7 +45,11 @@ def test_the_page_lists_every_route_with_its_least_role():
         re.findall(r"^\| ([A-Z]+) \| `(/\S+)` \| (\w+) \|$", PAGE.read_text(), re.MULTILINE)
     )
     assert listed == {
-        (method.upper(), path, "none" if path in OPEN_PATHS else needed_role(method.upper()).value)
+        (
+            method.upper(),
+            path,
+            "none" if path in OPEN_PATHS else needed_role(method.upper(), path).value,
+        )
         for path, item in json.loads(document())["paths"].items()
         for method in item
     }

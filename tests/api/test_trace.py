@@ -3,7 +3,7 @@
 import structlog
 
 from evenkeel_moe.api import create_app
-from tests.api.conftest import TOKENS, assert_problem, make_client
+from tests.api.conftest import ADMIN, TOKENS, assert_problem, make_client
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 HEADERS = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
@@ -44,10 +44,17 @@ async def test_refused_and_failed_requests_have_a_trace_too(operations, caplog):
     assert [row["trace_id"] for row in operations.rows] == [TRACE]
 
 
-async def test_the_log_level_is_read_and_changed(client, operations):
+async def test_the_log_level_is_read_by_all_and_changed_by_an_admin(app, client, operations):
     assert (await client.get("/v1/log-level")).json() == {"level": "info"}
-    assert (await client.put("/v1/log-level", json={"level": "debug"})).json() == {"level": "debug"}
+    assert_problem(await client.put("/v1/log-level", json={"level": "error"}), 403)
+    async with make_client(app, ADMIN) as admin:
+        changed = await admin.put("/v1/log-level", json={"level": "debug"})
+        assert changed.json() == {"level": "debug"}
+        assert_problem(await admin.put("/v1/log-level", json={"level": "loud"}), 422)
     assert (await client.get("/v1/log-level")).json() == {"level": "debug"}
-    assert_problem(await client.put("/v1/log-level", json={"level": "loud"}), 422)
-    assert operations.calls == [("set_log_level", "debug", "alice")]
-    assert (operations.rows[0]["method"], operations.rows[0]["path"]) == ("PUT", "/v1/log-level")
+    assert operations.calls == [("set_log_level", "debug", "carol")]
+    assert [(row["by"], row["path"], row["status"]) for row in operations.rows] == [
+        ("carol", "/v1/log-level", 422),
+        ("carol", "/v1/log-level", 200),
+        ("alice", "/v1/log-level", 403),
+    ]

@@ -146,3 +146,13 @@ def test_the_largest_limit_is_taken():
         change_policy(DeploymentPolicy(), {"limits": {"max_bytes": 2**62}}).limits.max_bytes
         == 2**62
     )
+
+
+def test_refusal_of_many_unknown_fields_is_short():
+    for changes in (
+        {f"field{number}": 1 for number in range(10_000)},
+        {"thresholds": {"x" * 1_000_000: 1}},
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            change_policy(DeploymentPolicy(), changes)
+        assert len(str(caught.value)) < 3000

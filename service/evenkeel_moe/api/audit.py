@@ -27,7 +27,7 @@ class Audit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on and record its outcome, unless it only reads."""
         token: Token | None = scope.get("state", {}).get("token")
-        if token is None or needed_role(scope["method"]) is Role.READ:
+        if token is None or needed_role(scope["method"], scope["path"]) is Role.READ:
             await self._app(scope, receive, send)
             return
         recorded = False

@@ -15,6 +15,8 @@ from evenkeel_moe.errors import InvalidInput
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """Compared with the whole path, never as a prefix."""
 
+_ADMIN_PATHS = frozenset({"/v1/log-level"})
+"""Changes that need role admin whatever their method: an operator must not silence the log."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -26,7 +28,7 @@ class Role(StrEnum):
     OPERATE = "operate"
     """Plan, approve, cancel, roll back, freeze and set the policy."""
     ADMIN = "admin"
-    """Delete and reset, and change the limits of every plan."""
+    """Delete and reset, set the log level, and change the limits of every plan."""
 
     def covers(self, needed: "Role") -> bool:
         """Return True if this role includes `needed`."""
@@ -34,11 +36,11 @@ class Role(StrEnum):
         return order.index(self) >= order.index(needed)
 
 
-def needed_role(method: str) -> Role:
-    """Return the lowest role for a method. An unknown method counts as a change."""
+def needed_role(method: str, path: str) -> Role:
+    """Return the lowest role for a request. An unknown method counts as a change."""
     if method in _READING:
         return Role.READ
-    return Role.ADMIN if method == "DELETE" else Role.OPERATE
+    return Role.ADMIN if method == "DELETE" or path in _ADMIN_PATHS else Role.OPERATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +153,11 @@ class RoleGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or answer 403."""
         token: Token | None = scope.get("state", {}).get("token")
-        if token is not None and not token.role.covers(needed := needed_role(scope["method"])):
+        needed = needed_role(scope["method"], scope["path"])
+        if token is not None and not token.role.covers(needed):
             refusal = problem_response(
                 "forbidden",
-                f"{scope['method']} needs role {needed}, token {token.name} has {token.role}",
+                f"{scope['method']} needs role {needed} here, token {token.name} has {token.role}",
                 scope["path"],
             )
             await refusal(scope, receive, send)

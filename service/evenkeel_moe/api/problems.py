@@ -29,6 +29,10 @@ from evenkeel_moe.ports import NotLeading
 _log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = "5"
+_MOST_ERRORS = 20
+"""Errors of one body in an answer."""
+_MOST_NAME = 80
+_MOST_DETAIL = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +148,17 @@ async def _evenkeel_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    found = error.errors()
     errors = [
-        {"location": [str(part) for part in row["loc"]], "detail": str(row["msg"])}
-        for row in error.errors()
+        {
+            "location": [str(part)[:_MOST_NAME] for part in row["loc"]],
+            "detail": str(row["msg"])[:_MOST_DETAIL],
+        }
+        for row in found[:_MOST_ERRORS]
     ]
     first = errors[0]
     where = ".".join(first["location"])
-    more = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return problem_response(
         "invalid-input", f"{where}: {first['detail']}{more}", request.url.path, errors=errors
     )

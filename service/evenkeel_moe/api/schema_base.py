@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 
 def plain(value: Any) -> Any:
@@ -35,10 +35,26 @@ TextOrNull = Annotated[str | None, BeforeValidator(lambda text: text or None)]
 """Null if the text is empty."""
 
 
+_MOST_UNKNOWN = 16
+"""Unknown fields of an object that are named one by one."""
+
+
 class RequestBody(BaseModel):
-    """A request body. An unknown field is an error."""
+    """A request body. An unknown field is an error.
+
+    A list of it stops at its first wrong element: a large body of wrong types would otherwise make
+    an error for each.
+    """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_many_unknown_fields(cls, value: Any) -> Any:
+        """Refuse an object with far more fields than there are, before each is an error."""
+        if isinstance(value, dict) and len(value) > len(cls.model_fields) + _MOST_UNKNOWN:
+            raise ValueError(f"{len(value)} fields, known are {', '.join(cls.model_fields)}")
+        return value
 
 
 class ResponseBody(BaseModel):

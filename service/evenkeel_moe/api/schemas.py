@@ -7,7 +7,7 @@ docs/openapi.json.
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from evenkeel_moe.api.context import PLAN_ID_PATTERN
 from evenkeel_moe.api.schema_base import (
@@ -22,7 +22,7 @@ from evenkeel_moe.api.schema_base import (
 from evenkeel_moe.model.load import Phase
 
 Matrix = list[list[float]]
-SlotRow = list[Annotated[int, Field(ge=-1, le=2**31 - 1)]]
+SlotRow = Annotated[list[Annotated[int, Field(ge=-1, le=2**31 - 1)]], FailFast()]
 
 
 class ProblemOut(ResponseBody):
@@ -308,7 +308,7 @@ class LimitsIn(RequestBody):
 class TargetIn(RequestBody):
     """An explicit placement."""
 
-    physical_to_logical: list[SlotRow] = Field(min_length=1)
+    physical_to_logical: Annotated[list[SlotRow], FailFast()] = Field(min_length=1)
     """(layers, slots) logical expert of each slot, -1 if empty."""
 
 
@@ -320,7 +320,7 @@ class PlanIn(RequestBody):
     policy: str | None = Field(default=None, max_length=64)
     """Null uses the deployment's policy."""
     limits: LimitsIn = LimitsIn()
-    phases: list[Phase] = []
+    phases: Annotated[list[Phase], FailFast()] = []
     """Windows to plan on; empty uses all, weighted by their tokens."""
     dry_run: bool = False
     """Only plan. Approving the plan later starts this very plan."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -16,6 +16,8 @@ from evenkeel_moe.planning.policies.registry import configurable_policy, resolve
 
 _MAX_SHADOWS = 8
 """Every cycle plans once with each of them."""
+_MOST_NAMES = 20
+"""Unknown names in a message."""
 _MAX_LIMIT = 2**62
 """The same as in the request body of a manual plan."""
 
@@ -56,9 +58,7 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
     document = policy_document(policy)
     unknown = sorted(set(changes) - set(document))
     if unknown:
-        raise InvalidInput(
-            f"unknown policy fields {', '.join(unknown)}; known: {', '.join(document)}"
-        )
+        raise InvalidInput(f"unknown policy fields {_some(unknown)}; known: {', '.join(document)}")
     for name, value in changes.items():
         if name in ("limits", "schedule", "thresholds"):
             if not isinstance(value, Mapping):
@@ -66,13 +66,19 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
             strange = sorted(set(value) - set(document[name]))
             if strange:
                 known = ", ".join(sorted(document[name]))
-                raise InvalidInput(f"unknown {name} {', '.join(strange)}; known: {known}")
+                raise InvalidInput(f"unknown {name} {_some(strange)}; known: {known}")
             document[name] |= value
         elif name == "policy_options":
             document[name] = _merged_options(document[name], value)
         else:
             document[name] = value
     return _policy_of(document)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, shortened: a caller may send megabytes of them."""
+    shown = ", ".join(f"{name:.40}" for name in names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
 
 
 def _merged_options(present: Mapping[str, Mapping[str, Any]], changes: Any) -> dict[str, Any]:

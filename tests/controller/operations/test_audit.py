@@ -1,10 +1,15 @@
 """Audit rows are kept in order, limited, and shared between replicas through the store."""
 
+import json
+from dataclasses import replace
+
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
+from evenkeel_moe.controller.logs import configure_logs
 from evenkeel_moe.controller.operations.audit import AuditLog
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Unavailable
@@ -105,3 +110,25 @@ async def test_rows_are_bounded_in_the_store_and_in_memory(store):
         await log.record(entry(f"/{number}", None), None)
     assert len(log.in_memory(None, 5000)) == 1024
     assert log.in_memory(DEMO, 5000) == []
+
+
+async def test_flood_of_refused_requests_pushes_out_no_change(store):
+    log = log_on(store)
+    await log.record(entry("/done"), 1)
+    for number in range(1100):
+        await log.record(replace(entry(f"/{number}"), status=422), 1)
+    assert "/done" in await paths(log)
+    assert "/done" in await paths(log_on(store)), "stored too"
+    kept = [row["path"] for row in log.in_memory(DEMO, 5000)]
+    assert kept[0] == "/1099" and kept[-1] == "/done" and len(kept) == 257
+
+
+async def test_audit_line_does_not_follow_the_log_level(store, capsys):
+    before = structlog.get_config()
+    try:
+        configure_logs("error")
+        await log_on(store).record(entry("/done"), None)
+    finally:
+        structlog.configure(**before)
+    (line,) = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert (line["event"], line["path"], line["by"]) == ("audit", "/done", "alice")

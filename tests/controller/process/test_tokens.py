@@ -1,7 +1,9 @@
+import resource
+
 import pytest
 
 from evenkeel_moe.api.auth import Role
-from evenkeel_moe.controller.process.tokens import TokenFile
+from evenkeel_moe.controller.process.tokens import TokenFile, write_first_token
 from evenkeel_moe.errors import InvalidInput
 
 OLD, NEW = "old-token-0123456789", "new-token-0123456789"
@@ -49,3 +51,28 @@ def test_a_first_file_that_cannot_be_used_is_refused(tmp_path):
     write(tmp_path / "tokens", "# nobody")
     with pytest.raises(InvalidInput, match="no token"):
         TokenFile(tmp_path / "tokens")
+
+
+def test_disk_full_at_the_first_start_blocks_no_later_start(tmp_path):
+    path = tmp_path / "tokens"
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most[1]))
+    try:
+        with pytest.raises(OSError):
+            write_first_token(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert not path.exists()
+    assert write_first_token(path)
+    text = path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600 and [*tmp_path.iterdir()] == [path]
+    assert TokenFile(path).find(text.split()[-1])
+    assert not write_first_token(path)
+    assert path.read_text() == text, "a token that was given out stays"
+
+
+def test_empty_file_that_an_earlier_version_left_is_replaced(tmp_path):
+    path = tmp_path / "tokens"
+    path.touch()
+    assert write_first_token(path)
+    assert TokenFile(path).find(path.read_text().split()[-1])

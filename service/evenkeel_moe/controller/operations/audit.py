@@ -4,20 +4,21 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
-import structlog
-
+from evenkeel_moe.controller.logs import audit_line
 from evenkeel_moe.controller.operations.stored_rows import Row, StoredRows
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import AuditEntry, Clock, DeploymentStore
 
-_log = structlog.get_logger(__name__)
 _IN_MEMORY = 1024
-"""Rows of all deployments on this replica."""
+"""Changes of all deployments on this replica."""
 _STORED = 256
-"""Rows of one deployment: about 60 kB."""
+"""Changes of one deployment: about 60 kB."""
+_REFUSED_PART = 4
+"""One refused request is kept for so many changes."""
+_REFUSED = 400
+"""The lowest status of a request that changed nothing."""
 
 _FORM = {
     "at": float | int,
@@ -41,10 +42,11 @@ class AuditLog:
     """
 
     def __init__(self, store: DeploymentStore, health: StoreHealth, clock: Clock) -> None:
-        self._stored = StoredRows(store, health, "audit", _STORED, _FORM)
+        self._stored = StoredRows(store, health, "audit", _STORED + _STORED // _REFUSED_PART, _FORM)
         self._health = health
         self._clock = clock
-        self._rows: deque[dict[str, Any]] = deque(maxlen=_IN_MEMORY)
+        self._changes: deque[Row] = deque(maxlen=_IN_MEMORY)
+        self._refused: deque[Row] = deque(maxlen=_IN_MEMORY // _REFUSED_PART)
 
     async def record(self, entry: AuditEntry, term: int | None) -> None:
         """Keep a row.
@@ -55,8 +57,8 @@ class AuditLog:
                 named no deployment, or one that this replica does not lead.
         """
         row = {"at": self._clock.unix(), "id": secrets.token_hex(8), **asdict(entry)}
-        self._rows.append(row)
-        _log.info("audit", **row)
+        (self._refused if entry.status >= _REFUSED else self._changes).append(row)
+        audit_line(**row)
         deployment = entry.deployment
         if term is None or deployment is None or self._health.resting:
             return
@@ -75,7 +77,7 @@ class AuditLog:
         """Return the rows in memory, newest first, of one deployment or, with None, of all."""
         chosen = (
             row
-            for row in reversed(self._rows)
+            for row in reversed(self._all())
             if deployment is None or row["deployment"] == deployment
         )
         return [row for row, _ in zip(chosen, range(limit), strict=False)]
@@ -83,5 +85,16 @@ class AuditLog:
     def _merged(self, deployment: DeploymentId, stored: Sequence[Row]) -> Sequence[Row]:
         """Return the stored rows and those in memory, oldest first, each once."""
         found: dict[str, Row] = {row["id"]: {n: row.get(n) for n in _FORM} for row in stored}
-        found |= {row["id"]: row for row in self._rows if row["deployment"] == deployment}
-        return sorted(found.values(), key=lambda row: float(row["at"]))
+        found |= {row["id"]: row for row in self._all() if row["deployment"] == deployment}
+        rows = sorted(found.values(), key=_time)
+        # Apart: otherwise a flood of refused requests would push out what was changed.
+        changes = [row for row in rows if row["status"] < _REFUSED][-_STORED:]
+        refused = [row for row in rows if row["status"] >= _REFUSED]
+        return sorted(changes + refused[-(_STORED // _REFUSED_PART) :], key=_time)
+
+    def _all(self) -> list[Row]:
+        return sorted([*self._changes, *self._refused], key=_time)
+
+
+def _time(row: Row) -> float:
+    return float(row["at"])

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import os
-import secrets
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ from evenkeel_moe.controller.process.options import (
     deployment_options,
     server_options,
 )
-from evenkeel_moe.controller.process.tokens import TokenFile
+from evenkeel_moe.controller.process.tokens import TokenFile, write_first_token
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import ExitTimer, Spawner, end_tasks
 from evenkeel_moe.errors import Conflict, InvalidInput, Unavailable
@@ -154,10 +152,7 @@ def _tokens(settings: Settings) -> TokenFile:
     path = settings.rest.token_file
     if path is None:
         path = settings.data_dir / "tokens"
-        with contextlib.suppress(FileExistsError):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(f"admin admin {secrets.token_urlsafe(32)}\n")
+        if write_first_token(path):
             _log.info("token_written", path=str(path))
     return TokenFile(path)
 

@@ -1,6 +1,7 @@
 """Reads the token file, and reads it again when it changes while the controller runs."""
 
 import os
+import secrets
 from pathlib import Path
 
 import structlog
@@ -9,6 +10,30 @@ from evenkeel_moe.api.auth import Token, TokenSet
 from evenkeel_moe.errors import InvalidInput
 
 _log = structlog.get_logger(__name__)
+
+
+def write_first_token(path: Path) -> bool:
+    """Write a file with one new token of role admin, unless there is a file that is not empty.
+
+    Returns:
+        True if the file was written. It appears whole or not at all: an empty one, as a full disk
+        may leave it, would block every later start.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if path.exists() and path.stat().st_size:
+        return False
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(f"admin admin {secrets.token_urlsafe(32)}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return True
 
 
 class TokenFile:
