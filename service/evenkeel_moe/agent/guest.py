@@ -14,7 +14,7 @@ armed for a wave and cannot know whether the others began it.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.torch.checksum import checksum
+from evenkeel_moe.adapters.torch.streams import OwnStream, mark_queued
 from evenkeel_moe.agent.agent import Agent, SwapRecord
 from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.checksums import find_differences
@@ -132,6 +133,7 @@ class GuestAgent(Agent):
         self._move: Move | None = None
         self._off = False
         self._reloading = False
+        self._stream = OwnStream(device)
         self._stall_after_s = stall_after_s
         self._stall_after_steps = stall_after_steps
         self._meeting = connect("meeting", torch.device("cpu"))
@@ -217,7 +219,9 @@ class GuestAgent(Agent):
                 f" planned, in layers {layers[:8]}: {reason}"
             )
             return
-        self._worker.later(lambda: self._verify(move.placement, move.layers))
+        # The engine's last copies may still be pending in the stream of this thread.
+        copied = mark_queued(self._device)
+        self._worker.later(lambda: self._verify(move.placement, move.layers, copied))
         with self._lock:
             self._move = None
             self._finish_swap(move.wave, move.ready.digest, move.layers, move.longest_s, 0)
@@ -341,8 +345,14 @@ class GuestAgent(Agent):
             " group moves experts again"
         )
 
-    def _verify(self, placement: Placement, layers: Sequence[int]) -> None:
-        """Compare the checksums of the copied experts with those registered at load (R4)."""
+    def _verify(self, placement: Placement, layers: Sequence[int], copied: Any) -> None:
+        """Compare the checksums of the copied experts with those registered at load (R4).
+
+        Args:
+            placement: the map in use.
+            layers: the layers that changed.
+            copied: mark of the engine's copies; they are hashed once it has passed.
+        """
         per_rank, rank = placement.slots_per_rank, self._config.identity.rank
         checksums = self._participant.checksums
         if not checksums:
@@ -352,7 +362,8 @@ class GuestAgent(Agent):
                 expert = int(placement.phy2log[layer, rank * per_rank + local])
                 if expert == EMPTY:
                     continue
-                found = checksum(self._weights.tensors(layer, local))
+                with self._stream.after(copied):
+                    found = checksum(self._weights.tensors(layer, local))
                 expected = checksums[layer * placement.num_logical_experts + expert]
                 if found != expected:
                     self.disable_migration(

@@ -5,6 +5,7 @@ Measured values are printed.
 
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import torch
 from evenkeel_moe.adapters.torch.checksum import device_checksum
 from evenkeel_moe.adapters.torch.groups import make_communicator
 from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
-from evenkeel_moe.adapters.torch.transport import TorchWeightTransport, is_over
+from evenkeel_moe.adapters.torch.streams import OwnStream, is_over, mark_queued
+from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer
 from evenkeel_moe.agent.profile.timing import time_points
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of, token_counts
@@ -71,6 +73,50 @@ def test_nccl_stages_what_the_wave_says_on_one_rank():
     staged = transport.staged[0, 3]
     assert all(torch.equal(a, b) for a, b in zip(staged, weights.tensors(0, 2), strict=True))
     transport.abort()
+
+
+def threads_named(name):
+    tasks = Path("/proc/self/task").iterdir()
+    return sum((task / "comm").read_text().strip() == name for task in tasks)
+
+
+def test_the_transfer_group_has_no_watchdog_and_other_groups_have_one():
+    """Torch's watchdog would end the process when a peer fails."""
+    device, group = torch.device("cuda", 0), Group(1)
+    watchdogs = threads_named("pt_nccl_watchdg")
+    ours = make_communicator(group.store, "transfer-0", 0, 1, device=device, timeout_s=60.0)
+    assert ours.all_gather(torch.ones(1, device=device)).item() == 1
+    assert threads_named("pt_nccl_watchdg") == watchdogs
+    other = make_communicator(group.store, "exchange", 0, 1, device=device, timeout_s=60.0)
+    other.all_gather(torch.ones(1, device=device))
+    assert threads_named("pt_nccl_watchdg") == watchdogs + 1
+    ours.abort()
+    other.abort()
+
+
+def test_our_stream_is_none_of_those_that_torch_hands_out():
+    device = torch.device("cuda", 0)
+    with OwnStream(device).after(None):
+        ours = torch.cuda.current_stream(device).cuda_stream
+    handed_out = {torch.cuda.Stream(device).cuda_stream for _ in range(64)}
+    assert ours not in handed_out and ours != torch.cuda.default_stream(device).cuda_stream
+
+
+def test_what_is_read_on_our_stream_is_read_after_copies_that_are_still_queued():
+    """SGLang's copies are pending when the checksums of a chunk are asked for."""
+    device = torch.device("cuda", 0)
+    engine, ours = torch.cuda.Stream(device), OwnStream(device)
+    matrix = torch.randn(8192, 8192, device=device)
+    slot, new = torch.zeros(1 << 20, device=device), torch.ones(1 << 20, device=device)
+    want = device_checksum([new])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(engine):
+        for _ in range(20):
+            matrix @ matrix
+        slot.copy_(new)
+        copied = mark_queued(device)
+    with ours.after(copied):
+        assert device_checksum([slot]) == want
 
 
 def test_an_event_in_a_busy_stream_is_not_over_at_its_deadline():

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from evenkeel_moe.adapters.torch.checksum import checksum
-from evenkeel_moe.adapters.torch.transport import TorchWeightTransport, is_over
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.adapters.torch.streams import is_over
+from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
+from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.protocol.messages import Prepare
 from tests.agent.ranks import CPU, GENERATION, LEADER, Group, run_ranks
+from tests.waiting import deadline, wait_until
 
 
 def expert(number):
@@ -117,3 +119,75 @@ def test_a_device_is_waited_for_until_the_deadline():
     assert is_over(Mark(1), 0.0), "what is done in time is done, however late one looks"
     with pytest.raises(RuntimeError, match="device error"):
         is_over(Mark(1, fails=True), time.monotonic() + 30)
+
+
+def transport_of(connect):
+    """Return a transport of one slot over what `connect` returns."""
+    return TorchWeightTransport(
+        rank=0,
+        slots_per_rank=1,
+        staging_bytes=NBYTES,
+        tensors_of=lambda _layer, _local: expert(0),
+        sample=expert(0),
+        connect=connect,
+        device=CPU,
+    )
+
+
+def rebuilt(transport):
+    """Rebuild on a thread; return the thread, and the list that gets its error."""
+    errors = []
+
+    def rebuild():
+        try:
+            transport.rebuild(1)
+        except Unavailable as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=rebuild, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def test_a_wait_for_a_rank_that_never_comes_can_be_aborted():
+    """A hang of the transfer thread (R10): the group may have agreed on another communicator."""
+    group, asked = Group(2, timeout_s=deadline(40)), threading.Event()
+
+    def connect(serial):
+        asked.set()
+        return group.connect(0, f"transfer-{serial}")
+
+    transport = transport_of(connect)
+    thread, errors = rebuilt(transport)
+    assert asked.wait(deadline(10))
+    transport.abort()
+    thread.join(deadline(10))
+    assert not thread.is_alive()
+    assert errors == ["transfer communicator 1: connecting was aborted"]
+    assert transport.broken
+
+
+def test_a_communicator_that_connects_after_the_abort_is_aborted_too():
+    group, asked, go = Group(1), threading.Event(), threading.Event()
+    made = []
+
+    def connect(serial):
+        asked.set()
+        assert go.wait(deadline(20))
+        made.append(group.connect(0, f"transfer-{serial}"))
+        return made[0]
+
+    transport = transport_of(connect)
+    thread, errors = rebuilt(transport)
+    assert asked.wait(deadline(10))
+    transport.abort()
+    thread.join(deadline(10))
+    assert len(errors) == 1
+    go.set()
+    wait_until(lambda: made and made[0]._backend is None)
+    assert transport.broken
+    go.set()
+    made.clear()
+    transport.rebuild(2)
+    assert not transport.broken, "the next attempt is not affected"
+    transport.abort()

@@ -5,22 +5,24 @@ The engine, the gate and the weight transport each use a communicator that the o
 again.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import structlog
 import torch
 import torch.distributed
 from torch import Tensor
 
+from evenkeel_moe.adapters.torch.nccl_group import make_nccl
 from evenkeel_moe.errors import Unavailable
+
+_log = structlog.get_logger(__name__)
 
 TRANSFER = "transfer-"
 """Prefix of the names of communicators that copy weights while the engine serves."""
-_TRANSFER_CTAS = 8
-"""Thread blocks NCCL may occupy on a GPU for such copies. The engine's cooperative kernels wait for
-all multiprocessors they ask for; copies that occupied them would wait for the engine in turn."""
 
 # The stubs of torch lack most of what its backends offer.
 dist: Any = torch.distributed
@@ -94,26 +96,32 @@ class Communicator:
             tag: distinguishes batches on Gloo; NCCL matches by order alone.
         """
         backend = self._live()
-        coalesce = self.device.type == "cuda"
-        if coalesce:
-            backend._start_coalescing()
-        works = [
-            backend.send([op.tensor], op.peer, tag)
-            if op.sends
-            else backend.recv([op.tensor], op.peer, tag)
-            for op in operations
-        ]
-        return [backend._end_coalescing()] if coalesce else works
+        if self.device.type != "cuda":
+            return [_start(backend, operation, tag) for operation in operations]
+        backend._start_coalescing()
+        try:
+            for operation in operations:
+                _start(backend, operation, tag)
+        finally:  # An open group would take in all later NCCL calls of this thread.
+            work: Work = backend._end_coalescing()
+        return [work]
 
     def abort(self) -> None:
         """Abort the communicator, from any thread; later operations raise RuntimeError.
 
-        Operations in flight here end at once on NCCL. Gloo cannot interrupt them; there they end at
-        their own deadline. The connections close with the last of them, which ends the operations
-        of the peers. Do not abort while a collective is in flight: the abort would wait for it.
+        Operations in flight here end soon on NCCL, whose abort may hang and so gets a thread of its
+        own. Gloo cannot interrupt them; there they end at their own deadline. The connections close
+        with the last of them, which ends the operations of the peers. Do not abort Gloo while a
+        collective is in flight: the abort would wait for it.
         """
         backend, self._backend = self._backend, None
-        if backend is not None:
+        if backend is None:
+            return
+        if self.device.type == "cuda":
+            threading.Thread(
+                target=_abort, args=(backend,), name="evenkeel-abort", daemon=True
+            ).start()
+        else:
             backend.abort()
 
     def _live(self) -> Any:
@@ -121,6 +129,20 @@ class Communicator:
         if backend is None:
             raise RuntimeError("the communicator was aborted")
         return backend
+
+
+def _start(backend: Any, operation: Operation, tag: int) -> Work:
+    """Start one half of a copy."""
+    start = backend.send if operation.sends else backend.recv
+    work: Work = start([operation.tensor], operation.peer, tag)
+    return work
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        _log.warning("abort_failed", detail=str(error)[:300])
 
 
 def make_communicator(
@@ -151,11 +173,8 @@ def make_communicator(
     timeout = timedelta(seconds=timeout_s)
     try:
         if device.type == "cuda":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            if name.startswith(TRANSFER):
-                nccl.config.max_ctas = _TRANSFER_CTAS
-            backend = dist.ProcessGroupNCCL(scoped, rank, size, nccl)
+            transfers = name.startswith(TRANSFER)
+            backend = make_nccl(scoped, rank, size, timeout, transfers=transfers)
         else:
             gloo = dist.ProcessGroupGloo._Options()
             gloo._timeout = timeout

@@ -10,18 +10,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
 
 from evenkeel_moe.adapters.torch.checksum import checksum, flat_bytes
+from evenkeel_moe.adapters.torch.connecting import Connector
 from evenkeel_moe.adapters.torch.groups import Communicator, Operation, Work
 from evenkeel_moe.adapters.torch.staging_memory import StagingMemory
+from evenkeel_moe.adapters.torch.streams import OwnStream, mark_queued, wait_for_device
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.plan import Transfer
 from evenkeel_moe.protocol.messages import Prepare
@@ -37,8 +39,6 @@ _CHUNKS_PER_BATCH = 4096
 _WAIT_GRAIN_S = 0.001
 """Waits count whole milliseconds: one can end this much before its deadline."""
 _ABORT_WAIT = timedelta(seconds=5)
-_POLL_INTERVAL_S = 0.0002
-"""Time between two queries of a device event."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes staged so far, bytes to stage on this rank)."""
@@ -72,26 +72,6 @@ class StageOutcome:
         return self.reason is None
 
 
-class DeviceEvent(Protocol):
-    """An event in a device's stream, such as torch.cuda.Event."""
-
-    def query(self) -> bool:
-        """Return True if all work before the event is done; RuntimeError if some of it failed."""
-        ...
-
-
-def is_over(event: DeviceEvent, deadline: float) -> bool:
-    """Wait for an event until the deadline [monotonic s]; return True if it is over.
-
-    It polls, because a wait in the driver could block the thread for ever.
-    """
-    while not event.query():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_INTERVAL_S)
-    return True
-
-
 class TorchWeightTransport:
     """The transfer communicator of one rank and its staging memory.
 
@@ -122,11 +102,13 @@ class TorchWeightTransport:
         self._rank = rank
         self._slots_per_rank = slots_per_rank
         self._tensors_of = tensors_of
-        self._connect = connect
         self._device = device
         self._memory = StagingMemory(staging_bytes, sample, device)
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
+        self._stream = OwnStream(device)
+        self._connector = Connector(connect, device, self._stream)
+        self._aborts = 0
         self._fence: Any = None
         self.fence()
         self.serial = -1
@@ -146,29 +128,31 @@ class TorchWeightTransport:
         """Connect all ranks again and warm up every connection; collective.
 
         Raises:
-            Unavailable: not all ranks connected in time, or one left; `broken` stays true.
+            Unavailable: not all ranks connected in time, one left, or `abort` was called; `broken`
+                stays true.
         """
         self.abort()
         self.serial = serial
-        fresh = self._connect(serial)
-        try:
-            fresh.all_gather(torch.zeros(1, device=self._device))
-            self._warm(fresh)
-        except RuntimeError as error:
-            fresh.abort()
-            raise Unavailable(
-                f"transfer communicator {serial}: {error}", Reason.TRANSFER_FAILED
-            ) from error
+        aborts = self._aborts
+        fresh = self._connector.connect(serial)
         with self._lock:
-            self._communicator = fresh
+            if self._aborts == aborts:
+                self._communicator = fresh
+                return
+        fresh.abort()
+        raise Unavailable(
+            f"transfer communicator {serial} was aborted at once", Reason.TRANSFER_FAILED
+        )
 
     def abort(self) -> None:
-        """Abort the communicator, from any thread.
+        """Abort the communicator, also while it is being connected; from any thread.
 
         Operations in flight end with an error, at their deadline at the latest.
         """
         with self._lock:
+            self._aborts += 1
             communicator, self._communicator = self._communicator, None
+        self._connector.abort()
         if communicator is not None:
             communicator.abort()
 
@@ -178,10 +162,7 @@ class TorchWeightTransport:
         Called on the engine's thread. The copies read the slots that a swap wrote, and overwrite
         the staging memory that it read. On the host no work is pending.
         """
-        if self._device.type == "cuda":
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            self._fence = event
+        self._fence = mark_queued(self._device)
 
     def clear(self) -> None:
         """Drop the staged tensors; the memory serves the next wave."""
@@ -195,7 +176,8 @@ class TorchWeightTransport:
         when a batch passes its deadline, a peer leaves, or the engine fails to return tensors.
         """
         flights: deque[_Flight] = deque()
-        with self._own_stream():
+        # On a GPU, copy on another stream than the engine's, after its work before `fence`.
+        with self._stream.after(self._fence):
             try:
                 return self._stage(prepare, cancel, progress, flights)
             except Exception as error:
@@ -280,7 +262,7 @@ class TorchWeightTransport:
                         return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
                     work.wait(timedelta(seconds=left))
                 posted = self._post(flight)
-            if not self._is_copied(deadline):
+            if not wait_for_device(self._device, deadline):
                 detail = f"batch {flight.index}: past its deadline on the device"
                 return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
         except RuntimeError as error:
@@ -338,28 +320,6 @@ class TorchWeightTransport:
             f" {expected:016x}",
         )
 
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """On a GPU, copy on another stream than the engine's, after its work before `fence`."""
-        if self._device.type != "cuda":
-            yield
-            return
-        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_event(self._fence)
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            yield
-
-    def _is_copied(self, deadline: float) -> bool:
-        """Wait for the stream of a batch on a GPU; return False if the deadline passes first.
-
-        The deadline is needed because no wait of NCCL ends by itself.
-        """
-        if self._device.type != "cuda":
-            return True
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return is_over(event, deadline)
-
     # --- small parts ----------------------------------------------------------------------------
 
     def _pace_s(self, batch: Sequence[Transfer], max_bytes_per_s: float) -> float:
@@ -371,19 +331,6 @@ class TorchWeightTransport:
             for rank in {self._rank_of(transfer.src_slot), self._rank_of(transfer.dst_slot)}:
                 share[rank] = share.get(rank, 0) + transfer.nbytes
         return max(share.values(), default=0) / max_bytes_per_s
-
-    def _warm(self, communicator: Communicator) -> None:
-        """Exchange a byte between all pairs of ranks, so that no batch has to connect first."""
-        for distance in range(1, communicator.size):
-            target = (self._rank + distance) % communicator.size
-            source = (self._rank - distance) % communicator.size
-            out = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            pair = [
-                Operation(torch.empty_like(out), source, sends=False),
-                Operation(out, target, sends=True),
-            ]
-            for work in communicator.start_exchange(pair, distance):
-                work.wait()
 
     def _rank_of(self, slot: int) -> int:
         return slot // self._slots_per_rank
