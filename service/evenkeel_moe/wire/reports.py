@@ -17,7 +17,8 @@ from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.v1 import telemetry_pb2 as pb
 from evenkeel_moe.wire.fields import check_count
 
-_MAX_REPORT_STEPS = 4096
+MAX_REPORT_STEPS = 4096
+"""Most steps of one report."""
 # `STEP` holds the phase as its number on the wire.
 assert all(pb.Phase.Value(f"PHASE_{phase.name}") == code for phase, code in PHASE_CODE.items())
 _STEP = STEP.newbyteorder("<")
@@ -100,9 +101,9 @@ def _decode_counts(
 
 def _decode_steps(data: bytes) -> StepTable:
     num_steps, rest = divmod(len(data), STEP.itemsize)
-    if num_steps > _MAX_REPORT_STEPS:
+    if num_steps > MAX_REPORT_STEPS:
         raise PeerViolation(
-            f"report holds {num_steps} steps, at most {_MAX_REPORT_STEPS} are allowed"
+            f"report holds {num_steps} steps, at most {MAX_REPORT_STEPS} are allowed"
         )
     if rest:
         raise PeerViolation(

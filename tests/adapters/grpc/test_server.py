@@ -1,6 +1,7 @@
 """The server over a socket: its limits, its errors, and its services."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -12,10 +13,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from evenkeel_moe.adapters.grpc import encoder
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.adapters.grpc.server import GrpcServer
-from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire.codec import encode_controller_message, encode_rank_message
+from evenkeel_moe.wire.limits import most_message_bytes
 from evenkeel_moe.wire.link import (
     Heartbeat,
     ReportAck,
@@ -102,6 +104,43 @@ async def test_a_message_over_the_limit_ends_the_stream_and_nothing_else(serve):
         await asyncio.wait_for(hub.lost.wait(), deadline(10))
         beat = encode_rank_message(Heartbeat(8, 1, 2))
         assert await ask(channel, encode_rank_message(HELLO), beat) == ReportAck(8)
+
+
+@pytest.mark.integration
+async def test_compressed_message_is_refused(serve):
+    """It may be a thousand times larger than what arrived: eleven of them took 2 GiB."""
+    server, hub = await serve()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = agent_pb2_grpc.RankLinkStub(channel).Attach(compression=grpc.Compression.Gzip)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.write(encode_rank_message(replace(HELLO, node="n" * 200)))
+            await asyncio.wait_for(call.read(), deadline(10))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        beat = encode_rank_message(Heartbeat(8, 1, 2))
+        assert await ask(channel, encode_rank_message(HELLO), beat) == ReportAck(8)
+
+
+@pytest.mark.integration
+async def test_message_larger_than_any_of_its_shape_ends_the_stream(serve):
+    server, hub = await serve(max_message_bytes=64 << 20)
+    most = most_message_bytes(HELLO.shape)
+    huge = agent_pb2.RankMessage()
+    huge.load_report.counts = b"\0" * most
+    first = encode_rank_message(HELLO)
+    first.hello.capabilities.extend(["c" * 60] * 2000)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = agent_pb2_grpc.RankLinkStub(channel).Attach()
+        await call.write(encode_rank_message(HELLO))
+        await call.write(huge)
+        while await asyncio.wait_for(call.read(), deadline(10)) is not grpc.aio.EOF:
+            pass
+        await asyncio.wait_for(hub.lost.wait(), deadline(10))
+        call = agent_pb2_grpc.RankLinkStub(channel).Attach()
+        await call.write(first)
+        while await asyncio.wait_for(call.read(), deadline(10)) is not grpc.aio.EOF:
+            pass
+        (violation,) = hub.refused
+        assert violation.reason is Reason.LIMIT_EXCEEDED and "at most 65536" in str(violation)
 
 
 @pytest.mark.integration

@@ -12,6 +12,7 @@ from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
+from evenkeel_moe.model.topology import ModelShape
 from tests.contracts.memory_store import MemoryStore
 from tests.telemetry.reports import EPOCH, PLACEMENT, SHAPE, Fleet
 
@@ -349,3 +350,12 @@ def test_one_report_larger_than_the_bound_still_waits(rig, monkeypatch):
     rig.ingest.begin_generation(GENERATION, SHAPE)
     rig.ingest.take(Fleet().run(range(4)).report(0), rig.answers.append)
     assert rig.answers == []
+
+
+@pytest.mark.parametrize(("layers", "kept"), [(92, 50), (1 << 16, 3)])
+def test_window_of_a_large_shape_keeps_fewer_steps(rig, layers, kept):
+    """Otherwise a single rank fills the memory with a shape that it alone declares."""
+    rig.ingest.begin_generation(GENERATION, ModelShape(layers, 256, 1, 256, 8, 64))
+    assert {ring.capacity for ring in rig.ingest.rings.values()} == {kept}
+    most = 4 * layers * 256 * max(ring.capacity for ring in rig.ingest.rings.values())
+    assert most <= 1 << 28

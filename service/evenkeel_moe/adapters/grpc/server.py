@@ -17,10 +17,11 @@ from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.grpc.encoder import Encoder
 from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream
 from evenkeel_moe.adapters.grpc.server_tls import ServerCertificates, check_identity
-from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation
+from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire.codec import decode_rank_message
+from evenkeel_moe.wire.limits import MAX_HELLO_BYTES, most_message_bytes
 from evenkeel_moe.wire.link import FromRankLink
 from evenkeel_moe.wire.reports import reported_steps
 from evenkeel_moe.wire.trace import trace_id_or_new
@@ -206,6 +207,7 @@ class GrpcServer:
         if first is grpc.aio.EOF:
             return
         try:
+            _check_size(first, MAX_HELLO_BYTES)
             hello = decode_rank_message(_parse(first), None)
             assert isinstance(hello, Hello)
             required = self._options.tls_require_identity
@@ -216,7 +218,7 @@ class GrpcServer:
         attached = await hub.attach(hello, stream)
         if attached is None:
             return
-        loop = asyncio.get_running_loop()
+        loop, most = asyncio.get_running_loop(), most_message_bytes(hello.shape)
         rate = MessageRate(self._options.max_messages_per_s, loop.time())
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
@@ -225,6 +227,7 @@ class GrpcServer:
                     stream.too_fast = True
                     return
                 try:
+                    _check_size(data, most)
                     _deliver(data, hello, attached)
                 except PeerViolation as violation:
                     detail = str(violation)
@@ -241,6 +244,8 @@ def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
     arguments = {
         "grpc.max_receive_message_length": options.max_message_bytes,
         "grpc.max_send_message_length": options.max_message_bytes,
+        # Identity alone: a compressed message may be a thousand times larger than what arrived.
+        "grpc.compression_enabled_algorithms_bitset": 1,
         "grpc.keepalive_time_ms": round(options.keepalive_s * 1000),
         "grpc.keepalive_timeout_ms": round(options.keepalive_timeout_s * 1000),
         "grpc.keepalive_permit_without_calls": 1,
@@ -269,6 +274,17 @@ async def _exhausted(context: Any, why: str) -> None:
     """End the call with a hint when to retry. Raises, as `abort` does."""
     hint = (("grpc-retry-pushback-ms", str(_RETRY_MS)),)
     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why, hint)
+
+
+def _check_size(data: bytes, most: int) -> None:
+    """Refuse a message that is larger than any right one, before it is parsed.
+
+    Raises:
+        PeerViolation: LIMIT_EXCEEDED.
+    """
+    if len(data) > most:
+        detail = f"a message of {len(data)} bytes, at most {most} are taken from this rank"
+        raise PeerViolation(detail, Reason.LIMIT_EXCEEDED)
 
 
 def _deliver(data: bytes, hello: Hello, attached: Attached) -> None:

@@ -17,8 +17,12 @@ from evenkeel_moe.wire.link import ReportAck
 
 _log = structlog.get_logger(__name__)
 _STORE_SOURCE_EVERY_S = 10.0
-_MAX_PENDING_BYTES = 1 << 30
-"""Most bytes of incomplete steps. For a large shape fewer than `max_pending` steps are held."""
+_MAX_PENDING_BYTES = 1 << 28
+"""Most bytes of incomplete steps of one side of counting. For a large shape fewer than
+`max_pending` steps are held."""
+_MAX_WINDOW_BYTES = 1 << 28
+"""Most bytes of one phase's window. For a large shape fewer than `window_steps` steps are kept:
+otherwise one rank could fill the memory with a shape that it alone declares."""
 
 
 class Ingest:
@@ -99,7 +103,12 @@ class Ingest:
             self.newest_step = self.newest_at = None
             self.rings = {}
         for phase in Phase:
-            self.rings.setdefault(phase, StepRing(shape, self._window_steps))
+            self.rings.setdefault(phase, StepRing(shape, self._kept_steps(shape)))
+
+    def _kept_steps(self, shape: ModelShape) -> int:
+        """Return the steps of a window: as set, or as many as fit the bytes of one."""
+        step = 4 * shape.num_layers * shape.num_logical_experts + 16 * shape.num_ranks + 16
+        return max(1, min(self._window_steps, _MAX_WINDOW_BYTES // step))
 
     def leave_generation(self) -> None:
         """Forget the generation and its steps; another generation is begun or restored next."""
