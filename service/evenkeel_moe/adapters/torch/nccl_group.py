@@ -78,7 +78,7 @@ def make_nccl(store: Any, rank: int, size: int, timeout: timedelta, *, transfers
     if not transfers:
         return dist.ProcessGroupNCCL(store, rank, size, options)
     options.config.max_ctas = _TRANSFER_CTAS
-    # Its stream comes from torch's pool for high priority, from which engines take none.
+    # Its stream comes from torch's pool for high priority, which vLLM and SGLang do not use.
     options.is_high_priority_stream = True
     with _no_watchdog():
         return dist.ProcessGroupNCCL(store, rank, size, options)
