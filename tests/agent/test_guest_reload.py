@@ -2,14 +2,13 @@
 
 import pytest
 
+from evenkeel_moe.agent.trouble import FaultEnd
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Ack, ParticipantState, QueryState, RankState, Vote
-from tests.agent.ranks import LEADER, prepare_for, run_ranks, two_rank_placements
-from tests.agent.test_guest import Guests
+from tests.agent.guests import NEW, OLD, Guests
+from tests.agent.ranks import LEADER, prepare_for, run_ranks
 from tests.waiting import wait_until
-
-OLD, NEW = two_rank_placements()
 
 
 def reload(guests, versions):
@@ -139,7 +138,7 @@ def test_wrong_bytes_after_a_copy_are_trouble_until_weights_are_loaded_again():
 
 def test_a_fault_of_the_balancer_outlasts_new_weights():
     with Guests(OLD) as guests:
-        guests.agents[0].disable_migration("replicas differ", until_reload=True)
+        guests.agents[0].disable_migration("replicas differ", FaultEnd.RELOAD)
         guests.agents[0].disable_migration("another planner")
         reload(guests, versions=(1, 1))
         assert guests.agents[0].trouble == "another planner"

@@ -46,6 +46,7 @@ class Fleet:
         """The deployment whose experts the engine moves as soon as no rank holds a wave."""
         self.loading = 0
         """The ranks that loaded other weights and have not reported it; one reload at a time."""
+        self._stray: dict = {}
         self._waiting: set = set()
         self._reduced: tuple = (-1, None)
         self._sums: dict = {}
@@ -183,6 +184,24 @@ class Fleet:
         for site in sites:
             site.rebalanced(placement)
         self.dirty = True
+
+    def stray_map(self, deployment, participant):
+        """Return the map with which the engine ends a wave instead of the agreed one, or None.
+
+        It is the same on all ranks: the map before the wave, or that with one layer switched.
+        """
+        world, wave = self.world, participant.wave
+        key = deployment, self.generation, wave
+        if key not in self._stray:
+            found = None
+            if not world.calm and world.rng.random() < world.stray_swaps:
+                found, new = participant.placement, participant.next_placement
+                layer = participant.prepare.body.layers[0]
+                mixed = found.with_rows((layer,), new.phy2log[layer : layer + 1])
+                if mixed.digest != new.digest and world.rng.random() < 0.5:
+                    found = mixed
+            self._stray[key] = found
+        return self._stray[key]
 
     def replace(self, generation) -> None:
         """Restart the group unless it has restarted since."""

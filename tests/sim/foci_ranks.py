@@ -170,5 +170,6 @@ RANK_FOCI = (
         lapse("controller is ready", 0.2, same=1.0, within=0.3),
     ),
     focus("participant idle EngineRebalanced", 7, rebalance("rank is staging", 0.3)),
+    focus("participant swapping EngineRebalanced", 10, like(stray_swaps=0.5, slow_swaps=0.2)),
     focus("participant swapping SwapFailed", 10, like(failing_swaps=0.5, slow_swaps=0.2)),
 )

@@ -98,8 +98,9 @@ class SimRank:
                     f"rank {self.rank} swaps {item.action.wave.plan_id} to {item.action.epoch}"
                 )
                 self.world.moment("rank swaps", rank=self, site=self.sites[item.deployment])
-                if self.alive:
-                    self.sites[item.deployment].swap(item.action)
+                site = self.sites[item.deployment]
+                if self.alive and self.fleet.stray_map(item.deployment, site.participant) is None:
+                    site.swap(item.action)
             case msg.LeaveGroup(reason=reason, detail=detail):
                 self.leave(f"{reason}: {detail}")
             case msg.RebuildTransport(serial=serial):
@@ -117,6 +118,11 @@ class SimRank:
             if not self.world.calm and self.world.rng.random() < self.world.failing_swaps:
                 site.feed(msg.SwapFailed(part.wave, "injected"))
                 return
+            stray = self.fleet.stray_map(site.deployment, part)
+            if stray is not None:
+                site.job = None
+                site.rebalanced(stray)
+                continue
             self.fleet.remember(self.rank, site)
             site.feed(msg.SwapFinished(part.wave, part.next_placement.digest))
             if not self.alive:

@@ -39,6 +39,8 @@ class FleetWorld(World):
         self.kit = self.kit.wired(pairs)
         self.slow_copies = self.corruption = self.rumours = self.slow_swaps = 0.0
         self.failing_swaps = 0.01
+        self.stray_swaps = 0.01
+        """Probability that the engines of all ranks end a wave with another map than agreed."""
         self.wrong_prepares = 0.0
         """Probability that a leader sends a wave's Prepare with a flaw."""
         self.copy_s = (0.01, 0.05)

@@ -38,7 +38,7 @@ from evenkeel_moe.agent.ports import (
 )
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.staging import StagingWorker
-from evenkeel_moe.agent.trouble import Trouble
+from evenkeel_moe.agent.trouble import FaultEnd, Trouble
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
@@ -234,10 +234,10 @@ class Agent:
             self.disable_migration(
                 f"after loading weights {weights_version}, replicas of an expert differ or an"
                 " expert is missing",
-                until_reload=True,
+                FaultEnd.RELOAD,
             )
         else:
-            self._trouble.reloaded()
+            self._trouble.end(FaultEnd.RELOAD)
         self.feed(WeightsReloaded(weights_version, checksums or ()))
 
     def tell(self, fact: RankFact) -> None:
@@ -245,9 +245,9 @@ class Agent:
         if self._network is not None:
             self._network.tell(fact)
 
-    def disable_migration(self, why: str, *, until_reload: bool = False) -> None:
-        """Refuse waves, and report why; with `until_reload` until weights agree on all ranks."""
-        self._trouble.begin(why, until_reload=until_reload)
+    def disable_migration(self, why: str, until: FaultEnd = FaultEnd.RESTART) -> None:
+        """Refuse every further wave, and send the cause with every heartbeat, until it ends."""
+        self._trouble.begin(why, until)
 
     def close(self) -> None:
         """End the threads and the transfers. The gate's communicator ends with the process."""

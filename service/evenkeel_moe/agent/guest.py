@@ -36,7 +36,8 @@ from evenkeel_moe.agent.ports import (
     WeightTransport,
 )
 from evenkeel_moe.agent.staging import ReadyWave
-from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.agent.trouble import FaultEnd
+from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol.messages import (
@@ -199,32 +200,58 @@ class GuestAgent(Agent):
         self._worker.later(lambda: self.progress(move.wave, done * nbytes, total * nbytes))
 
     def move_finished(self, phy2log: NDArray[np.int64]) -> None:
-        """Finish the move, or stop if the engine did not reach the agreed map.
+        """Finish the move; every rank calls it at the same step.
 
-        After a stop the rank keeps the wave and reports the trouble.
+        If the engine did not reach the agreed map, the ranks compare their maps. Equal ones end the
+        wave as dropped, and the group goes on from the map it has. Otherwise the rank keeps the
+        wave and reports the trouble.
 
         Args:
-            phy2log: (L, S) the map the engine now routes by.
+            phy2log: (L, S) the map the engine now routes by; every layer is whole.
         """
         move = self._move
         if move is None:
             return
-        wrong = np.argwhere(np.asarray(phy2log) != move.placement.phy2log)
-        if len(wrong):
-            layers = sorted({int(layer) for layer, _ in wrong})
-            reason = self._engine.fault() or "the engine gave no reason"
-            slots = move.placement.phy2log.size
-            self.disable_migration(
-                f"the engine ended {move.wave.plan_id} with {len(wrong)} of {slots} slots not as"
-                f" planned, in layers {layers[:8]}: {reason}"
-            )
+        if not np.array_equal(phy2log, move.placement.phy2log):
+            self._end_elsewhere(move, np.array(phy2log, np.int32))
             return
+        self._trouble.end(FaultEnd.MOVE)
         # The engine's last copies may still be pending in the stream of this thread.
         copied = mark_queued(self._device)
         self._worker.later(lambda: self._verify(move.placement, move.layers, copied))
         with self._lock:
             self._move = None
             self._finish_swap(move.wave, move.ready.digest, move.layers, move.longest_s, 0)
+
+    def _end_elsewhere(self, move: Move, phy2log: NDArray[np.int32]) -> None:
+        """End a move that led to another map, if it is the same on all ranks; collective."""
+        wrong = np.argwhere(phy2log != move.placement.phy2log)
+        layers = sorted({int(layer) for layer, _ in wrong})
+        why = (
+            f"the engine ended {move.wave.plan_id} with {len(wrong)} of"
+            f" {move.placement.phy2log.size} slots not as planned, in layers {layers[:8]}:"
+            f" {self._engine.fault() or 'the engine gave no reason'}"
+        )
+        shape = self._config.shape
+        try:
+            found = Placement(phy2log, shape.num_ranks, shape.num_logical_experts)
+            differences = self._differences({"map": found.digest, "move": str(move.wave)})
+            if differences:
+                raise InvalidInput(f"the ranks differ in their {', '.join(differences)}")
+            if not found.logcnt.all():
+                raise InvalidInput("an expert has no slot")
+        except (RuntimeError, InvalidInput) as error:
+            self.disable_migration(f"{why}; {str(error)[:300]}")
+            return
+        _log.error("move_given_up", deployment=self._config.identity.deployment, detail=why)
+        self._trouble.end(FaultEnd.MOVE)
+        with self._lock:
+            self._move = None
+            self._carry_out_answers(EngineRebalanced(found))
+
+    def _differences(self, facts: dict[str, str]) -> list[str]:
+        """Return in which facts the ranks differ; collective. Raises: see `find_differences`."""
+        return find_differences(self._meeting, {"steps": f"{self._gate.calls}", **facts})
 
     def engine_rebalanced(self, phy2log: NDArray[np.int64]) -> None:
         """Follow a change of the map that the engine made itself, on every rank at this step.
@@ -245,7 +272,7 @@ class GuestAgent(Agent):
                 )
                 return
             placement = Placement(
-                np.asarray(phy2log, np.int32), shape.num_ranks, shape.num_logical_experts
+                np.array(phy2log, np.int32), shape.num_ranks, shape.num_logical_experts
             )
             participant.handle(EngineRebalanced(placement), time.monotonic())
 
@@ -265,10 +292,9 @@ class GuestAgent(Agent):
             Unavailable: the ranks did not come together, or the move cannot end.
             GateFailed: see `step_boundary`.
         """
-        facts = {"steps": f"{self._gate.calls}", "map": self.placement.digest}
-        facts["move"] = "" if self._move is None else str(self._move.wave)
+        move = "" if self._move is None else str(self._move.wave)
         try:
-            differences = find_differences(self._meeting, facts)
+            differences = self._differences({"map": self.placement.digest, "move": move})
         except RuntimeError as error:
             raise Unavailable(f"not all ranks came: {str(error)[:300]}; {_PAUSE}") from error
         if differences:
@@ -341,17 +367,15 @@ class GuestAgent(Agent):
         why = fault or f"no layer for {move.quiet_steps} steps and {quiet_s:.0f} s"
         self.disable_migration(
             f"{move.wave.plan_id} stopped with {len(move.done)} of {len(move.layers)} layers"
-            f" switched: {why}. Every layer is whole and serving continues; only a restart of the"
-            " group moves experts again"
+            f" switched: {why}. Every layer is whole and serving continues; experts move again once"
+            " the engine has ended this move, or after a restart of the group",
+            FaultEnd.MOVE,
         )
 
     def _verify(self, placement: Placement, layers: Sequence[int], copied: Any) -> None:
         """Compare the checksums of the copied experts with those registered at load (R4).
 
-        Args:
-            placement: the map in use.
-            layers: the layers that changed.
-            copied: mark of the engine's copies; they are hashed once it has passed.
+        `copied` marks the engine's copies; they are hashed once it has passed.
         """
         per_rank, rank = placement.slots_per_rank, self._config.identity.rank
         checksums = self._participant.checksums
@@ -371,6 +395,6 @@ class GuestAgent(Agent):
                         f" {expert} was registered as {expected:016x}"
                         f" ({Reason.CHECKSUM_MISMATCH}): load the weights again, or restart this"
                         " group",
-                        until_reload=True,
+                        FaultEnd.RELOAD,
                     )
                     return

@@ -1,6 +1,7 @@
 """Why a rank takes no waves, and what ends it."""
 
 import time
+from enum import StrEnum
 
 import structlog
 
@@ -10,8 +11,16 @@ from evenkeel_moe.protocol.rank.participant import Participant
 _log = structlog.get_logger(__name__)
 
 
+class FaultEnd(StrEnum):
+    """What ends a fault; the faults of a rank are told in this order."""
+
+    RESTART = "a restart of the group"
+    RELOAD = "weights on which all ranks agree"
+    MOVE = "the end of the move"
+
+
 class Trouble:
-    """The fault that keeps one rank from taking waves, if any.
+    """The faults that keep one rank from taking waves, at most one for each way to end.
 
     Args:
         participant: refuses every wave while there is a fault.
@@ -19,36 +28,37 @@ class Trouble:
 
     def __init__(self, participant: Participant) -> None:
         self._participant = participant
+        self._faults: dict[FaultEnd, str] = {}
         self._took_waves = False
-        self._until_reload = False
-        self.why = ""
-        """The fault in words; empty without one."""
+
+    @property
+    def why(self) -> str:
+        """The fault that is hardest to end, in words; empty without one."""
+        faults = self._faults
+        return next((faults[end] for end in FaultEnd if end in faults), "")
 
     @property
     def moves(self) -> bool:
-        """True if the rank takes waves, or did before the fault."""
-        return self._took_waves if self.why else not self._participant.observe_only
+        """True if the rank takes waves, or did before its first fault."""
+        return self._took_waves if self._faults else not self._participant.observe_only
 
-    def begin(self, why: str, *, until_reload: bool) -> None:
-        """Refuse waves. The first fault is kept, unless only the later one outlasts a reload."""
-        if self.why and (until_reload or not self._until_reload):
+    def begin(self, why: str, until: FaultEnd) -> None:
+        """Refuse waves until the fault has ended; of two faults that end alike the first counts."""
+        if until in self._faults:
             return
-        if not self.why:
+        if not self._faults:
             self._took_waves = not self._participant.observe_only
-        self.why, self._until_reload = why, until_reload
+        self._faults = {**self._faults, until: why}
         # Called with and without the agent's lock: this event sets a flag and moves nothing.
         self._participant.handle(MigrationDisabled(), time.monotonic())
-        _log.error("placement_off", deployment=self._participant.identity.deployment, detail=why)
+        deployment = self._participant.identity.deployment
+        _log.error("placement_off", deployment=deployment, detail=why, until=until)
 
-    def reloaded(self) -> None:
-        """End a fault of the weights: those loaded now agree on all ranks."""
-        if self._until_reload:
-            self.end()
-
-    def end(self) -> None:
-        """Take waves again, if the rank took any before the fault."""
-        if not self.why:
+    def end(self, end: FaultEnd) -> None:
+        """End a fault. Without another one the rank takes waves again, if it took any before."""
+        if end not in self._faults:
             return
-        _log.info("placement_on", deployment=self._participant.identity.deployment, ended=self.why)
-        self._participant.observe_only = not self._took_waves
-        self.why, self._until_reload = "", False
+        self._faults = {other: why for other, why in self._faults.items() if other is not end}
+        if not self._faults:
+            self._participant.observe_only = not self._took_waves
+            _log.info("placement_on", deployment=self._participant.identity.deployment, ended=end)

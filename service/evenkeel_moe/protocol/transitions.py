@@ -123,7 +123,7 @@ PARTICIPANT = _table((_P.IDLE, _P.STAGING, _P.PREPARED, _P.ARMED, _P.SWAPPING, _
     ReloadRequested:   ("_permit",        "_reload_drops",   "_reload_drops",   "_reload_armed",   "_reload_later",  "_permit"),
     WeightsReloaded:   ("_reloaded",      "_reloaded_drops", "_reloaded_drops", "_reloaded_armed", "_reloaded_torn", "_reloaded"),
     MigrationDisabled: ("_disable",       "_disable",        "_disable",        "_disable",        "_disable",       "_disable"),
-    EngineRebalanced:  ("_follow_engine", ILLEGAL,           ILLEGAL,           ILLEGAL,           ILLEGAL,          ILLEGAL),
+    EngineRebalanced:  ("_follow_engine", ILLEGAL,           ILLEGAL,           ILLEGAL,           "_swap_elsewhere", ILLEGAL),
 })
 
 PARTICIPANT_OTHER_WAVE: Mapping[type, str] = {
@@ -200,7 +200,7 @@ PARTICIPANT_MOVES: Mapping[_P, Mapping[type, tuple[_P, ...]]] = {
         ReloadRequested: (_P.ABORTED,),
         WeightsReloaded: (_P.ABORTED,),
     },
-    _P.SWAPPING: {SwapFinished: (_P.IDLE,)},
+    _P.SWAPPING: {SwapFinished: (_P.IDLE,), EngineRebalanced: (_P.IDLE,)},
     _P.ABORTED: {TransportDrained: (_P.IDLE,)},
 }
 """The states each event may lead to, besides the present one. The diagrams show these."""

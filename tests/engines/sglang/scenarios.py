@@ -205,7 +205,11 @@ def disabled(rank, size):
     one.manager._rebalance_disabled_reason = "scaling"
     one.steps(30)
     late = one.order(new, "plan-2")
-    return {**one.seen(), "late": late}
+    off = one.seen()
+    one.manager._rebalance_disabled_reason = None
+    one.order(new, "plan-3")
+    one.steps(30)
+    return {"off": off, "late": late, "target": new.phy2log, **one.seen()}
 
 
 def refused(rank, size, *, options):

@@ -76,12 +76,13 @@ def test_moves_of_sglangs_own_planner_are_followed():
         assert seen["wrong"] == []
 
 
-def test_rebalancing_that_is_switched_off_is_named_and_serving_goes_on():
+def test_a_plan_that_sglang_leaves_out_ends_and_plans_go_on_once_it_rebalances_again():
     for seen in ranks.once(SCENARIOS, "disabled"):
-        assert "SGLang's rebalancing is off: scaling" in seen["trouble"]
-        assert not seen["late"].yes
-        assert seen["wrong"] == []
-        assert seen["steps"] == 35
+        off = seen["off"]
+        assert (off["epoch"], off["wrong"], off["trouble"], off["steps"]) == (0, [], "", 35)
+        assert "SGLang's rebalancing is off: scaling" in seen["late"].detail
+        assert np.array_equal(seen["moe"], seen["target"])
+        assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (1, [], "")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin, register
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
-from evenkeel_moe.protocol.messages import Vote
+from evenkeel_moe.protocol.messages import AbortAnswer, Vote
 from tests.agent.fleet import PortLink
 from tests.engines.vllm import engine
 from tests.engines.vllm.engine import Config
@@ -147,6 +147,29 @@ def disagree(rank, size, *, how):
     seen = {**one.seen(), "target": new.phy2log}
     one.steps(5)
     return {**seen, "after": one.taken}
+
+
+def disagree_once(rank, size, *, use_async):
+    """The ranks differ about one plan, so vLLM keeps its map; they agree on the next plan."""
+    one = Rank(rank, size, use_async=use_async)
+    one.steps(3)
+    begin = one.guest.begin
+
+    def begin_late(move):
+        begin(move)
+        one.guest.agreement.begin(move, 1000 + rank)
+
+    one.guest.begin = begin_late
+    before = one.map()
+    one.order(one.target(), "plan-1")
+    one.until(lambda: one.guest.agreement.refused and one.agent.move is None)
+    said = one.link.expect(AbortAnswer)
+    first = {"before": before, "outcome": said.outcome, **one.seen()}
+    one.guest.begin = begin
+    new = one.target(seed=2)
+    vote = one.order(new, "plan-2")
+    one.until(lambda: one.agent.epoch == 1)
+    return {"first": first, "vote": vote.yes, "target": new.phy2log, **one.seen()}
 
 
 def wrong_shape(rank, size):

@@ -110,6 +110,17 @@ def test_ranks_that_disagree_keep_the_old_map_everywhere(how, words):
         assert seen["after"] == 8, "the engine serves on"
 
 
+@pytest.mark.parametrize("use_async", [True, False], ids=["async", "sync"])
+def test_a_plan_on_which_the_ranks_did_not_agree_ends_and_the_next_one_works(use_async):
+    for seen in ranks.run(FAULTS, "disagree_once", use_async=use_async):
+        first = seen["first"]
+        assert "have another step" in first["refused"]
+        assert np.array_equal(first["map"], first["before"])
+        assert (first["outcome"], first["epoch"], first["trouble"]) == ("dropped", 0, "")
+        assert seen["vote"] and np.array_equal(seen["map"], seen["target"])
+        assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (1, [], "")
+
+
 def test_a_plan_for_another_shape_is_voted_down():
     for seen in ranks.once(FAULTS, "wrong_shape"):
         assert not seen["vote"].yes

@@ -254,6 +254,18 @@ def test_a_pass_of_another_epoch_leaves_the_group():
     assert only(half.handle(msg.SwapFailed(KEY, "out of memory"), 0.0), msg.LeaveGroup)
 
 
+def test_a_wave_that_the_engine_ends_elsewhere_is_dropped_and_its_map_followed():
+    """R12: no rank is at the plan's new map, so the wave is not committed."""
+    for rows, epoch in (((), 0), ((0,), 1)):
+        rank = participant_in(State.SWAPPING)
+        found = BASE.with_rows(rows, BASE.phy2log[list(rows)][:, ::-1])
+        answer = only(rank.handle(msg.EngineRebalanced(found), 0.0), msg.AbortAnswer)
+        assert (answer.epoch, answer.outcome, answer.drained) == (epoch, WaveOutcome.DROPPED, True)
+        assert (rank.state, rank.epoch, rank.placement) == (State.IDLE, epoch, found)
+        late = only(rank.handle(from_controller(msg.Commit(LEADER, KEY)), 0.0), msg.AbortAnswer)
+        assert late.outcome is WaveOutcome.DROPPED
+
+
 def test_rank_state_has_all_that_a_new_leader_decides_from():
     """R12, R15: epoch, wave held, last wave, and the full map when asked for."""
     rank = participant_in(State.SWAPPING)

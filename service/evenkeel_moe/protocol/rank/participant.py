@@ -218,6 +218,22 @@ class Participant(RankDeployment):
             actions.append(msg.SendToController(answer, held.abort_stream))
         return [*actions, *self._permit_if_reloading()]
 
+    def _swap_elsewhere(self, event: msg.EngineRebalanced) -> list[ParticipantAction]:
+        """The engine ended the wave with another map: it ends as dropped.
+
+        If the engine has switched layers all the same, its map is that of a new epoch.
+        """
+        if event.placement.digest != self.placement.digest:
+            self.placement, self.epoch = event.placement, Epoch(self.epoch + 1)
+            self._ended.clear()
+        held = self._end(_DROPPED)
+        answer = msg.AbortAnswer(held.prepare.wave, self.epoch, _DROPPED, drained=True)
+        streams = [held.ack_stream]
+        if held.abort_stream is not None and held.abort_stream != held.ack_stream:
+            streams.append(held.abort_stream)
+        sent = [msg.SendToController(answer, stream) for stream in streams]
+        return [*sent, *self._permit_if_reloading()]
+
     def _swap_failed(self, event: msg.SwapFailed) -> list[ParticipantAction]:
         return [msg.LeaveGroup(Reason.GATE_FAILED, f"swap failed: {event.detail}")]
 

@@ -1,0 +1,159 @@
+"""A toy engine that copies experts itself, and two ranks of it with their agents."""
+
+from typing import Any
+
+from evenkeel_moe.agent import AgentConfig, GuestAgent
+from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.protocol.messages import Commit, RankIdentity, Vote
+from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
+from tests.agent.fleet import PortLink
+from tests.agent.ranks import (
+    CPU,
+    GENERATION,
+    LEADER,
+    Group,
+    ToyWeights,
+    expert_tensors,
+    prepare_for,
+    run_ranks,
+    shape_of,
+    two_rank_placements,
+)
+from tests.waiting import deadline, wait_until
+
+OLD, NEW = two_rank_placements()
+
+
+class ToyEngine:
+    """Copies one layer per step; the attributes below make it misbehave."""
+
+    def __init__(self, placement, rank):
+        self.map = placement.phy2log.copy()
+        self.rank = rank
+        self.weights = ToyWeights(placement, rank)
+        self.version = 0
+        self.agent: Any = None
+        self.todo: list[int] = []
+        self.target: Any = None
+        self.broken = ""
+        self.no = None
+        self.stop_after = None
+        self.corrupt = False
+        self.wrong_map = False
+        self.target_map = None
+
+    def refusal(self, prepare, new):
+        return self.no
+
+    def begin(self, move):
+        self.target, self.todo = move.placement.phy2log, list(range(len(self.map)))
+        if self.target_map is not None:
+            self.target = self.target_map
+
+    def fault(self):
+        return self.broken or None
+
+    def step(self):
+        self.switch_layer()
+        self.agent.step_boundary()
+
+    def finish(self, move):
+        while self.todo and self.stop_after != 0:
+            self.switch_layer()
+
+    def switch_layer(self):
+        if self.todo and self.stop_after != 0:
+            layer = self.todo.pop(0)
+            self.stop_after = None if self.stop_after is None else self.stop_after - 1
+            self.map[layer] = self.target[layer]
+            self._copy(layer)
+            self.agent.layer_switched(layer, 0.001)
+            if not self.todo:
+                if self.wrong_map:
+                    self.map[0, 0] = 1
+                self.agent.move_finished(self.map)
+
+    def _copy(self, layer):
+        per_rank = self.map.shape[1] // 2
+        for local in range(per_rank):
+            expert = int(self.map[layer, self.rank * per_rank + local])
+            if expert >= 0:
+                wrong = expert + 1 if self.corrupt else expert
+                source = expert_tensors(layer, wrong, self.version)
+                for have, want in zip(self.weights.slots[layer, local], source, strict=True):
+                    have.copy_(want)
+
+    def load(self, version):
+        """Replace the weights in all slots."""
+        self.version = version
+        for layer in range(len(self.map)):
+            self._copy(layer)
+
+
+class Guests:
+    """Two ranks on threads that run steps in lockstep."""
+
+    def __init__(self, old, **settings):
+        self.old = old
+        self.group = Group(2)
+        self.engines = [ToyEngine(old, rank) for rank in range(2)]
+        self.links = [PortLink() for _ in range(2)]
+        self.settings = {"stall_after_s": 0.05, "stall_after_steps": 10, **settings}
+        self.agents = run_ranks(2, self._make)
+        for engine, agent, link in zip(self.engines, self.agents, self.links, strict=True):
+            engine.agent = agent
+            assert link.ready.wait(deadline(20))
+            flow = FlowControl(report_interval_s=0.05)
+            link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, flow))
+
+    def _make(self, rank):
+        config = AgentConfig(
+            identity=RankIdentity(DeploymentId("toy"), EpRank(rank), GENERATION, 1000 + rank),
+            shape=shape_of(self.old),
+            node="node-0",
+            staging_bytes=1 << 20,
+            poll_every=3,
+            resolve_after=2,
+            gate_timeout_s=2.0,
+        )
+        return GuestAgent(
+            config,
+            self.old,
+            0,
+            self.engines[rank].weights,
+            self.engines[rank],
+            connect=lambda name, device: self.group.connect(rank, name, device),
+            device=CPU,
+            link=self.links[rank],
+            **self.settings,
+        )
+
+    def steps(self, count):
+        for _ in range(count):
+            run_ranks(2, lambda rank: self.engines[rank].step())
+
+    def steps_until(self, ask):
+        """Run steps until the answer is true."""
+        wait_until(lambda: ask() or self.steps(1), every_s=0.005)
+
+    def say(self, message):
+        for link in self.links:
+            link.say(message)
+
+    def order(self, new, **changes):
+        prepare = prepare_for(self.old, new, **changes)
+        self.say(prepare)
+        votes = [link.expect(Vote) for link in self.links]
+        if all(vote.yes for vote in votes):
+            self.say(Commit(LEADER, prepare.wave))
+        return prepare, votes
+
+    def troubles(self):
+        return [agent.trouble for agent in self.agents]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for agent in self.agents:
+            agent.close()
