@@ -10,6 +10,7 @@ import importlib
 import logging
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,12 @@ from tests.engines.driving import expert_rows
 from tests.engines.wheels import engine_root, stand_in
 
 VERSION = "0.5.23"
+LOADERS = (
+    "sglang/srt/model_executor/model_runner_components/weight_updater.py",
+    "sglang/srt/managers/scheduler_components/weight_updater.py",
+    "sglang/srt/layers/moe/fused_moe_triton/layer.py",
+)
+"""Sources that tests read; they are not imported."""
 LAYERS, DENSE, EXPERTS, REDUNDANT, TOP_K = 5, 2, 6, 2, 2
 MOE_LAYERS = tuple(range(DENSE, LAYERS))
 
@@ -102,19 +109,24 @@ class _Environment:
         return _Variable(32 if "CHUNK" in name else None)
 
 
+def root_folder() -> Path:
+    return engine_root(
+        "sglang",
+        VERSION,
+        (
+            "sglang/srt/eplb/",
+            "sglang/srt/plugins/",
+            "sglang/srt/elastic_ep/",
+            "sglang/srt/runtime_context",
+            *LOADERS,
+        ),
+    )
+
+
 def load(rank: int) -> SimpleNamespace:
     """Import the wheel's modules in this process."""
     if "sglang" not in sys.modules:
-        root = engine_root(
-            "sglang",
-            VERSION,
-            (
-                "sglang/srt/eplb/",
-                "sglang/srt/plugins/",
-                "sglang/srt/elastic_ep/",
-                "sglang/srt/runtime_context",
-            ),
-        )
+        root = root_folder()
         PARALLEL.tp_rank = rank
         _stand_ins(str(root / "sglang" / "srt"))
     names = (

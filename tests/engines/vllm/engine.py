@@ -11,6 +11,7 @@ import importlib
 import logging
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
@@ -21,6 +22,11 @@ from tests.engines.wheels import engine_root, stand_in
 
 VERSION = "0.33.0"
 EPLB = "vllm.distributed.eplb"
+LOADERS = (
+    "vllm/v1/worker/gpu_worker.py",
+    "vllm/model_executor/layers/fused_moe/routed_experts.py",
+)
+"""Sources that tests read; they are not imported."""
 
 
 class InertEvent:
@@ -147,11 +153,15 @@ def group_of(device_group: Any, cpu_group: Any) -> SimpleNamespace:
     )
 
 
+def root_folder() -> Path:
+    return engine_root("vllm", VERSION, ("vllm/distributed/eplb/", *LOADERS))
+
+
 def load() -> SimpleNamespace:
     """Import the wheel's modules in this process: (state, worker, execute, policies, scheduler)."""
     if "vllm" in sys.modules:
         return _loaded()
-    root = engine_root("vllm", VERSION, ("vllm/distributed/eplb/",))
+    root = root_folder()
     torch.Event = InertEvent  # type: ignore[misc, assignment]
     _stand_ins()
     package = stand_in("vllm.distributed.eplb")

@@ -1,0 +1,62 @@
+"""What the plugins rely on in the engines' sources: how weights are replaced, and into which slots.
+
+The stand-ins of the other tests load as these sources do.
+"""
+
+import ast
+
+import pytest
+
+from evenkeel_moe.engines.sglang.loaders import _SIGNATURES
+from tests.engines.sglang import engine as sglang
+from tests.engines.vllm import engine as vllm
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+
+
+def function(root, path, owner, name):
+    """Return a method of a class in a source file: (parameter names, source)."""
+    text = (root / path).read_text()
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    (methods,) = [node.body for node in classes if node.name == owner]
+    (found,) = [node for node in methods if isinstance(node, ast.FunctionDef) and node.name == name]
+    return [argument.arg for argument in found.args.args], ast.unparse(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("reload_weights", "self"),
+        ("reset_weights", "self"),
+        ("start_weight_update", "self"),
+        ("finish_weight_update", "self"),
+        ("sleep", "self level"),
+        ("wake_up", "self tags"),
+        ("discard", "self tags"),
+    ],
+)
+def test_vllms_worker_has_the_functions_that_are_wrapped(name, parameters):
+    found, _ = function(vllm.root_folder(), vllm.LOADERS[0], "Worker", name)
+    assert found == parameters.split()
+
+
+def test_vllms_loaders_follow_the_map_of_the_start():
+    """If this changes, the experts need not go back to that map before a reload."""
+    name = "build_expert_params_mapping"
+    _, source = function(vllm.root_folder(), vllm.LOADERS[1], "RoutedExperts", name)
+    assert "EplbState.build_initial_global_physical_to_logical_map(" in source
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name"),
+    [(module, owner, name) for (module, owner), names in _SIGNATURES.items() for name in names],
+)
+def test_sglangs_updaters_have_the_functions_that_are_hooked(module, owner, name):
+    path = module.replace(".", "/") + ".py"
+    found, _ = function(sglang.root_folder(), path, owner, name)
+    assert " ".join(found) == _SIGNATURES[module, owner][name]
+
+
+def test_sglangs_loaders_follow_the_map_in_use():
+    _, source = function(sglang.root_folder(), sglang.LOADERS[2], "FusedMoE", "weight_loader")
+    assert "global_expert_location_metadata.logical_to_all_physical(" in source
