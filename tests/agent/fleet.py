@@ -102,8 +102,12 @@ class Fleet:
             connect=lambda name, device: self.group.connect(rank, name, device),
             device=CPU,
             link=self.links[rank],
-            on_swap=lambda record, placement: self.swaps[rank].append((record, placement)),
+            on_swap=lambda record, placement: self.save(rank, record, placement),
         )
+
+    def save(self, rank, record, placement):
+        """Save a placement, on the transfer thread of the rank."""
+        self.swaps[rank].append((record, placement))
 
     def _sample(self):
         self._stop_now = self._stop

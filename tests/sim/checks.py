@@ -26,6 +26,8 @@ class Checks:
         self.world = world
         self.truth: dict = {}
         """(deployment, generation, epoch) -> placement, as the first rank installed it."""
+        self.saved: set = set()
+        """(deployment, generation, epoch) of every placement that some rank saved."""
         self.swapped: set = set()
         """(deployment, wave) of every wave that some rank swapped."""
         self.outcomes: dict = {}
@@ -131,6 +133,9 @@ class Checks:
             )
         elif truth.digest != placement.digest:
             self.fail(RECORDS_DISAGREE, f"{deployment} epoch {epoch} is recorded with another map")
+        elif (deployment, generation, epoch) not in self.saved:
+            detail = f"{deployment} recorded at epoch {epoch}, no rank has saved its placement"
+            self.fail(RECORDS_DISAGREE, detail)
 
     def plan(self, deployment, record, before, rightful: bool) -> None:
         """Check a controller's record of a plan; `before` is the record it replaces."""

@@ -46,6 +46,7 @@ def plan_faults(world, until: float) -> None:
     world.corruption = rng.choice((0.0, 0.0, 0.02))
     world.slow_swaps = rng.choice((0.03, 0.03, 0.4))
     world.rumours = rng.choice((0.0, 0.1, 0.5))
+    world.slow_saves = rng.choice((0.02, 0.02, 0.4, 2.0))
     world.wrong_prepares = rng.choice((0.0, 0.0, 0.3))
     for _ in range(rng.choice((0, 1, 2, 4, 6))):
         fault = rng.choice(FAULTS)

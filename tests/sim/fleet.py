@@ -80,6 +80,7 @@ class Fleet:
         ]
         for deployment, (placement, epoch, _) in start.items():
             world.checks.installed(deployment, self.generation, epoch, placement)
+            world.checks.saved.add((deployment, self.generation, epoch))
         minima = np.minimum.reduce([rank.gate.agreement() for rank in self.ranks])
         for rank in self.ranks:
             rank.gate.settle(minima)
@@ -108,10 +109,11 @@ class Fleet:
             rank.die()
         self.world.after(0.2 + 0.8 * self.world.rng.random(), self.start)
 
-    def remember(self, _rank: int, site) -> None:
+    def remember(self, site, epoch, placement) -> None:
         """Save a rank's placement for the next start."""
         saved = self.saved[site.deployment]
-        saved.append((site.epoch, site.map))
+        saved.append((epoch, placement))
+        self.world.checks.saved.add((site.deployment, site.rank.generation, epoch))
         if len(saved) > 4 * self.num_ranks:
             del saved[: self.num_ranks]
 

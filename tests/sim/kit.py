@@ -14,6 +14,7 @@ from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.recovery import Recovery
 from evenkeel_moe.protocol.rank.gate import Gate
 from evenkeel_moe.protocol.rank.participant import Participant
+from evenkeel_moe.protocol.rank.save_barrier import SaveBarrier
 from evenkeel_moe.protocol.transitions import (
     CONTROL,
     CONTROL_MOVES,
@@ -50,6 +51,7 @@ class Kit:
     executor: type[PlanExecutor] = PlanExecutor
     recovery: type[Recovery] = Recovery
     membership: type[Membership] = Membership
+    barrier: type[SaveBarrier] = SaveBarrier
 
     def wired(self, pairs: Counter | None = None) -> "Kit":
         """Return the kit with its classes connected; passing pairs are counted in `pairs`."""

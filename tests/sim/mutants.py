@@ -23,6 +23,7 @@ from evenkeel_moe.protocol.messages import (
 )
 from evenkeel_moe.protocol.rank.gate import Gate
 from evenkeel_moe.protocol.rank.participant import Participant
+from evenkeel_moe.protocol.rank.save_barrier import SaveBarrier
 from tests.sim.kit import Kit
 
 
@@ -210,6 +211,11 @@ class TakesAnyTransfers(Participant):
         return None
 
 
+class TellsBeforeSaved(SaveBarrier):
+    def outgoing(self, action):
+        return [action]
+
+
 MUTANTS = (
     Mutant(
         "R1", "R1", "refuses a new generation at a lower epoch", Kit(membership=RefuseLowerEpochs)
@@ -219,6 +225,7 @@ MUTANTS = (
     Mutant(
         "R3b", "R3", "the engine moves experts, the epoch stays", Kit(participant=KeepsItsEpoch)
     ),
+    Mutant("R3c", "R3", "tells an epoch before it is saved", Kit(barrier=TellsBeforeSaved)),
     Mutant("R4", "R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll)),
     Mutant("R5", "R5", "Commit swaps", Kit(participant=CommitSwaps)),
     Mutant("R6", "R6", "a rank drops alone", Kit(participant=DropsAlone)),

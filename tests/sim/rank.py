@@ -123,8 +123,7 @@ class SimRank:
                 site.job = None
                 site.rebalanced(stray)
                 continue
-            self.fleet.remember(self.rank, site)
-            site.feed(msg.SwapFinished(part.wave, part.next_placement.digest))
+            site.finish_swap()
             if not self.alive:
                 return
         self.begin_poll()

@@ -41,6 +41,8 @@ class FleetWorld(World):
         self.failing_swaps = 0.01
         self.stray_swaps = 0.01
         """Probability that the engines of all ranks end a wave with another map than agreed."""
+        self.slow_saves = 0.02
+        """The longest time in which a rank saves its placement."""
         self.wrong_prepares = 0.0
         """Probability that a leader sends a wave's Prepare with a flaw."""
         self.copy_s = (0.01, 0.05)

@@ -33,6 +33,7 @@ class Site:
         """(layer, local slot) -> buffer."""
         self.lay_out()
         self.job: Job | None = None
+        self.barrier = world.kit.barrier()
         self.waves: deque = deque(maxlen=4)
         """The waves whose copies were reported recently, for echoes."""
         self.stream: Stream | None = None
@@ -145,7 +146,7 @@ class Site:
         self.world.checks.installed(
             self.deployment, self.rank.generation, self.epoch, self.participant.placement
         )
-        self.rank.fleet.remember(self.rank.rank, self)
+        self.rank.fleet.remember(self, self.epoch, self.map)
 
     def feed_soon(self, event) -> None:
         """Give the participant an event from another thread: a little later, sometimes twice."""
@@ -178,7 +179,8 @@ class Site:
         for action in actions:
             match action:
                 case msg.SendToController():
-                    self.send(action)
+                    for answer in self.barrier.outgoing(action):
+                        self.send(answer)
                 case msg.StartStaging(prepare=prepare):
                     self.job = Job(self, prepare)
                     self.job.advance()
@@ -196,6 +198,23 @@ class Site:
                     self.feed(msg.SwapFinished(wave, self.map.digest))
                 case _:
                     raise AssertionError(action)
+
+    def finish_swap(self) -> None:
+        """Go on under the new placement, and save it meanwhile; a rank that dies saves nothing."""
+        part = self.participant
+        wave, placement = part.wave, part.next_placement
+        self.barrier.begin(part.epoch, part.placement.digest)
+        self.feed(msg.SwapFinished(wave, placement.digest))
+        most = 0.02 if self.world.calm else self.world.slow_saves
+        self.world.after(most * self.world.rng.random(), self.saved, part.epoch, placement)
+
+    def saved(self, epoch, placement) -> None:
+        """Tell the controller what had to wait for the save."""
+        if not self.rank.alive:
+            return
+        self.rank.fleet.remember(self, epoch, placement)
+        for answer in self.barrier.end():
+            self.send(answer)
 
     def send(self, action: msg.SendToController) -> None:
         world = self.world
@@ -224,13 +243,14 @@ class Site:
             return
         self.stream = world.network.open(rank, replica, self.deployment)
         part = self.participant
+        epoch, digest = self.barrier.told(part.epoch, part.placement.digest)
         hello = msg.Hello(
             identity=part.identity,
             shape=self.shape,
             node="n0",
             gpu_uuid="",
-            epoch=part.epoch,
-            placement_digest=part.placement.digest,
+            epoch=epoch,
+            placement_digest=digest,
             weights_version=part.weights_version,
             checksums_digest=str(part.weights_version),
             free_bytes=0,

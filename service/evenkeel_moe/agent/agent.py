@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import structlog
@@ -61,6 +62,7 @@ from evenkeel_moe.protocol.messages import (
     WeightsReloaded,
 )
 from evenkeel_moe.protocol.rank.gate import Gate, GateAction
+from evenkeel_moe.protocol.rank.save_barrier import SaveBarrier
 from evenkeel_moe.wire.link import Heartbeat, RankFact, ToRankLink
 
 _log = structlog.get_logger(__name__)
@@ -128,6 +130,7 @@ class Agent:
         self._memory = FreeMemory(device)
         self._lock = threading.Lock()
         self._permit = threading.Event()
+        self._saving = SaveBarrier()
 
         self._gate_group = connect("gate", torch.device("cpu"))
         agree_on_start(self._gate_group, config, placement, epoch)
@@ -299,15 +302,12 @@ class Agent:
         self, wave: WaveKey, digest: str, layers: tuple[int, ...], seconds: float, received: int
     ) -> None:
         """Move to the new epoch, and queue what follows a swap on the transfer thread."""
-        answers = self._participant.handle(SwapFinished(wave, digest, seconds), time.monotonic())
-        newest = self._recorder.last_step
-        record = SwapRecord(wave, self.epoch, newest, layers, seconds, received)
-        placement = self._participant.placement
-        self._worker.later(lambda: self._after_swap(record, placement, answers))
+        self._saving.begin(self._participant.epoch, self.placement.digest)
+        self._carry_out_answers(SwapFinished(wave, digest, seconds))
+        record = SwapRecord(wave, self.epoch, self._recorder.last_step, layers, seconds, received)
+        self._worker.later(partial(self._after_swap, record, self.placement))
 
-    def _after_swap(
-        self, record: SwapRecord, placement: Placement, answers: Sequence[ParticipantAction]
-    ) -> None:
+    def _after_swap(self, record: SwapRecord, placement: Placement) -> None:
         """Let the engine save the placement before the controller is told of the swap."""
         if self._on_swap is not None:
             try:
@@ -315,7 +315,7 @@ class Agent:
             except Exception:  # the rank is at the new epoch all the same, and must report it
                 _log.exception("on_swap_failed", epoch=record.epoch)
         with self._lock:
-            for answer in answers:
+            for answer in self._saving.end():
                 self._carry_out(answer)
 
     # --- actions, while the lock is held ----------------------------------------------------------
@@ -336,9 +336,10 @@ class Agent:
 
     def _carry_out(self, action: ParticipantAction) -> None:
         match action:
-            case SendToController(message=message, stream=stream):
+            case SendToController():
                 if self._network is not None:
-                    self._network.send(message, stream)
+                    for answer in self._saving.outgoing(action):
+                        self._network.send(answer.message, answer.stream)
             case StartStaging(prepare=prepare):
                 new = self._participant.next_placement
                 assert new is not None
@@ -378,7 +379,8 @@ class Agent:
         """Return the first message of a stream."""
         with self._lock:
             digest, memory, moves = self._gate.digest, self._memory.read(), self._trouble.moves
-            return make_hello(self._config, self._participant, digest, memory, moves)
+            told = self._saving.told(self._participant.epoch, self._participant.placement.digest)
+            return make_hello(self._config, self._participant, told, digest, memory, moves)
 
     def heartbeat(self) -> Heartbeat:
         """Return the steps run, the free memory and the trouble of this rank."""

@@ -59,11 +59,17 @@ def make_transport(
 
 
 def make_hello(
-    config: AgentConfig, participant: Participant, gate_digest: str, free_bytes: int, moves: bool
+    config: AgentConfig,
+    participant: Participant,
+    told: tuple[Epoch, str],
+    gate_digest: str,
+    free_bytes: int,
+    moves: bool,
 ) -> Hello:
     """Return everything the controller must know of this rank, as of now.
 
     Args:
+        told: epoch and placement digest that the controller may know, see `SaveBarrier`.
         moves: the rank takes waves, or will once its fault has ended. Heartbeats tell the fault.
     """
     return Hello(
@@ -71,8 +77,8 @@ def make_hello(
         shape=config.shape,
         node=config.node,
         gpu_uuid=config.gpu_uuid,
-        epoch=participant.epoch,
-        placement_digest=participant.placement.digest,
+        epoch=told[0],
+        placement_digest=told[1],
         weights_version=participant.weights_version,
         checksums_digest=checksums_digest(participant.checksums),
         free_bytes=free_bytes,
