@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -139,3 +141,22 @@ def test_with_rows_replaces_only_the_named_layers():
     changed = base.with_rows((1,), np.array([[1, 0]], np.int32))
     assert changed.phy2log.tolist() == [[0, 1], [1, 0], [0, 1]]
     assert base.phy2log.tolist() == [[0, 1], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_slots_by_expert_are_those_of_log2phy(seed):
+    rng = np.random.default_rng(seed)
+    placement = Placement(rng.integers(-1, 5, (3, 12)).astype(np.int32), 4, 5)
+    dense = [[[s for s in slots if s >= 0] for slots in row] for row in placement.log2phy.tolist()]
+    assert placement.slots_by_expert() == dense
+
+
+def test_slots_by_expert_of_a_hostile_map_take_little_memory():
+    """One expert has every spare slot: log2phy would take 3 GB."""
+    row = np.zeros((1, 60_000), np.int32)
+    row[0, :20_000] = np.arange(20_000)
+    tracemalloc.start()
+    (found,) = Placement(row, 4, 20_000).slots_by_expert()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(found[0]) == 40_001 and found[19_999] == [19_999] and peak < 20 << 20

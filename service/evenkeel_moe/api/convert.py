@@ -96,10 +96,7 @@ def placement_out(placement: Placement, epoch: int | None) -> PlacementOut:
         num_ranks=placement.num_ranks,
         slots_per_rank=placement.slots_per_rank,
         physical_to_logical=placement.phy2log.tolist(),
-        logical_to_physical=[
-            [[slot for slot in slots if slot >= 0] for slots in layer]
-            for layer in placement.log2phy.tolist()
-        ],
+        logical_to_physical=placement.slots_by_expert(),
         replica_count=placement.logcnt.tolist(),
     )
 

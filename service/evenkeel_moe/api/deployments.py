@@ -95,8 +95,8 @@ async def forget_deployment(
     await operations.forget(deployment, caller)
 
 
-@router.get("/deployments/{deployment}/placement")
-async def get_placement(operations: OperationsOf, deployment: DeploymentPath) -> PlacementOut:
+@router.get("/deployments/{deployment}/placement", response_model=PlacementOut)
+async def get_placement(operations: OperationsOf, deployment: DeploymentPath) -> Response:
     """Return the committed placement; 503 before the ranks reported it."""
     view = await operations.deployment(deployment)
     placement = view.placement()
@@ -104,7 +104,10 @@ async def get_placement(operations: OperationsOf, deployment: DeploymentPath) ->
         raise Unavailable(
             f"the ranks of {deployment} have not reported their placement yet", Reason.RANKS_MISSING
         )
-    return placement_out(placement, view.status().epoch)
+    epoch = view.status().epoch
+    # A large map takes most of a second: not on the event loop, which serves ranks.
+    body = await asyncio.to_thread(lambda: placement_out(placement, epoch).model_dump_json())
+    return Response(body, media_type="application/json")
 
 
 @router.get("/deployments/{deployment}/load")

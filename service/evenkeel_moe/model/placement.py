@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +103,20 @@ class Placement:
             fill[layer, expert] += 1
         table.flags.writeable = False
         return table
+
+    def slots_by_expert(self) -> list[list[list[int]]]:
+        """Return the slots of each logical expert of each layer, in slot order.
+
+        Unlike `log2phy` this takes no more room than phy2log, also if one expert of a hostile map
+        has every spare slot.
+        """
+        experts = np.arange(self.num_logical_experts + 1)
+        found = []
+        for row in self.phy2log:
+            order = np.argsort(row, kind="stable")
+            slots, ends = order.tolist(), np.searchsorted(row[order], experts).tolist()
+            found.append([slots[start:end] for start, end in pairwise(ends)])
+        return found
 
     @cached_property
     def digest(self) -> str:

@@ -14,9 +14,10 @@ from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.v1 import common_pb2 as pb
 from evenkeel_moe.wire.fields import MessageCodec, count, nested, text
 
-MAX_CELLS = 1 << 26
-"""Largest number of (layer, slot) or (layer, expert) cells of a deployment. It bounds what a peer
-can make us allocate."""
+MAX_CELLS = 1 << 22
+"""Largest number of (layer, slot) or (layer, expert) cells of a deployment: ten times that of 92
+layers with 4096 slots. It bounds what a peer can make us allocate, and how long the event loop
+works on one map."""
 _ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
 
 

@@ -1,3 +1,4 @@
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +44,38 @@ def test_live_replicas_count_ranks_and_not_slots():
 def test_a_lost_rank_takes_experts_along_and_leaves_others_with_one_replica():
     # Rank 1 holds expert 2 in both layers and the second copy of expert 0 in layer 0.
     assert live_replicas(PLACEMENT, np.array([True, False])) == ((2, 4, 0), 1)
+
+
+def all_pairs(placement, live):
+    """The slow, simple count: which ranks hold each expert."""
+    counts, down = [0, 0, 0], 0
+    for row in placement.phy2log.tolist():
+        for expert in range(placement.num_logical_experts):
+            slots = [slot for slot, held in enumerate(row) if held == expert]
+            ranks = {slot // placement.slots_per_rank for slot in slots}
+            alive = sum(bool(live[rank]) for rank in ranks)
+            counts[min(alive, 2)] += 1
+            down += alive == 1 and len(ranks) > 1
+    return tuple(counts), down
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_live_replicas_are_those_of_a_slow_count(seed):
+    rng = np.random.default_rng(seed)
+    placement = Placement(rng.integers(-1, 5, (3, 12)).astype(np.int32), 4, 5)
+    live = rng.random(4) < 0.6
+    assert live_replicas(placement, live) == all_pairs(placement, live)
+
+
+def test_live_replicas_of_a_map_of_many_ranks_take_little_memory():
+    """One row with as many ranks as slots: a table of experts and ranks would take 1 GB."""
+    row = np.zeros((1, 60_000), np.int32)
+    row[0, :20_000] = np.arange(20_000)
+    tracemalloc.start()
+    counts, _ = live_replicas(Placement(row, 60_000, 20_000), np.ones(60_000, bool))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert counts == (0, 19_999, 1) and peak < 20 << 20
 
 
 def test_coverage_follows_the_map_and_the_ranks_alive(monkeypatch):

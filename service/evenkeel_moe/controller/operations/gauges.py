@@ -127,9 +127,14 @@ def live_replicas(
     """
     layers, experts = placement.num_layers, placement.num_logical_experts
     layer, slot = np.nonzero(placement.phy2log >= 0)
-    held = np.zeros((layers, experts, placement.num_ranks), bool)
-    held[layer, placement.phy2log[layer, slot], slot // placement.slots_per_rank] = True
-    placed, alive = held.sum(axis=2), (held & live).sum(axis=2)
+    expert = layer * experts + placement.phy2log[layer, slot]
+    # Each (expert, rank) once. A table of all pairs would be far larger than the map.
+    ranks = placement.num_ranks
+    pairs = np.unique(expert * ranks + slot // placement.slots_per_rank)
+    heard = pairs[live[pairs % ranks]]
+    placed, alive = (
+        np.bincount(some // ranks, minlength=layers * experts) for some in (pairs, heard)
+    )
     counts = int((alive == 0).sum()), int((alive == 1).sum()), int((alive > 1).sum())
     return counts, int(((alive == 1) & (placed > 1)).sum())
 
