@@ -66,6 +66,8 @@ CONFIGURABLE: dict[str, ConfigurablePolicy[Any]] = {
             "max_caution",
             "few_share",
             "few_stickiness",
+            "active_few_share",
+            "active_few_stickiness",
             "first_stickiness",
             "restart_gain",
             "restart_gain_moving",

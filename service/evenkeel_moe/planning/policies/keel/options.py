@@ -15,6 +15,8 @@ _SHARES = (
     "max_caution",
     "few_share",
     "few_stickiness",
+    "active_few_share",
+    "active_few_stickiness",
     "first_stickiness",
     "restart_gain",
     "restart_gain_moving",
@@ -62,6 +64,11 @@ class KeelOptions:
     few_stickiness: float = 0.0055
     """Gain that each of those copies must bring, in the unit of `stickiness`; without caution. A
     `cost_per_move` still holds."""
+    active_few_share: float = 0.05
+    """`few_share` where a replica has work of its own, such as reading its weights."""
+    active_few_stickiness: float = 0.001
+    """`few_stickiness` there. The part of a time that is reading does not move with the tokens, so
+    gains are smaller, and so is their noise."""
     first_stickiness: float = 0.0
     """Gain per step, in layer times, that a copy must bring in the first plan after an engine's
     start. That gain lasts, so a high value only loses it."""

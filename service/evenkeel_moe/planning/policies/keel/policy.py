@@ -273,11 +273,15 @@ class _Planner:
             return start
         search = self._search_from(start)
         search.search(price)
-        objective = self.problem.objective
+        objective, options = self.problem.objective, self.options
         if price > 0.0 and objective.limits.max_layers is None:
-            few = self.options.few_stickiness / self.problem.shape.slots_per_rank
-            few = max(min(few, price), objective.cost_per_move / self.window.unit_cost)
-            search.search_few(self.options.few_share, few, price)
+            share, gain = options.active_few_share, options.active_few_stickiness
+            if objective.cost.replica.proportional:
+                share, gain = options.few_share, options.few_stickiness
+            few = min(gain / self.problem.shape.slots_per_rank, price)
+            search.search_few(
+                share, max(few, objective.cost_per_move / self.window.unit_cost), price
+            )
         return search.placement()
 
     def _improve_from_nothing(self, best: Placement) -> Placement:

@@ -43,10 +43,8 @@ def best_replacement_by_work(
     rank_load, powers, rank_slope = layer.rank_load, layer.powers, layer.rank_slope
     weight, norm, power_sum, out = layer.weight, layer.norm, layer.power_sum, layer.scratch
     one_more, slope, costs = layer.one_more, layer.slope, objective.costs
-    # The changes of each slot's expert are the same for all candidates; then the candidate's.
+    changes = _promise_drops(layer, objective, slots)
     enter = 2 * len(slots.slot)
-    changes = np.zeros((enter + 2, weight.shape[0]))
-    _promise_drops(layer, objective, slots, changes)
     if objective.quick:
         tighten(layer, costs, slots)
     most = (slots.alone + slots.saved).max()
@@ -62,17 +60,13 @@ def best_replacement_by_work(
             _promise_cost(rank_slope, changes[enter + ENTERS], enter_cost)
         for n in range(len(slots.slot)):
             rank, old = slots.rank[n], row[slots.slot[n]]
-            copies, cost = -slots.given_up[n], -slots.price[n]
+            if (expert < 0 and old < 0) or (expert >= 0 and held[expert, rank] > 0):
+                continue
+            copies, cost, promise = -slots.given_up[n], -slots.price[n], slots.drop[n]
             if expert >= 0:
-                if held[expert, rank] > 0:
-                    continue
                 promise = eased + min(slots.drop[n] - enter_cost[rank], slots.alone[n])
                 copies += int(not had[expert, rank])
                 cost += copy_price[expert, rank]
-            else:
-                if old < 0:
-                    continue
-                promise = slots.drop[n]
             if copies > max(allowance, 0) or promise - price * cost <= best:
                 continue
             if used >= evaluations:
@@ -90,15 +84,15 @@ def best_replacement_by_work(
 
 @kernel
 def _promise_drops(
-    layer: LayerState,
-    objective: SearchObjective,
-    slots: OpenSlots,
-    changes: NDArray[np.float64],
-) -> None:
+    layer: LayerState, objective: SearchObjective, slots: OpenSlots
+) -> NDArray[np.float64]:
     """Fill `slots.drop` and `slots.alone` with the gain that the gradient promises for a drop.
 
-    Writes to `changes` two rows for each slot, those of `leave_changes`.
+    Returns:
+        (2 N + 2, T) for each slot the two rows of `leave_changes`, which are the same for all
+        candidates; then two rows of zeros for those of a candidate.
     """
+    changes = np.zeros((2 * len(slots.slot) + 2, layer.weight.shape[0]))
     slope, share, rank_slope = layer.slope, layer.share, layer.rank_slope
     for n in range(len(slots.slot)):
         old, rank = layer.row[slots.slot[n]], slots.rank[n]
@@ -112,6 +106,7 @@ def _promise_drops(
                         more = layer.held[old, on] * changes[2 * n + STAYS, t]
                         slots.drop[n] -= more * rank_slope[t, on]
         slots.alone[n] = slots.drop[n]
+    return changes
 
 
 @inlined
