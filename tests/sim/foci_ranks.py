@@ -159,7 +159,10 @@ RANK_FOCI = (
     focus(
         "participant idle MigrationDisabled; participant staging MigrationDisabled;"
         " participant prepared MigrationDisabled; participant armed MigrationDisabled;"
-        " participant swapping MigrationDisabled; participant aborted MigrationDisabled",
+        " participant swapping MigrationDisabled; participant aborted MigrationDisabled;"
+        " participant idle MigrationEnabled; participant staging MigrationEnabled;"
+        " participant prepared MigrationEnabled; participant armed MigrationEnabled;"
+        " participant swapping MigrationEnabled; participant aborted MigrationEnabled",
         14,
         BUSY,
         like(slow_swaps=0.2),

@@ -10,6 +10,8 @@ from tests.sim.network import Beat, Stream
 
 SILENCE_S = 1.5
 """A rank that hears nothing for this long on a stream opens another one."""
+MENDED_S = 0.01
+"""An error of the agent that ends at all does so within this time."""
 
 
 class Site:
@@ -136,6 +138,15 @@ class Site:
         if self.rank.alive:
             self.trouble = "injected"
             self.feed(msg.MigrationDisabled())
+            self.beat()
+            if self.world.rng.random() < 0.5:
+                self.world.after(MENDED_S * self.world.rng.random(), self.enable)
+
+    def enable(self) -> None:
+        """Take waves again: the error has ended."""
+        if self.rank.alive and self.trouble:
+            self.trouble = ""
+            self.feed(msg.MigrationEnabled())
             self.beat()
 
     def rebalanced(self, placement) -> None:

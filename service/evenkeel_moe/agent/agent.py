@@ -172,7 +172,7 @@ class Agent:
     @property
     def observe_only(self) -> bool:
         """True if this rank refuses every wave."""
-        return self._participant.observe_only
+        return not self._participant.takes_waves
 
     @property
     def trouble(self) -> str:

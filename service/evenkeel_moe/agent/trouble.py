@@ -5,7 +5,7 @@ from enum import StrEnum
 
 import structlog
 
-from evenkeel_moe.protocol.messages import MigrationDisabled
+from evenkeel_moe.protocol.messages import MigrationDisabled, MigrationEnabled
 from evenkeel_moe.protocol.rank.participant import Participant
 
 _log = structlog.get_logger(__name__)
@@ -40,14 +40,14 @@ class Trouble:
     @property
     def moves(self) -> bool:
         """True if the rank takes waves, or did before its first fault."""
-        return self._took_waves if self._faults else not self._participant.observe_only
+        return self._took_waves if self._faults else self._participant.takes_waves
 
     def begin(self, why: str, until: FaultEnd) -> None:
         """Refuse waves until the fault has ended; of two faults that end alike the first counts."""
         if until in self._faults:
             return
         if not self._faults:
-            self._took_waves = not self._participant.observe_only
+            self._took_waves = self._participant.takes_waves
         self._faults = {**self._faults, until: why}
         # Called with and without the agent's lock: this event sets a flag and moves nothing.
         self._participant.handle(MigrationDisabled(), time.monotonic())
@@ -60,5 +60,6 @@ class Trouble:
             return
         self._faults = {other: why for other, why in self._faults.items() if other is not end}
         if not self._faults:
-            self._participant.observe_only = not self._took_waves
+            if self._took_waves:
+                self._participant.handle(MigrationEnabled(), time.monotonic())
             _log.info("placement_on", deployment=self._participant.identity.deployment, ended=end)

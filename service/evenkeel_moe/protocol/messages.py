@@ -259,7 +259,7 @@ class StagingFailed:
 
 @dataclass(frozen=True, slots=True)
 class TransportDrained:
-    """No operation of the wave is in flight at this rank any more."""
+    """No operation of the wave is in flight at this rank, and its communicator works again."""
 
     wave: WaveKey
 
@@ -298,6 +298,11 @@ class WeightsReloaded:
 @dataclass(frozen=True, slots=True)
 class MigrationDisabled:
     """The rank must refuse every further wave; a wave it already holds goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationEnabled:
+    """What disabled migration has ended; a rank that only observes goes on refusing waves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,11 +352,7 @@ class StartStaging:
 
 @dataclass(frozen=True, slots=True)
 class CancelStaging:
-    """Stop the wave's copies and free its staging; the result is TransportDrained.
-
-    TransportDrained means "ready for the next wave": no operation of the wave is in flight on this
-    rank, and if its communicator was aborted, the new one works.
-    """
+    """Stop the wave's copies and free its staging; the result is TransportDrained."""
 
     wave: WaveKey
 

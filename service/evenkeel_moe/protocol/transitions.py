@@ -34,6 +34,7 @@ from evenkeel_moe.protocol.messages import (
     EngineRebalanced,
     Hello,
     MigrationDisabled,
+    MigrationEnabled,
     ParticipantState,
     PollDropped,
     PollNotPassed,
@@ -123,6 +124,7 @@ PARTICIPANT = _table((_P.IDLE, _P.STAGING, _P.PREPARED, _P.ARMED, _P.SWAPPING, _
     ReloadRequested:   ("_permit",        "_reload_drops",   "_reload_drops",   "_reload_armed",   "_reload_later",  "_permit"),
     WeightsReloaded:   ("_reloaded",      "_reloaded_drops", "_reloaded_drops", "_reloaded_armed", "_reloaded_torn", "_reloaded"),
     MigrationDisabled: ("_disable",       "_disable",        "_disable",        "_disable",        "_disable",       "_disable"),
+    MigrationEnabled:  ("_enable",        "_enable",         "_enable",         "_enable",         "_enable",        "_enable"),
     EngineRebalanced:  ("_follow_engine", ILLEGAL,           ILLEGAL,           ILLEGAL,           "_swap_elsewhere", ILLEGAL),
 })
 

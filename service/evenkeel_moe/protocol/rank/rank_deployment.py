@@ -25,7 +25,7 @@ class RankDeployment:
         checksums: (L * E) unsigned 64-bit, layer-major (R4).
         staging_bytes: space for this rank's share of a wave.
         drop_after_s: time without a leader after which a rank that is not armed wants to drop.
-        observe_only: refuse every wave.
+        observe_only: refuse every wave, always.
     """
 
     def __init__(
@@ -51,6 +51,9 @@ class RankDeployment:
         self.staging_bytes = staging_bytes
         self.drop_after_s = drop_after_s
         self.observe_only = observe_only
+        """Refuse every wave, until this process ends."""
+        self.disabled = False
+        """Refuse every wave, until MigrationEnabled."""
         self.state = ParticipantState.IDLE
         self.leader: msg.Leader | None = None
         """The newest leader heard; its term belongs to its id (R2)."""
@@ -96,10 +99,15 @@ class RankDeployment:
         known = self.leader
         return known is None or leader.term > known.term or leader == known
 
+    @property
+    def takes_waves(self) -> bool:
+        """True unless the rank refuses every wave."""
+        return not (self.observe_only or self.disabled)
+
     def refusal(self, prepare: msg.Prepare) -> tuple[Reason, str] | None:
         """Return the reason why an idle rank cannot take a Prepare; None if it can."""
         wave = prepare.wave
-        if self.observe_only:
+        if not self.takes_waves:
             return Reason.OBSERVE_ONLY, "this rank takes no waves"
         ended = self._ended.outcome(wave)
         if ended is not None:
