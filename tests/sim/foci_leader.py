@@ -24,7 +24,7 @@ LEADER_FOCI = (
     # --- a wave: ranks that are lost and come back ------------------------------------------------
     focus(
         "coordinator preparing RankLost, RankConnected",
-        18,
+        22,
         quick(prepare_deadline_s=4.0),
         BUSY,
         silent("wave is preparing", 0.2, 0.5),
@@ -77,7 +77,7 @@ LEADER_FOCI = (
         late(frozenset({"Ack"}), "wave is committing", "wave is aborting", 2.5),
         quick(commit_deadline_s=0.3, commit_deadline_steps=10),
     ),
-    focus("coordinator preparing CancelWave", 18, wish("cancel", "wave is preparing")),
+    focus("coordinator preparing CancelWave", 6, wish("cancel", "wave is preparing")),
     focus("coordinator committing CancelWave", 4, wish("cancel", "wave is committing")),
     focus("coordinator committed CancelWave", 11, wish("cancel", "wave is committed")),
     focus(
@@ -152,7 +152,7 @@ LEADER_FOCI = (
     ),
     focus(
         "control waiting_for_ranks CycleDecided",
-        26,
+        30,
         late(
             frozenset({"CycleDecided"}), "controller plans", "controller is waiting_for_ranks", 2.5
         ),
@@ -172,7 +172,7 @@ LEADER_FOCI = (
     ),
     focus(
         "control follower PersistFailed",
-        18,
+        12,
         like(prompt_failures=0.0, cycle_s=0.1),
         store_away("controller is migrating", 0.4, 0.9),
         lapse("controller is migrating", 0.9, same=1.0, within=0.15),
@@ -232,7 +232,7 @@ LEADER_FOCI = (
         "control migrating PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
         " control ready PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
         " control migrating PlanMeasured; control ready PlanMeasured",
-        10,
+        15,
         *(
             order
             for state in ("migrating", "ready")
@@ -245,7 +245,7 @@ LEADER_FOCI = (
     ),
     focus(
         "control recovering Vote, AbortAnswer",
-        25,
+        18,
         reload("wave is committed", False, 0.4),
         again("Vote", "controller is recovering", 3),
         again("AbortAnswer", "controller is recovering", 3),

@@ -128,16 +128,16 @@ RANK_FOCI = (
         reload("rank is prepared", False),
     ),
     focus("participant armed ReloadRequested", 4, reload("rank is armed", True)),
-    focus("participant armed WeightsReloaded", 10, reload("rank is armed", False)),
+    focus("participant armed WeightsReloaded", 12, reload("rank is armed", False)),
     focus(
         "participant swapping ReloadRequested",
-        13,
+        15,
         reload("rank swaps", True, 0.9),
         like(slow_swaps=0.6),
     ),
     focus(
         "participant swapping WeightsReloaded",
-        17,
+        13,
         reload("rank swaps", False, 0.8, within=0.05),
         like(slow_swaps=0.5),
     ),
@@ -163,7 +163,7 @@ RANK_FOCI = (
         " participant idle MigrationEnabled; participant staging MigrationEnabled;"
         " participant prepared MigrationEnabled; participant armed MigrationEnabled;"
         " participant swapping MigrationEnabled; participant aborted MigrationEnabled",
-        14,
+        22,
         BUSY,
         like(slow_swaps=0.2),
         disable("rank is staging", restart_s=1.5),
@@ -173,6 +173,6 @@ RANK_FOCI = (
         lapse("controller is ready", 0.2, same=1.0, within=0.3),
     ),
     focus("participant idle EngineRebalanced", 7, rebalance("rank is staging", 0.3)),
-    focus("participant swapping EngineRebalanced", 10, like(stray_swaps=0.5, slow_swaps=0.2)),
+    focus("participant swapping EngineRebalanced", 6, like(stray_swaps=0.5, slow_swaps=0.2)),
     focus("participant swapping SwapFailed", 10, like(failing_swaps=0.5, slow_swaps=0.2)),
 )

@@ -158,7 +158,9 @@ class Seat:
         if beat.sent_at < self.newest_beat.get(stream.number, 0.0):
             return
         self.newest_beat[stream.number] = beat.sent_at
-        if beat.trouble and stream.number in self.streams:
+        if not beat.trouble:
+            self.troubled.pop(stream.number, None)
+        elif stream.number in self.streams:
             self.troubled[stream.number] = stream
         self.feed(ctl.RankTroubled(rank.rank, stream.number, beat.trouble))
 

@@ -10,7 +10,7 @@ from tests.sim.network import Beat, Stream
 
 SILENCE_S = 1.5
 """A rank that hears nothing for this long on a stream opens another one."""
-MENDED_S = 0.01
+MENDED_S = 0.004
 """An error of the agent that ends at all does so within this time."""
 
 
@@ -139,7 +139,7 @@ class Site:
             self.trouble = "injected"
             self.feed(msg.MigrationDisabled())
             self.beat()
-            if self.world.rng.random() < 0.5:
+            if self.world.rng.random() < 0.8:
                 self.world.after(MENDED_S * self.world.rng.random(), self.enable)
 
     def enable(self) -> None:
