@@ -182,15 +182,15 @@ def test_a_plan_for_an_optimal_split_is_the_even_ones_or_half_a_percent_better()
 @pytest.mark.parametrize("read, share", [(0.0, "few_share"), (2.0, "active_few_share")])
 def test_a_few_copies_are_made_where_many_would_be_too_dear(read, share):
     shape = ModelShape(3, 24, 6, 5, 1, 1)
-    topology = Topology.single_node(6)
+    topology, dear = Topology.single_node(6), KeelOptions(stickiness=0.9)
     for seed in range(8):
         load = skewed(shape, seed)
         cost = CostModel(replica=ReplicaWork(read_tokens=read * load.mean() / 4.0))
         before = PlacementProblem(load, shape, topology, objective=Objective(cost=cost))
         current = plan_keel(before).placement
         problem = replace(before, load=skewed(shape, seed + 100), current=current)
-        none = plan_keel(problem, KeelOptions(stickiness=0.9, **{share: 0.0})).placement
-        few = plan_keel(problem, KeelOptions(stickiness=0.9, **{share: 0.1})).placement
+        none = plan_keel(problem, replace(dear, **{share: 0.0})).placement
+        few = plan_keel(problem, replace(dear, **{share: 0.1})).placement
         many = plan_keel(problem, KeelOptions(stickiness=0.0, caution=0.0)).placement
         copies = [relabel.count_moves(current, placement) for placement in (none, few, many)]
         assert copies[0] < copies[1] <= max(copies[0], 9) < copies[2]
