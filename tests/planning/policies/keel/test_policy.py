@@ -179,18 +179,19 @@ def test_a_plan_for_an_optimal_split_is_the_even_ones_or_half_a_percent_better()
     assert 0 < same < 14
 
 
-@pytest.mark.parametrize("read, share", [(0.0, "few_share"), (2.0, "active_few_share")])
-def test_a_few_copies_are_made_where_many_would_be_too_dear(read, share):
+@pytest.mark.parametrize("read", [0.0, 2.0])
+def test_a_few_copies_are_made_where_many_would_be_too_dear(read):
     shape = ModelShape(3, 24, 6, 5, 1, 1)
-    topology, dear = Topology.single_node(6), KeelOptions(stickiness=0.9)
+    topology = Topology.single_node(6)
+    shares = ((0.0, 0.028), (0.1, 0.028)) if read == 0.0 else ((0.028, 0.0), (0.028, 0.1))
+    dear = [KeelOptions(stickiness=0.9, few_share=a, active_few_share=b) for a, b in shares]
     for seed in range(8):
         load = skewed(shape, seed)
         cost = CostModel(replica=ReplicaWork(read_tokens=read * load.mean() / 4.0))
         before = PlacementProblem(load, shape, topology, objective=Objective(cost=cost))
         current = plan_keel(before).placement
         problem = replace(before, load=skewed(shape, seed + 100), current=current)
-        none = plan_keel(problem, replace(dear, **{share: 0.0})).placement
-        few = plan_keel(problem, replace(dear, **{share: 0.1})).placement
+        none, few = (plan_keel(problem, options).placement for options in dear)
         many = plan_keel(problem, KeelOptions(stickiness=0.0, caution=0.0)).placement
         copies = [relabel.count_moves(current, placement) for placement in (none, few, many)]
         assert copies[0] < copies[1] <= max(copies[0], 9) < copies[2]
