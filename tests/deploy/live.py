@@ -12,10 +12,12 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from evenkeel_moe.adapters.redis.client import connect, disconnect
+from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.wire.link import Heartbeat
 from tests.integration.controller_rig import Controller, Group
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 DEPLOYMENT = "demo"
 ENVIRONMENT = {
@@ -86,10 +88,14 @@ async def controller_with_a_past(folder: Path) -> AsyncIterator[tuple[Controller
     """Yield a controller with serving ranks, and the results of its scrapes so far.
 
     A plan was committed and another was aborted by its deadline; a report was refused, and steps
-    were dropped.
+    were dropped. The store had a record that nobody can read.
     """
     seen = Seen()
-    async with Controller(folder, **ENVIRONMENT) as controller, MeasuredGroup(DEPLOYMENT) as group:
+    async with (
+        _store_with_a_bad_record(folder / "store") as url,
+        Controller(folder, **ENVIRONMENT, REDIS__URL=url) as controller,
+        MeasuredGroup(DEPLOYMENT) as group,
+    ):
         scraping = asyncio.create_task(_scrape(controller, seen))
         try:
             await group.connect(controller.address)
@@ -100,6 +106,19 @@ async def controller_with_a_past(folder: Path) -> AsyncIterator[tuple[Controller
         finally:
             scraping.cancel()
             await asyncio.gather(scraping, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _store_with_a_bad_record(folder: Path) -> AsyncIterator[str]:
+    store = EmbeddedValkey(folder)
+    await store.start()
+    try:
+        client = connect(store.url, timeout_s=deadline(5))
+        await client.zadd("evenkeel:seen", {b"\xff": 1.0})
+        await disconnect(client)
+        yield store.url
+    finally:
+        await store.stop()
 
 
 async def live_through_everything(
