@@ -69,6 +69,8 @@ class Reason(StrEnum):
     RECOVERED = "recovered"
     OBSERVE_ONLY = "observe_only"
     DEPLOYMENT_FAILED = "deployment_failed"
+    DEPLOYMENT_IN_USE = "deployment_in_use"
+    DISPLACED = "displaced"
 
     # Votes against a wave.
     CHECKSUM_MISMATCH = "checksum_mismatch"

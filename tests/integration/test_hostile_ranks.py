@@ -49,3 +49,44 @@ async def test_one_rank_that_names_the_highest_term_locks_nobody_out(tmp_path):
         after = await controller.status()
         assert (after["term"], after["state"], after["held"]) == (before["term"], "ready", False)
         assert all(not rank.call.done() for rank in honest.ranks)
+
+
+async def test_a_second_group_waits_while_the_first_is_whole_and_gives_its_place_back(tmp_path):
+    lease = {"INGEST__RANK_LEASE_S": "3", "INGEST__HEARTBEAT_S": "1"}
+    async with (
+        Controller(tmp_path, **lease) as controller,
+        Group(generation="first") as first,
+        Group(generation="second") as second,
+    ):
+        await first.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        first.serve_on(every_s=0.3)
+        answer = await second.ranks[0].connect(controller.address)
+        assert (answer.outcome, answer.reason) == (
+            link.RegistrationOutcome.REFUSED,
+            "deployment_in_use",
+        )
+        assert (await controller.status())["generation"] == "first"
+        await first.ranks[0].close()
+        await until(lambda: _is_taken(second, controller), within_s=30)
+        assert (await controller.status())["generation"] == "second"
+        # The ranks of the first that still have their streams are told, and their streams end.
+        await until(lambda: all(rank.reader.done() for rank in first.ranks))
+        assert len(controller.events("rank_displaced")) == 3
+        name = 'evenkeel_ranks_displaced_total{deployment="demo"}'
+        assert (await controller.metrics())[name] == 3
+        for rank in second.ranks:
+            await rank.close()
+        await until(lambda: _is_taken(first, controller), within_s=30)
+        await until(lambda: controller.state("ready"))
+        assert (await controller.status())["generation"] == "first"
+
+
+async def _is_taken(group: Group, controller: Controller) -> bool:
+    """Let every rank of a group that has no stream say hello; True once all are taken."""
+    accepted = link.RegistrationOutcome.ACCEPTED
+    for rank in group.ranks:
+        if not hasattr(rank, "reader") or rank.reader.done():
+            await rank.close()
+            await rank.connect(controller.address)
+    return all(rank.answer.outcome is accepted for rank in group.ranks)

@@ -269,6 +269,12 @@ CONTROL_TIMING = ControlTiming(
 )
 
 
+def group_leaves(control: DeploymentControl) -> None:
+    """The streams of all ranks end, so long ago that nobody waits for the ranks any more."""
+    for rank, member in control.membership.members.items():
+        control.handle(ctl.StreamClosed(rank, member.stream), -CONTROL_TIMING.rank_lease_s)
+
+
 def query_of(control: DeploymentControl) -> int:
     """Return the number of the newest query to all ranks."""
     assert control.recovery is not None

@@ -3,6 +3,7 @@
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.protocol import control_messages as ctl
+from tests.sim.fleet import Fleet
 
 MOMENTS = (
     "controller sends Prepare",
@@ -35,6 +36,10 @@ MOMENTS = (
 )
 
 
+SECOND_GROUP_EVERY = 12
+"""Of the seeds with random faults, every so many have two groups of one name."""
+
+
 def plan_faults(world, until: float) -> None:
     """Schedule this seed's faults, over virtual time and at moments."""
     rng = world.rng
@@ -53,6 +58,8 @@ def plan_faults(world, until: float) -> None:
         world.at(1.0 + rng.random() * (until - 1.0), fault, world, {})
     for _ in range(rng.choice((0, 1, 2, 3, 4))):
         arm(world, rng.choice(MOMENTS), rng.choice(FAULTS), rng.choice((1, 1, 2, 3, 5)))
+    if world.seed % SECOND_GROUP_EVERY == 0:
+        world.at(1.0 + 0.7 * until * rng.random(), second_group, world)
     for _ in range(rng.choice((1, 4, 8))):
         wish = rng.choice(WISHES)
         world.at(1.0 + rng.random() * (until - 1.0), operator_wish, world, wish)
@@ -316,6 +323,17 @@ def handover(world, _context) -> None:
         abandoned(world, {})
     if world.rng.random() < 0.5:
         world.after(0.5 + 2.0 * world.rng.random(), handover, world, {})
+
+
+def second_group(world) -> None:
+    """Another group serves under the same name for a while."""
+    first = world.fleet
+    if world.calm or world.second is not None:
+        return
+    gate = {"poll_every": first.poll_every, "resolve_after": first.resolve_after}
+    world.second = second = Fleet(world, first.shapes, **gate, name="h")
+    second.start()
+    world.after(0.5 + 6.0 * world.rng.random(), second.stop)
 
 
 FAULTS = (

@@ -18,7 +18,10 @@ class Fleet:
     from a map some rank had saved.
     """
 
-    def __init__(self, world, shapes: dict, *, poll_every: int, resolve_after: int) -> None:
+    def __init__(
+        self, world, shapes: dict, *, poll_every: int, resolve_after: int, name: str = "g"
+    ) -> None:
+        self.name = name
         self.world = world
         self.shapes = shapes
         self.num_ranks = next(iter(shapes.values())).num_ranks
@@ -58,7 +61,7 @@ class Fleet:
         world = self.world
         self.restarting = False
         self.generations += 1
-        self.generation = Generation(f"g{self.generations}")
+        self.generation = Generation(f"{self.name}{self.generations}")
         self.polls.clear()
         self.failing_polls.clear()
         self.reload = None
@@ -91,6 +94,12 @@ class Fleet:
             f"group starts as {self.generation}: {[(str(e), v) for _, e, v in start.values()]}"
         )
         world.after(self.step_s, self.step, self.generation)
+
+    def stop(self) -> None:
+        """End the group for good."""
+        self.restarting = True
+        for rank in self.ranks:
+            rank.die()
 
     def clock_lag(self) -> int:
         """Return the milliseconds by which a rank's clock is slow; most are not."""

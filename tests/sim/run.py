@@ -75,6 +75,7 @@ class FleetWorld(World):
         self.fleet = Fleet(self, shapes, poll_every=poll_every, resolve_after=resolve_after)
         self.fleet.drop_after_s = rng.choice((0.7, 1.0, 3.0))
         self.fleet.misconfigured = rng.random() < 0.04
+        self.second: Fleet | None = None
 
     def hurry(self) -> None:
         """Run one plan after another, as fast as waves allow."""
@@ -131,6 +132,8 @@ class FleetWorld(World):
         for hold in list(self.holds):
             hold.end()
         self.store.down = False
+        if self.second is not None:
+            self.second.stop()
         self.fleet.idle = False
         self.fleet.failing_polls.clear()
         for replica in self.replicas:

@@ -14,6 +14,8 @@ Commands:
     fail-poll rank=N                the next poll a rank uses fails there
     crash NAME | start NAME | pause NAME SECONDS      a controller
     crash rank=N                    a rank
+    second-fleet                    another group of the same name starts
+    stop-second                     and ends
     corrupt-copy                    the next copy between ranks arrives damaged
     spoil-prepare                   the next Prepare lacks a transfer, the same on all ranks
     lose-write KIND                 the store loses the next write of a kind without an error
@@ -111,6 +113,7 @@ class ScriptedWorld(FleetWorld):
         self.timing = TIMING
         self.replicas = [Replica(self, name) for name in ("c0", "c1")]
         self.fleet = Fleet(self, {TARGET: SHAPE}, poll_every=4, resolve_after=2)
+        self.second = None
         self.slow: list[float] = []
         self.corrupt_next = False
 
@@ -219,6 +222,14 @@ class Script:
             self.world.fleet.ranks[int(rank)].die()
         else:
             self._replica(name).crash()
+
+    def second_fleet(self):
+        world = self.world
+        world.second = Fleet(world, {TARGET: SHAPE}, poll_every=4, resolve_after=2, name="h")
+        world.second.start()
+
+    def stop_second(self):
+        self.world.second.stop()
 
     def start(self, name: str):
         self._replica(name).start()

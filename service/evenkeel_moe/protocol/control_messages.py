@@ -32,6 +32,8 @@ class FromRank:
     stream: int
     """The shell's number of the stream; a newer stream has a higher one."""
     message: RankMessage
+    certified: bool = False
+    """True if the certificate of the connection names the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ class SendToRank:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """Refuse a rank's Hello with a reason, and close the stream."""
+    """Close a stream and tell the rank why: its Hello is refused, or its place is taken."""
 
     rank: EpRank
     stream: int

@@ -26,6 +26,7 @@ def drained(stream):
 async def attach_all(registry, generation, first_stream, nodes=("n0", "n1")):
     streams = [RankStream(first_stream + rank, "peer", capacity=64) for rank in range(2)]
     for rank, stream in enumerate(streams):
+        stream.certified = True  # It may take the place of a group that is still there.
         hello = hello_of(rank, generation, first_stream, node=nodes[rank])
         hello = replace(hello, identity=replace(hello.identity, deployment=ONE))
         assert await registry.attach(hello, stream) is not None

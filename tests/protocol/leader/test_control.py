@@ -19,6 +19,7 @@ from tests.protocol.machines import (
     answer_queries,
     control_of,
     from_rank,
+    group_leaves,
     hello_of,
     identity_of,
     key_of,
@@ -135,6 +136,7 @@ def test_lost_lease_drops_the_machine_in_any_state():
 def test_new_generation_ends_the_plans_of_the_old_one():
     """R1: old plans end as GENERATION_CHANGED."""
     control = control_of(S.MIGRATING)
+    group_leaves(control)
     control.handle(from_rank(0, hello_of(0, "g2", 5), 5, 30), 1.0)
     assert control.state is S.MIGRATING
     control.handle(from_rank(1, hello_of(1, "g2", 5), 5, 31), 1.0)
@@ -155,6 +157,7 @@ def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts(
         if index == 0:
             control.handle(from_rank(1, msg.Ack(key_of(index=index), Epoch(1), after.digest)), 0.0)
     assert control.state is S.MIGRATING, "one rank has not acked"
+    group_leaves(control)
     for rank in (0, 1):
         control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 1.0)
     assert (record(control).phase, record(control).waves_committed) == (PlanPhase.COMMITTED, 2)
@@ -162,6 +165,7 @@ def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts(
 
 def restarts(control, *reached):
     """The group comes back as g2, each rank at an epoch and a map."""
+    group_leaves(control)
     return [
         action
         for rank, (epoch, placement) in enumerate(reached)

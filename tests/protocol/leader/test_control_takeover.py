@@ -22,6 +22,7 @@ from tests.protocol.machines import (
     both,
     control_of,
     from_rank,
+    group_leaves,
     hello_of,
     key_of,
     of_kind,
@@ -86,6 +87,7 @@ def test_wave_found_and_committed_is_counted_though_the_group_restarts_before_it
     assert kinds.index(ctl.PersistPlan) < kinds.index(ctl.PersistOutcome), (
         "or a crash between them loses the wave"
     )
+    group_leaves(control)
     for rank in (0, 1):
         control.handle(from_rank(rank, hello_of(rank, "g2", 5, epoch=1), 5, 30 + rank), 1.0)
     ended = record(control)

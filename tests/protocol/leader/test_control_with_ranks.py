@@ -55,9 +55,9 @@ class Group:
         hello = msg.Hello(
             identity, shape, "n", "", Epoch(0), BASE.digest, 1, "c", 1000, 1000, "gate"
         )
-        self.carry_out(
-            self.control.handle(ctl.FromRank(EpRank(rank), 1, stream or rank + 1, hello), self.now)
-        )
+        certified = generation != "g1"
+        event = ctl.FromRank(EpRank(rank), 1, stream or rank + 1, hello, certified)
+        self.carry_out(self.control.handle(event, self.now))
 
     def state(self, rank, query=0, full=False):
         identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation("g1"), 1)

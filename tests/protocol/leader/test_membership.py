@@ -35,9 +35,16 @@ def test_quorum_says_why_not():
     assert members.quorum(6.0).ok
 
 
+def leave(members):
+    """End the streams of all ranks, so long ago that nobody waits for them any more."""
+    for rank, member in members.members.items():
+        members.closed(rank, member.stream, -5.0)
+
+
 def test_newest_incarnation_wins_and_older_ones_are_refused():
     """R1."""
     members, _ = group(hello_of(0), hello_of(1))
+    leave(members)
     newer = members.register(hello_of(0, "g2", incarnation=5), 30, 1.0)
     assert newer.accepted and not newer.new_generation
     assert members.quorum(1.0).reason is Reason.RANKS_MISSING, "the old group is broken"
@@ -64,6 +71,7 @@ def test_a_registered_generation_keeps_its_shape_also_with_one_rank():
     answer = members.register(hello_of(0, incarnation=5, shape=larger), 30, 1.0)
     assert (answer.accepted, answer.reason) == (False, Reason.SHAPE_DISAGREES)
     assert members.shape == one
+    leave(members)
     assert members.register(hello_of(0, "g2", incarnation=5, shape=larger), 31, 1.0).new_generation
     assert members.shape == larger
 
@@ -71,6 +79,7 @@ def test_a_registered_generation_keeps_its_shape_also_with_one_rank():
 def test_new_generation_may_be_at_a_lower_epoch():
     """R1: a restarted group must not be locked out by "refuse lower"."""
     members, _ = group(hello_of(0, epoch=9), hello_of(1, epoch=9))
+    leave(members)
     for rank in (0, 1):
         assert members.register(hello_of(rank, "g2", 5, epoch=2), 30 + rank, 1.0).accepted
     assert members.generation == "g2"
@@ -78,6 +87,7 @@ def test_new_generation_may_be_at_a_lower_epoch():
 
 def test_new_generation_may_have_fewer_ranks():
     members, _ = group(hello_of(0), hello_of(1))
+    leave(members)
     shape = dataclasses.replace(SHAPE, num_ranks=1, slots_per_rank=6)
     assert members.register(hello_of(0, "g2", 5, shape=shape), 30, 1.0).new_generation
     assert list(members.members) == [0] and members.shape == shape
@@ -180,10 +190,73 @@ def test_steps_of_a_group_that_still_gathers_are_not_the_groups():
 def test_closed_stream_leaves_the_rank_a_member_until_its_lease_runs_out():
     """A rank that is not heard stays a member of the group."""
     members, _ = group(hello_of(0), hello_of(1))
-    members.closed(0, 10)
-    assert not members.members[0].connected
+    members.closed(0, 10, 0.5)
+    assert members.members[0].closed_at == 0.5
     assert members.quorum(1.0).ok
     assert members.quorum(5.0).missing == (0, 1)
+
+
+def test_strangers_do_not_displace_a_group_whose_ranks_are_all_present():
+    """R1."""
+    members, _ = group(hello_of(0), hello_of(1))
+    answer = members.register(hello_of(0, "g2", 5), 30, 1.0)
+    assert (answer.accepted, answer.reason) == (False, Reason.DEPLOYMENT_IN_USE)
+    assert "all 2 ranks of g1" in answer.detail and "g2" in answer.detail
+    assert [(one.rank, one.stream) for one in answer.closes] == [(0, 30)]
+    assert members.heard(0, 1, 10, 1.0) and members.quorum(1.0).ok
+
+
+@pytest.mark.parametrize(("seconds", "accepted"), [(0.9, False), (1.1, True)])
+def test_a_rank_that_reconnects_does_not_open_its_group_to_strangers(seconds, accepted):
+    members, _ = group(hello_of(0), hello_of(1))
+    members.closed(0, 10, 1.0)
+    assert members.register(hello_of(1, "g2", 5), 30, 1.0 + seconds).accepted is accepted
+
+
+def test_a_group_with_a_rank_that_is_not_heard_gives_way_and_is_told():
+    members, _ = group(hello_of(0), hello_of(1))
+    members.heard(1, 1, 11, 4.0)
+    first = members.register(hello_of(0, "g2", 5), 30, 5.0)
+    second = members.register(hello_of(1, "g2", 5), 31, 5.0)
+    assert second.new_generation and members.generation == "g2"
+    closes = [*first.closes, *second.closes]
+    assert [(one.rank, one.stream, one.reason) for one in closes] == [
+        (0, 10, Reason.DISPLACED),
+        (1, 11, Reason.DISPLACED),
+    ]
+    assert "g1" in closes[0].detail and "g2" in closes[0].detail
+
+
+def test_a_certificate_that_names_the_ranks_may_take_the_place_of_a_group():
+    members, _ = group(hello_of(0), hello_of(1))
+    for rank in (0, 1):
+        answer = members.register(hello_of(rank, "g2", 5), 30 + rank, 1.0, certified=True)
+        assert answer.accepted and [one.stream for one in answer.closes] == [10 + rank]
+    assert members.generation == "g2"
+
+
+def test_a_displaced_group_comes_back_once_the_other_has_left():
+    members, _ = group(hello_of(0), hello_of(1))
+    for rank in (0, 1):
+        members.register(hello_of(rank, "g2", 5), 30 + rank, 1.0, certified=True)
+    leave(members)
+    for rank in (0, 1):
+        answer = members.register(hello_of(rank), 40 + rank, 5.9)
+        assert answer.reason is Reason.STALE_INCARNATION, "the other may only have reconnected"
+        assert members.register(hello_of(rank), 50 + rank, 6.1).accepted
+    assert members.generation == "g1" and members.quorum(6.1).ok
+
+
+def test_ranks_beyond_a_smaller_group_are_told():
+    members, _ = group(hello_of(0), hello_of(1))
+    one = dataclasses.replace(SHAPE, num_ranks=1, slots_per_rank=6)
+    answer = members.register(hello_of(0, "g2", 5, shape=one), 30, 1.0, certified=True)
+    assert sorted(close.stream for close in answer.closes) == [10, 11]
+
+
+def test_a_rank_that_reconnects_displaces_nobody():
+    members, _ = group(hello_of(0), hello_of(1))
+    assert members.register(hello_of(0), 30, 1.0).closes == ()
 
 
 def test_slots_of_the_group_stay_filled_if_one_rank_needs_it():

@@ -24,6 +24,8 @@ class RankStream:
         self.number = number
         """Rises during the life of this process."""
         self.peer = peer
+        self.certified = False
+        """True if the certificate of the connection names the rank."""
         self.too_fast = False
         """True if the stream was ended because the rank sent too many messages."""
         # Stored, because asking for the running loop is a system call each time.

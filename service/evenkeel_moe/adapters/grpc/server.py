@@ -211,7 +211,8 @@ class GrpcServer:
             hello = decode_rank_message(_parse(first), None)
             assert isinstance(hello, Hello)
             required = self._options.tls_require_identity
-            check_identity(context.auth_context(), hello.identity, required=required)
+            auth = context.auth_context()
+            stream.certified = check_identity(auth, hello.identity, required=required)
         except PeerViolation as violation:
             hub.refuse(violation, stream)
             return

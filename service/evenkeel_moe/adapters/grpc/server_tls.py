@@ -61,13 +61,16 @@ def read_grants(names: Iterable[str]) -> tuple[Grant, ...] | None:
 
 def check_identity(
     auth: Mapping[Any, Sequence[bytes]], identity: RankIdentity, *, required: bool
-) -> None:
+) -> bool:
     """Compare a rank's Hello with the certificate of its connection.
 
     Args:
         auth: gRPC's authentication context of the call; empty without TLS.
         identity: the identity in the Hello.
         required: refuse a certificate that names no ranks.
+
+    Returns:
+        True if the certificate names the rank, False if it names none.
 
     Raises:
         PeerViolation: IDENTITY_REFUSED; the message contains the names of the certificate.
@@ -81,7 +84,7 @@ def check_identity(
                 f" it needs a URI such as evenkeel://{identity.deployment}/ranks/{identity.rank}",
                 Reason.IDENTITY_REFUSED,
             )
-        return
+        return False
     if not any(grant.covers(identity.deployment, identity.rank) for grant in grants):
         named = ", ".join(name for name in names if name.startswith(_SCHEME))
         raise PeerViolation(
@@ -89,6 +92,7 @@ def check_identity(
             f" {identity.deployment}",
             Reason.IDENTITY_REFUSED,
         )
+    return True
 
 
 class ServerCertificates:

@@ -61,6 +61,11 @@ _COUNTERS = (
         (),
         "Errors that ended a deployment on this replica; it starts again after a pause.",
     ),
+    (
+        "evenkeel_ranks_displaced_total",
+        (),
+        "Processes of ranks that lost their place to another process while they were connected.",
+    ),
 )
 """Name, labels after `deployment`, help text."""
 
@@ -166,9 +171,14 @@ class ControllerMetrics(Collector):
         """Count a plan that reached a terminal phase."""
         self._count("evenkeel_plans_ended_total", 1, deployment, phase, reason)
 
+    def rank_displaced(self, deployment: str) -> None:
+        """Count a process that lost its place to another one."""
+        self._count("evenkeel_ranks_displaced_total", 1, deployment)
+
     def deployment_added(self, deployment: str) -> None:
-        """Begin the count of failures at 0: the first one must be seen as a rise."""
+        """Begin what alerts watch at 0: the first event must be seen as a rise."""
         self._count("evenkeel_deployment_failures_total", 0, deployment)
+        self._count("evenkeel_ranks_displaced_total", 0, deployment)
 
     def deployment_failed(self, deployment: str) -> None:
         """Count an error that ended a deployment, and remove its gauges."""

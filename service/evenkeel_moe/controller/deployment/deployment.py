@@ -95,16 +95,7 @@ class Deployment:
         plan_steps, dispatch = options.cycle.plan_steps, options.cycle.objective.dispatch
         health = shared.health
         self.loads = GroupLoads(self.control, store, ingest, plan_steps, dispatch, health)
-        self.ranks = RankSessions(
-            deployment,
-            self.inbox,
-            ingest,
-            clock,
-            options.timing,
-            options.flow,
-            options.leader.renew_s,
-            partial(shared.metrics.swap_stall, deployment),
-        )
+        self.ranks = self._build_sessions(options, shared, ingest)
         self.leadership = Leadership(
             self.control,
             store,
@@ -141,6 +132,21 @@ class Deployment:
         self.clock = clock
         self._spawn = spawn
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _build_sessions(
+        self, options: DeploymentOptions, shared: SharedServices, ingest: Ingest
+    ) -> RankSessions:
+        return RankSessions(
+            self.deployment,
+            self.inbox,
+            ingest,
+            shared.clock,
+            options.timing,
+            options.flow,
+            options.leader.renew_s,
+            partial(shared.metrics.swap_stall, self.deployment),
+            partial(shared.metrics.rank_displaced, self.deployment),
+        )
 
     def _build_executor(self, shared: SharedServices) -> ActionExecutor:
         log = ActionLog(

@@ -27,6 +27,7 @@ class RankSessions:
     Args:
         retry_s: seconds after which a rank that is sent away looks for a leader again.
         swapped: notes the seconds for which a swap stalled a rank.
+        displaced: counts a process that lost its place to another.
     """
 
     deployment: DeploymentId
@@ -38,6 +39,7 @@ class RankSessions:
     """The pace at which the ranks are to report now."""
     retry_s: float
     swapped: Callable[[float], None]
+    displaced: Callable[[], None]
     by_stream: dict[int, RankSession] = field(default_factory=dict, init=False)
     """Open sessions by stream number."""
     last_open_at: float = field(init=False)
@@ -84,10 +86,14 @@ class RankSessions:
         session = self.by_stream.get(stream)
         if session is None:
             return
+        displaced = reason is Reason.DISPLACED
+        if displaced:
+            self.displaced()
         _log.warning(
-            "rank_refused",
+            "rank_displaced" if displaced else "rank_refused",
             deployment=self.deployment,
             rank=session.rank,
+            peer=session.stream.peer,
             reason=reason,
             detail=detail,
         )

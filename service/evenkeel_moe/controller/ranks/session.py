@@ -69,7 +69,8 @@ class RankSession:
 
     def event(self, message: RankMessage) -> ctl.FromRank:
         """Return a message in the form in which the machine takes it."""
-        return ctl.FromRank(self.rank, self.hello.identity.incarnation, self.stream.number, message)
+        incarnation, stream = self.hello.identity.incarnation, self.stream
+        return ctl.FromRank(self.rank, incarnation, stream.number, message, stream.certified)
 
     def received(self, message: FromRankLink) -> None:
         """Pass on one message. Telemetry goes to the windows, all else to the machine.

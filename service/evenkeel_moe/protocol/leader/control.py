@@ -57,8 +57,7 @@ class DeploymentControl(DeploymentState):
             return [ctl.Alert(Reason.MALFORMED, f"{self.state}, yet {event}")]
         if cell is ILLEGAL:
             raise IllegalEvent("control", self.state, event)
-        actions: list[ControlAction] = getattr(self, cell)(event, now)
-        return actions
+        return list(getattr(self, cell)(event, now))
 
     # --- leadership (R2, R13) ---------------------------------------------------------------------
 
@@ -123,30 +122,31 @@ class DeploymentControl(DeploymentState):
     # --- membership (R1) --------------------------------------------------------------------------
 
     def _refuse_hello(self, event: FromRank, _now: float) -> list[ControlAction]:
-        detail = "this replica does not lead"
-        return [ctl.CloseStream(event.rank, event.stream, Reason.NOT_LEADER, detail)]
+        why = Reason.NOT_LEADER, "this replica does not lead"
+        return [ctl.CloseStream(event.rank, event.stream, *why)]
 
     def _hello(self, event: FromRank, now: float) -> list[ControlAction]:
         hello, recovery, liveness = event.message, self.recovery, self.liveness
         assert isinstance(hello, Hello) and recovery is not None and liveness is not None
         if refused := self._refuse_term(event, hello.highest_term):
             return refused
-        admission = self.membership.register(hello, event.stream, now)
+        admission = self.membership.register(hello, event.stream, now, certified=event.certified)
+        closes: list[ControlAction] = [*admission.closes]
         if not admission.accepted:
-            return [ctl.CloseStream(event.rank, event.stream, admission.reason, admission.detail)]
+            return closes
         if self.is_behind(hello.highest_term):
-            return self._step_down(hello.highest_term)
+            return [*closes, *self._step_down(hello.highest_term)]
         if admission.new_generation:
             self.state = ControlState.RECOVERING
             liveness.begin_generation()
-            return [*recovery.end_old_plans(now), *recovery.begin(now)]
+            return [*closes, *recovery.end_old_plans(now), *recovery.begin(now)]
         if hello.identity.generation != self.membership.generation:
-            return []
+            return closes
         liveness.connected(event.rank)
-        question = recovery.question(event.rank)
-        if question is not None:
-            return [question]
-        return self._to_wave(ctl.RankConnected(event.rank, event.incarnation, event.stream), now)
+        if question := recovery.question(event.rank):
+            return [*closes, question]
+        connected = ctl.RankConnected(event.rank, event.incarnation, event.stream)
+        return [*closes, *self._to_wave(connected, now)]
 
     def _heard(self, event: ctl.RankHeard, now: float) -> list[ControlAction]:
         self.membership.heard(event.rank, event.incarnation, event.stream, now)
@@ -156,8 +156,8 @@ class DeploymentControl(DeploymentState):
         self.membership.troubled(event.rank, event.stream, event.trouble)
         return []
 
-    def _closed(self, event: ctl.StreamClosed, _now: float) -> list[ControlAction]:
-        self.membership.closed(event.rank, event.stream)
+    def _closed(self, event: ctl.StreamClosed, now: float) -> list[ControlAction]:
+        self.membership.closed(event.rank, event.stream, now)
         return []
 
     # --- messages of ranks ------------------------------------------------------------------------

@@ -10,7 +10,12 @@ from typing import NamedTuple
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.control_messages import CloseStream
 from evenkeel_moe.protocol.messages import Hello, RankState
+
+_RECONNECT_SHARE = 0.2
+"""Share of the lease within which a rank whose stream ended is still taken to come back: streams
+end and begin again in the life of a process."""
 
 
 class Admission(NamedTuple):
@@ -21,6 +26,8 @@ class Admission(NamedTuple):
     detail: str
     new_generation: bool = False
     """True if this Hello completed a generation that was not registered before."""
+    closes: tuple[CloseStream, ...] = ()
+    """The streams to close: this one if it is refused, else those of displaced processes."""
 
 
 class Quorum(NamedTuple):
@@ -45,7 +52,8 @@ class Member:
     weights_version: int
     trouble: str = ""
     """The reason why the rank refuses every wave, from its newest heartbeat; empty if none."""
-    connected: bool = True
+    closed_at: float | None = None
+    """Monotonic seconds at which its stream ended; None while it is open."""
     state: RankState | None = None
     """The newest answer of this process to a query."""
 
@@ -71,17 +79,35 @@ class Membership:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def register(self, hello: Hello, stream: int, now: float) -> Admission:
+    def register(
+        self, hello: Hello, stream: int, now: float, *, certified: bool = False
+    ) -> Admission:
         """Take a rank's Hello.
 
         The newest incarnation of a rank wins, and the newest stream of an incarnation. Incarnations
         are clock readings. An older one is accepted if the known process is no longer heard, else
         a rank that restarts on a host with a slow clock would be locked out. A refusal changes
-        nothing and names the values that disagree.
+        nothing and names the values that disagree. A group whose ranks are all present keeps its
+        place: another generation is refused, unless the certificate of the stream names the rank.
+        A process that loses its place is told, so that it comes back once the place is free.
         """
-        refusal = self._refusal(hello, stream, now)
+        refusal = self._refusal(hello, stream, now, certified)
         if refusal is not None:
-            return refusal
+            reason, detail = refusal.reason, refusal.detail
+            close = CloseStream(hello.identity.rank, stream, reason, detail)
+            return refusal._replace(closes=(close,))
+        before = self.everyone
+        admission = self._admit(hello, stream, now)
+        after = self.everyone
+        displaced = (
+            CloseStream(rank, member.stream, Reason.DISPLACED, _displaced(member.hello, hello))
+            for rank, member in before.items()
+            if member.closed_at is None
+            and (rank not in after or after[rank].hello.identity != member.hello.identity)
+        )
+        return admission._replace(closes=tuple(displaced))
+
+    def _admit(self, hello: Hello, stream: int, now: float) -> Admission:
         rank = hello.identity.rank
         registered = self.shape is None or rank < self.shape.num_ranks
         (self.members if registered else self._beyond)[rank] = Member(
@@ -117,11 +143,11 @@ class Membership:
             member.state = state
             member.weights_version = state.weights_version
 
-    def closed(self, rank: EpRank, stream: int) -> None:
+    def closed(self, rank: EpRank, stream: int, now: float) -> None:
         """Note the end of a stream; the rank stays a member, and fresh until its lease runs out."""
         member = self.newest(rank)
         if member is not None and member.stream == stream:
-            member.connected = False
+            member.closed_at = now
             self._beyond.pop(rank, None)
 
     # --- questions --------------------------------------------------------------------------------
@@ -154,6 +180,17 @@ class Membership:
     def is_fresh(self, member: Member, now: float) -> bool:
         """Return True if the process was heard within its lease."""
         return now - member.last_seen < self.lease_s
+
+    def is_in_place(self, now: float) -> bool:
+        """Return True while every rank of the registered group is heard and has its stream."""
+        return self.generation is not None and all(
+            member.hello.identity.generation == self.generation
+            and self.is_fresh(member, now)
+            and (
+                member.closed_at is None or now < member.closed_at + self.lease_s * _RECONNECT_SHARE
+            )
+            for member in self.members.values()
+        )
 
     def step(self) -> int:
         """Return the steps the group has taken in this generation, dummy steps included."""
@@ -216,7 +253,7 @@ class Membership:
 
     # --- refusals ---------------------------------------------------------------------------------
 
-    def _refusal(self, hello: Hello, stream: int, now: float) -> Admission | None:
+    def _refusal(self, hello: Hello, stream: int, now: float, certified: bool) -> Admission | None:
         identity, shape = hello.identity, hello.shape
         rank = identity.rank
         if identity.deployment != self.deployment:
@@ -231,6 +268,12 @@ class Membership:
                 f" {known.hello.identity.incarnation} on {known.stream}"
             )
             return Admission(False, Reason.STALE_INCARNATION, detail)
+        if identity.generation != self.generation and not certified and self.is_in_place(now):
+            detail = (
+                f"all {len(self.members)} ranks of {self.generation} are present;"
+                f" {identity.generation} has to wait until one of them has left"
+            )
+            return Admission(False, Reason.DEPLOYMENT_IN_USE, detail)
         if identity.generation == self.generation and shape != self.shape:
             # Also if this rank was the only one: windows and records have the registered shape.
             detail = f"rank {rank} has {shape}, {identity.generation} is registered as {self.shape}"
@@ -257,3 +300,10 @@ class Membership:
         if incarnation < newest:
             return self.fresh(hello.identity.rank, now)
         return incarnation == newest and stream <= known.stream
+
+
+def _displaced(old: Hello, new: Hello) -> str:
+    return (
+        f"rank {old.identity.rank} of {old.identity.generation} on {old.node} gives way to"
+        f" {new.identity.generation} on {new.node}, rank {new.identity.rank}"
+    )
