@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
-.PHONY: demo test test-engines test-gpu test-deploy example-qwen3moe check sim chaos format
+.PHONY: demo test test-engines test-gpu test-deploy example-join example-qwen3moe check sim chaos format
 .PHONY: proto verify-proto proto-breaking proto-release deploy-files sbom clean
 
 # SLOW=1 slows a rank for a while; SLOW=told slows it from the start, and ranks tell their times.
@@ -21,6 +21,10 @@ test: .venv/ready check
 test-engines: .venv/ready
 	$(INSTALL) -c constraints.txt -e '.[examples]'
 	$(BIN)/pytest -m engines tests/engines
+
+# Runs the toy engine of docs/join.md on two processes under a real controller.
+example-join: .venv/ready
+	$(BIN)/python -m examples.join
 
 # Runs a Hugging Face MoE model on two processes under a real controller. It fails if any bit of an
 # output changes.

@@ -103,7 +103,16 @@ class Fleet:
             device=CPU,
             link=self.links[rank],
             on_swap=lambda record, placement: self.save(rank, record, placement),
+            **self.hooks(rank),
         )
+
+    def boundary(self, rank):
+        """Do what an engine does between two steps, on the thread of the rank."""
+        self.agents[rank].step_boundary()
+
+    def hooks(self, rank):
+        """Return further arguments of a rank's agent."""
+        return {}
 
     def save(self, rank, record, placement):
         """Save a placement, on the transfer thread of the rank."""
@@ -118,7 +127,7 @@ class Fleet:
                 self._barrier.wait(deadline(30))
                 if self._stop_now:
                     return
-                self.agents[rank].step_boundary()
+                self.boundary(rank)
                 self.epochs[rank].append(self.maps[rank].epoch)
         except GateFailed as error:
             self.left[rank] = error
@@ -130,7 +139,7 @@ class Fleet:
         """Run further steps after a peer has left, until the gate notices."""
         try:
             for _ in range(20):
-                self.agents[rank].step_boundary()
+                self.boundary(rank)
         except GateFailed as error:
             self.left[rank] = error
 

@@ -154,7 +154,7 @@ class OnceUnplugged(Group):
     """Rank 0 cannot create the first new communicator, with an error that no backend raises."""
 
     def connect(self, rank, name, device=CPU):
-        if rank == 0 and name == "transfer-1":
+        if rank == 0 and name == "transfer-1/toy":
             raise OSError("too many open files")
         return super().connect(rank, name, device)
 

@@ -13,6 +13,7 @@ NAMES = {
     "CountingSide",
     "DeploymentId",
     "DeviceClock",
+    "DeviceRecorder",
     "EpRank",
     "ExpertWeights",
     "GateFailed",
@@ -22,14 +23,17 @@ NAMES = {
     "HostEngine",
     "KvCache",
     "LinkListener",
+    "LoraOnExperts",
     "MapInstaller",
     "ModelShape",
     "Move",
     "NvmlClock",
     "Phase",
     "Placement",
+    "Probe",
     "RankIdentity",
     "RankLink",
+    "SlotsWritten",
     "SwapRecord",
     "WeightTransport",
     "make_communicator",
@@ -58,5 +62,9 @@ def test_version_one_takes_these_arguments():
         "on_swap",
         "on_progress",
         "clock",
+        "slots_written",
+        "probe",
     ]
+    on_device = list(inspect.signature(agent.DeviceRecorder.record).parameters)
+    assert on_device == [*record, "phy2log"]
     assert list(inspect.signature(agent.Agent.step_boundary).parameters) == ["self"]

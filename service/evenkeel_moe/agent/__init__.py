@@ -1,15 +1,17 @@
 """The part of Evenkeel inside a rank: recorder, staging, swap, and the stream to the controller.
 
 The names below are the public interface for engine authors, numbered by `API_VERSION`.
-docs/engines.md explains it, and examples/qwen3moe uses nothing else. Removing a name or changing
-its arguments raises the number.
+docs/engines.md explains it, docs/join.md leads through it, and the examples use nothing else.
+Removing a name or changing its arguments raises the number; a new name or a new optional argument
+does not.
 """
 
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
-from evenkeel_moe.agent.agent import Agent, SwapRecord
-from evenkeel_moe.agent.config import AgentConfig
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.config import AgentConfig, LoraOnExperts
+from evenkeel_moe.agent.device_recorder import DeviceRecorder
 from evenkeel_moe.agent.guest import GuestAgent, HostEngine, Move
 from evenkeel_moe.agent.ports import (
     ClockReader,
@@ -20,6 +22,8 @@ from evenkeel_moe.agent.ports import (
     RankLink,
     WeightTransport,
 )
+from evenkeel_moe.agent.swap_record import SwapRecord
+from evenkeel_moe.agent.written_slots import Probe, SlotsWritten
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.placement import Placement
@@ -36,6 +40,7 @@ __all__ = [
     "CountingSide",
     "DeploymentId",
     "DeviceClock",
+    "DeviceRecorder",
     "EpRank",
     "ExpertWeights",
     "GateFailed",
@@ -45,14 +50,17 @@ __all__ = [
     "HostEngine",
     "KvCache",
     "LinkListener",
+    "LoraOnExperts",
     "MapInstaller",
     "ModelShape",
     "Move",
     "NvmlClock",
     "Phase",
     "Placement",
+    "Probe",
     "RankIdentity",
     "RankLink",
+    "SlotsWritten",
     "SwapRecord",
     "WeightTransport",
     "make_communicator",

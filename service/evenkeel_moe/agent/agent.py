@@ -15,7 +15,6 @@ thread. One lock guards the participant and the gate. No action that runs under 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,7 +22,8 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.build import Connect, make_hello, make_participant, make_transport
+from evenkeel_moe.agent import build
+from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.checksums import agree_on_checksums, agree_on_start
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.gate_polls import GatePolls
@@ -39,7 +39,10 @@ from evenkeel_moe.agent.ports import (
 )
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.staging import StagingWorker
+from evenkeel_moe.agent.staging_progress import StagingReports
+from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
+from evenkeel_moe.agent.written_slots import Probe, SlotsWritten, WrittenSlots
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
@@ -66,22 +69,6 @@ from evenkeel_moe.protocol.rank.save_barrier import SaveBarrier
 from evenkeel_moe.wire.link import Heartbeat, RankFact, ToRankLink
 
 _log = structlog.get_logger(__name__)
-_PROGRESS_INTERVAL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class SwapRecord:
-    """One swap, as measured on this rank."""
-
-    wave: WaveKey
-    epoch: int
-    """The new epoch."""
-    step: int
-    """The last step recorded before the swap; -1 before the first."""
-    layers: tuple[int, ...]
-    seconds: float
-    """Time for which the swap delayed the step."""
-    received_bytes: int
 
 
 class Agent:
@@ -99,10 +86,14 @@ class Agent:
         on_swap: called after each swap, on the transfer thread, before the controller is told. Save
             the placement here, so that a restarted group finds the map it acknowledged.
         on_progress: called with (wave, bytes staged, bytes to stage), on the transfer thread.
+        slots_written: called after each swap, inside `step_boundary`; see `SlotsWritten`.
+        probe: called for every expert at the start and after a reload, and for the written slots
+            inside `step_boundary`; see `Probe`. All ranks pass one, or none does.
 
     Raises:
         Unavailable: the other ranks did not connect.
         PeerViolation: the ranks disagree on generation, placement, epoch or weights version.
+        InvalidInput: the tensors of an expert are not as large as the shape says.
     """
 
     def __init__(
@@ -119,23 +110,26 @@ class Agent:
         on_swap: Callable[[SwapRecord, Placement], None] | None = None,
         on_progress: Callable[[WaveKey, int, int], None] | None = None,
         clock: ClockReader | None = None,
+        slots_written: SlotsWritten | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self._config = config
         self._device = device
         self._weights = weights
         self._on_swap = on_swap
-        self._on_progress = on_progress
-        self._progress_at = 0.0
+        self._reports = StagingReports(self._tell_progress, on_progress)
         self._left: LeaveGroup | None = None
         self._memory = FreeMemory(device)
         self._lock = threading.Lock()
         self._permit = threading.Event()
         self._saving = SaveBarrier()
 
-        self._gate_group = connect("gate", torch.device("cpu"))
-        agree_on_start(self._gate_group, config, placement, epoch)
-        checksums = agree_on_checksums(self._gate_group, config.identity.rank, placement, weights)
-        self._participant = make_participant(config, placement, epoch, checksums)
+        self._gate_group = connect(build.own_name("gate", config), torch.device("cpu"))
+        rank = config.identity.rank
+        self._written = WrittenSlots(self._gate_group, rank, slots_written, probe)
+        agree_on_start(self._gate_group, config, placement, epoch, probe is not None)
+        checksums = self._register(placement)
+        self._participant = build.make_participant(config, placement, epoch, checksums)
         self._trouble = Trouble(self._participant)
         self._gate = Gate(
             [self._participant], poll_every=config.poll_every, resolve_after=config.resolve_after
@@ -144,7 +138,7 @@ class Agent:
         self._polls.settle(self._gate)
         transport = self._make_transport(placement, connect)
         transport.rebuild(0)
-        self._worker = StagingWorker(config.identity.rank, transport, weights, maps, self)
+        self._worker = StagingWorker(rank, transport, weights, maps, self)
         self._worker.start()
 
         shape = config.shape.num_layers, config.counts_per_layer
@@ -155,7 +149,13 @@ class Agent:
             self._network.start(self)
 
     def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:
-        return make_transport(self._config, placement, self._weights, connect, self._device)
+        return build.make_transport(self._config, placement, self._weights, connect, self._device)
+
+    def _register(self, placement: Placement) -> tuple[int, ...] | None:
+        """Register the weights in the slots; collective. None if replicas of an expert differ."""
+        rank = self._config.identity.rank
+        checksums = agree_on_checksums(self._gate_group, rank, placement, self._weights)
+        return checksums if self._written.register(placement) else None
 
     # --- the engine's thread ----------------------------------------------------------------------
 
@@ -230,9 +230,7 @@ class Agent:
         Collective; every rank calls it between the same two boundaries. An unchanged version means
         that the reload was cancelled.
         """
-        checksums = agree_on_checksums(
-            self._gate_group, self._config.identity.rank, self.placement, self._weights
-        )
+        checksums = self._register(self.placement)
         if checksums is None:
             self.disable_migration(
                 f"after loading weights {weights_version}, replicas of an expert differ or an"
@@ -291,6 +289,9 @@ class Agent:
         began = time.perf_counter()
         try:
             ready = self._worker.swap(action.wave)
+            new = self._participant.next_placement
+            assert new is not None
+            self._written.follow(new, tuple(ready.staged))
         except Exception as error:  # the content of the slots is unknown now
             _log.exception("swap_failed", wave=str(action.wave))
             self._carry_out_answers(SwapFailed(action.wave, repr(error)))
@@ -363,15 +364,12 @@ class Agent:
             self._gate.request_rebuild(serial)
 
     def progress(self, wave: WaveKey, done: int, total: int) -> None:
-        """Report the progress of staging to the controller, a few times a second."""
-        now = time.monotonic()
-        if done < total and now - self._progress_at < _PROGRESS_INTERVAL_S:
-            return
-        self._progress_at = now
+        """Report the bytes staged so far to the controller and the engine."""
+        self._reports.report(wave, done, total)
+
+    def _tell_progress(self, wave: WaveKey, done: int, total: int) -> None:
         if self._network is not None:
             self._network.send(StagingProgress(wave, done, total), None)
-        if self._on_progress is not None:
-            self._on_progress(wave, done, total)
 
     # --- LinkListener, on the network thread ------------------------------------------------------
 
@@ -380,7 +378,7 @@ class Agent:
         with self._lock:
             digest, memory, moves = self._gate.digest, self._memory.read(), self._trouble.moves
             told = self._saving.told(self._participant.epoch, self._participant.placement.digest)
-            return make_hello(self._config, self._participant, told, digest, memory, moves)
+            return build.make_hello(self._config, self._participant, told, digest, memory, moves)
 
     def heartbeat(self) -> Heartbeat:
         """Return the steps run, the free memory and the trouble of this rank."""

@@ -10,6 +10,7 @@ from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.agent.checksums import checksums_digest
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.ports import ExpertWeights
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Hello
@@ -17,6 +18,11 @@ from evenkeel_moe.protocol.rank.participant import Participant
 
 Connect = Callable[[str, torch.device], Communicator]
 """(name, device) -> a communicator over all ranks of the EP group; collective, each name once."""
+
+
+def own_name(name: str, config: AgentConfig) -> str:
+    """Return a communicator's name that two agents of one rank do not share."""
+    return f"{name}/{config.identity.deployment}"
 
 
 def make_participant(
@@ -43,19 +49,42 @@ def make_transport(
     connect: Connect,
     device: torch.device,
 ) -> TorchWeightTransport:
-    """Allocate the staging memory and return a transport that is not connected yet."""
+    """Allocate the staging memory and return a transport that is not connected yet.
+
+    Raises:
+        InvalidInput: the tensors of an expert are not as large as the deployment's shape says.
+    """
     rank, per_rank = config.identity.rank, placement.slots_per_rank
     held = np.argwhere(placement.phy2log[:, rank * per_rank : (rank + 1) * per_rank] >= 0)
     layer, local = held[0].tolist() if len(held) else (0, 0)
+    sample = weights.tensors(layer, local)
+    _check_size(sum(tensor.nbytes for tensor in sample), config.shape.bytes_per_expert)
     return TorchWeightTransport(
         rank=rank,
         slots_per_rank=per_rank,
         staging_bytes=config.staging_bytes,
         tensors_of=weights.tensors,
-        sample=weights.tensors(layer, local),
-        connect=lambda serial: connect(f"{TRANSFER}{serial}", device),
+        sample=sample,
+        connect=lambda serial: connect(own_name(f"{TRANSFER}{serial}", config), device),
         device=device,
     )
+
+
+def _check_size(declared: int, told: int) -> None:
+    """Refuse tensors that are not a whole expert: the limits of waves are computed from its size.
+
+    Raises:
+        InvalidInput: the bytes differ.
+    """
+    if declared == told:
+        return
+    message = f"the tensors of an expert have {declared} bytes, and its shape says {told}"
+    if declared and told % declared == 0:
+        message += (
+            f", {told // declared} times as many: if tensor parallelism divides each expert over"
+            f" {told // declared} ranks, its experts cannot be moved"
+        )
+    raise InvalidInput(message)
 
 
 def make_hello(

@@ -1,10 +1,24 @@
 """The configuration of an agent: plain values, passed in by the engine."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import RankIdentity
+
+
+class LoraOnExperts(StrEnum):
+    """How the agent sees adapters (LoRA) that change what experts compute."""
+
+    NONE = "none"
+    """No adapter changes an expert."""
+    DECLARED = "declared"
+    """The adapters' tensors of an expert are among `ExpertWeights.tensors`, and loading or removing
+    an adapter is a reload (`Agent.request_reload`)."""
+    NOT_DECLARED = "not_declared"
+    """There are such adapters and the agent does not see their tensors: refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +26,9 @@ class AgentConfig:
     """Configuration of one rank's agent.
 
     `poll_every`, `resolve_after` and the timeouts must be equal on all ranks of the group.
+
+    Raises:
+        InvalidInput: experts that the agent cannot move as a whole, see `expert_shards` and `lora`.
     """
 
     identity: RankIdentity
@@ -29,6 +46,12 @@ class AgentConfig:
     `DispatchModel`, or the engine's own name; empty if unknown."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty; plans then fill all slots."""
+    expert_shards: int = 1
+    """Ranks over which tensor parallelism divides each expert. Only 1 is accepted: the shards of an
+    expert would have to be copied and switched on all of these ranks together."""
+    lora: LoraOnExperts = LoraOnExperts.NONE
+    """Adapters on experts; those that are not declared are refused, because they would stay behind
+    when their expert moves."""
     weights_version: int = 1
     """Version of the weights loaded at the start; every reload raises it."""
     side: CountingSide = CountingSide.DESTINATION
@@ -47,6 +70,21 @@ class AgentConfig:
     """Time without any message from a leader after which the group drops a wave it holds (R6)."""
     ring_steps: int = 1024
     """Steps kept while the controller is out of reach; older ones are dropped and counted."""
+
+    def __post_init__(self) -> None:
+        if self.expert_shards != 1:
+            raise InvalidInput(
+                f"deployment {self.identity.deployment}: tensor parallelism divides each expert"
+                f" over {self.expert_shards} ranks (expert_shards={self.expert_shards}), and the"
+                " agent moves whole experts only; keep whole experts on each EP rank, or serve"
+                " without an agent"
+            )
+        if self.lora is LoraOnExperts.NOT_DECLARED:
+            raise InvalidInput(
+                f"deployment {self.identity.deployment}: adapters change what experts compute, and"
+                " their tensors are not declared (lora=not_declared); return them from"
+                " ExpertWeights.tensors, or serve without an agent"
+            )
 
     @property
     def counts_per_layer(self) -> int:

@@ -3,9 +3,8 @@
 The protocol is the same up to the commit point: Prepare is checked and voted on, Commit arms the
 rank, and the gate agrees on the step. From there on the engine acts: the agent hands it the agreed
 map, and the engine copies and switches layer by layer and reports each layer to the agent. The map
-thus has a single writer, and every layer is whole at every step. The whole wave takes many steps.
-Until its last layer the rank stays at the old epoch, and the gate is not polled. If the engine
-stops half way, the rank reports it as `trouble`.
+thus has a single writer, and every layer is whole at every step. Until the last layer the rank
+stays at the old epoch, and the gate is not polled. A move that stops half way is `trouble`.
 
 The engine outlives its guest. Nothing here ends the process, with one exception (R8): this rank was
 armed for a wave and cannot know whether the others began it.
@@ -23,8 +22,8 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.adapters.torch.streams import OwnStream, mark_queued
-from evenkeel_moe.agent.agent import Agent, SwapRecord
-from evenkeel_moe.agent.build import Connect
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.build import Connect, own_name
 from evenkeel_moe.agent.checksums import find_differences
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.engine_copies import NoCopies, NoMaps
@@ -36,6 +35,7 @@ from evenkeel_moe.agent.ports import (
     WeightTransport,
 )
 from evenkeel_moe.agent.staging import ReadyWave
+from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.agent.trouble import FaultEnd
 from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
 from evenkeel_moe.model.placement import EMPTY, Placement
@@ -137,7 +137,7 @@ class GuestAgent(Agent):
         self._stream = OwnStream(device)
         self._stall_after_s = stall_after_s
         self._stall_after_steps = stall_after_steps
-        self._meeting = connect("meeting", torch.device("cpu"))
+        self._meeting = connect(own_name("meeting", config), torch.device("cpu"))
         super().__init__(
             config,
             placement,

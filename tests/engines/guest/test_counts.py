@@ -5,7 +5,8 @@ import pytest
 import structlog
 import torch
 
-from evenkeel_moe.engines.guest.counts import StepCounts, StepNote, count_once
+from evenkeel_moe.agent.device_recorder import StepCounts
+from evenkeel_moe.engines.guest.counts import StepNote, count_once
 
 
 def test_an_error_of_every_step_does_not_fill_the_log():

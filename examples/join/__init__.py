@@ -1,0 +1,1 @@
+"""A toy engine that joins Evenkeel; docs/join.md explains it."""

@@ -1,0 +1,169 @@
+"""What an engine does after a swap and before its next step: derived state, and the probe."""
+
+import pytest
+import structlog
+import torch
+
+from evenkeel_moe.errors import PeerViolation
+from evenkeel_moe.protocol.messages import Ack, Commit, Vote
+from tests.agent.fleet import Fleet
+from tests.agent.ranks import (
+    LEADER,
+    ToyWeights,
+    prepare_for,
+    run_ranks,
+    two_rank_placements,
+)
+
+OLD, NEW = two_rank_placements()
+
+
+def start(fleet, prepare):
+    fleet.say(prepare)
+    for link in fleet.links:
+        assert link.expect(Vote).yes
+    fleet.say(Commit(LEADER, prepare.wave))
+
+
+def fused(tensors):
+    """Return what an engine computes once from the tensors of an expert, such as a fused alpha."""
+    matrix, narrow, scale = tensors
+    return (matrix.abs().amax() * narrow.float().abs().amax() * scale.float()).item()
+
+
+class Fusing(Fleet):
+    """Ranks that keep a fused number for each slot; with `renews`, they use the hook."""
+
+    def __init__(self, placement, *, renews):
+        self.renews = renews
+        self.fused = [{}, {}]
+        self.written = [[], []]
+        super().__init__(placement)
+
+    def _make(self, rank):
+        agent = super()._make(rank)
+        for key in self.weights[rank].slots:
+            self.fuse(rank, key)
+        return agent
+
+    def fuse(self, rank, key):
+        self.fused[rank][key] = fused(self.weights[rank].tensors(*key))
+
+    def hooks(self, rank):
+        def renew(slots):
+            # The tables are those of the new map already.
+            self.written[rank].append((tuple(slots), self.maps[rank].epoch))
+            for key in slots:
+                self.fuse(rank, key)
+
+        return {"slots_written": renew} if self.renews else {}
+
+    def stale(self):
+        """Return (rank, layer, local slot) of slots whose number is not that of their tensors."""
+        return {
+            (rank, *key)
+            for rank in range(2)
+            for key, tensors in self.weights[rank].slots.items()
+            if self.fused[rank][key] != fused(tensors)
+        }
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_state_derived_from_weights_is_stale_unless_it_is_renewed_in_the_hook(renews):
+    """vllm#48355: alphas fused at load stayed with their slots when the experts moved."""
+    with Fusing(OLD, renews=renews) as fleet:
+        start(fleet, prepare_for(OLD, NEW))
+        for link in fleet.links:
+            link.expect(Ack)
+    # Experts 2 and 3 come to slots 0 and 2 of rank 0, expert 0 to slot 0 of rank 1.
+    moved = [{(layer, slot) for layer in range(2) for slot in slots} for slots in ((0, 2), (0,))]
+    if renews:
+        assert fleet.stale() == set()
+        for rank in range(2):
+            [(slots, epoch)] = fleet.written[rank]
+            assert set(slots) == moved[rank] and len(slots) == len(moved[rank])
+            assert epoch == 1
+    else:
+        assert fleet.stale() == {(rank, *key) for rank in range(2) for key in moved[rank]}
+
+
+class Scaled(Fleet):
+    """Ranks with a scale for each slot that `tensors` does not declare; `moves` takes it along."""
+
+    def __init__(self, placement, *, moves=False, probing=(0, 1), wrong_replica=False, **options):
+        self.moves, self.probing = moves, probing
+        self.placement = placement
+        self.scale = [
+            {key: self.scale_of(placement, rank, key) for key in ToyWeights(placement, rank).slots}
+            for rank in range(2)
+        ]
+        if wrong_replica:
+            self.scale[0][0, 2] += 1.0  # the replica of expert 3 on rank 0
+        super().__init__(placement, **options)
+
+    def scale_of(self, placement, rank, key):
+        layer, local = key
+        return 1.0 + int(placement.phy2log[layer, rank * placement.slots_per_rank + local])
+
+    def hooks(self, rank):
+        def probe(layer, local):
+            matrix = self.weights[rank].tensors(layer, local)[0]
+            return torch.ones(matrix.shape[0]) @ matrix * self.scale[rank][layer, local]
+
+        def move(slots):
+            for key in slots:
+                self.scale[rank][key] = self.scale_of(NEW, rank, key)
+
+        hooks = {"probe": probe} if rank in self.probing else {}
+        return {**hooks, "slots_written": move} if self.moves else hooks
+
+
+def test_a_scale_that_nobody_declared_ends_the_rank_before_it_computes_a_step():
+    """All declared bytes arrived, so the checksums agree; only the outputs show it."""
+    prepare = prepare_for(OLD, NEW)
+    with Scaled(OLD, steps=False) as fleet, structlog.testing.capture_logs():
+        for thread in fleet._threads:
+            thread.start()
+        start(fleet, prepare)
+        fleet.wait_left()
+        assert all(weights.holds(NEW) for weights in fleet.weights)
+        assert "computes" in str(fleet.left[0]) and "ExpertWeights.tensors" in str(fleet.left[0])
+        assert "layer 0 expert 2" in str(fleet.left[0])
+        assert all(left is not None for left in fleet.left)
+        # No rank came to a step at the new epoch.
+        assert all(set(epochs) <= {0} for epochs in fleet.epochs)
+
+
+def test_a_scale_that_moves_with_its_expert_passes_the_probe():
+    with Scaled(OLD, moves=True) as fleet:
+        start(fleet, prepare_for(OLD, NEW))
+        for link in fleet.links:
+            assert int(link.expect(Ack).epoch) == 1
+
+
+def test_replicas_that_compute_different_outputs_are_not_copied():
+    """They would be taken for equal by their checksums."""
+    with structlog.testing.capture_logs() as said:
+        with Scaled(NEW, wrong_replica=True) as fleet:
+            assert all(agent.observe_only for agent in fleet.agents)
+    assert {line["compared"] for line in said if line["event"] == "replicas_differ"} == {"probe"}
+
+
+def test_a_reload_registers_the_probes_again():
+    with Scaled(NEW, steps=False) as fleet:
+        for rank in range(2):
+            fleet.weights[rank].slots = ToyWeights(NEW, rank, version=2).slots
+            fleet.scale[rank] = dict.fromkeys(fleet.scale[rank], 7.0)
+        run_ranks(2, lambda rank: fleet.agents[rank].finish_reload(2))
+        assert not any(agent.trouble for agent in fleet.agents)
+        for agent in fleet.agents:
+            agent._written.follow(NEW, [(0, 0), (1, 1)])
+        fleet.scale[0][0, 2] = 1.0
+        run_ranks(2, lambda rank: fleet.agents[rank].finish_reload(3))
+        assert all("replicas of an expert differ" in agent.trouble for agent in fleet.agents)
+
+
+def test_a_probe_on_one_rank_alone_is_refused_at_the_start():
+    """Registering is collective: the other rank would not come."""
+    with pytest.raises(PeerViolation, match="probe"):
+        Scaled(OLD, probing=(0,))

@@ -1,0 +1,48 @@
+"""The toy engine of docs/join.md, end to end, and the page beside its code."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import deadline
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*options):
+    command = [sys.executable, "-m", "examples.join", "--limit-s", str(deadline(60)), *options]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=deadline(280), check=False
+    )
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_experts_of_the_toy_engine_move_and_no_bit_of_an_output_changes():
+    ended = run()
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ends = re.findall(r"'checked': (\d+), 'wrong': (\d+).*'epoch': (\d+)", ended.stdout)
+    assert len(ends) == 2
+    assert all(int(checked) > 4 and wrong == "0" and epoch != "0" for checked, wrong, epoch in ends)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_the_probe_finds_the_forgotten_hook_and_the_text_names_the_expert():
+    ended = run("--forget-hook")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert re.search(r"left the group: .*layer \d+ expert \d+ computes", ended.stdout)
+    assert "slots_written" in ended.stdout
+
+
+def test_the_code_of_the_page_is_the_code_of_the_example():
+    code = "\n".join(
+        (ROOT / "examples" / "join" / name).read_text("utf-8") for name in ("engine.py", "rank.py")
+    )
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "join.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 8
+    for block in blocks:
+        assert block.strip("\n") in code, block
