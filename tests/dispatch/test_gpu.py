@@ -6,6 +6,7 @@ import torch
 
 from evenkeel_moe.dispatch import (
     BatchedSplit,
+    DeviceLplbChoice,
     DispatchTables,
     EvenChoice,
     ExactSplit,
@@ -131,3 +132,17 @@ def test_interior_point_is_captured_and_exact(production):
     want = ExactSplit(placement).solve(counts).peak
     assert torch.allclose(answer.peak.cpu(), want, rtol=1e-6)
     print(f"LPLB: {microseconds(graph) / LAYERS:.1f} us per layer, {LAYERS} layers a batch")
+
+
+def test_lplb_as_a_choice_is_captured_and_lands_where_the_experts_are(production):
+    placement, counts, experts = production
+    demand = torch.zeros((RANKS, EXPERTS), dtype=torch.int64)
+    demand[3] = count_choices(experts, EXPERTS)
+    demand[1] = (counts[0] % 97).to(torch.int64)
+    one = Placement(placement.phy2log[:1], RANKS, EXPERTS)
+    chooser = DeviceLplbChoice(DispatchTables.of(one, Topology.single_node(RANKS), 3, "cuda"))
+    on_device = experts.cuda(), demand.cuda()
+    graph, answer = captured(lambda: chooser.choose(0, *on_device))
+    held = torch.from_numpy(one.phy2log[0].astype(np.int64))
+    assert torch.equal(held[answer.cpu()], experts)
+    print(f"LPLB as a choice: {microseconds(graph):.1f} us per layer")

@@ -36,12 +36,14 @@ from evenkeel_moe.dispatch.libra_schedule import (
 )
 from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_tokens
 from evenkeel_moe.dispatch.lplb import ExactSplit, LplbChoice, TokenSplit
+from evenkeel_moe.dispatch.lplb_device import DeviceLplbChoice
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.dispatch.waterfill import Waterfill, expand_topk
 
 __all__ = [
     "BatchedSplit",
     "DemandNeeded",
+    "DeviceLplbChoice",
     "DispatchTables",
     "EvenChoice",
     "ExactSplit",

@@ -1,8 +1,9 @@
 """Rules that choose the replica of an expert that serves a token.
 
 Every rule maps (n, k) logical experts to (n, k) slots and keeps the -1 of padding. No rule loops
-over tokens, reads a value back to the host or allocates by data, so all of them can be captured in
-a CUDA graph. A rule that depends on the batch names in `needs` what the ranks must exchange first.
+over tokens. Except for `LplbChoice`, `FewestChoice` and `LibraChoice`, which decide on a CPU
+thread, no rule reads a value back to the host or allocates by data, so it can be captured in a CUDA
+graph. A rule that depends on the batch names in `needs` what the ranks must exchange first.
 
 ======================  ==========================================================================
 `EvenChoice`            equal shares of all replicas, by a hash of the token's place in the batch
@@ -10,6 +11,7 @@ a CUDA graph. A rule that depends on the batch names in `needs` what the ranks m
 `NearestChoice`         own rank, else own node, else all; by the hash if there are several
 `WeightedChoice`        replicas by given probabilities
 `lplb.LplbChoice`       replicas by whole-token quotas from the exact split of the batch
+`DeviceLplbChoice`      the same by the interior point, in `lplb_device`
 `fewest.FewestChoice`   one replica per expert, so that few experts are active on the fullest rank
 `libra.LibraChoice`     local tokens stay, the others are split over resident and transient replicas
 ======================  ==========================================================================

@@ -173,7 +173,10 @@ class LplbChoice:
         ]
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """See `ReplicaChoice.choose`. On a GPU it copies counts to the CPU, which is a sync."""
+        """See `ReplicaChoice.choose`. On a GPU it copies counts to the CPU, which is a sync.
+
+        `lplb_device.DeviceLplbChoice` does not.
+        """
         check_experts(experts)
         if demand is None:
             raise InvalidInput("LPLB needs the demand of all ranks: all-gather the counts first")
