@@ -24,9 +24,9 @@ from tests.dispatch.placements import (
 def test_rounded_quotas_sum_to_the_tokens_and_stay_within_one_token_of_the_share(seed):
     rng = np.random.default_rng(seed)
     experts, width = int(rng.integers(1, 9)), int(rng.integers(1, 6))
-    shares = rng.random((experts, width)) * (rng.random((experts, width)) < 0.7)
-    shares[:, 0] += 1e-6
-    shares = torch.from_numpy(shares / shares.sum(axis=1, keepdims=True))
+    drawn = rng.random((experts, width)) * (rng.random((experts, width)) < 0.7)
+    drawn[:, 0] += 1e-6
+    shares = torch.from_numpy(drawn / drawn.sum(axis=1, keepdims=True))
     counts = torch.from_numpy(rng.integers(0, 10 ** rng.integers(1, 10), experts))
     quotas = whole_quotas(shares, counts)
     assert (quotas >= 0).all() and torch.equal(quotas.sum(dim=1), counts)

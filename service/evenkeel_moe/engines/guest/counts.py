@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.agent.guest import GuestAgent
 from evenkeel_moe.model.load import Phase
 
@@ -18,6 +19,10 @@ class StepNote:
     dummy: bool
     prepared_tokens: int | None
     """Real tokens that the engine prepared; None if the engine does not report them."""
+
+
+GuestCounts = StepCounts[StepNote]
+"""Counts of one rank on their way to the host."""
 
 
 def count_once(

@@ -11,11 +11,10 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.agent.guest import GuestAgent, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import all_or_none
-from evenkeel_moe.engines.guest.counts import StepNote
+from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.plan_agreement import PlanAgreement, gather_rows
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
@@ -45,7 +44,7 @@ class EngineGuest(ABC):
         """None until the guest has started, and for good if it could not start."""
         self._kv_cache: KvCache | None = None
         self._link = link
-        self._counts: StepCounts[StepNote] | None = None
+        self._counts: GuestCounts | None = None
         self._top_k = 1
         self._step = 0
         self._due = False
@@ -106,7 +105,7 @@ class EngineGuest(ABC):
     def _start_agent(self, shape: ModelShape, make: Callable[[], GuestAgent]) -> GuestAgent:
         """Start the agent on all ranks or on none; collective."""
         self._top_k = shape.top_k
-        self._counts = StepCounts(shape.num_logical_experts, self._deliver)
+        self._counts = GuestCounts(shape.num_logical_experts, self._deliver)
         self.agent = all_or_none("start an agent", make, self._gather, GuestAgent.close)
         if not self.places:
             self.agent.observe_as_asked()

@@ -11,7 +11,6 @@ import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.agent.guest import GuestAgent, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
@@ -20,7 +19,7 @@ from evenkeel_moe.engines.guest.collective_start import (
     protect_engine,
     require_plugin_in_group,
 )
-from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
+from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.model_facts import weight_format
@@ -193,7 +192,7 @@ class SglangGuest(EngineGuest):
         self.weights_loaded()
         agent.step_boundary()
 
-    def _count(self, agent: GuestAgent, counts: StepCounts[StepNote], step: int) -> None:
+    def _count(self, agent: GuestAgent, counts: GuestCounts, step: int) -> None:
         """Count one pass, if the recorder did; an error costs telemetry, never the step."""
         by_slot, self._counted = self._counted, None
         try:

@@ -9,12 +9,11 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.agent.guest import GuestAgent, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
 from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
+from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
@@ -169,9 +168,7 @@ class VllmGuest(EngineGuest):
             if self.places:
                 self._set_trigger()
 
-    def _count(
-        self, note: StepNote, counts: StepCounts[StepNote], model_state: VllmModelState
-    ) -> None:
+    def _count(self, note: StepNote, counts: GuestCounts, model_state: VllmModelState) -> None:
         """Count one step; an error costs telemetry, never the step or a poll of the gate (R9)."""
         try:
             counts.pick_up()
